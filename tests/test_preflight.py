@@ -423,12 +423,15 @@ def test_hints_name_arguments_that_a_checkpointer_has() -> None:
     assert found <= HAVE_NOT_BUT_ALLOWED.keys()
 
 
-def test_hints_for_what_is_no_optimizer_lead_to_an_argument_that_takes_it(tmp_path: Path) -> None:
-    for other in (Holder(), type("Own", (torch.optim.SGD,), {"state_dict": lambda _: {}})([torch.zeros(1)], 0.1)):
-        with pytest.raises(ReshardError, match=r"`Checkpointer.resume\(extra=") as caught:
-            resume(tmp_path, parts={"optimizer": other})
-        assert "objects" not in str(caught.value)
-    _, decision = resume(tmp_path, parts={"extra": {"other": Holder(np.float32(3))}})
+def test_optimizers_with_a_state_of_their_own_are_taken_and_anything_else_is_refused(tmp_path: Path) -> None:
+    own = type("Own", (torch.optim.SGD,), {"state_dict": lambda _: {}})([torch.zeros(1)], 0.1)
+    for number, other in enumerate((Holder(np.float32(3)), own)):
+        _, decision = resume(tmp_path / str(number), parts={"optimizer": other})
+        assert decision.fresh
+    with pytest.raises(ReshardError, match=r"`Checkpointer.resume\(extra=") as caught:
+        resume(tmp_path / "refused", parts={"optimizer": object()})
+    assert "objects" not in str(caught.value)
+    _, decision = resume(tmp_path / "extra", parts={"extra": {"other": Holder(np.float32(3))}})
     assert decision.fresh
 
 

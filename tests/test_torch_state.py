@@ -416,7 +416,7 @@ def test_what_has_no_names_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"`optimizer` is a dict, expected a torch.optim.Optimizer"):
         describe(model, {})
     with pytest.raises(ArgumentError, match="`model` is a dict, expected"):
-        describe({})  # type: ignore[arg-type]
+        describe({})
     with pytest.raises(UnsupportedError, match="`weight` is not initialised yet"):
         describe(nn.LazyLinear(3))
     with pytest.raises(UnsupportedError, match=r"`weight`: unknown dtype torch.complex128"):

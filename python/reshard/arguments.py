@@ -279,7 +279,10 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     "run": _own,
     "rank_local": _own,
     **dict.fromkeys(("keys", "optimizer_keys", "drop"), check_texts),
-    "may_differ": _patterns,
+    **dict.fromkeys(("may_differ", "include", "exclude"), _patterns),
+    "missing": _choice("error", "keep"),
+    **dict.fromkeys(("unexpected", "other_optimizer"), _choice("error", "skip")),
+    "shape": _choice("error", "grow", "skip"),
     **dict.fromkeys(("model", "tensors"), _mapping),
     **dict.fromkeys(
         ("environment", "coordinate", "optimizer", "extra", "shapes", "metrics", "rename", "out"), _mapping
@@ -294,12 +297,13 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     "save_trainable_params": _trained,
     "drift": _count,
     "grace_s": check_seconds,
+    "hf_every": _count,
     **dict.fromkeys(("format", "verify"), _option),
     "device": _device,
     **dict.fromkeys(("part", "to", "method", "framework", "backend", "prefix", "suffix", "name_regex"), _text),
     **dict.fromkeys(("rank", "iteration", "threads", "sink_size", "steps_per_epoch"), _integer),
     **dict.fromkeys(("keep", "keep_every"), _integer_or_none),
-    **dict.fromkeys(("progress", "ready", "after"), _function),
+    **dict.fromkeys(("progress", "ready", "after", "after_publish"), _function),
     **dict.fromkeys(
         (
             "after_save",
@@ -312,8 +316,10 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
             "dedup",
             "direct",
             "dry_run",
+            "fresh_optimizer",
             "durable",
             "integrated_save",
+            "links",
             "only_save_strategy",
             "overlap",
             "overwrite",

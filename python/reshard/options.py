@@ -11,8 +11,10 @@ values are only checked by themselves; whether an option fits a format or anothe
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, ParamSpec, Self, TypeAlias, TypeVar, get_args
@@ -22,11 +24,10 @@ from reshard.errors import ArgumentError
 from reshard.words import nearest, show
 
 if TYPE_CHECKING:
-    import os
-
     import numpy as np
 
     from reshard import _core
+    from reshard.names import NamesLike
 
 __all__ = [
     "Checkpoint1Options",
@@ -35,6 +36,8 @@ __all__ = [
     "Files",
     "FilesLike",
     "FormatLike",
+    "InitFrom",
+    "InitFromLike",
     "Interrupts",
     "Options",
     "Reading",
@@ -42,6 +45,8 @@ __all__ = [
     "RetentionLike",
     "SaveOptions",
     "Select",
+    "Strict",
+    "StrictLike",
     "Verify",
     "VerifyLike",
     "VerifyMode",
@@ -461,10 +466,112 @@ class Reading(Options):
     method: _core.ReadMethod = "auto"
 
 
+@dataclass(frozen=True, repr=False, kw_only=True)
+class InitFrom(Options):
+    """What a run starts from when it has no checkpoint of its own, such as pretrained weights.
+
+    `init_from="pretrained"` of `Checkpointer.resume` is short for `init_from=InitFrom("pretrained")`. Steps count from
+    0. Schedulers, the sampler, random streams and other objects with state start as they are.
+
+    Attributes:
+        path: anything that `reshard.open` opens: a folder or file of weights, a checkpoint root, an iteration.
+        names: a name map from the names in the checkpoint to those of the model: a `NameMap`, its file or mapping, or a
+            preset such as "qwen3-mindspore". Default: the names are the same.
+        include: patterns of the names in the model; only tensors that match one of them are loaded. Default: all.
+        exclude: patterns of the names in the model; tensors that match keep their initial values. Default: none.
+        fresh_optimizer: start the optimizer with new state. Default True. False also loads the state of the optimizer
+            for each loaded parameter, which the checkpoint must have; the options of its groups, such as the learning
+            rate, stay those of the run.
+
+    Raises:
+        ArgumentError: a value has the wrong type.
+
+    Example:
+        >>> InitFrom("pretrained", exclude=["lm_head.*"])
+        InitFrom(path='pretrained', exclude=['lm_head.*'])
+    """
+
+    keyword: ClassVar[str] = "init_from"
+
+    path: str | os.PathLike[str] = dataclasses.field(default="", kw_only=False)
+    names: NamesLike | None = None
+    include: Collection[str] = ()
+    exclude: Collection[str] = ()
+    fresh_optimizer: bool = True
+
+    @classmethod
+    def of(cls, value: Self | Mapping[str, object] | str | os.PathLike[str] | None) -> Self:
+        """As `Options.of`; a path is short for `InitFrom(path)`.
+
+        Raises:
+            ArgumentError: as `Options.of`, or the path is missing.
+
+        Example:
+            >>> InitFrom.of("pretrained")
+            InitFrom(path='pretrained')
+        """
+        made = cls(value) if isinstance(value, str | os.PathLike) else super().of(value)
+        if not os.fspath(made.path):
+            raise ArgumentError(
+                "`init_from` has no `path`", hint='for example `init_from={"path": "pretrained", "names": "map.yaml"}`'
+            )
+        return made
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Strict(Options):
+    """What happens where a checkpoint and the run that resumes from it differ. Each difference is a warning by name.
+
+    `strict=True` is short for the defaults: every difference is an error. `strict=False` is short for
+    `Strict(missing="keep", unexpected="skip")`.
+
+    Attributes:
+        missing: state of the run that the checkpoint lacks. "error" (default); "keep": it keeps its initial value.
+        unexpected: state of the checkpoint that the run lacks. "error" (default); "skip": it is not loaded.
+        shape: tensors with another shape. "error" (default); "skip": they keep their initial values, and the optimizer
+            starts them with new state; "grow": a tensor with more rows than the saved one, such as the embedding of a
+            larger vocabulary, keeps the saved rows, and its new rows keep their initial values. Their optimizer state
+            is zero in the new rows. Other differences of shape stay an error.
+        other_optimizer: parameters that were saved with another optimizer or in other groups. "error" (default);
+            "skip": the optimizer starts them with new state, or their group keeps its options.
+
+    Raises:
+        ArgumentError: a value is not accepted.
+
+    Example:
+        >>> Strict.of(False), Strict.of({"shape": "grow"})
+        (Strict(missing='keep', unexpected='skip'), Strict(shape='grow'))
+    """
+
+    keyword: ClassVar[str] = "strict"
+
+    missing: Literal["error", "keep"] = "error"
+    unexpected: Literal["error", "skip"] = "error"
+    shape: Literal["error", "grow", "skip"] = "error"
+    other_optimizer: Literal["error", "skip"] = "error"
+
+    @classmethod
+    def of(cls, value: Self | Mapping[str, object] | bool | None) -> Self:  # noqa: FBT001
+        """As `Options.of`; True and False are short for what the class says.
+
+        Raises:
+            ArgumentError: as `Options.of`.
+
+        Example:
+            >>> Strict.of(True)
+            Strict()
+        """
+        if isinstance(value, bool):
+            return cls() if value else cls(missing="keep", unexpected="skip")
+        return super().of(value)
+
+
 RetentionLike: TypeAlias = Retention | Mapping[str, object]
 VerifyLike: TypeAlias = Verify | Mapping[str, object] | VerifyMode
 CommitLike: TypeAlias = Commit | Mapping[str, object]
 FilesLike: TypeAlias = Files | Mapping[str, object]
+InitFromLike: TypeAlias = str | os.PathLike[str] | InitFrom | Mapping[str, object]
+StrictLike: TypeAlias = bool | Strict | Mapping[str, object]
 FormatLike: TypeAlias = Literal["checkpoint2", "checkpoint1"] | Checkpoint1Options | Mapping[str, object]
 
 
@@ -605,10 +712,13 @@ class SaveOptions:
 # -- keywords of earlier releases
 
 _GROUPS: tuple[type[Options], ...] = (
-    Retention, Verify, Commit, Files, Checkpoint1Options, Interrupts, Select, Reading,
+    Retention, Verify, Commit, Files, Checkpoint1Options, Interrupts, Select, Reading, InitFrom, Strict,
 )  # fmt: skip
 _RENAMED = {"keep_best": "best", "verify_after_save": "after_save"}
-_MOVED: dict[str, type[Options]] = {field.name: group for group in _GROUPS for field in fields(group)}
+_MOVED: dict[str, list[type[Options]]] = {}
+for _group in _GROUPS:
+    for _field in fields(_group):
+        _MOVED.setdefault(_field.name, []).append(_group)
 
 
 def explains_moved(function: Callable[P, T]) -> Callable[P, T]:
@@ -628,8 +738,8 @@ def explains_moved(function: Callable[P, T]) -> Callable[P, T]:
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         for name, value in kwargs.items():
             field = _RENAMED.get(name, name)
-            group = _MOVED.get(field)
-            if name not in parameters and group is not None and group.keyword in parameters:
+            group = next((one for one in _MOVED.get(field, ()) if one.keyword in parameters), None)
+            if name not in parameters and group is not None:
                 given = f"{field}={str(value)[:80] if isinstance(value, bool | int) else '...'}"
                 if isinstance(value, tuple | str):
                     given = f"{field}={repr(value)[:80]}"

@@ -51,6 +51,12 @@ _COUNT = click.IntRange(1, 2**62)
 @click.option("--dataset-steps", type=_COUNT, metavar="S", help="Steps in an epoch of the dataset of the new run.")
 @click.option("--new-data", is_flag=True, help="The new run has another dataset.")
 @click.option("--compatible", is_flag=True, help="Compute counters as MindSpore Transformers does, with its rounding.")
+@click.option(
+    "--init-from", type=PATH, metavar="PATH", help="What the run starts from if ROOT holds no checkpoint yet."
+)
+@click.option("--names", metavar="MAP", help="Name map over what the run starts from: a file or a preset.")
+@click.option("--include", multiple=True, metavar="PATTERN", help="Tensors that the run takes from its start.")
+@click.option("--exclude", multiple=True, metavar="PATTERN", help="Tensors that keep their initial values.")
 @click.option("--verify", is_flag=True, help="Read the files that the run would read, and skip damaged checkpoints.")
 @command
 def explain(
@@ -62,6 +68,10 @@ def explain(
     dataset_steps: int | None,
     new_data: bool,
     compatible: bool,
+    init_from: str | None,
+    names: str | None,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
     verify: bool,
     as_json: bool,
 ) -> None:
@@ -69,6 +79,8 @@ def explain(
 
     ROOT is a checkpoint root or an iteration folder; the default is the path that the configuration loads. If the
     configuration saves into a root whose checkpoints `Checkpointer.from_config` would use instead, that is reported.
+    With --init-from, or `init_from` in the section `reshard` of the configuration, the checkpoints of ROOT, or of the
+    folder that is saved to, come first. Without any, the run starts from that path, as in `Checkpointer.resume`.
     For a Checkpoint 1.0 tree the files of each rank folder are listed too. Nothing is changed.
 
     Tensor data is not read: only sizes, headers and metadata are checked, as a run does before it loads. While it
@@ -81,18 +93,26 @@ def explain(
       reshard explain output/checkpoint --global-batch-size 512 --dataset-steps 10000
       reshard explain --config train.yaml --json
       reshard explain output/checkpoint --verify
+      reshard explain output/checkpoint --init-from pretrained/ --exclude "lm_head.*"
 
     Exit codes: 0 there is a checkpoint to load, 3 the run would start fresh, 1 refused, 2 usage error.
     """
     from reshard.config import Config
+    from reshard.options import InitFrom
     from reshard.resume import RunFacts
     from reshard.verbs.explain import explain as find_answer
-    from reshard.verbs.start import start_of
+    from reshard.verbs.start import own_config, start_of, with_init
 
     if root is None and config_file is None:
         raise click.UsageError("give ROOT, --config, or both")
     config = Config(resume=True) if config_file is None else Config.from_yaml(config_file)
-    if root is not None:
+    if init_from is None and (names or include or exclude):
+        raise click.UsageError("--names, --include and --exclude need --init-from")
+    init = config.init_from
+    if init_from is not None:
+        init = InitFrom(init_from, names=names, include=include, exclude=exclude)
+    own, reason = root or config.save_path, None
+    if root is not None and init is None:
         config = dataclasses.replace(config, load_path=root)
     run = RunFacts(
         global_batch_size=global_batch_size,
@@ -100,12 +120,25 @@ def explain(
         steps_per_epoch=dataset_steps,
         dataset_changed=new_data or None,
     )
+    if init is not None:
+        if own is None:
+            raise click.UsageError(
+                "give ROOT, the checkpoint root of the run, or a configuration that says where it saves"
+            )
+        if config_file is None:
+            config = dataclasses.replace(config, load_path=own)
+        config = with_init(config, init, own)
+        is_own, reason = start_of(config, own, run)
+        config = own_config(config, own) if is_own else config
     own_root: str | None = None
     with collected_warnings(), progress_bar() as progress:  # the verdicts contain the logged warnings
         answer = find_answer(config, run, compatible=compatible, verify=verify, progress=progress)
-        if root is None and config.save_path and start_of(config, Path(config.save_path), run)[0]:
+        if init is None and root is None and config.save_path and start_of(config, Path(config.save_path), run)[0]:
             own_root = config.save_path
     facts, decision = answer.facts, answer.decision
+    if decision is not None and reason is not None:
+        decision = dataclasses.replace(decision, reasons=(reason, *decision.reasons))
+        answer = dataclasses.replace(answer, decision=decision)
     if decision is None:
         assert answer.error is not None
         _refuse(answer.error, config, facts, answer.verdicts, as_json=as_json)
@@ -118,7 +151,16 @@ def explain(
             "contents": answer.contents,
             "contents_read": answer.contents != "not read",
         }
-        echo_json({"outcome": _outcome(decision), **_json(decision), **proof, "own_root": own_root, **ranks})
+        echo_json(
+            {
+                "outcome": _outcome(decision),
+                **_json(decision),
+                **proof,
+                "own_root": own_root,
+                **_start_options(config),
+                **ranks,
+            }
+        )
     else:
         _print(config, facts, decision, answer, counts_sinks=config_file is not None and config.sink_mode)
         if own_root is not None:
@@ -135,6 +177,29 @@ def _outcome(decision: ResumeDecision) -> str:
     if decision.fresh:
         return "fresh"
     return "resume" if "counters" in decision.restored else "weights"
+
+
+def _start_options(config: Config) -> dict[str, Any]:
+    """The options of what the run starts from."""
+    init = config.init_from
+    if init is None:
+        return {}
+    names = None if init.names is None else str(init.names) if not isinstance(init.names, dict) else init.names
+    options = {"names": names, "include": list(init.include), "exclude": list(init.exclude)}
+    return {"options": {**options, "fresh_optimizer": init.fresh_optimizer}}
+
+
+def _start_lines(config: Config) -> list[tuple[str, str]]:
+    found = _start_options(config).get("options", {})
+    lines = []
+    if found.get("names"):
+        lines.append(
+            ("names", f"by {shown(str(found['names']))}" if len(str(found["names"])) < 80 else "by a name map")
+        )
+    lines += [(word, shown(", ".join(found[word]))) for word in ("include", "exclude") if found.get(word)]
+    if found:
+        lines.append(("optimizer", "new state" if found["fresh_optimizer"] else "its state is loaded, too"))
+    return lines
 
 
 def _json(decision: ResumeDecision) -> dict[str, Any]:
@@ -190,7 +255,7 @@ def _print(config: Config, facts: ResumeFacts, decision: ResumeDecision, answer:
     # Warnings are part of the result here, so they go to stdout.
     is_known = counts_sinks or facts.run.steps_per_epoch is not None
     warnings = (("warning", shown(warning)) for warning in decision.warnings)
-    echo_facts([*_contents(answer), *_lines(decision, knows_epochs=is_known), *warnings])
+    echo_facts([*_contents(answer), *_start_lines(config), *_lines(decision, knows_epochs=is_known), *warnings])
 
 
 def _contents(answer: Answer) -> list[tuple[str, str]]:

@@ -11,6 +11,7 @@ MindSpore Transformers.
     reshard:
       retention: {keep_every: 1000, best: [loss, 3]}
       verify: {after_save: true}
+      init_from: {path: pretrained, exclude: ["lm_head.*"]}
 
 This module does not use the values, and reads no file but the configuration.
 """
@@ -27,7 +28,7 @@ from typing import Any, Literal, Self, TypeAlias
 from reshard.config.read import read_values
 from reshard.errors import ConfigError
 from reshard.fields import At
-from reshard.options import Checkpoint1Options, Files, Options, Retention
+from reshard.options import Checkpoint1Options, Files, InitFrom, Options, Retention
 from reshard.strict_yaml import read_yaml
 
 __all__ = ["Config", "ConfigLike", "as_config", "split_iteration"]
@@ -153,7 +154,7 @@ class Config:
             >>> config.options()["retention"], config.options()["files"]
             (Retention(keep=3, keep_every=1000), Files(prefix='qwen', dedup=False))
         """
-        given = {one.keyword: one for one in self.groups}
+        given = {one.keyword: one for one in self.groups if not isinstance(one, InitFrom)}
         given["retention"] = given.get("retention", Retention()).updated({"keep": self.keep})
         given["files"] = given.get("files", Files()).updated({"prefix": self.prefix, "dedup": self.dedup})
         if self.legacy_format or self.only_save_strategy:  # strategy files are those of Checkpoint 1.0
@@ -164,6 +165,17 @@ class Config:
                 only_save_strategy=self.only_save_strategy,
             )
         return given
+
+    @property
+    def init_from(self) -> InitFrom | None:
+        """What the run starts from when it has no checkpoint of its own, of the section `reshard`.
+
+        Example:
+            >>> config = Config.from_mapping({"reshard": {"init_from": {"path": "pretrained", "names": "names.yaml"}}})
+            >>> config.init_from, config.load_path, config.resume
+            (InitFrom(path='pretrained', names='names.yaml'), 'pretrained', False)
+        """
+        return next((one for one in self.groups if isinstance(one, InitFrom)), None)
 
     @property
     def mesh(self) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +21,7 @@ from reshard.config.words import (
 )
 from reshard.errors import ArgumentError
 from reshard.fields import At, and_words, found, is_list
-from reshard.options import Commit, Files, Interrupts, Options, Retention, Verify
+from reshard.options import Commit, Files, InitFrom, Interrupts, Options, Retention, Verify
 from reshard.strict_yaml import at_path
 from reshard.words import nearest, show
 
@@ -28,7 +29,9 @@ __all__ = ["read_values"]
 
 _NEAR = 0.84  # similarity to a known key from which a key counts as misspelt
 _DEFAULT_STEPS_OF_SECTION = 1000  # the default of MindSpore Transformers in its section `checkpoint`
-_GROUPS: dict[str, type[Options]] = {one.keyword: one for one in (Retention, Verify, Commit, Files, Interrupts)}
+_GROUPS: dict[str, type[Options]] = {
+    one.keyword: one for one in (Retention, Verify, Commit, Files, Interrupts, InitFrom)
+}
 _SHARED = ("keep", "prefix", "dedup")  # fields of options that MindSpore configuration keys set as well
 
 
@@ -185,9 +188,12 @@ def _read_options(at: At, value: Mapping[Any, object], values: _Values) -> tuple
                 hint=f"did you mean `{near[0]}`?" if near else None,
             )
         try:
-            made = _GROUPS[name].of(cast("Any", given))
+            made: Options = _GROUPS[name].of(cast("Any", given))
         except ArgumentError as error:
             raise (at / name).error(error.message, hint=error.hint) from error
+        if isinstance(made, InitFrom):  # it is what the first start loads, as `load_checkpoint` without resuming is
+            values.set("load_path", os.fspath(made.path), at / name)
+            values.set("resume", value=False, at=at / name)
         for field in _SHARED:
             if isinstance(given, Mapping) and given.get(field) is not None:
                 values.set(field, given[field], at / name / field)

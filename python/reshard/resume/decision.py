@@ -19,7 +19,7 @@ from reshard.words import show
 
 if TYPE_CHECKING:
     from reshard.config import Config
-    from reshard.resume.facts import ResumeDecision, ResumeFacts
+    from reshard.resume.facts import Restored, ResumeDecision, ResumeFacts
 
 __all__ = ["decide"]
 
@@ -71,7 +71,8 @@ def decide(
         state = "does not exist" if facts.kind == "absent" else "holds no checkpoint yet"
         if config.resume and split_iteration(config.load_path)[1] is None:
             return start_fresh(config, facts, (), [f"{facts.path} {state}: the training starts from nothing"], warnings)
-        raise CheckpointNotFoundError(f"{facts.path} {state}, and load_checkpoint names it", path=facts.path)
+        word = "load_checkpoint" if config.init_from is None else "init_from"
+        raise CheckpointNotFoundError(f"{facts.path} {state}, and {word} names it", path=facts.path)
     verdicts = evaluate(config, facts)
     taken = next((n for n, verdict in enumerate(verdicts) if verdict.taken), None)
     if taken is None:
@@ -88,8 +89,14 @@ def decide(
     if not candidate.is_verified:
         warnings.append(f"{name_of(verdicts[taken])} has no checksums: only its structure is checked")
     if not config.resume:
+        restored: tuple[Restored, ...] = ("weights",)
         reasons = ["resume_training is off: only the weights are loaded, and steps count from 0"]
-        start = replace(start_fresh(config, facts, verdicts, reasons, warnings), fresh=False, restored=("weights",))
+        if config.init_from is not None:
+            restored = ("weights",) if config.init_from.fresh_optimizer else ("weights", "optimizer")
+            what = "the weights" if config.init_from.fresh_optimizer else "the weights and the state of the optimizer"
+            reasons = [f"the run starts from {what} of {candidate.path}, and steps count from 0"]
+        start = start_fresh(config, facts, verdicts, reasons, warnings)
+        start = replace(start, fresh=False, restored=restored, init_from=config.load_path if config.init_from else None)
         return with_checkpoint(start, candidate, facts.run)
     decision = continue_run(config, facts.run, candidate, verdicts, warnings, compatible=compatible)
     return with_checkpoint(decision, candidate, facts.run)

@@ -155,6 +155,7 @@ class ResumeDecision:
         path: the folder that is loaded, for rank folders the file of rank 0; None: nothing is loaded.
         iteration: its iteration; None: it has none, or nothing is loaded.
         fresh: whether the run starts from nothing.
+        init_from: the path of `InitFrom`, if the run starts from it; None: it continues a run, or starts from nothing.
         is_verified: whether the checkpoint has checksums.
         restored: the parts that are restored.
         initial_step: number of completed steps. The next step is this plus 1, and iterations count on from it.
@@ -180,6 +181,7 @@ class ResumeDecision:
     path: str | None = None
     iteration: int | None = None
     fresh: bool = False
+    init_from: str | None = None
     is_verified: bool = False
     restored: tuple[Restored, ...] = ()
     initial_step: int = 0

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import filecmp
 import os
+import secrets
 import shutil
 import stat
 import tempfile
@@ -31,6 +32,7 @@ __all__ = [
     "make_folders",
     "remove_file",
     "remove_folder",
+    "replace_link",
     "set_mode",
     "temporary_folder",
     "try_lock",
@@ -66,6 +68,32 @@ def remove_file(path: str | os.PathLike[str]) -> bool:
 def remove_folder(path: str | os.PathLike[str]) -> None:
     """Remove a folder with everything in it. Never raises: what cannot be removed stays."""
     shutil.rmtree(path, ignore_errors=True)
+
+
+def replace_link(path: str | os.PathLike[str], target: str) -> None:
+    """Make a symbolic link, or give the link that is there another target, in one step. Nothing is followed.
+
+    Args:
+        path: the link.
+        target: what it names, relative to its folder.
+
+    Raises:
+        StorageError: something other than a link has that name, or the system failed.
+    """
+    link = Path(path)
+    with failing("linking", path):
+        if link.is_symlink() or not os.path.lexists(link):
+            if link.is_symlink() and str(link.readlink()) == target:
+                return
+            beside = link.with_name(f".{link.name}.{secrets.token_hex(4)}")
+            beside.symlink_to(target)
+            try:
+                beside.rename(link)
+            except OSError:
+                beside.unlink(missing_ok=True)
+                raise
+            return
+    raise StorageError(f"{show(str(link))} is not a link, and stays as it is", path=str(link))
 
 
 def set_mode(path: str | os.PathLike[str], mode: int) -> None:

@@ -30,8 +30,9 @@ from reshard.arguments import checked
 from reshard.collective import Collective
 from reshard.config import Config, as_config
 from reshard.errors import ArgumentError, ClaimedError, GroupError, ReshardError
+from reshard.formats.savable import save_format
 from reshard.group import resolve, session
-from reshard.options import Interrupts, Options, Retention, SaveOptions, explains_moved
+from reshard.options import InitFrom, Interrupts, Options, Retention, SaveOptions, Strict, explains_moved
 from reshard.resume import RunFacts
 from reshard.storage import protocol
 from reshard.storage.inputs import read_input
@@ -39,6 +40,7 @@ from reshard.storage.location import locate
 from reshard.torch import environment as environments
 from reshard.torch.checks import MAX_SEED, count, seconds
 from reshard.torch.emergency import EXIT_GRACE_S, Rendezvous, Signals, notice_store_of
+from reshard.torch.exports import Exports
 from reshard.torch.health import LossHealth
 from reshard.torch.leaving import exit_process, save_after, save_and_exit
 from reshard.torch.loading import read_for
@@ -47,6 +49,7 @@ from reshard.torch.resuming import (
     RestoreOptions,
     check_has_optimizer,
     check_restored,
+    initial_state,
     restore_objects,
     restore_random,
     restore_sampler,
@@ -58,7 +61,7 @@ from reshard.torch.sampler import ElasticSampler
 from reshard.torch.saving import Saver
 from reshard.torch.state import describe
 from reshard.verbs.load import Wanted, load_with, pass_over
-from reshard.verbs.start import own_config, start_of
+from reshard.verbs.start import initial, own_config, start_of, with_init
 from reshard.words import show
 from reshard.write.save import check_save_options
 
@@ -71,7 +74,7 @@ if TYPE_CHECKING:
 
     from reshard.checkpoint import Checkpoint
     from reshard.config import ConfigLike
-    from reshard.options import CommitLike, FilesLike, FormatLike, RetentionLike, VerifyLike
+    from reshard.options import CommitLike, FilesLike, FormatLike, InitFromLike, RetentionLike, StrictLike, VerifyLike
     from reshard.resume import ResumeDecision
     from reshard.torch.health import Health
     from reshard.torch.loading import Read
@@ -128,6 +131,14 @@ class Checkpointer:
             are those of an `ElasticSampler`, where there is one.
         integrated_save: each save is written a second time, as whole tensors, into `<root>_integrated`, see
             `reshard.verbs.integrate`.
+        hf_every: each n-th save is written a second time, as a Hugging Face folder of whole weights with the model's
+            `config.json`, into `<root>_hf`; with `save_every` in steps, each save at a multiple of `n * save_every`.
+        model_files: a folder whose files (configuration, tokenizer) `hf_every` copies, instead of writing the
+            configuration of the model.
+        links: keep the relative links `last`, to the newest iteration, and `best`, to the best one by
+            `Retention.best`, in the root.
+        after_publish: called on rank 0 after each save as `after_publish(report)`, with the `SaveReport`, in the thread
+            that saves. The next save waits for it. An error of it is a warning of the report.
         signals: the signals that request a save and the exit.
         interrupts: what happens when a signal or an exception ends the training: an `Interrupts` or a mapping of its
             fields.
@@ -181,6 +192,10 @@ class Checkpointer:
         files: FilesLike | None = None,
         format: FormatLike = "checkpoint2",  # noqa: A002
         integrated_save: bool = False,
+        hf_every: int | None = None,
+        model_files: str | os.PathLike[str] | None = None,
+        links: bool = False,
+        after_publish: Callable[[SaveReport], object] | None = None,
         signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1),
         interrupts: Interrupts | Mapping[str, object] | None = None,
         group: object = None,
@@ -214,7 +229,18 @@ class Checkpointer:
             raise ArgumentError(
                 f"`environment` has {show(str(unknown[0]))}", hint="its entries are `config`, `dataset` and `code`"
             )
-        self._is_integrated = integrated_save
+        self._exports = Exports(
+            is_integrated=integrated_save,
+            hf_every=None if hf_every is None else count("hf_every", hf_every, 1),
+            model_files=model_files,
+            save_every=self._every_steps,
+            links=links,
+            after_publish=after_publish,
+        )
+        if links and save_format(self._options.format).traits.rank_folders:
+            raise ArgumentError("`links` names iteration folders, and this format has none", hint="leave `links` out")
+        if model_files is not None and hf_every is None:
+            raise ArgumentError("`model_files` belongs to `hf_every`, which is not given")
         self._config = Config(load_path=os.fspath(self._root), resume=True, healthy_only=healthy_only, sink_mode=False)
         if overlap and not async_save:
             raise ArgumentError("`overlap` is about saves in the background", hint="give `async_save=True`, too")
@@ -300,15 +326,17 @@ class Checkpointer:
 
     # ------------------------------------------------------------------------------------------------------ resuming
 
+    @explains_moved
     def resume(
         self,
         *,
-        model: nn.Module | Sequence[nn.Module],
+        model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
         optimizer: object = None,
         scheduler: object = None,
         sampler: object = None,
         extra: Mapping[str, object] | None = None,
-        strict: bool = True,
+        init_from: InitFromLike | None = None,
+        strict: StrictLike = True,
         cast: bool = False,
         init: Callable[[str, torch.Tensor], torch.Tensor | None] | None = None,
         device: torch.device | str | None = None,
@@ -319,17 +347,22 @@ class Checkpointer:
         """Register the objects of the run, and restore them from the newest undamaged checkpoint, if there is one.
 
         Args:
-            model: a module, plain or in DDP, FSDP2, tensor parallel; or several, such as stages of a pipeline. Tensors
-                on the device `meta` get their content here.
-            optimizer: one of torch's, or several; it need not have made a step.
+            model: a module, plain or in DDP, FSDP2, tensor parallel; or several, such as stages of a pipeline; or a
+                mapping of several, such as a generator and a discriminator: its keys begin the names of their tensors.
+                Tensors on the device `meta` get their values here.
+            optimizer: one of torch's, or several; it need not have made a step. The `state_dict` of any other one, such
+                as a wrapper with copies in float32, is saved whole, as objects of `extra` are.
             scheduler: anything with `state_dict` and `load_state_dict`.
             sampler: the same. `step` advances an `ElasticSampler`; one without state in the checkpoint skips the steps
                 that the decision gives.
             extra: anything else with `state_dict` and `load_state_dict`, by name. Rank 0's state is saved, and that of
                 other ranks must equal it. Of an object wrapped in `reshard.per_rank` the state of each rank is saved,
                 which fits the same number of ranks only.
-            strict: raise an error for entries that are missing in the checkpoint or in the run; else a warning of the
-                decision.
+            init_from: what the run starts from if its root holds no checkpoint yet: a path, an `InitFrom` or a mapping
+                of its fields. After a crash, the same call continues the run itself. `init_from` of the decision is
+                set if the run starts from it.
+            strict: what happens where the checkpoint and the run differ: a `Strict`, a mapping of its fields, or True
+                (every difference is an error) or False (missing and unexpected state are warnings of the decision).
             cast: convert floating-point tensors to the dtype of the live ones, instead of refusing them.
             init: fills buffers that are not in the checkpoint, as in `reshard.torch.state.apply`.
             device: the device on which tensors on the device `meta` are allocated.
@@ -343,7 +376,8 @@ class Checkpointer:
             `warnings` and `reasons`.
 
         Raises:
-            ArgumentError: an object without state; `resume` was called before.
+            ArgumentError: an object without state; `resume` was called before; an `init_from` that fits nothing.
+            ConfigError: `init_from` is given, and the configuration loads something else.
             ArgumentError: state that cannot be saved; a root that is at a later step; a model on the device `meta` and
                 nothing to resume from.
             ClaimedError: another job writes into the root.
@@ -353,28 +387,38 @@ class Checkpointer:
         """
         if self._saver is not None:
             raise ArgumentError("`resume` was called before", hint="make another Checkpointer")
+        policy = Strict.of(strict)
+        if init_from is not None:
+            self._config = with_init(self._config, InitFrom.of(init_from), self._root)
+        start = self._config.init_from
         run = Run(model, optimizer, scheduler, sampler, extra or {})
         members = self._group
-        described = self._describe(run, optimizer)
+        described = self._describe(run, run.optimizer)
         saver = self._saver_of(run)
         notes = self._check_saves(saver, described)
         facts = _facts_of(run.sampler, scale_steps=self._scale_steps)
         is_own, reason = self._start(facts)
-        how = RestoreOptions(strict, cast, init, device, grown)
+        how = RestoreOptions(policy, cast, init, device, grown)
         mode = self._options.verify.on_load
         is_weights_alone = False
 
         def read(checkpoint: Checkpoint, decision: ResumeDecision) -> Read:
             nonlocal is_weights_alone
             is_weights_alone = decision.restored == ("weights",)
-            return read_for(
-                described,
-                checkpoint,
-                members.rank,
-                part="model" if is_weights_alone or optimizer is None else "all",
-                verify="touched" if mode == "full" else mode,
-                threads=self._options.threads,
-            )
+            taken = None if decision.init_from is None else start
+            with initial(checkpoint, taken) as opened:
+                return read_for(
+                    described,
+                    opened,
+                    members.rank,
+                    part="model" if is_weights_alone else "all",
+                    with_optimizer=run.optimizer is not None and not is_weights_alone,
+                    strict=policy,
+                    cast=cast,
+                    init=taken,
+                    verify="touched" if mode == "full" else mode,
+                    threads=self._options.threads,
+                )
 
         def load(config: Config) -> tuple[ResumeDecision, Read | None]:
             return load_with(
@@ -396,20 +440,28 @@ class Checkpointer:
         if found is None:
             self._together(lambda: check_has_content(described, str(self._root)))
             # Restored state is equal on all ranks; new state is compared as the first save compares it.
-            notes += self._expected_to_work(lambda: self._describe(run, optimizer, compare=True))
+            notes += self._expected_to_work(lambda: self._describe(run, run.optimizer, compare=True))
         else:
-            saved = {} if is_weights_alone else found.extra
-            notes += found.notes
+            saved = {} if is_weights_alone or decision.init_from is not None else found.extra
+            of_tensors = initial_state(found.extra, start) if start and "optimizer" in decision.restored else saved
+            is_init = decision.init_from is not None
+            how = replace(how, only="model" if is_weights_alone else "tensors" if is_init else None)
 
             def restore() -> list[str]:
                 return [
                     *([] if is_weights_alone else self._lonely_model(run, found, saved, how)),
-                    *restore_tensors(described, found, saved, how),
+                    *restore_tensors(described, found, of_tensors, how),
                     *restore_objects(run, found, saved, members.world_size, how),
                     *restore_sampler(run.sampler, saved, decision, self._config, how),
                 ]
 
             notes += self._together(restore)[members.rank]
+            if is_init:
+                notes += [
+                    f"`{name}` saves its own state: if it holds copies of the parameters, such as in float32, copy the "
+                    "loaded weights into them before the first step"
+                    for name in sorted(run.whole_optimizers)
+                ]
             notes += self._restore_rest(saved, decision, check)
             if decision.scaling is not None and decision.scaling.factor != 1 and run.has_scheduler:
                 notes.append(
@@ -470,12 +522,15 @@ class Checkpointer:
             group=self._group,
             timeout=self._timeout,
             compare=compare,
+            lifts=not save_format(self._options.format).traits.rank_folders,
             object_name=object_name,
         )
 
     def _lonely_model(self, run: Run, found: Read, saved: Mapping[str, Any], how: RestoreOptions) -> list[str]:
         # If the optimizer is not saved, it is expected to restart.
-        return check_has_optimizer(run, found, saved, replace(how, strict=how.strict and self._save_optimizer))
+        return check_has_optimizer(
+            run, found, saved, how if self._save_optimizer else replace(how, strict=replace(how.strict, missing="keep"))
+        )
 
     def _restore_rest(
         self,
@@ -572,7 +627,7 @@ class Checkpointer:
             is_async=self._async,
             overlap=self._overlap,
             with_optimizer=self._save_optimizer,
-            is_integrated=self._is_integrated,
+            exports=self._exports,
             record=self._record,
         )
 

@@ -1,33 +1,48 @@
 """A checkpoint's arrays for this rank, read into the memory of live tensors where possible.
 
 The caller describes the live tensors (`state.describe`), and passes the arrays to `restore.apply`. An array whose live
-tensor is contiguous and on the host is read into the memory of that tensor; others get memory of their own. The choice
-of the checkpoint and the meaning of the arrays are not known here.
+tensor is contiguous and on the host is read into the memory of that tensor; others get memory of their own. Tensors
+that the run does not have are not read. The choice of the checkpoint and the meaning of the arrays are not known here.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from reshard import _core, dtypes
-from reshard.errors import LayoutError, MismatchError
+from reshard.errors import ArgumentError, MismatchError, UnsupportedError
 from reshard.formats import counter_tensors
 from reshard.formats.base import StoredTensor
 from reshard.formats.dcp.run_state import Live, RunState, translated
 from reshard.layout import ModelLayout, as_layout
+from reshard.layout.patterns import Matcher
+from reshard.options import Strict
 from reshard.outputs import as_array, fill
-from reshard.words import show
+from reshard.torch.objects import object_tensors
+from reshard.torch.optimizers import OptimizerRecord
+from reshard.torch.restore import parameter_like
+from reshard.torch.tensors import as_tensor, from_tensor, torch_dtype
+from reshard.words import listed, show
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     import numpy as np
 
     from reshard.checkpoint import Checkpoint, Part
     from reshard.formats.dcp.run_state import Values
-    from reshard.options import VerifyMode
+    from reshard.options import InitFrom, VerifyMode
+    from reshard.torch.objects import Entry
     from reshard.torch.state import Described
 
-__all__ = ["Read", "read_for"]
+__all__ = ["MOST_NAMES", "Read", "read_for"]
+
+MOST_NAMES = 1000
+"""Names of tensors in one warning of a decision."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +54,21 @@ class Read:
         extra: the state beside the tensors, by name, with the rank-local values of this rank.
         has_optimizer: whether the checkpoint has optimizer state.
         world_size: number of ranks that saved it; None: not known.
-        notes: what a checkpoint of another program holds and is left out.
+        unexpected: keys of the checkpoint that no rank of the run has, which were not read.
+        kept: keys of parameters that keep their initial values on purpose, and whose optimizer state is new.
+        new_state: keys of parameters whose optimizer state is new, although they are loaded.
+        shapes: global shapes of tensors of objects that are read as parts of a parameter.
+        notes: what differs, and what a checkpoint of another program holds and is left out, as sentences.
     """
 
     arrays: dict[str, np.ndarray]
     extra: dict[str, Any]
     has_optimizer: bool
     world_size: int | None
+    unexpected: tuple[str, ...] = ()
+    kept: frozenset[str] = frozenset()
+    new_state: frozenset[str] = frozenset()
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -55,6 +78,10 @@ def read_for(
     rank: int,
     *,
     part: Part = "all",
+    with_optimizer: bool = True,
+    strict: Strict = Strict(),  # noqa: B008  frozen
+    cast: bool = False,
+    init: InitFrom | None = None,
     verify: VerifyMode = "touched",
     threads: int | None = None,
 ) -> Read:
@@ -65,11 +92,17 @@ def read_for(
         checkpoint: the checkpoint.
         rank: the rank of this process.
         part: "model", "optimizer" or "all".
+        with_optimizer: whether state of the optimizer is read.
+        strict: what happens to tensors of other shapes.
+        cast: the tensors that grow may have another floating-point dtype.
+        init: which tensors are taken; None: all.
         verify: as in `Checkpoint.load`.
         threads: number of threads of the copy; None: chosen by the core.
 
     Raises:
         LayoutError: the tensors of the checkpoint cannot be partitioned as the live ones are.
+        MismatchError: a tensor has another shape than the live one.
+        ArgumentError: a pattern of `init` matches no tensor.
         CoverageError, DamagedFileError, StorageError: while reading. Live tensors may have changed by then.
 
     Example:
@@ -83,22 +116,38 @@ def read_for(
         >>> model.weight.item()
         5.0
     """
+    wanted = _Wanted(described, checkpoint, with_optimizer, strict, cast)
     values = None if checkpoint.data.is_renamed else checkpoint.data.run_values()
     if values is not None:
-        return _read_of_torch(described, checkpoint, rank, values, part=part, verify=verify, threads=threads)
+        return _read_of_torch(wanted, values, rank, part=part, init=init, verify=verify, threads=threads)
     # Formats without a file of counters keep them as tensors; they come as `checkpoint.common`.
     counters = (
         set(counter_tensors.NAMES) - described.model.keys() if checkpoint.data.traits.counters_as_tensors else set()
     )
     keys = [key for key in checkpoint.keys(part) if key not in counters]
-    if described.reason is not None:  # there is no layout of all ranks
-        request, keys = _own_request(described, checkpoint, keys)
-    elif described.layout is not None:
-        request = checkpoint.bind(as_layout(described.layout)).request(rank, keys)
-    else:
-        request = checkpoint.bind(ModelLayout.replicated()).request(0, keys)
-    plan = checkpoint.plan(request, verify=verify, keys=keys)
-    live = described.out()
+    extra = checkpoint.extra(rank=rank)
+    wanted.of_objects = object_tensors(extra)
+    # Some formats know the tensors of the optimizer by their names only; the record of a run knows all of them.
+    wanted.of_optimizer = {key for key in checkpoint.keys("optimizer") if key not in counters} | _recorded(extra)
+    wanted.sort(keys, _saved_aliases(extra), _Taken.of(init), with_objects=init is None and part == "all")
+    has_optimizer = any(key in wanted.of_optimizer and key not in wanted.of_objects for key in checkpoint)
+    return Read(
+        _arrays(wanted, rank, verify, threads),
+        extra,
+        has_optimizer,
+        checkpoint.data.world_size(),
+        tuple(wanted.unexpected),
+        frozenset(wanted.kept),
+        frozenset(wanted.new_state),
+        {key: tuple(checkpoint.data.index.shape(key)) for key in wanted.alike},
+        tuple(wanted.notes),
+    )
+
+
+def _arrays(wanted: _Wanted, rank: int, verify: VerifyMode, threads: int | None) -> dict[str, np.ndarray]:
+    """Read what is wanted, into the memory of live tensors where that is possible."""
+    plan = wanted.checkpoint.plan(wanted.request(rank), verify=verify, keys=wanted.keys)
+    live = wanted.described.out()
     direct: list[int] = []
     other: list[int] = []
     for number, (name, dtype, shape, _) in enumerate(plan.arrays):
@@ -117,21 +166,21 @@ def read_for(
         for number, place in zip(other, plan.only(other).load(threads=threads), strict=True):
             name, dtype, shape, _ = plan.arrays[number]
             arrays[name] = as_array(*place, dtype, shape)
-    has_optimizer = any(key not in counters for key in checkpoint.keys("optimizer"))
-    return Read(arrays, checkpoint.extra(rank=rank), has_optimizer, checkpoint.data.world_size())
+    return arrays | wanted.grown(arrays)
 
 
 def _read_of_torch(
-    described: Described,
-    checkpoint: Checkpoint,
-    rank: int,
+    wanted: _Wanted,
     values: Values,
+    rank: int,
     *,
     part: Part,
+    init: InitFrom | None,
     verify: VerifyMode,
     threads: int | None,
 ) -> Read:
     """As `read_for`, of a checkpoint that names the state of a run as torch does."""
+    checkpoint, described = wanted.checkpoint, wanted.described
     state = translated(checkpoint.keys(), values, _live(described))
     checkpoint.data.check(checkpoint.keys(part))
     index = checkpoint.data.index
@@ -141,13 +190,24 @@ def _read_of_torch(
         if key in state.keys
     }
     _check_distinct(checkpoint, state)
+    of_optimizer = checkpoint.keys("optimizer")
+    wanted.of_optimizer = {state.keys[key] for key in of_optimizer if key in state.keys}
     with checkpoint.view(tensors, is_renamed=True) as view:
-        read = read_for(described, view, rank, verify=verify, threads=threads)
+        wanted.checkpoint = view
+        wanted.sort(list(tensors), {}, _Taken.of(init), with_objects=False)
+        arrays = _arrays(wanted, rank, verify, threads)
     trainer = (
         state.trainer if part == "all" else {name: one for name, one in state.trainer.items() if name != "optimizer"}
     )
-    return replace(
-        read, extra={"trainer": trainer}, has_optimizer=bool(checkpoint.keys("optimizer")), notes=state.notes
+    return Read(
+        arrays,
+        {"trainer": trainer},
+        bool(of_optimizer),
+        checkpoint.data.world_size(),
+        tuple(wanted.unexpected),
+        frozenset(wanted.kept),
+        frozenset(wanted.new_state),
+        notes=(*wanted.notes, *state.notes),
     )
 
 
@@ -173,28 +233,283 @@ def _check_distinct(checkpoint: Checkpoint, state: RunState) -> None:
             )
 
 
-def _own_request(described: Described, checkpoint: Checkpoint, keys: list[str]) -> tuple[_core.Request, list[str]]:
-    """The request for the region that this rank holds of each tensor, and the keys of these tensors.
+def _saved_aliases(extra: Mapping[str, Any]) -> dict[str, str]:
+    """Other names of tied tensors when they were saved, and the key of each."""
+    trainer = extra.get("trainer")
+    aliases = trainer.get("aliases") if isinstance(trainer, dict) else None
+    return {str(name): str(key) for name, key in aliases.items()} if isinstance(aliases, dict) else {}
 
-    State of a parameter lies as the parameter; state of another shape than its parameter's is whole.
-    """
-    request, own_keys = _core.Request(), []
-    held = described.model.keys() | described.aliases.keys()
-    for key in keys:
-        name = key if key in held else key.partition(".")[2]  # no slot has a dot in its name
-        if name not in held:
-            continue
-        parameter = described.aliases.get(name, name)
-        tensor, expected = described.model[parameter], described.shapes[parameter]
-        shape = checkpoint.data.index.shape(key)
-        if shape == expected:
-            local = dtypes.tensor_shape(dtypes.parse_dtype(tensor.dtype), tuple(tensor.shape))
-            request.add_region(key, key, described.offsets[parameter], local)
-        elif key == name:
-            raise LayoutError(
-                f"{show(key)} has shape {shape} in {checkpoint.path}, and the live tensor {expected}", key=key
+
+def _recorded(extra: Mapping[str, Any]) -> set[str]:
+    """Keys of the state tensors of optimizers, in the saved record."""
+    trainer = extra.get("trainer")
+    value = trainer.get("optimizer") if isinstance(trainer, dict) else None
+    if not value:
+        return set()
+    record = OptimizerRecord.from_value(value)
+    return {f"{slot}.{name}" for of_kind in (record.slots, record.local) for name in of_kind for slot in of_kind[name]}
+
+
+def _can_grow(saved: tuple[int, ...], now: tuple[int, ...] | None) -> bool:
+    """Whether a tensor has more rows than the saved one, and is alike otherwise."""
+    return now is not None and len(saved) == len(now) > 0 and saved[1:] == now[1:] and saved[0] < now[0]
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """Which parameters `InitFrom` takes."""
+
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    matchers: tuple[Matcher, Matcher] | None = None
+
+    @classmethod
+    def of(cls, init: InitFrom | None) -> _Taken:
+        if init is None or not (init.include or init.exclude):
+            return cls()
+        include, exclude = tuple(init.include), tuple(init.exclude)
+        try:
+            return cls(include, exclude, (Matcher([[one] for one in include]), Matcher([[one] for one in exclude])))
+        except ValueError as error:
+            raise ArgumentError(f"`include` or `exclude` of `init_from`: {error}") from None
+
+    def __call__(self, name: str) -> bool:
+        if self.matchers is None:
+            return True
+        included, excluded = self.matchers
+        return (not self.include or included.find(name) is not None) and excluded.find(name) is None
+
+    def check(self, saved: Iterable[str], live: Iterable[str]) -> None:
+        """Check that every pattern matches a tensor. Raises ArgumentError."""
+        if self.matchers is None:
+            return
+        saved = list(saved)
+        names = {"include": saved, "exclude": [*saved, *live]}
+        for word, patterns, matcher in zip(names, (self.include, self.exclude), self.matchers, strict=True):
+            unused = matcher.unused(names[word])
+            if unused:
+                raise ArgumentError(
+                    f"`{word}` of `init_from` has {show(patterns[unused[0]])}, which matches no tensor",
+                    hint="a pattern is a glob over the whole name, as the model has it, such as `lm_head.*`",
+                )
+
+
+@dataclass(eq=False)
+class _Wanted:
+    """Which tensors of the checkpoint this rank reads, and as which region."""
+
+    described: Described
+    checkpoint: Checkpoint
+    with_optimizer: bool
+    strict: Strict
+    cast: bool
+    of_optimizer: set[str] = field(default_factory=set)
+    of_objects: Mapping[str, tuple[str, Entry]] = field(default_factory=dict)
+    placed: dict[str, str] = field(default_factory=dict)  # keys that lie as a live parameter, and its name
+    whole: list[str] = field(default_factory=list)
+    alike: dict[str, str] = field(default_factory=dict)  # keys of objects without a live tensor, read as this parameter
+    growing: dict[str, str] = field(default_factory=dict)  # keys whose live tensors have more rows; the parameter
+    unexpected: list[str] = field(default_factory=list)
+    kept: set[str] = field(default_factory=set)
+    new_state: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+
+    def sort(self, keys: list[str], aliases: Mapping[str, str], taken: _Taken, *, with_objects: bool) -> None:
+        """Decide for every key of the checkpoint."""
+        described = self.described
+        name_of = {**{name: name for name in described.names}, **described.all_aliases}
+        for name in described.names:
+            if name in aliases:
+                name_of.setdefault(aliases[name], name)
+        slots: dict[str, list[str]] = {}
+        stored: dict[str, str] = {}  # the key of each parameter of this rank
+        taken.check((key for key in keys if key not in self.of_optimizer), described.names)
+        for key in keys:
+            if key in self.of_objects:
+                if with_objects and self.of_objects[key][0] in described.live.objects:
+                    self._of_object(key)
+                continue
+            is_slot = key not in name_of and key in self.of_optimizer
+            if is_slot and not self.with_optimizer:
+                continue
+            name = key.partition(".")[2] if is_slot else key  # no slot has a dot in its name
+            if not taken(name_of.get(name, name)):
+                continue
+            if name not in name_of:
+                self.unexpected.append(key)
+            elif name_of[name] not in described.model:
+                pass  # another rank has it
+            elif is_slot:
+                slots.setdefault(name_of[name], []).append(key)
+            else:
+                stored.setdefault(name_of[name], key)
+                self._model(key, name_of[name])
+        left = sorted(name for name in described.model if not taken(name))
+        if left:
+            self.kept.update(left)
+            self.notes.append(
+                f"{listed(map(show, left), MOST_NAMES)} keep their initial values, as `init_from` does not include them"
             )
+        for name, of_name in slots.items():
+            self._slots(name, stored.get(name), of_name)
+
+    def _of_object(self, key: str) -> None:
+        """Decide for a tensor in the state of an object."""
+        described, saved = self.described, self._shape(key)
+        now = described.shapes.get(key)
+        if now == saved:
+            self.placed[key] = key
+        elif key in described.optimizer and self.strict.shape == "grow" and _can_grow(saved, now):
+            self._grow(key, key, saved)
+        elif key in described.optimizer and self.strict.shape == "skip":
+            self.notes.append(f"{self._differs(key, saved)}: it keeps its value")
+            self.kept.add(key)
+        elif hasattr(described.live.object_tensors.get(key), "device_mesh"):
+            raise self._misfit(key, saved)
+        else:
+            # A plain tensor of another shape, or one that the object does not have yet.
+            name = None if now is not None else parameter_like(described, self.of_objects[key][1], saved)
+            if name is None:
+                self.whole.append(key)
+            else:
+                self.alike[key] = name
+
+    def _model(self, key: str, name: str) -> None:
+        saved, now = self._shape(key), self.described.shapes[name]
+        if saved == now:
+            self.placed[key] = name
+            return
+        if self.strict.shape == "skip":
+            self.kept.add(name)
+            self.notes.append(f"{self._differs(name, saved)}: it keeps its initial values")
+        elif self.strict.shape == "grow" and _can_grow(saved, now):
+            self._grow(key, name, saved)
+        else:
+            raise self._misfit(name, saved)
+
+    def _grow(self, key: str, name: str, saved: tuple[int, ...]) -> None:
+        if self._live(name).is_meta:
+            raise MismatchError(
+                f"{self._differs(name, saved)}, on the device `meta`: the new rows have no initial values",
+                key=name,
+                hint="create the model on another device",
+            )
+        self.growing[key] = name
+        last = self.described.shapes[name][0] - 1
+        self.notes.append(f"{self._differs(name, saved)}: rows {saved[0]} to {last} keep their initial values")
+
+    def _differs(self, name: str, saved: tuple[int, ...]) -> str:
+        return f"{show(name)} has shape {saved} in the checkpoint, and {self.described.shapes[name]} in the run"
+
+    def _misfit(self, name: str, saved: tuple[int, ...]) -> MismatchError:
+        can_grow = _can_grow(saved, self.described.shapes[name])
+        more = ", and only the first dim of a tensor can grow" if self.strict.shape == "grow" else ""
+        return MismatchError(
+            f"{self._differs(name, saved)}{more}",
+            key=name,
+            path=str(self.checkpoint.path),
+            hint='the model differs from the saved one; `strict={"shape": "skip"}` keeps the initial values'
+            + (', `strict={"shape": "grow"}` those of the new rows' if can_grow else ""),
+        )
+
+    def _live(self, name: str) -> torch.Tensor:
+        return self.described.model[name] if name in self.described.model else self.described.optimizer[name]
+
+    def _slots(self, name: str, key: str | None, slots: list[str]) -> None:
+        """Decide for the optimizer state of a parameter, which is stored as `key`."""
+        if name in self.kept:
+            return
+        if key not in self.growing:
+            self.placed |= dict.fromkeys(slots, name)
+            return
+        saved = self._shape(key)
+        shapes = {slot: self._shape(slot) for slot in slots}
+        if any(shape != saved and math.prod(shape) != 1 for shape in shapes.values()):
+            self.new_state.add(name)
+            self.notes.append(f"the optimizer has state of {show(name)} that cannot grow: it starts with new state")
+            return
+        for slot, shape in shapes.items():
+            if shape == saved:
+                self.growing[slot] = name
+            else:
+                self.whole.append(slot)
+
+    def _shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self.checkpoint.data.index.shape(key))
+
+    @property
+    def keys(self) -> list[str]:
+        return [*self.placed, *self.whole, *self.alike, *self.growing]
+
+    # -- regions
+
+    def request(self, rank: int) -> _core.Request:
+        """The request for this rank's region of each tensor."""
+        described = self.described
+        placed = list(self.placed)
+        if described.reason is None:
+            layout = ModelLayout.replicated() if described.layout is None else as_layout(described.layout)
+            shapes = {key: self._shape(key) for key in placed}
+            bound = layout.bind(shapes, optimizer_keys={key for key in placed if key in self.of_optimizer})
+            request = bound.request(0 if described.layout is None else rank, placed)
+        else:
+            # There is no layout of all ranks. State of a parameter lies as the parameter; state of another shape than
+            # its parameter's is whole.
+            request = _core.Request()
+            for key in placed:
+                self._add(request, key, self.placed[key])
+        for key in self.whole:
+            shape = self._shape(key)
+            request.add_region(key, key, (0,) * len(shape), shape)
+        for key, name in self.alike.items():
+            self._add(request, key, name)
+        for key, name in self.growing.items():
+            offset, rows = self._overlap(key, name)
+            if rows and math.prod(offset_shape := (rows, *self._local(name)[1:])):
+                request.add_region(key, key, offset, offset_shape)
+        return request
+
+    def _add(self, request: _core.Request, key: str, name: str) -> None:
+        shape = self._shape(key)
+        if shape == self.described.shapes[name]:
+            request.add_region(key, key, self.described.offsets[name], self._local(name))
         else:
             request.add_region(key, key, (0,) * len(shape), shape)
-        own_keys.append(key)
-    return request, own_keys
+
+    def _local(self, name: str) -> tuple[int, ...]:
+        tensor = self._live(name)
+        return dtypes.tensor_shape(dtypes.parse_dtype(tensor.dtype), tuple(tensor.shape))
+
+    def _overlap(self, key: str, name: str) -> tuple[tuple[int, ...], int]:
+        """The offset of this rank's region, and how many of its rows the checkpoint has."""
+        offset = self.described.offsets[name]
+        return offset, max(0, min(self._shape(key)[0] - offset[0], self._local(name)[0]))
+
+    def grown(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The regions of growing tensors: the saved rows, then the initial values; zeros in state of the optimizer."""
+        whole: dict[str, np.ndarray] = {}
+        for key, name in self.growing.items():
+            live = self._live(name)
+            stored = self.checkpoint[key].dtype
+            if dtypes.bits(stored) % 8:
+                raise UnsupportedError(f"{show(key)} is packed ({stored}), and cannot grow", key=key)
+            tensor = self._initial(key, live, stored)
+            if key in arrays:
+                loaded = arrays[key]
+                tensor[: loaded.shape[0]] = as_tensor(loaded if loaded.flags.writeable else loaded.copy(), stored)
+            whole[key] = from_tensor(tensor)[0]
+        return whole
+
+    def _initial(self, key: str, live: torch.Tensor, stored: str) -> torch.Tensor:
+        dtype = torch_dtype(stored)
+        if key in self.of_optimizer and key not in self.of_objects:
+            return torch.zeros(tuple(live.shape), dtype=dtype)
+        if self.cast and dtype.is_floating_point and live.is_floating_point():
+            dtype = live.dtype
+        elif dtype != live.dtype:
+            raise MismatchError(
+                f"{show(key)} is {stored} in the checkpoint and {dtypes.parse_dtype(live.dtype)} in the trainer",
+                key=key,
+                hint="`cast=True` converts floating-point tensors",
+            )
+        return live.detach().cpu().clone().to(dtype)

@@ -7,9 +7,9 @@ know how tensors are distributed over ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -48,11 +48,12 @@ class Named:
     extra_state: dict[str, nn.Module] = field(default_factory=dict)
 
 
-def named(model: nn.Module | Sequence[nn.Module]) -> Named:
+def named(model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]) -> Named:
     """The tensors of a model by key.
 
     Args:
-        model: a module, or several modules whose names differ, such as the pipeline chunks of one rank.
+        model: a module, or several modules whose names differ, such as the pipeline chunks of one rank; or a mapping:
+            the names of each module begin with its key.
 
     Raises:
         ArgumentError: two different tensors have the same name.
@@ -69,10 +70,14 @@ def named(model: nn.Module | Sequence[nn.Module]) -> Named:
     found = Named()
     key_of: dict[int, str] = {}
     received: set[int] = set()
-    for root in model if isinstance(model, Sequence) else [model]:
+    if isinstance(model, Mapping) and model:
+        roots: list[tuple[str, Any]] = [(f"{name}.", one) for name, one in model.items()]
+    else:
+        roots = [("", one) for one in (model if isinstance(model, Sequence) else [model])]
+    for start, root in roots:
         if not isinstance(root, nn.Module):
             raise ArgumentError(f"`model` is a {type(root).__name__}, expected a torch.nn.Module or several")
-        for prefix, module in _walk(root, ""):
+        for prefix, module in _walk(root, start):
             _refuse_first_fsdp(module, prefix)
             received |= _received(module)
             if _is_a(module, "FSDPModule", "torch.distributed.fsdp"):

@@ -32,6 +32,7 @@ __all__ = [
     "record_state",
     "saved_options",
     "set_options",
+    "split_optimizers",
     "unwrapped",
 ]
 
@@ -167,6 +168,41 @@ def named_optimizers(optimizer: object, key_of: Mapping[int, str]) -> list[Named
     return optimizers
 
 
+def split_optimizers(optimizer: object) -> tuple[Any, dict[str, Any]]:
+    """Split an `optimizer` argument into optimizers whose state is by parameter, and others by name.
+
+    The others have a `state_dict` of their own: wrappers with copies of the parameters in float32, composite ones.
+
+    Example:
+        >>> from torch import nn
+        >>> sgd = torch.optim.SGD(nn.Linear(1, 1).parameters())
+        >>> split_optimizers(sgd) == (sgd, {})
+        True
+    """
+    given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    whole = {
+        "optimizer" if len(given) == 1 else f"optimizer.{number}": one
+        for number, one in enumerate(given)
+        if one is not None and _is_whole(one)
+    }
+    if not whole:
+        return optimizer, {}
+    named = [one for one in given if one is not None and not _is_whole(one)]
+    return (named or None), whole
+
+
+def _is_whole(optimizer: Any) -> bool:
+    optimizer = unwrapped(optimizer)
+    if not callable(getattr(optimizer, "state_dict", None)) or not callable(
+        getattr(optimizer, "load_state_dict", None)
+    ):
+        return False
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return True
+    is_known = any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
+    return not is_known and type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
+
+
 def unwrapped(optimizer: Any) -> Any:
     """The optimizer that holds the state: of an `AcceleratedOptimizer` of accelerate the one inside, else the same.
 
@@ -279,7 +315,8 @@ def plain(value: Any, *, drop_functions: bool = False) -> Any:
         if hasattr(value, "device_mesh"):
             raise UnsupportedError(
                 "a distributed tensor in a list or in the state of an object cannot be saved",
-                hint="an optimizer that keeps lists of tensors (LBFGS) works with plain parameters only",
+                hint="an optimizer that keeps lists of tensors (LBFGS) works with plain parameters only, and objects "
+                "with distributed tensors in other formats than Checkpoint 1.0",
             )
         return value.detach().cpu() if type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) else value
     if type(value).__name__ == "defaultdict":
@@ -377,38 +414,56 @@ class StateUpdate:
 
 
 def saved_options(
-    optimizers: Iterable[NamedOptimizer], record: OptimizerRecord, known_name: Callable[[str], str]
-) -> list[tuple[dict[str, Any], Mapping[str, Any]]]:
-    """The saved options of each parameter group: `(group, options)`.
+    optimizers: Iterable[NamedOptimizer],
+    record: OptimizerRecord,
+    known_name: Callable[[str], str],
+    *,
+    skip: bool = False,
+) -> tuple[list[tuple[dict[str, Any], Mapping[str, Any]]], list[str]]:
+    """The saved options of each parameter group.
 
     Args:
         optimizers: the optimizers.
         record: the saved record.
         known_name: returns the name of a parameter in the record.
+        skip: a group whose parameters were saved with different options keeps its own.
+
+    Returns:
+        `(group, options)` of each group, and sentences about those that keep their own.
 
     Raises:
-        MismatchError: parameters of one group were saved with different options.
+        MismatchError: parameters of one group were saved with different options, and `skip` is not set.
     """
-    saved_group = {name: group for group in record.groups for name in group["params"]}
     found: list[tuple[dict[str, Any], Mapping[str, Any]]] = []
+    changed: list[str] = []
     for live in optimizers:
+        # Options of another class of optimizer have another meaning.
+        groups = [group for group in record.groups if group["class"] == live.kind]
+        saved_group = {name: group for group in groups for name in group["params"]}
         for index, group in enumerate(live.optimizer.param_groups):
             names = [name for p in group["params"] if (name := known_name(live.names[id(p)])) in saved_group]
             saved = [saved_group[name] for name in names]
             if not group["params"]:
-                saved = [g for g in record.groups if g["class"] == live.kind and g["index"] == index][:1]
-            for name, other in zip(names, saved, strict=False):
-                if other is not saved[0] and not _same(other["options"], saved[0]["options"]):
+                saved = [g for g in groups if g["index"] == index][:1]
+            other = next((one for one in saved if not _same(one["options"], saved[0]["options"])), None)
+            if other is not None:
+                name = names[saved.index(other)]
+                message = (
+                    f"{show(name)} and {show(names[0])} are in one group of the optimizer, and were saved with "
+                    f"different options: {_differing(saved[0]['options'], other['options'])}"
+                )
+                if not skip:
                     raise MismatchError(
-                        f"{show(name)} and {show(names[0])} are in one group of the optimizer, and were saved with "
-                        f"different options: {_differing(saved[0]['options'], other['options'])}",
+                        message,
                         key=name,
-                        hint="use the same parameter groups as the run that saved",
+                        hint="use the same parameter groups as the run that saved; "
+                        '`strict={"other_optimizer": "skip"}` keeps the options of the run',
                     )
-            if saved:
+                changed.append(f"{message}; the group keeps the options of the run")
+            elif saved:
                 # A ZeroRedundancyOptimizer passes them on to its local optimizer at each step.
                 found.append((group, saved[0]["options"]))
-    return found
+    return found, changed
 
 
 def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:

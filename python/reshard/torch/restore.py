@@ -7,25 +7,29 @@ must get its values from the checkpoint.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from reshard import dtypes
 from reshard.errors import MismatchError
+from reshard.options import Strict
+from reshard.torch.objects import entries_of, placements_of, put_back
 from reshard.torch.optimizers import OptimizerRecord, StateUpdate, saved_options, set_options
 from reshard.torch.tensors import as_tensor, from_tensor
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     import numpy as np
 
+    from reshard.options import StrictLike
+    from reshard.torch.objects import Entry
     from reshard.torch.optimizers import NamedOptimizer
     from reshard.torch.state import Described
 
-__all__ = ["Report", "apply"]
+__all__ = ["Report", "apply", "parameter_like"]
 
 
 @dataclass(frozen=True)
@@ -38,11 +42,13 @@ class Report:
         unexpected: state that the checkpoint has for this rank and the trainer lacks.
         shared: buffers, and `modules.<name>`, that differed between the ranks that saved them. With another number of
             ranks all ranks get the value of the first one.
+        changed: what was saved with another optimizer or in other groups, as sentences.
     """
 
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
 
 
 def apply(
@@ -51,8 +57,13 @@ def apply(
     extra: Mapping[str, Any] | None = None,
     *,
     rank_local: Mapping[str, Any] | None = None,
-    strict: bool = True,
+    strict: StrictLike = True,
     cast: bool = False,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    unexpected: Collection[str] = (),
+    only: Literal["model", "tensors"] | None = None,
+    kept: Collection[str] = (),
+    new_state: Collection[str] = (),
     init: Callable[[str, torch.Tensor], torch.Tensor | None] | None = None,
     device: torch.device | str | None = None,
     object_name: Callable[[str], str] = "objects.{}".format,
@@ -67,9 +78,15 @@ def apply(
         extra: the saved value of `described.extra`; None: only tensors are restored.
         rank_local: the rank-local state of this rank: `checkpoint.extra(rank).get("rank_local")`. It is used only if
             rank and world size are the same, and for a parameter only if the rank holds the same region of it.
-        strict: raise if state is missing or unexpected. If False, a parameter whose rank-local state cannot be used
-            starts with new optimizer state.
+        strict: what happens to state that is missing, unexpected or of another optimizer, see `Strict`; shapes must be
+            equal here. A parameter whose rank-local state cannot be used is missing its optimizer state.
         cast: convert floating-point arrays to the dtype of the tensor. By default a different dtype is an error.
+        shapes: global shapes of arrays of objects, where they are parts of tensors that the objects do not have yet.
+        unexpected: keys of the checkpoint that the trainer does not have, which were not loaded.
+        only: "model": only its tensors are restored; "tensors": those and the state of the optimizer, but not the
+            options of its groups and no objects.
+        kept: keys of parameters that keep their values, and whose optimizer state stays as it is.
+        new_state: keys of parameters whose optimizer state stays as it is.
         init: called as `init(name, buffer)` for each non-persistent buffer on device `meta`, which no checkpoint
             holds. It fills the buffer, or returns another one.
         device: the device on which tensors on device `meta` get memory; None: the default device, and for a DTensor
@@ -77,7 +94,7 @@ def apply(
         object_name: name of an object in the report and in errors.
 
     Returns:
-        The differences that were ignored because `strict` is False, and the shared state.
+        The differences that `strict` accepts, and the shared state.
 
     Raises:
         MismatchError: a shape or dtype differs; state is missing or unexpected; rank-local state cannot be used; a
@@ -89,24 +106,76 @@ def apply(
         >>> from reshard.torch.state import describe
         >>> model = nn.Linear(2, 1, bias=False)
         >>> apply(describe(model), {"weight": np.float32([[3, 4]])})
-        Report(missing=(), unexpected=(), shared=())
+        Report(missing=(), unexpected=(), shared=(), changed=())
         >>> model.weight.tolist()
         [[3.0, 4.0]]
     """
+    policy = Strict.of(strict)
     parts = {name: _part(extra or {}, name) for name in ("aliases", "modules", "objects", "optimizer")}
     parts["aliases"] = {name: str(key) for name, key in parts["aliases"].items()}
     own = _RankLocal.of(described, rank_local)
-    restore = _Restore(described, {**loaded, **own.copies(loaded)}, parts, own, cast=cast, object_name=object_name)
+    restore = _Restore(
+        described,
+        {**loaded, **own.copies(loaded)},
+        parts,
+        own,
+        policy,
+        frozenset(kept),
+        frozenset(new_state),
+        cast=cast,
+        object_name=object_name,
+        entries=entries_of(extra),
+        shapes=shapes or {},
+        unexpected=list(unexpected),
+    )
     restore.match_model()
     restore.match_transient(has_init=init is not None)
-    restore.match_optimizers()
-    restore.match_others(has_extra=extra is not None)
-    report = Report(tuple(restore.missing), tuple(restore.unexpected), tuple(restore.shared))
-    if strict:
+    if only == "model":
+        restore.unexpected += [key for key in restore.loaded if not restore.is_used(key)]
+    else:
+        restore.match_optimizers()
+    if only is None:
+        restore.match_others(has_extra=extra is not None)
+    report = Report(
+        tuple(restore.missing), tuple(restore.unexpected), tuple(restore.shared), tuple(dict.fromkeys(restore.changed))
+    )
+    if policy.missing == "error":
         own.refuse(restore.unfit)
-        _refuse(report)
+    _refuse(report, policy)
     restore.apply(init, device)
     return report
+
+
+def parameter_like(described: Described, entry: Entry, shape: tuple[int, ...]) -> str | None:
+    """The parameter whose placements a saved DTensor gets, if the object does not have the tensor yet.
+
+    State of a new optimizer, or an average before its first update, is such a tensor. It is the parameter whose name
+    ends the path, else one that has the same shape and is placed as the tensor was, else one of the same shape.
+
+    Args:
+        described: the trainer on this rank.
+        entry: the saved tensor.
+        shape: its global shape.
+
+    Returns:
+        The key of the parameter; None: the tensor stays plain, or no parameter is like it.
+    """
+    if entry.placements is None:
+        return None
+    live = described.live.named.tensors
+    alike = [
+        key
+        for key, tensor in live.items()
+        if hasattr(tensor, "device_mesh") and described.shapes.get(key) == shape and key in described.model
+    ]
+    last = str(entry.path[-1]) if entry.path else ""
+    named = [key for key in alike if last == key or last.endswith(f".{key}") or f".{key}" in f".{entry.key}"]
+    placed = [key for key in alike if placements_of(live[key]) == entry.placements]
+    if not entry.placements and not entry.key.startswith("extra.optimizer."):
+        # A run without DTensors saved it. What it is now is known only if it has the name of a parameter, or is state
+        # of an optimizer.
+        return next(iter(named), None)
+    return next(iter([*named, *placed, *alike]), None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,11 +261,17 @@ class _Restore:
     loaded: Mapping[str, np.ndarray]
     extra: Mapping[str, Mapping[str, Any]]
     own: _RankLocal
+    policy: Strict
+    kept: frozenset[str]
+    new_state: frozenset[str]
     cast: bool
     object_name: Callable[[str], str]
+    entries: Mapping[str, Sequence[Entry]]
+    shapes: Mapping[str, tuple[int, ...]]
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     shared: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
     unfit: list[str] = field(default_factory=list)  # rank-local state that this rank cannot use
     fills: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)  # key, live, loaded
     updates: list[StateUpdate] = field(default_factory=list)
@@ -204,6 +279,7 @@ class _Restore:
     options: list[tuple[dict[str, Any], Mapping[str, Any]]] = field(default_factory=list)  # of groups
     record: OptimizerRecord | None = None
     _used: set[str] = field(default_factory=set)
+    _of_objects: set[str] = field(default_factory=set)
 
     # -- compare
 
@@ -217,7 +293,9 @@ class _Restore:
             # A tensor that is tied now may have been saved under another first name, or not tied.
             names = [key, *others.get(key, ()), *([saved_aliases[key]] if key in saved_aliases else [])]
             found = next((name for name in names if name in self.loaded), None)
-            if found is None:
+            if key in self.kept:
+                empty += [key] if local.is_meta else []
+            elif found is None:
                 self.missing.append(key)
                 empty += [key] if local.is_meta else []
             else:
@@ -231,7 +309,9 @@ class _Restore:
         if empty:
             raise MismatchError(
                 f"the checkpoint lacks {listed(map(show, empty))}, which are on device `meta` and need their values "
-                "from it",
+                "from it"
+                if not self.kept
+                else f"{listed(map(show, empty))} on device `meta` get no values: they have no initial ones to keep",
                 key=empty[0],
             )
 
@@ -256,11 +336,19 @@ class _Restore:
         for live in optimizers:
             for name, (parameter, group) in live.owned().items():
                 known = name if self.record is None else self._known_name(name)
+                if name in self.kept or name in self.new_state:
+                    continue
                 if kinds.get(known, live.kind) != live.kind:
+                    if self.policy.other_optimizer == "skip":
+                        self.changed.append(
+                            f"{show(name)} was saved with optimizer {kinds[known]}, and now has {live.kind}: it starts "
+                            "with new optimizer state"
+                        )
+                        continue
                     raise MismatchError(
                         f"{show(name)} was saved with optimizer {kinds[known]}, and now has {live.kind}",
                         key=name,
-                        hint="load the model without the optimizer",
+                        hint='`strict={"other_optimizer": "skip"}` starts it with new state',
                     )
                 arrays = given.get(name, {})
                 parts, copies = self._rank_local_slots(known, arrays)
@@ -318,7 +406,7 @@ class _Restore:
                 self.missing.append(f"modules.{name}")
         for name, one in live.objects.items():
             if name in objects:
-                self.calls.append((one.load_state_dict, objects[name]))
+                self.calls.append((one.load_state_dict, self._object_state(name, objects[name])))
             else:
                 self.missing.append(self.object_name(name))
         self.unexpected += [self.object_name(name) for name in objects if name not in live.objects]
@@ -327,7 +415,46 @@ class _Restore:
             for one_live in live.optimizers:
                 own = (self._known_name(name) for name in one_live.names.values())
                 self.missing += [f"options.{name}" for name in own if name not in names]
-            self.options = saved_options(live.optimizers, self.record, self._known_name)
+            self.options, changed = saved_options(
+                live.optimizers, self.record, self._known_name, skip=self.policy.other_optimizer == "skip"
+            )
+            self.changed += changed
+
+    def _object_state(self, name: str, state: Any) -> Any:
+        """The saved state of an object with its tensors. They are placed as those that the object has now."""
+        tensors = {}
+        for entry in self.entries.get(name, ()):
+            if entry.key in self.kept:
+                value: Any = self.described.live.object_tensors[entry.key]
+            elif entry.key in self.loaded:
+                value = self._object_tensor(entry)
+            else:
+                raise MismatchError(
+                    f"the checkpoint lacks {show(entry.key)}, a tensor of {show(self.object_name(name))}", key=entry.key
+                )
+            tensors[entry.path] = value
+        return put_back(state, tensors.items()) if tensors else state
+
+    def _object_tensor(self, entry: Entry) -> Any:
+        described = self.described
+        local = _tensor(self.loaded[entry.key])
+        live: Any = described.live.object_tensors.get(entry.key)
+        shape = described.shapes.get(entry.key)
+        if live is None:
+            # Read as the part of a parameter, see `loading`.
+            name = parameter_like(described, entry, tuple(self.shapes.get(entry.key, ())))
+            if name is None:
+                return local
+            live, shape = described.live.named.tensors[name], described.shapes[name]
+        if not hasattr(live, "device_mesh"):
+            return local.to(live.device)
+        from torch.distributed.tensor import DTensor  # noqa: PLC0415  slow, and already imported if there is a DTensor
+
+        assert shape is not None
+        local = local.reshape(live.to_local().shape).to(live.to_local().device)
+        return DTensor.from_local(
+            local, live.device_mesh, live.placements, run_check=False, shape=live.shape, stride=live.stride()
+        )
 
     # -- names and dtypes
 
@@ -340,13 +467,19 @@ class _Restore:
         also += [self.extra["aliases"].get(name, name)]
         return next((other for other in also if other in self.record.slots), name)
 
+    def is_used(self, key: str) -> bool:
+        """Whether a loaded array is of the model, or of an object."""
+        if not self._of_objects:
+            self._of_objects.update(entry.key for of_name in self.entries.values() for entry in of_name)
+        return key in self._used or key in self._of_objects
+
     def _state_arrays(self, optimizers: Iterable[NamedOptimizer]) -> dict[str, dict[str, np.ndarray]]:
         """The arrays of the optimizers' state: `{name: {slot: array}}`. All other arrays are unexpected."""
         name_of: dict[str, str] = {name: name for live in optimizers for name in live.names.values()}
         name_of |= {alias: name_of[key] for alias, key in self.described.aliases.items() if key in name_of}
         found: dict[str, dict[str, np.ndarray]] = {}
         for key, array in self.loaded.items():
-            if key in self._used:
+            if self.is_used(key):
                 continue
             slot, _, name = key.partition(".")  # no slot has a dot in it
             if name in name_of:
@@ -453,15 +586,17 @@ def _materialize(live: Any, local: torch.Tensor, device: torch.device | str | No
     torch.utils.swap_tensors(live, new)  # type: ignore[no-untyped-call]
 
 
-def _refuse(report: Report) -> None:
-    parts = []
-    if report.missing:
-        parts.append(f"the checkpoint lacks {listed(map(show, report.missing))}")
-    if report.unexpected:
-        parts.append(f"the trainer does not have {listed(map(show, report.unexpected))}")
+def _refuse(report: Report, policy: Strict) -> None:
+    parts: list[str] = []
+    missing = report.missing if policy.missing == "error" else ()
+    unexpected = report.unexpected if policy.unexpected == "error" else ()
+    if missing:
+        parts.append(f"the checkpoint lacks {listed(map(show, missing))}")
+    if unexpected:
+        parts.append(f"the trainer does not have {listed(map(show, unexpected))}")
     if parts:
         raise MismatchError(
             ", and ".join(parts),
-            key=(*report.missing, *report.unexpected)[0],
+            key=(*missing, *unexpected)[0],
             hint="`strict=False` loads what fits",
         )

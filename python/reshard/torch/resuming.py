@@ -7,11 +7,12 @@ decision. The checkpointer decides the order, and raises errors on all ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from reshard.errors import MismatchError
+from reshard.errors import MismatchError, UnsupportedError
 from reshard.resume import EpochStep
 from reshard.torch import rng
+from reshard.torch.loading import MOST_NAMES
 from reshard.torch.restore import apply
 from reshard.torch.run import object_name
 from reshard.torch.sampler import ElasticSampler
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from reshard.config import Config
+    from reshard.options import InitFrom, Strict
     from reshard.resume import ResumeDecision
     from reshard.torch.loading import Read
     from reshard.torch.run import Run
@@ -32,6 +34,7 @@ __all__ = [
     "RestoreOptions",
     "check_has_optimizer",
     "check_restored",
+    "initial_state",
     "restore_objects",
     "restore_random",
     "restore_sampler",
@@ -42,13 +45,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class RestoreOptions:
-    """Arguments of `Checkpointer.resume` with the same names."""
+    """Arguments of `Checkpointer.resume` with the same names, and which part is restored, as in `restore.apply`."""
 
-    strict: bool
+    strict: Strict
     cast: bool
     init: Callable[[str, torch.Tensor], torch.Tensor | None] | None
     device: torch.device | str | None
     grown: bool
+    only: Literal["model", "tensors"] | None = None
 
 
 def check_has_optimizer(run: Run, found: Read, saved: Mapping[str, Any], options: RestoreOptions) -> list[str]:
@@ -64,16 +68,40 @@ def check_has_optimizer(run: Run, found: Read, saved: Mapping[str, Any], options
         Messages about differences.
 
     Raises:
-        MismatchError: it does not, and `strict` is set.
+        MismatchError: it does not, and `strict` refuses missing state.
     """
     if run.optimizer is None or "optimizer" in saved.get("trainer", {}) or found.has_optimizer:
         return []
-    if options.strict:
+    if options.strict.missing == "error":
         raise MismatchError(
             "the checkpoint holds no optimizer state, and the run has an optimizer",
             hint="`strict=False` starts the optimizer with new state",
         )
     return ["the checkpoint holds no optimizer state: the optimizer starts with new state"]
+
+
+def initial_state(extra: Mapping[str, Any], init: InitFrom) -> dict[str, Any]:
+    """The state beside the tensors that a run takes from what it starts from: that of the optimizer.
+
+    Args:
+        extra: the extra state of the checkpoint.
+        init: what is taken.
+
+    Raises:
+        UnsupportedError: the optimizer has state besides tensors, and a name map renames its parameters.
+    """
+    trainer = extra.get("trainer")
+    if not isinstance(trainer, dict):
+        return {}
+    record = trainer.get("optimizer")
+    if init.names is not None:
+        if isinstance(record, dict) and record.get("state"):
+            raise UnsupportedError(
+                "the optimizer has state besides tensors, which a name map does not rename",
+                hint="start with a new optimizer: `fresh_optimizer=True`",
+            )
+        return {}
+    return {"trainer": {name: trainer[name] for name in ("aliases", "optimizer") if name in trainer}}
 
 
 def restore_tensors(described: Described, found: Read, saved: Mapping[str, Any], options: RestoreOptions) -> list[str]:
@@ -98,21 +126,26 @@ def restore_tensors(described: Described, found: Read, saved: Mapping[str, Any],
         rank_local=saved.get("rank_local"),
         strict=options.strict,
         cast=options.cast,
+        shapes=found.shapes,
+        unexpected=found.unexpected,
+        only=options.only,
+        kept=found.kept,
+        new_state=found.new_state,
         init=options.init,
         device=options.device,
         object_name=object_name,
     )
-    messages = []
+    messages = list(found.notes)
     if report.missing:
-        messages.append(f"the checkpoint lacks {listed(map(show, report.missing))}")
+        messages.append(f"the checkpoint lacks {listed(map(show, report.missing), MOST_NAMES)}")
     if report.unexpected:
-        messages.append(f"the run does not have {listed(map(show, report.unexpected))}")
+        messages.append(f"the run does not have {listed(map(show, report.unexpected), MOST_NAMES)}")
     if report.shared:
         messages.append(
-            f"{listed(map(show, report.shared))} differed between the {found.world_size} ranks that saved: all ranks "
-            "get the values of the first one"
+            f"{listed(map(show, report.shared), MOST_NAMES)} differed between the {found.world_size} ranks that saved: "
+            "all ranks get the values of the first one"
         )
-    return messages
+    return [*messages, *report.changed]
 
 
 def restore_objects(
@@ -135,6 +168,7 @@ def restore_objects(
     """
     messages = []
     kept = saved.get("per rank", {})
+    unexpected = [f"the run does not have {show(object_name(str(name)))}" for name in kept if name not in run.per_rank]
     is_same = found.world_size == world_size
     for name, one in run.per_rank.items():
         if name in kept and is_same:
@@ -144,10 +178,11 @@ def restore_objects(
             if not is_same:
                 why = f"{found.world_size} ranks saved it, {world_size} ranks load it"
             messages.append(f"{show(object_name(name))} is rank-local: {why}")
-    messages += [f"the run does not have {show(object_name(str(name)))}" for name in kept if name not in run.per_rank]
-    if messages and options.strict:
-        raise MismatchError("; ".join(messages), hint="`strict=False` continues without them")
-    return messages
+    refused = messages if options.strict.missing == "error" else []
+    refused = refused + (unexpected if options.strict.unexpected == "error" else [])
+    if refused:
+        raise MismatchError("; ".join(refused), hint="`strict=False` continues without them")
+    return messages + unexpected
 
 
 def restore_sampler(
@@ -174,7 +209,7 @@ def restore_sampler(
                 return []
             done = f"the samples of {decision.initial_step} steps"
             return [f"no sampler was given: the data starts over, unless the trainer itself skips {done}"]
-        if options.strict:
+        if options.strict.unexpected == "error":
             raise MismatchError(
                 "the checkpoint has the state of a sampler, and the run has no sampler",
                 hint="`strict=False` continues without it",

@@ -11,7 +11,7 @@ import torch
 from reshard.errors import ArgumentError
 from reshard.formats.state import PerRank
 from reshard.torch.checks import count
-from reshard.torch.optimizers import unwrapped
+from reshard.torch.optimizers import split_optimizers, unwrapped
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,7 +31,9 @@ class Run:
     """The trained objects and the position of a run. Only the checkpointer changes it.
 
     Attributes:
-        model, optimizer, sampler: as passed to `resume`.
+        model, sampler: as passed to `resume`.
+        optimizer: the optimizers whose state is saved by parameter; None: there are none.
+        whole_optimizers: names in `objects` of other optimizers, such as wrappers: their `state_dict` is saved whole.
         objects: other objects with state, by name; the state of rank 0 is saved.
         per_rank: other objects with rank-local state, by name.
         last: the last complete step.
@@ -48,9 +50,15 @@ class Run:
     """
 
     def __init__(self, model: Any, optimizer: Any, scheduler: Any, sampler: Any, extra: Mapping[str, Any]) -> None:
-        self.model, self.optimizer, self.sampler = model, optimizer, sampler
+        self.model, self.sampler = model, sampler
+        self.optimizer, whole = split_optimizers(optimizer)
+        self.whole_optimizers = frozenset(whole)
         self.per_rank: dict[str, Any] = {name: one.value for name, one in extra.items() if isinstance(one, PerRank)}
         self.objects: dict[str, Any] = {name: one for name, one in extra.items() if name not in self.per_rank}
+        for name in whole:
+            if name in extra:
+                raise ArgumentError(f"`extra` has an object named `{name}`, and so is `optimizer` saved")
+        self.objects |= whole
         self.has_scheduler = scheduler is not None
         if scheduler is not None:
             if "scheduler" in extra:
@@ -65,6 +73,8 @@ class Run:
                     f"`{given}` is of type {type(one).__name__}, without `state_dict` and `load_state_dict`",
                     hint="wrap plain values in an object that has both",
                 )
+        for one in (sampler, *self.objects.values(), *self.per_rank.values()):
+            _give_generator(one)
         self.last = self.saved = 0
         self.saved_at = time.monotonic()
         self.above = 0
@@ -104,6 +114,21 @@ class Run:
         self._hooks = []
 
 
+def _give_generator(loader: Any) -> None:
+    """Give a loader of torch without a generator one of its own, for its shuffling and the seeds of its workers.
+
+    Else each iterator that begins draws from the stream of the process. A resumed run begins one more of them than an
+    uninterrupted run, and all later random numbers would differ.
+    """
+    if not isinstance(loader, torch.utils.data.DataLoader) or loader.generator is not None:
+        return
+    loader.generator = torch.Generator()
+    loader.generator.manual_seed(torch.initial_seed() % (1 << 63))
+    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        if getattr(sampler, "generator", loader) is None:
+            sampler.generator = loader.generator  # type: ignore[union-attr]
+
+
 def object_name(name: str) -> str:
     """The name of an object in messages: as it is passed to `resume`.
 
@@ -111,7 +136,7 @@ def object_name(name: str) -> str:
         >>> object_name("scheduler"), object_name("ema")
         ('scheduler', "extra['ema']")
     """
-    return name if name == "scheduler" else f"extra[{name!r}]"
+    return name if name == "scheduler" or name.partition(".")[0] == "optimizer" else f"extra[{name!r}]"
 
 
 def interval(save_every: int | str | None) -> tuple[int | None, float | None]:

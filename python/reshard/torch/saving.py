@@ -26,11 +26,11 @@ from reshard.formats.savable import save_format
 from reshard.formats.state import per_rank
 from reshard.group import session
 from reshard.torch import rng
+from reshard.torch.exports import Exports, export
 from reshard.torch.run import object_name
 from reshard.torch.sampler import ElasticSampler
 from reshard.torch.staging import Staging
 from reshard.torch.state import describe
-from reshard.verbs.integrate import integrate
 from reshard.write.save import save as save_iteration
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Saver:
         is_async: whether saves that are due are written in the background.
         overlap: whether parameters and optimizer state are copied while the training continues.
         with_optimizer: whether the state of the optimizer is saved.
-        is_integrated: whether each save is written a second time, as whole tensors.
+        exports: what is made of each save.
         record: creates the record of the environment; called once, on rank 0.
     """
 
@@ -81,7 +81,7 @@ class Saver:
     is_async: bool
     overlap: bool
     with_optimizer: bool
-    is_integrated: bool
+    exports: Exports
     record: Callable[[], dict[str, Any]]
     _staging: Staging = field(default_factory=Staging)
     _hooks: list[Any] = field(default_factory=list)
@@ -109,10 +109,11 @@ class Saver:
         described = describe(
             run.model,
             run.optimizer if self.with_optimizer else None,
-            objects=run.objects,
+            objects={name: one for name, one in run.objects.items() if self._is_saved(name)},
             mesh=self.mesh,
             group=self.group,
             timeout=self.timeout,
+            lifts=not self.has_rank_folders,
             object_name=object_name,
         )
         extra = self.beside_tensors(described, step, interrupted=interrupted)
@@ -217,18 +218,21 @@ class Saver:
         self._hooks = []
 
     def _after(self, report: SaveReport) -> list[str]:
-        """Write the whole tensors after a save that has succeeded. Returns warnings."""
-        if not self.is_integrated or self.options.checkpoint1.only_save_strategy:
+        """Export a save that has succeeded. Returns warnings."""
+        if self.options.checkpoint1.only_save_strategy:
             return []
-        return integrate(
-            self.root,
+        return export(
+            self.exports,
             report,
+            self.run.model,
+            root=self.root,
             group=self.group,
-            keep=None if self.options.retention is None else self.options.retention.keep,
-            commit=self.options.commit,
-            threads=self.options.threads,
+            options=self.options,
             timeout=self.timeout,
         )
+
+    def _is_saved(self, name: str) -> bool:
+        return self.with_optimizer or name not in self.run.whole_optimizers
 
     @property
     def has_rank_folders(self) -> bool:
@@ -318,7 +322,8 @@ class Saver:
         try:
             return self._staging.stage(
                 tensors,
-                trained | described.optimizer.keys() | described.local.keys() if overlaps else (),
+                # Objects may change at any time.
+                trained | described.live.states.keys() if overlaps else (),
                 reuse=self.run.pending is None or self.run.pending.done(),
             )
         except (RuntimeError, MemoryError) as error:

@@ -22,6 +22,7 @@ from reshard.formats import state as state_format
 from reshard.group import resolve
 from reshard.torch.common_layout import gather_distinct, layout_of
 from reshard.torch.modules import Named, named
+from reshard.torch.objects import TENSORS, Lifted, lift
 from reshard.torch.optimizers import (
     NamedOptimizer,
     OptimizerRecord,
@@ -56,7 +57,8 @@ class Described:
 
     Attributes:
         model: this rank's shard of each parameter and persistent buffer, by key; shares the memory of the trainer.
-        optimizer: this rank's shard of each state tensor of the optimizers, with key `<slot>.<key>`; likewise.
+        optimizer: this rank's shard of each state tensor of the optimizers, with key `<slot>.<key>`; likewise. Also of
+            each tensor in the state of an object, with key `extra.<object>.<path>`.
         local: rank-local state tensors, with keys likewise: plain tensors in the state of a sharded parameter (DTensor)
             that have neither its shape nor a single element, such as quantized moments and their scales.
         layout: the layout of all ranks, as the mapping of a layout file; None with one rank, or for `reason`.
@@ -71,6 +73,8 @@ class Described:
             copy of the sending rank is saved.
         rank: this rank.
         world_size: number of ranks.
+        names: keys of the models of all ranks.
+        all_aliases: other names of tensors on any rank, and the key of each.
         live: the described objects.
     """
 
@@ -86,6 +90,8 @@ class Described:
     save_layout: dict[str, object] | None
     rank: int
     world_size: int
+    names: frozenset[str] = field(repr=False)
+    all_aliases: Mapping[str, str] = field(repr=False)
     live: LiveState = field(repr=False)
     _kept: _RankLocalState = field(repr=False)
 
@@ -198,16 +204,18 @@ class LiveState:
         optimizers: the optimizers.
         objects: other objects with state, by name.
         states: state tensors of the optimizers, by key.
+        object_tensors: tensors in the state of the objects, by key.
     """
 
     named: Named
     optimizers: list[NamedOptimizer]
     objects: Mapping[str, Any]
     states: dict[str, torch.Tensor]
+    object_tensors: dict[str, Any] = field(default_factory=dict)
 
 
 def describe(
-    model: nn.Module | Sequence[nn.Module],
+    model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
     optimizer: object = None,
     *,
     objects: Mapping[str, Any] | None = None,
@@ -215,6 +223,7 @@ def describe(
     group: object = None,
     timeout: float = 600.0,
     compare: bool = True,
+    lifts: bool = True,
     object_name: Callable[[str], str] = "objects.{}".format,
 ) -> Described:
     """Describe the state of a model and its optimizer on this rank, and agree with the other ranks on the layout.
@@ -234,6 +243,8 @@ def describe(
             None: the default group of torch if there is one, else this process alone.
         timeout: seconds that ranks wait for each other.
         compare: raise if state that ranks share differs. Pass False if the state is about to be replaced.
+        lifts: whether tensors in the state of objects are tensors of the checkpoint. Else plain ones stay in that
+            state, and DTensors are refused: for formats that know weights by their names.
         object_name: name of an object in errors.
 
     Raises:
@@ -253,7 +264,7 @@ def describe(
     """
     members = resolve(group)
     try:
-        own = _RankState.of(model, optimizer, objects or {}, mesh, members)
+        own = _RankState.of(model, optimizer, objects or {}, mesh, members, lifts=lifts)
         parts = own.parts(compare=compare) if members.world_size > 1 else []
     except ReshardError as error:
         if members.world_size > 1:
@@ -262,11 +273,13 @@ def describe(
     if members.world_size == 1:
         local = _local_keys([own.beside])
         record = _with_local(own.record, local)
-        return own.described(_Agreed(record, own.own_state(), dict(own.live.named.aliases), local=local), members)
+        aliases = dict(own.live.named.aliases)
+        names = frozenset(own.live.named.tensors)
+        return own.described(_Agreed(record, own.own_state(), aliases, names, local=local), members)
     rows, models, optimizers, records, states, besides, digests = gather_distinct(members, parts, _PARTS, timeout)
     if compare:
         _check_objects(digests, object_name, members.world_size)
-    aliases: dict[str, str] = {}
+    aliases = {}
     for value, _ in records:
         aliases |= value.aliases
     of_model = [(value.tensors, ranks) for value, ranks in models]
@@ -296,6 +309,7 @@ def describe(
         ),
         state=_states(states, own, members.rank),
         aliases=aliases,
+        names=frozenset(key for held, _ in of_model for key in held),
         layout=layout,
         save_layout=save_layout,
         reason=reason,
@@ -397,17 +411,19 @@ class _RankState:
     optimizer: dict[str, LocalPart]
     record: OptimizerRecord
     shapes: dict[str, tuple[int, ...]]
-    object_states: dict[str, Any]
+    object_states: dict[str, Lifted]
     beside: dict[str, list[str]]
 
     @classmethod
     def of(
         cls,
-        model: nn.Module | Sequence[nn.Module],
+        model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
         optimizer: object,
         objects: Mapping[str, Any],
         mesh: DeviceMesh | None,
         members: Group,
+        *,
+        lifts: bool,
     ) -> _RankState:
         for name, one in objects.items():
             if not callable(getattr(one, "state_dict", None)) or not callable(getattr(one, "load_state_dict", None)):
@@ -419,7 +435,9 @@ class _RankState:
         found = named(model)
         optimizers = named_optimizers(optimizer, {id(tensor): key for key, tensor in found.tensors.items()})
         states, record = record_state(optimizers)
-        tensors = [*found.tensors.values(), *states.values()]
+        object_states = {name: _object_state(one, name, lifts=lifts) for name, one in objects.items()}
+        lifted = _lifted(object_states, {*found.tensors, *found.aliases, *states})
+        tensors = [*found.tensors.values(), *states.values(), *lifted.values()]
         n_ranks = members.world_size
         if any(hasattr(tensor, "device_mesh") for tensor in tensors) or mesh is not None:
             # The ranks of a mesh are ranks of the default group.
@@ -432,10 +450,9 @@ class _RankState:
         row = row_of(tensors, n_ranks, mesh)
         placed = [
             {key: lies for key, tensor in part.items() if (lies := local_part(tensor, row, key)) is not None}
-            for part in (found.tensors, states)
+            for part in (found.tensors, states | lifted)
         ]
         shapes = {key: _shape(lies, key) for part in placed for key, lies in part.items()}
-        object_states = {name: _object_state(one) for name, one in objects.items()}
         plain = _plain_beside_distributed(optimizers, states)
         for key in plain:
             slot, _, name = key.partition(".")
@@ -445,7 +462,7 @@ class _RankState:
         for key, parameter in plain.items():
             if is_sharded(parameter):
                 beside["local" if _is_of_part(states[key], parameter) else "other"].append(key)
-        live = LiveState(found, optimizers, objects, states)
+        live = LiveState(found, optimizers, objects, states, lifted)
         return cls(live, row, placed[0], placed[1], record, shapes, object_states, beside)
 
     def own_state(self) -> dict[str, dict[str, Any]]:
@@ -483,7 +500,7 @@ class _RankState:
             _RecordPart(packed, dict(self.live.named.aliases)),
             _StatePart(names, _Packed.of(state, "state"), state_format.digest_of(state)),
             self.beside,
-            {name: state_format.digest_of(one, name) for name, one in objects},
+            {name: state_format.digest_of([one.state, one.plain_tensors()], name) for name, one in objects},
         ]
 
     def described(self, agreed: _Agreed, members: Group) -> Described:
@@ -504,8 +521,19 @@ class _RankState:
         extra: dict[str, Any] = {
             "aliases": agreed.aliases,
             "modules": agreed.state["modules"],
-            "objects": self.object_states,
+            "objects": {name: one.state for name, one in self.object_states.items()},
         }
+        entries = {name: one.entries for name, one in self.object_states.items() if one.entries}
+        if entries:
+            is_sharded_model = any(hasattr(tensor, "device_mesh") for tensor in self.live.named.tensors.values())
+            extra[TENSORS] = {
+                name: [
+                    replace(one, placements=() if one.placements is None and not is_sharded_model else one.placements)
+                    for one in of_name
+                ]
+                for name, of_name in entries.items()
+            }
+            extra[TENSORS] = {name: [one.to_value() for one in of_name] for name, of_name in extra[TENSORS].items()}
         if agreed.record.groups:  # of any rank: a pipeline stage may have no trained parameters
             record = replace(agreed.record, state=agreed.state["parameters"])
             extra["optimizer"] = record.to_value()
@@ -522,6 +550,8 @@ class _RankState:
             save_layout=agreed.save_layout,
             rank=members.rank,
             world_size=members.world_size,
+            names=agreed.names,
+            all_aliases=agreed.aliases,
             live=self.live,
             _kept=kept,
         )
@@ -535,6 +565,7 @@ class _Agreed:
         record: the record of the optimizers, without state values.
         state: state besides tensors, of parameters and of modules, by name.
         aliases: other names of tensors, and their keys.
+        names: keys of the models of all ranks.
         layout, save_layout, reason: as in `Described`.
         left: keys of buffers that another rank saves.
         local: keys of rank-local state tensors.
@@ -545,6 +576,7 @@ class _Agreed:
     record: OptimizerRecord
     state: dict[str, dict[str, Any]]
     aliases: dict[str, str]
+    names: frozenset[str]
     layout: dict[str, object] | None = None
     save_layout: dict[str, object] | None = None
     reason: str | None = None
@@ -561,11 +593,28 @@ def _shape(lies: LocalPart, key: str) -> tuple[int, ...]:
         raise UnsupportedError(f"{show(key)}: {error.message}", key=key, hint=error.hint) from None
 
 
-def _object_state(one: Any) -> Any:
+def _object_state(one: Any, name: str, *, lifts: bool) -> Lifted:
     # The state dict of a torch scheduler may contain functions.
     inner = one.scheduler if type(one).__name__ == "AcceleratedScheduler" else one
     is_scheduler = isinstance(inner, torch.optim.lr_scheduler.LRScheduler)
-    return plain(one.state_dict(), drop_functions=is_scheduler)
+    state = one.state_dict()
+    lifted = lift(state, name) if lifts else Lifted(state)
+    return replace(lifted, state=plain(lifted.state, drop_functions=is_scheduler))
+
+
+def _lifted(states: Mapping[str, Lifted], taken: set[str]) -> dict[str, Any]:
+    """The tensors of all objects by key."""
+    tensors: dict[str, Any] = {}
+    for name, one in states.items():
+        both = one.tensors.keys() & (taken | tensors.keys())
+        if both:
+            raise ArgumentError(
+                f"two tensors have the key {show(min(both))}, one of them in the state of the object {show(name)}",
+                key=min(both),
+                hint="give the object another name",
+            )
+        tensors |= one.tensors
+    return tensors
 
 
 def _plain_beside_distributed(

@@ -1,6 +1,7 @@
-"""After a save, the same tensors written whole: `integrated_save` of MindSpore.
+"""After a save, the same tensors written whole: `integrated_save` of MindSpore, `hf_every` of a `Checkpointer`.
 
-    <root>_integrated/iteration_<8 digits>/model.safetensors      a Hugging Face folder for each save
+    <root>_integrated/iteration_<8 digits>/model.safetensors      a Hugging Face folder, with the optimizer's tensors
+    <root>_hf/iteration_<8 digits>/model.safetensors              one of the weights alone, with the model's files
 
 All ranks write it collectively, each its share of the files, from the files of the save. The save has succeeded
 whatever happens here, so an error here is a warning. Retention keeps the same number of folders as of saves.
@@ -24,6 +25,7 @@ from reshard.words import show
 if TYPE_CHECKING:
     import os
 
+    from reshard.checkpoint import Part
     from reshard.options import Commit
     from reshard.write.save import SaveReport
 
@@ -33,21 +35,24 @@ _FOLDER = re.compile("iteration_([0-9]{8,18})")
 _log = logging.getLogger("reshard")
 
 
-def integrated_root(root: str | os.PathLike[str]) -> Path:
+def integrated_root(root: str | os.PathLike[str], suffix: str = "integrated") -> Path:
     """The folder of the whole tensors of a root's saves.
 
     Example:
-        >>> str(integrated_root("output/checkpoint"))
-        'output/checkpoint_integrated'
+        >>> str(integrated_root("output/checkpoint")), str(integrated_root("output/checkpoint", "hf"))
+        ('output/checkpoint_integrated', 'output/checkpoint_hf')
     """
     path = Path(root)
-    return path.with_name(f"{path.name}_integrated")
+    return path.with_name(f"{path.name}_{suffix}")
 
 
 def integrate(
     root: str | os.PathLike[str],
     report: SaveReport,
     *,
+    suffix: str = "integrated",
+    part: Part = "all",
+    model_files: str | os.PathLike[str] | None = None,
     group: object = None,
     keep: int | None = None,
     commit: Commit | None = None,
@@ -59,6 +64,9 @@ def integrate(
     Args:
         root: the checkpoint root.
         report: the report of the save.
+        suffix: the folder is `<root>_<suffix>`.
+        part: which tensors are written.
+        model_files: a folder whose files are copied beside the weights, as `Files.model_files`.
         group: as in `reshard.save`.
         keep: keep the newest so many folders of whole tensors; None: all.
         commit: how they are published; `durable` and `private` are used.
@@ -75,13 +83,14 @@ def integrate(
         >>> reshard.open("run_integrated/iteration_00000007").read("w")
         array([0., 1., 2., 3.])
     """
-    target = locate(integrated_root(root)) / checkpoint2.iteration_folder_name(report.iteration)
+    target = locate(integrated_root(root, suffix)) / checkpoint2.iteration_folder_name(report.iteration)
     try:
         convert(
             report.path,
             target,
             to="huggingface",
-            part="all",
+            part=part,
+            files=None if model_files is None else {"model_files": model_files},
             select={"suffix": report.suffix},
             group=group,
             overwrite=True,

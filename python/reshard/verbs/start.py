@@ -5,22 +5,26 @@ This module changes nothing and loads no tensors.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from reshard.config import split_iteration
-from reshard.errors import ReshardError
+from reshard.errors import ConfigError, ReshardError
 from reshard.opening.gather import gather
+from reshard.options import InitFrom
 from reshard.resume import decide
 from reshard.storage.location import locate
 
 if TYPE_CHECKING:
-    import os
+    from collections.abc import Iterator
 
+    from reshard.checkpoint import Checkpoint
     from reshard.config import Config
     from reshard.resume import RunFacts
 
-__all__ = ["own_config", "start_of"]
+__all__ = ["initial", "own_config", "start_of", "with_init"]
 
 
 def own_config(config: Config, root: str | os.PathLike[str]) -> Config:
@@ -31,9 +35,69 @@ def own_config(config: Config, root: str | os.PathLike[str]) -> Config:
         >>> own_config(Config(load_path="pretrained"), "tuning").load_path
         'tuning'
     """
+    groups = tuple(one for one in config.groups if not isinstance(one, InitFrom))
     return replace(
-        config, load_path=str(root), resume=True, resume_file=None, load_format=None, strategy=None, model_path=None
+        config,
+        load_path=str(root),
+        resume=True,
+        resume_file=None,
+        load_format=None,
+        strategy=None,
+        model_path=None,
+        groups=groups,
     )
+
+
+def with_init(config: Config, init: InitFrom, root: str | os.PathLike[str]) -> Config:
+    """The configuration of a run that starts from something else if it has no checkpoint of its own.
+
+    Args:
+        config: what the run loads otherwise.
+        init: what it starts from.
+        root: where it saves.
+
+    Raises:
+        ConfigError: the configuration itself loads something else.
+
+    Example:
+        >>> from reshard.config import Config
+        >>> with_init(Config(load_path="tuning", resume=True), InitFrom("pretrained"), "tuning").load_path
+        'pretrained'
+    """
+    path, known = os.fspath(init.path), config.load_path
+    if config.init_from is None and known and locate(known).resolved() != locate(root).resolved():
+        raise ConfigError(
+            f"the configuration loads {known}, and `init_from` is {path}",
+            hint="say in one place what the run starts from",
+        )
+    groups = tuple(one for one in config.groups if not isinstance(one, InitFrom))
+    return replace(own_config(config, root), load_path=path, resume=False, groups=(*groups, init))
+
+
+@contextlib.contextmanager
+def initial(checkpoint: Checkpoint, init: InitFrom | None) -> Iterator[Checkpoint]:
+    """The checkpoint under the names of the model, while the block runs.
+
+    Args:
+        checkpoint: the opened checkpoint.
+        init: what is taken; None: the checkpoint as it is.
+
+    Raises:
+        NamesError: the name map does not match the tensors.
+
+    Example:
+        >>> import numpy as np, reshard
+        >>> reshard.save_file({"encoder.w": np.zeros(2)}, "pretrained.safetensors")
+        >>> init = InitFrom("pretrained.safetensors", names={"rules": [{"from": "encoder.w", "to": "w"}]})
+        >>> with reshard.open(init.path) as checkpoint, initial(checkpoint, init) as renamed:
+        ...     renamed.keys()
+        ['w']
+    """
+    if init is None or init.names is None:
+        yield checkpoint
+        return
+    with checkpoint.renamed(init.names, part="model" if init.fresh_optimizer else "all") as renamed:
+        yield renamed
 
 
 def start_of(config: Config, root: str | os.PathLike[str], facts: RunFacts) -> tuple[bool, str | None]:
@@ -68,7 +132,7 @@ def start_of(config: Config, root: str | os.PathLike[str], facts: RunFacts) -> t
     folder, iteration = split_iteration(config.load_path)
     given = config.load_path or config.model_path or ""
     is_same = bool(folder) and locate(folder).resolved() == locate(root).resolved()
-    if is_same and (config.resume or iteration is not None):
+    if is_same and config.init_from is None and (config.resume or iteration is not None):
         return False, None
     own = own_config(config, root)
     if gather(own, facts).kind not in ("root", "rank_folders"):

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from reshard.formats.manifest import Manifest
     from reshard.options import Retention
 
-__all__ = ["Facts", "Removed", "apply", "must_read_back", "pin", "plan", "remove", "to_verify", "unpin"]
+__all__ = ["Facts", "Removed", "apply", "best_of", "must_read_back", "pin", "plan", "remove", "to_verify", "unpin"]
 
 _LAST_VERIFIED = "the last verified one"
 _MAX_ROUNDS = 5  # in a root that changes while it is looked at
@@ -557,6 +557,34 @@ def _best(root: Location, facts: Sequence[Facts], metric: str, n: int) -> list[i
         )
     ranked = sorted((value, -iteration) for iteration, value in values.items() if iteration in complete)
     return [-iteration for _, iteration in ranked[:n]]
+
+
+def best_of(root: str | os.PathLike[str], metric: str) -> str | None:
+    """The folder of the iteration with the best value of a metric in its manifest; None: no manifest has the metric.
+
+    Args:
+        root: the checkpoint root.
+        metric: its name, as in `Retention.best`.
+
+    Raises:
+        StorageError: the root cannot be listed.
+
+    Example:
+        >>> import numpy as np, reshard
+        >>> for n, loss in ((1, 2.0), (2, 1.0), (3, 4.0)):
+        ...     _ = reshard.save("ranked", n, {"w": np.zeros(1)}, metrics={"loss": loss})
+        >>> best_of("ranked", "loss"), best_of("ranked", "-loss"), best_of("ranked", "other")
+        ('iteration_00000002', 'iteration_00000003', None)
+    """
+    name, found = metric.removeprefix("-"), list[tuple[float, int, str]]()
+    for iteration, folder in checkpoint2.list_iterations(root):
+        try:
+            value = manifests.read(locate(root) / folder).metrics.get(name, math.nan)
+        except ReshardError:
+            continue  # it is not complete
+        if math.isfinite(value):
+            found.append((-value if metric != name else value, -iteration, folder))
+    return min(found)[2] if found else None
 
 
 # -- removing

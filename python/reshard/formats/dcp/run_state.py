@@ -207,7 +207,7 @@ def translated(keys: Iterable[str], values: Values, live: Live) -> RunState:
             used.add(name)
     left = _objects(values, live, used, trainer["objects"])
     unknown = sorted(name for name in left if name not in _OF_TRAINER and name not in _STEPS)
-    trainer["objects"] |= {name: None for name in unknown}  # refused, or reported: the run has none of this name
+    trainer["objects"] |= dict.fromkeys(unknown)  # refused, or reported: the run has none of this name
     of_trainer = sorted(name for name in left if name in _OF_TRAINER)
     notes = [f"{listed(map(show, of_trainer))} of the checkpoint is not restored: the run has no such object"]
     return RunState(renamed, trainer, tuple(notes if of_trainer else ()))

@@ -1,0 +1,184 @@
+"""What is made of a save that is published: folders of whole weights, links to iterations, and a call of the user.
+
+The save has succeeded whatever happens here, so every error is a warning.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from reshard.collective import Collective
+from reshard.errors import ReshardError
+from reshard.formats.checkpoint2 import names as checkpoint2
+from reshard.group import session
+from reshard.storage.changes import make_folders, remove_file, replace_link
+from reshard.storage.location import locate
+from reshard.verbs.integrate import integrate, integrated_root
+from reshard.words import show
+from reshard.write.retention import best_of
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable
+
+    from reshard.group import Group
+    from reshard.options import SaveOptions
+    from reshard.write.save import SaveReport
+
+__all__ = ["Exports", "export"]
+
+_log = logging.getLogger("reshard")
+
+_MODEL_FILES = ".model_files"
+_LAST, _BEST = "last", "best"
+
+
+@dataclass(eq=False)
+class Exports:
+    """What a `Checkpointer` makes of each save; the fields are its arguments.
+
+    Attributes:
+        is_integrated: `integrated_save`.
+        hf_every, model_files, links, after_publish, save_every: the arguments; `save_every` only in steps.
+        n_saves: number of saves so far.
+    """
+
+    is_integrated: bool = False
+    hf_every: int | None = None
+    model_files: str | os.PathLike[str] | None = None
+    save_every: int | None = None
+    links: bool = False
+    after_publish: Callable[[SaveReport], object] | None = None
+    n_saves: int = 0
+
+    def is_due(self, iteration: int) -> bool:
+        """Whether the weights of this save are written. All ranks give the same answer, also after a restart."""
+        if self.hf_every is None:
+            return False
+        if self.save_every is not None:
+            return iteration % (self.hf_every * self.save_every) == 0
+        return self.n_saves % self.hf_every == 0
+
+
+def export(
+    exports: Exports,
+    report: SaveReport,
+    model: object,
+    *,
+    root: str | os.PathLike[str],
+    group: Group,
+    options: SaveOptions,
+    timeout: float,
+) -> list[str]:
+    """Export a save, all ranks collectively.
+
+    Args:
+        exports: what is made of it.
+        report: the report of the save.
+        model: the model, of which the configuration is written.
+        root: the checkpoint root.
+        group: the ranks.
+        options: the options of the save.
+        timeout: seconds that ranks wait for each other.
+
+    Returns:
+        Warnings.
+    """
+    exports.n_saves += 1
+    shared: dict[str, Any] = {
+        "group": group,
+        "keep": None if options.retention is None else options.retention.keep,
+        "commit": options.commit,
+        "threads": options.threads,
+        "timeout": timeout,
+    }
+    warnings: list[str] = []
+    if exports.is_integrated:
+        warnings += integrate(root, report, **shared)
+    if exports.is_due(report.iteration):
+        try:
+            files = Collective(session(group, "export"), timeout).first(lambda: _files(exports, root, model), str)
+        except ReshardError as error:
+            warnings.append(f"the files of the model are not written: {error.message}")
+        else:
+            warnings += integrate(root, report, suffix="hf", part="model", model_files=files or None, **shared)
+    if group.rank == 0:
+        if exports.links:
+            warnings += _link(root, report, None if options.retention is None else options.retention.best)
+        if exports.after_publish is not None:
+            try:
+                exports.after_publish(report)
+            except Exception as error:  # noqa: BLE001  of the user's code; the save has succeeded
+                _log.warning("iteration %d is saved, and `after_publish` failed", report.iteration, exc_info=True)
+                warnings.append(f"`after_publish` failed: {type(error).__name__}: {show(str(error))}")
+    return warnings
+
+
+def _files(exports: Exports, root: str | os.PathLike[str], model: object) -> str:
+    """The folder of the files that are copied beside the weights; "": there are none."""
+    if exports.model_files is not None:
+        return str(locate(exports.model_files).resolved())
+    texts = _configuration(model)
+    if not texts:
+        _log.warning("the model has no `config`: the weights are written without a config.json")
+        return ""
+    folder = locate(integrated_root(root, "hf")) / _MODEL_FILES
+    make_folders(folder)
+    for name, text in texts.items():
+        (folder / name).replace(text, durable=False)
+    return str(folder.resolved())
+
+
+def _configuration(model: object) -> dict[str, str]:
+    """The files of a model of transformers that describe it."""
+    if isinstance(model, Mapping | Sequence):
+        return {}
+    inner = model
+    while (wrapped := getattr(inner, "_orig_mod", None) or _of_replicas(inner)) is not None:
+        inner = wrapped
+    config: Any = getattr(inner, "config", None)
+    if not callable(getattr(config, "to_json_string", None)):
+        return {}
+    value = json.loads(config.to_json_string())
+    value.setdefault("architectures", [_class_of(inner)])
+    texts = {"config.json": json.dumps(value, indent=2, sort_keys=True) + "\n"}
+    generation: Any = getattr(inner, "generation_config", None)
+    if callable(getattr(generation, "to_json_string", None)):
+        texts["generation_config.json"] = generation.to_json_string()
+    return texts
+
+
+def _of_replicas(model: Any) -> Any:
+    return model.module if type(model).__name__ in ("DistributedDataParallel", "DataParallel") else None
+
+
+def _class_of(model: object) -> str:
+    """The name of the class of a model, which FSDP2 replaces by one that is derived from two."""
+    bases = type(model).__bases__
+    is_fsdp = len(bases) > 1 and bases[0].__name__ == "FSDPModule"
+    return (bases[1] if is_fsdp else type(model)).__name__
+
+
+def _link(root: str | os.PathLike[str], report: SaveReport, best: tuple[str, int] | None) -> list[str]:
+    """Let the links name the newest and the best iteration. Returns warnings."""
+    warnings = []
+    targets: dict[str, str | None] = {_LAST: checkpoint2.iteration_folder_name(report.iteration)}
+    if best is not None:
+        try:
+            targets[_BEST] = best_of(root, best[0])
+        except ReshardError as error:
+            warnings.append(f"the link `{_BEST}` is not made: {error.message}")
+    for name, target in targets.items():
+        link = locate(root) / name
+        try:
+            if target is not None:
+                replace_link(link, target)
+            elif link.kind() == "link":
+                remove_file(link)
+        except ReshardError as error:
+            warnings.append(f"the link `{name}` is not made: {error.message}")
+    return warnings

@@ -1,0 +1,411 @@
+"""State of any shape: averages, second models, wrapped and composite optimizers, loaders, and tensors on ranks."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from tests.ranks import Job
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel
+
+import reshard
+from reshard.errors import ArgumentError, DamagedFileError, MismatchError
+from reshard.torch import Checkpointer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from reshard.group import TorchGroup
+
+
+def layers(seed: int) -> Any:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+
+
+def train(model: Any, *optimizers: Any, n_steps: int = 2) -> None:
+    for n in range(n_steps):
+        model(torch.arange(12.0).reshape(4, 3).sin() + n).square().sum().backward()
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return type(one) is type(other) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
+class Average:
+    """An average of the weights as a dict of tensors, with other state of every kind around it."""
+
+    def __init__(self, model: Any) -> None:
+        self.shadow = {name: one.detach().clone() for name, one in model.named_parameters()}
+        self.rest: dict[str, Any] = {"decay": 0.9, "history": [torch.ones(3), (torch.zeros(2, 2), "text")]}
+
+    def update(self, model: Any) -> None:
+        for name, one in model.named_parameters():
+            self.shadow[name].lerp_(one.detach(), 0.1)
+        self.rest["history"].append(torch.full((2,), 7, dtype=torch.int32))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": self.shadow, **self.rest}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shadow = state["shadow"]
+        self.rest = {"decay": state["decay"], "history": state["history"]}
+
+
+class Masters:
+    """A wrapper that trains copies of the parameters in float32."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.parameters = list(parameters)
+        self.masters = [one.detach().float().clone().requires_grad_() for one in self.parameters]
+        self.inner = torch.optim.AdamW(self.masters, lr=0.05, foreach=False)
+
+    @property
+    def param_groups(self) -> Any:
+        return self.inner.param_groups
+
+    def step(self) -> None:
+        for master, one in zip(self.masters, self.parameters, strict=True):
+            master.grad = None if one.grad is None else one.grad.float()
+        self.inner.step()
+        with torch.no_grad():
+            for master, one in zip(self.masters, self.parameters, strict=True):
+                one.copy_(master)
+
+    def zero_grad(self) -> None:
+        for one in self.parameters:
+            one.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"masters": self.masters, "inner": self.inner.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        with torch.no_grad():
+            for master, saved in zip(self.masters, state["masters"], strict=True):
+                master.copy_(saved)
+        self.inner.load_state_dict(state["inner"])
+
+
+class Composite(torch.optim.Optimizer):
+    """Muon for matrices and AdamW for the rest, behind one interface."""
+
+    def __init__(self, parameters: Any) -> None:
+        of_ndim = [[one for one in parameters if (one.ndim == 2) == is_matrix] for is_matrix in (True, False)]
+        self.parts: list[Any] = [torch.optim.Muon(of_ndim[0], lr=0.01), torch.optim.AdamW(of_ndim[1])]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        del closure
+        for one in self.parts:
+            one.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002
+        del set_to_none
+        for one in self.parts:
+            one.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [one.state_dict() for one in self.parts]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for one, saved in zip(self.parts, state["parts"], strict=True):
+            one.load_state_dict(saved)
+
+
+class EightBit(torch.optim.Optimizer):
+    """Moments as codes in blocks of four, with a scale for each block."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        del closure
+        for one in self.param_groups[0]["params"]:
+            blocks = nn.functional.pad(one.grad.flatten(), (0, -one.numel() % 4)).reshape(-1, 4)
+            scale = blocks.abs().amax(1).clamp_min(1e-9)
+            codes = (blocks / scale[:, None] * 127 + 128).round().to(torch.uint8)
+            self.state[one] = {"codes": codes, "scale": scale, "n": self.state[one].get("n", 0) + 1}
+            change = (codes.float() - 128) / 127 * scale[:, None]
+            one.sub_(0.1 * change.flatten()[: one.numel()].reshape(one.shape))
+
+
+def average(seed: int) -> Any:
+    model = layers(seed)
+    optimizer, kept = torch.optim.AdamW(model.parameters()), Average(model)
+
+    def act() -> None:
+        train(model, optimizer)
+        kept.update(model)
+
+    return {"model": model, "optimizer": optimizer, "extra": {"ema": kept}}, act, kept.state_dict
+
+
+def averaged_model(seed: int) -> Any:
+    model = layers(seed)
+    optimizer, kept = torch.optim.AdamW(model.parameters()), AveragedModel(model, use_buffers=True)
+
+    def act() -> None:
+        train(model, optimizer)
+        kept.update_parameters(model)
+
+    return {"model": model, "optimizer": optimizer, "extra": {"swa": kept}}, act, lambda: dict(kept.state_dict())
+
+
+def two_models(seed: int) -> Any:
+    one, other = layers(seed), layers(seed + 10)
+    optimizers = [torch.optim.AdamW(one.parameters()), torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)]
+
+    def act() -> None:
+        train(one, optimizers[0])
+        train(other, optimizers[1])
+
+    parts = {"model": {"generator": one, "critic": other}, "optimizer": optimizers}
+    return parts, act, lambda: [dict(other.state_dict()), [o.state_dict() for o in optimizers]]
+
+
+def same_names_in_extra(seed: int) -> Any:
+    model, teacher = layers(seed), layers(seed + 10)
+    parts = {"model": model, "extra": {"teacher": teacher}}
+    return parts, lambda: None, lambda: [dict(model.state_dict()), dict(teacher.state_dict())]
+
+
+def with_optimizer(make: Callable[[Any], Any]) -> Any:
+    def build(seed: int) -> Any:
+        model = layers(seed)
+        if make is Masters:
+            model = model.bfloat16()
+        optimizer = make(list(model.parameters()))
+
+        def act() -> None:
+            for n in range(2):
+                model(torch.arange(12.0).reshape(4, 3).to(model[0].weight.dtype) + n).square().sum().backward()
+                for one in optimizer if isinstance(optimizer, list) else [optimizer]:
+                    one.step()
+                    one.zero_grad()
+
+        def state() -> Any:
+            several = optimizer if isinstance(optimizer, list) else [optimizer]
+            return [dict(model.state_dict()), [one.state_dict() for one in several]]
+
+        return {"model": model, "optimizer": optimizer}, act, state
+
+    return build
+
+
+def muon_and_adamw(parameters: Any) -> Any:
+    matrices, rest = ([one for one in parameters if (one.ndim == 2) == which] for which in (True, False))
+    return [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(rest)]
+
+
+def scaler(seed: int) -> Any:
+    one = torch.amp.GradScaler("cpu", init_scale=2.0 ** (seed + 3))
+    return {"model": layers(seed), "extra": {"scaler": one}}, lambda: None, one.state_dict
+
+
+KINDS = {
+    "average": average,
+    "AveragedModel": averaged_model,
+    "two models": two_models,
+    "same names": same_names_in_extra,
+    "masters": with_optimizer(Masters),
+    "composite": with_optimizer(Composite),
+    "Muon and AdamW": with_optimizer(muon_and_adamw),
+    "8 bits": with_optimizer(EightBit),
+    "GradScaler": scaler,
+}
+
+
+@pytest.mark.parametrize("format", ["checkpoint2", "checkpoint1"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_comes_back_equal(tmp_path: Path, kind: str, format: Any) -> None:  # noqa: A002
+    parts, act, state = KINDS[kind](0)
+    with Checkpointer(tmp_path / "run", signals=(), format=format) as made:
+        made.resume(**parts)
+        act()
+        made.save(4, blocking=True)
+    other, act_again, found = KINDS[kind](1)
+    assert not equal(state(), found())
+    Checkpointer(tmp_path / "run", signals=()).resume(**other)
+    assert equal(state(), found())
+    act()
+    act_again()
+    assert equal(state(), found())
+
+
+def test_tensors_of_objects_are_tensors_of_the_checkpoint(tmp_path: Path) -> None:
+    parts, act, _ = average(0)
+    with Checkpointer(tmp_path / "run", signals=()) as made:
+        made.resume(**parts)
+        act()
+        made.save(4, blocking=True)
+    with reshard.open(tmp_path / "run") as checkpoint:
+        key = "extra.ema.shadow.0.weight"
+        assert torch.equal(torch.from_numpy(checkpoint.read(key)), parts["extra"]["ema"].shadow["0.weight"])
+        assert key in checkpoint.keys("optimizer")  # not among the weights, which are converted
+        assert key not in checkpoint.keys("model")
+        file = checkpoint[key].shards[0].files[0]
+    shard = tmp_path / "run/iteration_00000004" / file
+    data = bytearray(shard.read_bytes())
+    data[data.index(parts["extra"]["ema"].shadow["0.weight"].numpy().tobytes())] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(DamagedFileError):
+        Checkpointer(tmp_path / "run", signals=()).resume(**average(1)[0])
+
+
+def test_an_average_grows_with_its_model_and_an_absent_object_is_reported(tmp_path: Path) -> None:
+    def build(rows: int, seed: int) -> Any:
+        torch.manual_seed(seed)
+        model = nn.Embedding(rows, 2)
+        return model, AveragedModel(model)
+
+    old, kept = build(3, 0)
+    with Checkpointer(tmp_path, signals=()) as made:
+        made.resume(model=old, extra={"swa": kept})
+        made.save(1, blocking=True)
+    model, larger = build(5, 1)
+    initial = larger.module.weight.detach().clone()
+    with pytest.raises(MismatchError, match="the trainer does not have"):
+        Checkpointer(tmp_path, signals=()).resume(model=build(3, 1)[0])
+    decision = Checkpointer(tmp_path, signals=()).resume(model=model, extra={"swa": larger}, strict={"shape": "grow"})
+    assert torch.equal(larger.module.weight[:3], kept.module.weight)
+    assert torch.equal(larger.module.weight[3:], initial[3:])
+    assert any("`extra.swa.module.weight` has shape (3, 2)" in line for line in decision.warnings)
+
+
+def test_names_of_objects_do_not_collide(tmp_path: Path) -> None:
+    model = layers(0)
+    with pytest.raises(ArgumentError, match=r"`extra` has an object named `optimizer`"):
+        Checkpointer(tmp_path, signals=()).resume(
+            model=model, optimizer=Composite(list(model.parameters())), extra={"optimizer": Average(model)}
+        )
+    odd = {"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}, 3: [torch.full((2,), 3.0)] * 2}
+    kept = Average(model)
+    kept.shadow = odd
+    with Checkpointer(tmp_path, signals=()) as made:
+        made.resume(model=model, extra={"ema": kept})
+        made.save(1, blocking=True)
+    other = Average(model)
+    Checkpointer(tmp_path, signals=()).resume(model=model, extra={"ema": other})
+    assert equal(other.shadow, odd)
+
+
+@pytest.mark.parametrize("stop", [3, 4, 5, 9])
+def test_a_stateful_loader_needs_no_generator(tmp_path: Path, stop: int) -> None:
+    """Batches and the random numbers of the loop go on as in an uninterrupted run, within an epoch and at its end."""
+    loader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+    def run(root: Path, last: int) -> list[Any]:
+        torch.manual_seed(5)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            data = loader(list(range(10)), batch_size=2, shuffle=True)
+        seen: list[Any] = []
+        with Checkpointer(root, save_every=3, signals=(), async_save=False) as made:
+            decision = made.resume(model=nn.Linear(1, 1), sampler=data)
+            assert not decision.warnings
+            step = decision.initial_step
+            while step < last:
+                for batch in data:
+                    seen.append([batch.tolist(), torch.rand(()).item()])
+                    step += 1
+                    made.step(step)
+                    if step == last:
+                        break
+        return seen
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        whole = run(tmp_path / "whole", 12)
+        run(tmp_path / "cut", stop)
+        assert run(tmp_path / "cut", 12) == whole[stop // 3 * 3 :]
+
+
+# ------------------------------------------------------------------------------------------------------------- ranks
+
+
+def full(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return value.full_tensor().detach().clone()
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: full(item) for key, item in value.items()}
+    return [full(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+class Plain(nn.Module):
+    """A model without running means, whose sizes do not divide by the ranks."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.a, self.b = nn.Linear(3, 5), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.b(self.a(x).tanh())
+        return out
+
+
+def sharded(seed: int, n_ranks: int) -> tuple[Any, dict[str, Any], Masters]:
+    model: Any = Plain(seed)
+    if n_ranks > 1:
+        fully_shard(model, mesh=init_device_mesh("cpu", (n_ranks,)))
+    torch.manual_seed(seed + 50)
+    teacher: Any = Plain(seed + 100)
+    if n_ranks > 1:
+        fully_shard(teacher, mesh=init_device_mesh("cpu", (n_ranks,)))
+    return model, {"ema": Average(model), "teacher": teacher}, Masters(model.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
+def test_distributed_tensors_in_objects_are_resharded(tmp_path: Path, before: int, after: int) -> None:
+    """Also state that a new optimizer does not have yet: it gets the placements of its parameter."""
+
+    def start(n_ranks: int, seed: int, *, is_first: bool) -> Callable[[TorchGroup], Any]:
+        def work(group: TorchGroup) -> Any:
+            model, extra, optimizer = sharded(seed, n_ranks)
+            with Checkpointer(tmp_path, signals=(), timeout=30) as made:
+                decision = made.resume(model=model, optimizer=optimizer, extra=extra)
+                if is_first:
+                    train(model, optimizer)
+                    extra["ema"].update(model)
+                    made.save(2, blocking=True)
+                else:
+                    assert decision.initial_step == 2
+                state = [extra["ema"].state_dict(), dict(extra["teacher"].state_dict()), optimizer.state_dict()]
+                saved = full(state)
+                if n_ranks > 1:
+                    assert isinstance(extra["ema"].shadow["a.weight"], DTensor)
+                    assert isinstance(optimizer.inner.state[optimizer.masters[0]]["exp_avg"], DTensor)
+                train(model, optimizer)  # it goes on
+                after_it = full(dict(model.state_dict()))
+            if group.rank == 0:
+                torch.save([saved, after_it], tmp_path.parent / f"{tmp_path.name}.{int(is_first)}.pt")
+            return None
+
+        return work
+
+    for n_ranks, seed, is_first in ((before, 0, True), (after, 1, False)):
+        with Job(n_ranks, start(n_ranks, seed, is_first=is_first)) as job:
+            job.values()
+    first, second = (torch.load(tmp_path.parent / f"{tmp_path.name}.{n}.pt", weights_only=True) for n in (1, 0))
+    assert equal(first[0], second[0])
+    for key, value in first[1].items():
+        assert torch.allclose(value, second[1][key], atol=1e-5), key

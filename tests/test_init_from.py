@@ -1,0 +1,363 @@
+"""A run that starts from something else, once; and what happens where a checkpoint and a run differ."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from tests.ranks import Job
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import reshard
+from reshard.cli import main
+from reshard.errors import ArgumentError, CheckpointNotFoundError, ConfigError, MismatchError
+from reshard.options import InitFrom, Strict
+from reshard.torch import Checkpointer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from reshard.group import TorchGroup
+    from reshard.resume import ResumeDecision
+
+
+class Model(nn.Module):
+    """An embedding, a layer and a head with a bias."""
+
+    def __init__(self, rows: int = 6, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(rows, 4)
+        self.layer = nn.Linear(4, 4)
+        self.head = nn.Linear(4, rows)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.layer(self.embed(ids)))
+        return out
+
+
+def train(model: nn.Module, optimizer: Any, n_steps: int = 1) -> None:
+    for n in range(n_steps):
+        optimizer.zero_grad()
+        model(torch.tensor([0, 1, 2, 3 + n])).square().sum().backward()
+        optimizer.step()
+
+
+def adam(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), foreach=False, **options)
+
+
+def saved(root: Path, rows: int = 6, *, steps: int = 2) -> tuple[Model, torch.optim.Optimizer]:
+    """A run of some steps, saved."""
+    model = Model(rows, seed=1)
+    optimizer = adam(model)
+    with Checkpointer(root, signals=()) as made:
+        made.resume(model=model, optimizer=optimizer)
+        train(model, optimizer, steps)
+        made.step(steps)
+        made.save(blocking=True)
+    return model, optimizer
+
+
+def resumed(root: Path, model: nn.Module, optimizer: Any = None, **options: Any) -> ResumeDecision:
+    return Checkpointer(root, signals=()).resume(model=model, optimizer=optimizer, **options)
+
+
+@pytest.fixture
+def cli() -> Any:
+    def call(*words: object) -> tuple[int, str, str]:
+        result = CliRunner().invoke(main, [str(word) for word in words])
+        return result.exit_code, result.stdout, result.stderr
+
+    return call
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    states = one.state_dict(), other.state_dict()
+    return states[0].keys() == states[1].keys() and all(
+        torch.equal(states[0][key], states[1][key]) for key in states[0]
+    )
+
+
+def test_the_first_start_loads_the_weights_and_a_restart_goes_on_with_the_run(tmp_path: Path) -> None:
+    pretrained, _ = saved(tmp_path / "pretrained")
+    model = Model()
+    optimizer = adam(model)
+    with Checkpointer(tmp_path / "run", signals=()) as made:
+        decision = made.resume(model=model, optimizer=optimizer, init_from=tmp_path / "pretrained")
+        assert same(model, pretrained)
+        assert not optimizer.state
+        assert (decision.initial_step, decision.fresh, decision.restored) == (0, False, ("weights",))
+        assert decision.init_from == str(tmp_path / "pretrained")
+        assert any("holds no checkpoint: the run starts from" in reason for reason in decision.reasons)
+        train(model, optimizer)
+        made.step(1)
+        made.save(blocking=True)
+    again = Model()
+    state = adam(again)
+    decision = resumed(tmp_path / "run", again, state, init_from=tmp_path / "pretrained")
+    assert same(again, model)
+    assert not same(again, pretrained)
+    assert (decision.initial_step, decision.init_from, len(state.state)) == (1, None, 5)
+    assert "goes on from its own newest checkpoint" in decision.reasons[0]
+    # A crash before the first save starts from the weights again.
+    assert resumed(tmp_path / "crashed", Model(), init_from=tmp_path / "pretrained").init_from is not None
+
+
+def test_an_iteration_of_the_same_root_is_not_loaded_again(tmp_path: Path) -> None:
+    saved(tmp_path / "run")
+    decision = resumed(tmp_path / "run", (model := Model()), adam(model), init_from=tmp_path / "run/iteration_00000002")
+    assert (decision.initial_step, decision.init_from) == (2, None)
+
+
+def test_names_include_and_exclude_choose_tensors_by_the_names_of_the_model(tmp_path: Path) -> None:
+    source = Model(seed=3)
+    names = {"embed": "wte", "layer": "mlp", "head": "lm_head"}
+    renamed = {f"{names[key.split('.')[0]]}.{key.split('.')[1]}": value for key, value in source.state_dict().items()}
+    reshard.torch.save_file(renamed, tmp_path / "w.safetensors")
+    rules = [{"from": theirs, "to": ours} for ours, theirs in zip(source.state_dict(), renamed, strict=True)]
+    model, initial = Model(seed=5), Model(seed=5)
+    init = InitFrom(tmp_path / "w.safetensors", names={"rules": rules}, exclude=["head.*"])
+    decision = resumed(tmp_path / "run", model, adam(model), init_from=init)
+    assert torch.equal(model.embed.weight, source.embed.weight)
+    assert torch.equal(model.layer.bias, source.layer.bias)
+    assert torch.equal(model.head.weight, initial.head.weight)
+    assert any("`head.bias`, `head.weight` keep their initial values" in line for line in decision.warnings)
+    model = Model(seed=5)
+    mapping = {"path": str(tmp_path / "w.safetensors"), "names": {"rules": rules}, "include": ["embed.*"]}
+    resumed(tmp_path / "other", model, init_from=mapping)
+    assert torch.equal(model.embed.weight, source.embed.weight)
+    assert torch.equal(model.layer.weight, initial.layer.weight)
+    for word in ("include", "exclude"):
+        with pytest.raises(ArgumentError, match=f"`{word}` of `init_from` has `haed"):
+            resumed(tmp_path / "x", Model(), init_from={**mapping, "include": ["*"], word: ["haed.*"]})
+    with pytest.raises(ArgumentError, match="`exclude` is a field of `InitFrom`"):
+        resumed(tmp_path / "x", Model(), init_from="w", exclude=["head.*"])
+    with pytest.raises(CheckpointNotFoundError, match="init_from names it"):
+        resumed(tmp_path / "x", Model(), init_from=tmp_path / "absent")
+    with pytest.raises(ArgumentError, match="`init_from` has no `path`"):
+        resumed(tmp_path / "x", Model(), init_from={"include": ["*"]})
+
+
+def test_the_state_of_the_optimizer_comes_along_on_request(tmp_path: Path) -> None:
+    _, before = saved(tmp_path / "pretrained")
+    model = Model()
+    optimizer = adam(model, lr=0.5)
+    init = InitFrom(tmp_path / "pretrained", fresh_optimizer=False)
+    decision = resumed(tmp_path / "run", model, optimizer, init_from=init)
+    assert decision.restored == ("weights", "optimizer")
+    assert decision.initial_step == 0
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    for one, other in zip(before.state.values(), optimizer.state.values(), strict=True):
+        assert all(torch.equal(one[slot], other[slot]) for slot in one)
+    reshard.torch.save_file(model.state_dict(), tmp_path / "w.safetensors")
+    init = InitFrom(tmp_path / "w.safetensors", fresh_optimizer=False)
+    with pytest.raises(MismatchError, match="holds no optimizer state"):
+        resumed(tmp_path / "x", model, adam(model), init_from=init)
+
+
+def test_a_key_that_looks_like_optimizer_state_does_not_become_some(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2, bias=False)
+    tensors = {"weight": torch.ones(2, 2), "model.weight": torch.zeros(2, 2)}
+    reshard.torch.save_file(tensors, tmp_path / "w.safetensors")
+    optimizer = adam(model)
+    decision = resumed(tmp_path / "run", model, optimizer, init_from=tmp_path / "w.safetensors", strict=False)
+    assert not optimizer.state
+    assert any("the run does not have `model.weight`" in line for line in decision.warnings)
+
+
+def test_the_configuration_and_explain_say_the_same(tmp_path: Path, cli: Any) -> None:
+    pretrained, _ = saved(tmp_path / "pretrained")
+    yaml = tmp_path / "train.yaml"
+    section = {"init_from": {"path": str(tmp_path / "pretrained"), "exclude": ["head.*"]}}
+    yaml.write_text(json.dumps({"output_dir": str(tmp_path / "out"), "reshard": section}))
+    code, out, _ = cli("explain", "--config", yaml, "--json")
+    found = json.loads(out)
+    assert (code, found["outcome"], found["init_from"]) == (0, "weights", str(tmp_path / "pretrained"))
+    assert found["options"]["exclude"] == ["head.*"]
+    model = Model()
+    with Checkpointer.from_config(yaml, signals=()) as made:
+        assert made.resume(model=model).init_from == str(tmp_path / "pretrained")
+        assert torch.equal(model.embed.weight, pretrained.embed.weight)
+        made.save(3, blocking=True)
+    code, out, _ = cli("explain", "--config", yaml)
+    assert code == 0
+    assert "the training would resume from" in out
+    assert "the run goes on from its own newest checkpoint" in out
+    code, out, _ = cli("explain", tmp_path / "new", "--init-from", tmp_path / "pretrained", "--exclude", "head.*")
+    assert code == 0
+    assert "the training would load the weights of" in out
+    assert "holds no checkpoint: the run starts from" in out
+    with pytest.raises(ConfigError, match="contradicts"):
+        Checkpointer.from_config({"load_checkpoint": "a", "output_dir": "b", "reshard": section})
+    with pytest.raises(ConfigError, match="the configuration loads a"):
+        Checkpointer.from_config({"load_checkpoint": "a", "output_dir": "b"}, signals=()).resume(
+            model=model, init_from="c"
+        )
+
+
+# ------------------------------------------------------------------------------------------------- the policy `strict`
+
+
+def test_a_larger_vocabulary_keeps_the_old_rows(tmp_path: Path) -> None:
+    old, before = saved(tmp_path / "run", 6)
+    model, initial = Model(9, seed=7), Model(9, seed=7)
+    optimizer = adam(model)
+    with pytest.raises(
+        MismatchError, match=r"`embed.weight` has shape \(6, 4\) in the checkpoint, and \(9, 4\) in the"
+    ):
+        resumed(tmp_path / "run", model, optimizer, strict=False)
+    assert same(model, initial)
+    decision = resumed(tmp_path / "run", model, optimizer, strict={"shape": "grow"})
+    assert torch.equal(model.embed.weight[:6], old.embed.weight)
+    assert torch.equal(model.embed.weight[6:], initial.embed.weight[6:])
+    assert torch.equal(model.head.bias[:6], old.head.bias)
+    assert torch.equal(model.head.bias[6:], initial.head.bias[6:])
+    assert torch.equal(model.layer.weight, old.layer.weight)
+    state, was = optimizer.state[model.embed.weight], before.state[old.embed.weight]
+    for slot in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(state[slot][:6], was[slot])
+        assert not state[slot][6:].any()
+    assert state["step"] == was["step"]
+    for name in ("embed.weight", "head.weight", "head.bias"):
+        assert sum(f"`{name}` has shape" in line and "rows 6 to 8 keep" in line for line in decision.warnings) == 1
+    train(model, optimizer)
+
+
+def test_a_shape_that_cannot_grow_stays_an_error_and_can_be_skipped(tmp_path: Path) -> None:
+    old, _ = saved(tmp_path / "run", 6)
+    model, initial = Model(5, seed=7), Model(5, seed=7)
+    with pytest.raises(MismatchError, match="only the first dim of a tensor can grow"):
+        resumed(tmp_path / "run", model, strict=Strict(shape="grow"))
+    optimizer = adam(model)
+    decision = resumed(tmp_path / "run", model, optimizer, strict=Strict(shape="skip"))
+    assert torch.equal(model.embed.weight, initial.embed.weight)
+    assert torch.equal(model.layer.weight, old.layer.weight)
+    assert optimizer.state.keys() == {model.layer.weight, model.layer.bias}
+    assert sum("it keeps its initial values" in line for line in decision.warnings) == 3
+
+
+def test_each_difference_has_its_own_policy(tmp_path: Path) -> None:
+    saved(tmp_path / "run")
+    more: Any = nn.ModuleDict({**dict(Model().named_children()), "new": nn.Linear(2, 2)})
+    value = more["new"].weight.detach().clone()
+    with pytest.raises(MismatchError, match=r"the checkpoint lacks `new\.weight`"):
+        resumed(tmp_path / "run", more, strict={"unexpected": "skip"})
+    decision = resumed(tmp_path / "run", more, strict={"missing": "keep"})
+    assert torch.equal(more["new"].weight, value)
+    assert any("the checkpoint lacks `new.weight`, `new.bias`" in line for line in decision.warnings)
+    less = nn.ModuleDict({"layer": Model().layer})
+    with pytest.raises(MismatchError, match=r"the trainer does not have `embed\.weight`"):
+        resumed(tmp_path / "run", less, strict={"missing": "keep"})
+    decision = resumed(tmp_path / "run", less, adam(less), strict={"unexpected": "skip"})
+    for key in ("embed.weight", "head.bias", "exp_avg.head.bias"):
+        assert any(f"`{key}`" in line for line in decision.warnings)
+    with pytest.raises(ArgumentError, match="`shape` is 'stretch', expected"):
+        resumed(tmp_path / "run", less, strict={"shape": "stretch"})
+
+
+def test_another_optimizer_and_other_groups_are_skipped_by_name(tmp_path: Path) -> None:
+    old, _ = saved(tmp_path / "run")
+    model = Model()
+    other = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5)
+    with pytest.raises(MismatchError, match="was saved with optimizer AdamW, and now has SGD"):
+        resumed(tmp_path / "run", model, other, strict=False)
+    decision = resumed(tmp_path / "run", model, other, strict={"other_optimizer": "skip"})
+    assert same(model, old)
+    assert (other.param_groups[0]["lr"], len(other.state)) == (0.25, 0)
+    assert "betas" not in other.param_groups[0]
+    assert sum("and now has SGD" in line for line in decision.warnings) == 5
+    model = Model()
+    groups = [{"params": model.layer.parameters(), "lr": 0.1}, {"params": [*model.embed.parameters()], "lr": 0.2}]
+    with Checkpointer(tmp_path / "groups", signals=()) as made:
+        made.resume(model=model, optimizer=torch.optim.AdamW(groups))
+        made.save(1, blocking=True)
+    one = torch.optim.AdamW([*model.layer.parameters(), *model.embed.parameters()], lr=0.7)
+    with pytest.raises(MismatchError, match="are in one group of the optimizer"):
+        resumed(tmp_path / "groups", model, one)
+    decision = resumed(tmp_path / "groups", model, one, strict={"other_optimizer": "skip"})
+    assert one.param_groups[0]["lr"] == 0.7
+    assert any("the group keeps the options of the run" in line for line in decision.warnings)
+
+
+# ------------------------------------------------------------------------------------------------------------- ranks
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    full: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().clone()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [6, 7, 1])
+def test_a_vocabulary_grows_under_fsdp(tmp_path: Path, rows: int) -> None:
+    """The old rows lie on one rank, on both, or end within a shard."""
+    model = Model(rows, seed=1)
+    optimizer = adam(model)
+    with Checkpointer(tmp_path, signals=()) as made:
+        made.resume(model=model, optimizer=optimizer)
+        optimizer.zero_grad()
+        model(torch.tensor([0, 0])).square().sum().backward()
+        optimizer.step()
+        made.save(1, blocking=True)
+    initial = Model(11, seed=7).state_dict()
+
+    def work(group: TorchGroup) -> list[str]:
+        del group
+        mesh = init_device_mesh("cpu", (2,))
+        larger: Any = fully_shard(Model(11, seed=7), mesh=mesh)
+        state = adam(larger)
+        decision = Checkpointer(tmp_path, save_every=None, signals=()).resume(
+            model=larger, optimizer=state, strict={"shape": "grow"}
+        )
+        for key, parameter in larger.named_parameters():
+            now, was = whole(parameter), dict(model.named_parameters())[key]
+            assert torch.equal(now[: len(was)], was), key
+            assert torch.equal(now[len(was) :], initial[key][len(was) :]), key
+            for slot, value in optimizer.state[was].items():
+                found = whole(state.state[parameter][slot])
+                if value.ndim:
+                    assert torch.equal(found[: len(was)], value), (key, slot)
+                    assert not found[len(was) :].any(), (key, slot)
+                else:
+                    assert found == value
+        larger(torch.tensor([0, 10])).square().sum().backward()
+        state.step()
+        return [line for line in decision.warnings if "keep their initial values" in line]
+
+    with Job(2, work) as job:
+        notes = job.values()
+    assert len(notes[0]) == 3
+    assert notes[0] == notes[1]
+
+
+@pytest.mark.slow
+def test_sharded_runs_start_from_weights_and_skip_what_they_do_not_have(tmp_path: Path) -> None:
+    source = Model(8, seed=2)
+    reshard.torch.save_file({**source.state_dict(), "odd": torch.ones(3, 5)}, tmp_path / "w.safetensors")
+
+    def work(group: TorchGroup) -> list[Any]:
+        del group
+        mesh = init_device_mesh("cpu", (2,))
+        model: Any = fully_shard(Model(8), mesh=mesh)
+        found = []
+        for _ in range(2):
+            with Checkpointer(tmp_path / "run", signals=(), timeout=30) as made:
+                init = InitFrom(tmp_path / "w.safetensors", exclude=["head.*"])
+                decision = made.resume(model=model, optimizer=adam(model), init_from=init, strict=False)
+                found.append([decision.init_from is not None, decision.initial_step])
+                if not decision.initial_step:
+                    assert torch.equal(whole(model.embed.weight), source.embed.weight)
+                    assert not torch.equal(whole(model.head.weight), source.head.weight)
+                    assert any("the run does not have `odd`" in line for line in decision.warnings)
+                    made.save(4, blocking=True)
+        return found
+
+    with Job(2, work) as job:
+        assert job.values() == [[[True, 0], [False, 4]]] * 2
