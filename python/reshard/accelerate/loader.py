@@ -103,7 +103,7 @@ class FollowedLoader:
         return getattr(self.inner, name)
 
     @property
-    def __class__(self) -> Any:  # accelerate, too, makes its loaders say that they are those of torch
+    def __class__(self) -> Any:  # type: ignore[misc]  # accelerate, too, makes its loaders say that they are those of torch
         return self.inner.__class__
 
     def __len__(self) -> int:
