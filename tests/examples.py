@@ -62,7 +62,8 @@ def finish(ranks: list[subprocess.Popen[bytes]], root: Path) -> list[int]:
 
 def until(root: Path, step: int, ranks: list[subprocess.Popen[bytes]]) -> None:
     deadline = time.monotonic() + PATIENCE_S
-    while max(steps(lines(root)), default=0) < step:
+    tracker = root / "latest_checkpointed_iteration.txt"  # a save is published: the run is resumed
+    while max(steps(lines(root)), default=0) < step or not tracker.exists():
         assert time.monotonic() < deadline
         if any(one.poll() not in (None, 0) for one in ranks):
             finish(ranks, root)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from accelerate.data_loader import DataLoaderDispatcher, SeedableRandomSampler, get_sampler, skip_first_batches
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from accelerate.data_loader import DataLoaderDispatcher, SeedableRandomSampler, skip_first_batches
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from reshard.errors import ArgumentError, MismatchError, UnsupportedError
 from reshard.torch import rng
@@ -54,7 +54,7 @@ def follow(loader: Any) -> LoaderPosition:
     if not hasattr(loader, "base_dataloader") or not hasattr(loader, "iteration"):
         raise ArgumentError(f"a {type(loader).__name__} is not a loader that accelerate has prepared")
     if type(loader.base_dataloader) is not FollowedLoader:
-        sampler = get_sampler(loader)
+        sampler = _sampler(loader)
         if isinstance(sampler, RandomSampler) and sampler.generator is None:
             sampler.generator = torch.Generator()
             sampler.generator.manual_seed(torch.random.initial_seed())
@@ -71,6 +71,14 @@ def follow(loader: Any) -> LoaderPosition:
             )
         loader.base_dataloader = FollowedLoader(inner, sampler)
     return LoaderPosition(loader)
+
+
+def _sampler(loader: Any) -> Any:
+    """The sampler of a loader, also below samplers that divide batches over processes."""
+    sampler = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+    while hasattr(sampler, "batch_sampler"):
+        sampler = sampler.batch_sampler
+    return getattr(sampler, "sampler", None)
 
 
 class FollowedLoader:
@@ -95,7 +103,7 @@ class FollowedLoader:
         return getattr(self.inner, name)
 
     @property
-    def __class__(self) -> Any:  # accelerate, too, makes its loaders say that they are those of torch
+    def __class__(self) -> Any:  # type: ignore[misc]  # accelerate, too, makes its loaders say that they are those of torch
         return self.inner.__class__
 
     def __len__(self) -> int:
