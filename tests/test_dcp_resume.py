@@ -1,4 +1,4 @@
-"""Runs that go on from what torch.distributed.checkpoint or `torch.save` saved, bit for bit, and roots of torchtitan."""
+"""Runs that go on from what torch.distributed.checkpoint or `torch.save` saved, bit for bit; roots of torchtitan."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Training:
     def resume(self, source: Path, root: Path, **options: Any) -> tuple[Checkpointer, ResumeDecision]:
         config = {"load_checkpoint": str(source), "resume_training": True}
         checkpointer = Checkpointer.from_config(config, root=root, signals=(), save_every=1)
-        parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        parts: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
         return checkpointer, checkpointer.resume(**parts | options)
 
     def goes_on_as(self, other: Training, source: Path, root: Path) -> ResumeDecision:
@@ -92,7 +92,7 @@ def moments_of(optimizer: Any) -> list[torch.Tensor]:
 def save(state: dict[str, Any], path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that it saves in one process
-        dcp.save(state, checkpoint_id=path)
+        dcp.save(state, checkpoint_id=path)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("how", ["flat", "nested", "app", "torchtitan", "torch.save"])
@@ -130,7 +130,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     other.step(1)
     model, optimizer = get_state_dict(other.model, other.optimizer)
     save({"model": model, "optim": optimizer, "step": 1, "ema": {"decay": 0.5}}, source)
-    with pytest.raises(MismatchError, match="lacks `scheduler`, and the trainer does not have `extra..ema"):
+    with pytest.raises(MismatchError, match=r"lacks `scheduler`, and the trainer does not have `extra..ema"):
         Training().resume(source, tmp_path / "run")
     checkpointer, decision = Training().resume(source, tmp_path / "run", strict=False)
     checkpointer.close()
@@ -169,7 +169,7 @@ def test_fsdp_goes_on_bit_for_bit_and_on_other_ranks(tmp_path: Path) -> None:
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         of_model, of_optimizer = get_state_dict(model, optimizer, options=options)
         state = {**of_model, "optimizer": of_optimizer, "train_state": {"step": 3}}
-        dcp.save(state, checkpoint_id=tmp_path / "titan" / "step-3")
+        dcp.save(state, checkpoint_id=tmp_path / "titan" / "step-3")  # type: ignore[attr-defined]
         saved = content(model, optimizer)
         return saved, steps(model, optimizer, group.rank, range(4, 7)), content(model, optimizer)
 
@@ -221,7 +221,7 @@ def test_a_root_of_steps_is_a_root_of_candidates(tmp_path: Path) -> None:
     assert (loaded.iteration, loaded.decision.initial_step) == (3, 3)
     assert "CRC-32" in loaded.decision.verdicts[1].reason
     (root / "step-3" / ".metadata").unlink()
-    with pytest.raises(DamagedFileError, match="step-15: .*\n.*step-10: .*CRC-32.*\n.*step-3: ") as caught:
+    with pytest.raises(DamagedFileError, match=r"step-15: .*\n.*step-10: .*CRC-32.*\n.*step-3: ") as caught:
         reshard.load(root)
     assert caught.value.hint is not None
 

@@ -230,7 +230,7 @@ def _open_dcp(folder: Location, method: _core.ReadMethod) -> CheckpointData:
     index, objects, unsupported, _ = _core.open_dcp(str(folder), data, method=method)
     index.check_coverage()  # torch leaves a hole as it was, and reads overlaps in any order
     _warn_of(folder, unsupported)
-    holds_safetensors = _holds_safetensors(folder, index)
+    holds_safetensors = _holds_safetensors(index)
     if holds_safetensors:
         index = _safetensors_index(folder, index, objects, method)
     return _DcpData(
@@ -292,7 +292,7 @@ def _open_shard_files(
     return _DcpData(traits=traits, path=folder, index=index, method=method, iteration=step_of(folder.name))
 
 
-def _holds_safetensors(folder: Location, index: _core.Index) -> bool:
+def _holds_safetensors(index: _core.Index) -> bool:
     """Whether the data files are safetensors files: torch writes all of them in one form."""
     if not index.n_files:
         return False

@@ -1,7 +1,7 @@
 """The state of a run under the names of torch, translated into the names of this package. Reads no files.
 
     <prefix><parameter>                                  the model: `w`, `model.w`, `app.model.w`
-    <optimizer>.state.<parameter>.<slot>                 its state, as `torch.distributed.checkpoint.state_dict` names it
+    <optimizer>.state.<parameter>.<slot>                 its state, as `get_optimizer_state_dict` names it
     <optimizer>.param_groups.<parameter>.<option>        flattened options
     <optimizer>.param_groups                             options as a list of groups, each with its `params`
     lr_scheduler.<field>, train_state.<field>, ...       other objects

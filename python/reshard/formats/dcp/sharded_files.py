@@ -39,12 +39,12 @@ class FileName(NamedTuple):
     Attributes:
         rank: the rank that wrote it, plus 1.
         number: which of the files of a rank it is.
-        count: how many files a rank can have.
+        total: how many files a rank can have.
     """
 
     rank: int
     number: int
-    count: int
+    total: int
 
 
 def parse_name(name: str) -> FileName | None:
@@ -52,7 +52,7 @@ def parse_name(name: str) -> FileName | None:
 
     Example:
         >>> parse_name("shard-00002-model-00001-of-00003.safetensors")
-        FileName(rank=2, number=1, count=3)
+        FileName(rank=2, number=1, total=3)
         >>> parse_name("model-00001-of-00003.safetensors")
     """
     match = _NAME.fullmatch(name)
@@ -154,7 +154,7 @@ def check_files(folder: Location, names: Mapping[str, FileName], shards: Mapping
 
     Missing ranks and file numbers are gaps in the numbering. A rank lacks a single file if it shares tensors of other
     files with the ranks that have one of that number, and the tensors of that number have fewer shards than any tensor
-    of a complete file. If the last ranks are missing altogether, and no tensor is divided in another dim, nothing tells.
+    of a complete file. If the last ranks are missing altogether, and tensors are divided in one dim, nothing tells.
 
     Args:
         folder: the folder.
@@ -165,8 +165,8 @@ def check_files(folder: Location, names: Mapping[str, FileName], shards: Mapping
         CheckpointNotFoundError: a file is missing.
         DamagedFileError: files of two saves are in the folder.
     """
-    counts = {one.count for one in names.values()}
-    if len(counts) > 1 or any(one.number > one.count or 0 in one for one in names.values()):
+    counts = {one.total for one in names.values()}
+    if len(counts) > 1 or any(one.number > one.total or 0 in one for one in names.values()):
         raise DamagedFileError(
             f"{show(str(folder))} holds files of several saves: their names count {listed(map(str, sorted(counts)))} "
             "files a rank",
