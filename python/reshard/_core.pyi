@@ -352,6 +352,9 @@ class Index:
     def add_torch_file(self, path: str, *, follow_links: bool = True, method: ReadMethod = "auto") -> int:
         """A file of `torch.save`, whose tensors are named by their paths."""
 
+    def files_again(self, numbers: Sequence[int]) -> Index:
+        """Return an index of the same files without tensors: the files with these numbers become 0, 1, ..."""
+
     def set_checksums(self, file: int, n_bytes: int, header_bytes: int, header_checksum: int, checksums: bytes) -> None:
         """Set the expected size and checksums of a file that is not open yet.
 

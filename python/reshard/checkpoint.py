@@ -569,14 +569,7 @@ class Checkpoint:
             array([0, 1, 2])
         """
         data = self.data
-        index = opened_again(
-            self._index,
-            range(self._index.n_files),
-            self.manifest,
-            ckpt=data.ckpt_files,
-            follow_links=data.follow_links,
-            method=data.method,
-        )
+        index = opened_again(self._index, range(self._index.n_files), self.manifest)
         for key, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
             # The description of the stored arrays has been checked for overlaps already.
             index.add_tiles(
@@ -735,9 +728,7 @@ class Checkpoint:
             raise ArgumentError(
                 f"rank {rank} did not save {self.path}", hint=f"it was saved by ranks {listed(self._own)}"
             )
-        return own_index(
-            self._index, self._own[rank], self.manifest, ckpt=self.data.ckpt_files, method=self.data.method
-        )
+        return own_index(self._index, self._own[rank], self.manifest)
 
     # -- state beside the tensors
 

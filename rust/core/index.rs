@@ -40,7 +40,7 @@ pub struct Index {
 }
 
 /// A function that opens a file.
-type Opener = Box<dyn Fn() -> Result<Source> + Send + Sync>;
+type Opener = Arc<dyn Fn() -> Result<Source> + Send + Sync>;
 
 struct FileSlot {
     path: PathBuf,
@@ -123,12 +123,31 @@ impl Index {
     ) -> u32 {
         self.files.push(FileSlot {
             path,
-            open: Box::new(open),
+            open: Arc::new(open),
             format,
             checksums: None,
             opened: Mutex::new(None),
         });
         self.files.len() as u32 - 1
+    }
+
+    /// An index of the same files without tensors: the files with these numbers become 0, 1, ... They are opened again.
+    ///
+    /// # Errors
+    /// There is no such file.
+    pub fn files_again(&self, numbers: &[u32]) -> Result<Self> {
+        let mut index = Self::new();
+        for &number in numbers {
+            let slot = self.slot(number)?;
+            index.files.push(FileSlot {
+                path: slot.path.clone(),
+                open: Arc::clone(&slot.open),
+                format: slot.format.clone(),
+                checksums: slot.checksums.clone(),
+                opened: Mutex::new(None),
+            });
+        }
+        Ok(index)
     }
 
     /// Sets the expected size and checksums of a file before it is opened.

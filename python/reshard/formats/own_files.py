@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from reshard import _core
 from reshard.errors import ArgumentError, DamagedFileError
 from reshard.formats import manifest as manifests
 from reshard.formats.checkpoint2 import names as checkpoint2
@@ -20,8 +19,9 @@ from reshard.strict_json import parse_json
 from reshard.words import show
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
+    from reshard import _core
     from reshard.formats.manifest import Manifest
 
 __all__ = ["MAX_METADATA_BYTES", "opened_again", "own_files", "own_index", "storage_ranks"]
@@ -78,58 +78,35 @@ def _rank_in(name: str) -> int | None:
     return None if parsed is None else parsed.index
 
 
-def own_index(
-    opened: _core.Index,
-    numbers: Iterable[int],
-    manifest: Manifest | None,
-    *,
-    ckpt: Collection[int] = (),
-    method: _core.ReadMethod = "auto",
-) -> _core.Index:
+def own_index(opened: _core.Index, numbers: Iterable[int], manifest: Manifest | None) -> _core.Index:
     """An index of the arrays in some files, each array as a tensor.
 
     Args:
         opened: the index that contains the files.
         numbers: numbers of the files in `opened`.
         manifest: the manifest of their folder, or None: then no checksums are compared.
-        ckpt: those of the numbers that are `.ckpt` files.
-        method: how they are read.
 
     Raises:
         DamagedFileError: a file is not the file that was opened, or two files hold the same name.
         StorageError: the system failed to read a file.
     """
-    index = opened_again(opened, numbers, manifest, ckpt=ckpt, method=method)
+    index = opened_again(opened, numbers, manifest)
     for file in range(index.n_files):
         for array in index.file_arrays(file):
             index.add_whole(array.name, file)
     return index
 
 
-def opened_again(
-    opened: _core.Index,
-    numbers: Iterable[int],
-    manifest: Manifest | None,
-    *,
-    ckpt: Collection[int] = (),
-    follow_links: bool = False,
-    method: _core.ReadMethod = "auto",
-) -> _core.Index:
+def opened_again(opened: _core.Index, numbers: Iterable[int], manifest: Manifest | None) -> _core.Index:
     """An index of the same files without tensors. Arguments and errors as `own_index`.
 
     Args:
         opened: the index that contains the files.
         numbers: numbers of the files in `opened`; they become 0, 1, ... in this order.
         manifest: the manifest of their folder, or None.
-        ckpt: those of the numbers that are `.ckpt` files.
-        follow_links: whether the last component of a path may be a symbolic link.
-        method: how they are read.
     """
     numbers = list(numbers)
-    index = _core.Index()
-    for number in numbers:
-        add = index.add_ckpt_file if number in ckpt else index.add_file
-        add(opened.file_path(number), follow_links=follow_links, method=method)
+    index = opened.files_again(numbers)
     if manifest is not None:
         if numbers:
             manifests.set_checksums(index, locate(opened.file_path(numbers[0])).parent, manifest)

@@ -442,11 +442,16 @@ pub fn index_of(dcp: &Dcp, folder: &Path, method: Method) -> Result<Index> {
         let Ok(dtype) = tensor.dtype else {
             continue;
         };
+        let original = dcp.original_shapes.get(&tensor.name);
         let stored = tensor.chunks.iter().enumerate().map(|(n, chunk)| {
-            let tile = Tile {
-                global: Region::new(chunk.offset.clone(), chunk.shape.clone())?,
-                local_offset: 0,
-                local_strides: row_major_strides(&chunk.shape),
+            let tiles = match original {
+                Some(shape) => flattened_tiles(shape, &tensor.shape, chunk)
+                    .map_err(|error| error.key(&tensor.name))?,
+                None => vec![Tile {
+                    global: Region::new(chunk.offset.clone(), chunk.shape.clone())?,
+                    local_offset: 0,
+                    local_strides: row_major_strides(&chunk.shape),
+                }],
             };
             let file = unpacked
                 .get(&(number, n))
@@ -457,19 +462,92 @@ pub fn index_of(dcp: &Dcp, folder: &Path, method: Method) -> Result<Index> {
                 name: item_name(n, &tensor.name),
                 shape: chunk.shape.clone(),
             };
-            Ok((stored, vec![tile]))
+            Ok((stored, tiles))
         });
         let stored = stored.collect::<Result<Vec<_>>>()?;
         index.add_tiles(
             &tensor.name,
             dtype,
-            tensor.shape.clone(),
+            original.unwrap_or(&tensor.shape).clone(),
             BTreeMap::new(),
             stored,
             false,
         )?;
     }
     Ok(index)
+}
+
+/// The tiles of a chunk of a tensor of Megatron-Core that is stored in another form.
+///
+/// A tensor `[X, Y]` that is cut into blocks `[x, y]` is stored as `[X / x, Y / y, x * y]`: each block is flattened, and
+/// the ranks that share it store ranges of it. A range of a flattened block is a few boxes of the tensor.
+///
+/// # Errors
+/// The two shapes do not belong together.
+fn flattened_tiles(shape: &[u64], stored: &[u64], chunk: &Chunk) -> Result<Vec<Tile>> {
+    let contradiction = || {
+        Error::damaged(format!(
+            "a tensor of shape {shape:?} is stored as {stored:?}, with a chunk of shape {:?}",
+            chunk.shape
+        ))
+    };
+    let (Some((&block_len, grid)), Some((&len, ones))) =
+        (stored.split_last(), chunk.shape.split_last())
+    else {
+        return Err(contradiction());
+    };
+    let is_grid = grid.len() == shape.len()
+        && ones.iter().all(|&one| one == 1)
+        && shape
+            .iter()
+            .zip(grid)
+            .all(|(&n, &parts)| parts > 0 && n % parts == 0);
+    if !is_grid {
+        return Err(contradiction());
+    }
+    let block: Vec<u64> = shape.iter().zip(grid).map(|(n, parts)| n / parts).collect();
+    if n_elements(&block) != Some(block_len) {
+        return Err(contradiction());
+    }
+    let strides = row_major_strides(&block);
+    let first: Vec<u64> = chunk
+        .offset
+        .iter()
+        .zip(&block)
+        .map(|(at, n)| at * n)
+        .collect();
+    let (start, end) = (chunk.offset[shape.len()], chunk.offset[shape.len()] + len);
+    let mut tiles = Vec::new();
+    let mut at = start;
+    while at < end {
+        // The largest box that begins here: whole rows of the outermost dim that is at its start.
+        let mut dim = block.len();
+        while dim > 0
+            && at % (strides[dim - 1] * block[dim - 1]) == 0
+            && at + strides[dim - 1] * block[dim - 1] <= end
+        {
+            dim -= 1;
+        }
+        let (mut offset, mut extent) = (first.clone(), vec![1; block.len()]);
+        for d in 0..block.len() {
+            offset[d] += at / strides[d] % block[d];
+        }
+        extent[dim..].copy_from_slice(&block[dim..]);
+        let mut n = extent.iter().product::<u64>();
+        if dim > 0 {
+            let inner = strides[dim - 1];
+            let rows = (block[dim - 1] - at / inner % block[dim - 1]).min((end - at) / inner);
+            extent[dim - 1] = rows;
+            n = rows * inner;
+        }
+        tiles.push(Tile {
+            global: Region::new(offset, extent)?,
+            local_offset: at - start,
+            local_strides: strides.clone(),
+        });
+        at += n;
+    }
+    Ok(tiles)
 }
 
 /// A tensor that one item of a data file holds.

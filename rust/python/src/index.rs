@@ -141,6 +141,10 @@ impl Index {
         Ok(self.index.add_file(path, follow_links, method))
     }
 
+    fn files_again(&self, py: Python<'_>, numbers: Vec<u32>) -> PyResult<Self> {
+        Ok(Self::of(raise(py, self.index.files_again(&numbers))?))
+    }
+
     #[pyo3(signature = (path, *, follow_links=true, method="auto"))]
     fn add_torch_file(
         &mut self,

@@ -180,8 +180,7 @@ class RankFoldersData(CheckpointData):
         stored = {source for key in found for source in self.replicas_of[key]}
 
         def opened(numbers: Sequence[int]) -> _core.Index:
-            ckpt = {n for n, number in enumerate(numbers) if number in self.ckpt_files}
-            return opened_again(self.index, numbers, None, ckpt=ckpt, method=self.method)
+            return opened_again(self.index, numbers, None)
 
         self.replicas.check(stored, opened)
 
