@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,14 @@ import pytest
 
 import reshard
 from reshard import _core
-from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError
+from reshard.errors import (
+    CheckpointNotFoundError,
+    CoverageError,
+    DamagedFileError,
+    MismatchError,
+    ReshardError,
+    UnsupportedError,
+)
 
 DATA = Path(__file__).parent / "data" / "torch"
 HOSTILE = DATA / "hostile"
@@ -29,6 +38,10 @@ FOLDERS = {
     "dcp_threads/checkpoint_items": "dcp_threads",
     "dcp_threads/checkpoint_threads": "dcp_threads",
     "dcp_zstd/checkpoint": "dcp_zstd",
+    "dcp_hf/sharded_only": "dcp_hf",
+    "dcp_hf/sharded_mapped": "dcp_hf",
+    "dcp_hf/consolidated/sharded": "dcp_hf",
+    "dcp_safetensors_items/checkpoint": "dcp_safetensors_items",
     "hf_bin/single": "hf_bin",
     "hf_bin/sharded": "hf_bin",
     "hf_bin/old": "hf_bin",
@@ -136,6 +149,45 @@ def test_a_hostile_file_is_refused_or_read_right(name: str, tmp_path: Path, monk
     assert not list(tmp_path.iterdir())
 
 
+_READ_ALL = """
+import json, resource, sys
+from pathlib import Path
+import reshard, reshard.verbs.verify
+from reshard.errors import ReshardError
+
+def status(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
+
+found = {}
+for path in map(Path, json.load(sys.stdin)):
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
+    before = status("VmRSS")
+    try:
+        with reshard.open(path) as checkpoint:
+            checkpoint.extra()
+            for key in checkpoint:
+                checkpoint.read(key)
+    except ReshardError:
+        pass
+    found[path.name] = status("VmHWM") - before
+print(json.dumps(found))
+"""
+
+
+def test_hostile_files_take_little_memory(tmp_path: Path) -> None:
+    cases = [str(HOSTILE / name) for name in json.loads((HOSTILE / "hostile.json").read_text())]
+    run = [sys.executable, "-c", _READ_ALL]
+    done = subprocess.run(run, input=json.dumps(cases), text=True, capture_output=True, check=True, cwd=tmp_path)
+    found = json.loads(done.stdout)
+    assert len(found) == len(cases) >= 151
+    for name, most in found.items():
+        files = [HOSTILE / name] if (HOSTILE / name).is_file() else (HOSTILE / name).rglob("*")
+        n_bytes = sum(file.lstat().st_size for file in files)
+        assert most <= 2 * n_bytes + (64 << 20), (name, most)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_flipped_bit_is_found_by_the_crc(tmp_path: Path) -> None:
     for name in ("pt_files/training.pt", "dcp_plain/checkpoint/__0_0.distcp"):
         source = DATA / name
@@ -177,3 +229,109 @@ def test_of_a_root_the_newest_complete_step_is_opened(tmp_path: Path) -> None:
     shutil.rmtree(root / "step-3")
     with pytest.raises(CheckpointNotFoundError, match="none of the 2 steps"):
         reshard.open(root)
+
+
+def test_a_step_is_found_in_its_folder_without_the_root() -> None:
+    with reshard.open(DATA / "dcp_fsdp2/checkpoint/step-3") as checkpoint:
+        assert checkpoint.iteration == 3
+
+
+# -- shard files of HuggingFaceStorageWriter
+
+SHARDS = "shard-0000{}-model-0000{}-of-0000{}.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("folder", "missing", "error", "message"),
+    [
+        ("sharded_only", [(2, 1, 1)], CoverageError, "hint: a file of another rank is missing"),
+        ("sharded_mapped", [(3, 2, 2)], CoverageError, "hint: a file of another rank is missing"),
+        (
+            "sharded_mapped",
+            [(4, 1, 2)],
+            CheckpointNotFoundError,
+            "no file `shard-00004-model-00001-of-00002.safetensors`",
+        ),
+        ("sharded_mapped", [(n, 2, 2) for n in range(1, 5)], CheckpointNotFoundError, "`...-model-00002-of-00002`"),
+        ("sharded_only", [(n, 1, 1) for n in (1, 2, 3)], CoverageError, "not cover|uncovered|missing"),
+    ],
+)
+def test_a_missing_shard_file_is_refused(
+    folder: str, missing: list[tuple[int, int, int]], error: type[ReshardError], message: str, tmp_path: Path
+) -> None:
+    shutil.copytree(DATA / "dcp_hf" / folder, tmp_path / "shards")
+    for numbers in missing:
+        (tmp_path / "shards" / SHARDS.format(*numbers)).unlink()
+    with pytest.raises(error, match=message):
+        reshard.open(tmp_path / "shards")
+
+
+def write_shards(folder: Path, shards: dict[tuple[int, int, int], dict[str, tuple[list[int], np.ndarray]]]) -> None:
+    folder.mkdir()
+    for numbers, tensors in shards.items():
+        info = {name: {"saved_offsets": offset} for name, (offset, _) in tensors.items()}
+        reshard.save_file(
+            {name: array for name, (_, array) in tensors.items()},
+            folder / SHARDS.format(*numbers),
+            metadata={"DCP_SHARDING_INFO": json.dumps(info), "DCP_VERSION": "1.0"},
+        )
+
+
+def test_shards_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    two, other = np.arange(2.0), np.arange(2)
+    cases = {
+        "overlap": {(1, 1, 1): {"w": ([0], two)}, (2, 1, 1): {"w": ([1], two)}},
+        "the same shard": {(1, 1, 1): {"w": ([0], two)}, (2, 1, 1): {"w": ([0], two)}},
+        "in other files": {(1, 1, 1): {"w": ([0], two)}, (2, 1, 1): {"w": ([2], other)}},
+        "other dims": {(1, 1, 1): {"w": ([0], two)}, (2, 1, 1): {"w": ([2, 0], two.reshape(1, 2))}},
+        "does not say where": {(1, 1, 1): {"w": ([0, 0], two)}},
+        "no valid": {(1, 1, 1): {"w": ([-1], two)}},
+        "several saves": {(1, 1, 1): {"w": ([0], two)}, (2, 1, 2): {"w": ([2], two)}},
+        "no file `shard-00002": {(1, 1, 1): {"w": ([0], two)}, (3, 1, 1): {"w": ([2], two)}},
+    }
+    for n, (message, shards) in enumerate(cases.items()):
+        write_shards(tmp_path / str(n), shards)  # type: ignore[arg-type]
+        with pytest.raises(ReshardError, match=message):
+            reshard.open(tmp_path / str(n))
+    # Ranks that hold other tensors, as stages of a pipeline, need not have the same files.
+    stages = {(1, 1, 2): {"a": ([0], two)}, (2, 1, 2): {"a": ([2], two)}}
+    stages |= {(rank, 2, 2): {"b": ([2 * rank - 6], two)} for rank in (3, 4)}
+    write_shards(tmp_path / "stages", stages)
+    with reshard.open(tmp_path / "stages") as checkpoint:
+        assert checkpoint.read("b").tolist() == [0, 1, 0, 1]
+        assert checkpoint.data.world_size() == 4
+
+
+def test_safetensors_items_are_compared_with_metadata(tmp_path: Path) -> None:
+    shutil.copytree(DATA / "dcp_safetensors_items/checkpoint", tmp_path / "items")
+    shutil.copy(tmp_path / "items/__0_0.distcp", tmp_path / "items/__1_0.distcp")
+    with pytest.raises(DamagedFileError, match="two files hold the same shard"):
+        reshard.open(tmp_path / "items")
+
+
+# -- ranks without collectives
+
+
+def test_ranks_without_collectives(tmp_path: Path) -> None:
+    folder = DATA / "dcp_no_collectives"
+    with reshard.open(folder / "checkpoint") as checkpoint, reshard.open(folder / "expected.safetensors") as truth:
+        assert (checkpoint.read("w") == truth.read("w")).all()
+        assert checkpoint["w"].shape == truth["w"].shape
+        assert [checkpoint.extra(rank)["step"] for rank in range(2)] == [4, 5]
+        with pytest.raises(MismatchError, match="ranks 0 and 1 saved different values of `own`"):
+            checkpoint.read("own")
+    for name, error, message in (
+        ("__0.metadata", CheckpointNotFoundError, "no `__0.metadata`"),
+        ("__1.metadata", CoverageError, "w"),
+    ):
+        shutil.copytree(folder / "checkpoint", tmp_path / name)
+        (tmp_path / name / name).unlink()
+        with pytest.raises(error, match=message):
+            reshard.open(tmp_path / name)
+
+
+def test_complex128_is_refused_by_name(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    torch.save({"z": torch.zeros(2, dtype=torch.complex128)}, tmp_path / "z.pt")
+    with pytest.raises(UnsupportedError, match="ComplexDoubleStorage"):
+        reshard.open(tmp_path / "z.pt")

@@ -41,6 +41,8 @@ __all__ = [
     "dtype_bits",
     "encode_strategy",
     "open_dcp",
+    "open_dcp_ranks",
+    "read_dcp_paths",
     "read_torch_file",
     "read_torch_object",
     "rename",
@@ -738,3 +740,11 @@ def open_dcp(
         The index; `(name, file, first byte, bytes, transforms)` of what is no tensor; `(name, reason)` of tensors that
         cannot be read; shapes by name of tensors that are stored in another form.
     """
+
+def open_dcp_ranks(
+    folder: str, descriptions: Sequence[tuple[str, bytes]], *, method: ReadMethod = "auto"
+) -> tuple[Index, list[tuple[str, str, int, int, list[str]]], list[tuple[str, str]], dict[str, list[int]]]:
+    """As `open_dcp`, for a folder with a description of each rank, given as `(name, content)`."""
+
+def read_dcp_paths(data: bytes) -> list[tuple[str, tuple[str | int, ...]]]:
+    """The path of each flattened name in a `.metadata`: keys and positions."""

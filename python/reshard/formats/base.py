@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from reshard import _core
     from reshard.formats.checkpoint2.common import CommonInfo
+    from reshard.formats.dcp.run_state import Values
     from reshard.formats.manifest import Manifest
     from reshard.layout.like import DeviceLayout
     from reshard.layout.strategy import Strategy
@@ -32,6 +33,7 @@ __all__ = [
     "Match",
     "OpenOptions",
     "PartName",
+    "RootEntry",
     "Shapes",
     "StoredTensor",
     "StrategyLike",
@@ -73,6 +75,20 @@ class StoredTensor(NamedTuple):
     factors: Mapping[int, Sequence[int]] | None = None
 
 
+class RootEntry(NamedTuple):
+    """A checkpoint of a root.
+
+    Attributes:
+        name: its folder, relative to the root.
+        iteration: its iteration; None: its name has none.
+        reason: the reason for its place in the order, such as "the highest step".
+    """
+
+    name: str
+    iteration: int | None
+    reason: str
+
+
 class Match(IntEnum):
     """How certainly a path is in a format."""
 
@@ -106,6 +122,7 @@ class Traits:
         rank_folders: each rank has its own folder, and `strategy` is used.
         has_metadata: `metadata.json` describes the tensors, so a tensor can be missing from it.
         is_pretrained: it holds weights to start from, without the state of a run.
+        has_sums: its files hold checksums of their own, which are compared when they are read.
     """
 
     name: str
@@ -114,6 +131,7 @@ class Traits:
     rank_folders: bool = False
     has_metadata: bool = False
     is_pretrained: bool = False
+    has_sums: bool = False
 
 
 class Format(ABC):
@@ -140,6 +158,13 @@ class Format(ABC):
     def is_root(self, path: Location) -> bool:  # noqa: ARG002
         """Whether a path in this format holds several checkpoints, of which one is chosen."""
         return False
+
+    def candidates(self, root: Location) -> Sequence[RootEntry]:  # noqa: ARG002
+        """The checkpoints of a root, in the order in which they are tried.
+
+        Empty for formats in which the resume decision finds them in another way.
+        """
+        return ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +240,14 @@ class CheckpointData:
     def extra_state(self, rank: int) -> dict[str, Any]:  # noqa: ARG002
         """The state saved beside the tensors, as `Checkpoint.extra` returns it."""
         return {}
+
+    def read_common(self) -> CommonInfo | None:
+        """The counters of the run, also where reading them takes the contents of tensors or other values."""
+        return self.common
+
+    def run_values(self) -> Values | None:
+        """The values that are no tensors, of a checkpoint that names the state of a run as torch does; else None."""
+        return None
 
     def tiled_keys(self) -> Collection[str]:
         """Tensors that only `tiles.json` describes."""

@@ -24,10 +24,11 @@ from reshard.resume.choose import is_settled
 from reshard.storage.location import Location, locate
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from reshard import _core
     from reshard.config import Config
+    from reshard.formats.base import RootEntry
     from reshard.resume import Candidate, Order
     from reshard.resume.facts import Kind
 
@@ -84,6 +85,9 @@ def gather(
     found = registry.detect(path)
     if found.traits.has_metadata and found.is_root(path):
         return gatherer.at_root(path)
+    candidates = found.candidates(path) if found.is_root(path) else ()
+    if candidates:
+        return gatherer.at_candidates(path, candidates)
     kind: Kind = "pretrained" if found.traits.is_pretrained else "single"
     try:
         return gatherer.at_one(path, kind)
@@ -110,6 +114,8 @@ class _Gatherer:
     def at_one(self, path: Location, kind: Kind) -> ResumeFacts:
         """The facts of a path that is not a root."""
         found = self._candidate(path, None, "given by itself", kind)
+        if found.common is not None:
+            kind = "single"
         return replace(self.facts, kind=kind, candidates=(found,))
 
     def at_root(self, root: Location, exact: int | None = None) -> ResumeFacts:
@@ -133,17 +139,33 @@ class _Gatherer:
             # A save may have finished, and retention deleted iterations meanwhile: list the root again.
         return facts
 
-    def _candidate(self, path: Location, iteration: int | None, why: str, kind: Kind) -> CandidateFacts:
-        """The content of a candidate, or its fault."""
+    def at_candidates(self, root: Location, candidates: Sequence[RootEntry]) -> ResumeFacts:
+        """The facts of a root of another format. Candidates are opened in order until one is accepted."""
+        facts = replace(self.facts, path=str(root), kind="root")
+        rest = [CandidateFacts(str(root / one.name), one.iteration, one.reason) for one in candidates]
+        found: list[CandidateFacts] = []
+        while rest:
+            one = rest.pop(0)
+            found.append(self._candidate(locate(one.path), one.iteration, one.why, "root", is_own=False))
+            facts = replace(facts, candidates=tuple(found))
+            if is_settled(evaluate(self.config, facts)):
+                break
+        return replace(facts, candidates=(*found, *rest))
+
+    def _candidate(
+        self, path: Location, iteration: int | None, why: str, kind: Kind, *, is_own: bool = True
+    ) -> CandidateFacts:
+        """The content of a candidate, or its fault. `is_own`: a root is one of Checkpoint 2.0."""
         if str(path) in self.faults:
             number = split_iteration(str(path))[1] if iteration is None else iteration
             return CandidateFacts(str(path), number, why, fault=self.faults[str(path)])
         try:
             checkpoint = (
                 open_path(path, method=self.method)
-                if kind != "root"
+                if kind != "root" or not is_own
                 else Checkpoint(open_folder(path, self.method, iteration))
             )
+            checkpoint.common = checkpoint.data.read_common()
         except ReshardError as error:
             number = split_iteration(str(path))[1] if iteration is None else iteration
             if not is_damage(error) and self.keep_going:
@@ -155,7 +177,7 @@ class _Gatherer:
             str(path),
             checkpoint.iteration if iteration is None else iteration,
             why,
-            is_verified=checkpoint.verified,
+            is_verified=checkpoint.verified or checkpoint.data.traits.has_sums,
             common=checkpoint.common,
             has_optimizer=bool(checkpoint.keys("optimizer")),
             world_size=_world_size(checkpoint),
@@ -172,6 +194,8 @@ class _Gatherer:
             is_legacy = checkpoint.common is not None
             has_optimizer = holds_optimizer(checkpoint) if is_legacy else facts.has_optimizer
             facts = replace(facts, common=checkpoint.common, is_legacy=is_legacy, has_optimizer=has_optimizer)
+        if facts.common is not None and kind == "pretrained":
+            kind = "single"
         is_accepted = evaluate(self.config, replace(self.facts, kind=kind, candidates=(facts,)))[0].taken
         if self.opened is not None and is_accepted:
             self.opened[str(path)] = checkpoint
@@ -185,9 +209,10 @@ def _unopened(root: Location, one: Candidate) -> CandidateFacts:
 
 
 def _world_size(checkpoint: Checkpoint) -> int | None:
-    """The number of ranks that saved it, from the manifest, else from the mesh of its layout, or None."""
-    if checkpoint.manifest is not None:
-        return checkpoint.manifest.world_size
+    """The number of ranks that saved it, as it is recorded, else from the mesh of its layout, or None."""
+    known = checkpoint.data.world_size()
+    if known is not None:
+        return known
     try:
         return math.prod(ModelLayout.like(checkpoint).mesh.values())
     except ReshardError:

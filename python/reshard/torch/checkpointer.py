@@ -399,6 +399,7 @@ class Checkpointer:
             notes += self._expected_to_work(lambda: self._describe(run, optimizer, compare=True))
         else:
             saved = {} if is_weights_alone else found.extra
+            notes += found.notes
 
             def restore() -> list[str]:
                 return [

@@ -7,12 +7,14 @@ of the checkpoint and the meaning of the arrays are not known here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from reshard import _core, dtypes
-from reshard.errors import LayoutError
+from reshard.errors import LayoutError, MismatchError
 from reshard.formats import counter_tensors
+from reshard.formats.base import StoredTensor
+from reshard.formats.dcp.run_state import Live, RunState, translated
 from reshard.layout import ModelLayout, as_layout
 from reshard.outputs import as_array, fill
 from reshard.words import show
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from reshard.checkpoint import Checkpoint, Part
+    from reshard.formats.dcp.run_state import Values
     from reshard.options import VerifyMode
     from reshard.torch.state import Described
 
@@ -36,12 +39,14 @@ class Read:
         extra: the state beside the tensors, by name, with the rank-local values of this rank.
         has_optimizer: whether the checkpoint has optimizer state.
         world_size: number of ranks that saved it; None: not known.
+        notes: what a checkpoint of another program holds and is left out.
     """
 
     arrays: dict[str, np.ndarray]
     extra: dict[str, Any]
     has_optimizer: bool
     world_size: int | None
+    notes: tuple[str, ...] = ()
 
 
 def read_for(
@@ -78,6 +83,9 @@ def read_for(
         >>> model.weight.item()
         5.0
     """
+    values = None if checkpoint.data.is_renamed else checkpoint.data.run_values()
+    if values is not None:
+        return _read_of_torch(described, checkpoint, rank, values, part=part, verify=verify, threads=threads)
     # Formats without a file of counters keep them as tensors; they come as `checkpoint.common`.
     counters = (
         set(counter_tensors.NAMES) - described.model.keys() if checkpoint.data.traits.counters_as_tensors else set()
@@ -111,6 +119,58 @@ def read_for(
             arrays[name] = as_array(*place, dtype, shape)
     has_optimizer = any(key not in counters for key in checkpoint.keys("optimizer"))
     return Read(arrays, checkpoint.extra(rank=rank), has_optimizer, checkpoint.data.world_size())
+
+
+def _read_of_torch(
+    described: Described,
+    checkpoint: Checkpoint,
+    rank: int,
+    values: Values,
+    *,
+    part: Part,
+    verify: VerifyMode,
+    threads: int | None,
+) -> Read:
+    """As `read_for`, of a checkpoint that names the state of a run as torch does."""
+    state = translated(checkpoint.keys(), values, _live(described))
+    checkpoint.data.check(checkpoint.keys(part))
+    index = checkpoint.data.index
+    tensors = {
+        state.keys[key]: StoredTensor(*index.info(key), index.stored(key))
+        for key in checkpoint.keys(part)
+        if key in state.keys
+    }
+    _check_distinct(checkpoint, state)
+    with checkpoint.view(tensors, is_renamed=True) as view:
+        read = read_for(described, view, rank, verify=verify, threads=threads)
+    trainer = (
+        state.trainer if part == "all" else {name: one for name, one in state.trainer.items() if name != "optimizer"}
+    )
+    return replace(
+        read, extra={"trainer": trainer}, has_optimizer=bool(checkpoint.keys("optimizer")), notes=state.notes
+    )
+
+
+def _live(described: Described) -> Live:
+    """The names of the run, for `translated`."""
+    live = described.live
+    groups = [
+        (one.kind, [[one.names[id(p)] for p in group["params"]] for group in one.optimizer.param_groups])
+        for one in live.optimizers
+    ]
+    return Live({*described.model, *described.aliases}, groups, live.objects, live.named.extra_state)
+
+
+def _check_distinct(checkpoint: Checkpoint, state: RunState) -> None:
+    """Refuse two tensors that would get one name."""
+    first: dict[str, str] = {}
+    for key, name in state.keys.items():
+        if first.setdefault(name, key) != key:
+            raise MismatchError(
+                f"{checkpoint.path}: {show(first[name])} and {show(key)} are both the state {show(name)} of the run",
+                path=str(checkpoint.path),
+                key=key,
+            )
 
 
 def _own_request(described: Described, checkpoint: Checkpoint, keys: list[str]) -> tuple[_core.Request, list[str]]:

@@ -211,7 +211,8 @@ def load(
             threads=threads,
             progress=progress,
         )
-        return Loaded(checkpoint.iteration, state, checkpoint.common, checkpoint.extra(rank=own or 0), decision)
+        common = checkpoint.common or checkpoint.data.read_common()
+        return Loaded(checkpoint.iteration, state, common, checkpoint.extra(rank=own or 0), decision)
 
     wanted = Wanted(
         root=root,

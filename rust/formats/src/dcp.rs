@@ -98,6 +98,103 @@ impl Dcp {
     }
 }
 
+impl Dcp {
+    /// The description of a folder in which each rank wrote one of its own, with the chunks that it saved.
+    ///
+    /// A value that is no tensor is that of the first rank that has it.
+    ///
+    /// # Errors
+    /// Two ranks describe a tensor differently.
+    pub fn merged(parts: impl IntoIterator<Item = Self>) -> Result<Self> {
+        let mut whole = Self {
+            files: Vec::new(),
+            tensors: Vec::new(),
+            objects: Vec::new(),
+            original_shapes: HashMap::new(),
+        };
+        let mut numbers: HashMap<String, u32> = HashMap::new();
+        let mut known: HashMap<String, usize> = HashMap::new();
+        let mut objects = std::collections::HashSet::new();
+        for part in parts {
+            let mut renumbered = Vec::with_capacity(part.files.len());
+            for name in part.files {
+                let next = whole.files.len() as u32;
+                let number = *numbers.entry(name.clone()).or_insert(next);
+                if number == next {
+                    whole.files.push(name);
+                }
+                renumbered.push(number);
+            }
+            for mut tensor in part.tensors {
+                for chunk in &mut tensor.chunks {
+                    chunk.place.file = renumbered[chunk.place.file as usize];
+                }
+                match known.get(&tensor.name) {
+                    None => {
+                        known.insert(tensor.name.clone(), whole.tensors.len());
+                        whole.tensors.push(tensor);
+                    }
+                    Some(number) => {
+                        let first = &mut whole.tensors[*number];
+                        if first.shape != tensor.shape || first.dtype != tensor.dtype {
+                            let message = format!(
+                                "`{}` has the shape {:?} for one rank and {:?} for another, or two dtypes",
+                                Printable(&tensor.name),
+                                first.shape,
+                                tensor.shape
+                            );
+                            return Err(Error::damaged(message).key(&tensor.name));
+                        }
+                        first.chunks.append(&mut tensor.chunks);
+                    }
+                }
+            }
+            for (name, mut place) in part.objects {
+                if objects.insert(name.clone()) {
+                    place.file = renumbered[place.file as usize];
+                    whole.objects.push((name, place));
+                }
+            }
+            whole.original_shapes.extend(part.original_shapes);
+        }
+        Ok(whole)
+    }
+}
+
+/// A part of the path to a value in nested dicts and lists.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Step {
+    /// The key of a dict.
+    Key(String),
+    /// A position in a list, or a key that is a number.
+    Number(i64),
+}
+
+/// The path of each flattened name, as far as `.metadata` has it: `a.b.0` is `a`, `b`, 0 or `a.b`, 0 or another.
+///
+/// # Errors
+/// As [`Dcp::decode`].
+pub fn paths(bytes: &[u8]) -> Result<Vec<(String, Vec<Step>)>> {
+    let pickle = Pickle::decode(bytes)?;
+    let root = pickle.call(pickle.root(), METADATA, "Metadata");
+    let entries = root
+        .and_then(|root| pickle.attribute(root, "planner_data"))
+        .and_then(|id| pickle.items(id))
+        .unwrap_or_default();
+    let step = |id: &Id| match pickle.get(*id) {
+        crate::pickle::Value::Text(text) => Some(Step::Key(text.to_string())),
+        crate::pickle::Value::Int(int) => Some(Step::Number(*int)),
+        _ => None,
+    };
+    let path = |(name, path): &(Id, Id)| {
+        let name = pickle.text(*name)?.to_owned();
+        let steps = pickle.sequence(*path)?.iter().map(step);
+        Some((name, steps.collect::<Option<Vec<_>>>()?))
+    };
+    // What has another form belongs to another planner.
+    Ok(entries.iter().filter_map(path).collect())
+}
+
 struct Decoder<'a> {
     pickle: &'a Pickle,
     files: Vec<String>,

@@ -16,8 +16,8 @@ use std::collections::HashMap;
 
 /// Highest protocol that is read.
 const MAX_PROTOCOL: u8 = 5;
-/// Bytes of memory for each byte of input, and for any input.
-const BYTES_PER_BYTE: usize = 10;
+/// Bytes of memory for each byte of input, and for any input. A `.metadata` of many chunks takes 14 for each byte.
+const BYTES_PER_BYTE: usize = 24;
 const BASE_BYTES: usize = 8 << 20;
 /// Digits of an integer beyond 64 bits.
 const MAX_LONG_BYTES: usize = 1 << 10;

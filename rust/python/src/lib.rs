@@ -35,7 +35,9 @@ mod _core {
         plan::Plan,
         records::{FileArray, FileTensor},
         strategy::{decode_strategy, encode_strategy},
-        torch::{Opaque, open_dcp, read_torch_file, read_torch_object},
+        torch::{
+            Opaque, open_dcp, open_dcp_ranks, read_dcp_paths, read_torch_file, read_torch_object,
+        },
         verify::{crc32c, scrub},
         write::{Buffers, Snapshot, SnapshotPool, Written, rename, write_arrays},
     };

@@ -9,7 +9,7 @@ use pyo3::types::{PyBytes, PyComplex, PyDict, PyFrozenSet, PyList, PyTuple};
 use reshard_core::source::Source;
 use reshard_core::{Error, Kind};
 use reshard_formats::compressed::{decompressed, is_zstd};
-use reshard_formats::dcp::{Dcp, index_of};
+use reshard_formats::dcp::{Dcp, Step, index_of, paths};
 use reshard_formats::pickle::{Id, Pickle, Value};
 use reshard_formats::torch_file::{Leaf, TorchFile};
 use reshard_formats::zip::Window;
@@ -429,6 +429,12 @@ pub(crate) fn read_torch_object(
 
 /// `name, path, start, n_bytes, transforms`
 type ObjectTuple = (String, String, u64, u64, Vec<String>);
+type OpenedDcp = (
+    Index,
+    Vec<ObjectTuple>,
+    Vec<(String, String)>,
+    HashMap<String, Vec<u64>>,
+);
 
 /// The index of a folder of `torch.distributed.checkpoint`, and what its `.metadata` says beside the tensors.
 #[pyfunction]
@@ -438,20 +444,46 @@ pub(crate) fn open_dcp(
     folder: PathBuf,
     data: &[u8],
     method: &str,
-) -> PyResult<(
-    Index,
-    Vec<ObjectTuple>,
-    Vec<(String, String)>,
-    HashMap<String, Vec<u64>>,
-)> {
+) -> PyResult<OpenedDcp> {
+    opened_dcp(py, &folder, method, || {
+        let path = folder.join(".metadata");
+        Dcp::decode(data).map_err(|error| error.within(path.display()).path(&path))
+    })
+}
+
+/// The same for a folder with a description of each rank, given as `(name, content)`.
+#[pyfunction]
+#[pyo3(signature = (folder, descriptions, *, method="auto"))]
+pub(crate) fn open_dcp_ranks(
+    py: Python<'_>,
+    folder: PathBuf,
+    descriptions: Vec<(String, Vec<u8>)>,
+    method: &str,
+) -> PyResult<OpenedDcp> {
+    opened_dcp(py, &folder, method, || {
+        let mut parts = Vec::with_capacity(descriptions.len());
+        for (name, data) in &descriptions {
+            let path = folder.join(name);
+            let part = Dcp::decode(data);
+            parts.push(part.map_err(|error| error.within(path.display()).path(&path))?);
+        }
+        Dcp::merged(parts).map_err(|error| error.within(folder.display()).path(&folder))
+    })
+}
+
+fn opened_dcp(
+    py: Python<'_>,
+    folder: &std::path::Path,
+    method: &str,
+    decode: impl FnOnce() -> reshard_core::Result<Dcp> + Send,
+) -> PyResult<OpenedDcp> {
     let method = raise(py, parse_method(method))?;
-    let path = folder.join(".metadata");
     let opened = py.detach(|| {
-        let dcp = Dcp::decode(data)?;
-        let index = index_of(&dcp, &folder, method)?;
+        let dcp = decode()?;
+        let index = index_of(&dcp, folder, method)
+            .map_err(|error| error.within(folder.display()).path(folder))?;
         Ok((dcp, index))
     });
-    let opened = opened.map_err(|error: Error| error.within(path.display()).path(&path));
     let (dcp, index) = raise(py, opened)?;
     let objects = dcp.objects.into_iter().map(|(name, place)| {
         let file = dcp.files[place.file as usize].clone();
@@ -468,4 +500,24 @@ pub(crate) fn open_dcp(
         unsupported.collect(),
         dcp.original_shapes,
     ))
+}
+
+/// The path of each flattened name that a `.metadata` has: keys and positions.
+#[pyfunction]
+pub(crate) fn read_dcp_paths<'py>(
+    py: Python<'py>,
+    data: &[u8],
+) -> PyResult<Vec<(String, Bound<'py, PyTuple>)>> {
+    let found = py.detach(|| paths(data));
+    let found = raise(py, found)?.into_iter().map(|(name, steps)| {
+        let steps = steps.into_iter().map(|step| match step {
+            Step::Key(key) => Ok(key.into_pyobject(py)?.into_any()),
+            Step::Number(number) => Ok(number.into_pyobject(py)?.into_any()),
+        });
+        Ok((
+            name,
+            PyTuple::new(py, steps.collect::<PyResult<Vec<_>>>()?)?,
+        ))
+    });
+    found.collect()
 }

@@ -1,6 +1,7 @@
 """A folder of `torch.distributed.checkpoint` (DCP): the names of its files.
 
     .metadata               which tensor consists of which chunks, and where each one lies; written last
+    __<rank>.metadata       the same of one rank, where the ranks saved without talking to each other
     __<rank>_<n>.distcp     items back to back: each one a file of `torch.save` with one chunk or one other value
 
 A trainer such as torchtitan writes each save into a folder `step-<N>` of a root.
@@ -12,13 +13,23 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["DATA_SUFFIX", "MAX_METADATA_BYTES", "METADATA_FILE", "is_optimizer", "step_of"]
+__all__ = [
+    "DATA_SUFFIX",
+    "MAX_METADATA_BYTES",
+    "METADATA_FILE",
+    "is_optimizer",
+    "rank_of_file",
+    "rank_of_metadata",
+    "step_of",
+]
 
 METADATA_FILE = ".metadata"
 DATA_SUFFIX = ".distcp"
 MAX_METADATA_BYTES = 4 << 30
 
 _STEP = re.compile(r"step-([0-9]{1,18})")
+_RANK = re.compile(r"__([0-9]{1,9})\.metadata")
+_FILE = re.compile(r"__([0-9]{1,9})_[0-9]+\.distcp|shard-([0-9]{5,9})-model-[0-9]+-of-[0-9]+\.safetensors")
 _OPTIMIZER = frozenset(("optim", "optimizer", "optimizers"))
 
 
@@ -31,6 +42,30 @@ def step_of(name: str) -> int | None:
     """
     match = _STEP.fullmatch(name)
     return None if match is None else int(match[1])
+
+
+def rank_of_metadata(name: str) -> int | None:
+    """The rank that wrote a description of its own, from the name of the file, or None.
+
+    Example:
+        >>> rank_of_metadata("__12.metadata"), rank_of_metadata(".metadata")
+        (12, None)
+    """
+    match = _RANK.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+def rank_of_file(name: str) -> int | None:
+    """The rank that wrote a data file, from its name, or None.
+
+    Example:
+        >>> rank_of_file("__3_0.distcp"), rank_of_file("shard-00002-model-00001-of-00001.safetensors")
+        (3, 1)
+    """
+    match = _FILE.fullmatch(name)
+    if match is None:
+        return None
+    return int(match[1]) if match[2] is None else int(match[2]) - 1
 
 
 def is_optimizer(key: str) -> bool:

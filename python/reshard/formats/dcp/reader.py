@@ -2,39 +2,62 @@
 
 `.metadata` is a pickle. It is decoded by the core and never executed. Chunks that overlap or leave a part of a tensor
 uncovered are refused, and so is a chunk whose item has another shape or dtype than `.metadata` says: torch reads these
-without an error.
+without an error. Where the ranks saved without collectives, each wrote a description of its own, and what several ranks
+wrote of one tensor is compared before it is read.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from reshard import _core
-from reshard.errors import CheckpointNotFoundError, ReshardError, StorageError
-from reshard.formats.base import CheckpointData, Format, Match, Traits
-from reshard.formats.dcp.names import DATA_SUFFIX, MAX_METADATA_BYTES, METADATA_FILE, is_optimizer, step_of
+from reshard.errors import (
+    CheckpointNotFoundError,
+    DamagedFileError,
+    MismatchError,
+    ReshardError,
+    StorageError,
+    UnsupportedError,
+)
+from reshard.formats.base import CheckpointData, Format, Match, RootEntry, Traits
+from reshard.formats.checkpoint2 import names as checkpoint2
+from reshard.formats.dcp import run_state, sharded_files
+from reshard.formats.dcp.names import (
+    DATA_SUFFIX,
+    MAX_METADATA_BYTES,
+    METADATA_FILE,
+    is_optimizer,
+    rank_of_file,
+    rank_of_metadata,
+    step_of,
+)
+from reshard.formats.huggingface.reader import HUGGINGFACE
+from reshard.storage.location import Location, locate
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from reshard.formats.base import OpenOptions, PartName
-    from reshard.storage.location import Location
+    from reshard.formats.checkpoint2.common import CommonInfo
 
 __all__ = ["DCP"]
 
 _log = logging.getLogger("reshard")
 
+# name, file, first byte, bytes, transforms
+_Object = tuple[str, str, int, int, list[str]]
+
 
 class Dcp(Format):
     """A folder of `torch.distributed.checkpoint`, or a root with a folder for each step."""
 
-    traits = Traits("dcp")
+    traits = Traits("dcp", has_sums=True)
 
     def detect(self, path: Location) -> Match:
-        """By `.metadata`; by data files where that is missing, so that the reader can say so."""
+        """By `.metadata` or the names of shard files; by data files where `.metadata` is missing, to say so."""
         if not path.is_folder():
             return Match.NO
         names = path.names()
@@ -45,12 +68,40 @@ class Dcp(Format):
 
         Of a root, the newest step that can be opened.
         """
-        return _open_root(path, options.method) if self.is_root(path) else _open_dcp(path, options.method)
+        return self._open_root(path, options) if self.is_root(path) else _open_dcp(path, options.method)
 
     def is_root(self, path: Location) -> bool:
         """Whether it holds a folder `step-<N>` of this format, and is none itself."""
         names = path.names()
         return not _is_dcp(path, names) and _has_steps(path, names)
+
+    def candidates(self, root: Location) -> Sequence[RootEntry]:
+        """The folders of steps, the highest first."""
+        steps = _steps(root, root.names())
+        return [
+            RootEntry(name, step, "a lower step" if n else "the highest step") for n, (step, name) in enumerate(steps)
+        ]
+
+    def _open_root(self, root: Location, options: OpenOptions) -> CheckpointData:
+        """The newest step that can be opened, with the reasons why newer ones cannot."""
+        skipped: list[tuple[str, str]] = []
+        for name, step, _ in self.candidates(root):
+            folder = root / name
+            try:
+                # The trainer can write its last step as a Hugging Face model.
+                is_model = HUGGINGFACE.detect(folder) is Match.YES
+                data = HUGGINGFACE.open(folder, options) if is_model else _open_dcp(folder, options.method)
+            except StorageError:
+                raise  # a file that cannot be read is not damage
+            except ReshardError as error:
+                _log.warning("%s is skipped: %s", folder, error.message)
+                skipped.append((name, error.message))
+            else:
+                return replace(data, iteration=step, skipped=tuple(skipped))
+        raise CheckpointNotFoundError(
+            f"none of the {len(skipped)} steps in {show(str(root))} can be opened; the newest: {skipped[0][1]}",
+            path=str(root),
+        )
 
 
 DCP = Dcp()
@@ -61,31 +112,92 @@ class _DcpData(CheckpointData):
     """A folder with its values that are no tensors.
 
     Attributes:
-        objects: `(name, file, first byte, bytes, transforms)` of each value.
+        objects: each value that is no tensor; of a folder without collectives by rank.
+        by_rank: of a folder without collectives the tensors of each rank.
+        compared: tensors of which several ranks wrote a part, and which were compared.
+        description: name of `.metadata`, or of that of the first rank; None: there is none.
     """
 
-    objects: Sequence[tuple[str, str, int, int, list[str]]] = ()
+    objects: Sequence[Sequence[_Object]] = ((),)
+    by_rank: Sequence[_core.Index] = ()
+    compared: set[str] = field(default_factory=set)
+    description: str | None = None
 
     def part(self, key: str) -> PartName:
         """By the name: the state of an optimizer is saved below `optimizer` or `optim`."""
         return "optimizer" if is_optimizer(key) else "model"
 
-    def extra_state(self, rank: int) -> dict[str, Any]:  # noqa: ARG002  every value has a name of its own
-        """The values that are no tensors, by name."""
-        return {
-            name: _core.read_torch_object(str(self.path / file), start, n_bytes, transforms=transforms)
-            for name, file, start, n_bytes, transforms in self.objects
-        }
+    def extra_state(self, rank: int) -> dict[str, Any]:
+        """The values that are no tensors, by name. Without collectives each rank has values of its own."""
+        own = self.objects[rank] if rank < len(self.objects) else ()
+        found = {one[0]: one for objects in self.objects for one in reversed(objects)} | {one[0]: one for one in own}
+        return {name: self._read(one) for name, one in found.items()}
+
+    def _read(self, one: _Object) -> object:
+        name, file, start, n_bytes, transforms = one
+        try:
+            return _core.read_torch_object(str(self.path / file), start, n_bytes, transforms=transforms)
+        except ReshardError as error:
+            error.message = f"{show(name)}: {error.message}"
+            raise
+
+    def world_size(self) -> int | None:
+        """By the names of the files: as many ranks as the highest one that wrote something."""
+        ranks = (rank_of_file(self.file_name(file)) for file in range(self.index.n_files))
+        return max((rank + 1 for rank in ranks if rank is not None), default=None)
+
+    def read_common(self) -> CommonInfo | None:
+        """The step, from the values of the trainer, the name of the folder or the counters of the optimizer."""
+        objects = {one[0]: one for objects in reversed(self.objects) for one in objects}
+        return run_state.common_of(self.index, objects, lambda name: self._read(objects[name]), self.iteration)
+
+    def run_values(self) -> run_state.Values:
+        """The values that are no tensors, with the paths that `.metadata` records."""
+        if self.description is None:
+            return run_state.Values()
+        data = (self.path / self.description).read_small(MAX_METADATA_BYTES)
+        return run_state.Values(self.extra_state(0), dict(_core.read_dcp_paths(data)))
+
+    def check(self, keys: Collection[str] | None) -> None:
+        """Compare the parts that several ranks wrote: without collectives nobody chose one of them."""
+        held: dict[tuple[str, tuple[int, ...], tuple[int, ...]], int] = {}
+        for rank, index in enumerate(self.by_rank):
+            for n in range(len(index)):
+                key = index.key(n)
+                if key in self.compared or (keys is not None and not self.is_renamed and key not in keys):
+                    continue
+                for region in index.shards(key):
+                    first = held.setdefault((key, region.offset, region.shape), rank)
+                    if first == rank:
+                        continue
+                    arrays = (
+                        run_state.read_region(self.by_rank[one], key, region.offset, region.shape)
+                        for one in (first, rank)
+                    )
+                    if len({array.tobytes() for array in arrays}) > 1:
+                        raise MismatchError(
+                            f"{show(str(self.path))}: ranks {first} and {rank} saved different values of {show(key)} "
+                            f"at {region.offset}",
+                            path=str(self.path),
+                            key=key,
+                            hint="ranks that hold the same parameter must make the same steps",
+                        )
+        self.compared.update(key for key, *_ in held)
 
 
 def _is_dcp(folder: Location, names: Sequence[str]) -> bool:
     """Whether a folder with these names is of this format."""
     has_metadata = METADATA_FILE in names and (folder / METADATA_FILE).is_file()
-    return has_metadata or any(name.endswith(DATA_SUFFIX) for name in names)
+    return has_metadata or any(
+        name.endswith(DATA_SUFFIX) or rank_of_metadata(name) is not None or sharded_files.parse_name(name) is not None
+        for name in names
+    )
 
 
 def _has_steps(root: Location, names: Sequence[str]) -> bool:
-    return any(_is_dcp(root / name, (root / name).names()) for _, name in _steps(root, names))
+    steps = _steps(root, names)
+    # A run that resumes from such a root can save into it in the format of this package.
+    return any(_is_dcp(root / name, (root / name).names()) for _, name in steps) and not checkpoint2.is_root(root)
 
 
 def _steps(root: Location, names: Sequence[str]) -> list[tuple[int, str]]:
@@ -94,29 +206,21 @@ def _steps(root: Location, names: Sequence[str]) -> list[tuple[int, str]]:
     return sorted(((step, name) for step, name in steps if (root / name).is_folder()), reverse=True)
 
 
-def _open_root(root: Location, method: _core.ReadMethod) -> CheckpointData:
-    """The newest step that can be opened, with the reasons why newer ones cannot."""
-    skipped: list[tuple[str, str]] = []
-    for step, name in _steps(root, root.names()):
-        try:
-            data = _open_dcp(root / name, method)
-        except StorageError:
-            raise  # a file that cannot be read is not damage
-        except ReshardError as error:
-            _log.warning("%s is skipped: %s", root / name, error.message)
-            skipped.append((name, error.message))
-        else:
-            return replace(data, iteration=step, skipped=tuple(skipped))
-    raise CheckpointNotFoundError(
-        f"none of the {len(skipped)} steps in {show(str(root))} can be opened; the newest: {skipped[0][1]}",
-        path=str(root),
-    )
-
-
 def _open_dcp(folder: Location, method: _core.ReadMethod) -> CheckpointData:
+    names = folder.names()
+    shard_files = {name: parsed for name in names if (parsed := sharded_files.parse_name(name)) is not None}
+    if METADATA_FILE not in names and shard_files:
+        return _open_shard_files(folder, shard_files, method)
+    by_rank = {rank: name for name in names if (rank := rank_of_metadata(name)) is not None}
+    if METADATA_FILE not in names and by_rank:
+        return _open_ranks(folder, by_rank, method)
     try:
         data = (folder / METADATA_FILE).read_small(MAX_METADATA_BYTES)
     except CheckpointNotFoundError:
+        if not any(name.endswith(DATA_SUFFIX) for name in names):
+            raise CheckpointNotFoundError(
+                f"{show(str(folder))} holds no checkpoint of torch.distributed.checkpoint", path=str(folder)
+            ) from None
         raise CheckpointNotFoundError(
             f"{show(str(folder))} has data files of torch.distributed.checkpoint, but no `{METADATA_FILE}`: the "
             "save was not finished",
@@ -125,7 +229,102 @@ def _open_dcp(folder: Location, method: _core.ReadMethod) -> CheckpointData:
         ) from None
     index, objects, unsupported, _ = _core.open_dcp(str(folder), data, method=method)
     index.check_coverage()  # torch leaves a hole as it was, and reads overlaps in any order
+    _warn_of(folder, unsupported)
+    holds_safetensors = _holds_safetensors(index)
+    if holds_safetensors:
+        index = _safetensors_index(folder, index, objects, method)
+    return _DcpData(
+        traits=replace(Dcp.traits, has_sums=not holds_safetensors),
+        path=folder,
+        index=index,
+        method=method,
+        iteration=step_of(folder.name),
+        objects=[objects],
+        description=METADATA_FILE,
+    )
+
+
+def _warn_of(folder: Location, unsupported: Sequence[tuple[str, str]]) -> None:
     if unsupported:
         names = listed(f"{show(name)} ({why})" for name, why in unsupported)
         _log.warning("%s: %d tensors cannot be read and are left out: %s", folder, len(unsupported), names)
-    return _DcpData(traits=Dcp.traits, path=folder, index=index, method=method, objects=objects)
+
+
+# -- a description of each rank
+
+
+def _open_ranks(folder: Location, by_rank: Mapping[int, str], method: _core.ReadMethod) -> CheckpointData:
+    """A folder whose ranks saved without collectives. The sizes of tensors are global, so coverage tells what lacks."""
+    lacking = next((rank for rank in range(max(by_rank) + 1) if rank not in by_rank), None)
+    if lacking is not None:
+        raise CheckpointNotFoundError(
+            f"{show(str(folder))} has `__{max(by_rank)}{METADATA_FILE}`, but no `__{lacking}{METADATA_FILE}`: a rank "
+            "did not finish its save",
+            path=str(folder),
+            hint="use another checkpoint; each rank writes its description last",
+        )
+    texts = [(by_rank[rank], (folder / by_rank[rank]).read_small(MAX_METADATA_BYTES)) for rank in sorted(by_rank)]
+    index, _, unsupported, _ = _core.open_dcp_ranks(str(folder), texts, method=method)
+    index.check_coverage()
+    _warn_of(folder, unsupported)
+    opened = [_core.open_dcp_ranks(str(folder), [text], method=method) for text in texts]
+    return _DcpData(
+        traits=Dcp.traits,
+        path=folder,
+        index=index,
+        method=method,
+        iteration=step_of(folder.name),
+        objects=[objects for _, objects, *_ in opened],
+        by_rank=[own for own, *_ in opened],
+        description=texts[0][0],
+    )
+
+
+# -- safetensors
+
+
+def _open_shard_files(
+    folder: Location, names: Mapping[str, sharded_files.FileName], method: _core.ReadMethod
+) -> CheckpointData:
+    index, shards = sharded_files.read_index(folder, list(names), method)
+    sharded_files.check_files(folder, names, shards)
+    traits = replace(Dcp.traits, has_sums=False)
+    return _DcpData(traits=traits, path=folder, index=index, method=method, iteration=step_of(folder.name))
+
+
+def _holds_safetensors(index: _core.Index) -> bool:
+    """Whether the data files are safetensors files: torch writes all of them in one form."""
+    if not index.n_files:
+        return False
+    try:
+        return sharded_files.is_safetensors(locate(index.file_path(0)).read_head(16))
+    except CheckpointNotFoundError:
+        return False  # the error of the first read names it
+
+
+def _safetensors_index(
+    folder: Location, described: _core.Index, objects: Sequence[_Object], method: _core.ReadMethod
+) -> _core.Index:
+    """The index of data files that are safetensors files. `.metadata` has no valid positions for them."""
+    if objects:
+        raise UnsupportedError(
+            f"{show(str(folder))}: {show(objects[0][0])} is no tensor, and torch's writer puts such values in front of "
+            "the header of a safetensors file: the files cannot be read",
+            path=str(folder),
+            hint="save again with `SerializationFormat.TORCH_SAVE`",
+        )
+    files = [str(described.file_path(file))[len(str(folder)) + 1 :] for file in range(described.n_files)]
+    index, _ = sharded_files.read_index(folder, files, method)
+    for n in range(len(described)):
+        key = described.key(n)
+        found = index.info(key) if key in index else None
+        if found != described.info(key):
+            dtype, shape = described.info(key)
+            what = "nothing" if found is None else f"{found[0]} {found[1]}"
+            raise DamagedFileError(
+                f"{show(str(folder))}: `{METADATA_FILE}` says that {show(key)} is {dtype} {shape}, and the data files "
+                f"hold {what}",
+                path=str(folder),
+                key=key,
+            )
+    return index

@@ -9,7 +9,7 @@ Source: `torch/serialization.py` of torch 2.15; `transformers/modeling_utils.py`
 
 from __future__ import annotations
 
-__all__ = ["HEAD_BYTES", "INDEX_FILE", "SINGLE_FILE", "is_head"]
+__all__ = ["HEAD_BYTES", "INDEX_FILE", "SINGLE_FILE", "is_head", "is_zip"]
 
 SINGLE_FILE = "pytorch_model.bin"
 INDEX_FILE = "pytorch_model.bin.index.json"
@@ -28,4 +28,14 @@ def is_head(head: bytes) -> bool:
         >>> is_head(b"PK\x03\x04" + bytes(10)), is_head(b"{}")
         (True, False)
     """
-    return head.startswith(_ZIP) or (head[:1] == b"\x80" and head[4:14] == _LEGACY)
+    return is_zip(head) or (head[:1] == b"\x80" and head[4:14] == _LEGACY)
+
+
+def is_zip(head: bytes) -> bool:
+    r"""Whether these first bytes are those of a zip archive, which has a CRC-32 of each storage.
+
+    Example:
+        >>> is_zip(b"PK\x03\x04" + bytes(10))
+        True
+    """
+    return head.startswith(_ZIP)

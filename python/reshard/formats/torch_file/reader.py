@@ -6,18 +6,21 @@ tensor has the empty path. No class of the file is imported; a value that is no 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from reshard import _core
 from reshard.formats import weight_map
 from reshard.formats.base import CheckpointData, Format, Match, Traits
+from reshard.formats.dcp import run_state
+from reshard.formats.dcp.names import is_optimizer
 from reshard.formats.torch_file import names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from reshard.formats.base import OpenOptions
+    from reshard.formats.base import OpenOptions, PartName
+    from reshard.formats.checkpoint2.common import CommonInfo
     from reshard.storage.location import Location
 
 __all__ = ["TORCH_FILE"]
@@ -55,14 +58,35 @@ class _FileData(CheckpointData):
     """A file with its values that are no tensors.
 
     Attributes:
+        file: the file.
         objects: the values by path.
     """
 
+    file: Location
     objects: Mapping[str, object] = field(default_factory=dict)
+
+    def part(self, key: str) -> PartName:
+        """By the name: the state of an optimizer is saved below `optimizer` or `optim`."""
+        return "optimizer" if is_optimizer(key) else "model"
 
     def extra_state(self, rank: int) -> dict[str, Any]:  # noqa: ARG002  a file has no ranks
         """The values that are no tensors, by path."""
         return dict(self.objects)
+
+    def read_common(self) -> CommonInfo | None:
+        """The step that a value of the file says; without state of an optimizer it is no checkpoint of a run."""
+        if not any(map(is_optimizer, map(self.index.key, range(len(self.index))))):
+            return None
+        return run_state.common_of(self.index, self.objects, self.objects.__getitem__, None)
+
+    def run_values(self) -> run_state.Values:
+        """The values that are no tensors, with the lists that hold them."""
+        whole = _core.read_torch_object(str(self.file.resolved()), 0, self.file.stat(follow_links=True).n_bytes)
+        return run_state.flat_values(whole, _is_tensor)
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, _core.Opaque) and "_rebuild" in value.name
 
 
 def _open_file(path: Location, file: Location, method: _core.ReadMethod) -> CheckpointData:
@@ -72,7 +96,13 @@ def _open_file(path: Location, file: Location, method: _core.ReadMethod) -> Chec
     for key, *_ in tensors:
         index.add_whole(key, number)
     return _FileData(
-        traits=TorchFile.traits, path=path, index=index, method=method, follow_links=True, objects=dict(objects)
+        traits=replace(TorchFile.traits, has_sums=names.is_zip(file.read_head(names.HEAD_BYTES, follow_links=True))),
+        path=path,
+        file=file,
+        index=index,
+        method=method,
+        follow_links=True,
+        objects=dict(objects),
     )
 
 

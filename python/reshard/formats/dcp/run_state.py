@@ -1,0 +1,399 @@
+"""The state of a run under the names of torch, translated into the names of this package. Reads no files.
+
+    <prefix><parameter>                                  the model: `w`, `model.w`, `app.model.w`
+    <optimizer>.state.<parameter>.<slot>                 its state, as `get_optimizer_state_dict` names it
+    <optimizer>.param_groups.<parameter>.<option>        flattened options
+    <optimizer>.param_groups                             options as a list of groups, each with its `params`
+    lr_scheduler.<field>, train_state.<field>, ...       other objects
+
+`Optimizer.state_dict()` names parameters by numbers, in the order of the groups. Here a state tensor is
+`<slot>.<parameter>`, and the rest of the state is one value, `trainer`, as `reshard.torch` saves it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from reshard import _core
+from reshard.errors import MismatchError
+from reshard.formats.checkpoint2.common import CommonInfo
+from reshard.formats.dcp.names import is_optimizer
+from reshard.outputs import as_array
+from reshard.words import listed, show
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+    import numpy as np
+
+__all__ = ["Live", "RunState", "Values", "common_of", "flat_values", "read_region", "translated"]
+
+# The prefix of a model that is chosen when several fit as well, such as those of the model and its average.
+_PREFIXES = ("", "model.", "module.", "app.model.", "state_dict.", "model_state_dict.")
+# Other names of objects that `Checkpointer.resume` has arguments for.
+_OTHER_NAMES = {"scheduler": ("scheduler", "lr_scheduler", "lr_schedulers", "schedulers")}
+# What a trainer keeps for itself: a run that has no such object goes on without it.
+_OF_TRAINER = ("train_state", "dataloader", "data_loader", "trainer")
+_STEPS = ("step", "global_step", "iteration")
+_MAX_STEP = 1 << 62
+
+
+@dataclass(frozen=True)
+class Values:
+    """Values that are no tensors.
+
+    Attributes:
+        by_name: the values by their flattened names.
+        paths: keys and positions that lead to a value, by name. Where it is missing, the dots of the name part them.
+    """
+
+    by_name: Mapping[str, object] = field(default_factory=dict)
+    paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
+
+    def path(self, name: str) -> tuple[str | int, ...]:
+        """Keys and positions that lead to a value."""
+        return self.paths.get(name) or tuple(name.split("."))
+
+
+@dataclass(frozen=True)
+class Live:
+    """The run that resumes.
+
+    Attributes:
+        tensors: names of the tensors of its model, with the further names of tied ones.
+        groups: for each optimizer its class and the names of the parameters of each of its groups, in order.
+        objects: names of its other objects with state.
+        modules: names of its modules with state beside their tensors.
+    """
+
+    tensors: Collection[str]
+    groups: Sequence[tuple[str, Sequence[Sequence[str]]]] = ()
+    objects: Collection[str] = ()
+    modules: Collection[str] = ()
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The translation.
+
+    Attributes:
+        keys: for each tensor its name in this package, by its stored name. A tensor that is the step is left out.
+        trainer: the state beside the tensors, as `reshard.torch` saves it.
+        notes: what is left out.
+    """
+
+    keys: Mapping[str, str]
+    trainer: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
+
+
+# -- the step
+
+
+def common_of(
+    index: _core.Index, objects: Collection[str], read: Callable[[str], object], iteration: int | None
+) -> CommonInfo | None:
+    """The counters of a checkpoint: the step that a value of the trainer says, else the number of its folder.
+
+    Without both it is the number of steps that the optimizer made.
+
+    Args:
+        index: its tensors.
+        objects: names of its other values.
+        read: returns one of these.
+        iteration: the number in the name of its folder, or None.
+
+    Returns:
+        None if nothing tells.
+    """
+    names = [name for name in (*objects, *map(index.key, range(len(index)))) if _may_be_step(name)]
+    for name in sorted(names, key=lambda name: (not name.startswith("train_state."), name.count("."), name)):
+        value = read(name) if name in objects else _number(index, name)
+        if type(value) is int and 0 <= value <= _MAX_STEP:
+            return CommonInfo(step_num=value, global_step=value)
+    if iteration is None:
+        counters = [key for n in range(len(index)) if _is_counter(key := index.key(n))]
+        steps = [value for key in counters if (value := _number(index, key)) is not None]
+        iteration = max(steps, default=None)
+    return None if iteration is None else CommonInfo(step_num=iteration, global_step=iteration)
+
+
+def read_region(index: _core.Index, key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> np.ndarray:
+    """A region of a tensor.
+
+    Args:
+        index: the tensors.
+        key: the tensor.
+        offset: the first element of the region, one index a dim.
+        shape: its extent.
+    """
+    request = _core.Request()
+    request.add_region(key, key, offset, shape)
+    return as_array(*index.plan(request).load()[0], index.info(key)[0], shape)
+
+
+def _may_be_step(name: str) -> bool:
+    first, *rest = name.split(".")
+    is_plain = first not in ("dataloader", "data_loader") and "scheduler" not in first and not is_optimizer(name)
+    return is_plain and (rest or [first])[-1] in _STEPS and len(rest) <= 1
+
+
+def _is_counter(key: str) -> bool:
+    return is_optimizer(key) and ".state." in key and key.endswith(".step")
+
+
+def _number(index: _core.Index, key: str) -> int | None:
+    """The one element of a tensor, if it is a count."""
+    _, shape = index.info(key)
+    if shape not in ((), (1,)):
+        return None
+    value = read_region(index, key, (0,) * len(shape), shape).reshape(()).item()
+    is_count = isinstance(value, int | float) and 0 <= value <= _MAX_STEP and value == int(value)
+    return int(value) if is_count else None
+
+
+# -- the names
+
+
+def translated(keys: Iterable[str], values: Values, live: Live) -> RunState:
+    """The tensors and values of a checkpoint under the names of this package.
+
+    Args:
+        keys: its tensors.
+        values: its other values.
+        live: the run that resumes.
+
+    Raises:
+        MismatchError: it numbers parameters, and the run has other groups of them.
+
+    Example:
+        >>> values = Values({"optimizer.param_groups.w.lr": 0.1, "lr_scheduler.last_epoch": 3, "train_state.step": 3})
+        >>> live = Live(["w"], [("SGD", [["w"]])], ["scheduler"])
+        >>> state = translated(["model.w", "optimizer.state.w.momentum_buffer"], values, live)
+        >>> state.keys
+        {'model.w': 'w', 'optimizer.state.w.momentum_buffer': 'momentum_buffer.w'}
+        >>> state.trainer["objects"], state.trainer["optimizer"]["groups"][0]["options"]
+        ({'scheduler': {'last_epoch': 3}}, {'lr': 0.1})
+    """
+    keys = list(keys)
+    known = _Groups.of(values, live)
+    prefix = _prefix(keys, live.tensors)
+    renamed: dict[str, str] = {}
+    slots: dict[str, list[str]] = {}
+    for key in keys:
+        name = key.removeprefix(prefix)
+        if name in live.tensors and key.startswith(prefix):
+            renamed[key] = name
+            continue
+        of_state = _state_of(key)
+        if of_state is None and _may_be_step(key):
+            continue  # the step of the decision
+        if of_state is None:
+            renamed[key] = name if key.startswith(prefix) and not is_optimizer(key) else key
+            continue
+        parameter, slot = known.name(of_state[0]), of_state[1]
+        renamed[key] = f"{slot}.{parameter}"
+        slots.setdefault(parameter, []).append(slot)
+    trainer: dict[str, Any] = {"aliases": {}, "modules": {}, "objects": {}}
+    groups, states, used = _optimizer(values, live, known)
+    if slots or groups:
+        rows = [[sorted(of_name), [name]] for name, of_name in slots.items()]
+        trainer["optimizer"] = {"groups": groups, "slots": rows, "state": states}
+    for module in live.modules:
+        name = f"{prefix}{module}{'.' if module else ''}_extra_state"
+        if name in values.by_name:
+            trainer["modules"][module] = values.by_name[name]
+            used.add(name)
+    left = _objects(values, live, used, trainer["objects"])
+    unknown = sorted(name for name in left if name not in _OF_TRAINER and name not in _STEPS)
+    trainer["objects"] |= dict.fromkeys(unknown)  # refused, or reported: the run has none of this name
+    of_trainer = sorted(name for name in left if name in _OF_TRAINER)
+    notes = [f"{listed(map(show, of_trainer))} of the checkpoint is not restored: the run has no such object"]
+    return RunState(renamed, trainer, tuple(notes if of_trainer else ()))
+
+
+def _prefix(keys: Sequence[str], names: Collection[str]) -> str:
+    """What stands before the names of the model's tensors."""
+    counts: dict[str, int] = {}
+    wanted = set(names)
+    for key in keys:
+        if is_optimizer(key):
+            continue
+        parts = key.split(".")
+        for n in range(len(parts)):
+            if ".".join(parts[n:]) in wanted:
+                prefix = ".".join(parts[:n]) + "." if n else ""
+                counts[prefix] = counts.get(prefix, 0) + 1
+    order = {prefix: n for n, prefix in enumerate(_PREFIXES)}
+    best = sorted(counts, key=lambda prefix: (-counts[prefix], order.get(prefix, len(order)), len(prefix), prefix))
+    return best[0] if best else ""
+
+
+def _state_of(key: str) -> tuple[str, str] | None:
+    """Parameter and slot of the state of an optimizer."""
+    head, found, rest = key.partition("state.") if key.startswith("state.") else key.partition(".state.")
+    if not found or (head and not is_optimizer(key)):
+        return None
+    parameter, _, slot = rest.rpartition(".")
+    return (parameter, slot) if parameter else None
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """The parameter groups that a checkpoint lists.
+
+    Attributes:
+        groups: each with its options and `params`.
+        used: names of the values in them.
+        numbers: the names of parameters that it numbers.
+    """
+
+    groups: Sequence[Mapping[str, Any]]
+    used: Collection[str]
+    numbers: Mapping[str, str]
+
+    @classmethod
+    def of(cls, values: Values, live: Live) -> _Groups:
+        """A list of groups is one value, or its groups are flattened by their position."""
+        found: dict[str, dict[str, Any]] = {}
+        used: set[str] = set()
+        for name, value in values.by_name.items():
+            if name.rpartition(".")[2] == "param_groups" and isinstance(value, list):
+                found |= {f"{name}.{n}": group for n, group in enumerate(value) if isinstance(group, dict)}
+                used.add(name)
+                continue
+            group, _, option = name.rpartition(".")
+            head, _, number = group.rpartition(".")
+            is_group = head.rpartition(".")[2] == "param_groups" and number.isdigit()
+            if is_group and isinstance(values.by_name.get(f"{group}.params"), list):
+                found.setdefault(group, {})[option] = value
+                used.add(name)
+        # "...param_groups.10" comes after "...param_groups.9".
+        order = sorted(found, key=lambda group: (group.rpartition(".")[0], int(group.rpartition(".")[2])))
+        groups = [found[group] for group in order if isinstance(found[group].get("params"), list)]
+        return cls(groups, used, _numbers([group["params"] for group in groups], live))
+
+    def name(self, text: str) -> str:
+        """The name of a parameter."""
+        return self.numbers.get(text, text)
+
+
+def _numbers(saved: Sequence[Sequence[object]], live: Live) -> dict[str, str]:
+    """The names of numbered parameters, in the order of the groups of the run."""
+    if not saved or not all(type(one) is int for group in saved for one in group):
+        return {}
+    own = [list(group) for _, groups in live.groups for group in groups]
+    if not own:
+        return {}
+    if len(live.groups) > 1 or list(map(len, saved)) != list(map(len, own)):
+        raise MismatchError(
+            f"the state of the optimizer numbers its parameters, in groups of {list(map(len, saved))}; the run has "
+            f"groups of {list(map(len, own))}",
+            hint="create the optimizer with the parameter groups of the run that saved",
+        )
+    pairs = zip(saved, own, strict=True)
+    return {str(n): name for group, of_group in pairs for n, name in zip(group, of_group, strict=True)}
+
+
+def _optimizer(
+    values: Values, live: Live, known: _Groups
+) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]], set[str]]:
+    """Options of the parameters as groups, other values in their state, and the names that were used."""
+    kind_of = {name: kind for kind, groups in live.groups for group in groups for name in group}
+    default = live.groups[0][0] if live.groups else ""
+    options: dict[str, dict[str, Any]] = {}
+    states: dict[str, dict[str, Any]] = {}
+    used = set(known.used)
+    for group in known.groups:
+        of_group = {option: one for option, one in group.items() if option not in ("params", "param_names")}
+        options |= {known.name(str(one)): of_group for one in group["params"]}
+    for name, value in values.by_name.items():
+        if name in known.used:
+            continue
+        head, flat, rest = f".{name}".partition(".param_groups.")
+        of_state = _state_of(name)
+        if flat and (not head or is_optimizer(name)):
+            parameter, _, option = rest.rpartition(".")
+            options.setdefault(parameter, {})[option] = value
+        elif of_state is not None:
+            states.setdefault(known.name(of_state[0]), {})[of_state[1]] = value
+        elif not (is_optimizer(name) and value in ({}, [])):
+            continue
+        used.add(name)
+    groups = [
+        {"class": kind_of.get(parameter, default), "index": 0, "options": of_parameter, "params": [parameter]}
+        for parameter, of_parameter in options.items()
+    ]
+    return groups, states, used
+
+
+def _objects(values: Values, live: Live, used: set[str], found: dict[str, Any]) -> set[str]:
+    """Fill in the state of the objects of the run; returns the first keys of values that belong to none."""
+    wanted = {other: name for name in live.objects for other in (*_OTHER_NAMES.get(name, ()), name)}
+    left: set[str] = set()
+    for name, value in values.by_name.items():
+        if name in used:
+            continue
+        path = values.path(name)
+        depth = next((n for n in (0, 1) if n < len(path) and path[n] in wanted), None)
+        if depth is None:
+            left.add(str(path[0]))
+            continue
+        owner, rest = wanted[str(path[depth])], path[depth + 1 :]
+        if not rest:
+            found[owner] = value
+            continue
+        inner = found.setdefault(owner, {})
+        for step in rest[:-1]:
+            inner = inner.setdefault(step, {})
+        inner[rest[-1]] = value
+    for owner, value in found.items():
+        found[owner] = _with_lists(value)
+    return left
+
+
+def _with_lists(value: object) -> object:
+    """The value with lists of dicts, which were flattened by position."""
+    if not isinstance(value, dict):
+        return value
+    inner = {key: _with_lists(one) for key, one in value.items()}
+    is_list = bool(inner) and all(isinstance(one, dict) for one in inner.values())
+    if is_list and sorted(inner, key=str) == sorted(range(len(inner)), key=str):
+        return [inner[n] for n in range(len(inner))]
+    return inner
+
+
+def flat_values(value: object, is_tensor: Callable[[object], bool]) -> Values:
+    """The values of nested dicts by name; lists are kept unless they hold tensors.
+
+    Args:
+        value: the dicts.
+        is_tensor: whether a value is a tensor, which is left out.
+
+    Example:
+        >>> flat_values({"a": {"b": 1, 2: [3]}}, lambda _: False).by_name
+        {'a.b': 1, 'a.2': [3]}
+    """
+    found: dict[str, object] = {}
+    paths: dict[str, tuple[str | int, ...]] = {}
+
+    def holds(one: object) -> bool:
+        inner = one.values() if isinstance(one, dict) else one if isinstance(one, list | tuple) else ()
+        return is_tensor(one) or any(map(holds, inner))
+
+    def visit(path: tuple[str | int, ...], one: object) -> None:
+        if is_tensor(one):
+            return
+        if isinstance(one, dict) and one:
+            for key, inner in one.items():
+                visit((*path, key), inner)
+        elif isinstance(one, list | tuple) and holds(one):
+            for n, inner in enumerate(one):
+                visit((*path, n), inner)
+        else:
+            name = ".".join(map(str, path))
+            found[name], paths[name] = one, path
+
+    visit((), value)
+    return Values(found, paths)
