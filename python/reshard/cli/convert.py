@@ -17,7 +17,9 @@ __all__ = ["convert"]
 @click.argument("dst", type=PATH)
 @click.option(
     "--to",
-    type=click.Choice(["huggingface", "mindspore", "checkpoint2", "checkpoint1", "safetensors", "torch", "dcp", "megatron"]),
+    type=click.Choice(
+        ["huggingface", "mindspore", "checkpoint2", "checkpoint1", "safetensors", "torch", "dcp", "megatron"]
+    ),
     help="Format of DST. Default: checkpoint2 with --layout; safetensors if DST ends so; torch if DST ends with .bin, "
     ".pt or .pth; else huggingface.",
 )
