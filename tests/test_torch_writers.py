@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tests.ranks import Job
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys, load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
@@ -166,8 +167,9 @@ def test_metadata_is_that_of_torch(tmp_path: Path) -> None:
     with warnings.catch_warnings(action="ignore"):
         save(right, checkpoint_id=tmp_path / "theirs", no_dist=True)
     ours, theirs = (FileSystemReader(tmp_path / name).read_metadata() for name in ("ours", "theirs"))
-    for tensor_metadata in theirs.state_dict_metadata.values():
-        tensor_metadata.properties.strides = None  # type: ignore[union-attr]  older releases have no such field
+    for one in theirs.state_dict_metadata.values():
+        assert isinstance(one, TensorStorageMetadata)
+        one.properties.strides = None  # older releases have no such field, and refuse it
     assert ours.state_dict_metadata == theirs.state_dict_metadata
     assert ours.planner_data == theirs.planner_data
     assert ours.version == theirs.version

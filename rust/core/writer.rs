@@ -177,7 +177,10 @@ pub fn is_small(plan: &Plan<'_>, options: &Options) -> bool {
     let metadata_bytes: usize = metadata
         .map(|(key, value)| key.len() + value.len() + 8)
         .sum();
-    let literals = options.container.as_ref().map_or(0, |container| container.literals.len());
+    let literals = options
+        .container
+        .as_ref()
+        .map_or(0, |container| container.literals.len());
     plan.n_bytes() + literals as u64 <= MAX_BYTES as u64
         && plan.arrays().len() <= MAX_ARRAYS
         && metadata_bytes <= 64 << 10
@@ -395,7 +398,9 @@ impl Content<'_> {
     fn part_sums(&self, at: u64, piece: &[u8]) -> Vec<PartSum> {
         let starts = &self.container.starts;
         let end = at + piece.len() as u64;
-        let first = starts.partition_point(|start| *start <= at).saturating_sub(1);
+        let first = starts
+            .partition_point(|start| *start <= at)
+            .saturating_sub(1);
         let last = starts.partition_point(|start| *start < end);
         let parts = (first..last).filter_map(|array| {
             let array_end = starts[array] + self.plan.arrays()[array].n_bytes();

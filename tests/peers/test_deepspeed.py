@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import socket
 import subprocess
 import sys
@@ -12,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.peers.required import required
 
 import reshard
 
-required = runpy.run_path(str(Path(__file__).with_name("required.py")))["required"]
 
 TRAIN = Path(__file__).with_name("deepspeed_train.py")
 # stage, options of ZeRO, bf16, groups

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import socket
 from pathlib import Path
 
 import pytest
+from tests.peers.required import required
 import torch
 import torch.distributed as dist
 
 import reshard
 from reshard.errors import ArgumentError, DestinationExistsError
 
-required = runpy.run_path(str(Path(__file__).with_name("required.py")))["required"]
 
 WEIGHTS = {
     "decoder.layers.self_attention.linear_proj.weight": torch.randn(4, 6, 8).bfloat16(),

@@ -24,7 +24,7 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
     "part": click.option(
         "--part",
         type=click.Choice(["model", "optimizer", "all"]),
-        help="Which tensors. Default: model for huggingface, else all.",
+        help="Which tensors. Default: model for huggingface, torch and megatron, else all.",
     ),
     "strategy": click.option(
         "--strategy",
@@ -70,7 +70,7 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
         metavar="DIR",
         type=PATH,
         help="Folder from which config.json, tokenizer and other files except weights are copied into DST, if DST is a "
-        "Hugging Face folder. Default: SRC, if it is one.",
+        "folder of huggingface or torch. Default: SRC, if it is one.",
     ),
     "layout": click.option(
         "--layout",
@@ -94,7 +94,8 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
     "max_shard_size": click.option(
         "--max-shard-size",
         metavar="SIZE",
-        help="Maximum size of a file of full weights. Default: 4GiB for huggingface, about 3GiB for mindspore.",
+        help="Maximum size of a file of full weights or of dcp. Default: 4GiB for huggingface and torch, about 3GiB "
+        "for mindspore, no limit for dcp.",
     ),
     "dedup": click.option(
         "--dedup/--no-dedup",

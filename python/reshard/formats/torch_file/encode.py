@@ -4,7 +4,7 @@ Only plain values have an encoding: None, numbers, text, bytes, lists, tuples, d
 Each object is encoded once, so a value takes as many bytes as it has objects, and a list can contain itself. As in
 torch, every object is stored under a number, also where nothing refers to it: readers bound their memory by the bytes.
 
-Source: `Lib/pickletools.py` of CPython (the opcodes); `torch/_utils.py` and `torch/serialization.py` of torch 2.15.
+Source: the module `pickletools` of CPython (the opcodes); `torch/_utils.py` and `torch/serialization.py` of torch 2.15.
 """
 
 from __future__ import annotations
