@@ -289,7 +289,9 @@ impl<'a> Content<'a> {
             .collect();
         let (header, mut starts) = header::build(&tensors, metadata, align)?;
         let header_bytes = header.len() as u64;
-        starts.iter_mut().for_each(|start| *start += header_bytes);
+        for start in &mut starts {
+            *start += header_bytes;
+        }
         let container = Container {
             literals: header,
             starts,
