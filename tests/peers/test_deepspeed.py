@@ -15,7 +15,6 @@ from tests.peers.required import required
 
 import reshard
 
-
 TRAIN = Path(__file__).with_name("deepspeed_train.py")
 # stage, options of ZeRO, bf16, groups
 JOBS = {

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import os
 import socket
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from tests.peers.required import required
 import torch
 import torch.distributed as dist
+from tests.peers.required import required
 
 import reshard
 from reshard.errors import ArgumentError, DestinationExistsError
 
+if TYPE_CHECKING:
+    from pathlib import Path
 
 WEIGHTS = {
     "decoder.layers.self_attention.linear_proj.weight": torch.randn(4, 6, 8).bfloat16(),

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.peers.required import required
 import torch
 import torch.distributed as dist
+from tests.peers.required import required
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -22,7 +21,7 @@ import reshard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
+    from pathlib import Path
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]

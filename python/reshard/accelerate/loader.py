@@ -102,8 +102,8 @@ class FollowedLoader:
             raise AttributeError(name)
         return getattr(self.inner, name)
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc]  # accelerate, too, makes its loaders say that they are those of torch
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # accelerate, too, makes its loaders say that they are those of torch
         return self.inner.__class__
 
     def __len__(self) -> int:

@@ -30,7 +30,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     data = [(torch.sin(torch.arange(8) * float(index)), index) for index in range(96)]
-    loader = DataLoader(data, args.batch, shuffle=True)  # type: ignore[arg-type]
+    loader: DataLoader[torch.Tensor] = DataLoader(data, args.batch, shuffle=True)  # type: ignore[arg-type]
     model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
 
     with Checkpointer(args.root, save_every=3) as checkpointer:

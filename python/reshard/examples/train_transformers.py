@@ -45,14 +45,16 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2, help="samples of a step on each process")
     args = parser.parse_args()
     set_seed(1)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, max_position_embeddings=16, attention_dropout=0.1, **sizes))
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(config)
     options: dict[str, Any] = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
     options |= {"max_steps": args.steps, "per_device_train_batch_size": args.batch, "logging_steps": 1}
     arguments = TrainingArguments(f"{args.root}.out", **options)
     Log.path = f"{args.root}.log"
     callback = ReshardCallback(args.root, save_every=3, hf=f"{args.root}.hf")  # <- all that there is to add
-    trainer = Trainer(model, arguments, train_dataset=Lines(), callbacks=[callback, Log])
+    trainer = Trainer(model, arguments, train_dataset=Lines(), callbacks=[callback, Log()])
     trainer.train()
 
 

@@ -131,7 +131,7 @@ def resuming(trainer: Trainer, plan: Plan) -> None:
     trainer.__class__ = type(
         own.__name__, (ResumingTrainer, own), {"__module__": own.__module__, "__doc__": own.__doc__}
     )
-    trainer._reshard_plan = plan  # noqa: SLF001
+    trainer._reshard_plan = plan  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def check_arguments(trainer: Trainer) -> None:
@@ -200,8 +200,9 @@ class ResumingTrainer(Trainer):
         if training is None or training.model is not None:
             return values
         n_epochs, per_epoch, n_examples, n_samples, batch_size, steps_in_epoch, max_steps = values
-        training.model, training.loader = super()._prepare_for_training(max_steps, dataloader, None)
-        training.resume(steps_in_epoch, max_steps)
+        prepare: Any = super()._prepare_for_training
+        training.model, training.loader = prepare(max_steps, dataloader, None)
+        training.resume(steps_in_epoch or 0, max_steps)
         if training.is_resumed and has_length(dataloader):
             n_epochs, max_steps = training.end(n_epochs, per_epoch, max_steps)
         training.n_epochs = n_epochs
@@ -218,7 +219,8 @@ class ResumingTrainer(Trainer):
     def _prepare_for_training(self, max_steps: Any, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         training = self._training
         if training is None or training.model is None:
-            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+            prepare: Any = super()._prepare_for_training
+            return prepare(max_steps, train_dataloader, resume_from_checkpoint)
         return training.model, training.loader
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
@@ -227,7 +229,8 @@ class ResumingTrainer(Trainer):
             training.begin_epoch(kwargs["epoch"])
             if training.is_resumed:
                 kwargs["resume_from_checkpoint"] = training.plan.root  # makes Trainer skip the data
-        return super()._run_epoch(*args, **kwargs)
+        run: Any = super()._run_epoch
+        return run(*args, **kwargs)
 
     def _load_rng_state(self, checkpoint: Any) -> None:
         if self._training is None:

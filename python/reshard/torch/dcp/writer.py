@@ -40,7 +40,7 @@ from reshard.torch.dcp import items
 from reshard.torch.dcp.items import LocalFacts
 from reshard.words import show
 from reshard.write.arrays import Shard, local_arrays
-from reshard.write.collective_save import FormatOptions, RankInput, SaveTask, log_once
+from reshard.write.collective_save import RankInput, SaveTask, log_once
 from reshard.write.rank_facts import RankFacts
 from reshard.write.replicas import Copies, is_any_of
 from reshard.write.shard_files import shard_file
@@ -62,17 +62,6 @@ __all__ = ["STATE_NAME", "Writer"]
 STATE_NAME = "torch.distributed.checkpoint"
 """The name in the state of an iteration under which the planner's own data is kept."""
 
-_FORMAT = FormatOptions(
-    prefix=None,
-    dedup=True,
-    strict=False,
-    check_replicas=False,  # DCP has removed the copies from the plans; they are compared here
-    sink_size=None,
-    steps_per_epoch=None,
-    network=True,
-    trainable=None,
-    only_strategy=False,
-)
 _EPOCH = "1970-01-01T00:00:00+00:00"
 _LAST_NUMBER = re.compile(r"([0-9]{1,18})(?:\.[A-Za-z]+)?")
 _log = logging.getLogger("reshard")
@@ -280,7 +269,7 @@ class Writer(StorageWriter):
         save = self._save(0, len(reports), {})
         plan_of_all = save.plan(reports)
         running = self._running
-        running.root = locate(save.options.root).absolute()
+        running.root = locate(save.task.root).absolute()
         running.is_claimed = not (running.root.exists() and claims.held(running.root) is not None)
         running.save, running.replicas = save, copies
         running.n_ranks, running.n_numbers = len(plans), len(reports)
@@ -385,19 +374,9 @@ class Writer(StorageWriter):
     def _save(self, rank: int, n_ranks: int, arrays: Mapping[str, Shard]) -> _Save:
         """The part of a rank in the save."""
         root, iteration = _place(self.path)
-        options = self.options
-        task = SaveTask(
-            root=root.local,
-            iteration=iteration,
-            durable=options.commit.durable,
-            verify=options.verify.after_save,
-            rollback=options.commit.rollback,
-            takeover=options.commit.takeover,
-            timeout=600.0,
-            threads=options.threads,
-            retention=options.retention,
-            private=options.commit.private,
-        )
+        # DCP has removed the copies from the plans; they are compared here.
+        options = replace(self.options, verify=replace(self.options.verify, check_replicas=False))
+        task = SaveTask(root.local, iteration, 600.0, options)
         own = local_arrays(
             {name: one for name, one in arrays.items() if not is_optimizer(name)},
             {name: one for name, one in arrays.items() if is_optimizer(name)},
@@ -405,7 +384,7 @@ class Writer(StorageWriter):
         common = CommonInfo(step_num=iteration, global_step=iteration)
         record = SaveRecord(iteration, _EPOCH, 0, 0, 0)
         member: Any = _Member(rank, n_ranks)
-        return _Save(task, _FORMAT, member, RankInput(own, RankFacts("", {}, ()), None, common, record, Copies(own)))
+        return _Save(task, member, RankInput(own, RankFacts("", {}, ()), None, common, record, Copies(own)))
 
     def _sum(
         self,
