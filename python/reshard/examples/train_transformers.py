@@ -45,8 +45,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2, help="samples of a step on each process")
     args = parser.parse_args()
     set_seed(1)
-    config = LlamaConfig(32, 16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
-    model = LlamaForCausalLM(config)
+    small: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, num_attention_heads=2, attention_dropout=0.1, **small))
     options: dict[str, Any] = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
     options |= {"max_steps": args.steps, "per_device_train_batch_size": args.batch, "logging_steps": 1}
     arguments = TrainingArguments(f"{args.root}.out", **options)

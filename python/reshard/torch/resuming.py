@@ -98,7 +98,7 @@ def initial_state(extra: Mapping[str, Any], init: InitFrom) -> dict[str, Any]:
         if isinstance(record, dict) and record.get("state"):
             raise UnsupportedError(
                 "the optimizer has state besides tensors, which a name map does not rename",
-                hint="start with a new optimizer: `fresh_optimizer=True`",
+                hint="start with a new optimizer, as `InitFrom` does by default",
             )
         return {}
     return {"trainer": {name: trainer[name] for name in ("aliases", "optimizer") if name in trainer}}

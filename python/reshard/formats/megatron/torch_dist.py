@@ -125,7 +125,7 @@ def _check_backend(folder: Location) -> None:
             f"{show(str(folder))} has the sharded backend {show(str(found[0]))} of version {show(str(found[1]))}; "
             "`torch_dist` of version 1 can be read",
             path=str(path),
-            hint="load it with Megatron-LM and save it with `--ckpt-format torch_dist`",
+            hint="load it with Megatron-LM and save it in its format `torch_dist`",
         )
 
 

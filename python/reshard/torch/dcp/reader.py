@@ -53,7 +53,7 @@ class Reader(StorageReader):
     """Loads what `torch.distributed.checkpoint` plans, for `dcp.load`, on any number of ranks.
 
     Every block that is read is compared with its checksum. Values that are no tensors are those that a `Writer` saved.
-    DCP decodes them with `torch.load(weights_only=False)`, which runs code: load checkpoints that you trust.
+    DCP decodes them with the loader of torch that runs code of the file: load checkpoints that you trust.
 
     Args:
         path: anything that `reshard.open` opens, such as the path of a `Writer`; of a root the newest complete
