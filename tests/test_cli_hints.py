@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 import json
@@ -30,6 +31,7 @@ from reshard.opening.near import near
 from reshard.options import Options
 from reshard.storage import claims, protocol
 from reshard.storage.location import locate
+from reshard.torch import Checkpointer
 from reshard.verbs.demo import demo
 
 
@@ -166,6 +168,7 @@ def texts(node: ast.expr) -> list[str]:
     return []
 
 
+@functools.cache
 def hints() -> list[tuple[str, str]]:
     """Every hint in the package, with its place: keywords, and variables, of the name."""
     found = []
@@ -184,7 +187,7 @@ def hints() -> list[tuple[str, str]]:
 def arguments() -> set[str]:
     """The arguments of all public functions, and of the public methods of public classes."""
     public = [getattr(reshard, name) for name in reshard.__all__]
-    public += [layout.write_strategy, layout.merge_strategies, demo, BoundLayout]
+    public += [layout.write_strategy, layout.merge_strategies, demo, BoundLayout, Checkpointer]
     names: set[str] = set()
     for one in public:
         members = [one]
