@@ -37,6 +37,7 @@ __all__ = [
     "__version__",
     "crc32c",
     "decode_strategy",
+    "decode_torch_object",
     "default_threads",
     "dtype_bits",
     "encode_strategy",
