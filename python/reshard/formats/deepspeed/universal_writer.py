@@ -4,7 +4,7 @@
     <tag>_universal/mp_rank_00_model_states.pt           counters and client state, for ZeRO stages 0 to 2
     <tag>_universal/zero_pp_rank_0_mp_rank_00_model_states.pt    the same, for stage 3
     <tag>_universal/zero/optimizer_state.pt              options of the parameter groups
-    <tag>_universal/zero/<parameter>/<slot>.pt           `fp32`, `exp_avg`, ...: a dict with one tensor; `step`: a scalar
+    <tag>_universal/zero/<parameter>/<slot>.pt           a dict with one tensor; of `step` a bare tensor
 
 Source: `runtime/engine.py`, `runtime/base_optimizer.py`, `runtime/zero/stage3.py` of DeepSpeed 0.19.8, which load it.
 """
@@ -26,6 +26,7 @@ from reshard.conversion.destinations import (
 )
 from reshard.conversion.writer import Settings, Writer
 from reshard.errors import ArgumentError, UnsupportedError
+from reshard.formats import counter_tensors
 from reshard.formats.deepspeed import names
 from reshard.formats.deepspeed.zero import WEIGHT
 from reshard.formats.torch_file import archive
@@ -53,8 +54,10 @@ _VERSION = "0.19.8"
 _N_GROUPS = 1024
 # Values of a source that belong to the run that wrote it, or that are written in another place.
 _NOT_CLIENT_STATE = frozenset(
-    ("optimizer", "optimizer_step", "zero_stage", "tied", "ds_config", "data_sampler", "random_ltd", "module")
-    + ("checkpoint_parallel_dimensions", "universal_checkpoint_info", "ds_autoep_layers", "autoep_layers")
+    {
+        *("optimizer", "optimizer_step", "zero_stage", "tied", "ds_config", "data_sampler", "random_ltd", "module"),
+        *("checkpoint_parallel_dimensions", "universal_checkpoint_info", "ds_autoep_layers", "autoep_layers"),
+    }
 )
 
 
@@ -134,7 +137,8 @@ class _Content:
 def _content(job: Job, iteration: int | None) -> _Content:
     """Group the tensors by parameter, and check that DeepSpeed loads what is written."""
     source = job.source
-    of_optimizer = set(source.keys("optimizer"))
+    # A single file has no parts: there the names tell.
+    of_optimizer = {*source.keys("optimizer"), *filter(counter_tensors.is_state, job.keys)}
     tensors: dict[str, dict[str, str]] = {}
     for key in job.keys:
         if key not in of_optimizer:
@@ -216,7 +220,7 @@ def _step(job: Job, keys: list[str], iteration: int | None) -> float:
         if len(set(values.values())) > 1:
             low, high = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
             raise UnsupportedError(
-                f"{show(low)} is {values[low]}, {show(high)} is {values[high]}: DeepSpeed has one step for all parameters",
+                f"{show(low)} is {values[low]}, {show(high)} is {values[high]}: DeepSpeed has one step for all",
                 key=low,
                 hint='write the weights only with `part="model"`',
             )
@@ -284,6 +288,6 @@ def _is_ours(entry: Location) -> bool:
         file = entry / _MODEL_FILES[0]
         return entry.name.endswith(_SUFFIX) and file.is_file() and archive.is_ours(file)
     if entry.name == names.LATEST_UNIVERSAL:
-        folders = [entry.parent / name for name in entry.parent.names() if name.endswith(_SUFFIX)]
-        return all(map(_is_ours, folders))
+        folders = [entry.parent / name for name in entry.parent.names() if name.startswith("global_step")]
+        return all(_is_ours(folder) for folder in folders if folder.name.endswith(_SUFFIX))
     return is_our_file(entry)

@@ -168,7 +168,7 @@ def _archive(composer: Composer, base: str, data: bytes, arrays: Sequence[int | 
         composer: the file.
         base: name of the top folder in the archive.
         data: the encoded object.
-        arrays: number of bytes of each storage, which is the next array of the plan, or its bytes; its key is its number.
+        arrays: for each storage its number of bytes, if it is the next array of the plan, or its bytes.
         mark: whether a member records which package wrote it.
     """
     archive = _Archive(composer, base)
