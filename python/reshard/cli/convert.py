@@ -18,7 +18,10 @@ __all__ = ["convert"]
 @click.option(
     "--to",
     type=click.Choice(
-        ["huggingface", "mindspore", "checkpoint2", "checkpoint1", "safetensors", "torch", "dcp", "megatron"]
+        [
+            *("huggingface", "mindspore", "checkpoint2", "checkpoint1", "safetensors"),
+            *("torch", "dcp", "megatron", "deepspeed-universal"),
+        ]
     ),
     help="Format of DST. Default: checkpoint2 with --layout; safetensors if DST ends so; torch if DST ends with .bin, "
     ".pt or .pth; else huggingface.",

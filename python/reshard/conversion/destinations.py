@@ -15,6 +15,7 @@ from reshard.errors import DestinationExistsError, ReshardError
 from reshard.formats import weight_map, writer_mark
 from reshard.formats.checkpoint1.names import STRATEGY_FOLDER
 from reshard.formats.dcp import names as dcp
+from reshard.formats.deepspeed import names as deepspeed
 from reshard.formats.full_weights import names as full_weights
 from reshard.formats.huggingface import names as huggingface
 from reshard.formats.tiled import names as tiles
@@ -72,6 +73,7 @@ _COMMITS = (
     torch_files.INDEX_FILE,
     dcp.METADATA_FILE,
     dcp.TRACKER_FILE,
+    deepspeed.LATEST_UNIVERSAL,
 )
 _INDEXES = (huggingface.INDEX_FILE, full_weights.MAP_FILE, torch_files.INDEX_FILE)
 

@@ -12,6 +12,7 @@ from reshard.formats.checkpoint1.writer import Checkpoint1Writer
 from reshard.formats.checkpoint2.writer import Checkpoint2Writer
 from reshard.formats.dcp.megatron_writer import MegatronWriter
 from reshard.formats.dcp.writer import DcpWriter
+from reshard.formats.deepspeed.universal_writer import UniversalWriter
 from reshard.formats.full_weights.writer import FullWeightsWriter
 from reshard.formats.huggingface.writer import HuggingFaceWriter
 from reshard.formats.tiled.writer import SafetensorsWriter
@@ -32,6 +33,7 @@ WRITERS: tuple[Writer, ...] = (
     TorchWriter(),
     DcpWriter(),
     MegatronWriter(),
+    UniversalWriter(),
 )
 
 

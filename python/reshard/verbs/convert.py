@@ -43,7 +43,17 @@ if TYPE_CHECKING:
 
 __all__ = ["ConvertReport", "Target", "convert"]
 
-Target = Literal["huggingface", "mindspore", "checkpoint2", "checkpoint1", "safetensors", "torch", "dcp", "megatron"]
+Target = Literal[
+    "huggingface",
+    "mindspore",
+    "checkpoint2",
+    "checkpoint1",
+    "safetensors",
+    "torch",
+    "dcp",
+    "megatron",
+    "deepspeed-universal",
+]
 
 
 @dataclass(frozen=True)
@@ -112,7 +122,8 @@ def convert(
             file; else one per rank), "huggingface" (the default elsewhere), "mindspore" (full weights in its layout),
             "checkpoint1" (a folder a rank), "torch" (`torch.save`; the default if `dst` ends with `.bin`, `.pt` or
             `.pth`: one file; else `pytorch_model.bin` or several files with an index), "dcp" (a folder of
-            `torch.distributed.checkpoint`) or "megatron" (a root of Megatron-Core with weights in `torch_dist`).
+            `torch.distributed.checkpoint`), "megatron" (a root of Megatron-Core with weights in `torch_dist`) or
+            "deepspeed-universal" (a root of DeepSpeed with a universal folder, for any ZeRO stage).
         part: "model", "optimizer" or "all"; default "model" for Hugging Face, torch and Megatron, else "all".
         layout: how the destination is sharded, also a strategy file; None: whole tensors. It uses the new names.
         strategy: of rank folders, how they are sharded: a strategy file, or a folder with those of all stages.
@@ -122,7 +133,8 @@ def convert(
             inverse.
         config: the model's `config.json`, for the sizes that the name map takes from it; default: the one in `src`.
         iteration: number of the Checkpoint 2.0 iteration; default: the source's, or 0 if it has none. Of rank folders
-            the step in the names of the files. For Megatron the default is the source's, or `release`.
+            the step in the names of the files. For Megatron the default is the source's, or `release`; for DeepSpeed it
+            is also the step of the optimizer, where the source has none.
         dtype: cast the floating-point tensors to it; others stay.
         files: which files are written: a `Files` or a mapping of its fields.
         commit: how the destination is published: a `Commit` or a mapping of its fields. `rollback` and `takeover` are

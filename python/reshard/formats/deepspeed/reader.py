@@ -199,7 +199,9 @@ def _open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
         model_names = [name for name in present if names.is_state_file(name) and name.endswith("_model_states.pt")]
         first_rank = [name for name in model_names if "mp_rank_00" in name]
         is_divided = len(first_rank) < len(model_names)
-        files = names.rank_files(str(folder), first_rank)
+        # A folder that `convert` wrote has the same file under the names of all stages.
+        whole = [name for name in first_rank if name.startswith("mp_rank_")]
+        files = names.rank_files(str(folder), whole or first_rank)
     else:
         files = names.rank_files(str(folder), present)
         is_divided = False

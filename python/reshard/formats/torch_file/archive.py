@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from reshard import _core
     from reshard.storage.location import Location
 
-__all__ = ["Composer", "is_ours", "object_archive", "state_dict", "tensor_archive"]
+__all__ = ["Composer", "is_ours", "object_archive", "optimizer_file", "scalar_file", "state_dict", "tensor_archive"]
 
 _ALIGN_BYTES = 64
 _FLAGS = 0x0808  # UTF-8 names; size and checksum follow the data
@@ -161,14 +161,14 @@ class _Archive:
         composer.literal(struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, *narrow, 0))
 
 
-def _archive(composer: Composer, base: str, data: bytes, arrays: Sequence[int], *, mark: bool = False) -> None:
+def _archive(composer: Composer, base: str, data: bytes, arrays: Sequence[int | bytes], *, mark: bool = False) -> None:
     """Append an archive.
 
     Args:
         composer: the file.
         base: name of the top folder in the archive.
         data: the encoded object.
-        arrays: bytes of each storage; its key is its number.
+        arrays: for each storage its number of bytes, if it is the next array of the plan, or its bytes.
         mark: whether a member records which package wrote it.
     """
     archive = _Archive(composer, base)
@@ -176,8 +176,11 @@ def _archive(composer: Composer, base: str, data: bytes, arrays: Sequence[int], 
     archive.data(".format_version", b"1")
     archive.data(".storage_alignment", str(_ALIGN_BYTES).encode())
     archive.data("byteorder", b"little")
-    for number, n_bytes in enumerate(arrays):
-        archive.array(f"data/{number}", n_bytes)
+    for number, storage in enumerate(arrays):
+        if isinstance(storage, bytes):
+            archive.data(f"data/{number}", storage)
+        else:
+            archive.array(f"data/{number}", storage)
     archive.data("version", b"3\n")
     digest = int.from_bytes(hashlib.blake2b(data, digest_size=16).digest())
     archive.data(".data/serialization_id", f"{digest % 10**40:040d}".encode())
@@ -240,6 +243,51 @@ def object_archive(value: object) -> Composer:
     composer = Composer()
     _archive(composer, "archive", encoder.finished(), [])
     return composer
+
+
+def scalar_file(value: float) -> bytes:
+    """A file of `torch.save` that holds a tensor of one float32 value."""
+    encoder = Encoder(2)
+    encoder.tensor("0", "F32", (), 4)
+    composer = Composer()
+    _archive(composer, "archive", encoder.finished(), [struct.pack("<f", value)])
+    return composer.container()[0]
+
+
+def optimizer_file(values: Mapping[str, object], step: float | None, options: Mapping[str, object]) -> bytes:
+    """A file of `torch.save` with a dict, and in it the state dict of an optimizer with one group.
+
+    Args:
+        values: plain values by name.
+        step: the step in the state of the first parameter, a tensor; None: there is no state.
+        options: the options of the group.
+
+    Raises:
+        NotPlainError: a value has no encoding.
+    """
+    encoder = Encoder(2)
+    encoder.opcodes(b"}(")
+    for name, value in values.items():
+        encoder.text(name)
+        encoder.value(value)
+    encoder.text("optimizer_state_dict")
+    encoder.opcodes(b"}(")
+    encoder.text("state")
+    encoder.opcodes(b"}")
+    if step is not None:
+        encoder.opcodes(b"(")
+        encoder.integer(0)
+        encoder.opcodes(b"}(")
+        encoder.text("step")
+        encoder.tensor("0", "F32", (), 4)
+        encoder.opcodes(b"uu")
+    encoder.text("param_groups")
+    encoder.value([{**options, "params": []}])
+    encoder.opcodes(b"uu")
+    composer = Composer()
+    storages = [] if step is None else [struct.pack("<f", step)]
+    _archive(composer, "archive", encoder.finished(), storages, mark=True)
+    return composer.container()[0]
 
 
 def is_ours(path: Location) -> bool:
