@@ -1,4 +1,4 @@
-"""A run with ModelParallelStrategy, as a program: `out dp tp stop seed every`. It ends by SIGKILL at the step `stop`."""
+"""A run with ModelParallelStrategy, as a program: `out dp tp stop seed every`. SIGKILL ends it at the step `stop`."""
 
 from __future__ import annotations
 
