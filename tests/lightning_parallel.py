@@ -1,4 +1,4 @@
-"""A run with ModelParallelStrategy, as a program: `out dp tp stop seed`. It ends by SIGKILL at the step `stop`."""
+"""A run with ModelParallelStrategy, as a program: `out dp tp stop seed every`. SIGKILL ends it at the step `stop`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 from reshard.lightning import ReshardCheckpoint  # noqa: E402
 
-OUT, DP, TP, STOP, DRAWN = sys.argv[1], *map(int, sys.argv[2:])
+OUT, DP, TP, STOP, DRAWN, EVERY = sys.argv[1], *map(int, sys.argv[2:])
 
 
 class Model(L.LightningModule):
@@ -45,11 +45,11 @@ class Model(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), 1e-2)
 
 
-L.seed_everything(0)
+L.seed_everything(DRAWN)
 values = TensorDataset(torch.randn(88, 4, generator=torch.Generator().manual_seed(0)))
 trainer = L.Trainer(
     strategy=ModelParallelStrategy(data_parallel_size=DP, tensor_parallel_size=TP),
-    callbacks=[ReshardCheckpoint(OUT, every_n_train_steps=5)],
+    callbacks=[ReshardCheckpoint(OUT, every_n_train_steps=EVERY)],
     accelerator="cpu",
     devices=DP * TP,
     logger=False,
@@ -57,5 +57,4 @@ trainer = L.Trainer(
     enable_model_summary=False,
     max_epochs=2,
 )
-torch.manual_seed(DRAWN)
 trainer.fit(Model(), DataLoader(values, 4, shuffle=True), ckpt_path="last")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.peers.required import required
 
 import reshard
 
@@ -47,6 +48,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_of(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: Path) -> None:
+    if name.startswith("reshard.mindspore") or name.endswith(".train_mindspore"):
+        required("mindspore")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     if name in READ_A_CHECKPOINT:

@@ -23,7 +23,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import reshard
 from reshard.errors import ArgumentError, DamagedFileError, MismatchError, UnsupportedError
-from reshard.lightning import callback_of
+from reshard.lightning import callback_of, resuming
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,6 +59,10 @@ def data(kind: str) -> Any:
         return StatefulDataLoader(TensorDataset(values), 4, shuffle=True)
     if kind == "two":
         return {"a": DataLoader(Noisy(values), 4, shuffle=True), "b": DataLoader(Noisy(values[:20]), 4, shuffle=True)}
+    if kind == "workers":
+        return DataLoader(Noisy(values), 4, shuffle=True, num_workers=2)
+    if kind == "persistent":
+        return DataLoader(TensorDataset(values), 4, shuffle=True, num_workers=2, persistent_workers=True)
     return DataLoader(Noisy(values), 4, shuffle=True)
 
 
@@ -146,6 +150,11 @@ CASES: dict[str, dict[str, Any]] = {
     "no length": {"stop": 9, "starts_at": 8, "saving": {"every_n_train_steps": 4}, "data": "stream"},
     "stateful": {"stop": 17, "starts_at": 15, "data": "stateful"},
     "two loaders": {"stop": 17, "starts_at": 15, "data": "two"},
+    "workers": {"stop": 17, "starts_at": 15, "data": "workers", "trainer": {"max_epochs": 2}},
+    "persistent workers": {"stop": 17, "starts_at": 15, "data": "persistent"},
+    "persistent workers, end of epoch": {
+        "stop": 24, "starts_at": 22, "data": "persistent", "saving": {"every_n_train_steps": 11},
+    },
     "bfloat16": {"stop": 17, "starts_at": 15, "trainer": {"precision": "bf16-true"}},
 }  # fmt: skip
 
@@ -224,6 +233,15 @@ def test_a_callback_of_the_other_package_is_refused(tmp_path: Path) -> None:
         run(tmp_path, package="pytorch_lightning", callbacks=[other])
 
 
+def test_fsdp1_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning makes a Trainer with it on GPUs only."""
+    library = importlib.import_module("lightning.pytorch")
+    trainer = library.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    monkeypatch.setattr(trainer._accelerator_connector, "strategy", library.strategies.FSDPStrategy())
+    with pytest.raises(UnsupportedError, match="`FSDPStrategy`"):
+        callback_of("lightning")(tmp_path).setup(trainer, library.LightningModule(), "fit")
+
+
 def test_replaced_weights_are_refused(tmp_path: Path) -> None:
     library = importlib.import_module("lightning.pytorch")
 
@@ -274,12 +292,83 @@ def test_the_killed_example_goes_on(tmp_path: Path, n_ranks: int) -> None:
 
 
 @pytest.mark.slow
-def test_model_parallel(tmp_path: Path) -> None:
-    dp, tp = 2, 1
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)])
+def test_model_parallel(tmp_path: Path, dp: int, tp: int) -> None:
     program = Path(__file__).with_name("lightning_parallel.py")
-    whole = finished(start(2, program, tmp_path / "whole", dp, tp, -1, 0)).splitlines()
-    killed = start(2, program, tmp_path / "torn", dp, tp, 17, 0)
+    whole = finished(start(2, program, tmp_path / "whole", dp, tp, -1, 0, 5)).splitlines()
+    killed = start(2, program, tmp_path / "torn", dp, tp, 17, 0, 5)
     first = killed.communicate(timeout=240)[0].splitlines()
-    second = finished(start(2, program, tmp_path / "torn", dp, tp, -1, 5)).splitlines()
+    resumed = start(2, program, tmp_path / "torn", dp, tp, -1, 5, 5)
+    out, errors = resumed.communicate(timeout=240)
+    assert "the sampler goes on with seed 0 of the checkpoint, not with 5" in errors
+    second = out.splitlines()
     assert min(int(line.split()[0]) for line in second) == 15
     assert {*first, *second} == {*whole}
+
+
+@pytest.mark.slow
+def test_another_number_of_ranks_resumes_at_the_end_of_an_epoch(tmp_path: Path) -> None:
+    """From two ranks with FSDP2 to one: the second epoch has all samples once."""
+    program = Path(__file__).with_name("lightning_parallel.py")
+    start(2, program, tmp_path, 2, 1, 16, 0, 11).communicate(timeout=240)
+    lines = [line.split() for line in finished(start(1, program, tmp_path, 1, 1, -1, 0, 11)).splitlines()]
+    assert [int(line[0]) for line in lines] == list(range(11, 11 + 22))
+    samples = torch.randn(88, 4, generator=torch.Generator().manual_seed(0))
+    assert sum(float.fromhex(line[3]) for line in lines) == pytest.approx(float(samples.sum()), abs=1e-4)
+
+
+def test_another_number_of_ranks_is_refused_within_an_epoch() -> None:
+    saved = {"lightning": {"is_end_of_epoch": False}}
+    with pytest.raises(MismatchError, match="saved within an epoch by 2 ranks, and this run has 1"):
+        resuming._check(saved, "x", 2, 1)
+    resuming._check(saved, "x", 2, 2)
+    resuming._check({"lightning": {"is_end_of_epoch": True}}, "x", 2, 1)
+
+
+def test_the_scaler_and_the_datamodule_go_on(tmp_path: Path) -> None:
+    def train(folder: str, stop: int = -1) -> tuple[Any, ...]:
+        library = importlib.import_module("lightning.pytorch")
+
+        class Counted(library.LightningDataModule):  # type: ignore[misc,name-defined]
+            n = 0
+
+            def train_dataloader(self) -> Any:
+                return data("map")
+
+            def state_dict(self) -> dict[str, Any]:
+                return {"n": self.n}
+
+            def load_state_dict(self, state: dict[str, Any]) -> None:
+                self.n = state["n"]
+
+        class Model(library.LightningModule):  # type: ignore[misc,name-defined]
+            def __init__(self) -> None:
+                super().__init__()
+                self.net = torch.nn.Linear(4, 1)
+
+            def training_step(self, batch: Any, _index: int) -> Any:
+                self.trainer.datamodule.n += 1
+                if self.global_step == stop:
+                    raise Stop
+                return self.net(batch[0]).square().mean()
+
+            def configure_optimizers(self) -> Any:
+                return torch.optim.AdamW(self.parameters(), 1e-2)
+
+        library.seed_everything(0, verbose=False)
+        scaler: Any = torch.amp.GradScaler("cpu", growth_interval=3)
+        trainer = library.Trainer(
+            callbacks=[callback_of("lightning")(tmp_path / folder, every_n_train_steps=5)],
+            plugins=[library.plugins.MixedPrecision("16-mixed", "cpu", scaler)],
+            accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False, max_epochs=2,
+        )  # fmt: skip
+        model, module = Model(), Counted()
+        with contextlib.suppress(Stop):
+            trainer.fit(model, datamodule=module, ckpt_path="last")
+        return module.n, scaler.state_dict(), [one.tolist() for one in model.parameters()]
+
+    whole = train("whole")
+    train("torn", stop=17)
+    assert train("torn") == whole
+    assert whole[0] == 22
+    assert whole[1]["scale"] != 65536.0  # it has changed

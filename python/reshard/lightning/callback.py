@@ -159,6 +159,10 @@ class Saving:
             trainer: the Trainer.
             pl_module: the model.
             stage: "fit", "validate", "test" or "predict".
+
+        Raises:
+            ArgumentError: the Trainer is of the other package.
+            UnsupportedError: the strategy is `FSDPStrategy`.
         """
         if not isinstance(trainer, self.library.Trainer):
             raise ArgumentError(
@@ -167,6 +171,12 @@ class Saving:
                 hint='`reshard.lightning.callback_of("lightning" or "pytorch_lightning")` chooses the package',
             )
         super().setup(trainer, pl_module, stage)  # type: ignore[misc]
+        refused = getattr(self.library.strategies, "FSDPStrategy", None)
+        if refused is not None and isinstance(trainer.strategy, refused):
+            raise UnsupportedError(
+                "`FSDPStrategy` (FSDP1) is not supported",
+                hint="`ModelParallelStrategy` with `fully_shard` (FSDP2) is",
+            )
         strategy, connector = trainer.strategy, trainer._checkpoint_connector  # noqa: SLF001  Lightning has no hooks here
         load, process, end = strategy.load_checkpoint, strategy.process_dataloader, connector.resume_end
 

@@ -35,6 +35,8 @@ class Position:
         self._resume: dict[str, Any] | None = None
         self._first: dict[str, Any] = {}  # the random state before the first batch
         self._last: dict[str, Any] = {}  # and before the newest batch, of loaders without a length
+        self._is_reused = False  # whether the epoch uses persistent workers of an earlier one
+        self._start_workers = False
         self.n_taken = 0
 
     def state(self, loader: Any, n_ahead: int, *, is_end: bool) -> dict[str, Any]:
@@ -47,7 +49,8 @@ class Position:
         """
         state: dict[str, Any] = {"seed": _seed_of(loader)}
         if is_end:
-            return state
+            return state | {"reused": _has_workers(loader)}
+        state["reused"] = self._is_reused
         state |= {"n": self.n_taken - n_ahead, "first": self._first}
         if n_ahead:
             state["last"] = self._last
@@ -67,12 +70,19 @@ class Position:
             _log.warning("the sampler goes on with seed %d of the checkpoint, not with %d", state["seed"], seed)
             loader.sampler.seed = state["seed"]
         self._resume = state if "first" in state else None
+        self._start_workers = bool(state.get("reused"))
 
     def batches(self, loader: Any, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Iterate over the batches of an epoch, or over those that are left of it."""
         is_sized = _is_sized(loader)
         resume, self._resume = self._resume, None
         ahead: list[Any] = []
+        if self._start_workers:
+            # Persistent workers draw a seed when they start: without it the sampler draws as in the saved epoch.
+            self._start_workers = False
+            with _random_state(rng.capture()):
+                begin()
+        self._is_reused = _has_workers(loader)
         if resume is None:
             self.n_taken, self._first = 0, rng.capture()
             iterator = begin()
@@ -144,6 +154,11 @@ def _seed_of(loader: Any) -> int | None:
     """The seed of a `DistributedSampler`. Lightning takes it from `seed_everything`."""
     seed = getattr(getattr(loader, "sampler", None), "seed", None)
     return seed if type(seed) is int else None
+
+
+def _has_workers(loader: Any) -> bool:
+    """Whether persistent workers of an earlier epoch are running."""
+    return getattr(loader, "persistent_workers", False) and getattr(loader, "_iterator", None) is not None
 
 
 def _is_sized(loader: Any) -> bool:

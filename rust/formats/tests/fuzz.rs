@@ -258,7 +258,7 @@ fn mutated_files_are_refused_or_read_within_their_bytes_and_bounded_memory() {
                     let (bytes, is_metadata) = &samples[random.below(samples.len())];
                     let (other, _) = &samples[random.below(samples.len())];
                     let bytes = mutated(bytes, other, &mut random);
-                    let bytes = if run % 4 == 0 {
+                    let bytes = if run.is_multiple_of(4) {
                         bytes
                     } else {
                         without_crc(bytes)
