@@ -54,6 +54,7 @@ __all__ = [
     "shown",
     "size",
     "warn",
+    "write_page",
 ]
 
 P = ParamSpec("P")
@@ -157,6 +158,11 @@ def echo(text: str = "", *, err: bool = False, end: str = "\n") -> None:
 def echo_file(text: str) -> None:
     """Print the content of a requested file, such as a layout, also with `--quiet`."""
     click.echo(text, nl=False)
+
+
+def write_page(path: str, content: str) -> None:
+    """Write a page; a file that is there is replaced as a whole. Raises StorageError."""
+    locate(path).replace(content, durable=False)
 
 
 def _is_set(name: str) -> bool:
