@@ -19,11 +19,13 @@ from reshard.cli import main
 from reshard.cli.contents import Contents, Iteration, TensorRow
 from reshard.cli.pages.html import page
 from reshard.cli.pages.inspect_data import inspect_data
+from reshard.cli.pages.plan_data import plan_data
 from reshard.formats.base import CheckpointData, Traits
 from reshard.formats.save_log import SaveRecord
 from reshard.formats.save_log import append as append_save
 from reshard.layout import ModelLayout
 from reshard.storage.location import locate
+from reshard.verbs.forecast import forecast
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -127,7 +129,7 @@ def test_text_of_a_checkpoint_is_never_markup(hostile: Path, tmp_path: Path) -> 
 
 
 def test_a_page_requests_nothing(tmp_path: Path) -> None:
-    for kind in ("inspect",):
+    for kind in ("inspect", "plan"):
         text = page("t", kind, {})
         assert re.search(r"default-src 'none'; style-src 'sha256-[^ ']+'; script-src 'sha256-[^ ']+'", text)
         assert set(re.findall(r"https?://[^\"' ]*", text)) <= {"http://www.w3.org/2000/svg"}
@@ -198,6 +200,78 @@ def test_many_tensors_are_drawn_as_groups() -> None:
     assert "3001 tensors" in data["notes"][0]
 
 
+# -- reshard plan
+
+
+def write_yaml(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+TP2 = "{mesh: {pp: 2, tp: 2}, rules: [{match: '*.w', cut: [tp]}, {match: '*'}]}"
+
+
+def test_a_forecast_is_what_a_conversion_writes_and_a_load_reads(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    tensors = {f"layers.{n}.w": rng.random((8, 6), np.float32) for n in range(3)} | {"b": np.zeros(5, np.int8)}
+    reshard.save_file(tensors, tmp_path / "m.safetensors")
+    reshard.convert(tmp_path / "m.safetensors", tmp_path / "src", layout=LAYOUT)
+    layout = write_yaml(tmp_path / "tp2.yaml", TP2)
+    found = json.loads(run("plan", tmp_path / "src", "--layout", layout, "--dst", tmp_path, "--json"))
+    reshard.convert(tmp_path / "src", tmp_path / "dst", layout=layout)
+    with reshard.open(tmp_path / "dst") as written, reshard.open(tmp_path / "src") as source:
+        assert [one["name"] for one in found["files"]] == [file.name for file in written.files()]
+        for one, file in zip(found["files"], written.files(), strict=True):
+            arrays = sum(array.nbytes for array in reshard.load_file(written.path / file.name).values())
+            assert one["n_bytes"] == arrays < file.n_bytes
+        for rank in range(4):
+            loaded = sum(array.nbytes for array in source.load(layout, rank=rank).values())
+            assert found["rank_bytes"][str(rank)] == loaded == sum(found["transfers"][str(rank)].values())
+    assert found["n_bytes"] == 3 * 8 * 6 * 4 + 5
+    assert found["needed_bytes"] == found["n_bytes"] * 21 // 20 + 1
+    assert found["seconds"] > found["seconds_cached"] > 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dst", "m.safetensors", "src", "tp2.yaml"]
+
+
+def test_a_forecast_is_printed_and_drawn(tmp_path: Path) -> None:
+    name = HOSTILE[0]
+    reshard.save_file({name: np.zeros((8, 4), np.float32)}, tmp_path / "m.safetensors")
+    layout = write_yaml(tmp_path / "l.yaml", "{mesh: {'</script>': 2}, rules: [{match: '*', cut: ['</script>']}]}")
+    given = ("plan", tmp_path / "m.safetensors", "--layout", layout, "--no-measure", "--dst", tmp_path)
+    printed = run(*given)
+    assert re.search(r"m\.safetensors +64 B +64 B", printed), printed
+    assert "64 B of memory on the largest rank, 1.00 times the mean; 128 B on all ranks" in printed
+    run(*given, "--html", tmp_path / "p.html")
+    text = (tmp_path / "p.html").read_text()
+    data = data_of(text)
+    assert data["ranks"] == [["rank 0", 1, 64], ["rank 1", 1, 64]]
+    assert data["matrix"] == {"rows": ["m.safetensors"], "columns": ["0", "1"], "cells": [[0, 0, 64], [0, 1, 64]]}
+    assert len(re.findall("</?script", text, re.IGNORECASE)) == 4
+
+
+def test_the_forecast_of_many_ranks_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not all ranks are planned; what the others load is computed, to the same numbers."""
+    reshard.save_file({f"layers.{n}.w": np.zeros((4096, 2), np.int8) for n in range(3)}, tmp_path / "m.safetensors")
+    layout = {"mesh": {"dp": 4, "tp": 512}, "rules": [{"match": "*", "cut": ["tp"]}]}
+    with reshard.open(tmp_path / "m.safetensors") as checkpoint:
+        whole = forecast(checkpoint, layout)
+        monkeypatch.setattr("reshard.verbs.forecast._MAX_PLANNED", 600)
+        monkeypatch.setattr("reshard.verbs.forecast._MAX_SHARDS", 1000)
+        bounded = forecast(checkpoint, layout)
+    assert len(whole.transfers) == 2048
+    assert len(bounded.transfers) == 200
+    assert bounded.rank_bytes == whole.rank_bytes
+    assert bounded.transfers.items() <= whole.transfers.items()
+    assert bounded.files is None
+    assert whole.files is not None
+    assert sum(file.n_bytes for file in whole.files) == whole.n_bytes
+    data = plan_data(bounded, src="m", layout="l", facts=[])
+    assert len(data["ranks"]) <= 1024
+    assert len(data["matrix"]["columns"]) == 50
+    assert sum(cell[2] for cell in data["matrix"]["cells"]) == 200 * 48
+    assert len(data["notes"]) == 3
+
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
@@ -219,6 +293,11 @@ def test_a_browser_draws_the_page_and_runs_nothing_of_a_checkpoint(hostile: Path
     assert "bytes by file" in drawn
     assert "&lt;/script&gt;&lt;img src=x onerror=" in drawn
     assert "<img" not in drawn
+    layout = write_yaml(tmp_path / "l.yaml", "{mesh: {tp: 2}, rules: [{match: '*', cut: [tp]}]}")
+    run("plan", hostile, "--layout", layout, "--no-measure", "--html", tmp_path / "plan.html")
+    forecast_drawn = dom(tmp_path / "plan.html")
+    assert "bytes from source files to ranks" in forecast_drawn
+    assert "What is written" in forecast_drawn
     title = re.search("<title>(.*?)</title>", drawn)
     assert title is not None
     assert title[1].startswith("reshard inspect ")

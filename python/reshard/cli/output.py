@@ -47,6 +47,7 @@ __all__ = [
     "echo_table",
     "hint_near",
     "join_dims",
+    "natural_order",
     "plain_table",
     "progress_bar",
     "quiet_option",
@@ -138,6 +139,17 @@ def join_dims(shape: Sequence[int]) -> str:
         ('4096 x 1024', '7', 'scalar')
     """
     return " x ".join(map(str, shape)) or "scalar"
+
+
+def natural_order(name: str) -> list[tuple[int, str]]:
+    """A key for `sorted`, by the numbers in names.
+
+    Example:
+        >>> sorted(["model-10", "model-9"], key=natural_order)
+        ['model-9', 'model-10']
+    """
+    parts = re.split(r"([0-9]{1,18})", name)
+    return [(int(part), "") if n % 2 else (-1, part) for n, part in enumerate(parts)]
 
 
 # -- printing

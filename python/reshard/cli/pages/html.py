@@ -55,7 +55,7 @@ def page(title: str, kind: str, data: object) -> str:
 <style>{style}</style>
 </head>
 <body>
-<main id="page"><noscript>This page draws its data with a script. Scripts are disabled in this browser.</noscript></main>
+<main id="page"><noscript>This page draws its data with a script. They are disabled in this browser.</noscript></main>
 <script type="application/json" id="data">{content}</script>
 <script>{script}</script>
 </body>

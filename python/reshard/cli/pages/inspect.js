@@ -53,29 +53,29 @@ function timeline() {
       best = known.reduce((a, b) => value(b) < value(a) ? b : a);
     }
     node.append(svg("line", {class: "grid", x1: left, x2: width - right, y1: base + 14, y2: base + 14}));
+    const words = (point) => [...point.marks, ...(point === best ? [`lowest ${data.saves.metrics[metric]}`.slice(0, 40)] : [])];
     const row = points.length > 60 ? 3 : 6;
-    let labelEnd = -1e9;
     points.forEach((point) => {
       const color = STATES[point.state][0], at = x(point.iteration);
-      const words = [...point.marks, ...(point === best ? [`lowest ${data.saves.metrics[metric]}`] : [])];
-      const group = svg("g", {class: "click", onclick: () => show(point, words)});
+      const group = svg("g", {class: "click", onclick: () => show(point, words(point))});
       if (value(point) !== null) group.append(svg("circle", {cx: at, cy: y(value(point)), r: row === 6 ? 4 : 2, fill: color}));
       group.append(svg("circle", {cx: at, cy: base + 14, r: row, fill: point.state === "deleted" ? "var(--card)" : color, stroke: color, "stroke-width": 1.5}));
       if (point.state === "damaged" || point.state === "unreadable")
         group.append(svg("path", {d: `M${at - 3},${base + 11}l6,6m0,-6l-6,6`, stroke: "#fff", "stroke-width": 1.6}));
-      tooltip(group, `iteration ${point.iteration}: ${STATES[point.state][1]}${words.length ? `\n${words.join(", ")}` : ""}${value(point) === null ? "" : `\n${data.saves.metrics[metric]} ${value(point).toPrecision(6)}`}`);
+      tooltip(group, `iteration ${point.iteration}: ${STATES[point.state][1]}${words(point).length ? `\n${words(point).join(", ")}` : ""}${value(point) === null ? "" : `\n${data.saves.metrics[metric]} ${value(point).toPrecision(6)}`}`);
       node.append(group);
-      const label = String(point.iteration);
-      const half = Math.max(label.length * 3.4, ...words.map((word) => word.length * 3.1));
-      if (at - half > labelEnd || words.length) {
-        if (at - half > labelEnd) {
-          node.append(svg("text", {class: "soft", x: at, y: base + 36, "text-anchor": "middle"}, label));
-          words.slice(0, 3).forEach((word, n) =>
-            node.append(svg("text", {x: Math.min(at, width - 4 - word.length * 3), y: base + 48 + n * 11, "text-anchor": "middle"}, word)));
-          labelEnd = at + half;
-        }
-      }
     });
+    // Labels that do not overlap: points with words first, newest first.
+    const taken = [];
+    for (const point of [...points].reverse().sort((a, b) => words(b).length - words(a).length)) {
+      const label = String(point.iteration), lines = words(point).slice(0, 3);
+      const half = 4 + 3.2 * Math.max(label.length, ...lines.map((line) => line.length));
+      const at = Math.min(Math.max(x(point.iteration), half), width - half);
+      if (taken.some(([from, to]) => at + half > from && at - half < to)) continue;
+      taken.push([at - half, at + half]);
+      node.append(svg("text", {class: "soft", x: at, y: base + 36, "text-anchor": "middle"}, label));
+      lines.forEach((line, n) => node.append(svg("text", {x: at, y: base + 48 + n * 11, "text-anchor": "middle"}, line)));
+    }
     box.replaceChildren(node);
   }
   function show(point, words) {
@@ -237,7 +237,8 @@ function select(one) {
 
 function fileLabel(mark) {
   const one = FILES[mark];
-  return one.n === 1 && one.name.length <= 22 ? one.name : `file ${mark}`;
+  if (one.n > 1) return `files ${mark * data.files.each}-${mark * data.files.each + one.n - 1}`;
+  return one.name.length <= 22 ? one.name : `file ${mark}`;
 }
 
 function regions(one) {
@@ -282,7 +283,7 @@ function files() {
   });
   const items = FILES.map((one, n) => {
     const known = one.model + one.optimizer;
-    return {label: String(n), click: () => selectFile(n), tip: `file ${n}: ${one.name}\n${size(one.bytes)}${one.n > 1 ? ` in ${one.n} files` : ""}, ${count(one.tensors, "tensor")}`,
+    return {label: String(n), click: () => selectFile(n), tip: `${one.n > 1 ? "" : `file ${n}: `}${one.name}\n${size(one.bytes)}${one.n > 1 ? ` in ${one.n} files` : ""}, ${count(one.tensors, "tensor")}`,
       parts: known ? parts.map((name) => [PART_COLORS[name], one[name]]) : [["var(--gone)", one.bytes]]};
   });
   card("Files", `Bytes of each shard file; the dashed line is the mean. ${balance.length ? `${balance.join("; ")}. ` : ""}Click a bar to see what the file holds.`,
@@ -296,7 +297,7 @@ function selectFile(mark) {
   const held = T.filter((tensor) => tensor.drawing !== null && data.drawings[tensor.drawing][4].some((cell) => cell[4].includes(mark)));
   const exact = held.reduce((sum, tensor) => sum + tensor.n, 0) === one.tensors;
   held.sort((a, b) => b.bytes - a.bytes);
-  fileDetail.replaceChildren(el("h3", {text: `file ${mark}: ${one.name}`}),
+  fileDetail.replaceChildren(el("h3", {text: `${one.n > 1 ? "" : `file ${mark}: `}${one.name}`}),
     el("p", {text: `${size(one.bytes)}${one.n > 1 ? ` in ${one.n} files` : ""}, regions of ${count(one.tensors, "tensor")}${one.model && one.optimizer ? `: model ${size(one.model)}, optimizer ${size(one.optimizer)}` : ""}.${exact ? "" : " Not all of them are listed here, because regions are drawn together."}`}),
     el("div", {class: "list"}, table(null, held.slice(0, 300).map((tensor) => [el("button", {class: "link mono", text: tensor.key, onclick: () => { select(tensor); detail.scrollIntoView({block: "center"}); }}), tensor.dtype, tensor.shape, tensor.cut]))));
   if (chosen) select(chosen);

@@ -11,7 +11,7 @@ import re
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
-from reshard.cli.output import join_dims
+from reshard.cli.output import join_dims, natural_order
 from reshard.cli.pages.html import text
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ _MAX_CELLS = 60_000  # of the drawings of all tensors
 _MAX_CELLS_EACH = 1024
 _MIN_CELLS_EACH = 16
 _MAX_FILES_IN_CELL = 6
-_NUMBER = re.compile(r"[0-9]{1,18}")
 _NUMBER_IN_KEY = re.compile(r"(?:(?<=\.)|^)[0-9]{1,18}(?=\.|$)")
 
 
@@ -127,7 +126,7 @@ class _Files:
     """The files as marks: each mark is one file, or consecutive files in a checkpoint with many."""
 
     def __init__(self, files: Sequence[tuple[str, int]], notes: list[str]) -> None:
-        ordered = sorted(range(len(files)), key=lambda n: _natural(files[n][0]))
+        ordered = sorted(range(len(files)), key=lambda n: natural_order(files[n][0]))
         each = max(1, math.ceil(len(files) / _MAX_FILES))
         if each > 1:
             each = math.ceil(len(files) / (_MAX_FILES // 2))
@@ -163,11 +162,6 @@ class _Files:
             marks.append([name, len(members), sum(sizes), max(sizes), self._tensors[mark],
                           held.get("model", 0), held.get("optimizer", 0)])  # fmt: skip
         return {"n": len(self._files), "each": self._each, "marks": marks}
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """A sort key by which file 2 comes before file 10."""
-    return [(int(part), "") if _NUMBER.fullmatch(part) else (-1, part) for part in re.split(r"([0-9]{1,18})", name)]
 
 
 # -- tensors
