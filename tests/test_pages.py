@@ -83,7 +83,7 @@ def test_a_page_shows_iterations_tensors_files_and_regions(tmp_path: Path) -> No
         ("layers.0.b", 16),
         ("adam_m.layers.0.w", 128),
     ]
-    assert [mark[5:] for mark in data["files"]["marks"]] == [[144, 0], [0, 128]]
+    assert [mark[5:7] for mark in data["files"]["marks"]] == [[144, 0], [0, 128]]
     assert data["notes"] == []
 
 
@@ -101,6 +101,7 @@ def test_regions_are_drawn_as_the_grid_that_is_stored(tmp_path: Path) -> None:
         for row, column, n, n_files, marks in cells:
             (shard,) = (one for one in checkpoint["w"].shards if one.offset == (row * 2, column * 2))
             assert (n, n_files, [names[mark] for mark in marks]) == (1, 1, list(shard.files))
+            assert data["files"]["marks"][marks[0]][7:] == [row * 4 + column] * 2  # the rank
 
 
 @pytest.fixture

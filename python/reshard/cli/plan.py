@@ -48,7 +48,7 @@ _BUFFERS = 256 << 20  # the default of `convert --memory`
               help="An existing folder on the file system of the destination, for its free space and speed. "
               "Default: the current folder.")  # fmt: skip
 @click.option("--measure/--no-measure", default=True, show_default=True,
-              help="Measure the speed in DIR, with 192 MiB that are written there and removed.")  # fmt: skip
+              help="Measure the speed in DIR, with 384 MiB that are written there and removed.")  # fmt: skip
 @click.option("--html", "html", type=PATH, metavar="FILE", help="Write a page for a browser: one file, no network.")
 @command
 def plan(
@@ -65,7 +65,7 @@ def plan(
     """Forecast the conversion of the checkpoint SRC to a layout, before it runs. Tensor data is not read.
 
     The bytes that each rank would load, the files that `convert --layout` would write with each shard once, which
-    source file each rank reads, the memory and disk that are needed, and how long it takes at the speed of this machine.
+    source file each rank reads, the memory and disk that are needed, and the time at the speed of this machine.
 
     \b
     Examples:
@@ -119,13 +119,13 @@ def _facts(found: Forecast, numbers: dict[str, Any], dst: str) -> list[tuple[str
     ranks = list(found.rank_bytes.values())
     mean = sum(ranks) / max(len(ranks), 1)
     largest = numbers["max_rank_bytes"]
+    load = f"{size(largest)} of memory on the largest rank, {largest / max(mean, 1):.2f} times the mean"
     facts = [
-        ("tensors", f"{found.n_tensors}, {size(found.n_bytes)} in {len(found.sources)} files"),
-        ("layout", f"{mesh}, {len(ranks)} rank{'s' if len(ranks) != 1 else ''}"),
-        ("load", f"{size(largest)} of memory on the largest rank, {largest / max(mean, 1):.2f} times the mean; "
-                 f"{size(numbers['load_bytes'])} on all ranks"),
+        ("tensors", f"{found.n_tensors}, {size(found.n_bytes)} in {_count(len(found.sources), 'file')}"),
+        ("layout", f"{mesh}, {_count(len(ranks), 'rank')}"),
+        ("load", f"{load}; {size(numbers['load_bytes'])} on all ranks"),
         ("convert", f"writes {size(found.n_bytes)}, each shard once, in at most {size(_BUFFERS)} of buffers"),
-    ]  # fmt: skip
+    ]
     if found.files is not None:
         sizes = [file.n_bytes for file in found.files]
         facts.append(("files", f"{len(sizes)}, {size(min(sizes, default=0))} to {size(max(sizes, default=0))} each"))
@@ -136,19 +136,20 @@ def _facts(found: Forecast, numbers: dict[str, Any], dst: str) -> list[tuple[str
     here = "unknown" if free is None else size(free)
     facts.append(("disk", f"{size(numbers['needed_bytes'])} needed with 5 % to spare, {here} free in {dst}{enough}"))
     if numbers["seconds"] is not None:
+        cached = f"{_seconds(numbers['seconds_cached'])} if the source is in the page cache"
+        facts.append(("time", f"{_seconds(numbers['seconds'])} for convert in one process here, {cached}"))
+        write, read = (f"{numbers[name] / 1e9:.2f} GB/s" for name in ("convert_bytes_per_s", "read_bytes_per_s"))
         facts.append(
-            ("time", f"{_seconds(numbers['seconds'])} for convert in one process here, "
-                     f"{_seconds(numbers['seconds_cached'])} if the source is in the page cache")
-        )  # fmt: skip
-        facts.append(
-            ("measured", f"{numbers['convert_bytes_per_s'] / 1e9:.2f} GB/s converting and syncing, "
-                         f"{numbers['read_bytes_per_s'] / 1e9:.2f} GB/s reading past the page cache, 96 MiB in {dst}")
-        )  # fmt: skip
-    if len(found.transfers) < len(found.rank_bytes):
-        facts.append(
-            ("transfers", f"planned for {len(found.transfers)} of {len(found.rank_bytes)} ranks, evenly chosen")
+            ("measured", f"96 MiB in {dst}: {write} converting and syncing, {read} reading past the page cache")
         )
+    if len(found.transfers) < len(found.rank_bytes):
+        planned = f"planned for {len(found.transfers)} of {len(found.rank_bytes)} ranks, evenly chosen"
+        facts.append(("transfers", planned))
     return facts
+
+
+def _count(n: int, word: str) -> str:
+    return f"{n} {word}{'s' if n != 1 else ''}"
 
 
 def _seconds(value: float) -> str:

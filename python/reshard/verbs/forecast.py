@@ -37,6 +37,7 @@ _MAX_PLANNED = 400_000  # arrays in the plans of all ranks
 _MIN_RANKS = 16  # that are planned
 _MAX_SHARDS = 1_000_000  # that are assigned to files
 _SAMPLE_BYTES = 96 << 20
+_ROUNDS = 3  # of the measurement, of which the median counts
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ def _n_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class Speed:
-    """Speeds that were measured in a folder, with a model of 96 MiB that is removed afterwards.
+    """Speeds that were measured in a folder: the median of three rounds with a model of 96 MiB, which is removed.
 
     Attributes:
         convert_bytes_per_s: `convert` of one file, which is in the page cache, to two files that are synced.
@@ -194,7 +195,7 @@ class Speed:
 
 
 def measure_speed(folder: str | os.PathLike[str]) -> Speed:
-    """Measure the speed of a conversion in a folder. Takes about a second, and writes 192 MiB that are removed.
+    """Measure the speed of a conversion in a folder. Takes about two seconds, and writes 384 MiB that are removed.
 
     Raises:
         StorageError: the folder cannot be written, or has no space.
@@ -207,12 +208,15 @@ def measure_speed(folder: str | os.PathLike[str]) -> Speed:
         rows = np.random.default_rng(0).integers(0, 256, (48, _SAMPLE_BYTES // 48), np.uint8)
         save_file({f"layers.{n}.weight": row for n, row in enumerate(rows)}, made / "source.safetensors")
         layout = {"mesh": {"tp": 2}, "rules": [{"match": "*", "cut": ["tp"]}]}
-        start = time.perf_counter()
-        convert(made / "source.safetensors", made / "cut", layout=layout, commit=Commit(durable=True))
-        converted = time.perf_counter()
-        verify(made / "cut")
-        read = time.perf_counter()
-    return Speed(_SAMPLE_BYTES / (converted - start), _SAMPLE_BYTES / (read - converted))
+        converting, reading = [], []
+        for n in range(_ROUNDS):
+            start = time.perf_counter()
+            convert(made / "source.safetensors", made / f"cut{n}", layout=layout, commit=Commit(durable=True))
+            converted = time.perf_counter()
+            verify(made / f"cut{n}")
+            converting.append(converted - start)
+            reading.append(time.perf_counter() - converted)
+    return Speed(_SAMPLE_BYTES / sorted(converting)[_ROUNDS // 2], _SAMPLE_BYTES / sorted(reading)[_ROUNDS // 2])
 
 
 def free_bytes(folder: str | os.PathLike[str]) -> int | None:

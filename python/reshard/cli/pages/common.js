@@ -102,7 +102,7 @@ function bars(items, options) {
   const step = Math.min((width - left) / Math.max(items.length, 1), 90);
   const gap = step > 6 ? 2 : step > 2 ? 0.5 : 0;
   items.forEach((item, n) => {
-    const group = svg("g", item.click ? {class: "click", onclick: item.click} : {});
+    const group = svg("g", {"shape-rendering": "crispEdges", ...(item.click ? {class: "click", onclick: item.click} : {})});
     let at = 0;
     for (const [color, value] of item.parts) {
       if (!value) continue;

@@ -1,7 +1,8 @@
 // The page of `reshard inspect`.
 const T = data.tensors.map((row, number) => ({number, key: row[0], n: row[1], part: data.texts[row[2]], dtype: data.texts[row[3]],
   shape: data.texts[row[4]], cut: data.texts[row[5]], shards: row[6], min: row[7], max: row[8], bytes: row[9], drawing: row[10]}));
-const FILES = data.files.marks.map((row) => ({name: row[0], n: row[1], bytes: row[2], largest: row[3], tensors: row[4], model: row[5], optimizer: row[6]}));
+const FILES = data.files.marks.map((row) => ({name: row[0], n: row[1], bytes: row[2], largest: row[3], tensors: row[4], model: row[5], optimizer: row[6],
+  ranks: row[7] === null ? "" : row[7] === row[8] ? `rank ${row[7]}` : `ranks ${row[7]}-${row[8]}`}));
 const totalBytes = T.reduce((sum, one) => sum + one.bytes, 0);
 const PART_COLORS = {model: "var(--a)", optimizer: "var(--b)"};
 
@@ -237,6 +238,7 @@ function select(one) {
 
 function fileLabel(mark) {
   const one = FILES[mark];
+  if (one.ranks) return one.n > 1 || FILES.some((other, n) => n !== mark && other.ranks === one.ranks) ? `${one.ranks} (file${one.n > 1 ? "s" : ""} ${one.n > 1 ? `${mark * data.files.each}-${mark * data.files.each + one.n - 1}` : mark})` : one.ranks;
   if (one.n > 1) return `files ${mark * data.files.each}-${mark * data.files.each + one.n - 1}`;
   return one.name.length <= 22 ? one.name : `file ${mark}`;
 }
@@ -257,7 +259,7 @@ function regions(one) {
     return node;
   };
   const box = el("div", {class: "scroll"});
-  const result = el("div", {}, el("p", {class: "soft", text: "Which file holds which region of the tensor (rows and columns are elements of its dims):"}), box);
+  const result = el("div", {}, el("p", {class: "soft", text: "Which rank wrote which region of the tensor, or which file holds it; rows and columns are elements of its dims:"}), box);
   if (!rows.length) {
     box.append(el("table", {class: "cells"}, ...cells.slice(0, 200).map((one, n) => el("tr", {}, el("th", {text: `region ${n}`}), cell(one)))));
     return result;
@@ -283,7 +285,7 @@ function files() {
   });
   const items = FILES.map((one, n) => {
     const known = one.model + one.optimizer;
-    return {label: String(n), click: () => selectFile(n), tip: `${one.n > 1 ? "" : `file ${n}: `}${one.name}\n${size(one.bytes)}${one.n > 1 ? ` in ${one.n} files` : ""}, ${count(one.tensors, "tensor")}`,
+    return {label: String(n), click: () => selectFile(n), tip: `${one.n > 1 ? "" : `file ${n}: `}${one.name}${one.ranks ? `, ${one.ranks}` : ""}\n${size(one.bytes)}${one.n > 1 ? ` in ${one.n} files` : ""}, ${count(one.tensors, "tensor")}`,
       parts: known ? parts.map((name) => [PART_COLORS[name], one[name]]) : [["var(--gone)", one.bytes]]};
   });
   card("Files", `Bytes of each shard file; the dashed line is the mean. ${balance.length ? `${balance.join("; ")}. ` : ""}Click a bar to see what the file holds.`,
@@ -297,7 +299,7 @@ function selectFile(mark) {
   const held = T.filter((tensor) => tensor.drawing !== null && data.drawings[tensor.drawing][4].some((cell) => cell[4].includes(mark)));
   const exact = held.reduce((sum, tensor) => sum + tensor.n, 0) === one.tensors;
   held.sort((a, b) => b.bytes - a.bytes);
-  fileDetail.replaceChildren(el("h3", {text: `${one.n > 1 ? "" : `file ${mark}: `}${one.name}`}),
+  fileDetail.replaceChildren(el("h3", {text: `${one.n > 1 ? "" : `file ${mark}: `}${one.name}${one.ranks ? `, written by ${one.ranks}` : ""}`}),
     el("p", {text: `${size(one.bytes)}${one.n > 1 ? ` in ${one.n} files` : ""}, regions of ${count(one.tensors, "tensor")}${one.model && one.optimizer ? `: model ${size(one.model)}, optimizer ${size(one.optimizer)}` : ""}.${exact ? "" : " Not all of them are listed here, because regions are drawn together."}`}),
     el("div", {class: "list"}, table(null, held.slice(0, 300).map((tensor) => [el("button", {class: "link mono", text: tensor.key, onclick: () => { select(tensor); detail.scrollIntoView({block: "center"}); }}), tensor.dtype, tensor.shape, tensor.cut]))));
   if (chosen) select(chosen);

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.cli.output import join_dims, natural_order
 from reshard.cli.pages.html import text
+from reshard.errors import ArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from reshard import _core
+    from reshard.checkpoint import Checkpoint
     from reshard.cli.contents import Contents, Iteration, TensorRow
 
 __all__ = ["inspect_data"]
@@ -41,7 +43,7 @@ def inspect_data(facts: Contents, lines: Iterable[tuple[str, str]]) -> dict[str,
         lines: names and values that are shown first.
     """
     notes: list[str] = []
-    files = _Files(facts.files, notes)
+    files = _Files(facts.files, _ranks_of(facts.checkpoint), notes)
     rows = _tensor_groups(facts.rows, notes)
     checkpoint = facts.checkpoint
     return {
@@ -125,12 +127,13 @@ def _number(value: float | None) -> float | str | None:
 class _Files:
     """The files as marks: each mark is one file, or consecutive files in a checkpoint with many."""
 
-    def __init__(self, files: Sequence[tuple[str, int]], notes: list[str]) -> None:
+    def __init__(self, files: Sequence[tuple[str, int]], ranks: Mapping[int, int], notes: list[str]) -> None:
         ordered = sorted(range(len(files)), key=lambda n: natural_order(files[n][0]))
         each = max(1, math.ceil(len(files) / _MAX_FILES))
         if each > 1:
             each = math.ceil(len(files) / (_MAX_FILES // 2))
         self._files = [files[n] for n in ordered]
+        self._ranks = [ranks.get(n) for n in ordered]
         self._each = each
         self._mark = [0] * len(files)
         for position, n in enumerate(ordered):
@@ -159,9 +162,20 @@ class _Files:
                 name = f"{name} to {text(members[-1][0])}"
             sizes = [n_bytes for _, n_bytes in members]
             held = self._held[mark]
+            ranks = sorted({rank for rank in self._ranks[mark * self._each :][: len(members)] if rank is not None})
             marks.append([name, len(members), sum(sizes), max(sizes), self._tensors[mark],
-                          held.get("model", 0), held.get("optimizer", 0)])  # fmt: skip
+                          held.get("model", 0), held.get("optimizer", 0),
+                          ranks[0] if ranks else None, ranks[-1] if ranks else None])  # fmt: skip
         return {"n": len(self._files), "each": self._each, "marks": marks}
+
+
+def _ranks_of(checkpoint: Checkpoint) -> dict[int, int]:
+    """The rank that wrote each file, by the number of the file, where that is recorded."""
+    try:
+        recorded = checkpoint.data.rank_files()
+    except ArgumentError:
+        return {}
+    return {file: rank for rank, files in (recorded or {}).items() for file in files}
 
 
 # -- tensors

@@ -20,9 +20,11 @@ function matrix() {
   const w = Math.min(60, (1160 - left - right) / columns.length), h = Math.max(9, Math.min(26, 560 / rows.length));
   const node = drawing(1160, top + h * rows.length + 6, "bytes from source files to ranks");
   const max = Math.max(...cells.map((cell) => cell[2]));
-  const stepColumns = Math.ceil(columns.length / (columns.length * w / 34)), stepRows = Math.ceil(12 / h);
-  columns.forEach((name, n) => {
-    if (n % stepColumns === 0) node.append(svg("text", {class: "soft", x: left + n * w + w / 2, y: top - 7, "text-anchor": "middle"}, columns.length > 30 ? name.replace(/ to .*/, "") : name));
+  const labels = columns.map((name) => columns.length > 12 ? name.replace(/ to .*/, "") : name);
+  const stepColumns = Math.ceil((Math.max(...labels.map((label) => label.length)) * 6.5 + 6) / w), stepRows = Math.ceil(12 / h);
+  node.append(svg("text", {class: "soft", x: left - 8, y: top - 7, "text-anchor": "end"}, "to rank"));
+  labels.forEach((label, n) => {
+    if (n % stepColumns === 0) node.append(svg("text", {class: "soft", x: left + n * w + w / 2, y: top - 7, "text-anchor": "middle"}, label));
   });
   rows.forEach((name, n) => {
     if (n % stepRows !== 0) return;
