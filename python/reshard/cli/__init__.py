@@ -37,7 +37,7 @@ def main() -> None:
     Examples:
       reshard inspect output/checkpoint
       reshard inspect output/checkpoint --html page.html
-      reshard plan hf/ --layout tp4.yaml
+      reshard plan output/checkpoint --layout tp4.yaml
       reshard convert output/checkpoint hf/
       reshard convert hf/ tp4/ --layout tp4.yaml
       reshard merge ranks/ full/ --strategy strategy/

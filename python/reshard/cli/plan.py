@@ -70,7 +70,7 @@ def plan(
     \b
     Examples:
       reshard plan output/checkpoint --layout tp4.yaml
-      reshard plan output/checkpoint --layout tp4.yaml --dst /data/new
+      reshard plan output/checkpoint --layout tp4.yaml --dst output
       reshard plan output/checkpoint --layout tp4.yaml --html plan.html
       reshard plan output/checkpoint --layout tp4.yaml --no-measure --json
     """

@@ -32,6 +32,7 @@ _MAX_CELLS = 60_000  # of the drawings of all tensors
 _MAX_CELLS_EACH = 1024
 _MIN_CELLS_EACH = 16
 _MAX_FILES_IN_CELL = 6
+_MAX_KNOWN = 32  # ways of storing a tensor that are remembered
 _NUMBER_IN_KEY = re.compile(r"(?:(?<=\.)|^)[0-9]{1,18}(?=\.|$)")
 
 
@@ -208,23 +209,24 @@ def _tensors(
     drawings: dict[tuple[object, ...], int] = {}
     found = []
     n_merged = 0
+    # Many tensors of a model are stored alike. Each way is drawn once, as long as it is known.
+    known: dict[object, tuple[tuple[object, ...], bool, dict[int, int]]] = {}
     drawn = {members[0].key for _, members in groups}
     drawing_of: dict[str, int | None] = {}
     for row in facts.rows:
         if not row.placed:
             continue
         regions = facts.checkpoint.data.index.shards(row.key)
+        stored = (row.shape, tuple((region.offset, region.shape, tuple(region.files)) for region in regions))
+        if stored not in known:
+            if len(known) == _MAX_KNOWN:
+                known.clear()
+            known[stored] = (*_drawing(row.shape, regions, files, max_cells), _held(regions, files))
+        drawing, merged, held = known[stored]
         n_elements = max(math.prod(row.shape), 1)
-        held: dict[int, int] = {}
-        for region in regions:
-            n_bytes = row.n_bytes * math.prod(region.shape) // n_elements
-            for file in region.files:
-                mark = files.mark(file)
-                held[mark] = held.get(mark, 0) + n_bytes
-        for mark, n_bytes in held.items():
-            files.add(mark, row.part, n_bytes)
+        for mark, n in held.items():
+            files.add(mark, row.part, row.n_bytes * n // n_elements)
         if row.key in drawn:
-            drawing, merged = _drawing(row.shape, regions, files, max_cells)
             drawing_of[row.key] = drawings.setdefault(drawing, len(drawings))
             n_merged += merged
     if n_merged:
@@ -246,6 +248,16 @@ def _tensors(
             ]
         )
     return {"tensors": found, "texts": list(texts), "drawings": list(drawings)}
+
+
+def _held(regions: Sequence[_core.StoredRegion], files: _Files) -> dict[int, int]:
+    """The elements of a tensor that each mark holds."""
+    held: dict[int, int] = {}
+    for region in regions:
+        n = math.prod(region.shape)
+        for mark in map(files.mark, region.files):
+            held[mark] = held.get(mark, 0) + n
+    return held
 
 
 def _drawing(
