@@ -670,6 +670,7 @@ def test_every_command_has_help_with_examples() -> None:
         "inspect",
         "merge",
         "pin",
+        "plan",
         "prune",
         "rollback",
         "split",

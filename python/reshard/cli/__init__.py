@@ -17,6 +17,7 @@ from reshard.cli.explain import explain
 from reshard.cli.inspect import inspect
 from reshard.cli.merge import merge
 from reshard.cli.output import quiet_option
+from reshard.cli.plan import plan
 from reshard.cli.prune import pin, prune, unpin
 from reshard.cli.rollback import rollback
 from reshard.cli.split import split
@@ -35,6 +36,8 @@ def main() -> None:
     \b
     Examples:
       reshard inspect output/checkpoint
+      reshard inspect output/checkpoint --html page.html
+      reshard plan output/checkpoint --layout tp4.yaml
       reshard convert output/checkpoint hf/
       reshard convert hf/ tp4/ --layout tp4.yaml
       reshard merge ranks/ full/ --strategy strategy/
@@ -59,6 +62,7 @@ main.add_command(convert)
 main.add_command(merge)
 main.add_command(split)
 main.add_command(convert_files)
+main.add_command(plan)
 main.add_command(diff)
 main.add_command(explain)
 main.add_command(prune)

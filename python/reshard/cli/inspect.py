@@ -30,6 +30,7 @@ from reshard.cli.output import (
     plain_table,
     shown,
     size,
+    write_page,
 )
 from reshard.errors import KeyNotFoundError
 from reshard.words import listed
@@ -60,10 +61,18 @@ _NUMBER = re.compile(r"(?:(?<=\.)|^)[0-9]{1,18}(?=\.|$)")
 @click.argument("pattern", required=False)
 @click.option("--strategy", type=PATH, metavar="PATH", help=STRATEGY_HELP)
 @click.option("--layout", "as_layout", is_flag=True, help="Print the layout as a layout file, for `convert --layout`.")
+@click.option("--html", "html", type=PATH, metavar="FILE", help="Write a page for a browser: one file, no network.")
 @click.option("--all", "everything", is_flag=True, help="List every tensor and check every iteration.")
 @command
 def inspect(
-    path: str, pattern: str | None, *, strategy: str | None, as_layout: bool, everything: bool, as_json: bool
+    path: str,
+    pattern: str | None,
+    *,
+    strategy: str | None,
+    as_layout: bool,
+    html: str | None,
+    everything: bool,
+    as_json: bool,
 ) -> None:
     """Show the contents of a checkpoint. Tensor data is not read.
 
@@ -77,9 +86,12 @@ def inspect(
       reshard inspect output/checkpoint '*.layers.0.*'
       reshard inspect output/checkpoint model.embed_tokens.weight
       reshard inspect output/checkpoint --layout > layout.yaml
+      reshard inspect output/checkpoint --html page.html
       reshard inspect output/checkpoint --json
       reshard inspect output/checkpoint --strategy output/strategy
     """
+    if html is not None and (pattern is not None or as_layout):
+        raise click.UsageError("--html shows the whole checkpoint: it excludes PATTERN and --layout")
     # The output contains the warnings that are logged (skipped iterations).
     with collected_warnings(print_on_error=False), reshard.open(path, strategy=strategy) as checkpoint:
         if as_layout:
@@ -91,8 +103,15 @@ def inspect(
             return
         facts = gather_contents(path, checkpoint, everything=everything)
         rows = _matching(facts.rows, pattern)
+        if html is not None:
+            from reshard.cli.pages.html import page
+            from reshard.cli.pages.inspect_data import inspect_data
+
+            write_page(html, page(f"reshard inspect {path}", "inspect", inspect_data(facts, _lines(facts))))
         if as_json:
             echo_json(_json(facts, rows))
+        elif html is not None:
+            echo(f"wrote {shown(html)}")
         elif pattern is None:
             _print_page(facts, everything=everything)
         elif len(rows) == 1 and rows[0].placed:

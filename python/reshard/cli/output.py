@@ -47,6 +47,7 @@ __all__ = [
     "echo_table",
     "hint_near",
     "join_dims",
+    "natural_order",
     "plain_table",
     "progress_bar",
     "quiet_option",
@@ -54,6 +55,7 @@ __all__ = [
     "shown",
     "size",
     "warn",
+    "write_page",
 ]
 
 P = ParamSpec("P")
@@ -139,6 +141,17 @@ def join_dims(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape)) or "scalar"
 
 
+def natural_order(name: str) -> list[tuple[int, str]]:
+    """A key for `sorted`, by the numbers in names.
+
+    Example:
+        >>> sorted(["model-10", "model-9"], key=natural_order)
+        ['model-9', 'model-10']
+    """
+    parts = re.split(r"([0-9]{1,18})", name)
+    return [(int(part), "") if n % 2 else (-1, part) for n, part in enumerate(parts)]
+
+
 # -- printing
 
 
@@ -157,6 +170,11 @@ def echo(text: str = "", *, err: bool = False, end: str = "\n") -> None:
 def echo_file(text: str) -> None:
     """Print the content of a requested file, such as a layout, also with `--quiet`."""
     click.echo(text, nl=False)
+
+
+def write_page(path: str, content: str) -> None:
+    """Write a page; a file that is there is replaced as a whole. Raises StorageError."""
+    locate(path).replace(content, durable=False)
 
 
 def _is_set(name: str) -> bool:

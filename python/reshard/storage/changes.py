@@ -179,15 +179,19 @@ def try_lock(folder: os.PathLike[str]) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def temporary_folder(prefix: str) -> Iterator[Path]:
-    """A new folder in the system's temporary folder, which is removed when the block ends.
+def temporary_folder(prefix: str, *, inside: str | os.PathLike[str] | None = None) -> Iterator[Path]:
+    """A new folder, which is removed when the block ends.
+
+    Args:
+        prefix: first part of its name.
+        inside: the folder that it is made in; None: the system's temporary folder.
 
     Raises:
         StorageError: it cannot be made.
     """
     with contextlib.ExitStack() as made:
         try:
-            folder = made.enter_context(tempfile.TemporaryDirectory(prefix=prefix))
+            folder = made.enter_context(tempfile.TemporaryDirectory(prefix=prefix, dir=inside))
         except OSError as error:
             raise StorageError(f"making a temporary folder: {error.strerror or error}", errno=error.errno) from error
         yield Path(folder)
