@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from reshard import dtypes
+from reshard import _core, dtypes
 from reshard.checkpoint import FileInfo
 from reshard.options import Commit
 from reshard.storage.changes import temporary_folder
