@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration
 from tests.examples import check_example
+from tests.peers.required import long
 from torch.utils.data import DataLoader, IterableDataset
 
 from reshard.accelerate import prepared
@@ -125,6 +126,6 @@ def test_what_cannot_be_followed_is_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("n_ranks", "then"), [(1, 1), (2, 2), (2, 1)])
+@pytest.mark.parametrize(("n_ranks", "then"), [pytest.param(1, 1, marks=long), pytest.param(2, 2, marks=long), (2, 1)])
 def test_killed_example_is_uninterrupted(tmp_path: Path, n_ranks: int, then: int) -> None:
     check_example("train_accelerate", tmp_path, n_ranks, then)

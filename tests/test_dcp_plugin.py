@@ -16,6 +16,7 @@ import torch
 import torch._dynamo  # what DTensor imports when it is first used: here once, instead of in every rank
 import torch.distributed as dist
 import torch.distributed.checkpoint
+from tests.peers.required import long
 from tests.ranks import Job
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -493,6 +494,7 @@ if __name__ == "__main__":
 """
 
 
+@long
 @pytest.mark.slow
 def test_a_save_in_another_process(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(PROCESS)

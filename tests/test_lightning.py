@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from tests.peers.required import long
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -269,7 +270,7 @@ def finished(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n_ranks", [1, 2])
+@pytest.mark.parametrize("n_ranks", [pytest.param(1, marks=long), 2])
 def test_the_killed_example_goes_on(tmp_path: Path, n_ranks: int) -> None:
     """With one rank, and with two under DDP."""
     words = ["-m", "reshard.examples.train_lightning", "--epochs", "6", "--save-every", "7", "--out"]
@@ -292,7 +293,7 @@ def test_the_killed_example_goes_on(tmp_path: Path, n_ranks: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), pytest.param(1, 2, marks=long)])
 def test_model_parallel(tmp_path: Path, dp: int, tp: int) -> None:
     program = Path(__file__).with_name("lightning_parallel.py")
     whole = finished(start(2, program, tmp_path / "whole", dp, tp, -1, 0, 5)).splitlines()
@@ -306,6 +307,7 @@ def test_model_parallel(tmp_path: Path, dp: int, tp: int) -> None:
     assert {*first, *second} == {*whole}
 
 
+@long
 @pytest.mark.slow
 def test_another_number_of_ranks_resumes_at_the_end_of_an_epoch(tmp_path: Path) -> None:
     """From two ranks with FSDP2 to one: the second epoch has all samples once."""

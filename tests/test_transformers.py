@@ -10,6 +10,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 from tests.examples import check_example
+from tests.peers.required import long
 from torch.utils.data import Dataset
 from transformers import (
     EarlyStoppingCallback,
@@ -208,7 +209,7 @@ def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("n_ranks", "then"), [(1, 1), (2, 2), (2, 1)])
+@pytest.mark.parametrize(("n_ranks", "then"), [pytest.param(1, 1, marks=long), (2, 2), pytest.param(2, 1, marks=long)])
 def test_killed_example_is_uninterrupted(tmp_path: Path, n_ranks: int, then: int) -> None:
     check_example("train_transformers", tmp_path, n_ranks, then)
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "torn.hf")

@@ -11,7 +11,11 @@ import pytest
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["required"]
+__all__ = ["long", "required"]
+
+long = pytest.mark.skipif(
+    not os.environ.get("RESHARD_MUST_IMPORT"), reason="takes a minute on several processes: set RESHARD_MUST_IMPORT=1"
+)
 
 
 def required(name: str) -> ModuleType:
