@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
+from tests.peers.required import long
 from tests.ranks import Job
 from tests.test_torch_state_ranks import Blocks, batch, sharded, whole
 from torch import nn
@@ -142,6 +143,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         one_group.resume(tmp_path / "file.pt", tmp_path / "other", scheduler=None)
 
 
+@long
 @pytest.mark.slow
 def test_fsdp_goes_on_bit_for_bit_and_on_other_ranks(tmp_path: Path) -> None:
     def make() -> tuple[Any, Any]:

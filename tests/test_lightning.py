@@ -292,8 +292,9 @@ def test_the_killed_example_goes_on(tmp_path: Path, n_ranks: int) -> None:
     assert set(lines) == set((tmp_path / "whole.log").read_text().splitlines())
 
 
+@long
 @pytest.mark.slow
-@pytest.mark.parametrize(("dp", "tp"), [(2, 1), pytest.param(1, 2, marks=long)])
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)])
 def test_model_parallel(tmp_path: Path, dp: int, tp: int) -> None:
     program = Path(__file__).with_name("lightning_parallel.py")
     whole = finished(start(2, program, tmp_path / "whole", dp, tp, -1, 0, 5)).splitlines()

@@ -119,7 +119,7 @@ BEST: dict[str, Any] = {
     [
         ((9, 14), {**BEST, "max_steps": 17}),
         pytest.param((7, 20, 29), {}, marks=pytest.mark.slow),  # within an epoch, at its end, and near the end
-        pytest.param((5,), {"gradient_accumulation_steps": 3, "lr_scheduler_type": "cosine"}, marks=pytest.mark.slow),
+        pytest.param((5,), {"gradient_accumulation_steps": 3, "lr_scheduler_type": "cosine"}, marks=long),
         pytest.param(
             (14,),
             {"eval_strategy": "epoch", "save_strategy": "epoch", "include_num_input_tokens_seen": "all"},
