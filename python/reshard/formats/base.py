@@ -187,8 +187,6 @@ class CheckpointData:
         skipped: `(folder, reason)` of iterations that were tried first and could not be opened.
         strings: names of values that are text, not tensors.
         aliases: for tied tensors, which are stored once: each further name and the stored name.
-        follow_links: whether the last component of a file's path may be a symbolic link.
-        ckpt_files: numbers of the files that are `.ckpt` files.
         is_renamed: whether the tensors are renamed by a name map.
     """
 
@@ -203,8 +201,6 @@ class CheckpointData:
     skipped: tuple[tuple[str, str], ...] = ()
     strings: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
-    follow_links: bool = False
-    ckpt_files: Collection[int] = field(default_factory=frozenset)
     is_renamed: bool = False
 
     def keys(self) -> Sequence[str] | None:

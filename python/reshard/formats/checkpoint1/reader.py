@@ -417,7 +417,6 @@ def open_rank_files(
         common=common,
         iteration=None if common is None else common.step_num,
         strings=tuple(dict.fromkeys(name for file in ranks.values() for name in file.strings)),
-        ckpt_files=frozenset(file.file for file in ranks.values() if file.kind == "ckpt"),
         files=ranks,
         all_keys=tuple(tensors.keys),
         without_place=tensors.unplaced,

@@ -50,6 +50,4 @@ def _open_ckpt(path: Location, method: _core.ReadMethod) -> CheckpointData:
         index=index,
         method=method,
         strings=opened.strings,
-        follow_links=True,
-        ckpt_files=frozenset({opened.file}),
     )

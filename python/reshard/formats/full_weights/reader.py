@@ -74,7 +74,7 @@ def open_full_weights(folder: Location, method: _core.ReadMethod) -> CheckpointD
             index.add_whole(key, files[name])
     path = folder / full_weights.HYPER_FILE
     names = _add_counters(index, path, method) if path.is_file() else []
-    data = CheckpointData(traits=TRAITS, path=folder, index=index, method=method, follow_links=True)
+    data = CheckpointData(traits=TRAITS, path=folder, index=index, method=method)
     if not names:
         return data
     request = whole_request({name: index.shape(name) for name in names if name in counter_tensors.NAMES})

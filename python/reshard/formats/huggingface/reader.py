@@ -46,6 +46,4 @@ def _open_huggingface(folder: Location, method: _core.ReadMethod) -> CheckpointD
         for key, name in weight_map.items():
             index.add_whole(key, files[name])
     aliases = add_aliases(index)
-    return CheckpointData(
-        traits=HuggingFace.traits, path=folder, index=index, method=method, aliases=aliases, follow_links=True
-    )
+    return CheckpointData(traits=HuggingFace.traits, path=folder, index=index, method=method, aliases=aliases)

@@ -61,5 +61,4 @@ def _open_file(path: Location, method: _core.ReadMethod) -> CheckpointData:
             manifest=manifest,
             lock=lock,
             aliases=aliases,
-            follow_links=True,
         )

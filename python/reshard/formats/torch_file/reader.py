@@ -101,7 +101,6 @@ def _open_file(path: Location, file: Location, method: _core.ReadMethod) -> Chec
         file=file,
         index=index,
         method=method,
-        follow_links=True,
         objects=dict(objects),
     )
 
@@ -115,4 +114,4 @@ def _open_index(folder: Location, method: _core.ReadMethod) -> CheckpointData:
     }
     for key, name in file_of.items():
         index.add_whole(key, numbers[name])
-    return CheckpointData(traits=TorchFile.traits, path=folder, index=index, method=method, follow_links=True)
+    return CheckpointData(traits=TorchFile.traits, path=folder, index=index, method=method)
