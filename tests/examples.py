@@ -40,16 +40,14 @@ def lines(root: Path) -> list[str]:
     return log.read_text().splitlines() if log.exists() else []
 
 
-def steps(found: list[str]) -> dict[int, list[str]]:
-    """The lines of each step. Steps after the last save are made twice: the last lines count."""
+def steps(*runs: list[str]) -> dict[int, list[str]]:
+    """The lines of each step. A run repeats steps of the run before it: the lines of the last run count."""
     by_step: dict[int, list[str]] = {}
-    last = 0
-    for line in found:
-        step = int(line.split()[0])
-        if step != last:
-            by_step[step] = []
-        by_step[step].append(line)
-        last = step
+    for found in runs:
+        of_run: dict[int, list[str]] = {}
+        for line in found:
+            of_run.setdefault(int(line.split()[0]), []).append(line)
+        by_step |= of_run
     return by_step
 
 
@@ -83,18 +81,22 @@ def check_example(name: str, tmp_path: Path, n_ranks: int, then: int) -> None:
         one.kill()
     for one in ranks:
         one.wait()
-    n_before = len(lines(torn))
+    ends = [0, len(lines(torn))]  # of the log, after each run
     if n_ranks == then == 1:  # a signal, too: it saves and exits
         ranks = start(name, torn, then, batch)
-        while len(lines(torn)) == n_before:
+        while len(lines(torn)) == ends[-1]:
             time.sleep(0.001)
         ranks[0].send_signal(signal.SIGTERM)
         assert finish(ranks, torn) in ([75], [0])
+        ends.append(len(lines(torn)))
     finish(start(name, torn, then, 4 // then), torn)
-    after = steps(lines(torn)[n_before:])
+    found = lines(torn)
+    runs = [found[start:end] for start, end in zip(ends, [*ends[1:], None], strict=True)]
+    after = steps(*runs[1:])
     assert min(after) > 1  # it was resumed
     if then == n_ranks:
-        assert steps(lines(torn)) == expected
+        resumed_at = min(steps(runs[-1])) - 1  # saved in time, but perhaps killed before its line was written
+        assert {resumed_at: expected[resumed_at], **steps(*runs)} == expected
     else:
         made = [line.split(maxsplit=2)[2:] for found in after.values() for line in found]
         assert made == [line.split(maxsplit=2)[2:] for step in after for line in expected[step]]  # the same samples
