@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import reshard
-from reshard.errors import CheckpointNotFoundError, ReshardError
+from reshard.errors import DamagedFileError, ReshardError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -339,11 +339,11 @@ def test_of_a_root_the_save_that_latest_names_is_opened(tmp_path: Path) -> None:
         assert [tag for tag, _ in found.skipped] == ["global_step9"]
     for name in ("global_step4", "my best tag"):
         shutil.rmtree(root / name)
-    with pytest.raises(CheckpointNotFoundError, match="none of the 1 saves"):
+    with pytest.raises(DamagedFileError, match="no complete checkpoint"):
         reshard.open(root)
     (root / "latest").write_text("global_step7")
     shutil.rmtree(root / "global_step9")
-    with pytest.raises(CheckpointNotFoundError, match="no such folder"):
+    with pytest.raises(DamagedFileError, match="no such folder"):
         reshard.open(root)
 
 

@@ -18,7 +18,9 @@ from reshard.formats.checkpoint1 import reader as rank_folders
 from reshard.formats.checkpoint1.reader import CHECKPOINT1, RankSave, open_rank_files, strategy_for
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.reader import Chosen, chosen, marks, open_chosen
-from reshard.formats.checkpoint2.root import CHECKPOINT2, best_of, is_damage, newer_than, order_of, reason_of
+from reshard.formats.checkpoint2.root import CHECKPOINT2, best_of, newer_than, order_of
+from reshard.formats.newest import reason_of
+from reshard.formats.scrub import is_damage
 from reshard.storage.location import Location, locate
 from reshard.words import show
 

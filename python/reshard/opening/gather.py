@@ -15,7 +15,9 @@ from reshard.errors import CheckpointNotFoundError, EmptyRootError, ReshardError
 from reshard.formats import registry
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.reader import open_folder
-from reshard.formats.checkpoint2.root import MAX_LOOKS, is_damage, order_of, reason_of
+from reshard.formats.checkpoint2.root import MAX_LOOKS, order_of
+from reshard.formats.newest import reason_of
+from reshard.formats.scrub import is_damage
 from reshard.layout import ModelLayout
 from reshard.opening import open as open_path
 from reshard.opening.gather_ranks import counters_of, gather_saves, holds_optimizer, saves_root

@@ -23,8 +23,9 @@ from reshard.formats.checkpoint1.candidates import RankFolder, SaveCandidate, Sa
 from reshard.formats.checkpoint1.reader import look_at, open_rank_files, rank_files
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.common import CommonInfo  # noqa: TC001  messages are decoded by their type hints
-from reshard.formats.checkpoint2.root import is_damage, reason_of
 from reshard.formats.full_weights import names as full_weights
+from reshard.formats.newest import reason_of
+from reshard.formats.scrub import is_damage
 from reshard.resume import CandidateFacts, RankFolderFacts, ResumeFacts, RunFacts, evaluate
 from reshard.resume.choose import is_settled
 from reshard.storage.location import Location, locate

@@ -12,10 +12,11 @@ import contextlib
 import itertools
 import logging
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from reshard import _core
-from reshard.errors import CheckpointNotFoundError, CoverageError, DamagedFileError, MismatchError, StorageError
+from reshard.errors import CheckpointNotFoundError, DamagedFileError, LayoutError, MismatchError, UnsupportedError
 from reshard.formats import manifest as manifests
 from reshard.formats.base import CheckpointData, Format, Match, Shapes, Traits
 from reshard.formats.checkpoint1 import names as checkpoint1
@@ -23,7 +24,7 @@ from reshard.formats.checkpoint1 import state as checkpoint1_state
 from reshard.formats.checkpoint1.candidates import RankFolder, name_of_rank, order_saves
 from reshard.formats.checkpoint1.tensors import RankTensors
 from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.formats.checkpoint2.root import is_damage, reason_of
+from reshard.formats.newest import nothing_complete, open_newest
 from reshard.formats.own_files import opened_again
 from reshard.formats.rank_file import add_rank_file
 from reshard.formats.tiled import names as tiles
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
     from reshard.checkpoint import Checkpoint
     from reshard.formats.base import OpenOptions, StrategyLike, UnplacedTensor
-    from reshard.formats.checkpoint1.candidates import SaveOrder
+    from reshard.formats.checkpoint1.candidates import SaveCandidate, SaveOrder
     from reshard.formats.checkpoint1.replicas import AssumedReplicas
     from reshard.formats.rank_file import OpenedRankFile
     from reshard.layout.like import DeviceLayout
@@ -252,29 +253,23 @@ def _open_best(
     method: _core.ReadMethod,
 ) -> CheckpointData:
     """Open the first save that is complete on every rank. An error of the strategy is raised at once."""
-    faults: dict[str, str] = {}
-    for save in order.candidates:
+
+    def open_save(save: SaveCandidate) -> CheckpointData:
         if save.fault is not None:
-            faults[save.name] = save.fault
-            continue
-        try:
-            data = open_rank_files(root, files_of(save.name, folders), strategy, method)
-        except (CheckpointNotFoundError, CoverageError, DamagedFileError, StorageError) as error:
-            if not is_damage(error):
-                raise
-            faults[save.name] = reason_of(error)
-            continue
-        for warning in order.warnings:
-            _log.warning("%s: %s", root, warning)
-        for name, reason in faults.items():
-            _log.warning("%s: %s skipped: %s", root, name, reason)
-        return replace(data, skipped=tuple(faults.items()))
+            raise DamagedFileError(save.fault)
+        return open_rank_files(root, files_of(save.name, folders), strategy, method)
+
+    faults: dict[str, str] = {}
+    saves = {save.name: partial(open_save, save) for save in order.candidates}
+    of_strategy = (LayoutError, MismatchError, UnsupportedError)
+    opened = open_newest(root, saves, faults, order.warnings, of_strategy)
+    if opened is not None:
+        return opened
     lines = [*order.warnings, *(f"{name}: {reason}" for name, reason in faults.items())]
     lines += [f"{one.name}: {one.reason}" for one in order.refused]
     if not lines:
         raise CheckpointNotFoundError(f"the rank folders of {show(str(root))} hold no weight files", path=str(root))
-    listing = "".join(f"\n  {line}" for line in lines)
-    raise DamagedFileError(f"there is no complete checkpoint in {show(str(root))}:{listing}", path=str(root))
+    raise nothing_complete(root, lines)
 
 
 def files_of(save: str, folders: Mapping[int, Location]) -> dict[int, Location]:

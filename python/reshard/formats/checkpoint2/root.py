@@ -8,20 +8,19 @@ iterations.
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from reshard.errors import DamagedFileError, ReshardError
+from reshard.errors import ReshardError
 from reshard.formats import manifest as manifests
 from reshard.formats.base import Format, Match
 from reshard.formats.checkpoint2 import candidates
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2 import reader as folder
 from reshard.formats.checkpoint2.reader import marks, open_folder
-from reshard.formats.scrub import is_damage
+from reshard.formats.newest import nothing_complete, open_newest
 from reshard.formats.tiled import names as tiles
 from reshard.storage.location import Location, locate
-from reshard.words import show
 
 if TYPE_CHECKING:
     import os
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from reshard import _core
     from reshard.formats.base import CheckpointData, OpenOptions
 
-__all__ = ["CHECKPOINT2", "MAX_LOOKS", "TILED", "best_of", "is_damage", "newer_than", "order_of", "reason_of"]
+__all__ = ["CHECKPOINT2", "MAX_LOOKS", "TILED", "best_of", "newer_than", "order_of"]
 
 _log = logging.getLogger("reshard")
 
@@ -107,31 +106,14 @@ def best_of(root: Location, method: _core.ReadMethod = "auto") -> CheckpointData
         order = order_of(root)
         if order == before:
             break
-        before, faults = order, {}
-        for one in order.candidates:
-            try:
-                data = open_folder(root / one.name, method, one.iteration)
-            except ReshardError as error:
-                if not is_damage(error):
-                    raise
-                faults[one.name] = reason_of(error)
-                continue
-            for warning in order.warnings:
-                _log.warning("%s: %s", root, warning)
-            for name, reason in faults.items():
-                _log.warning("%s is skipped: %s", root / name, reason)
-            return replace(data, skipped=tuple(faults.items()))
+        before = order
+        faults: dict[str, str] = {}
+        folders = {one.name: partial(open_folder, root / one.name, method, one.iteration) for one in order.candidates}
+        if (opened := open_newest(root, folders, faults, order.warnings)) is not None:
+            return opened
         # A save may have ended meanwhile and retention may have removed iterations: list again until nothing changes.
     lines = [*order.warnings, *(f"{name}: {reason}" for name, reason in faults.items())]
-    lines += [f"{one.name}: {one.reason}" for one in order.refused]
-    reasons = "".join(f"\n  {line}" for line in lines)
-    raise DamagedFileError(f"there is no complete checkpoint in {show(str(root))}:{reasons}", path=str(root))
-
-
-def reason_of(error: ReshardError) -> str:
-    """Why an iteration is skipped. If the error concerns one file, the reason includes its name."""
-    name = "" if error.path is None else locate(error.path).name
-    return error.message if name in error.message else f"{name}: {error.message}"
+    raise nothing_complete(root, [*lines, *(f"{one.name}: {one.reason}" for one in order.refused)])
 
 
 # -- the formats of iteration folders

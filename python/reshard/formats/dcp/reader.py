@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from reshard import _core
@@ -18,7 +19,6 @@ from reshard.errors import (
     DamagedFileError,
     MismatchError,
     ReshardError,
-    StorageError,
     UnsupportedError,
 )
 from reshard.formats.base import CheckpointData, Format, Match, RootEntry, Traits
@@ -34,6 +34,7 @@ from reshard.formats.dcp.names import (
     step_of,
 )
 from reshard.formats.huggingface.reader import HUGGINGFACE
+from reshard.formats.newest import newest_of
 from reshard.storage.location import Location, locate
 from reshard.words import listed, show
 
@@ -84,24 +85,14 @@ class Dcp(Format):
 
     def _open_root(self, root: Location, options: OpenOptions) -> CheckpointData:
         """The newest step that can be opened, with the reasons why newer ones cannot."""
-        skipped: list[tuple[str, str]] = []
-        for name, step, _ in self.candidates(root):
-            folder = root / name
-            try:
-                # The trainer can write its last step as a Hugging Face model.
-                is_model = HUGGINGFACE.detect(folder) is Match.YES
-                data = HUGGINGFACE.open(folder, options) if is_model else _open_dcp(folder, options.method)
-            except StorageError:
-                raise  # a file that cannot be read is not damage
-            except ReshardError as error:
-                _log.warning("%s is skipped: %s", folder, error.message)
-                skipped.append((name, error.message))
-            else:
-                return replace(data, iteration=step, skipped=tuple(skipped))
-        raise CheckpointNotFoundError(
-            f"none of the {len(skipped)} steps in {show(str(root))} can be opened; the newest: {skipped[0][1]}",
-            path=str(root),
-        )
+
+        def open_step(folder: Location, step: int | None) -> CheckpointData:
+            # The trainer can write its last step as a Hugging Face model.
+            is_model = HUGGINGFACE.detect(folder) is Match.YES
+            data = HUGGINGFACE.open(folder, options) if is_model else _open_dcp(folder, options.method)
+            return replace(data, iteration=step)
+
+        return newest_of(root, {name: partial(open_step, root / name, step) for name, step, _ in self.candidates(root)})
 
 
 DCP = Dcp()

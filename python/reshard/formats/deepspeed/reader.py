@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from reshard import _core
-from reshard.errors import CheckpointNotFoundError, ReshardError, StorageError
+from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError
 from reshard.formats.base import CheckpointData, Format, Match, Traits
 from reshard.formats.deepspeed import names
 from reshard.formats.deepspeed.module import Module, Tensors
@@ -29,6 +30,7 @@ from reshard.formats.deepspeed.states import (
 )
 from reshard.formats.deepspeed.universal import add_parameters, is_universal
 from reshard.formats.deepspeed.zero import WEIGHT, add_state, steps
+from reshard.formats.newest import newest_of
 from reshard.outputs import load_all
 from reshard.storage.location import locate
 from reshard.words import show
@@ -158,27 +160,14 @@ def _tag(root: Location, name: str, present: Sequence[str]) -> str | None:
 def _open_root(root: Location, method: _core.ReadMethod) -> CheckpointData:
     """The save that `latest` names, else the newest one that can be opened, with the reasons against others."""
     present = root.names()
-    skipped: list[tuple[str, str]] = []
-    for tag in _candidates(root, present):
+
+    def open_tag(tag: str) -> CheckpointData:
         if not (root / tag).is_folder():
             named = next(name for name in (names.LATEST, names.LATEST_UNIVERSAL) if _tag(root, name, present) == tag)
-            reason = f"{show(named)} names it, but there is no such folder"
-            _log.warning("%s is skipped: %s", root / tag, reason)
-            skipped.append((tag, reason))
-            continue
-        try:
-            data = _open_folder(root / tag, method)
-        except StorageError:
-            raise  # a file that cannot be read is not damage
-        except ReshardError as error:
-            _log.warning("%s is skipped: %s", root / tag, error.message)
-            skipped.append((tag, error.message))
-        else:
-            return replace(data, skipped=tuple(skipped))
-    raise CheckpointNotFoundError(
-        f"none of the {len(skipped)} saves in {show(str(root))} can be opened; {show(skipped[0][0])}: {skipped[0][1]}",
-        path=str(root),
-    )
+            raise DamagedFileError(f"{show(named)} names it, but there is no such folder")
+        return _open_folder(root / tag, method)
+
+    return newest_of(root, {tag: partial(open_tag, tag) for tag in _candidates(root, present)})
 
 
 def _candidates(root: Location, present: Sequence[str]) -> Iterator[str]:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from reshard.errors import CheckpointNotFoundError, DamagedFileError, LayoutError, ReshardError
+from reshard.errors import CheckpointNotFoundError, DamagedFileError
 from reshard.formats.base import Format, Match
 from reshard.formats.dcp.names import DATA_SUFFIX, METADATA_FILE
 from reshard.formats.dcp.reader import DCP
 from reshard.formats.megatron import names
 from reshard.formats.megatron.rank_folders import given_layout, has_rank_folders, open_rank_folders
 from reshard.formats.megatron.torch_dist import TRAITS, open_torch_dist
-from reshard.formats.scrub import is_damage
+from reshard.formats.newest import newest_of
 from reshard.words import show
 
 if TYPE_CHECKING:
@@ -98,22 +99,12 @@ def _open_iteration(folder: Location, options: OpenOptions) -> CheckpointData:
 
 def _open_root(root: Location, options: OpenOptions) -> CheckpointData:
     """The newest iteration that can be opened, with the reasons why newer ones cannot."""
-    skipped: list[tuple[str, str]] = []
     given_layout(options)  # a fault of the layout is no reason to skip an iteration
     tracker = _tracker(root)
-    for name in _iterations(root, root.names()):
-        try:
-            data = _open_iteration(root / name, options)
-        except ReshardError as error:
-            if isinstance(error, LayoutError) or not is_damage(error):
-                raise
-            _log.warning("%s is skipped: %s", root / name, error.message)
-            skipped.append((name, error.message))
-        else:
-            _compare(root, name, tracker)
-            return replace(data, skipped=tuple(skipped))
-    reasons = "".join(f"\n  {name}: {reason}" for name, reason in skipped)
-    raise DamagedFileError(f"there is no complete checkpoint in {show(str(root))}:{reasons}", path=str(root))
+    folders = [root / name for name in _iterations(root, root.names())]
+    data = newest_of(root, {folder.name: partial(_open_iteration, folder, options) for folder in folders})
+    _compare(root, data.path.name, tracker)
+    return data
 
 
 def _tracker(root: Location) -> int | str | None:
