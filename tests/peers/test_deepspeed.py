@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.peers.launch import run_ranks
 from tests.peers.required import required
 
 import reshard
@@ -30,24 +26,7 @@ JOBS = {
 def trees(tmp_path_factory: pytest.TempPathFactory) -> Path:
     required("deepspeed")
     folder = tmp_path_factory.mktemp("deepspeed")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    shared |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, TRAIN, folder, json.dumps(JOBS)],
-            env=os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | shared,
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs[0][-3000:]
+    run_ranks("deepspeed_train.py", folder, JOBS, 2)
     return folder
 
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.peers.launch import run_ranks
 from tests.peers.required import required
 
 import reshard
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SHAPES = {"embed.weight": (31, 10), "conv.weight": (5, 3, 3, 3), "conv.bias": (5,), "up.weight": (17, 10)}
 SHAPES |= {"up.bias": (17,), "down.weight": (10, 7), "down.bias": (10,), "gate": (1,)}
@@ -43,27 +41,6 @@ def random_state(*, is_dcp: bool = False) -> tuple[dict[str, Any], dict[str, Any
     return model, state
 
 
-def run_ranks(folder: Path, jobs: dict[str, dict[str, Any]]) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    shared |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, Path(__file__).with_name("deepspeed_universal.py"), folder, json.dumps(jobs)],
-            env=os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | shared,
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs[0][-3000:]
-
-
 @pytest.fixture(scope="module")
 def trees(tmp_path_factory: pytest.TempPathFactory) -> Path:
     required("deepspeed")
@@ -78,9 +55,9 @@ def trees(tmp_path_factory: pytest.TempPathFactory) -> Path:
     keys = ("source", "stage", "bf16", "n_groups", "module_only")
     jobs = {name: dict(zip(keys, job, strict=True)) for name, job in JOBS.items()}
     later = jobs.pop("1 to 3")
-    run_ranks(folder, jobs)
+    run_ranks("deepspeed_universal.py", folder, jobs, 2)
     reshard.convert(folder / "own to 1", folder / "own to 1 universal", to="deepspeed-universal")
-    run_ranks(folder, {"1 to 3": later})
+    run_ranks("deepspeed_universal.py", folder, {"1 to 3": later}, 2)
     return folder
 
 
