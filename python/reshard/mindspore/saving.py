@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["check_options", "save"]
 
 _OPTIONS = {
-    *("common", "files", "commit", "format", "group", "keep", "layout", "metrics", "retention", "shapes", "timeout"),
+    *("common", "files", "commit", "format", "group", "keep", "layout", "metrics", "on_event", "retention", "shapes"),
+    "timeout",
     "verify",
 }
 
