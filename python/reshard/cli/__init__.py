@@ -23,6 +23,7 @@ from reshard.cli.rollback import rollback
 from reshard.cli.split import split
 from reshard.cli.strategy import strategy
 from reshard.cli.verify import verify
+from reshard.cli.watch import watch
 
 __all__ = ["main"]
 
@@ -44,6 +45,7 @@ def main() -> None:
       reshard split full/ ranks8/ --strategy strategy/
       reshard diff output/checkpoint hf/ --part model
       reshard explain output/checkpoint --global-batch-size 512
+      reshard watch output/checkpoint
       reshard verify output/checkpoint
       reshard rollback output/checkpoint 400
       reshard demo
@@ -65,6 +67,7 @@ main.add_command(convert_files)
 main.add_command(plan)
 main.add_command(diff)
 main.add_command(explain)
+main.add_command(watch)
 main.add_command(prune)
 main.add_command(pin)
 main.add_command(unpin)

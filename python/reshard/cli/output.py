@@ -40,11 +40,13 @@ __all__ = [
     "collected_warnings",
     "command",
     "console",
+    "duration",
     "echo",
     "echo_facts",
     "echo_file",
     "echo_json",
     "echo_table",
+    "facts_table",
     "hint_near",
     "join_dims",
     "natural_order",
@@ -245,6 +247,14 @@ def plain_table(*columns: str, right: Sequence[str] = (), folds: Sequence[str] =
     return table
 
 
+def facts_table(facts: Sequence[tuple[str, str]]) -> Table:
+    """Names and values as `echo_facts` prints them, to be drawn with other parts."""
+    table = plain_table("", "", folds=("",), header=False)
+    for name, text in facts:
+        table.add_row(f"  {name}", text)
+    return table
+
+
 def echo_table(table: Table, out: Console | None = None) -> None:
     """Print a table without trailing blanks."""
     out = console() if out is None else out
@@ -312,7 +322,7 @@ class ProgressLines:
         left = seconds * (total_bytes - done_bytes) / done_bytes if done_bytes else None
         line = f"{100 * done_bytes // total_bytes}%, {size(done_bytes)} of {size(total_bytes)}"
         if left is not None:
-            line += f", {rate(done_bytes, seconds)}, {_duration(left)} left"
+            line += f", {rate(done_bytes, seconds)}, {duration(left)} left"
         with contextlib.suppress(OSError):  # a closed stderr must not stop the work
             echo(line, err=True)
 
@@ -321,11 +331,11 @@ class ProgressLines:
         self._begin = None
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Seconds as hours, minutes and seconds.
 
     Example:
-        >>> _duration(7.2), _duration(125), _duration(7260)
+        >>> duration(7.2), duration(125), duration(7260)
         ('8 s', '2 min 5 s', '2 h 1 min')
     """
     whole = math.ceil(seconds)
