@@ -15,7 +15,9 @@ from reshard.cli.demo import demo
 from reshard.cli.diff import diff
 from reshard.cli.explain import explain
 from reshard.cli.inspect import inspect
+from reshard.cli.layout import layout
 from reshard.cli.merge import merge
+from reshard.cli.names import names
 from reshard.cli.output import quiet_option
 from reshard.cli.plan import plan
 from reshard.cli.prune import pin, prune, unpin
@@ -38,6 +40,8 @@ def main() -> None:
     Examples:
       reshard inspect output/checkpoint
       reshard inspect output/checkpoint --html page.html
+      reshard layout preset llama --tp 4 > tp4.yaml
+      reshard layout check tp4.yaml output/checkpoint
       reshard plan output/checkpoint --layout tp4.yaml
       reshard convert output/checkpoint hf/
       reshard convert hf/ tp4/ --layout tp4.yaml
@@ -72,5 +76,7 @@ main.add_command(prune)
 main.add_command(pin)
 main.add_command(unpin)
 main.add_command(rollback)
+main.add_command(layout)
+main.add_command(names)
 main.add_command(strategy)
 main.add_command(demo)
