@@ -29,8 +29,8 @@ from tests.unprivileged import closed, nobody, reachable, readable
 
 import reshard
 from reshard.cli import main
-from reshard.cli.inspect import _common_key, _folded
-from reshard.cli.output import rate, shown, size
+from reshard.cli.inspect import _folded
+from reshard.cli.output import common_key, rate, shown, size
 from reshard.cli.picture import _short_names
 from reshard.layout import merge_strategies, write_strategy
 from reshard.verbs import demo as demo_module
@@ -183,7 +183,7 @@ def test_inspect_groups_long_lists_and_a_pattern_or_all_lists_them(model: Path) 
     ],
 )
 def test_keys_that_differ_in_numbers(keys: list[str], expected: str) -> None:
-    assert _common_key(keys) == expected
+    assert common_key(keys) == expected
 
 
 def test_a_pattern_that_matches_nothing_or_is_none() -> None:

@@ -19,7 +19,9 @@ from reshard.errors import ReshardError
 
 if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint, StoredShard, TensorInfo
+    from reshard.events import Event
     from reshard.formats.checkpoint2.names import CommonInfo
+    from reshard.formats.event_log import EventLog
     from reshard.formats.state import per_rank
     from reshard.interop import load_file, safe_open, save_file
     from reshard.layout import ModelLayout
@@ -55,6 +57,8 @@ __all__ = [
     "ConvertFilesReport",
     "ConvertReport",
     "DiffReport",
+    "Event",
+    "EventLog",
     "Files",
     "InitFrom",
     "Interrupts",
@@ -104,6 +108,8 @@ _HOMES = {
     "ConvertFilesReport": "reshard.verbs.convert_files",
     "ConvertReport": "reshard.verbs.convert",
     "DiffReport": "reshard.verbs.diff",
+    "Event": "reshard.events",
+    "EventLog": "reshard.formats.event_log",
     "Files": "reshard.options",
     "InitFrom": "reshard.options",
     "Interrupts": "reshard.options",

@@ -212,6 +212,12 @@ def _function(name: str, value: object) -> None:
         raise _wrong(name, value, "a function")
 
 
+def _functions(name: str, value: object) -> None:
+    functions = value if isinstance(value, list | tuple) else [value]
+    if not all(callable(one) and not isinstance(one, type) for one in functions):
+        raise _wrong(name, value, "a function, or a list of functions")
+
+
 def _flag(name: str, value: object) -> None:
     if type(value).__name__ not in ("bool", "bool_"):  # numpy's is called either
         raise _wrong(name, value, "True or False")
@@ -304,6 +310,7 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     **dict.fromkeys(("rank", "iteration", "threads", "sink_size", "steps_per_epoch"), _integer),
     **dict.fromkeys(("keep", "keep_every"), _integer_or_none),
     **dict.fromkeys(("progress", "ready", "after", "after_publish"), _function),
+    "on_event": _functions,
     **dict.fromkeys(
         (
             "after_save",

@@ -15,7 +15,9 @@ from reshard.cli.demo import demo
 from reshard.cli.diff import diff
 from reshard.cli.explain import explain
 from reshard.cli.inspect import inspect
+from reshard.cli.layout import layout
 from reshard.cli.merge import merge
+from reshard.cli.names import names
 from reshard.cli.output import quiet_option
 from reshard.cli.plan import plan
 from reshard.cli.prune import pin, prune, unpin
@@ -23,6 +25,7 @@ from reshard.cli.rollback import rollback
 from reshard.cli.split import split
 from reshard.cli.strategy import strategy
 from reshard.cli.verify import verify
+from reshard.cli.watch import watch
 
 __all__ = ["main"]
 
@@ -37,6 +40,8 @@ def main() -> None:
     Examples:
       reshard inspect output/checkpoint
       reshard inspect output/checkpoint --html page.html
+      reshard layout preset llama --tp 4 > tp4.yaml
+      reshard layout check tp4.yaml output/checkpoint
       reshard plan output/checkpoint --layout tp4.yaml
       reshard convert output/checkpoint hf/
       reshard convert hf/ tp4/ --layout tp4.yaml
@@ -44,6 +49,7 @@ def main() -> None:
       reshard split full/ ranks8/ --strategy strategy/
       reshard diff output/checkpoint hf/ --part model
       reshard explain output/checkpoint --global-batch-size 512
+      reshard watch output/checkpoint
       reshard verify output/checkpoint
       reshard rollback output/checkpoint 400
       reshard demo
@@ -65,9 +71,12 @@ main.add_command(convert_files)
 main.add_command(plan)
 main.add_command(diff)
 main.add_command(explain)
+main.add_command(watch)
 main.add_command(prune)
 main.add_command(pin)
 main.add_command(unpin)
 main.add_command(rollback)
+main.add_command(layout)
+main.add_command(names)
 main.add_command(strategy)
 main.add_command(demo)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from reshard.formats.save_log import SaveRecord
     from reshard.layout import BoundLayout, ModelLayout
 
-__all__ = ["Contents", "Iteration", "RankSaveState", "TensorRow", "gather_contents"]
+__all__ = ["Contents", "Iteration", "RankSaveState", "TensorRow", "cut_by_rule", "gather_contents"]
 
 _PARTS: tuple[Literal["model", "optimizer"], ...] = ("model", "optimizer")
 _MAX_CHECKED = 10  # iterations that are opened to check whether they are complete
@@ -252,7 +252,7 @@ def _cut(key: str, info: TensorInfo, bound: BoundLayout | None) -> str:
     partition = Partition() if layout is None else layout.partition
     mesh = {} if bound is None else dict(bound.mesh.axes)
     if partition.flat or partition.blocks or partition.is_reordered:
-        return _cut_by_rule(partition, mesh)
+        return cut_by_rule(partition, mesh)
     extents = [{(shard.offset[d], shard.shape[d]) for shard in info.shards} for d in range(len(info.shape))]
     if math.prod(len(parts) for parts in extents) != len(info.shards):
         return f"{len(info.shards)} regions, no grid"
@@ -267,7 +267,7 @@ def _cut(key: str, info: TensorInfo, bound: BoundLayout | None) -> str:
     return "; ".join(texts) or "whole"
 
 
-def _cut_by_rule(partition: Partition, mesh: dict[str, int]) -> str:
+def cut_by_rule(partition: Partition, mesh: dict[str, int]) -> str:
     """The partition in the terms of a layout file, for regions that are not a grid."""
     texts = []
     for dim, axes in enumerate(partition.cut):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from reshard.cli.output import (
     STRATEGY_HELP,
     collected_warnings,
     command,
+    common_key,
     console,
     echo,
     echo_facts,
@@ -30,6 +30,7 @@ from reshard.cli.output import (
     plain_table,
     shown,
     size,
+    without_numbers,
     write_page,
 )
 from reshard.errors import KeyNotFoundError
@@ -53,7 +54,6 @@ _MAX_SAVES = 10
 _MAX_LEFTOVERS = 10
 _MIN_KEY = 36  # minimum width of the key column; in a narrower table each key has its own line
 _STATES = {True: "complete", False: "damaged", None: "not checked"}
-_NUMBER = re.compile(r"(?:(?<=\.)|^)[0-9]{1,18}(?=\.|$)")
 
 
 @click.command(short_help="Show the contents: iterations, tensors, partitions, files, replicas.")
@@ -369,7 +369,7 @@ def _grouped(rows: Iterable[TensorRow]) -> list[_Line]:
     groups: dict[tuple[object, ...], list[TensorRow]] = {}
     for row in rows:
         group = (
-            _NUMBER.sub("\0", row.key),
+            without_numbers(row.key),
             row.part,
             row.dtype,
             row.shape,
@@ -379,28 +379,7 @@ def _grouped(rows: Iterable[TensorRow]) -> list[_Line]:
             row.tiled,
         )
         groups.setdefault(group, []).append(row)
-    return [_Line(_common_key([row.key for row in members]), len(members), members[0]) for members in groups.values()]
-
-
-def _common_key(keys: Sequence[str]) -> str:
-    """A key with `{0-3}` where the keys differ: `layers.{0-3}.w`."""
-    places = zip(*(_NUMBER.findall(key) for key in keys), strict=True)
-    texts = iter(
-        [_ranges(sorted({int(n) for n in numbers})) if len(set(numbers)) > 1 else numbers[0] for numbers in places]
-    )
-    return shown(_NUMBER.sub(lambda _: next(texts), keys[0]))
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers in braces, with a dash for consecutive ones."""
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][1] + 1:
-            runs[-1][1] = n
-        else:
-            runs.append([n, n])
-    texts = [str(a) if a == b else f"{a}-{b}" for a, b in runs]
-    return "{" + ",".join(texts if len(texts) <= 4 else [*texts[:3], "...", texts[-1]]) + "}"
+    return [_Line(common_key([row.key for row in members]), len(members), members[0]) for members in groups.values()]
 
 
 def _print_rows(lines: Sequence[_Line]) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import ReshardError
 from reshard.formats import manifest as manifests
-from reshard.formats import save_log
+from reshard.formats import event_log, save_log
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.storage import claims, filesystem, staging, trash
 
@@ -26,6 +26,8 @@ _OURS = frozenset(
     (
         checkpoint2.TRACKER_FILE,
         save_log.SAVE_LOG_FILE,
+        event_log.EVENT_FILE,
+        event_log.OLD_EVENT_FILE,
         claims.LOCK_FILE,
         claims.WRITERS_FOLDER,
         staging.STAGING_FOLDER,

@@ -39,12 +39,15 @@ __all__ = [
     "STRATEGY_HELP",
     "collected_warnings",
     "command",
+    "common_key",
     "console",
+    "duration",
     "echo",
     "echo_facts",
     "echo_file",
     "echo_json",
     "echo_table",
+    "facts_table",
     "hint_near",
     "join_dims",
     "natural_order",
@@ -55,6 +58,7 @@ __all__ = [
     "shown",
     "size",
     "warn",
+    "without_numbers",
     "write_page",
 ]
 
@@ -67,6 +71,7 @@ _INTERRUPTED = 130
 _QUIET = "reshard.quiet"  # key in the `meta` of a click context, which nested contexts share
 # Arguments whose options have another name, by command and argument. All other names are the same.
 _OPTIONS = {("diff", "strategy"): "--strategy-a or --strategy-b", ("split", "strategy"): "--source-strategy"}
+_NUMBER = re.compile(r"(?:(?<=\.)|^)[0-9]{1,18}(?=\.|$)")  # a component of a key
 _LINE_SECONDS = 5.0  # time between two lines of progress without a terminal
 
 
@@ -150,6 +155,37 @@ def natural_order(name: str) -> list[tuple[int, str]]:
     """
     parts = re.split(r"([0-9]{1,18})", name)
     return [(int(part), "") if n % 2 else (-1, part) for n, part in enumerate(parts)]
+
+
+def without_numbers(key: str) -> str:
+    """A key with its numbers replaced: equal for keys that `common_key` can show as one."""
+    return _NUMBER.sub("\0", key)
+
+
+def common_key(keys: Sequence[str]) -> str:
+    """One text for keys that differ only in their numbers; untrusted characters are escaped.
+
+    Example:
+        >>> common_key(["layers.0.w", "layers.1.w", "layers.2.w", "layers.5.w"])
+        'layers.{0-2,5}.w'
+    """
+    places = zip(*(_NUMBER.findall(key) for key in keys), strict=True)
+    texts = iter(
+        [_ranges(sorted({int(n) for n in numbers})) if len(set(numbers)) > 1 else numbers[0] for numbers in places]
+    )
+    return shown(_NUMBER.sub(lambda _: next(texts), keys[0]))
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers in braces, with a dash for consecutive ones."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    texts = [str(a) if a == b else f"{a}-{b}" for a, b in runs]
+    return "{" + ",".join(texts if len(texts) <= 4 else [*texts[:3], "...", texts[-1]]) + "}"
 
 
 # -- printing
@@ -245,6 +281,14 @@ def plain_table(*columns: str, right: Sequence[str] = (), folds: Sequence[str] =
     return table
 
 
+def facts_table(facts: Sequence[tuple[str, str]]) -> Table:
+    """Names and values as `echo_facts` prints them, to be drawn with other parts."""
+    table = plain_table("", "", folds=("",), header=False)
+    for name, text in facts:
+        table.add_row(f"  {name}", text)
+    return table
+
+
 def echo_table(table: Table, out: Console | None = None) -> None:
     """Print a table without trailing blanks."""
     out = console() if out is None else out
@@ -312,7 +356,7 @@ class ProgressLines:
         left = seconds * (total_bytes - done_bytes) / done_bytes if done_bytes else None
         line = f"{100 * done_bytes // total_bytes}%, {size(done_bytes)} of {size(total_bytes)}"
         if left is not None:
-            line += f", {rate(done_bytes, seconds)}, {_duration(left)} left"
+            line += f", {rate(done_bytes, seconds)}, {duration(left)} left"
         with contextlib.suppress(OSError):  # a closed stderr must not stop the work
             echo(line, err=True)
 
@@ -321,11 +365,11 @@ class ProgressLines:
         self._begin = None
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Seconds as hours, minutes and seconds.
 
     Example:
-        >>> _duration(7.2), _duration(125), _duration(7260)
+        >>> duration(7.2), duration(125), duration(7260)
         ('8 s', '2 min 5 s', '2 h 1 min')
     """
     whole = math.ceil(seconds)

@@ -25,7 +25,7 @@ __all__ = ["VALUES", "save"]
 VALUES = "jax"
 """The name in `extra` of the plain values and the kinds of random keys."""
 
-_OPTIONS = {"common", "files", "commit", "keep", "metrics", "retention", "timeout", "verify"}
+_OPTIONS = {"common", "files", "commit", "keep", "metrics", "on_event", "retention", "timeout", "verify"}
 
 
 def save(
@@ -42,7 +42,8 @@ def save(
         step: the iteration.
         tree: arrays of JAX or numpy, random keys (`jax.random.key`), numbers and text.
         extra: other state by name, as in `reshard.save`.
-        options: `common`, `files`, `commit`, `keep`, `metrics`, `retention`, `timeout` and `verify` of `reshard.save`.
+        options: `common`, `files`, `commit`, `keep`, `metrics`, `on_event`, `retention`, `timeout` and `verify` of
+            `reshard.save`.
 
     Raises:
         ArgumentError: two leaves have the same name; a leaf is not an array or a value; an unknown option.

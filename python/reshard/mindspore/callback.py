@@ -64,7 +64,8 @@ class ReshardCallback(Callback):  # type: ignore[misc]
         root: the checkpoint root.
         save_every: steps from one save to the next. The last step of a run is saved, too.
         keep: number of newest iterations that are kept.
-        options: `files`, `commit`, `format`, `group`, `layout`, `retention`, `timeout` and `verify` of `reshard.save`.
+        options: `files`, `commit`, `format`, `group`, `layout`, `on_event`, `retention`, `timeout` and `verify`
+            of `reshard.save`.
 
     Raises:
         ArgumentError: an option is not known or has a value that is not accepted.

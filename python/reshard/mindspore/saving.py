@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["check_options", "save"]
 
 _OPTIONS = {
-    *("common", "files", "commit", "format", "group", "keep", "layout", "metrics", "retention", "shapes", "timeout"),
+    *("common", "files", "commit", "format", "group", "keep", "layout", "metrics", "on_event", "retention", "shapes"),
+    "timeout",
     "verify",
 }
 
@@ -43,8 +44,8 @@ def save(
         network: a Cell, or Parameters, Tensors and numpy arrays by name.
         optimizer: the same for the optimizer.
         extra: other state by name, as in `reshard.save`.
-        options: `common`, `files`, `commit`, `format`, `group`, `keep`, `layout`, `metrics`, `retention`, `shapes`,
-            `timeout` and `verify` of `reshard.save`.
+        options: `common`, `files`, `commit`, `format`, `group`, `keep`, `layout`, `metrics`, `on_event`, `retention`,
+            `shapes`, `timeout` and `verify` of `reshard.save`.
 
     Raises:
         ArgumentError: two parameters have the same name; an entry is not a tensor; an unknown option.

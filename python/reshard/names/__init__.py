@@ -5,6 +5,15 @@ here opens a checkpoint or copies data.
 """
 
 from reshard.names.model import ConfigLike, NameMap, NamesLike, as_names, config_beside
-from reshard.names.resolve import ResolvedTensor, SourceTensor
+from reshard.names.resolve import ResolvedTensor, SourceTensor, unnamed
 
-__all__ = ["ConfigLike", "NameMap", "NamesLike", "ResolvedTensor", "SourceTensor", "as_names", "config_beside"]
+__all__ = [
+    "ConfigLike",
+    "NameMap",
+    "NamesLike",
+    "ResolvedTensor",
+    "SourceTensor",
+    "as_names",
+    "config_beside",
+    "unnamed",
+]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from reshard.names.file import NamesFile
     from reshard.names.part_map import PartMap
 
-__all__ = ["ResolvedTensor", "SourceTensor", "resolve"]
+__all__ = ["ResolvedTensor", "SourceTensor", "resolve", "unnamed"]
 
 _MAX_PARTS = 500_000  # tensors created by splits and copies; experts of the largest models, with state, are 200,000
 
@@ -129,6 +129,22 @@ def resolve(
         (8, 8)
     """
     return _Resolver(names, shapes, optimizer_keys, dict(sizes or {})).made()
+
+
+def unnamed(names: NamesFile, keys: Collection[str], *, optimizer_keys: Collection[str] = ()) -> list[str]:
+    """The keys that no rule of a name map matches, from side `from`.
+
+    Args:
+        names: the name map.
+        keys: the keys of the tensors.
+        optimizer_keys: those of optimizer state.
+
+    Example:
+        >>> from reshard.names.file import NamesFile
+        >>> unnamed(NamesFile.from_mapping({"rules": [{"from": "a.{i}", "to": "b.{i}"}]}), ["a.0", "c"])
+        ['c']
+    """
+    return _Resolver(names, dict.fromkeys(keys, ()), optimizer_keys, {})._groups()[1]
 
 
 # A group is one application of a rule: its slot, the number of the rule, and the values of the indices on both sides.

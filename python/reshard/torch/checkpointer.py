@@ -30,6 +30,7 @@ from reshard.arguments import checked
 from reshard.collective import Collective
 from reshard.config import Config, as_config
 from reshard.errors import ArgumentError, ClaimedError, GroupError, ReshardError
+from reshard.events import Observers
 from reshard.formats.savable import save_format
 from reshard.group import resolve, session
 from reshard.options import InitFrom, Interrupts, Options, Retention, SaveOptions, Strict, explains_moved
@@ -60,7 +61,7 @@ from reshard.torch.run import Run, interval, number_of, object_name
 from reshard.torch.sampler import ElasticSampler
 from reshard.torch.saving import Saver
 from reshard.torch.state import describe
-from reshard.verbs.load import Wanted, load_with, pass_over
+from reshard.verbs.load import Wanted, load_with, pass_over, resumed
 from reshard.verbs.start import initial, own_config, start_of, with_init
 from reshard.words import show
 from reshard.write.save import check_save_options
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
 
     from reshard.checkpoint import Checkpoint
     from reshard.config import ConfigLike
+    from reshard.events import OnEvent
     from reshard.options import CommitLike, FilesLike, FormatLike, InitFromLike, RetentionLike, StrictLike, VerifyLike
     from reshard.resume import ResumeDecision
     from reshard.torch.health import Health
@@ -138,7 +140,10 @@ class Checkpointer:
         links: keep the relative links `last`, to the newest iteration, and `best`, to the best one by
             `Retention.best`, in the root.
         after_publish: called on rank 0 after each save as `after_publish(report)`, with the `SaveReport`, in the thread
-            that saves. The next save waits for it. An error of it is a warning of the report.
+            that saves. The next save waits for it. An error of it is a warning of the report. It is for work on a
+            save, such as an upload; `on_event` is for watching the run.
+        on_event: a function, or a list of functions, called with each `Event` of the run, such as `EventLog(root)`; see
+            docs/watching.md. An error of it is logged once and has no other effect.
         signals: the signals that request a save and the exit.
         interrupts: what happens when a signal or an exception ends the training: an `Interrupts` or a mapping of its
             fields.
@@ -196,6 +201,7 @@ class Checkpointer:
         model_files: str | os.PathLike[str] | None = None,
         links: bool = False,
         after_publish: Callable[[SaveReport], object] | None = None,
+        on_event: OnEvent | None = None,
         signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1),
         interrupts: Interrupts | Mapping[str, object] | None = None,
         group: object = None,
@@ -253,6 +259,7 @@ class Checkpointer:
         self._timeout = seconds("timeout", timeout)
         self._root_seed = None if seed is None else count("seed", seed, 0, MAX_SEED)
         self._group = resolve(group)
+        self._observers = Observers.of(on_event, self._group.rank)
         self._one_channel = self._group.world_size > 1 and not hasattr(self._group, "session")
         if self._async and self._one_channel:
             self._async = False
@@ -387,6 +394,7 @@ class Checkpointer:
         """
         if self._saver is not None:
             raise ArgumentError("`resume` was called before", hint="make another Checkpointer")
+        started = time.monotonic()
         policy = Strict.of(strict)
         if init_from is not None:
             self._config = with_init(self._config, InitFrom.of(init_from), self._root)
@@ -428,6 +436,7 @@ class Checkpointer:
                 scrub=mode == "full",
                 threads=self._options.threads,
                 timeout=self._timeout,
+                observers=self._observers,
             )
 
         decision, found = load(own_config(self._config, self._root) if is_own else self._config)
@@ -471,6 +480,7 @@ class Checkpointer:
         if not self._scale_steps or run.sampler is None:
             decision = with_data_position(decision, run.sampler)
         self._begin(saver, decision, is_back=self._options.commit.rollback or is_fresh_by_word)
+        resumed(self._observers, decision, started)
         for line in notes:
             _log.warning("resume: %s", line)
         return replace(decision, warnings=(*decision.warnings, *notes))
@@ -628,6 +638,7 @@ class Checkpointer:
             overlap=self._overlap,
             with_optimizer=self._save_optimizer,
             exports=self._exports,
+            observers=self._observers,
             record=self._record,
         )
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
+    from reshard.events import Observers
     from reshard.group import Group
     from reshard.options import FormatLike, SaveOptions
     from reshard.torch.run import Run
@@ -67,6 +68,7 @@ class Saver:
         overlap: whether parameters and optimizer state are copied while the training continues.
         with_optimizer: whether the state of the optimizer is saved.
         exports: what is made of each save.
+        observers: called with the events of each save.
         record: creates the record of the environment; called once, on rank 0.
     """
 
@@ -82,6 +84,7 @@ class Saver:
     overlap: bool
     with_optimizer: bool
     exports: Exports
+    observers: Observers
     record: Callable[[], dict[str, Any]]
     _staging: Staging = field(default_factory=Staging)
     _hooks: list[Any] = field(default_factory=list)
@@ -139,6 +142,7 @@ class Saver:
             timeout=self.timeout if timeout is None else timeout,
             ready=None if staged is None else staged.ready,
             after=self._after,
+            on_event=list(self.observers.functions),
         )
         run.saved, run.saved_at = step, time.monotonic()
         run.above = 0

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint, LayoutLike, Part
     from reshard.layout import BoundLayout
 
-__all__ = ["Forecast", "Speed", "forecast", "free_bytes", "measure_speed"]
+__all__ = ["Forecast", "Speed", "forecast", "free_bytes", "measure_speed", "rank_bytes"]
 
 _MAX_PLANNED = 400_000  # arrays in the plans of all ranks
 _MIN_RANKS = 16  # that are planned
@@ -98,7 +98,7 @@ def forecast(checkpoint: Checkpoint, layout: LayoutLike, *, part: Part = "all") 
         # Not `Checkpoint.plan`: in rank folders it compares copies, which reads tensor data.
         plan = checkpoint.data.index.plan(bound.request(rank, chosen), verify=False)
         transfers[rank], exact[rank] = plan.source_bytes, plan.n_bytes
-    computed = {} if len(planned) == len(bound.ranks) else _rank_bytes(bound, tensors)
+    computed = {} if len(planned) == len(bound.ranks) else rank_bytes(bound, tensors)
     files, warnings = _files(bound, tensors)
     return Forecast(
         n_tensors=len(keys),
@@ -119,7 +119,7 @@ def _planned_ranks(ranks: list[int], n_tensors: int) -> list[int]:
     return [ordered[i * len(ordered) // n] for i in range(n)]
 
 
-def _rank_bytes(bound: BoundLayout, tensors: Mapping[str, WholeTensor]) -> dict[int, int]:
+def rank_bytes(bound: BoundLayout, tensors: Mapping[str, WholeTensor]) -> dict[int, int]:
     """Bytes of each rank's arrays, without the padding between joined arrays. Equal layouts are computed once."""
     bits: Counter[int] = Counter()
     layouts = {}

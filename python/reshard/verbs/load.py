@@ -11,6 +11,7 @@ checkpoint is not changed.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import os
@@ -34,6 +35,7 @@ from reshard.errors import (
     ReshardError,
     StorageError,
 )
+from reshard.events import Observers
 from reshard.formats import manifest as manifests
 from reshard.formats import proofs, registry
 from reshard.formats.checkpoint1.reader import open_rank_files, strategy_for
@@ -59,11 +61,12 @@ if TYPE_CHECKING:
     from reshard import _core
     from reshard.checkpoint import LayoutLike, Part
     from reshard.config import ConfigLike
+    from reshard.events import OnEvent
     from reshard.formats.base import StrategyLike
     from reshard.formats.checkpoint2.names import CommonInfo
     from reshard.options import VerifyLike
 
-__all__ = ["Loaded", "Wanted", "load", "load_async", "load_with"]
+__all__ = ["Loaded", "Wanted", "load", "load_async", "load_with", "resumed"]
 
 _log = logging.getLogger("reshard")
 
@@ -114,6 +117,7 @@ def load(
     timeout: float = 1800.0,
     threads: int | None = None,
     progress: _core.Progress | None = None,
+    on_event: OnEvent | None = None,
 ) -> Loaded:
     """Load the state that a run resumes from: the newest complete checkpoint of a root in which no damage is found.
 
@@ -147,6 +151,8 @@ def load(
         timeout: seconds that a rank waits for the others; the time to load is part of it.
         threads: threads of the copy.
         progress: called as `progress(done_bytes, total_bytes)` with this rank's bytes; restarts at 0 for each attempt.
+        on_event: a function, or a list of functions, called on rank 0 with an `Event` for each checkpoint that is
+            skipped, and for the one that is loaded. An error of it is logged once and does not fail the load.
 
     Returns:
         The loaded state. An empty or missing root is a fresh start: `decision.fresh` is True, and `state` is empty.
@@ -167,8 +173,10 @@ def load(
         (100, (2, 3), False)
     """
     check_given(timeout=timeout)
-    check_arguments(root=root)
+    check_arguments(root=root, on_event=on_event)
+    started = time.monotonic()
     members = resolve(group)
+    observers = Observers.of(on_event, members.rank)
     # With a layout of several ranks, a single process must give the rank.
     own = members.rank if rank is None and members.world_size > 1 else rank
     # An error of one rank's options is sent as a value, because the other ranks are waiting.
@@ -233,7 +241,9 @@ def load(
         scrub=compared.on_load == "full",
         threads=threads,
         timeout=timeout,
+        observers=observers,
     )
+    resumed(observers, decision, started)
     return Loaded(None, {}, None, {}, decision) if loaded is None else loaded
 
 
@@ -265,6 +275,24 @@ class Wanted:
     method: _core.ReadMethod = "auto"
 
 
+def resumed(observers: Observers, decision: ResumeDecision, started: float) -> None:
+    """Make the event of a run that has resumed, on rank 0.
+
+    Args:
+        observers: called with the event.
+        decision: what was loaded.
+        started: when the load began, on the monotonic clock.
+    """
+    observers.first(
+        "resumed",
+        decision.iteration,
+        fresh=decision.fresh,
+        initial_step=decision.initial_step,
+        path=decision.path,
+        seconds=time.monotonic() - started,
+    )
+
+
 def _nothing() -> None:
     """A check that does nothing."""
 
@@ -278,6 +306,7 @@ def load_with(
     scrub: bool = False,
     threads: int | None = None,
     timeout: float = 1800.0,
+    observers: Observers | None = None,
 ) -> tuple[ResumeDecision, T | None]:
     """Choose a checkpoint as `load` does and read it with `read`; if it is damaged, the next one.
 
@@ -290,6 +319,7 @@ def load_with(
         scrub: compare all files with their checksums first, distributed over the ranks.
         threads: threads of the comparison.
         timeout: seconds that a rank waits for the others; the time to load is part of it.
+        observers: called with an event `skipped` for each checkpoint that is skipped.
 
     Returns:
         The decision, and the result of `read`; None for a fresh start.
@@ -332,6 +362,7 @@ def load_with(
     while True:
         decision, open_it = _choose(ranks, terms, faults)
         if decision.path is None:
+            _report_skipped(observers, decision)
             return decision, None
         loaded = capture(lambda: read_from(open_it(), decision))  # noqa: B023  done before the next round
         damage = _damage_of(loaded) if isinstance(loaded, ReshardError) else None
@@ -342,11 +373,19 @@ def load_with(
             if decision.path in states:
                 _record(locate(decision.path), states[decision.path])
             _note(locate(decision.path))
+            _report_skipped(observers, decision)
             return decision, loaded
         del loaded  # its memory is needed for the next
         number, reason = found[0]
         faults[decision.path] = reason if members.world_size == 1 else f"rank {number}: {reason}"
         _log.warning("%s passed over: %s", decision.path, faults[decision.path])
+
+
+def _report_skipped(observers: Observers | None, decision: ResumeDecision) -> None:
+    """Make an event for each checkpoint that comes before the one that was taken."""
+    for verdict in itertools.takewhile(lambda one: not one.taken, decision.verdicts):
+        if observers is not None:
+            observers.first("skipped", verdict.iteration, path=verdict.path, reason=verdict.reason)
 
 
 def _asked(root: str | os.PathLike[str] | None, config: ConfigLike | None, iteration: int | None) -> Config:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from reshard.arguments import checked
 from reshard.checkpoint import Checkpoint
 from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError
+from reshard.events import Observers
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.reader import open_folder
 from reshard.opening import is_damage, reason_of
@@ -21,6 +22,7 @@ from reshard.write.retention import Removed, pin, remove, unpin
 
 if TYPE_CHECKING:
     from reshard import _core
+    from reshard.events import OnEvent
     from reshard.options import RetentionLike
     from reshard.storage.location import Location
 
@@ -36,6 +38,7 @@ def prune(
     retention: RetentionLike | None = None,
     dry_run: bool = False,
     progress: _core.Progress | None = None,
+    on_event: OnEvent | None = None,
 ) -> Removed:
     """Remove the iterations of a root that are not to be kept.
 
@@ -51,6 +54,7 @@ def prune(
         retention: which iterations are kept: a `Retention` or a mapping of its fields. It or `keep` is needed.
         dry_run: remove nothing and verify nothing, and report what would be removed.
         progress: called as `progress(done_bytes, total_bytes)` while an iteration is verified.
+        on_event: a function, or a list of functions, called with an `Event` for each removed iteration.
 
     Returns:
         What was removed, and why the others stay.
@@ -80,6 +84,7 @@ def prune(
         dry_run=dry_run,
         original_fault=_fault,
         progress=progress,
+        observers=Observers.of(on_event),
     )
 
 

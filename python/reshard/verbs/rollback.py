@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard import opening
+from reshard.arguments import check
 from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, hints_without
+from reshard.events import Observers
 from reshard.formats import manifest as manifests
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint2 import names as checkpoint2
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     import os
 
     from reshard import _core
+    from reshard.events import OnEvent
 
 __all__ = ["Rollback", "rollback"]
 
@@ -58,6 +61,7 @@ def rollback(
     dry_run: bool = False,
     threads: int | None = None,
     progress: _core.Progress | None = None,
+    on_event: OnEvent | None = None,
 ) -> Rollback:
     """Make the next restart resume from an iteration of a root, which may be older or newer than the tracker's.
 
@@ -72,6 +76,7 @@ def rollback(
         dry_run: change nothing, and report what would change.
         threads: threads that read.
         progress: called as `progress(done_bytes, total_bytes)`.
+        on_event: a function, or a list of functions, called with the `Event` of the rollback.
 
     Returns:
         What was changed.
@@ -92,6 +97,7 @@ def rollback(
         >>> reshard.open("rolled_back").iteration
         200
     """
+    check(on_event=on_event)
     path = locate(root).absolute()
     checkpoint2.iteration_folder_name(iteration)  # refuses an invalid iteration
     if dry_run:
@@ -115,6 +121,8 @@ def rollback(
     finally:
         if not is_ours:
             protocol.release(path)
+    newer = listed(map(str, changes.newer)) if changes.newer else None
+    Observers.of(on_event)("rolled_back", iteration, previous=changes.previous, newer=newer, verified=is_verified)
     return changes
 
 

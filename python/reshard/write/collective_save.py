@@ -20,11 +20,12 @@ import functools
 import logging
 import time
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from reshard.collective import Collective, capture
 from reshard.errors import ArgumentError, GroupError, ReshardError
+from reshard.events import Observers
 from reshard.formats import save_log
 from reshard.storage import mounts
 from reshard.write import background
@@ -55,6 +56,7 @@ __all__ = [
     "SaveTask",
     "log_once",
     "save_collectively",
+    "save_failed",
 ]
 
 _log = logging.getLogger("reshard")
@@ -125,6 +127,7 @@ class RankInput:
         common: the counters; rank 0's are saved.
         record: the line of the log, except for what is known at the end; rank 0's is written.
         copies: its copies of arrays of other ranks, and its state.
+        observers: called with the events of this rank.
     """
 
     arrays: dict[str, LocalArray]
@@ -133,6 +136,7 @@ class RankInput:
     common: CommonInfo
     record: SaveRecord
     copies: Copies
+    observers: Observers = field(default_factory=Observers)
 
 
 @dataclass(frozen=True)
@@ -303,6 +307,9 @@ def save_collectively(
         ReshardError: what a rank met.
     """
     ranks = Collective(channel, task.timeout)
+    if not dry_run and not isinstance(save, BaseException):
+        n_bytes = sum(one.array.nbytes for one in save.own.arrays.values())
+        save.own.observers("begun", task.iteration, n_bytes=n_bytes, n_ranks=channel.world_size, blocking=blocking)
     if isinstance(save, BaseException):
         ranks.combine(save, None)  # raises it, and an error on the other ranks
         raise save
@@ -319,8 +326,36 @@ def save_collectively(
     finish = functools.partial(_finish, save, error, ranks, started=started, after=after)
     if blocking:
         return finish(progress=progress)
-    finish = functools.partial(finish, stall_seconds=time.monotonic() - started)
+    stall_seconds = time.monotonic() - started
+    if ready is None:
+        save.own.observers("copied", task.iteration, seconds=stall_seconds)
+    finish = functools.partial(_watched, save, started, functools.partial(finish, stall_seconds=stall_seconds))
     return background.start(task.iteration, finish, progress, exit_seconds=task.timeout)
+
+
+def _watched(
+    save: SaveFormat, started: float, finish: Callable[..., SaveReport], progress: _core.Progress | None
+) -> SaveReport:
+    """Finish a save in the background; its failure is an event."""
+    try:
+        return finish(progress=progress)
+    except BaseException as error:
+        save_failed(save.own.observers, save.task.iteration, error, started)
+        raise
+
+
+def save_failed(observers: Observers, iteration: int, error: BaseException, started: float) -> None:
+    """Make the event of a save that has failed.
+
+    Args:
+        observers: called with the event.
+        iteration: what was saved.
+        error: the error of this rank.
+        started: when `reshard.save` was called, on the monotonic clock.
+    """
+    reason = error.message if isinstance(error, ReshardError) else str(error)
+    seconds = time.monotonic() - started
+    observers("failed", iteration, error=type(error).__name__, reason=reason, seconds=seconds)
 
 
 def _check(save: SaveFormat, reports: list[Any]) -> None:
@@ -348,16 +383,20 @@ def _finish(
         progress: as in `reshard.save`.
         after: as in `reshard.save`.
     """
-    task = save.task
+    task, observers = save.task, save.own.observers
     state = save.own.copies.settle(ranks.channel, task.timeout)
     written: object = None
     published: Published | None = None  # on rank 0, once a restart finds the save
+    watched = observers.progress(task.iteration, progress)
 
     def write() -> Any:
         for failed in (error, state):
             if isinstance(failed, BaseException):
                 raise failed
-        return save.write(begun, state, progress)  # type: ignore[arg-type]
+        begin = time.monotonic()
+        done = save.write(begun, state, watched if observers.functions else progress)  # type: ignore[arg-type]
+        observers("written", task.iteration, n_bytes=watched.n_bytes, seconds=time.monotonic() - begin)
+        return done
 
     def publish(messages: list[Any]) -> Published:
         nonlocal published
@@ -395,6 +434,16 @@ def _finish(
         result, is_heard = replace(published, warnings=(*published.warnings, warning)), False
     report = _report_of(task, result, started, stall_seconds)
     warnings = _append_to_log(save, result, report) if ranks.rank == 0 else []
+    observers.first(
+        "published",
+        task.iteration,
+        n_bytes=report.n_bytes,
+        n_files=report.n_files,
+        seconds=report.seconds,
+        stall_seconds=report.stall_seconds,
+        durable=report.durable,
+        path=report.path,
+    )
     warnings += save.remove_older()
     report = replace(report, warnings=(*report.warnings, *warnings))
     if ranks.rank == 0:

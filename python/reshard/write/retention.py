@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 from reshard import _core
 from reshard.arguments import checked
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
+from reshard.events import Observers
 from reshard.formats import manifest as manifests
 from reshard.formats import proofs, save_log, writer_mark
 from reshard.formats.checkpoint2 import candidates
@@ -269,6 +270,7 @@ def apply(
     original_fault: Callable[[Location], str | None] | None = None,
     verify: bool = True,
     verified: Collection[str] = (),
+    observers: Observers | None = None,
 ) -> Removed:
     """As `remove`, for the end of a save: what the system refuses is a warning, and logged.
 
@@ -280,6 +282,7 @@ def apply(
         original_fault: see `remove`.
         verify: see `remove`.
         verified: see `remove`.
+        observers: see `remove`.
 
     Raises:
         CheckpointNotFoundError: there is no such root.
@@ -300,6 +303,7 @@ def apply(
             original_fault=original_fault,
             verify=verify,
             verified=verified,
+            observers=observers,
         )
     except (StorageError, DamagedFileError) as error:
         removed = Removed((), 0, {}, (f"retention stopped: {error.message}",))
@@ -318,6 +322,7 @@ def remove(
     verify: bool = True,
     verified: Collection[str] = (),
     progress: _core.Progress | None = None,
+    observers: Observers | None = None,
 ) -> Removed:
     """Remove the iterations of a root that are not to be kept.
 
@@ -331,6 +336,7 @@ def remove(
         verify: compare the newest that stays with its manifest, if nothing is removed otherwise.
         verified: digests of manifests whose files this process has just compared.
         progress: called as `progress(done_bytes, total_bytes)` while an iteration is compared.
+        observers: called with an event `pruned` for each removed iteration.
 
     Raises:
         CheckpointNotFoundError: there is no such root.
@@ -390,7 +396,10 @@ def remove(
         done.warnings += trash.empty(path, durable=durable)
         proofs.sweep(path)
     kept = dict(sorted({**decision.kept, **done.kept}.items()))
-    return Removed(tuple(done.iterations), done.n_bytes, kept, tuple(done.warnings), tuple(done.failed))
+    for iteration, n_bytes in zip(done.iterations, done.sizes, strict=True):
+        # After the lock, too: a slow function must not keep saves waiting.
+        (observers or Observers()).first("pruned", iteration, n_bytes=n_bytes, reason=f"not kept by {retention!r}")
+    return Removed(tuple(done.iterations), sum(done.sizes), kept, tuple(done.warnings), tuple(done.failed))
 
 
 @checked
@@ -603,7 +612,7 @@ class _Decision:
 @dataclass
 class _Done:
     iterations: list[int] = field(default_factory=list)
-    n_bytes: int = 0
+    sizes: list[int] = field(default_factory=list)  # bytes, in the order of `iterations`
     kept: dict[int, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)
@@ -668,7 +677,7 @@ def _remove(root: Location, one: Facts, done: _Done, *, durable: bool) -> None:
             done.failed.append(one.iteration)
             return
     done.iterations.append(one.iteration)
-    done.n_bytes += n_bytes
+    done.sizes.append(n_bytes)
 
 
 def _n_bytes(folder: Location) -> int:

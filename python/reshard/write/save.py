@@ -20,6 +20,7 @@ import numpy as np
 from reshard.arguments import check, check_given
 from reshard.collective import capture
 from reshard.errors import ArgumentError
+from reshard.events import Observers
 from reshard.formats import state
 from reshard.formats.checkpoint1 import state as checkpoint1_state
 from reshard.formats.checkpoint2 import names as checkpoint2
@@ -40,6 +41,7 @@ from reshard.write.collective_save import (
     SaveReport,
     SaveTask,
     save_collectively,
+    save_failed,
 )
 from reshard.write.rank_facts import facts_of
 from reshard.write.replicas import Copies, RankLocal, is_any_of
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reshard import _core
+    from reshard.events import OnEvent
     from reshard.layout.model import LayoutLike
     from reshard.options import CommitLike, FilesLike, FormatLike, RetentionLike, VerifyLike
     from reshard.write.arrays import LocalArray
@@ -77,6 +80,7 @@ class _Keywords(TypedDict, total=False):
     timeout: float
     threads: int | None
     progress: _core.Progress | None
+    on_event: OnEvent | None
 
 
 @overload
@@ -146,6 +150,7 @@ def save(  # noqa: PLR0917  what is saved is often given by position
     timeout: float = 600.0,
     threads: int | None = None,
     progress: _core.Progress | None = None,
+    on_event: OnEvent | None = None,
     dry_run: bool = False,
 ) -> SaveReport | PendingSave[SaveReport] | None:
     """Save an iteration, all ranks collectively. If it fails, the root is as it was before.
@@ -198,6 +203,8 @@ def save(  # noqa: PLR0917  what is saved is often given by position
         threads: threads of the copies.
         progress: called as `progress(done_bytes, total_bytes)` with this rank's bytes; from the thread in the
             background if `blocking` is False.
+        on_event: a function, or a list of functions, called with each `Event` of the save on this rank, such as
+            `EventLog(root)`; see docs/watching.md. An error of it is logged once and does not fail the save.
         dry_run: check everything that is known before anything is written: options, arrays, layout, state, and that
             the ranks agree. The root is neither made nor claimed, and nothing is written.
 
@@ -221,8 +228,11 @@ def save(  # noqa: PLR0917  what is saved is often given by position
     """
     started = time.monotonic()
     check_given(root=root, blocking=blocking, timeout=timeout, dry_run=dry_run)
-    check(rank=rank)
+    check(rank=rank, on_event=on_event)
     members = resolve(group, rank)
+    observers = Observers.of(None if dry_run else on_event, members.rank)
+    if ready is not None and observers.functions:
+        ready = _reports_copies(ready, observers, iteration, started)
     channel = session(members, f"save {iteration}"[:200])
     # The other ranks wait for this one: they must receive the error of its options.
     parsed = capture(
@@ -289,21 +299,41 @@ def save(  # noqa: PLR0917  what is saved is often given by position
         counters = _common_info(common, iteration)
         # Made now, so that a metric that is no number is refused before anything is written.
         record = SaveRecord(iteration, _EPOCH, 0, 0, 0, dict(metrics or {}), ckpt_status=counters.ckpt_status)
-        own = RankInput(arrays, facts, own_layout, counters, record, copies)
+        own = RankInput(arrays, facts, own_layout, counters, record, copies, observers)
         return of(task, channel, own)
 
     # The other ranks wait for this one: they must receive its error.
-    return save_collectively(
-        capture(prepare),
-        task,
-        channel,
-        started=started,
-        blocking=blocking,
-        dry_run=dry_run,
-        ready=ready,
-        progress=progress,
-        after=after,
-    )
+    try:
+        return save_collectively(
+            capture(prepare),
+            task,
+            channel,
+            started=started,
+            blocking=blocking,
+            dry_run=dry_run,
+            ready=ready,
+            progress=progress,
+            after=after,
+        )
+    except BaseException as error:
+        save_failed(observers, iteration, error, started)
+        raise
+
+
+def _reports_copies(
+    ready: Callable[[], object], observers: Observers, iteration: int, started: float
+) -> Callable[[], object]:
+    """`ready`, with an event when it has waited the first time."""
+    is_reported = False
+
+    def wait() -> None:
+        nonlocal is_reported
+        ready()
+        if not is_reported:
+            is_reported = True
+            observers("copied", iteration, seconds=time.monotonic() - started)
+
+    return wait
 
 
 def _check_is_written_as_it_is(given: object, array: LocalArray) -> None:

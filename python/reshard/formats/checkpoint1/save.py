@@ -377,7 +377,11 @@ class Checkpoint1Save(SaveFormat):
     def remove_older(self) -> list[str]:
         """Remove this rank's files of saves that are no longer kept."""
         assert self._side is not None
-        return self._side.remove(self._outdated)
+        warnings = self._side.remove(self._outdated)
+        for epoch, step in self._outdated:
+            # These saves have a name and no iteration.
+            self.own.observers.first("pruned", None, name=f"{epoch}_{step}", reason="older than the newest `keep` saves")
+        return warnings
 
 
 def _shapes(plan: IterationPlan, facts: list[RankFacts]) -> Shapes:

@@ -257,6 +257,7 @@ class Checkpoint2Save(SaveFormat):
                     durable=task.durable,
                     verify=False,
                     verified=(manifest.digest,) if self._reads_back else (),
+                    observers=self.own.observers,
                 )
                 warnings += removed.warnings
             except (ReshardError, OSError) as error:

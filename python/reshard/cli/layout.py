@@ -1,0 +1,184 @@
+"""`reshard layout`: print the layout of a model family, and check a layout against a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import click
+
+import reshard
+from reshard.cli.contents import cut_by_rule
+from reshard.cli.output import (
+    PATH,
+    STRATEGY_HELP,
+    collected_warnings,
+    command,
+    echo,
+    echo_facts,
+    echo_file,
+    echo_json,
+    echo_table,
+    plain_table,
+    shown,
+    size,
+    warn,
+)
+from reshard.words import listed
+
+if TYPE_CHECKING:
+    from reshard.verbs.check_layout import LayoutCheck, RuleUse
+
+__all__ = ["layout"]
+
+_COUNT = click.IntRange(1, 1 << 20)
+_MAX_SHOWN = 20  # faults, and rules
+_MAX_RANKS = 16
+
+
+@click.group(short_help="Print the layout of a model family; check a layout.")
+def layout() -> None:
+    """Layout files, which say how the tensors of a model are partitioned over ranks.
+
+    \b
+    Examples:
+      reshard layout preset --list
+      reshard layout preset llama --tp 4 --pp 2 > tp4.yaml
+      reshard layout check tp4.yaml hf/
+      reshard convert hf/ sharded/ --layout tp4.yaml
+    """
+
+
+@layout.command(short_help="Print the usual layout of a model family.")
+@click.argument("family", required=False, type=PATH)
+@click.option("--list", "lists", is_flag=True, help="Print the names of the families.")
+@click.option("--tp", type=_COUNT, default=1, metavar="N", help="Ranks over which each layer is partitioned.")
+@click.option("--pp", type=_COUNT, default=1, metavar="N", help="Pipeline stages, of consecutive layers.")
+@click.option("--ep", type=_COUNT, default=1, metavar="N", help="Ranks over which the experts are distributed.")
+@click.option("--dp", type=_COUNT, default=1, metavar="N", help="Replicas of every tensor.")
+@command
+def preset(family: str | None, *, lists: bool, tp: int, pp: int, ep: int, dp: int, as_json: bool) -> None:
+    """Print the layout file of a Hugging Face model family: tensor, pipeline and expert parallel.
+
+    FAMILY is a name such as llama, or a config.json or the folder of a model with one. With a config, the number of
+    heads is checked, and stages may have different numbers of layers. There are pp x dp x ep x tp ranks; neighbours
+    differ in tp.
+
+    \b
+    Examples:
+      reshard layout preset llama --tp 4 --pp 2 > tp4.yaml
+      reshard layout preset hf/ --tp 4 --pp 2 > tp4.yaml
+      reshard layout preset --list
+    """
+    from reshard.layout.presets import FAMILIES
+
+    if lists or family is None:
+        if not lists:
+            raise click.UsageError(f"FAMILY is missing: a path, or one of {', '.join(FAMILIES)}")
+        if family is not None:
+            raise click.UsageError("--list excludes FAMILY")
+        if as_json:
+            echo_json({"families": list(FAMILIES)})
+        else:
+            echo("\n".join(FAMILIES))
+        return
+    made = reshard.ModelLayout.preset(family, tp=tp, pp=pp, ep=ep, dp=dp)
+    if as_json:
+        echo_json(made.to_mapping())
+    else:
+        echo_file(str(made))
+
+
+@layout.command(short_help="Check a layout against a checkpoint.")
+@click.argument("file", type=PATH)
+@click.argument("src", type=PATH)
+@click.option("--strategy", type=PATH, metavar="PATH", help=STRATEGY_HELP)
+@command
+def check(file: str, src: str, *, strategy: str | None, as_json: bool) -> None:
+    """Check whether the layout FILE fits the tensors of the checkpoint SRC. Tensor data is not read.
+
+    FILE is a layout file, a strategy file, or a folder of these. The command prints what each rule matches, the bytes
+    of each rank, and every fault: tensors that no rule matches, dims that cannot be divided, rules that match no
+    tensor. `convert --layout` refuses a layout with a fault.
+
+    \b
+    Examples:
+      reshard layout check tp4.yaml hf/
+      reshard layout check tp4.yaml output/checkpoint --json
+
+    Exit codes: 0 it fits, 1 it does not fit, or a file cannot be read, 2 usage error.
+    """
+    from reshard.verbs.check_layout import check_layout
+
+    with collected_warnings(print_on_error=False) as logged, reshard.open(src, strategy=strategy) as checkpoint:
+        n_before = len(logged)  # warnings of the layout are part of the result
+        found = check_layout(checkpoint, file)
+        del logged[n_before:]
+    if as_json:
+        fields = dataclasses.asdict(dataclasses.replace(found, rules=()))
+        rules = [
+            {"match": one.match, "cut": cut_by_rule(one.partition, dict(found.mesh)), "n_tensors": len(one.keys),
+             "n_bytes": one.n_bytes, "optional": one.optional} for one in found.rules
+        ]  # fmt: skip
+        echo_json({"layout": file, "path": src, "ok": found.ok, **fields, "rules": rules, "source_warnings": logged})
+    else:
+        _print(found, file, src)
+        for warning in (*logged, *found.warnings):
+            warn(warning)
+    if not found.ok:
+        raise click.exceptions.Exit(1)
+
+
+def _print(found: LayoutCheck, file: str, src: str) -> None:
+    n_faults = f"{'at least ' if found.stopped else ''}{len(found.faults)} fault{'' if len(found.faults) == 1 else 's'}"
+    echo(f"{shown(file)} {'fits' if found.ok else 'does not fit'} {shown(src)}{'' if found.ok else f': {n_faults}'}")
+    n_ranks = 1
+    for n in found.mesh.values():
+        n_ranks *= n
+    mesh = ", ".join(f"{shown(axis)} {n}" for axis, n in found.mesh.items())
+    facts = [
+        ("tensors", f"{found.n_tensors}, {size(found.n_bytes)}"),
+        ("mesh", f"{mesh} ({n_ranks} rank{'' if n_ranks == 1 else 's'})"),
+    ]
+    if found.rank_bytes:
+        sizes = list(found.rank_bytes.values())
+        mean = sum(sizes) / len(sizes)
+        facts.append(("each rank", f"{size(min(sizes))} to {size(max(sizes))}, mean {size(round(mean))}"))
+    echo_facts(facts)
+    if found.rules:
+        echo()
+        _print_rules(found.rules, dict(found.mesh))
+    if 1 < len(found.rank_bytes) and len(set(found.rank_bytes.values())) > 1:
+        echo()
+        _print_ranks(found)
+    for fault in found.faults[:_MAX_SHOWN]:
+        echo()
+        echo(f"fault: {shown(fault.message)}")
+        if fault.hint:
+            echo(f"hint: {shown(fault.hint)}")
+    if len(found.faults) > _MAX_SHOWN:
+        echo()
+        echo(f"and {len(found.faults) - _MAX_SHOWN} more faults; --json lists them")
+
+
+def _print_rules(rules: tuple[RuleUse, ...], mesh: dict[str, int]) -> None:
+    table = plain_table("rule", "match", "cut", "tensors", "size", right=("rule", "tensors", "size"), folds=("match",))
+    for n, rule in enumerate(rules[:_MAX_SHOWN]):
+        unused = "none, optional" if rule.optional else "none"
+        count = str(len(rule.keys)) if rule.keys else unused
+        match = listed(map(shown, rule.match), 4)
+        table.add_row(str(n), match, shown(cut_by_rule(rule.partition, mesh)), count, size(rule.n_bytes))
+    echo_table(table)
+    if len(rules) > _MAX_SHOWN:
+        echo(f"and {len(rules) - _MAX_SHOWN} more rules; --json lists them")
+
+
+def _print_ranks(found: LayoutCheck) -> None:
+    """The ranks with the most bytes."""
+    ordered = sorted(found.rank_bytes, key=lambda rank: (-found.rank_bytes[rank], rank))
+    table = plain_table("rank", "bytes", right=("rank", "bytes"))
+    for rank in sorted(ordered[:_MAX_RANKS]):
+        table.add_row(str(rank), size(found.rank_bytes[rank]))
+    echo_table(table)
+    if len(ordered) > _MAX_RANKS:
+        echo(f"and {len(ordered) - _MAX_RANKS} ranks with no more bytes; --json lists them")

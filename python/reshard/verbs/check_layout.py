@@ -1,0 +1,168 @@
+"""Checks a layout against the tensors of a checkpoint: every fault, what each rule matches, and the bytes of each rank.
+
+Only descriptions are read, never tensor data. `Checkpoint.bind` stops at the first fault; here a tensor with a fault is
+left out and the others are checked.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from reshard import dtypes
+from reshard.errors import LayoutError, MismatchError, UnsupportedError
+from reshard.layout import as_layout
+from reshard.layout.patterns import Matcher
+from reshard.layout.resolve import is_counter, state_of
+from reshard.verbs.forecast import rank_bytes
+from reshard.write.iteration import WholeTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from reshard.checkpoint import Checkpoint, LayoutLike
+    from reshard.layout import ModelLayout, Partition
+
+__all__ = ["Fault", "LayoutCheck", "RuleUse", "check_layout"]
+
+_MAX_FAULTS = 50  # then the rest is not checked: each fault binds the layout again
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why a layout does not fit.
+
+    Attributes:
+        key: the tensor; None: the fault is about the whole layout.
+        message: what is wrong.
+        hint: what to do; None: nothing is known.
+    """
+
+    key: str | None
+    message: str
+    hint: str | None
+
+
+@dataclass(frozen=True)
+class RuleUse:
+    """What a rule of a layout matches.
+
+    Attributes:
+        match: its patterns.
+        partition: how it divides tensors.
+        keys: tensors that it applies to, without state of the optimizer that follows its parameter.
+        n_bytes: their bytes, each once.
+        optional: whether it may match no key.
+    """
+
+    match: tuple[str, ...]
+    partition: Partition
+    keys: tuple[str, ...]
+    n_bytes: int
+    optional: bool
+
+
+@dataclass(frozen=True)
+class LayoutCheck:
+    """The result of `check_layout`.
+
+    Attributes:
+        mesh: sizes of the axes of the layout.
+        n_tensors: number of tensors of the checkpoint.
+        n_bytes: their bytes, each once.
+        rules: what each rule matches; none for a strategy, which lists tensors.
+        faults: why `convert` and `save` would refuse the layout; none: it fits.
+        stopped: whether there may be more faults.
+        rank_bytes: by rank, the bytes of its arrays; empty if there are faults.
+        warnings: what has no effect and is no fault.
+    """
+
+    mesh: Mapping[str, int]
+    n_tensors: int
+    n_bytes: int
+    rules: tuple[RuleUse, ...]
+    faults: tuple[Fault, ...]
+    stopped: bool
+    rank_bytes: Mapping[int, int]
+    warnings: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether the layout fits."""
+        return not self.faults
+
+
+def check_layout(checkpoint: Checkpoint, layout: LayoutLike) -> LayoutCheck:
+    """Check whether a layout fits the tensors of a checkpoint, as `convert` and `save` require it.
+
+    Args:
+        checkpoint: the tensors.
+        layout: the layout.
+
+    Raises:
+        LayoutError: the layout file is not valid.
+
+    Example:
+        >>> import numpy as np, reshard
+        >>> reshard.save_file({"w": np.zeros((8, 2)), "b": np.zeros(7)}, "check.safetensors")
+        >>> layout = {"mesh": {"tp": 4}, "rules": [{"match": "*", "cut": ["tp"]}]}
+        >>> with reshard.open("check.safetensors") as checkpoint:
+        ...     found = check_layout(checkpoint, layout)
+        >>> found.ok, found.faults[0].key
+        (False, 'b')
+    """
+    known = as_layout(layout)
+    tensors = {
+        key: WholeTensor(*checkpoint.data.index.info(key), checkpoint.data.part(key)) for key in checkpoint.keys()
+    }
+    optimizer_keys = set(checkpoint.keys("optimizer"))
+    shapes = {key: tensor.shape for key, tensor in tensors.items()}
+    faults: list[Fault] = []
+    bound = None
+    while shapes and bound is None and len(faults) < _MAX_FAULTS:
+        try:
+            bound = known.bind(shapes, optimizer_keys=optimizer_keys)
+        except (LayoutError, MismatchError, UnsupportedError) as error:
+            faults.append(Fault(error.key, error.message, error.hint))
+            if error.key not in shapes:
+                break
+            del shapes[str(error.key)]
+    left_out = tensors.keys() - shapes.keys()
+    warnings: list[str] = []
+    if bound is not None:
+        unused = [one for one in bound.unused if not one.matches(left_out)]
+        faults += [Fault(None, one.text, one.hint or None) for one in unused]
+        texts = {one.text for one in bound.unused}
+        warnings = [text for text in bound.warnings if text not in texts]
+    return LayoutCheck(
+        mesh=dict(known.mesh) if bound is None else dict(bound.mesh.axes),
+        n_tensors=len(tensors),
+        n_bytes=sum(_n_bytes(tensor) for tensor in tensors.values()),
+        rules=_rules(known, tensors, optimizer_keys),
+        faults=tuple(faults),
+        stopped=bool(shapes) and bound is None,
+        rank_bytes={} if bound is None or faults else dict(sorted(rank_bytes(bound, tensors).items())),
+        warnings=tuple(warnings),
+    )
+
+
+def _rules(layout: ModelLayout, tensors: Mapping[str, WholeTensor], optimizer_keys: set[str]) -> tuple[RuleUse, ...]:
+    if layout.strategy is not None:
+        return ()
+    state = optimizer_keys if layout.optimizer.follow else set()
+    follows = state_of((key for key in tensors if key in state), tensors.keys() - state)
+    matcher = Matcher([rule.match for rule in layout.rules])
+    keys: list[list[str]] = [[] for _ in layout.rules]
+    for key, tensor in tensors.items():
+        found = None if key in follows or is_counter(key, tensor.shape) else matcher.find(key)
+        if found is not None:
+            keys[found[0]].append(key)
+    return tuple(
+        RuleUse(rule.match, rule.partition, tuple(own), sum(_n_bytes(tensors[key]) for key in own), rule.optional)
+        for rule, own in zip(layout.rules, keys, strict=True)
+    )
+
+
+def _n_bytes(tensor: WholeTensor) -> int:
+    return math.prod(tensor.shape) * dtypes.bits(tensor.dtype) // 8
