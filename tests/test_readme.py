@@ -63,7 +63,7 @@ def test_there_are_blocks() -> None:
     languages = [language for language, _ in blocks(PAGES[0])]
     assert languages.count("python") >= 2
     assert languages.count("sh") >= 1
-    for page in ("saving", "pytorch", "layouts", "names", "formats"):
+    for page in ("guides/saving", "guides/pytorch", "reference/layouts", "reference/names", "reference/formats"):
         assert "python" in [language for language, _ in blocks(ROOT / "docs" / f"{page}.md")], page
 
 
