@@ -1,25 +1,44 @@
-"""README and the pages of docs/ show code that runs, name files that exist, and give the commands that CI runs."""
+"""README and the pages of docs/ show code that runs and what it prints, name what exists, and link to what exists.
+
+The code blocks of a page run in order in one folder, each on the files that those before it wrote:
+
+- `python`, `sh`: run. A block `output` behind one is what it prints.
+- `console`: lines behind `$ ` run, and the lines that follow are what they print. Without `$ ` it shows commands that
+  need a network or several processes; the commands of reshard in it, and their options, must exist.
+- `yaml`: a layout, a name map, or a section of a configuration. `text` is not code.
+
+In what is printed, `...` stands for any text.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
+from click.testing import CliRunner
 from tests.peers.required import required
 from tests.test_cli import PROGRAM
 
+import reshard
+from reshard.cli import main
 from reshard.names.file import NamesFile
+from reshard.storage import protocol
 from reshard.strict_yaml import read_yaml
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted(page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts)]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+SLOW = r"^ *(?:import|from) (?:accelerate|jax|lightning|transformers)\b"
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
@@ -27,26 +46,43 @@ def blocks(page: Path) -> list[tuple[str, str]]:
     return re.findall(r"^```(\w+)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
+def _pages() -> list[object]:
+    slow = [bool(re.search(SLOW, page.read_text(), re.MULTILINE)) for page in PAGES]
+    return [
+        pytest.param(page, id=name, marks=[pytest.mark.slow] if is_slow else [])
+        for page, name, is_slow in zip(PAGES, NAMES, slow, strict=True)
+    ]
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning:lightning.*", "ignore:.*LeafSpec")
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_examples_of_a_page_run_in_order(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one folder: a block works on what those before it wrote. `yaml` is a name map; `console` is not run."""
+@pytest.mark.parametrize("page", _pages())
+def test_examples_of_a_page_run_in_order_and_print_what_it_shows(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
+    printed = ""
     for language, code in blocks(page):
-        assert language in ("python", "sh", "yaml", "console"), language
+        assert language in ("python", "sh", "output", "yaml", "console", "text"), language
         if language == "python":
             if "import mindspore" in code:
                 required("mindspore")
-            exec(compile(code, str(page), "exec"), {})
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                exec(compile(code, str(page), "exec"), {"__name__": "page"})
+            printed = out.getvalue()
+            protocol.release()  # as at the end of a process
         elif language == "sh":
-            _run_shell(code, tmp_path)
+            printed = _run_shell(code, tmp_path)
+        elif language == "output":
+            _compare(printed, code, page.name)
+        elif language == "console" and code.startswith("$ "):
+            _run_console(code, tmp_path)
+        elif language == "console":
+            _check_commands(code)
         elif language == "yaml":
-            Path("example.yaml").write_text(code)
-            value, lines = read_yaml("example.yaml")
-            NamesFile.from_lines(value, source=None, lines=lines)
+            _read_yaml(code)
 
 
-def _run_shell(code: str, folder: Path) -> None:
+def _run_shell(code: str, folder: Path) -> str:
     bash = shutil.which("bash")
     if bash is None:
         pytest.skip("there is no bash")
@@ -54,25 +90,103 @@ def _run_shell(code: str, folder: Path) -> None:
     program.parent.mkdir(exist_ok=True)
     program.write_text(f"#!{sys.executable}\n" + PROGRAM[2].replace("; ", "\n"))
     program.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}"}
+    environment = {**os.environ, "PATH": f"{program.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run([bash, "-e", "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
-def test_there_are_blocks() -> None:
-    languages = [language for language, _ in blocks(PAGES[0])]
-    assert languages.count("python") >= 2
-    assert languages.count("sh") >= 1
-    for page in ("saving", "pytorch", "layouts", "names", "formats"):
-        assert "python" in [language for language, _ in blocks(ROOT / "docs" / f"{page}.md")], page
+def _run_console(code: str, folder: Path) -> None:
+    """Run each line behind `$ `: commands of reshard in this process. One that shows no output must succeed."""
+    for command, _, shown in (part.partition("\n") for part in re.split(r"^\$ ", code, flags=re.MULTILINE)[1:]):
+        if re.match(r"reshard [^|&;>]*$", command):
+            result = CliRunner().invoke(main, shlex.split(command)[1:])
+            printed, status = result.output, result.exit_code
+        else:
+            printed, status = _run_shell(command, folder), 0
+        assert status == 0 or shown.strip(), f"{command}\n{printed}"
+        _compare(printed, shown, command)
+
+
+def _compare(printed: str, shown: str, source: str) -> None:
+    if not shown.strip():
+        return
+    pattern = ".*".join(re.escape(part) for part in _stripped(shown).split("..."))
+    assert re.fullmatch(pattern, _stripped(printed), re.DOTALL), f"{source} printed\n{printed}\nand not\n{shown}"
+
+
+def _stripped(text: str) -> str:
+    return "\n".join(line.rstrip() for line in text.strip().splitlines())
+
+
+def _check_commands(code: str) -> None:
+    for line in re.findall(r"(?:^|&& )reshard ([^#|&>\n]*)", code.replace("\\\n", " "), re.MULTILINE):
+        words, command = shlex.split(line), main
+        while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+            command = command.commands[words.pop(0)]
+        known = {
+            name for one in command.get_params(click.Context(command)) for name in (*one.opts, *one.secondary_opts)
+        }
+        given = {word.partition("=")[0] for word in words if word.startswith("-")}
+        assert given <= known, f"`reshard {line}` has options that do not exist: {given - known}"
+
+
+def _read_yaml(code: str) -> None:
+    Path("example.yaml").write_text(code)
+    value, lines = read_yaml("example.yaml")
+    if "mesh" in value:
+        reshard.ModelLayout.from_yaml("example.yaml")
+    elif "rules" in value:
+        NamesFile.from_lines(value, source=None, lines=lines)
+
+
+# -- links
+
+
+def _anchors(page: Path) -> set[str]:
+    """The anchors of the headings, as GitHub and the site make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#{1,3} (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> list[str]:
+    """Links of a page to files and anchors that do not exist."""
+    text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    targets = [*re.findall(r"\]\(([^)\s]+)\)", text), *re.findall(r'(?:src|href|srcset)="([^"]+)"', text)]
+    broken = []
+    for target in targets:
+        if re.match(r"\w+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists() or (anchor and file.suffix == ".md" and anchor not in _anchors(file)):
+            broken.append(target)
+    return broken
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_named_paths_exist(page: Path) -> None:
-    for name in re.findall(r"`((?:rust|python|tests|benches)/[\w./-]*)`", page.read_text()):
-        assert (ROOT / name).exists(), name
-    for link in re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", page.read_text()):
-        assert (page.parent / link).exists(), link
+def test_links_and_named_paths_exist(page: Path) -> None:
+    assert broken_links(page) == []
+    for name in re.findall(r"`((?:rust|python|tests|benches|docs)/[\w./-]*)`", page.read_text()):
+        assert (ROOT / name).exists() or name == "docs/_build", name
+
+
+def test_broken_links_are_found(tmp_path: Path) -> None:
+    (tmp_path / "b.md").write_text("# One `two`\n")
+    page = tmp_path / "a.md"
+    page.write_text("[a](b.md#one-two) [b](b.md#three) [c](c.md) [d](https://d) ![e](e.svg)\n```text\n[f](f.md)\n```\n")
+    assert broken_links(page) == ["b.md#three", "c.md", "e.svg"]
+
+
+# -- README and the table of contents
+
+
+def test_readme_is_short_and_shows_every_interface() -> None:
+    assert len(README.splitlines()) <= 150
+    languages = [language for language, _ in blocks(PAGES[0])]
+    assert languages.count("python") >= 2
+    assert languages.count("sh") >= 1
 
 
 def test_every_page_is_in_the_table_of_contents() -> None:

@@ -1,4 +1,4 @@
-"""JAX: arrays with shardings in and out of checkpoints. See docs/jax.md.
+"""JAX: arrays with shardings in and out of checkpoints. See docs/guides/jax.md.
 
 report = reshard.jax.save("run", step, state)
 loaded = reshard.jax.load("run", like=state)

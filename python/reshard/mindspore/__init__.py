@@ -1,4 +1,4 @@
-"""MindSpore: Parameters in and out of checkpoints, and a callback of `Model.train`. See docs/mindspore.md.
+"""MindSpore: Parameters in and out of checkpoints, and a callback of `Model.train`. See docs/guides/mindspore.md.
 
 report = reshard.mindspore.save("run", step, network, optimizer)
 loaded = reshard.mindspore.load("run", network, optimizer)
