@@ -1,4 +1,7 @@
-#![expect(unsafe_code, reason = "non-temporal stores are processor intrinsics")]
+#![cfg_attr(
+    target_arch = "x86_64",
+    expect(unsafe_code, reason = "non-temporal stores are processor intrinsics")
+)]
 //! Destination memory: allocation on huge pages, and non-temporal stores.
 //!
 //! Page faults cost more than the copy itself. New destinations are therefore mapped on 2 MiB boundaries with the
@@ -104,6 +107,7 @@ pub enum Stores {
 }
 
 /// Shorter runs use plain stores: partial lines at their ends cost more than non-temporal stores save.
+#[cfg(target_arch = "x86_64")]
 const MIN_STREAMED_BYTES: usize = 1024;
 
 /// Copies a run of bytes. Both slices have the same length.
@@ -118,6 +122,8 @@ pub fn copy_run(to: &mut [u8], from: &[u8], stores: Stores) {
         unsafe { stream_avx(to, from) };
         return;
     }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = stores;
     to.copy_from_slice(from);
 }
 

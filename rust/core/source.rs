@@ -307,9 +307,11 @@ impl Source {
                 direct: None,
             });
         };
-        let direct = open_direct(&self.path);
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+        let direct = open_direct(&self.path, flags);
         if direct.is_none() {
             // Clean pages are dropped. Dirty pages stay: they are the only copy.
+            #[cfg(target_os = "linux")]
             file.with_opened(&self.path, |file| {
                 let _ = rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed);
                 Ok(())
@@ -470,12 +472,16 @@ fn open_regular(path: &Path, follow_links: bool) -> Result<(File, (u64, u64), u6
     Ok((file, (status.dev(), status.ino()), status.len()))
 }
 
-fn open_direct(path: &Path) -> Option<File> {
-    let flags =
-        OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
-    rustix::fs::open(path, flags, Mode::empty())
-        .ok()
-        .map(File::from)
+/// Opens a file for transfers that bypass the page cache; none where the system or the file system has none.
+pub(crate) fn open_direct(path: &Path, flags: OFlags) -> Option<File> {
+    #[cfg(target_os = "linux")]
+    let opened = rustix::fs::open(path, flags | OFlags::DIRECT, Mode::empty());
+    #[cfg(not(target_os = "linux"))]
+    let opened = {
+        let _ = (path, flags);
+        Err::<File, _>(rustix::io::Errno::OPNOTSUPP)
+    };
+    opened.ok().map(File::from)
 }
 
 /// Reads `len` bytes into a buffer with a size in complete blocks; false if a direct read is not possible.

@@ -20,6 +20,7 @@ use crate::fetch::Run;
 use crate::header;
 use crate::memory::{Memory, Stores, finish_stores};
 use crate::plan::Plan;
+use crate::source::open_direct;
 use crate::verify::{Checks, verifies_files, verify_files};
 use crc_fast::{CrcAlgorithm, checksum, checksum_combine};
 use rayon::prelude::*;
@@ -733,7 +734,12 @@ impl TemporaryFile {
         ));
         let flags =
             OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-        let open = || rustix::fs::open(&temporary, flags, Mode::from_raw_mode(options.mode));
+        #[cfg_attr(
+            target_os = "linux",
+            expect(clippy::unnecessary_cast, reason = "16 bits on macOS")
+        )]
+        let mode = Mode::from_raw_mode(options.mode as rustix::fs::RawMode);
+        let open = || rustix::fs::open(&temporary, flags, mode);
         let opened = open().or_else(|errno| {
             // A file of a terminated process with the same process id.
             if errno == rustix::io::Errno::EXIST {
@@ -767,11 +773,9 @@ impl TemporaryFile {
             }
         }
         if options.direct && n_bytes >= PIECE_BYTES as u64 {
-            let flags = OFlags::WRONLY | OFlags::DIRECT | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+            let flags = OFlags::WRONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
             // tmpfs and some network file systems do not support it. Then all writes are buffered.
-            this.direct = rustix::fs::open(&this.path, flags, Mode::empty())
-                .ok()
-                .map(File::from);
+            this.direct = open_direct(&this.path, flags);
         }
         Ok(this)
     }
