@@ -131,11 +131,11 @@ def main(
 
 
 def run_interleaved(table: str, all_cases: list[Case], n_rounds: int, wait_seconds: float) -> list[Result]:
-    """Run every case once per round, so that a disturbance of the machine affects all cases.
+    """Run every case once per round, so that a disturbance of the machine affects all load_cases.
 
     Args:
         table: name of the table.
-        all_cases: the cases.
+        all_cases: the load_cases.
         n_rounds: how often each runs.
         wait_seconds: how long to wait for other processes before each run; 0: no wait, no repetition.
     """

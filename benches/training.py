@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-import cases
+import load_cases
 import fresh
 import training_cases
 from table import Case, Result, Run, Target, main
@@ -36,7 +36,7 @@ def measure(folder: Path, size_gb: float, run_table: Run) -> list[Result]:
 
     def timed(name: str) -> float:
         if name not in left:
-            cases.remove(folder / "root")
+            load_cases.remove(folder / "root")
             left.update(fresh.run(training_cases.train, folder / "root", n_layers, n_steps))
         return left.pop(name)
 
@@ -60,7 +60,7 @@ def measure(folder: Path, size_gb: float, run_table: Run) -> list[Result]:
                 case("stall of `step`", n_bytes),
                 case("stall of `step`, overlap", 0),
                 case("stall of `step`, the first time", n_bytes),
-                Case("memcpy, warm", n_bytes, lambda: fresh.run(cases.copy_memory, content, n_bytes)),
+                Case("memcpy, warm", n_bytes, lambda: fresh.run(load_cases.copy_memory, content, n_bytes)),
             ],
         ),
     ]

@@ -1,4 +1,4 @@
-"""What `durability.py` times: saves, the stall of a background save, verified loads.
+"""What `saves.py` times: saves, the stall of a background save, verified loads.
 
 Each case checks its result and returns seconds; a case with several processes returns its start and its end.
 """
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-import cases
+import load_cases
 import fresh
 import model
 import reshard
@@ -118,7 +118,7 @@ def stall(path: Path, root: Path) -> float:
 
 def check_saved(path: Path, root: Path, iteration: int) -> None:
     """Compare the shard files of an iteration with the model, byte for byte; rows are in the order of the files."""
-    parts = [model.read(file) for file in cases.shard_files(root / f"iteration_{iteration:08d}")]
+    parts = [model.read(file) for file in load_cases.shard_files(root / f"iteration_{iteration:08d}")]
     for key, expected in model.read(path).items():
         start = 0
         for part in (part[key] for part in parts if key in part):
@@ -147,7 +147,7 @@ def publish(path: Path, root: Path) -> None:
     """The model as one iteration with a manifest, its shard file in the page cache in large folios."""
     with reshard.open(path) as checkpoint:
         reshard.save(root, 1, checkpoint.load())
-    for file in cases.shard_files(root):
+    for file in load_cases.shard_files(root):
         copy = file.with_suffix(".copy")
         with file.open("rb") as source, copy.open("wb") as target:
             while piece := source.read(_WRITE_BYTES):
@@ -158,7 +158,7 @@ def publish(path: Path, root: Path) -> None:
 
 def load(path: Path, root: Path, cut: Cut, verify: Verify, into: Literal["fresh", "given"]) -> float:
     """Load a part of the model, from the root to the last array."""
-    files = cases.shard_files(root)
+    files = load_cases.shard_files(root)
     given = None
     if into == "given":
         with reshard.open(root) as checkpoint:
