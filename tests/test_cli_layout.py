@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -17,6 +16,9 @@ from reshard.layout.presets import FAMILIES
 from reshard.names.presets import FAMILIES as NAME_FAMILIES
 from reshard.verbs.check_layout import check_layout
 from reshard.verbs.forecast import forecast
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 HEADS = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 8}
 
