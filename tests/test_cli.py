@@ -102,6 +102,13 @@ def test_inspect_shows_a_root() -> None:
     assert result.stderr == ""
 
 
+def test_inspect_draws_the_largest_modules(model: Path) -> None:
+    lines = run("inspect", model).stdout.splitlines()
+    first = next(n for n, line in enumerate(lines) if line.startswith("largest modules"))
+    assert lines[first + 1].split() == ["model.layers.{0-29}.w", "30", "5.62", "KiB", "100", "%", "█" * 20]
+    assert lines[first + 2].split() == ["model.norm", "1", "8", "B", "0", "%"]
+
+
 def test_inspect_of_each_format() -> None:
     for tree, expected in {
         "full_hf": "huggingface: ",

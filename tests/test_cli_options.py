@@ -115,7 +115,7 @@ def test_progress_that_nobody_reads_does_not_end_the_work(monkeypatch: pytest.Mo
     ("seconds", "expected"), [(0.1, "1 s"), (59.5, "1 min 0 s"), (125, "2 min 5 s"), (7260, "2 h 1 min")]
 )
 def test_durations(seconds: float, expected: str) -> None:
-    assert output._duration(seconds) == expected
+    assert output.duration(seconds) == expected
 
 
 @pytest.mark.slow

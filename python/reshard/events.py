@@ -8,7 +8,6 @@ events and their fields.
 from __future__ import annotations
 
 import datetime as dt
-import functools
 import logging
 import math
 import re
@@ -34,7 +33,10 @@ _MAX_INTEGER = 1 << 63
 _PROGRESS_SECONDS = 1.0  # between two events `writing`
 _NAME = re.compile("[a-z][a-z0-9_]{0,31}")
 
+_MAX_WARNED = 1024
+
 _log = logging.getLogger("reshard")
+_warned: set[tuple[str, str]] = set()  # functions and classes of exceptions that were logged
 
 
 @dataclass(frozen=True)
@@ -71,13 +73,17 @@ class Event:
         _check(_is_count(self.rank), "`rank` is not an integer from 0 to 2**63 - 1")
         _check(isinstance(self.fields, Mapping) and len(self.fields) <= _MAX_FIELDS, "`fields` is not a small mapping")
         for name, value in self.fields.items():
-            _check(isinstance(name, str) and _NAME.fullmatch(name) is not None, f"a field has the name {show(str(name))}")
+            _check(
+                isinstance(name, str) and _NAME.fullmatch(name) is not None, f"a field has the name {show(str(name))}"
+            )
             _check(_is_value(value), f"the field `{name}` is not a short text, a finite number, a boolean or None")
 
     def __str__(self) -> str:
         what = self.kind.replace("_", " ")
         text = what if self.iteration is None else f"iteration {self.iteration} {what}"
-        facts = (f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}" for name, value in self.fields.items())
+        facts = (
+            f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}" for name, value in self.fields.items()
+        )
         return f"{text}: {joined}" if (joined := ", ".join(facts)) else text
 
     def to_json(self) -> dict[str, object]:
@@ -98,7 +104,9 @@ class Event:
             ArgumentError: it is not the object of an event.
         """
         if not isinstance(value, Mapping) or not isinstance(value.get("time"), str) or len(value["time"]) > 40:
-            raise ArgumentError("an event: expected an object with the keys `kind`, `iteration`, `time`, `rank`, `fields`")
+            raise ArgumentError(
+                "an event: expected an object with the keys `kind`, `iteration`, `time`, `rank`, `fields`"
+            )
         try:
             when = dt.datetime.fromisoformat(value["time"])
             return cls(value["kind"], value["iteration"], when, value["rank"], value["fields"])
@@ -203,15 +211,9 @@ class Progress:
             self._progress(done_bytes, total_bytes)
 
 
-@functools.lru_cache(maxsize=1024)
-def _warn_once_of(name: str, error: str) -> list[str]:
-    return []
-
-
 def _warn_once(name: str, error: str, message: str) -> None:
-    known = _warn_once_of(name, error)
-    if not known:
-        known.append(message)
+    if (name, error) not in _warned and len(_warned) < _MAX_WARNED:
+        _warned.add((name, error))
         _log.warning("`on_event`: %s failed: %s: %s (logged once; what it observes goes on)", name, error, message)
 
 
@@ -240,7 +242,9 @@ def _is_value(value: object) -> bool:
         return len(value) <= _MAX_TEXT
     if isinstance(value, float):
         return math.isfinite(value)
-    return value is None or isinstance(value, bool) or (isinstance(value, int) and -_MAX_INTEGER <= value < _MAX_INTEGER)
+    return (
+        value is None or isinstance(value, bool) or (isinstance(value, int) and -_MAX_INTEGER <= value < _MAX_INTEGER)
+    )
 
 
 def _check(holds: bool, message: str) -> None:  # noqa: FBT001

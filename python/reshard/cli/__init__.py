@@ -34,7 +34,9 @@ __all__ = ["main"]
 @click.version_option(__version__, message="reshard %(version)s")
 @quiet_option
 def main() -> None:
-    """Read, write and reshard the checkpoints of large-model training.
+    """Read, convert and watch the checkpoints of large-model training.
+
+    `reshard COMMAND --help` describes a command.
 
     \b
     Examples:
@@ -56,7 +58,9 @@ def main() -> None:
 
     Sizes are written as 4GiB or 4G (2**30 bytes), 500MB (10**6 bytes), or a number of bytes.
 
-    Shell completion, for bash (or zsh, fish): eval "$(_RESHARD_COMPLETE=bash_source reshard)"
+    \b
+    Shell completion in bash (for zsh and fish see docs/commands.md):
+      eval "$(_RESHARD_COMPLETE=bash_source reshard)"
 
     Exit codes: 0 success, 1 refused or damaged, 2 usage error, 130 interrupted.
     """

@@ -31,9 +31,8 @@ __all__ = ["convert"]
 def convert(src: str, dst: str, **given: Any) -> None:
     """Convert the checkpoint SRC to DST, in another format, layout, file size or dtype.
 
-    SRC is a .safetensors or .ckpt file, a folder of full weights (Hugging Face or MindSpore), a checkpoint root or one
-    of its iteration folders, or a folder of rank folders. DST is written atomically; an existing folder keeps its mode
-    and its other files. Buffers stay within --memory for any size of the model.
+    SRC is a checkpoint in any format that reshard reads; see `reshard inspect --help`. DST is written atomically; an
+    existing folder keeps its mode and its other files. Buffers stay within --memory for any size of the model.
 
     \b
     Examples:

@@ -27,7 +27,7 @@ __all__ = ["demo"]
 @click.option("--keep", type=PATH, metavar="DIR", help="Use this empty or new folder, and keep it.")
 @command
 def demo(model_size: str, keep: str | None, *, as_json: bool) -> None:
-    """Create a llama-like bf16 model, split it to TP2 x PP2, reshard it to TP4, merge it, and compare every byte.
+    """Create a small bf16 model, split it to TP 2 x PP 2, reshard it to TP 4, merge it, and compare every byte.
 
     \b
     Examples:

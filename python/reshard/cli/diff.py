@@ -49,8 +49,8 @@ _MAX_ROWS = 60
 def diff(a: str, b: str, *, everything: bool, as_json: bool, **options: Any) -> None:
     """Compare the tensors of A and B: keys, shapes, dtypes, and every bit.
 
-    A and B are .safetensors files, Hugging Face folders, checkpoint roots, iteration or rank folders, in any layouts.
-    Other files are not compared.
+    A and B are checkpoints in any formats that reshard reads, in any layouts; see `reshard inspect --help`. Files that
+    hold no tensors, such as config.json, are not compared.
 
     \b
     Examples:

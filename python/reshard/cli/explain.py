@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["explain"]
 
 _FRESH = 3
-_COUNT = click.IntRange(1, 2**62)
+_COUNT = click.IntRange(min=1)
 
 
 @click.command(short_help="Show which checkpoint a restart would use, and why.")
@@ -77,11 +77,12 @@ def explain(
 ) -> None:
     """Show which checkpoint a run would resume from, why it would skip newer ones, and at which step it would continue.
 
-    ROOT is a checkpoint root or an iteration folder; the default is the path that the configuration loads. If the
-    configuration saves into a root whose checkpoints `Checkpointer.from_config` would use instead, that is reported.
-    With --init-from, or `init_from` in the section `reshard` of the configuration, the checkpoints of ROOT, or of the
-    folder that is saved to, come first. Without any, the run starts from that path, as in `Checkpointer.resume`.
-    For a Checkpoint 1.0 tree the files of each rank folder are listed too. Nothing is changed.
+    ROOT is a checkpoint root or an iteration folder. Default: the path that the configuration loads. If the folder that
+    the configuration saves into holds newer checkpoints, which `Checkpointer.from_config` would use, the command says
+    so. For a Checkpoint 1.0 tree the files of each rank folder are listed too. Nothing is changed.
+
+    --init-from (or `init_from` in the section `reshard` of the configuration) is a path from which the run starts if
+    its own root holds no checkpoint yet. If the root holds one, the run resumes from that, as in `Checkpointer.resume`.
 
     Tensor data is not read: only sizes, headers and metadata are checked, as a run does before it loads. While it
     loads, a run compares the data with its checksums, and uses the next checkpoint if they differ. --verify does this

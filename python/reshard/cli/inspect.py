@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +54,8 @@ _MAX_ROWS = 60  # lines of the summary
 _MAX_ITERATIONS = 20  # that are listed
 _MAX_SAVES = 10
 _MAX_LEFTOVERS = 10
+_MAX_MODULES = 6
+_BAR = 20  # characters of the largest module
 _MIN_KEY = 36  # minimum width of the key column; in a narrower table each key has its own line
 _STATES = {True: "complete", False: "damaged", None: "not checked"}
 
@@ -76,9 +80,10 @@ def inspect(
 ) -> None:
     """Show the contents of a checkpoint. Tensor data is not read.
 
-    PATH is a .safetensors or .ckpt file, a Hugging Face folder, a checkpoint root or one of its iteration folders, or
-    a folder of rank folders. PATTERN selects tensors: a glob that matches the whole key, as in layout files, or re:...
-    for a regular expression. If it selects one tensor, its regions are drawn.
+    PATH is a checkpoint in any format that reshard reads: a .safetensors, .ckpt or torch file, a Hugging Face folder, a
+    checkpoint root or one of its iteration folders, a folder of rank folders, or a folder of
+    torch.distributed.checkpoint, Megatron-LM or DeepSpeed. PATTERN selects tensors: a glob that matches the whole key,
+    as in layout files, or re:... for a regular expression. If it selects one tensor, its regions are drawn.
 
     \b
     Examples:
@@ -214,6 +219,9 @@ def _print_page(facts: Contents, *, everything: bool) -> None:
     _print_title(facts)
     echo_facts(_lines(facts))
     echo()
+    if len(facts.rows) > _MAX_PLAIN:
+        _print_modules(facts.rows)
+        echo()
     if everything or len(facts.rows) <= _MAX_PLAIN:
         _print_rows([_Line.of(row) for row in facts.rows])
         return
@@ -252,7 +260,7 @@ def _lines(facts: Contents) -> list[tuple[str, str]]:
     lines.append(("mesh", _mesh(facts)))
     sizes = [n_bytes for _, n_bytes in facts.files]
     ends = dict.fromkeys((size(min(sizes)), size(max(sizes))))
-    each = f", {' to '.join(ends)} each" if len(sizes) > 1 else ""
+    each = f", {' to '.join(ends)} each, the largest {_times_mean(sizes)} times the mean" if len(sizes) > 1 else ""
     lines.append(("files", f"{len(sizes)}, {size(sum(sizes))} in all{each}"))
     unique, stored = sum(row.n_bytes for row in facts.rows), sum(row.stored_bytes for row in facts.rows)
     if checkpoint.unplaced():
@@ -264,6 +272,10 @@ def _lines(facts: Contents) -> list[tuple[str, str]]:
         effect = "MindSpore Transformers does not load them and keeps its initial values"
         lines.append(("tiles.json", f"{count}express; {effect}"))
     return lines
+
+
+def _times_mean(sizes: Sequence[int]) -> str:
+    return f"{max(sizes) * len(sizes) / max(sum(sizes), 1):.2f}"
 
 
 def _strategy(checkpoint: Checkpoint) -> str:
@@ -349,6 +361,29 @@ def _print_saves(saves: Sequence[SaveRecord], n_saves: int) -> None:
     echo_table(table)
     if len(saves) < n_saves:
         echo(f"and {n_saves - len(saves)} older saves; --all lists them")
+
+
+def _print_modules(rows: Iterable[TensorRow]) -> None:
+    """Print the largest modules, which are the keys without their last component, with bars of their size."""
+    names: dict[str, dict[str, None]] = {}
+    sizes: Counter[str] = Counter()
+    for row in rows:
+        name = row.key.rpartition(".")[0] or row.key
+        names.setdefault(without_numbers(name), {})[name] = None
+        sizes[without_numbers(name)] += row.n_bytes
+    ordered = [(list(names[module]), n_bytes) for module, n_bytes in sizes.most_common()]
+    total = sum(n_bytes for _, n_bytes in ordered)
+    header = "largest modules"
+    table = plain_table(header, "n", "size", "share", "", right=("n", "size", "share"), folds=(header,))
+    block = "█" if "utf" in (sys.stdout.encoding or "").lower() else "#"
+    for keys, n_bytes in ordered[:_MAX_MODULES]:
+        share = n_bytes / max(total, 1)
+        bar = block * round(_BAR * n_bytes / max(ordered[0][1], 1))
+        table.add_row(common_key(keys), str(len(keys)), size(n_bytes), f"{100 * share:.0f} %", bar)
+    echo_table(table)
+    rest = ordered[_MAX_MODULES:]
+    if rest:
+        echo(f"and {len(rest)} smaller, {size(sum(n_bytes for _, n_bytes in rest))}")
 
 
 @dataclass(frozen=True)

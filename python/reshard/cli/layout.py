@@ -14,6 +14,7 @@ from reshard.cli.output import (
     STRATEGY_HELP,
     collected_warnings,
     command,
+    common_key,
     echo,
     echo_facts,
     echo_file,
@@ -23,11 +24,12 @@ from reshard.cli.output import (
     shown,
     size,
     warn,
+    without_numbers,
 )
 from reshard.words import listed
 
 if TYPE_CHECKING:
-    from reshard.verbs.check_layout import LayoutCheck, RuleUse
+    from reshard.verbs.check_layout import Fault, LayoutCheck, RuleUse
 
 __all__ = ["layout"]
 
@@ -148,17 +150,24 @@ def _print(found: LayoutCheck, file: str, src: str) -> None:
     if found.rules:
         echo()
         _print_rules(found.rules, dict(found.mesh))
-    if 1 < len(found.rank_bytes) and len(set(found.rank_bytes.values())) > 1:
+    if len(found.rank_bytes) > 1 and len(set(found.rank_bytes.values())) > 1:
         echo()
         _print_ranks(found)
-    for fault in found.faults[:_MAX_SHOWN]:
+    groups: dict[str, list[Fault]] = {}  # tensors whose names differ only in numbers have mostly one reason
+    for fault in found.faults:
+        groups.setdefault(fault.message if fault.key is None else without_numbers(fault.key), []).append(fault)
+    listed_groups = list(groups.values())[:_MAX_SHOWN]
+    for first, *others in listed_groups:
         echo()
-        echo(f"fault: {shown(fault.message)}")
-        if fault.hint:
-            echo(f"hint: {shown(fault.hint)}")
-    if len(found.faults) > _MAX_SHOWN:
+        echo(f"fault: {shown(first.message)}")
+        if first.hint:
+            echo(f"hint: {shown(first.hint)}")
+        if others:
+            echo(f"and {len(others)} more of {common_key([str(one.key) for one in (first, *others)])}")
+    n_more = len(found.faults) - sum(map(len, listed_groups))
+    if n_more:
         echo()
-        echo(f"and {len(found.faults) - _MAX_SHOWN} more faults; --json lists them")
+        echo(f"and {n_more} more fault{'' if n_more == 1 else 's'}; --json lists them")
 
 
 def _print_rules(rules: tuple[RuleUse, ...], mesh: dict[str, int]) -> None:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard.errors import ReshardError
-from reshard.formats import manifest as manifests
 from reshard.formats import event_log, save_log
+from reshard.formats import manifest as manifests
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.storage import claims, filesystem, staging, trash
 

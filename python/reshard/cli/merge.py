@@ -29,8 +29,8 @@ def merge(src: str, dst: str, **given: Any) -> None:
     """Merge SRC, whose tensors are sharded over ranks, into the whole weights DST.
 
     SRC is a folder of rank folders (Checkpoint 1.0 and others), for which --strategy says how they are sharded, or
-    anything else that `reshard convert` reads. A rank or a pipeline stage that is missing is an error. De-duplicated
-    files are known by themselves.
+    anything else that `reshard convert` reads. A rank or a pipeline stage that is missing is an error. Files
+    without replicas are recognized.
 
     \b
     Arguments of unified_safetensors of MindSpore and of its script:

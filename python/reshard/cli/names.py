@@ -59,7 +59,8 @@ def show(
     map_: str | None, src: str | None, *, lists: bool, config: str | None, everything: bool, as_json: bool
 ) -> None:
     """Show what the name map MAP makes of the tensors of the checkpoint SRC, and which tensors it does not match.
-    Without SRC, print MAP as a file. Tensor data is not read.
+
+    Without SRC, MAP is printed as a file. Tensor data is not read.
 
     MAP is a file or a preset, FAMILY-NAMING; with the config.json of a model, NAMING is enough. MAP:reverse applies it
     in reverse. Tensors whose names differ only in numbers are one line.
@@ -121,7 +122,13 @@ def _print_presets(*, as_json: bool) -> None:
 
 
 def _json(
-    map_: str, src: str, tensors: Iterable[ResolvedTensor], *, unmatched: list[str], left_out: list[str], refused: list[str]
+    map_: str,
+    src: str,
+    tensors: Iterable[ResolvedTensor],
+    *,
+    unmatched: list[str],
+    left_out: list[str],
+    refused: list[str],
 ) -> dict[str, Any]:
     return {
         "map": map_,

@@ -64,8 +64,9 @@ def plan(
 ) -> None:
     """Forecast the conversion of the checkpoint SRC to a layout, before it runs. Tensor data is not read.
 
-    The bytes that each rank would load, the files that `convert --layout` would write with each shard once, which
-    source file each rank reads, the memory and disk that are needed, and the time at the speed of this machine.
+    The command prints the bytes that each rank would load, the files that `convert --layout` would write with each
+    shard once, which source files each rank would read, the memory and disk that are needed, and the time at the speed
+    of this machine.
 
     \b
     Examples:

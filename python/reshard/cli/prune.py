@@ -20,6 +20,7 @@ from reshard.cli.output import (
     size,
     warn,
 )
+from reshard.formats import event_log
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +41,7 @@ _ITERATION = click.IntRange(min=0)
     "--keep-best",
     type=(str, _COUNT),
     metavar="METRIC N",
-    help="Also keep the N iterations with the lowest values of a metric; -METRIC: the highest.",
+    help="Also keep the N iterations with the lowest values of METRIC, such as loss; -METRIC: the highest.",
 )
 @click.option("--dry-run", is_flag=True, help="Only report what would be removed.")
 @command
@@ -69,7 +70,8 @@ def prune(
     """
     with collected_warnings() as logged, progress_bar() as progress:
         retention = reshard.Retention(keep=keep, keep_every=keep_every, best=keep_best)
-        removed = reshard.prune(root, retention=retention, dry_run=dry_run, progress=progress)
+        log = event_log.follow_up(root)  # of the run, if it has one
+        removed = reshard.prune(root, retention=retention, dry_run=dry_run, progress=progress, on_event=log)
     warnings = list(dict.fromkeys((*logged, *removed.warnings)))
     if as_json:
         echo_json({"dry_run": dry_run, **dataclasses.asdict(removed), "warnings": warnings})
@@ -94,12 +96,12 @@ def _print(removed: Removed, warnings: Sequence[str], *, dry_run: bool) -> None:
         warn(warning)
 
 
-@click.command(short_help="Keep an iteration whatever the retention.")
+@click.command(short_help="Protect an iteration from removal.")
 @click.argument("root", type=PATH)
 @click.argument("iteration", type=_ITERATION)
 @command
 def pin(root: str, iteration: int, *, as_json: bool) -> None:
-    """Keep ITERATION of ROOT whatever the retention.
+    """Protect ITERATION of ROOT: neither `prune` nor the retention of a run removes it.
 
     \b
     Examples:
@@ -109,7 +111,7 @@ def pin(root: str, iteration: int, *, as_json: bool) -> None:
     _echo_pin(root, iteration, "pinned", as_json=as_json)
 
 
-@click.command(short_help="Undo `pin`.")
+@click.command(short_help="Remove the protection of an iteration.")
 @click.argument("root", type=PATH)
 @click.argument("iteration", type=_ITERATION)
 @command

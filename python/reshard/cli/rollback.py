@@ -8,6 +8,7 @@ import click
 
 import reshard
 from reshard.cli.output import PATH, collected_warnings, command, echo, echo_json, progress_bar, shown, warn
+from reshard.formats import event_log
 
 __all__ = ["rollback"]
 
@@ -39,7 +40,15 @@ def rollback(root: str, iteration: int, *, verify: bool, threads: int | None, dr
       reshard rollback output/checkpoint 400
     """
     with collected_warnings() as logged, progress_bar() as progress:
-        changes = reshard.rollback(root, iteration, verify=verify, dry_run=dry_run, threads=threads, progress=progress)
+        changes = reshard.rollback(
+            root,
+            iteration,
+            verify=verify,
+            dry_run=dry_run,
+            threads=threads,
+            progress=progress,
+            on_event=event_log.follow_up(root),  # of the run, if it has one
+        )
     if as_json:
         echo_json({"root": root, "dry_run": dry_run, **dataclasses.asdict(changes), "warnings": logged})
         return

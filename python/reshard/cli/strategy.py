@@ -76,7 +76,7 @@ def merge(src: str, dst: str, *, overwrite: bool, as_json: bool) -> None:
 @click.option("--layout", "as_layout", is_flag=True, help="Print the strategy as a layout file.")
 @command
 def show(path: str, *, as_layout: bool, as_json: bool) -> None:
-    """Show the strategy file or folder PATH. The file of a single stage is accepted too.
+    """Show how the strategy PATH shards each tensor: a strategy file, also of a single stage, or a folder of them.
 
     \b
     Examples:

@@ -61,8 +61,10 @@ _MAX_REASON = 300
 )
 @command
 def watch(root: str, *, once: bool, interval: float, as_json: bool) -> None:
-    """Show the run that saves into the checkpoint root ROOT, until Ctrl-C: recent events, the save in progress, the
-    newest complete iteration, its age, and the rate of the last save. Tensor data is not read.
+    """Show the run that saves into the checkpoint root ROOT, until Ctrl-C.
+
+    The command shows recent events, the save in progress, the newest complete iteration and its age, and the rate of
+    the last save. Tensor data is not read.
 
     Events come from events.jsonl in ROOT, which the run writes if it is given on_event=reshard.EventLog(ROOT). Without
     this file, they follow from the files of ROOT: saves that were published and iterations that were removed. If ROOT

@@ -1,4 +1,4 @@
-"""The state of a run that `reshard watch` shows: from its log of events if there is one, and from the files of its root.
+"""The state of a run, for `reshard watch`: from its log of events if there is one, and from the files of its root.
 
 Each look reads what was added to the log, lists the root, and opens the newest complete iteration if it has changed.
 Without a log, events are made of the differences between two looks.

@@ -3,8 +3,8 @@
     {"kind": "published", "iteration": 500, "time": "2026-01-31T12:00:00.000+00:00", "rank": 0,
      "fields": {"n_bytes": 123, "seconds": 3.2}}
 
-The log is written on request (`on_event=EventLog(root)`) and is informative: nothing but `reshard watch` reads it. A log
-of more than 8 MiB is renamed to `events.1.jsonl`, which replaces the one before; so there are at most two files of
+The log is written on request (`on_event=EventLog(root)`) and is informative: nothing but `reshard watch` reads it. A
+log of more than 8 MiB is renamed to `events.1.jsonl`, which replaces the one before; so there are at most two files of
 about that size. Invalid lines are skipped and counted.
 """
 

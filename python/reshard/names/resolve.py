@@ -144,7 +144,7 @@ def unnamed(names: NamesFile, keys: Collection[str], *, optimizer_keys: Collecti
         >>> unnamed(NamesFile.from_mapping({"rules": [{"from": "a.{i}", "to": "b.{i}"}]}), ["a.0", "c"])
         ['c']
     """
-    return _Resolver(names, dict.fromkeys(keys, ()), optimizer_keys, {})._groups()[1]
+    return _Resolver(names, dict.fromkeys(keys, ()), optimizer_keys, {}).groups()[1]
 
 
 # A group is one application of a rule: its slot, the number of the rule, and the values of the indices on both sides.
@@ -162,7 +162,7 @@ class _Resolver:
         self.new: dict[str, ResolvedTensor] = {}
 
     def made(self) -> list[ResolvedTensor]:
-        groups, kept = self._groups()
+        groups, kept = self.groups()
         fusions = self._fusions(groups)
         if not groups:
             self._refuse_nothing()
@@ -182,7 +182,7 @@ class _Resolver:
         place = {key: n for n, key in enumerate(self.shapes)}
         return sorted(self.new.values(), key=lambda made: place[made.sources[0].key])
 
-    def _groups(self) -> tuple[dict[_Group, dict[_Member, str]], list[str]]:
+    def groups(self) -> tuple[dict[_Group, dict[_Member, str]], list[str]]:
         """The keys of each group by member, and the keys that no rule matches."""
         templates = []
         for n, rule in enumerate(self.names.rules):

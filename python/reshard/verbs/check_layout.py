@@ -16,6 +16,7 @@ from reshard.layout import as_layout
 from reshard.layout.patterns import Matcher
 from reshard.layout.resolve import is_counter, state_of
 from reshard.verbs.forecast import rank_bytes
+from reshard.words import show
 from reshard.write.iteration import WholeTensor
 
 if TYPE_CHECKING:
@@ -113,11 +114,10 @@ def check_layout(checkpoint: Checkpoint, layout: LayoutLike) -> LayoutCheck:
         (False, 'b')
     """
     known = as_layout(layout)
-    tensors = {
-        key: WholeTensor(*checkpoint.data.index.info(key), checkpoint.data.part(key)) for key in checkpoint.keys()
-    }
+    tensors = {key: WholeTensor(*checkpoint.data.index.info(key), checkpoint.data.part(key)) for key in checkpoint}
     optimizer_keys = set(checkpoint.keys("optimizer"))
     shapes = {key: tensor.shape for key, tensor in tensors.items()}
+    uses = _Uses(known, tensors, optimizer_keys)
     faults: list[Fault] = []
     bound = None
     while shapes and bound is None and len(faults) < _MAX_FAULTS:
@@ -127,11 +127,19 @@ def check_layout(checkpoint: Checkpoint, layout: LayoutLike) -> LayoutCheck:
             faults.append(Fault(error.key, error.message, error.hint))
             if error.key not in shapes:
                 break
-            del shapes[str(error.key)]
-    left_out = tensors.keys() - shapes.keys()
+            left_out = [error.key]
+            if error.key in uses.unmatched:  # all of them at once: each would take another round
+                faults += [
+                    Fault(key, f"no rule matches {show(key)}", None) for key in uses.unmatched if key != error.key
+                ]
+                left_out = uses.unmatched
+            for key in left_out:
+                for one in (key, *uses.states.get(key, ())):  # state that follows it has no other fault
+                    shapes.pop(one, None)
+    dropped = tensors.keys() - shapes.keys()
     warnings: list[str] = []
     if bound is not None:
-        unused = [one for one in bound.unused if not one.matches(left_out)]
+        unused = [one for one in bound.unused if not one.matches(dropped)]
         faults += [Fault(None, one.text, one.hint or None) for one in unused]
         texts = {one.text for one in bound.unused}
         warnings = [text for text in bound.warnings if text not in texts]
@@ -139,7 +147,7 @@ def check_layout(checkpoint: Checkpoint, layout: LayoutLike) -> LayoutCheck:
         mesh=dict(known.mesh) if bound is None else dict(bound.mesh.axes),
         n_tensors=len(tensors),
         n_bytes=sum(_n_bytes(tensor) for tensor in tensors.values()),
-        rules=_rules(known, tensors, optimizer_keys),
+        rules=uses.rules,
         faults=tuple(faults),
         stopped=bool(shapes) and bound is None,
         rank_bytes={} if bound is None or faults else dict(sorted(rank_bytes(bound, tensors).items())),
@@ -147,21 +155,36 @@ def check_layout(checkpoint: Checkpoint, layout: LayoutLike) -> LayoutCheck:
     )
 
 
-def _rules(layout: ModelLayout, tensors: Mapping[str, WholeTensor], optimizer_keys: set[str]) -> tuple[RuleUse, ...]:
-    if layout.strategy is not None:
-        return ()
-    state = optimizer_keys if layout.optimizer.follow else set()
-    follows = state_of((key for key in tensors if key in state), tensors.keys() - state)
-    matcher = Matcher([rule.match for rule in layout.rules])
-    keys: list[list[str]] = [[] for _ in layout.rules]
-    for key, tensor in tensors.items():
-        found = None if key in follows or is_counter(key, tensor.shape) else matcher.find(key)
-        if found is not None:
-            keys[found[0]].append(key)
-    return tuple(
-        RuleUse(rule.match, rule.partition, tuple(own), sum(_n_bytes(tensors[key]) for key in own), rule.optional)
-        for rule, own in zip(layout.rules, keys, strict=True)
-    )
+class _Uses:
+    """Which rule each tensor has.
+
+    Attributes:
+        rules: what each rule matches.
+        unmatched: tensors that no rule matches.
+        states: by parameter, its state of the optimizer.
+    """
+
+    def __init__(self, layout: ModelLayout, tensors: Mapping[str, WholeTensor], optimizer_keys: set[str]) -> None:
+        self.rules: tuple[RuleUse, ...] = ()
+        self.unmatched: list[str] = []
+        self.states: dict[str, list[str]] = {}
+        if layout.strategy is not None:
+            return
+        state = optimizer_keys if layout.optimizer.follow else set[str]()
+        follows = state_of((key for key in tensors if key in state), tensors.keys() - state)
+        for key, parameter in follows.items():
+            self.states.setdefault(parameter, []).append(key)
+        matcher = Matcher([rule.match for rule in layout.rules])
+        keys: list[list[str]] = [[] for _ in layout.rules]
+        for key, tensor in tensors.items():
+            if key in follows or is_counter(key, tensor.shape):
+                continue
+            found = matcher.find(key)
+            (self.unmatched if found is None else keys[found[0]]).append(key)
+        self.rules = tuple(
+            RuleUse(rule.match, rule.partition, tuple(own), sum(_n_bytes(tensors[key]) for key in own), rule.optional)
+            for rule, own in zip(layout.rules, keys, strict=True)
+        )
 
 
 def _n_bytes(tensor: WholeTensor) -> int:

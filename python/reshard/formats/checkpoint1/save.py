@@ -380,7 +380,9 @@ class Checkpoint1Save(SaveFormat):
         warnings = self._side.remove(self._outdated)
         for epoch, step in self._outdated:
             # These saves have a name and no iteration.
-            self.own.observers.first("pruned", None, name=f"{epoch}_{step}", reason="older than the newest `keep` saves")
+            self.own.observers.first(
+                "pruned", None, name=f"{epoch}_{step}", reason="older than the newest `keep` saves"
+            )
         return warnings
 
 
