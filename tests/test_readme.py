@@ -5,6 +5,7 @@ The code blocks of a page run in order in one folder, each on the files that tho
 - `python`, `sh`: run. A block `output` behind one is what it prints.
 - `console`: lines behind `$ ` run, and the lines that follow are what they print. Without `$ ` it shows commands that
   need a network or several processes; the commands of reshard in it, and their options, must exist.
+- Blocks in `<!-- -->` run, too: they make what a page takes for granted.
 - `yaml`: a layout, a name map, or a section of a configuration. `text` is not code.
 
 In what is printed, `...` stands for any text.
@@ -39,7 +40,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted(page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts)]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
-SLOW = r"^ *(?:import|from) (?:accelerate|jax|lightning|transformers)\b"
+SLOW = r"^ *(?:import|from) (?:accelerate|jax|lightning|transformers)\b|^\$ .*torchrun"
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
