@@ -104,13 +104,17 @@ def test_the_top_level_holds_nothing_but_the_project() -> None:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     assert {name.partition("/")[0] for name in listed.stdout.splitlines()} <= {
         ".ci",
+        ".github",
         ".gitignore",
         "CHANGELOG.md",
+        "CONTRIBUTING.md",
         "Cargo.lock",
         "Cargo.toml",
         "LICENSE",
         "README.md",
+        "SECURITY.md",
         "benches",
+        "deny.toml",
         "docs",
         "pyproject.toml",
         "python",

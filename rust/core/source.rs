@@ -91,6 +91,10 @@ struct LocalFile {
     identity: (u64, u64),
     map: Option<Mmap>,
     /// Whether the system reports the resident pages of the file to this process.
+    #[cfg_attr(
+        not(target_os = "linux"),
+        expect(dead_code, reason = "asked on Linux only")
+    )]
     knows_residency: bool,
 }
 
@@ -310,10 +314,8 @@ impl Source {
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
         let direct = open_direct(&self.path, flags);
         if direct.is_none() {
-            // Clean pages are dropped. Dirty pages stay: they are the only copy.
-            #[cfg(target_os = "linux")]
             file.with_opened(&self.path, |file| {
-                let _ = rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed);
+                drop_clean_pages(file);
                 Ok(())
             })?;
         }
@@ -482,6 +484,14 @@ pub(crate) fn open_direct(path: &Path, flags: OFlags) -> Option<File> {
         Err::<File, _>(rustix::io::Errno::OPNOTSUPP)
     };
     opened.ok().map(File::from)
+}
+
+/// Dirty pages stay: they are the only copy.
+fn drop_clean_pages(file: &File) {
+    #[cfg(target_os = "linux")]
+    let _ = rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed);
+    #[cfg(not(target_os = "linux"))]
+    let _ = file;
 }
 
 /// Reads `len` bytes into a buffer with a size in complete blocks; false if a direct read is not possible.

@@ -734,10 +734,7 @@ impl TemporaryFile {
         ));
         let flags =
             OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-        #[cfg_attr(
-            target_os = "linux",
-            expect(clippy::unnecessary_cast, reason = "16 bits on macOS")
-        )]
+        // The type has 16 bits on macOS.
         let mode = Mode::from_raw_mode(options.mode as rustix::fs::RawMode);
         let open = || rustix::fs::open(&temporary, flags, mode);
         let opened = open().or_else(|errno| {
