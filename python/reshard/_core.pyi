@@ -337,6 +337,17 @@ class Index:
             method: how the shard files are read.
         """
 
+    @staticmethod
+    def from_metadata_table(path: str, data: bytes, digest: str, *, method: ReadMethod = "auto") -> Index:
+        """Decode the table of a `metadata.json`, with the same result as `from_metadata`.
+
+        Args:
+            path: the path of the table. The shard files are in the same folder and are not opened yet.
+            data: its content, as `metadata_table` made it.
+            digest: the digest of the `metadata.json`; a table of another one raises DamagedFileError.
+            method: how the shard files are read.
+        """
+
     # -- files
     @property
     def n_files(self) -> int: ...
@@ -474,6 +485,11 @@ class Index:
 
     def check(self, *, threads: int | None = None) -> list[tuple[int, str]]:
         """Open every file and compare it with the index. Return `(file, name)` of the tensors that the index does not list."""
+
+    def check_headers(self) -> list[tuple[int, str]]:
+        """Like `check`; but if the checksums of all files are set, and the tensors of `metadata.json` fill each of them,
+        the headers are only compared with their checksums, and nothing is parsed or kept.
+        """
 
     def plan(self, request: Request, *, dtype: str | None = None, verify: bool = True) -> Plan:
         """Plan the copies from stored tiles to the requested arrays.
@@ -644,6 +660,14 @@ StrategyLayoutItem: TypeAlias = tuple[
 ]
 """A parameter of a strategy file: param_name, dev_matrix, tensor_map, param_split_shape and indices_offset as lists of
 messages, field, opt_weight_shard_step, opt_weight_shard_size."""
+
+def metadata_table(data: bytes, digest: str) -> bytes:
+    """Make the binary table of a `metadata.json`.
+
+    Args:
+        data: its content.
+        digest: its digest, which the table records.
+    """
 
 def decode_strategy(data: bytes) -> tuple[int, list[StrategyItem], list[StrategyLayoutItem]]:
     """Return current_stage, operators and parameters of a strategy file in protobuf.

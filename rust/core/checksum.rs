@@ -123,6 +123,14 @@ impl Checksums {
         (start / chunk) as usize..(start + len).div_ceil(chunk) as usize
     }
 
+    /// First byte and length of the chunks that contain a byte of a range, which is not empty.
+    pub fn span_of_chunks(&self, start: u64, len: u64) -> (u64, u64) {
+        let chunks = self.chunks_over(start, len);
+        let (first, _) = self.chunk(chunks.start);
+        let (last, last_len) = self.chunk(chunks.end - 1);
+        (first, last - first + last_len as u64)
+    }
+
     /// Whether the bytes of a chunk match its checksum.
     pub fn matches(&self, number: usize, bytes: &[u8]) -> bool {
         self.is(number, crc32c(0, bytes))

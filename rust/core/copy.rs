@@ -17,7 +17,7 @@
 use crate::cast::cast;
 use crate::control::Control;
 use crate::error::{Error, Kind, Result};
-use crate::fetch::{BoxCopy, Run};
+use crate::fetch::{BoxCopy, Faulted, Run};
 use crate::memory::{Stores, finish_stores};
 use crate::plan::{Array, Plan};
 use crate::strided::restrict;
@@ -82,14 +82,16 @@ pub fn fill(plan: &Plan<'_>, out: Vec<&mut [u8]>, stores: Stores, control: &Cont
         }
     }
     verify_files(plan, control)?;
-    let run = Run {
-        plan,
-        checks: &Checks::new(plan),
-        stores,
-        control,
-    };
+    let checks = Checks::new(plan);
     bands.into_par_iter().try_for_each(|band| {
         control.check()?;
+        let run = Run {
+            plan,
+            checks: &checks,
+            stores,
+            control,
+            faulted: &Faulted::default(),
+        };
         for Band { array, start, to } in band {
             let n_bytes = to.len() as u64;
             fill_units(run, array, start, to)?;

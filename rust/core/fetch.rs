@@ -10,6 +10,7 @@ use crate::shard_file::ShardFile;
 use crate::strided::{Dim, copy_box, is_one_run, source_run, src_span, widest, without};
 use crate::verify::{Checks, ResidentRange, read_chunks, verify_chunks};
 use std::cell::RefCell;
+use std::collections::HashMap;
 
 /// Gaps between runs are not fetched if the runs have at least this size.
 const LONG_RUN_BYTES: u64 = 4096;
@@ -30,6 +31,36 @@ pub(crate) struct Run<'a> {
     pub(crate) checks: &'a Checks,
     pub(crate) stores: Stores,
     pub(crate) control: &'a Control,
+    pub(crate) faulted: &'a Faulted,
+}
+
+/// The last range of each source that a band has faulted in: first byte and length. Many small copies of a band read from
+/// the same chunk, and each call of the system takes longer than such a copy.
+#[derive(Default)]
+pub(crate) struct Faulted(RefCell<HashMap<u32, (u64, u64)>>);
+
+impl Faulted {
+    /// The chunks around a range of a mapped file, faulted in; `None` if the file is not mapped.
+    fn around<'a>(
+        &self,
+        source: u32,
+        file: &'a ShardFile,
+        checksums: &Checksums,
+        range: (u64, u64),
+    ) -> Result<Option<ResidentRange<'a>>> {
+        let mut known = self.0.borrow_mut();
+        let (first, len) = checksums.span_of_chunks(range.0, range.1);
+        if let Some(&(known_first, known_len)) = known.get(&source)
+            && known_first <= first
+            && first + len <= known_first + known_len
+        {
+            let bytes = file.source().faulted_bytes(first, len)?;
+            return Ok(bytes.map(|bytes| ResidentRange::new(first, bytes)));
+        }
+        known.insert(source, (first, len));
+        let bytes = file.source().bytes(first, len)?;
+        Ok(bytes.map(|bytes| ResidentRange::new(first, bytes)))
+    }
 }
 
 /// Executes one copy of a plan, box by box, into a part of an array.
@@ -72,7 +103,9 @@ impl<'a> BoxCopy<'a> {
                 .iter()
                 .all(|dim| dim.len == 1 || dim.src * self.unit_bytes < CHUNK_BYTES as u64);
             if is_dense && file.source().is_mapped() {
-                self.resident = Checks::prefault(file, checksums, self.source_range(dims, src))?;
+                let range = self.source_range(dims, src);
+                let faulted = self.run.faulted;
+                self.resident = faulted.around(self.copy_op.source, file, checksums, range)?;
             }
             return self.verified_parts(file, checksums, dims, src, dst);
         }

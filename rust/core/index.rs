@@ -17,7 +17,7 @@ use crate::local_array::{LocalArray, Part};
 use crate::plan::{Array, Plan, PlanSource};
 use crate::region::{Dims, Region};
 use crate::request::{Request, RequestedArray};
-use crate::shard_file::{Format, ShardFile, Table};
+use crate::shard_file::{Format, ShardFile, Table, verify_header};
 use crate::source::{Method, Source, closed};
 use crate::stored::{
     Form, Grid, Holders, SelectedCopy, Stored, StoredTensor, Tiles, named, no_holder,
@@ -281,9 +281,10 @@ impl Index {
         key: &str,
         shape: &[u64],
         n_parts: &[u64],
-        starts: Vec<u32>,
-        files: Vec<u32>,
+        starts: impl Into<Arc<[u32]>>,
+        files: impl Into<Arc<[u32]>>,
     ) -> Result<()> {
+        let (starts, files): (Arc<[u32]>, Arc<[u32]>) = (starts.into(), files.into());
         let n_cells = n_parts
             .iter()
             .try_fold(1_u64, |n, &parts| n.checked_mul(parts));
@@ -487,7 +488,7 @@ impl Index {
             Form::Grid(Grid {
                 holders: Holders::Table { files, .. },
                 ..
-            }) => files.clone(),
+            }) => files.to_vec(),
             Form::Grid(Grid {
                 holders: Holders::Mesh(layout, files),
                 ..
@@ -632,6 +633,71 @@ impl Index {
             })
             .collect::<Result<_>>()?;
         Ok(unlisted.into_iter().flatten().collect())
+    }
+
+    /// Like [`Self::check`], but the header of a file is not parsed if its checksum is known and the described tensors
+    /// fill the file, so that it holds no others: its bytes are read and compared with the checksum, and nothing is
+    /// kept. `dtype_of` gives the described dtype of a key, or `None`.
+    ///
+    /// That such a file holds the described tensors is checked when it is opened.
+    pub fn check_headers(
+        &self,
+        dtype_of: impl Fn(&str) -> Option<Dtype>,
+    ) -> Result<Vec<(u32, String)>> {
+        let described = self.described_bytes(dtype_of);
+        let is_filled = |(slot, described): (&FileSlot, &Option<u64>)| {
+            let checksums = slot.checksums.as_ref();
+            checksums.is_some_and(|one| *described == Some(one.n_bytes() - one.header_bytes()))
+        };
+        if !self.files.iter().zip(&described).all(is_filled) {
+            return self.check();
+        }
+        self.check_coverage()?;
+        self.files
+            .par_iter()
+            .try_for_each(|slot| match &slot.checksums {
+                Some(checksums) => verify_header(&(slot.open)()?, checksums),
+                None => Ok(()),
+            })?;
+        Ok(Vec::new())
+    }
+
+    /// For each file the bytes of its described tensors; `None` if that is not known.
+    fn described_bytes(&self, dtype_of: impl Fn(&str) -> Option<Dtype>) -> Vec<Option<u64>> {
+        let mut described: Vec<Option<u64>> = vec![Some(0); self.files.len()];
+        for whole in &self.whole_files {
+            described[whole.file as usize] = None;
+        }
+        for stored in &self.tensors {
+            let dtype = stored.dtype.get().copied();
+            let dtype = dtype.or_else(|| dtype_of(&stored.key));
+            let mut add = |file: u32, shape: &[u64]| {
+                let n_bytes = dtype.and_then(|dtype| dtype.n_bytes(shape));
+                let sum = &mut described[file as usize];
+                *sum = sum.and_then(|sum| sum.checked_add(n_bytes?));
+            };
+            match &stored.form {
+                Form::Grid(grid) => {
+                    let even = grid.cuts.iter().map(|cuts| match cuts {
+                        Cuts::Even { extent, n_parts } => Some(extent / n_parts),
+                        _ => None,
+                    });
+                    if let (Holders::Table { files, .. }, Some(shape)) =
+                        (&grid.holders, even.collect::<Option<Vec<_>>>())
+                    {
+                        files.iter().for_each(|&file| add(file, &shape));
+                    } else {
+                        return vec![None; self.files.len()];
+                    }
+                }
+                Form::Tiles(tiles) => {
+                    for tensor in &tiles.tensors {
+                        add(tensor.file, &tensor.shape);
+                    }
+                }
+            }
+        }
+        described
     }
 
     fn check_stored(

@@ -231,6 +231,17 @@ impl Source {
         Ok(Some(&map[range]))
     }
 
+    /// As [`Self::bytes`], of a range that the caller has faulted in shortly before.
+    pub(crate) fn faulted_bytes(&self, start: u64, len: u64) -> Result<Option<&[u8]>> {
+        match &self.store {
+            Store::File(file) => {
+                let range = self.range(start, len)?;
+                Ok(file.map.as_ref().map(|map| &map[range]))
+            }
+            Store::Ranges(_) => self.bytes(start, len),
+        }
+    }
+
     /// Whether a range is in memory, so that borrowing it reads nothing; false if unknown.
     pub fn is_resident(&self, start: u64, len: u64) -> bool {
         let Ok(range) = self.range(start, len) else {

@@ -55,7 +55,11 @@ pub(crate) enum Holders {
     /// The ranks of a mesh, and the file of each position.
     Mesh(Arc<Layout>, Arc<[u32]>),
     /// For each cell, row-major: `files[starts[cell]..starts[cell + 1]]`.
-    Table { starts: Vec<u32>, files: Vec<u32> },
+    /// Tensors that lie alike share them.
+    Table {
+        starts: Arc<[u32]>,
+        files: Arc<[u32]>,
+    },
 }
 
 /// Explicit tiles of one key.

@@ -28,6 +28,11 @@ pub(crate) struct ResidentRange<'a> {
 }
 
 impl<'a> ResidentRange<'a> {
+    /// A range of a mapped file that begins at a byte of the file and is faulted in.
+    pub(crate) fn new(first: u64, bytes: &'a [u8]) -> Self {
+        Self { first, bytes }
+    }
+
     /// Bytes of the file: from this range if it contains them, otherwise faulted in.
     fn bytes(this: Option<Self>, file: &'a ShardFile, at: u64, n: u64) -> Result<Option<&'a [u8]>> {
         let known = this.and_then(|this| {
@@ -72,20 +77,6 @@ impl Checks {
         self.claims[source as usize]
             .as_ref()
             .is_some_and(|bits| bits[chunk / 64].fetch_or(bit, Ordering::Relaxed) & bit == 0)
-    }
-
-    /// Faults in all chunks that contain a byte of a range, by one call: many small calls take longer than the
-    /// checksums. `None` if the file is not mapped.
-    pub(crate) fn prefault<'a>(
-        file: &'a ShardFile,
-        checksums: &Checksums,
-        (start, len): (u64, u64),
-    ) -> Result<Option<ResidentRange<'a>>> {
-        let chunks = checksums.chunks_over(start, len);
-        let (first, _) = checksums.chunk(chunks.start);
-        let (last, last_len) = checksums.chunk(chunks.end - 1);
-        let bytes = file.source().bytes(first, last - first + last_len as u64)?;
-        Ok(bytes.map(|bytes| ResidentRange { first, bytes }))
     }
 
     /// Verifies a chunk of a mapped file and copies a run of it in the same pass, block by block: each block is still

@@ -16,7 +16,7 @@ use crate::checksum::{CHUNK_BYTES, Checksums, crc32c};
 use crate::control::Control;
 use crate::copy::fill_bytes;
 use crate::error::{Error, Kind, Result};
-use crate::fetch::Run;
+use crate::fetch::{Faulted, Run};
 use crate::header;
 use crate::memory::{Memory, Stores, finish_stores};
 use crate::plan::Plan;
@@ -364,6 +364,7 @@ impl Content<'_> {
             checks: &self.checks,
             stores,
             control,
+            faulted: &Faulted::default(),
         };
         let starts = &self.container.starts;
         // The first array that begins behind this byte. Empty arrays have the start of the next one.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from reshard import _core, dtypes
 from reshard.errors import ReshardError, UnsupportedError
 from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.formats.checkpoint2.metadata import inexpressible, write_metadata
+from reshard.formats.checkpoint2.metadata import inexpressible, write_metadata, write_table
 from reshard.formats.checkpoint2.shards import FilePlan, HeldShard, TensorRecord, assign, shards_of
 from reshard.formats.tiled import names as tiles
 from reshard.layout.partition import TensorLayout
@@ -228,7 +228,7 @@ def plan_boxes(
 
 
 def write_descriptions(plan: IterationPlan, folder: Location, *, mode: int, durable: bool) -> None:
-    """Write metadata.json, and tiles.json where the plan has one.
+    """Write metadata.json with its table, and tiles.json where the plan has one.
 
     Args:
         plan: the plan of the iteration.
@@ -248,6 +248,7 @@ def write_descriptions(plan: IterationPlan, folder: Location, *, mode: int, dura
         mode=mode,
         durable=durable,
     )
+    write_table(folder, mode=mode, durable=durable)
     if plan.tiles is not None:
         tiles.write(folder / tiles.TILES_FILE, plan.tiles, mode, durable=durable)
 

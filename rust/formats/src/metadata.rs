@@ -12,12 +12,14 @@
 mod json;
 mod records;
 mod storage_key;
+mod table;
 
 pub use storage_key::{parse_storage_key, storage_key};
+pub use table::{Holders, MetadataTable, decode_table, encode_table, index_of_table};
 
 use json::{Map, Members, Object, Record, Records, Skip};
 use records::{ChunkRecord, HolderRecord, LayoutRecord, TensorRecord};
-use reshard_core::dtype::n_elements;
+use reshard_core::dtype::{Dtype, n_elements};
 use reshard_core::error::{Error, Kind, Printable, Result};
 use reshard_core::header::{NUMBER_END, check_name};
 use reshard_core::index::Index;
@@ -134,6 +136,26 @@ impl CellTable {
     }
 }
 
+/// The dtype of a spelling in the file; `None` for an unknown one, and for those that are no whole bytes.
+pub fn dtype_of(spelling: &str) -> Option<Dtype> {
+    Some(match spelling {
+        "Bool" => Dtype::Bool,
+        "UInt8" => Dtype::U8,
+        "Int8" => Dtype::I8,
+        "UInt16" => Dtype::U16,
+        "Int16" => Dtype::I16,
+        "UInt32" => Dtype::U32,
+        "Int32" => Dtype::I32,
+        "UInt64" => Dtype::U64,
+        "Int64" => Dtype::I64,
+        "Float16" => Dtype::F16,
+        "BFloat16" => Dtype::Bf16,
+        "Float32" => Dtype::F32,
+        "Float64" => Dtype::F64,
+        _ => return None,
+    })
+}
+
 /// Builds the index of the tensors of a checkpoint. Its files are in `folder`.
 pub fn index_of(metadata: &Metadata, folder: &Path, method: Method) -> Result<Index> {
     let mut index = Index::new();
@@ -141,7 +163,7 @@ pub fn index_of(metadata: &Metadata, folder: &Path, method: Method) -> Result<In
         index.add_file(folder.join(name), false, method);
     }
     for tensor in &metadata.tensors {
-        let files = tensor.cells.holders.iter().map(|(file, _)| *file).collect();
+        let files: Vec<u32> = tensor.cells.holders.iter().map(|(file, _)| *file).collect();
         let starts = tensor.cells.starts.clone();
         index.add_table(
             &tensor.name,

@@ -9,17 +9,20 @@ use crate::records::{
 use crate::run::run;
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
+use pyo3::types::{PyBytes, PyTuple};
 use reshard_core::checksum::Checksums;
 use reshard_core::control::Control;
 use reshard_core::dtype::Dtype;
+use reshard_core::error::Printable;
 use reshard_core::region::Region;
 use reshard_core::shard_file::{Format, ShardFile};
 use reshard_core::source::{Method, Source};
 use reshard_core::stored::StoredTensor;
 use reshard_core::tile::Tile;
 use reshard_core::{Error, Kind};
-use reshard_formats::metadata::{CellTable, Metadata, decode, index_of};
+use reshard_formats::metadata::{
+    CellTable, Metadata, decode, decode_table, dtype_of, encode_table, index_of, index_of_table,
+};
 use reshard_formats::torch_file;
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
@@ -65,12 +68,41 @@ fn read_whole(path: &Path) -> reshard_core::Result<Vec<u8>> {
     Ok(text)
 }
 
+/// The binary table of the content of a `metadata.json` with this digest.
+#[pyfunction]
+pub(crate) fn metadata_table<'py>(
+    py: Python<'py>,
+    data: &[u8],
+    digest: &str,
+) -> PyResult<Bound<'py, PyBytes>> {
+    let table = py.detach(|| encode_table(&decode(data)?, digest));
+    Ok(PyBytes::new(py, &raise(py, table)?))
+}
+
 impl Index {
     /// An index of the core.
     pub(crate) fn of(index: reshard_core::index::Index) -> Self {
         Self {
             index,
             metadata: None,
+        }
+    }
+
+    /// An index with the layouts and dtypes of `metadata.json`.
+    fn described(index: reshard_core::index::Index, mut metadata: Metadata) -> Self {
+        for tensor in &mut metadata.tensors {
+            // The index has its own copy of the table. Only layouts and dtypes are used later.
+            tensor.cells = CellTable::default();
+        }
+        let by_key = metadata
+            .tensors
+            .iter()
+            .enumerate()
+            .map(|(i, tensor)| (tensor.name.clone(), i))
+            .collect();
+        Self {
+            index,
+            metadata: Some((metadata, by_key)),
         }
     }
 
@@ -107,21 +139,36 @@ impl Index {
             let index = index_of(&metadata, &folder, method)?;
             Ok((metadata, index))
         });
-        let (mut metadata, index) = raise(py, decoded.map_err(|error: Error| error.path(&path)))?;
-        for tensor in &mut metadata.tensors {
-            // The index has its own copy of the table. Only layouts and dtypes are used later.
-            tensor.cells = CellTable::default();
-        }
-        let by_key = metadata
-            .tensors
-            .iter()
-            .enumerate()
-            .map(|(i, tensor)| (tensor.name.clone(), i))
-            .collect();
-        Ok(Self {
-            index,
-            metadata: Some((metadata, by_key)),
-        })
+        let (metadata, index) = raise(py, decoded.map_err(|error: Error| error.path(&path)))?;
+        Ok(Self::described(index, metadata))
+    }
+
+    #[staticmethod]
+    #[pyo3(signature = (path, data, digest, *, method="auto"))]
+    fn from_metadata_table(
+        py: Python<'_>,
+        path: PathBuf,
+        data: &[u8],
+        digest: &str,
+        method: &str,
+    ) -> PyResult<Self> {
+        let method = raise(py, parse_method(method))?;
+        let decoded = py.detach(|| {
+            let table = decode_table(data).map_err(|error| error.within(path.display()))?;
+            if table.digest != digest {
+                let message = format!(
+                    "{} describes a metadata.json with digest {}, expected {digest}",
+                    path.display(),
+                    Printable(&table.digest)
+                );
+                return Err(Error::damaged(message));
+            }
+            let folder = path.parent().map_or_else(PathBuf::new, PathBuf::from);
+            let index = index_of_table(&table, &folder, method)?;
+            Ok((table.metadata, index))
+        });
+        let (metadata, index) = raise(py, decoded.map_err(|error: Error| error.path(&path)))?;
+        Ok(Self::described(index, metadata))
     }
 
     #[getter]
@@ -411,6 +458,14 @@ impl Index {
     fn check(&self, py: Python<'_>, threads: Option<i64>) -> PyResult<Vec<(u32, String)>> {
         let control = Control::default();
         run(py, threads, 0, None, &control, || self.index.check())
+    }
+
+    fn check_headers(&self, py: Python<'_>) -> PyResult<Vec<(u32, String)>> {
+        let control = Control::default();
+        run(py, None, 0, None, &control, || {
+            let dtype = |key: &str| dtype_of(self.metadata_dtype(key)?);
+            self.index.check_headers(dtype)
+        })
     }
 
     #[pyo3(signature = (request, *, dtype=None, verify=true))]

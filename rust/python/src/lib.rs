@@ -30,7 +30,7 @@ mod _core {
         buffer::Buffer,
         default_threads, dtype_bits,
         geometry::{Layout, Mesh, Request},
-        index::Index,
+        index::{Index, metadata_table},
         patterns::{Expression, IndexPattern, Patterns},
         plan::Plan,
         records::{FileArray, FileTensor},

@@ -16,8 +16,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from reshard import _core
 from reshard.errors import ArgumentError, UnsupportedError
+from reshard.formats.checkpoint2.names import METADATA_FILE, METADATA_TABLE_FILE
 from reshard.formats.checkpoint2.shards import FilePlan, HeldShard, TensorRecord, shard_id, shards_of
+from reshard.formats.manifest import digest_of
+from reshard.formats.own_files import MAX_METADATA_BYTES
 from reshard.storage.location import locate
 from reshard.words import listed, show
 
@@ -25,11 +29,13 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Sequence
 
-    from reshard import _core
     from reshard.formats.checkpoint2.names import Part
     from reshard.layout.partition import Cut, TensorLayout
+    from reshard.storage.location import Location
 
-__all__ = ["inexpressible", "write_metadata"]
+__all__ = ["inexpressible", "write_metadata", "write_table"]
+
+MIN_TABLE_BYTES = 1 << 20  # a smaller file is decoded in some milliseconds
 
 # The dtypes that MindSpore's reader of shard files knows. One tensor of another dtype makes it refuse the file.
 _DTYPES = {
@@ -140,6 +146,27 @@ def write_metadata(
             file.write(text.encode())
 
 
+def write_table(folder: Location, *, mode: int, durable: bool) -> None:
+    """Write the binary table of a large `metadata.json` beside it, so that ranks need not read and decode the text.
+
+    The table is decoded from the file, so it cannot say anything else. The manifest lists both.
+
+    Args:
+        folder: the folder of the `metadata.json`.
+        mode: permission bits of the table, less the umask.
+        durable: whether the table and the folder are synced.
+
+    Raises:
+        StorageError: the system failed.
+    """
+    place = folder / METADATA_FILE
+    if place.stat().n_bytes < MIN_TABLE_BYTES:
+        return
+    data = place.read_small(MAX_METADATA_BYTES)
+    table = _core.metadata_table(data, digest_of(data))
+    (folder / METADATA_TABLE_FILE).replace(table, mode, durable=durable)
+
+
 def _texts(records: Sequence[TensorRecord], mesh: _core.Mesh, plan: FilePlan, prefix: str | None) -> Iterator[str]:
     """The file, in pieces. Thousands of tensors share a few grids, whose long lists are encoded once."""
     grids: dict[object, _Grid] = {}
@@ -153,8 +180,10 @@ def _texts(records: Sequence[TensorRecord], mesh: _core.Mesh, plan: FilePlan, pr
         yield f"{comma}\n{_dump(record.key)}:{_tensor(record, grid)}"
         comma = ","
     yield '},\n"storage_data":{'
-    names = {file: _dump(file.name(prefix)) for file in plan.files}
-    stored = {(file.part, file.rank, key): names[file] for file in plan.files for key in file.keys}
+    stored: dict[tuple[Part, int, str], str] = {}
+    for file in plan.files:  # not a key of a dict: its hash is that of all its names
+        name = _dump(file.name(prefix))
+        stored |= {(file.part, file.rank, key): name for key in file.keys}
     groups: dict[tuple[int, ...], str] = {}
     comma = ""
     for shard in shards_of(records, mesh):

@@ -32,6 +32,7 @@ __all__ = [
     "COMMON_FILE",
     "MAX_COMMON_BYTES",
     "METADATA_FILE",
+    "METADATA_TABLE_FILE",
     "TRACKER_FILE",
     "Candidates",
     "CommonInfo",
@@ -53,6 +54,7 @@ __all__ = [
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 COMMON_FILE = "common.json"
 METADATA_FILE = "metadata.json"
+METADATA_TABLE_FILE = "metadata.bin"  # derived from it, see metadata.write_table
 
 Part = Literal["model", "optimizer"]
 

@@ -49,6 +49,7 @@ __all__ = [
 
 _log = logging.getLogger("reshard")
 
+_MAX_PARSED = 64  # headers that are parsed when a folder is opened
 _MAX_TRIES = 3  # to open an iteration that is saved again meanwhile
 
 Unlisted: TypeAlias = tuple[tuple[str, str, tuple[int, ...], tuple[str, ...]], ...]
@@ -190,7 +191,7 @@ def _open_locked(
         manifests.check_sizes(folder, manifest)
         _warn_of_unlisted_files(folder, manifest)
     described = _read_description(folder, manifest)
-    digest = described.digest if manifest is None else manifest.digest
+    digest = described.digest
     if known is not None and known.digest != digest:
         raise MismatchError(
             f"{show(str(folder))} has digest {digest} on this rank, but {known.digest} on the rank that selected it",
@@ -201,7 +202,7 @@ def _open_locked(
         manifests.set_checksums(index, folder, manifest)
     if described.tiles is not None:
         _add_tiles(index, folder, described.tiles)
-    is_checkpoint2 = described.metadata is not None or described.common is not None or described.tiles is None
+    is_checkpoint2 = described.has_metadata or described.common is not None or described.tiles is None
     if known is not None:
         unlisted = known.unlisted
     else:
@@ -325,18 +326,26 @@ class _Description:
     """The small files of an iteration folder, each read once, and verified if there is a manifest."""
 
     metadata: bytes | None
+    table: bytes | None  # that of the metadata, which is not read then
     tiles: tiles.TilesFile | None
     common: checkpoint2.CommonInfo | None
-    digest: str
+    digest: str  # that of the manifest, if there is one
+
+    @property
+    def has_metadata(self) -> bool:
+        return self.metadata is not None or self.table is not None
 
 
 def _read_description(folder: Location, manifest: Manifest | None) -> _Description:
     read: dict[str, bytes] = {}
+    table = None if manifest is None else _read_table(folder, manifest)
     for name, max_bytes in (
         (checkpoint2.METADATA_FILE, MAX_METADATA_BYTES),
         (tiles.TILES_FILE, tiles.MAX_BYTES),
         (checkpoint2.COMMON_FILE, checkpoint2.MAX_COMMON_BYTES),
     ):
+        if table is not None and name == checkpoint2.METADATA_FILE:
+            continue
         if manifest is not None:
             if name in manifest.files:
                 read[name] = manifests.read_plain(folder, manifest, name, max_bytes)
@@ -346,10 +355,27 @@ def _read_description(folder: Location, manifest: Manifest | None) -> _Descripti
     tiled, common = read.get(tiles.TILES_FILE), read.get(checkpoint2.COMMON_FILE)
     return _Description(
         read.get(checkpoint2.METADATA_FILE),
+        table,
         None if tiled is None else tiles.parse(tiled, str(folder / tiles.TILES_FILE)),
         None if common is None else checkpoint2.CommonInfo.parse(common, str(folder / checkpoint2.COMMON_FILE)),
-        manifests.digest_of(b"".join(f"{name} {len(data)}\n".encode() + data for name, data in read.items())),
+        _digest_of(read) if manifest is None else manifest.digest,
     )
+
+
+def _digest_of(read: Mapping[str, bytes]) -> str:
+    return manifests.digest_of(b"".join(f"{name} {len(data)}\n".encode() + data for name, data in read.items()))
+
+
+def _read_table(folder: Location, manifest: Manifest) -> bytes | None:
+    """The table of metadata.json, if the manifest lists both; None: metadata.json is read."""
+    if not {checkpoint2.METADATA_FILE, checkpoint2.METADATA_TABLE_FILE} <= manifest.files.keys():
+        return None
+    try:
+        return manifests.read_plain(folder, manifest, checkpoint2.METADATA_TABLE_FILE, MAX_METADATA_BYTES)
+    except DamagedFileError as error:
+        # It is derived from metadata.json, so nothing is lost. `verify` reports it as damage.
+        _log.warning("%s; %s is read instead", error.message, checkpoint2.METADATA_FILE)
+        return None
 
 
 def _index(
@@ -357,7 +383,12 @@ def _index(
 ) -> tuple[_core.Index, list[int]]:
     """An index of the shard files with the tensors of metadata.json, and the files that nothing describes."""
     index = _core.Index()
-    if described.metadata is not None:
+    if described.table is not None and manifest is not None:
+        path = str(folder / checkpoint2.METADATA_TABLE_FILE)
+        # A table of another metadata.json than that of the manifest is refused.
+        digest = manifest.files[checkpoint2.METADATA_FILE].digest
+        index = _core.Index.from_metadata_table(path, described.table, digest, method=method)
+    elif described.metadata is not None:
         path = str(folder / checkpoint2.METADATA_FILE)
         index = _core.Index.from_metadata(path, data=described.metadata, method=method)
     files = {locate(index.file_path(file)).name for file in range(index.n_files)}
@@ -375,7 +406,7 @@ def _index(
         names = [name for *_, name in known if name not in files]
     elif described.metadata is None and described.tiles is None:
         names = checkpoint2.list_shard_files(folder)
-    if described.metadata is None and described.tiles is None and not names:
+    if not described.has_metadata and described.tiles is None and not names:
         raise CheckpointNotFoundError(
             f"{folder} holds no checkpoint: no metadata.json, no shard files, no Hugging Face index",
             path=str(folder),
@@ -430,7 +461,8 @@ def _unlisted(index: _core.Index, folder: Location, rest: list[int]) -> Unlisted
     is_described = index.n_files > len(rest)
     holders: dict[str, list[int]] = {}
     found: dict[tuple[str, int], tuple[str, tuple[int, ...]]] = {}
-    for file, name in index.check():
+    # Parsing every header takes long for many files, of which most loads use a part.
+    for file, name in index.check() if index.n_files <= _MAX_PARSED else index.check_headers():
         holders.setdefault(name, []).append(file)
     for file in {file for files in holders.values() for file in files}:
         for tensor in index.file_tensors(file):

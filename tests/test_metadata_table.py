@@ -1,0 +1,185 @@
+"""The binary table of `metadata.json`: it says what the file says, and nothing else is ever read from it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+from tests.test_checkpoint2_metadata import SAMPLES, models
+
+import reshard
+from reshard import _core
+from reshard.errors import DamagedFileError, ReshardError
+from reshard.formats import manifest as manifests
+from reshard.formats.checkpoint2 import metadata, reader
+from reshard.formats.checkpoint2.metadata import write_metadata
+from reshard.formats.checkpoint2.shards import assign, shards_of
+
+if TYPE_CHECKING:
+    from reshard._core import Mesh
+    from reshard.formats.checkpoint2.shards import TensorRecord
+
+TABLE = "metadata.bin"
+LAYOUT = {"mesh": {"dp": 2, "tp": 2}, "rules": [{"match": "a*", "cut": ["tp", "dp"]}, {"match": "*", "cut": ["tp"]}]}
+ARRAYS = {f"{name}{i}": np.arange(64.0, dtype=np.float32).reshape(8, 8) + i for i in range(3) for name in "ab"}
+
+
+def contents(index: _core.Index) -> object:
+    files = [Path(index.file_path(number)).name for number in range(index.n_files)]
+    tensors = [
+        (
+            key,
+            index.shape(key),
+            index.shards(key),
+            index.stored(key),
+            index.metadata_layout(key),
+            index.metadata_dtype(key),
+            index.holders(key),
+        )
+        for key in index.keys()  # noqa: SIM118  not a mapping
+    ]
+    return files, tensors
+
+
+def both(data: bytes) -> tuple[_core.Index, _core.Index]:
+    table = _core.metadata_table(data, "d")
+    return _core.Index.from_metadata("metadata.json", data=data), _core.Index.from_metadata_table(TABLE, table, "d")
+
+
+@pytest.mark.parametrize("path", sorted(SAMPLES.glob("**/metadata.json")), ids=lambda path: path.parts[-3])
+def test_the_table_of_a_file_of_the_original_has_its_content(path: Path) -> None:
+    from_text, from_table = both(path.read_bytes())
+    assert contents(from_table) == contents(from_text)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(model=models(), dedup=st.booleans())
+def test_the_table_of_any_file_has_its_content(
+    *, model: tuple[Mesh, list[TensorRecord]], dedup: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    mesh, records = model
+    records = [record for record in records if metadata.inexpressible(record, mesh) is None]
+    path = tmp_path_factory.mktemp("one") / "metadata.json"
+    write_metadata(path, records, mesh, assign(shards_of(records, mesh), mesh.ranks, dedup=dedup), durable=False)
+    from_text, from_table = both(path.read_bytes())
+    assert contents(from_table) == contents(from_text)
+
+
+def sample() -> bytes:
+    return (SAMPLES / "ckpt2_named/checkpoint/iteration_00000007/metadata.json").read_bytes()
+
+
+def test_a_truncated_or_extended_table_is_refused() -> None:
+    table = _core.metadata_table(sample(), "d")
+    for damaged in [table[:n] for n in range(len(table))] + [table + b"\0"]:
+        with pytest.raises(DamagedFileError):
+            _core.Index.from_metadata_table(TABLE, damaged, "d")
+
+
+@settings(max_examples=300, deadline=None)
+@given(at=st.integers(0, 1 << 20), value=st.sampled_from([0, 1, 2, 0x7F, 0x80, 0xFF]), width=st.sampled_from([1, 4]))
+def test_an_altered_table_is_refused_or_read_without_a_crash(at: int, value: int, width: int) -> None:
+    table = bytearray(_core.metadata_table(sample(), "d"))
+    at %= len(table) - width
+    table[at : at + width] = bytes([value]) * width
+    try:
+        index = _core.Index.from_metadata_table(TABLE, bytes(table), "d")
+    except ReshardError:
+        return
+    index.check_coverage()
+    contents(index)
+
+
+def test_the_table_of_another_file_is_refused() -> None:
+    with pytest.raises(DamagedFileError, match=r"expected [0-9a-f]+"):
+        _core.Index.from_metadata_table(TABLE, _core.metadata_table(sample(), "d"), "e")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An iteration with a table, whose metadata.json is small."""
+    monkeypatch.setattr(metadata, "MIN_TABLE_BYTES", 0)
+    monkeypatch.setattr(reader, "_MAX_PARSED", 1)
+    reshard.save_file(ARRAYS, tmp_path / "m.safetensors")
+    reshard.convert(tmp_path / "m.safetensors", tmp_path / "run", layout=LAYOUT, iteration=1)
+    return tmp_path / "run" / "iteration_00000001"
+
+
+def assert_loads(folder: Path) -> None:
+    with reshard.open(folder) as checkpoint:
+        found = checkpoint.load()
+        assert checkpoint.keys() == list(found)
+    assert found.keys() == ARRAYS.keys()
+    for key, array in found.items():
+        np.testing.assert_array_equal(array, ARRAYS[key])
+
+
+def test_a_checkpoint_is_read_by_its_table_alone(folder: Path) -> None:
+    assert TABLE in manifests.read(folder).files
+    (folder / "metadata.json").write_bytes(b"?" * (folder / "metadata.json").stat().st_size)
+    assert_loads(folder)
+    assert "metadata.json" in str(reshard.verify(folder))
+
+
+def test_an_altered_table_is_replaced_by_the_file_with_a_warning(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = bytearray((folder / TABLE).read_bytes())
+    data[-1] ^= 1
+    (folder / TABLE).write_bytes(data)
+    with caplog.at_level(logging.WARNING, logger="reshard"):
+        assert_loads(folder)
+    assert "metadata.bin` was altered" in caplog.text
+    assert "metadata.json is read instead" in caplog.text
+
+
+def test_a_table_that_the_manifest_lists_for_another_file_is_refused(folder: Path) -> None:
+    """Stale: the digest in the manifest is that of the table, but the table was made from another metadata.json."""
+    text = (folder / "metadata.json").read_bytes()
+    (folder / TABLE).write_bytes(_core.metadata_table(text + b"\n", manifests.digest_of(text + b"\n")))
+    manifest = manifests.read(folder)
+    files = {**manifest.files, TABLE: manifests.plain_entry(folder, TABLE)}
+    manifests.write(folder, replace(manifest, files=files, digest=""))
+    with pytest.raises(DamagedFileError, match=r"expected [0-9a-f]+"):
+        reshard.open(folder)
+
+
+def test_a_table_without_entry_in_the_manifest_is_ignored(folder: Path) -> None:
+    manifest = manifests.read(folder)
+    files = {name: entry for name, entry in manifest.files.items() if name != TABLE}
+    manifests.write(folder, replace(manifest, files=files, digest=""))
+    (folder / TABLE).write_bytes(b"?")
+    assert_loads(folder)
+
+
+def test_a_header_that_no_load_needs_is_compared_when_the_folder_is_opened(folder: Path) -> None:
+    name = max(manifests.read(folder).shards)
+    data = bytearray((folder / name).read_bytes())
+    data[20] ^= 1
+    (folder / name).write_bytes(data)
+    with pytest.raises(DamagedFileError, match=f"{name}: the header differs"):
+        reshard.open(folder)
+
+
+def test_files_that_hold_more_than_is_described_are_parsed(folder: Path) -> None:
+    def opened() -> _core.Index:
+        index = _core.Index.from_metadata(str(folder / "metadata.json"))
+        for number in range(index.n_files):
+            data = Path(index.file_path(number)).read_bytes()
+            n = 8 + int.from_bytes(data[:8], "little")
+            checksums = _core.crc32c(data).to_bytes(4, "little")
+            index.set_checksums(number, len(data), n, _core.crc32c(data[:n]), checksums)
+        return index
+
+    index = opened()
+    assert index.check_headers() == index.check() == []
+    path = Path(index.file_path(1))
+    save_file({**load_file(path), "more": np.zeros(2, np.uint8)}, path)
+    assert opened().check_headers() == [(1, "more")]
