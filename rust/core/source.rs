@@ -25,7 +25,7 @@ const DIRECT_BLOCK_BYTES: usize = 4096;
 /// How the bytes of a file are fetched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Method {
-    /// Map on a local file system, read elsewhere.
+    /// Map on a local file system, read elsewhere. Long runs of a mapped file are read if that is faster.
     #[default]
     Auto,
     /// Map.
@@ -92,6 +92,8 @@ struct LocalFile {
     map: Option<Mmap>,
     /// Whether the system reports the resident pages of the file to this process.
     knows_residency: bool,
+    /// Whether positioned reads may replace the map: the caller did not select it.
+    may_read: bool,
 }
 
 /// An open descriptor. The number of slots in a process is bounded.
@@ -159,6 +161,7 @@ impl Source {
             identity,
             map,
             knows_residency,
+            may_read: method == Method::Auto,
         };
         Ok(Self {
             path: path.to_owned(),
@@ -189,6 +192,19 @@ impl Source {
     /// Whether positioned reads use an open descriptor.
     pub fn has_fd(&self) -> bool {
         matches!(&self.store, Store::File(LocalFile { fd: Some(_), .. }))
+    }
+
+    /// Whether positioned reads may replace a map where they are faster: the method is [`Method::Auto`], and a
+    /// descriptor is open.
+    pub fn may_read(&self) -> bool {
+        matches!(
+            &self.store,
+            Store::File(LocalFile {
+                fd: Some(_),
+                may_read: true,
+                ..
+            })
+        )
     }
 
     /// Size in bytes when the source was opened.

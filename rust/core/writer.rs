@@ -20,6 +20,7 @@ use crate::fetch::Run;
 use crate::header;
 use crate::memory::{Memory, Stores, finish_stores};
 use crate::plan::Plan;
+use crate::tuning::Tuning;
 use crate::verify::{Checks, verifies_files, verify_files};
 use crc_fast::{CrcAlgorithm, checksum, checksum_combine};
 use rayon::prelude::*;
@@ -363,6 +364,8 @@ impl Content<'_> {
             checks: &self.checks,
             stores,
             control,
+            tuning: Tuning::of_process(),
+            measures: Tuning::of_process().measures(self.plan.n_bytes()),
         };
         let starts = &self.container.starts;
         // The first array that begins behind this byte. Empty arrays have the start of the next one.
@@ -392,7 +395,7 @@ impl Content<'_> {
             (at, to) = (at + n as u64, rest);
             next += 1;
         }
-        finish_stores(stores);
+        finish_stores();
         Ok(())
     }
 
