@@ -21,6 +21,7 @@ use crate::fetch::{BoxCopy, Faulted, Run};
 use crate::memory::{Stores, finish_stores};
 use crate::plan::{Array, Plan};
 use crate::strided::restrict;
+use crate::tuning::Tuning;
 use crate::verify::{Checks, verify_files};
 use rayon::prelude::*;
 
@@ -31,6 +32,20 @@ const BAND_BYTES: u64 = 2 << 20;
 /// # Errors
 /// The number or the size of the slices is wrong, a source cannot be read or is damaged, or the run was cancelled.
 pub fn fill(plan: &Plan<'_>, out: Vec<&mut [u8]>, stores: Stores, control: &Control) -> Result<()> {
+    fill_tuned(plan, out, stores, control, Tuning::of_process())
+}
+
+/// As [`fill`], with other choices than those of the process.
+///
+/// # Errors
+/// As [`fill`].
+pub fn fill_tuned(
+    plan: &Plan<'_>,
+    out: Vec<&mut [u8]>,
+    stores: Stores,
+    control: &Control,
+    tuning: &Tuning,
+) -> Result<()> {
     if out.len() != plan.arrays().len() {
         return Err(Error::new(
             Kind::Argument,
@@ -83,6 +98,7 @@ pub fn fill(plan: &Plan<'_>, out: Vec<&mut [u8]>, stores: Stores, control: &Cont
     }
     verify_files(plan, control)?;
     let checks = Checks::new(plan);
+    let measures = tuning.measures(plan.n_bytes());
     bands.into_par_iter().try_for_each(|band| {
         control.check()?;
         let run = Run {
@@ -91,13 +107,15 @@ pub fn fill(plan: &Plan<'_>, out: Vec<&mut [u8]>, stores: Stores, control: &Cont
             stores,
             control,
             faulted: &Faulted::default(),
+            tuning,
+            measures,
         };
         for Band { array, start, to } in band {
             let n_bytes = to.len() as u64;
             fill_units(run, array, start, to)?;
             control.advance(n_bytes);
         }
-        finish_stores(stores);
+        finish_stores();
         Ok(())
     })
 }

@@ -7,7 +7,11 @@ use crate::error::Result;
 use crate::memory::{Stores, copy_run};
 use crate::plan::{CopyOp, Plan, PlanSource};
 use crate::shard_file::ShardFile;
-use crate::strided::{Dim, copy_box, is_one_run, source_run, src_span, widest, without};
+use crate::strided::{
+    Dim, MIN_PREFETCHED_BYTES, PREFETCH_BYTES, copy_box, is_one_run, source_run, src_span, widest,
+    without,
+};
+use crate::tuning::{Case, DEFAULT_WAY, Fetch, Tuning, Way};
 use crate::verify::{Checks, ResidentRange, read_chunks, verify_chunks};
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -16,6 +20,8 @@ use std::collections::HashMap;
 const LONG_RUN_BYTES: u64 = 4096;
 /// Runs with gaps between them are read instead of mapped up to this size.
 const SCATTERED_RUN_BYTES: u64 = 256 << 10;
+/// Runs of a mapped file are read from this size on, where that is faster than a copy out of the map.
+const LONG_READ_BYTES: u64 = 64 << 10;
 /// The most that a positioned read fetches into scratch memory at once.
 const SCRATCH_BYTES: u64 = 1 << 20;
 
@@ -32,6 +38,9 @@ pub(crate) struct Run<'a> {
     pub(crate) stores: Stores,
     pub(crate) control: &'a Control,
     pub(crate) faulted: &'a Faulted,
+    pub(crate) tuning: &'a Tuning,
+    /// Whether the copies are measured.
+    pub(crate) measures: bool,
 }
 
 /// The last range of each source that a band has faulted in: first byte and length. Many small copies of a band read from
@@ -72,6 +81,8 @@ pub(crate) struct BoxCopy<'a> {
     /// The part of a mapped, verified source that is already faulted in.
     resident: Option<ResidentRange<'a>>,
     to: &'a mut [u8],
+    /// How the current box is copied.
+    way: Way,
 }
 
 impl<'a> BoxCopy<'a> {
@@ -89,16 +100,72 @@ impl<'a> BoxCopy<'a> {
             unit_bytes,
             resident: None,
             to,
+            way: DEFAULT_WAY,
         }
     }
 
     /// Copies a box from unit `src` of the copy to unit `dst` of the slice.
     pub(crate) fn copy(&mut self, dims: &[Dim], src: u64, dst: u64) -> Result<()> {
+        let n: u64 = dims.iter().map(|dim| dim.len).product();
+        let (start, span) = self.source_range(dims, src);
+        let (measures, source) = (self.run.measures, self.source);
+        // A copy that waits for the disk is no sample.
+        let run = source_run(dims) * self.unit_bytes;
+        let may_measure = || {
+            measures
+                && (is_one_run(dims)
+                    || (MIN_PREFETCHED_BYTES as u64..=PREFETCH_BYTES as u64).contains(&run))
+                && match source {
+                    PlanSource::Memory(_) => true,
+                    PlanSource::File(_, file) => file.source().is_resident(start, span),
+                }
+        };
+        let case = self.case(dims);
+        let (tuning, stores) = (self.run.tuning, self.run.stores);
+        let picked = tuning.pick(case, stores, n * self.unit_bytes, may_measure);
+        self.way = picked.way;
+        self.copy_by_way(dims, src, dst)?;
+        picked.finish();
+        Ok(())
+    }
+
+    fn case(&self, dims: &[Dim]) -> Case {
+        match self.source {
+            _ if !is_one_run(dims) => Case::Strided,
+            PlanSource::Memory(_) => Case::Memory,
+            PlanSource::File(_, file) => {
+                match self.run.checks.checksums(self.copy_op.source, file) {
+                    Some(_) => Case::VerifiedRun,
+                    None => Case::Run,
+                }
+            }
+        }
+    }
+
+    /// Whether a run of a mapped file is read into its destination, instead of copied out of the map.
+    fn is_read(&self, file: &ShardFile, span: u64) -> bool {
+        self.way.fetch == Fetch::Read
+            && span >= LONG_READ_BYTES
+            && file.source().is_mapped()
+            && file.source().may_read()
+    }
+
+    fn copy_by_way(&mut self, dims: &[Dim], src: u64, dst: u64) -> Result<()> {
         if let PlanSource::File(_, file) = self.source
             && let Some(checksums) = self.run.checks.checksums(self.copy_op.source, file)
         {
             // If rows are so far apart that complete chunks between them are skipped, each part faults in its own
             // range.
+            let (start, span) = self.source_range(dims, src);
+            if is_one_run(dims) && self.is_read(file, span) {
+                return self.verified_run(
+                    file,
+                    checksums,
+                    start,
+                    (dst * self.unit_bytes) as usize,
+                    span,
+                );
+            }
             let is_dense = dims
                 .iter()
                 .all(|dim| dim.len == 1 || dim.src * self.unit_bytes < CHUNK_BYTES as u64);
@@ -140,10 +207,10 @@ impl<'a> BoxCopy<'a> {
             }
             _ => CHUNK_BYTES as u64,
         };
-        // A long run into new pages is copied at once, after all its chunks are verified: memcpy bypasses the cache for
-        // such lengths, which saves more than it costs to read the source again from the last-level cache.
+        // A long run can be copied at once, after all its chunks are verified: memcpy bypasses the cache for such
+        // lengths, which can save more than it costs to read the source again from the last-level cache.
         let is_long_run =
-            self.run.stores == Stores::Fresh && is_one_run(dims) && file.source().is_mapped();
+            self.way.fetch == Fetch::MapAtOnce && is_one_run(dims) && file.source().is_mapped();
         let is_one_part = is_long_run || start / part == (start + span - 1) / part;
         if let (false, Some((widest, dim))) = (is_one_part, widest) {
             if !file.source().is_mapped() && is_one_run(dims) {
@@ -189,14 +256,11 @@ impl<'a> BoxCopy<'a> {
         let (start, span) = range;
         let mapped = (file, self.resident);
         let Run {
-            checks,
-            stores,
-            control,
-            ..
+            checks, control, ..
         } = self.run;
         if is_one_run(dims) {
             let at = (dst * self.unit_bytes) as usize;
-            let to = (&mut self.to[at..at + span as usize], stores);
+            let to = (&mut self.to[at..at + span as usize], self.way.streams);
             if checks.copy_run(self.copy_op.source, mapped, checksums, start, to, control)? {
                 return Ok(());
             }
@@ -230,23 +294,22 @@ impl<'a> BoxCopy<'a> {
         } else {
             (end / chunk * chunk).max(first)
         };
-        let Run {
-            stores, control, ..
-        } = self.run;
+        let control = self.run.control;
         let to = &mut self.to[at..at + n_bytes as usize];
         let (head, rest) = to.split_at_mut((first - start) as usize);
         let (middle, tail) = rest.split_at_mut((last - first) as usize);
-        if !middle.is_empty() {
-            file.source().read_at(first, middle)?;
+        // Each chunk is verified while it is in the cache.
+        for (number, middle) in ((first / chunk) as usize..).zip(middle.chunks_mut(CHUNK_BYTES)) {
+            file.source().read_at(number as u64 * chunk, middle)?;
             control.fetched(middle.len() as u64);
-            verify_chunks(file, checksums, (first / chunk) as usize, middle)?;
+            verify_chunks(file, checksums, number, middle)?;
         }
         for (from, to) in [(start, head), (last, tail)] {
             if !to.is_empty() {
                 SCRATCH.with_borrow_mut(|scratch| {
                     let range = (from, to.len() as u64);
                     let at = read_chunks(file, checksums, range, scratch, control)?;
-                    copy_run(to, &scratch[at..at + to.len()], stores);
+                    copy_run(to, &scratch[at..at + to.len()], false);
                     Ok(())
                 })?;
             }
@@ -292,8 +355,9 @@ impl<'a> BoxCopy<'a> {
         };
         self.run.control.fetched(fetched);
         // One system call per run, like faulting it in, and it copies the bytes as well.
-        let is_scattered =
-            is_part && span < SCATTERED_RUN_BYTES && source.has_fd() && is_one_run(dims);
+        let is_scattered = is_one_run(dims)
+            && (is_part && span < SCATTERED_RUN_BYTES && source.has_fd()
+                || self.is_read(file, span));
         let mapped = if is_scattered {
             None
         } else {
@@ -315,6 +379,6 @@ impl<'a> BoxCopy<'a> {
     /// Copies a box to unit `dst` of the slice; `from` begins at the first element of the box.
     fn copy_from(&mut self, from: &[u8], dims: &[Dim], dst: u64) {
         let to = &mut self.to[(dst * self.unit_bytes) as usize..];
-        copy_box(from, to, dims, self.unit_bytes, self.run.stores);
+        copy_box(from, to, dims, self.unit_bytes, self.way);
     }
 }

@@ -38,6 +38,7 @@ pub mod copy;
 mod fetch;
 pub mod memory;
 pub mod strided;
+pub mod tuning;
 
 // Writing one file durably; verification of what is read.
 pub mod checksum;

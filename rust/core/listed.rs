@@ -9,9 +9,9 @@ use crate::error::{Error, Printable, Result};
 use crate::header::Entry;
 use crate::region::row_major_strides;
 use crate::source::Source;
-use crc_fast::{CrcAlgorithm, Digest};
+use crc_fast::{CrcAlgorithm, checksum, checksum_combine};
 use rayon::prelude::*;
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Bytes that a CRC is computed over at once.
 const PIECE_BYTES: u64 = 4 << 20;
@@ -49,7 +49,7 @@ pub struct Listed {
     /// Numbers of the tensors, sorted by name.
     by_name: Vec<u32>,
     /// Sorted by their first byte, apart from each other; whether each one was verified.
-    ranges: Vec<(CrcRange, Mutex<bool>)>,
+    ranges: Vec<(CrcRange, AtomicBool)>,
 }
 
 impl Listed {
@@ -94,7 +94,7 @@ impl Listed {
         }
         let ranges = ranges
             .into_iter()
-            .map(|range| (range, Mutex::new(false)))
+            .map(|range| (range, AtomicBool::new(false)))
             .collect();
         Ok(Self {
             tensors,
@@ -178,19 +178,29 @@ impl Listed {
     }
 
     fn verify_ranges(
-        ranges: Vec<&(CrcRange, Mutex<bool>)>,
+        ranges: Vec<&(CrcRange, AtomicBool)>,
         source: &Source,
         control: &Control,
     ) -> Result<()> {
-        ranges.into_par_iter().try_for_each(|(range, is_verified)| {
-            // Other threads wait for the lock instead of reading the range again.
-            let mut is_verified = is_verified.lock().unwrap_or_else(PoisonError::into_inner);
-            if !*is_verified {
-                range.verify(source, control)?;
-                *is_verified = true;
-            }
-            Ok(())
-        })
+        let is_open =
+            |(_, is_verified): &&(CrcRange, AtomicBool)| !is_verified.load(Ordering::Relaxed);
+        let ranges: Vec<_> = ranges.into_iter().filter(is_open).collect();
+        // Large ranges are computed by several threads. No lock is held meanwhile: a thread that waits for the parts of
+        // its range takes other work, which may need the same lock.
+        let pieces: Vec<(u64, u64)> = ranges
+            .iter()
+            .flat_map(|(range, _)| range.pieces())
+            .collect();
+        let crcs = pieces.into_par_iter().map(|(start, n_bytes)| {
+            control.check()?;
+            crc_of(source, start, n_bytes)
+        });
+        let mut crcs = crcs.collect::<Result<Vec<u64>>>()?.into_iter();
+        for (range, is_verified) in ranges {
+            range.compare(&mut crcs, source)?;
+            is_verified.store(true, Ordering::Relaxed);
+        }
+        Ok(())
     }
 }
 
@@ -217,34 +227,42 @@ impl ListedTensor {
 }
 
 impl CrcRange {
-    fn verify(self, source: &Source, control: &Control) -> Result<()> {
-        let mut digest = Digest::new(CrcAlgorithm::Crc32IsoHdlc);
-        let mut scratch = Vec::new();
-        let end = self.start + self.n_bytes;
-        let mut at = self.start;
-        while at < end {
-            control.check()?;
-            let n = (end - at).min(PIECE_BYTES);
-            if let Some(bytes) = source.bytes(at, n)? {
-                digest.update(bytes);
-            } else {
-                scratch.resize(n as usize, 0);
-                source.read_at(at, &mut scratch)?;
-                digest.update(&scratch);
-            }
-            at += n;
-        }
-        if digest.finalize() as u32 == self.crc {
+    /// Start and length of its parts.
+    fn pieces(&self) -> impl Iterator<Item = (u64, u64)> + use<> {
+        let (start, end) = (self.start, self.start + self.n_bytes);
+        let starts = (0..self.n_bytes.div_ceil(PIECE_BYTES)).map(move |i| start + i * PIECE_BYTES);
+        starts.map(move |at| (at, (end - at).min(PIECE_BYTES)))
+    }
+
+    /// Joins the CRC of its parts and compares the result.
+    fn compare(&self, crcs: &mut impl Iterator<Item = u64>, source: &Source) -> Result<()> {
+        let joined = self
+            .pieces()
+            .zip(crcs)
+            .fold(0, |before, ((_, n_bytes), crc)| {
+                checksum_combine(CrcAlgorithm::Crc32IsoHdlc, before, crc, n_bytes)
+            });
+        if joined as u32 == self.crc {
             return Ok(());
         }
         let path = source.path();
         let message = format!(
-            "{}: bytes {} to {end} differ from their CRC-32",
+            "{}: bytes {} to {} differ from their CRC-32",
             Printable(&path.to_string_lossy()),
-            self.start
+            self.start,
+            self.start + self.n_bytes
         );
         Err(Error::damaged(message)
             .path(path)
             .hint("the file was damaged after it was written: use another copy of it"))
     }
+}
+
+fn crc_of(source: &Source, start: u64, n_bytes: u64) -> Result<u64> {
+    if let Some(bytes) = source.bytes(start, n_bytes)? {
+        return Ok(checksum(CrcAlgorithm::Crc32IsoHdlc, bytes));
+    }
+    let mut scratch = vec![0; n_bytes as usize];
+    source.read_at(start, &mut scratch)?;
+    Ok(checksum(CrcAlgorithm::Crc32IsoHdlc, &scratch))
 }

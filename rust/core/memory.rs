@@ -5,9 +5,8 @@
 //! Destination memory: allocation on huge pages, and non-temporal stores.
 //!
 //! Page faults cost more than the copy itself. New destinations are therefore mapped on 2 MiB boundaries with the
-//! advice to use huge pages, and the threads that fill them touch them first. In memory that is resident already,
-//! non-temporal stores avoid the read of each line before it is overwritten; in new pages they are slower than plain
-//! stores.
+//! advice to use huge pages, and the threads that fill them touch them first. Non-temporal stores avoid the read of
+//! each line before it is overwritten. Whether that is faster depends on the processor: `tuning` measures it.
 
 use crate::error::{Error, Kind, Result};
 use memmap2::{MmapMut, MmapOptions};
@@ -95,14 +94,14 @@ impl Memory {
     }
 }
 
-/// How a destination is stored to.
+/// What a destination is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stores {
-    /// New pages: plain stores, for runs of any length.
+    /// New pages.
     Fresh,
-    /// Memory that is read again soon: plain stores, which keep it in the cache.
+    /// Memory that is read again soon: plain stores always, which keep it in the cache.
     Plain,
-    /// Memory that is resident already: non-temporal stores for long runs.
+    /// Memory that is resident already, and read later.
     Streaming,
 }
 
@@ -110,13 +109,10 @@ pub enum Stores {
 #[cfg(target_arch = "x86_64")]
 const MIN_STREAMED_BYTES: usize = 1024;
 
-/// Copies a run of bytes. Both slices have the same length.
-pub fn copy_run(to: &mut [u8], from: &[u8], stores: Stores) {
+/// Copies a run of bytes, with non-temporal stores if `streams`. Both slices have the same length.
+pub fn copy_run(to: &mut [u8], from: &[u8], streams: bool) {
     #[cfg(target_arch = "x86_64")]
-    if stores == Stores::Streaming
-        && to.len() >= MIN_STREAMED_BYTES
-        && std::arch::is_x86_feature_detected!("avx")
-    {
+    if streams && to.len() >= MIN_STREAMED_BYTES && std::arch::is_x86_feature_detected!("avx") {
         assert_eq!(to.len(), from.len());
         // SAFETY: the processor has AVX, as checked above; the function has no other requirement.
         unsafe { stream_avx(to, from) };
@@ -143,14 +139,12 @@ pub fn prefetch(bytes: &[u8]) {
 }
 
 /// Orders the non-temporal stores of this thread before its later stores.
-pub fn finish_stores(stores: Stores) {
+pub fn finish_stores() {
     #[cfg(target_arch = "x86_64")]
-    if stores == Stores::Streaming {
-        // SAFETY: SSE is part of x86-64.
-        unsafe { std::arch::x86_64::_mm_sfence() };
+    // SAFETY: SSE is part of x86-64.
+    unsafe {
+        std::arch::x86_64::_mm_sfence();
     }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = stores;
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -204,7 +198,7 @@ mod tests {
             (3, 10),
         ] {
             let mut to = vec![0_u8; 6200];
-            copy_run(&mut to[at..at + len], &from[1..=len], Stores::Streaming);
+            copy_run(&mut to[at..at + len], &from[1..=len], true);
             assert_eq!(&to[at..at + len], &from[1..=len]);
             assert!(to[..at].iter().chain(&to[at + len..]).all(|b| *b == 0));
         }

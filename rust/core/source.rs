@@ -25,7 +25,7 @@ const DIRECT_BLOCK_BYTES: usize = 4096;
 /// How the bytes of a file are fetched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Method {
-    /// Map on a local file system, read elsewhere.
+    /// Map on a local file system, read elsewhere. Long runs of a mapped file are read if that is faster.
     #[default]
     Auto,
     /// Map.
@@ -96,6 +96,8 @@ struct LocalFile {
         expect(dead_code, reason = "asked on Linux only")
     )]
     knows_residency: bool,
+    /// Whether positioned reads may replace the map: the caller did not select it.
+    may_read: bool,
 }
 
 /// An open descriptor. The number of slots in a process is bounded.
@@ -163,6 +165,7 @@ impl Source {
             identity,
             map,
             knows_residency,
+            may_read: method == Method::Auto,
         };
         Ok(Self {
             path: path.to_owned(),
@@ -193,6 +196,19 @@ impl Source {
     /// Whether positioned reads use an open descriptor.
     pub fn has_fd(&self) -> bool {
         matches!(&self.store, Store::File(LocalFile { fd: Some(_), .. }))
+    }
+
+    /// Whether positioned reads may replace a map where they are faster: the method is [`Method::Auto`], and a
+    /// descriptor is open.
+    pub fn may_read(&self) -> bool {
+        matches!(
+            &self.store,
+            Store::File(LocalFile {
+                fd: Some(_),
+                may_read: true,
+                ..
+            })
+        )
     }
 
     /// Size in bytes when the source was opened.

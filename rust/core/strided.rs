@@ -1,10 +1,13 @@
 //! Strided boxes: their geometry, and copies of them between two slices.
 
 use crate::error::Result;
-use crate::memory::{Stores, copy_run, prefetch};
+use crate::memory::{copy_run, prefetch};
+use crate::tuning::Way;
 
-/// Prefetch distance of a copy of short runs, in bytes of runs.
-const PREFETCH_BYTES: usize = 8192;
+/// Shorter runs are not prefetched: they share pages.
+pub(crate) const MIN_PREFETCHED_BYTES: usize = 256;
+/// Prefetch distance of a copy of short runs, in bytes of runs. Of longer runs only the first lines would miss.
+pub(crate) const PREFETCH_BYTES: usize = 8192;
 
 /// One dim of a copy: the number of elements, and their strides on both sides, in elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -129,18 +132,20 @@ pub(crate) fn source_run(dims: &[Dim]) -> u64 {
 }
 
 /// Copies a strided box; both slices begin at its first element.
-pub(crate) fn copy_box(from: &[u8], to: &mut [u8], dims: &[Dim], unit_bytes: u64, stores: Stores) {
+pub(crate) fn copy_box(from: &[u8], to: &mut [u8], dims: &[Dim], unit_bytes: u64, way: Way) {
     let (outer, run) = match dims.split_last() {
         Some((inner, outer)) if inner.src == 1 && inner.dst == 1 => (outer, inner.len),
         _ => (dims, 1),
     };
     let run_bytes = (run * unit_bytes) as usize;
     if run > 1 || outer.is_empty() {
-        // Runs with gaps are prefetched. Shorter runs share pages; of longer runs only the first lines would miss.
+        // Runs with gaps are prefetched.
         let step = outer
             .last()
             .map_or(0, |dim| (dim.src * unit_bytes) as usize);
-        let is_prefetched = step > run_bytes && (256..=PREFETCH_BYTES).contains(&run_bytes);
+        let is_prefetched = way.prefetches
+            && step > run_bytes
+            && (MIN_PREFETCHED_BYTES..=PREFETCH_BYTES).contains(&run_bytes);
         let ahead = if is_prefetched {
             PREFETCH_BYTES / run_bytes * step
         } else {
@@ -156,7 +161,7 @@ pub(crate) fn copy_box(from: &[u8], to: &mut [u8], dims: &[Dim], unit_bytes: u64
             copy_run(
                 &mut to[dst..dst + run_bytes],
                 &from[src..src + run_bytes],
-                stores,
+                way.streams,
             );
         });
         return;

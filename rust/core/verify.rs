@@ -7,7 +7,7 @@
 use crate::checksum::{CHUNK_BYTES, Checksums, crc32c};
 use crate::control::Control;
 use crate::error::{Error, Printable, Result};
-use crate::memory::{Memory, Stores, copy_run};
+use crate::memory::{Memory, copy_run};
 use crate::plan::{Plan, PlanSource};
 use crate::shard_file::ShardFile;
 use crate::source::Source;
@@ -88,7 +88,7 @@ impl Checks {
         (file, resident): (&ShardFile, Option<ResidentRange<'_>>),
         checksums: &Checksums,
         start: u64,
-        (to, stores): (&mut [u8], Stores),
+        (to, streams): (&mut [u8], bool),
         control: &Control,
     ) -> Result<bool> {
         let chunks = checksums.chunks_over(start, to.len() as u64);
@@ -105,7 +105,7 @@ impl Checks {
         let mut checksum = crc32c(0, before);
         for (from, to) in run.chunks(BLOCK_BYTES).zip(to.chunks_mut(BLOCK_BYTES)) {
             checksum = crc32c(checksum, from);
-            copy_run(to, from, stores);
+            copy_run(to, from, streams);
         }
         if !checksums.is(chunks.start, crc32c(checksum, after)) {
             return Err(differs(file.source(), at, n));

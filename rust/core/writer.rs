@@ -21,6 +21,7 @@ use crate::header;
 use crate::memory::{Memory, Stores, finish_stores};
 use crate::plan::Plan;
 use crate::source::open_direct;
+use crate::tuning::Tuning;
 use crate::verify::{Checks, verifies_files, verify_files};
 use crc_fast::{CrcAlgorithm, checksum, checksum_combine};
 use rayon::prelude::*;
@@ -365,6 +366,8 @@ impl Content<'_> {
             stores,
             control,
             faulted: &Faulted::default(),
+            tuning: Tuning::of_process(),
+            measures: Tuning::of_process().measures(self.plan.n_bytes()),
         };
         let starts = &self.container.starts;
         // The first array that begins behind this byte. Empty arrays have the start of the next one.
@@ -394,7 +397,7 @@ impl Content<'_> {
             (at, to) = (at + n as u64, rest);
             next += 1;
         }
-        finish_stores(stores);
+        finish_stores();
         Ok(())
     }
 

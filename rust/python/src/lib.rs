@@ -28,7 +28,7 @@ mod _core {
     #[pymodule_export]
     use super::{
         buffer::Buffer,
-        default_threads, dtype_bits,
+        copy_ways, default_threads, dtype_bits,
         geometry::{Layout, Mesh, Request},
         index::{Index, metadata_table},
         patterns::{Expression, IndexPattern, Patterns},
@@ -60,4 +60,13 @@ fn dtype_bits(py: Python<'_>, dtype: &str) -> PyResult<u64> {
 #[pyfunction]
 fn default_threads() -> usize {
     run::default_threads()
+}
+
+#[pyfunction]
+fn copy_ways() -> Vec<(String, String, u64, bool)> {
+    let measured = reshard_core::tuning::Tuning::of_process().report();
+    let lines = measured.into_iter();
+    lines
+        .map(|line| (line.case, line.way, line.picoseconds_per_byte, line.is_used))
+        .collect()
 }
