@@ -6,13 +6,19 @@ cache and the free memory of the machine into the same state before each run.
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import mmap
 import multiprocessing
+import os
+import warnings
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
+
+from benches.table import Unavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +31,7 @@ Result = TypeVar("Result")
 _MEET_SECONDS = 120.0
 _barrier: Barrier
 _CONTEXT = multiprocessing.get_context("forkserver")
-# Modules that take long to import; those of this folder are not on the server's path.
+# Modules that many cases use. Those of peers are imported by the case that needs them, before its clock starts.
 _CONTEXT.set_forkserver_preload(
     ["numpy", "torch", "safetensors", "reshard.opening", "reshard.verbs.convert", "reshard.torch"]
 )
@@ -35,7 +41,7 @@ _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 
 def run(case: Callable[..., Result], *arguments: Any, **keywords: Any) -> Result:
     """Run a case in a new process; return its result, or raise its exception."""
-    with ProcessPoolExecutor(1, mp_context=_CONTEXT) as pool:
+    with ProcessPoolExecutor(1, mp_context=_CONTEXT, initializer=_quiet) as pool:
         return pool.submit(case, *arguments, **keywords).result()
 
 
@@ -62,9 +68,16 @@ def run_together(n: int, case: Callable[..., tuple[float, float]], *arguments: A
     return max(end for _, end in times) - min(start for start, _ in times)
 
 
+def _quiet() -> None:
+    """Without the warnings of libraries, which would stand between the tables."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+
+
 def _join(barrier: Barrier) -> None:
     global _barrier  # noqa: PLW0603  a barrier can be passed to a process only at its start
     _barrier = barrier
+    _quiet()
 
 
 def prepare(sources: list[Path], n_bytes: int) -> None:
@@ -73,7 +86,7 @@ def prepare(sources: list[Path], n_bytes: int) -> None:
     A virtual machine may return free pages to its host; the next access then takes twenty times as long. Memory that
     was accessed a moment ago is not affected.
     """
-    for path in sources:
+    for path in (path for path in sources if path.stat().st_size):
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
             mapped.madvise(mmap.MADV_HUGEPAGE)
             mapped.madvise(_MADV_POPULATE_READ)
@@ -81,10 +94,29 @@ def prepare(sources: list[Path], n_bytes: int) -> None:
         anonymous(n_bytes, touch=True)
 
 
-def anonymous(n_bytes: int, *, touch: bool) -> np.ndarray:
+def drop(sources: list[Path]) -> None:
+    """Remove synced files from the page cache; `Unavailable` if the file system keeps them there."""
+    for path in sources:
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            n = path.stat().st_size
+            if n == 0:
+                continue
+            with mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE) as mapped:
+                resident = (ctypes.c_ubyte * -(-n // mmap.PAGESIZE))()
+                start = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+                status = ctypes.CDLL(None, use_errno=True).mincore(
+                    ctypes.c_void_p(start), ctypes.c_size_t(n), ctypes.byref(resident)
+                )
+                assert status == 0, os.strerror(ctypes.get_errno())
+            if np.count_nonzero(np.frombuffer(resident, np.uint8) & 1) > len(resident) // 100:
+                raise Unavailable("the file system keeps the file in memory")
+
+
+def anonymous(n_bytes: int, *, touch: bool, pages: Literal["huge", "4 KiB"] = "huge") -> np.ndarray:
     """New private memory that begins on a huge page; resident if `touch`."""
     memory = mmap.mmap(-1, n_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    memory.madvise(mmap.MADV_HUGEPAGE if pages == "huge" else mmap.MADV_NOHUGEPAGE)
     if touch:
         memory.madvise(_MADV_POPULATE_WRITE)
     whole = np.frombuffer(memory, np.uint8)

@@ -1,121 +1,196 @@
-"""What is timed: loads, conversions, and their yardsticks. Each case checks its result and returns seconds.
+"""What `loads.py` times: loads by reshard and by other libraries, and plain copies. Results are checked.
 
 Every load is timed from the path to the last array, including opening and closing, as in a restart. It first loads one
-small tensor, which starts its threads.
+small tensor in the same format, which starts threads and imports what a library imports late.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import ctypes
 import itertools
 import mmap
 import os
-import shutil
-import subprocess
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import ml_dtypes
 import numpy as np
 import safetensors
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import fresh
-import model
 import reshard
-import reshard.interop
-import reshard.layout
-import reshard.verbs.convert
+from benches import fresh, model
+from benches.machine import LIBRARIES
+from benches.sources import Sources, as_shard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-    from pathlib import Path
+    from collections.abc import Callable
+
+    from benches.sources import Form
 
 RANK = 1  # not the first or the last: its slices begin and end inside the tensors
-Method = Literal["map", "read"]
-_WARM_UP = ["model.layers.0.self_attn.k_proj.weight"]
+N_THREADS = len(os.sched_getaffinity(0))
+Cut = Literal["slices", "whole"]
+Into = Literal["fresh", "huge", "4 KiB"]
+"""Fresh memory; or memory that the caller has touched, in huge pages or in pages of 4 KiB."""
+
+_BAND_BYTES = 8 << 20
 
 
-def load_rank(path: Path, method: Method) -> float:
-    """A rank's slices into fresh memory."""
+def reshard_(sources: Sources, cut: Cut, into: Into, method: Literal["map", "read"] = "map", **options: bool) -> float:
+    """By `Checkpoint.load`, into fresh memory or `out`."""
 
-    def load(keys: Collection[str] | None) -> dict[str, np.ndarray]:
-        with reshard.open(path, method=method) as checkpoint:
-            return checkpoint.load(model.LAYOUT, RANK, keys=keys)
+    def load(at: Sources, given: dict[str, np.ndarray] | None) -> dict[str, Any]:
+        with reshard.open(at.path, method=method) as checkpoint:
+            if cut == "whole":
+                return checkpoint.load(out=_as(given, ml_dtypes.bfloat16))
+            return checkpoint.load(model.LAYOUT, RANK, out=_as(given, ml_dtypes.bfloat16))
 
-    return _time_load(path, load, lambda found: model.check_rank(path, found, RANK), 2 * model.own_bytes(path, RANK))
-
-
-def load_rank_stock(path: Path) -> float:
-    """The same with safetensors. A slice is a view of the map; the clone copies it."""
-
-    def load(keys: Collection[str] | None) -> dict[str, torch.Tensor]:
-        with safetensors.safe_open(path, "pt") as file:
-            found = {}
-            for key in keys or file.keys():
-                part = file.get_slice(key)
-                index = model.own_slice(key, tuple(part.get_shape()), RANK)
-                found[key] = part[index].clone(memory_format=torch.contiguous_format)
-            return found
-
-    def check(found: dict[str, torch.Tensor]) -> None:
-        model.check_rank(path, _as_arrays(found), RANK)
-
-    return _time_load(path, load, check, 2 * model.own_bytes(path, RANK))
+    return _time_load(sources, "hf", cut, into, load, **options)
 
 
-def load_whole(path: Path, method: Method) -> float:
-    """Whole tensors into fresh memory."""
-
-    def load(keys: Collection[str] | None) -> dict[str, np.ndarray]:
-        with reshard.open(path, method=method) as checkpoint:
-            return checkpoint.load(keys=keys)
-
-    return _time_load(path, load, lambda found: model.check_whole(path, found), path.stat().st_size)
-
-
-def load_whole_stock(path: Path) -> float:
-    """The same with safetensors; its tensors are views of the map until they are cloned."""
-
-    def load(keys: Collection[str] | None) -> dict[str, torch.Tensor]:
-        with safetensors.safe_open(path, "pt") as file:
-            return {key: file.get_tensor(key).clone() for key in keys or file.keys()}
-
-    def check(found: dict[str, torch.Tensor]) -> None:
-        model.check_whole(path, _as_arrays(found))
-
-    return _time_load(path, load, check, path.stat().st_size)
-
-
-def load_given(path: Path) -> float:
-    """Whole tensors into existing arrays that were touched before."""
-    with reshard.open(path) as checkpoint:
-        given = checkpoint.load()
-    for array in given.values():
-        array.view(np.uint16)[...] = 1
-
-    def load(keys: Collection[str] | None) -> dict[str, np.ndarray]:
-        out = given if keys is None else {key: given[key] for key in keys}
-        with reshard.open(path) as checkpoint:
-            return checkpoint.load(keys=keys, out=out)
-
-    return _time_load(path, load, lambda found: model.check_whole(path, found), 0)
-
-
-def load_views(path: Path) -> float:
+def views(sources: Sources) -> float:
     """Whole tensors as views of the file; no byte is read."""
 
-    def load(keys: Collection[str] | None) -> dict[str, np.ndarray]:
-        with reshard.open(path) as checkpoint:
-            return checkpoint.load(keys=keys, copy=False)
+    def load(at: Sources, _: object) -> dict[str, Any]:
+        with reshard.open(at.path) as checkpoint:
+            return checkpoint.load(copy=False)
 
-    return _time_load(path, load, lambda found: model.check_whole(path, found), 0)
+    return _time_load(sources, "hf", "whole", "fresh", load)
 
 
-def copy_plain(path: Path, n_bytes: int, into: Literal["fresh", "warm"]) -> float:
+def safetensors_(sources: Sources, cut: Cut, into: Into, **options: bool) -> float:
+    """By `safe_open`. A slice or tensor is a view of the map; a clone or a copy reads it."""
+
+    def load(at: Sources, given: dict[str, np.ndarray] | None) -> dict[str, Any]:
+        to = _as_tensors(given)
+        with safetensors.safe_open(at.path, "pt") as file:
+            found = {}
+            for key in file.keys():  # noqa: SIM118  it is no mapping
+                if cut == "whole":
+                    part = file.get_tensor(key)
+                else:
+                    lazy = file.get_slice(key)
+                    part = lazy[model.own_slice(key, tuple(lazy.get_shape()), RANK)]
+                if to is None:
+                    found[key] = part.clone(memory_format=torch.contiguous_format)
+                else:
+                    found[key] = to[key].copy_(part)
+            return found
+
+    return _time_load(sources, "hf", cut, into, load, **options)
+
+
+def numpy_(sources: Sources, cut: Cut, into: Into, **options: bool) -> float:
+    """By `np.copyto` from `np.memmap`, on as many threads as processors, in bands of rows."""
+
+    def load(at: Sources, given: dict[str, np.ndarray] | None) -> dict[str, Any]:
+        found, jobs = {}, []
+        for key, array in model.read(at.path).items():
+            part = array if cut == "whole" else array[model.own_slice(key, array.shape, RANK)]
+            found[key] = np.empty(part.shape, np.uint16) if given is None else given[key]
+            rows = max(1, _BAND_BYTES * len(part) // max(1, part.nbytes))
+            jobs += [(found[key][i : i + rows], part[i : i + rows]) for i in range(0, len(part), rows)]
+        with concurrent.futures.ThreadPoolExecutor(N_THREADS) as pool:
+            list(pool.map(lambda job: np.copyto(*job), jobs))
+        return found
+
+    return _time_load(sources, "hf", cut, into, load, **options)
+
+
+def dcp_(sources: Sources, cut: Cut, into: Into, reader: Literal["torch", "hf", "reshard"]) -> float:
+    """By `dcp.load` into a state of tensors; slices are DTensors of rank 1 of 4, in one process.
+
+    Args:
+        sources: the model.
+        cut: what is loaded.
+        into: fresh memory is created before the clock starts, and not touched.
+        reader: `torch` reads its own format, the others read the model's file.
+    """
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=model.N_RANKS)
+    mesh = init_device_mesh("cpu", (model.N_RANKS,))
+
+    def state(memory: dict[str, torch.Tensor]) -> dict[str, Any]:
+        if cut == "whole":
+            return dict(memory)
+        return {key: as_shard(key, tensor, mesh) for key, tensor in memory.items()}
+
+    def load(at: Sources, given: dict[str, np.ndarray] | None) -> dict[str, Any]:
+        memory = _as_tensors(given if given is not None else untouched[at.size_gb])
+        assert memory is not None
+        wanted = state(memory)
+        dcp.load(wanted, storage_reader=_dcp_reader(at, reader), no_dist=True)
+        return memory
+
+    untouched = {
+        at.size_gb: {key: np.empty(a.shape, np.uint16) for key, a in _expected(at, cut).items()}
+        for at in (sources, sources.small)
+    }
+    return _time_load(sources, "dcp" if reader == "torch" else "hf", cut, into, load)
+
+
+def _dcp_reader(at: Sources, reader: Literal["torch", "hf", "reshard"]) -> dcp.StorageReader:
+    if reader == "torch":
+        return dcp.FileSystemReader(at.at("dcp"))
+    if reader == "hf":
+        return HuggingFaceStorageReader(str(at.at("hf")))
+    from reshard.torch.dcp import Reader  # noqa: PLC0415
+
+    return Reader(at.at("hf"))
+
+
+def fastsafetensors(sources: Sources) -> float:
+    """By `SafeTensorsFileLoader` into the memory of this machine, without its direct path to GPUs."""
+    LIBRARIES["fastsafetensors"].require()
+    from fastsafetensors import SafeTensorsFileLoader  # noqa: PLC0415
+
+    def load(at: Sources, _: object) -> dict[str, Any]:
+        loader = SafeTensorsFileLoader(None, "cpu", nogds=True, max_threads=N_THREADS)
+        loader.add_filenames({0: [str(at.path)]})
+        buffer = loader.copy_files_to_device()
+        found = {key: buffer.get_tensor(key) for key in loader.get_keys()}
+        buffer.close()  # the tensors keep the memory
+        loader.close()
+        return found
+
+    return _time_load(sources, "hf", "whole", "fresh", load)
+
+
+def run_ai(sources: Sources) -> float:
+    """By `SafetensorsStreamer`; what it yields is memory of its buffer, and is cloned."""
+    LIBRARIES["Run:ai model streamer"].require()
+    from runai_model_streamer import SafetensorsStreamer  # noqa: PLC0415
+
+    def load(at: Sources, _: object) -> dict[str, Any]:
+        with SafetensorsStreamer() as streamer:
+            streamer.stream_file(str(at.path))
+            return {key: tensor.clone() for key, tensor in streamer.get_tensors()}
+
+    return _time_load(sources, "hf", "whole", "fresh", load)
+
+
+def orbax(sources: Sources) -> float:
+    """By `PyTreeCheckpointer.restore` of its own format, as numpy arrays."""
+    LIBRARIES["Orbax"].require()
+    import orbax.checkpoint  # noqa: PLC0415
+
+    def load(at: Sources, _: object) -> dict[str, Any]:
+        return orbax.checkpoint.PyTreeCheckpointer().restore(at.at("orbax"))
+
+    return _time_load(sources, "orbax", "whole", "fresh", load)
+
+
+def copy_plain(path: Path, n_bytes: int, into: Into) -> float:
     """Copy bytes from the start of a new map of the file into memory, with as many threads as processors."""
-    fresh.prepare([path], 0 if into == "warm" else 2 * n_bytes)
-    memory = fresh.anonymous(n_bytes, touch=into == "warm")
+    fresh.prepare([path], 2 * n_bytes if into == "fresh" else 0)
+    memory = fresh.anonymous(n_bytes, touch=into != "fresh", pages="4 KiB" if into == "4 KiB" else "huge")
     started = time.perf_counter()
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         mapped.madvise(mmap.MADV_HUGEPAGE)
@@ -150,65 +225,129 @@ def _copy_in_threads(memory: np.ndarray, source: np.ndarray) -> None:
         while (at := next(bands) * fresh.HUGE_PAGE_BYTES) < len(memory):
             memcpy(to + at, start + at, min(fresh.HUGE_PAGE_BYTES, len(memory) - at))
 
-    threads = [threading.Thread(target=copy_bands) for _ in os.sched_getaffinity(0)]
+    threads = [threading.Thread(target=copy_bands) for _ in range(N_THREADS)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
 
 
-def merge(source: Path, target: Path, path: Path, *, durable: bool) -> float:
-    """Convert a folder of one file per rank to Hugging Face."""
-    fresh.prepare(shard_files(source), 2 * path.stat().st_size)
+# Loads from a disk: the file is dropped from the page cache first.
+
+
+def cold(sources: Sources, cut: Cut, library: Literal["reshard", "safetensors", "numpy"]) -> float:
+    """A load into fresh memory of a file that is not in the page cache."""
+    return _LOADS[library](sources, cut, "fresh", is_cold=True)
+
+
+def cold_bytes(sources: Sources, cut: Cut, library: Literal["reshard", "safetensors", "numpy"]) -> float:
+    """Bytes that such a load reads from the disk."""
+    cold(sources, cut, library)
+    return float(_n_read)
+
+
+def pages(sources: Sources, cut: Cut) -> float:
+    """Bytes of the pages of the file that hold the header and what is loaded, computed."""
+    at = sources.path.stat().st_size - sources.n_bytes()  # the tensors follow the header without gaps
+    is_needed = np.zeros(sources.path.stat().st_size + mmap.PAGESIZE, np.bool_)
+    is_needed[:at] = True
+    for key, array in model.read(sources.path).items():
+        of_tensor = is_needed[at : at + array.nbytes].reshape(*array.shape, 2)
+        of_tensor[model.own_slice(key, array.shape, RANK) if cut == "slices" else ...] = True
+        at += array.nbytes
+    n_pages = len(is_needed) // mmap.PAGESIZE
+    by_page = is_needed[: n_pages * mmap.PAGESIZE].reshape(n_pages, mmap.PAGESIZE)
+    return float(by_page.any(axis=1).sum() * mmap.PAGESIZE)
+
+
+def read_cold(sources: Sources) -> float:
+    """Read the file from start to end past the page cache (`O_DIRECT`), in calls of 4 MiB."""
+    fresh.drop([sources.path])
+    memory = fresh.anonymous(4 << 20, touch=True)
+    descriptor = os.open(sources.path, os.O_RDONLY | os.O_DIRECT)
     started = time.perf_counter()
-    reshard.verbs.convert.convert(source, target, commit={"durable": durable})
+    while os.readv(descriptor, [memory]):
+        pass
     seconds = time.perf_counter() - started
-    model.check_whole(path, model.read(target / "model.safetensors"))
+    os.close(descriptor)
     return seconds
 
 
-def split(source: Path, target: Path, path: Path, *, durable: bool) -> float:
-    """Convert Hugging Face to a folder of one file per rank."""
-    fresh.prepare(shard_files(source), 2 * path.stat().st_size)
+_LOADS: dict[str, Callable[..., float]] = {"reshard": reshard_, "safetensors": safetensors_, "numpy": numpy_}
+_n_read = 0
+
+
+def _bytes_read() -> int:
+    """Bytes that this process has read from disks, page faults included."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("read_bytes")))
+
+
+def _time_load(
+    sources: Sources,
+    form: Form,
+    cut: Cut,
+    into: Into,
+    load: Callable[[Sources, dict[str, np.ndarray] | None], dict[str, Any]],
+    *,
+    is_cold: bool = False,
+) -> float:
+    global _n_read  # noqa: PLW0603  a process runs one case
+    load(sources.small, None if into == "fresh" else _given(sources.small, cut, into))
+    given = None if into == "fresh" else _given(sources, cut, into)
+    n_bytes = sum(array.nbytes for array in _expected(sources, cut).values())
+    fresh.prepare(sources.files(form), 2 * n_bytes if given is None else 0)
+    if is_cold:
+        fresh.drop(sources.files(form))
+    n_read = _bytes_read()
     started = time.perf_counter()
-    reshard.verbs.convert.convert(source, target, layout=model.LAYOUT, commit={"durable": durable})
+    found = load(sources, given)
     seconds = time.perf_counter() - started
-    model.check_split(path, shard_files(target))
+    _n_read = _bytes_read() - n_read
+    check(sources, cut, found)
     return seconds
 
 
-def cp(source: Path, target: Path, path: Path, *, durable: bool) -> float:
-    """Copy the folder with cp, without reflinks; durable: its file system is synced."""
-    fresh.prepare(shard_files(source), 2 * path.stat().st_size)
-    started = time.perf_counter()
-    subprocess.run(["cp", "-r", "--reflink=never", source, target], check=True)
-    if durable:
-        subprocess.run(["sync", "-f", target], check=True)
-    seconds = time.perf_counter() - started
-    model.check_whole(path, model.read(target / path.name))
-    return seconds
+def check(sources: Sources, cut: Cut, found: dict[str, Any]) -> None:
+    """Compare what was loaded with the model, byte for byte."""
+    arrays = {
+        key: value.view(torch.uint16).numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+        for key, value in found.items()
+    }
+    expected = _expected(sources, cut)
+    assert set(arrays) == set(expected), "the tensors are not those of the model"
+    for key, array in expected.items():
+        model.assert_equal(key, array, arrays[key])
 
 
-def remove(target: Path) -> None:
-    """Delete what a case wrote, and sync the file system."""
-    shutil.rmtree(target, ignore_errors=True)
-    subprocess.run(["sync", "-f", target.parent], check=True)
+def _expected(sources: Sources, cut: Cut) -> dict[str, np.ndarray]:
+    whole = model.read(sources.path)
+    if cut == "whole":
+        return whole
+    return {key: array[model.own_slice(key, array.shape, RANK)] for key, array in whole.items()}
 
 
-def shard_files(folder: Path) -> list[Path]:
-    """The shard files below a folder, sorted by name."""
-    return sorted(folder.rglob("*.safetensors"))
+def _given(sources: Sources, cut: Cut, into: Into) -> dict[str, np.ndarray]:
+    """Arrays in memory that was touched before, each at the start of a page."""
+    expected = _expected(sources, cut)
+    memory = fresh.anonymous(
+        sum(_paged(array) for array in expected.values()), touch=True, pages="4 KiB" if into == "4 KiB" else "huge"
+    )
+    memory[...] = 1
+    found, at = {}, 0
+    for key, array in expected.items():
+        found[key] = memory[at : at + array.nbytes].view(np.uint16).reshape(array.shape)
+        at += _paged(array)
+    return found
 
 
-def _time_load(path: Path, load: Callable[[Any], Any], check: Callable[[Any], None], n_fresh_bytes: int) -> float:
-    load(_WARM_UP)
-    fresh.prepare([path], n_fresh_bytes)
-    started = time.perf_counter()
-    found = load(None)
-    seconds = time.perf_counter() - started
-    check(found)
-    return seconds
+def _paged(array: np.ndarray) -> int:
+    return -(-array.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _as_arrays(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    return {key: tensor.view(torch.uint16).numpy() for key, tensor in tensors.items()}
+def _as(given: dict[str, np.ndarray] | None, dtype: Any) -> dict[str, np.ndarray] | None:
+    return given and {key: array.view(dtype) for key, array in given.items()}
+
+
+def _as_tensors(given: dict[str, np.ndarray] | None) -> dict[str, torch.Tensor] | None:
+    return given and {key: torch.from_numpy(array).view(torch.bfloat16) for key, array in given.items()}

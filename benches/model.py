@@ -7,6 +7,7 @@ module measures nothing.
 from __future__ import annotations
 
 import json
+import math
 import struct
 from typing import TYPE_CHECKING, Any
 
@@ -34,18 +35,34 @@ _CUT_DIM = {
     "down_proj": 1,
 }
 
-LAYOUT: dict[str, Any] = {
-    "mesh": {"tp": N_RANKS},
-    "rules": [
-        {"match": [f"*.{name}.weight" for name, dim in _CUT_DIM.items() if dim == 0], "cut": ["tp"]},
-        {"match": [f"*.{name}.weight" for name, dim in _CUT_DIM.items() if dim == 1], "cut": [None, "tp"]},
-        {"match": "*"},
-    ],
-}
+
+def layout(n_ranks: int) -> dict[str, Any]:
+    """Tensor parallelism over some ranks."""
+    return {
+        "mesh": {"tp": n_ranks},
+        "rules": [
+            {
+                "match": [f"*.{name}.weight" for name, dim in _CUT_DIM.items() if dim == 0],
+                "cut": ["tp"],
+                "optional": True,
+            },
+            {
+                "match": [f"*.{name}.weight" for name, dim in _CUT_DIM.items() if dim == 1],
+                "cut": [None, "tp"],
+                "optional": True,
+            },
+            {"match": "*", "optional": True},
+        ],
+    }
+
+
+LAYOUT = layout(N_RANKS)
 
 
 def shapes(size_gb: float) -> dict[str, tuple[int, ...]]:
-    """Shapes by key of a model of about this size; small models have a smaller vocabulary."""
+    """Shapes by key of a model of about this size; small models have a smaller vocabulary. Of size 0: one tensor."""
+    if size_gb == 0:
+        return {"model.layers.0.self_attn.k_proj.weight": (_KEYS, _HIDDEN)}
     layer = {
         "input_layernorm": (_HIDDEN,),
         "self_attn.q_proj": (_HIDDEN, _HIDDEN),
@@ -100,12 +117,28 @@ def read(path: Path) -> dict[str, np.ndarray]:
     return tensors
 
 
-def own_slice(key: str, shape: tuple[int, ...], rank: int) -> tuple[slice, ...]:
+def header(shapes: dict[str, tuple[int, ...]]) -> tuple[bytes, dict[str, int]]:
+    """The header of a file with these tensors, and where in the file each begins."""
+    entries, offsets, end = {}, {}, 0
+    for key, shape in shapes.items():
+        offsets[key], end = end, end + 2 * math.prod(shape)
+        entries[key] = {"dtype": "BF16", "shape": shape, "data_offsets": [offsets[key], end]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text, {key: 8 + len(text) + at for key, at in offsets.items()}
+
+
+def cut_dim(key: str) -> int | None:
+    """The dim of a tensor that is sharded under `LAYOUT`."""
+    return next((dim for name, dim in _CUT_DIM.items() if f".{name}." in key), None)
+
+
+def own_slice(key: str, shape: tuple[int, ...], rank: int, n_ranks: int = N_RANKS) -> tuple[slice, ...]:
     """What a rank holds of a tensor under `LAYOUT`, as an index."""
-    dim = next((dim for name, dim in _CUT_DIM.items() if f".{name}." in key), None)
+    dim = cut_dim(key)
     if dim is None:
         return (slice(None),) * len(shape)
-    n = shape[dim] // N_RANKS
+    n = shape[dim] // n_ranks
     return tuple(slice(rank * n, (rank + 1) * n) if d == dim else slice(None) for d in range(len(shape)))
 
 
@@ -130,17 +163,17 @@ def check_rank(path: Path, found: dict[str, np.ndarray], rank: int) -> None:
         assert_equal(key, array[own_slice(key, array.shape, rank)], found[key])
 
 
-def check_split(path: Path, files: list[Path]) -> None:
+def check_split(path: Path, files: list[Path], n_ranks: int = N_RANKS) -> None:
     """Compare the files of a split, one per rank, with the model; whole tensors are stored once."""
     expected = read(path)
     found = [read(file) for file in files]
-    assert len(files) == N_RANKS, files
+    assert len(files) == n_ranks, files
     for key, array in expected.items():
-        holders = [rank for rank in range(N_RANKS) if key in found[rank]]
-        is_cut = own_slice(key, array.shape, 0) != own_slice(key, array.shape, 1)
-        assert holders == list(range(N_RANKS)) if is_cut else len(holders) == 1, (key, holders)
+        holders = [rank for rank in range(n_ranks) if key in found[rank]]
+        is_cut = cut_dim(key) is not None
+        assert holders == list(range(n_ranks)) if is_cut else len(holders) == 1, (key, holders)
         for rank in holders:
-            assert_equal(key, array[own_slice(key, array.shape, rank)], found[rank][key])
+            assert_equal(key, array[own_slice(key, array.shape, rank, n_ranks)], found[rank][key])
 
 
 def assert_equal(key: str, expected: np.ndarray, found: np.ndarray) -> None:

@@ -1,91 +1,143 @@
-"""Durable saves and verified loads, compared with yardsticks in the same run. Every result is checked.
-
-    python benches/saves.py [--size-gb 3] [--dir DIR] [--rounds 5] [--wait SECONDS] [--json] [--quick]
-
-Durable saves are compared with raw writes of the same bytes, by one process and by two; the time that a background save
-blocks its caller with a copy of the state; loads with verification with loads without. See README.md.
-"""
+"""Durable saves, saves of small models, saves in the background; and loads that compare checksums."""
 
 from __future__ import annotations
 
-import subprocess
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import load_cases
-import save_cases
-import fresh
-import model
-from table import Case, Result, Run, Target, main, say
+from benches import convert_cases, fresh, load_cases, save_cases
+from benches.sources import create
+from benches.table import Case, Table, Target
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
-TARGETS = [
-    Target("1 process: save", ("1 process: raw, direct", "1 process: raw, buffered"), 0.8),
-    Target("2 processes: save", ("2 processes: raw, direct", "2 processes: raw, buffered"), 0.8),
-    Target("stall", ("memcpy, warm",), 1 / 1.3),
-    Target("fresh: whole", ("fresh: whole, unverified",), 0.8),
-    Target("fresh: rows", ("fresh: rows, unverified",), 0.8),
-    Target("fresh: columns", ("fresh: columns, unverified",), 0.45),
-    Target("given: whole", ("given: plain map copy of the whole",), 1.0),
-    Target("given: rows", ("given: plain map copy of the rows",), 1.0),
-]
+    from benches.sources import Sources
+    from benches.table import Kind
+
+_CUTS: tuple[save_cases.Cut, ...] = ("whole", "rows", "columns")
+_SMALL_BYTES = {"1 MB": 10**6, "10 MB": 10**7, "100 MB": 10**8}
 
 
-def measure(folder: Path, size_gb: float, run_table: Run) -> list[Result]:
-    """Measure all tables, on a model that is written to the folder."""
-    path, root, target = folder / "model.safetensors", folder / "root", folder / "out"
-    say(f"writing a model of {size_gb:g} GB")
-    fresh.run(model.write, path, size_gb)
-    fresh.run(save_cases.publish, path, root)
-    subprocess.run(["sync", "-f", path], check=True)
-    n_bytes = {cut: save_cases.own_bytes(path, cut) for cut in ("whole", "rows", "columns")}
-    file = load_cases.shard_files(root)[0]
+def saves(sources: Sources) -> list[Table]:
+    """Durable saves of the model by one process, and by two that each hold half of the rows."""
+    create(sources)
+    raw = ("raw, direct", "raw, buffered")
+    targets = (Target("reshard", raw, 0.9), Target("reshard", ("torch DCP, files synced",), 2.0))
+    first = (Target("reshard, first save of the process", raw, 0.9),)
+    return [
+        Table(f"durable save, {_processes(n)}", _saves(sources, n), targets + (first if n == 1 else ())) for n in (1, 2)
+    ]
 
-    def saving(name: str, n: int, function: Callable[..., tuple[float, float]], *arguments: Any) -> Case:
+
+def _saves(sources: Sources, n: int) -> list[Case]:
+    def case(name: str, kind: Kind, function: Callable[..., tuple[float, float]], *arguments: Any) -> Case:
         def run() -> float:
-            load_cases.remove(target)
-            target.with_suffix(".store").unlink(missing_ok=True)
-            return fresh.run_together(n, function, path, target, *arguments)
+            _remove(sources)
+            return fresh.run_together(n, function, sources, *arguments)
 
-        return Case(f"{'1 process' if n == 1 else f'{n} processes'}: {name}", n_bytes["whole"], run)
+        return Case(name, sources.n_bytes(), run, kind)
 
-    def stalling() -> float:
-        load_cases.remove(target)
-        return fresh.run(save_cases.stall, path, target)
+    found = [
+        case("reshard", "reshard", save_cases.save),
+        case("safetensors, synced", "peer", save_cases.save_safetensors),
+        case("torch DCP, files synced", "peer", save_cases.save_dcp, "torch"),
+        case("torch DCP, reshard's Writer", "reshard", save_cases.save_dcp, "reshard"),
+        case("raw, direct", "limit", save_cases.write_raw, "direct"),
+        case("raw, buffered", "limit", save_cases.write_raw, "buffered"),
+    ]
+    if n == 1:
+        first = partial(save_cases.save, first=True)
+        found.insert(1, case("reshard, first save of the process", "reshard", first))
+        found.append(case("Orbax", "peer", save_cases.save_orbax))
+    return found
+
+
+def small_saves(sources: Sources) -> list[Table]:
+    """Durable saves of small models: what a save costs beyond its bytes."""
+    sources.folder.mkdir()
+    tables = []
+    for size, n_bytes in _SMALL_BYTES.items():
+
+        def run(library: str, n_bytes: int = n_bytes) -> float:
+            _remove(sources)
+            return fresh.run(save_cases.save_small, sources, n_bytes, library)
+
+        cases = [
+            Case("reshard", n_bytes, lambda run=run: run("reshard")),
+            Case("torch DCP, files synced", n_bytes, lambda run=run: run("torch DCP"), "peer"),
+        ]
+        tables.append(Table(f"durable save of {size}", cases, (Target("reshard", ("torch DCP, files synced",), 1.0),)))
+    return tables
+
+
+def background(sources: Sources) -> list[Table]:
+    """How long a save in the background blocks its caller."""
+    create(sources)
+    n_bytes = sources.n_bytes()
+
+    def ours(number: int) -> float:
+        _remove(sources)
+        return fresh.run(save_cases.stall, sources, number)
+
+    def theirs(number: int) -> float:
+        _remove(sources)
+        return fresh.run_together(1, save_cases.stall_dcp, sources, number)
+
+    cases = [
+        Case("reshard, the first save", n_bytes, lambda: ours(1)),
+        Case("reshard, a later save", n_bytes, lambda: ours(2)),
+        Case("torch DCP, the first save", n_bytes, lambda: theirs(1), "peer"),
+        Case("torch DCP, a later save", n_bytes, lambda: theirs(2), "peer"),
+        Case("memory to memory", n_bytes, lambda: fresh.run(load_cases.copy_memory, sources.path, n_bytes), "limit"),
+    ]
+    targets = (
+        Target("reshard, a later save", ("memory to memory",), 1 / 1.1),
+        Target("reshard, a later save", ("torch DCP, a later save",), 1.0),
+        Target("reshard, the first save", ("memory to memory",), 1 / 2),
+        Target("reshard, the first save", ("torch DCP, the first save",), 1.0),
+    )
+    return [Table("save in the background: the caller is blocked", cases, targets)]
+
+
+def verified(sources: Sources) -> list[Table]:
+    """Loads that compare checksums, beside loads that do not."""
+    create(sources, "root")
+    (file,) = sources.at("root").rglob("*.safetensors")
+    n_bytes = {cut: save_cases.own_bytes(sources.path, cut) for cut in _CUTS}
 
     def loading(into: str, cut: str, verify: str) -> Case:
-        name = f"{into}: {cut}" if verify == "touched" else f"{into}: {cut}, unverified"
-        return Case(name, n_bytes[cut], lambda: fresh.run(save_cases.load, path, root, cut, verify, into))
+        name = cut if verify == "touched" else f"{cut}, unverified"
+        return Case(name, n_bytes[cut], lambda: fresh.run(save_cases.load, sources, cut, verify, into))
 
-    def copying(name: str, cut: str) -> Case:
-        return Case(name, n_bytes[cut], lambda: fresh.run(load_cases.copy_plain, file, n_bytes[cut], "warm"))
+    def copying(cut: str) -> Case:
+        run = lambda: fresh.run(load_cases.copy_plain, file, n_bytes[cut], "huge")  # noqa: E731  one line of three
+        return Case(f"map copy of the {cut}", n_bytes[cut], run, "limit")
 
-    tables = {
-        f"durable, {n} process{'es' if n > 1 else ''}": [
-            saving("save", n, save_cases.save),
-            saving("raw, direct", n, save_cases.write_raw, "direct"),
-            saving("raw, buffered", n, save_cases.write_raw, "buffered"),
-        ]
-        for n in (1, 2)
-    } | {
-        "save in the background": [
-            Case("stall", n_bytes["whole"], stalling),
-            Case("memcpy, warm", n_bytes["whole"], lambda: fresh.run(load_cases.copy_memory, path, n_bytes["whole"])),
-        ],
-        f"loads into fresh memory; shard {save_cases.PART} of {save_cases.N_PARTS}": [
-            loading("fresh", cut, verify) for cut in n_bytes for verify in ("touched", "structure")
-        ],
-        "loads into given memory": [
-            loading("given", "whole", "touched"),
-            copying("given: plain map copy of the whole", "whole"),
-            loading("given", "rows", "touched"),
-            copying("given: plain map copy of the rows", "rows"),
-        ],
-    }
-    return [result for name, table in tables.items() for result in run_table(name, table)]
+    part = f"part {save_cases.PART} of {save_cases.N_PARTS}"
+    return [
+        Table(
+            f"verified load into fresh memory; rows and columns: {part}",
+            [loading("fresh", cut, verify) for cut in _CUTS for verify in ("touched", "structure")],
+            tuple(
+                Target(cut, (f"{cut}, unverified",), factor)
+                for cut, factor in zip(_CUTS, (0.85, 0.85, 0.5), strict=True)
+            ),
+        ),
+        Table(
+            "verified load into given memory",
+            [one for cut in ("whole", "rows") for one in (loading("given", cut, "touched"), copying(cut))],
+            tuple(Target(cut, (f"map copy of the {cut}",), 1.0) for cut in ("whole", "rows")),
+        ),
+    ]
 
 
-if __name__ == "__main__":
-    main(__doc__, TARGETS, measure)
+def _remove(sources: Sources) -> None:
+    convert_cases.remove(sources.target)
+    convert_cases.remove(sources.target.with_suffix(".first"))
+    convert_cases.remove(sources.small.target)
+    sources.target.with_suffix(".store").unlink(missing_ok=True)
+
+
+def _processes(n: int) -> str:
+    return "1 process" if n == 1 else f"{n} processes"

@@ -1,159 +1,147 @@
-"""Measures cases in rounds and prints tables of rates and targets. The cases are in other modules."""
+"""Tables of cases, how they are measured in rounds, and how results are compared with targets and printed.
+
+The cases are in other modules.
+"""
 
 from __future__ import annotations
 
-import argparse
-import datetime as dt
-import functools
-import json
-import os
-import platform
 import random
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
-import safetensors
-import torch
-
-import reshard
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+Kind = Literal["reshard", "peer", "limit"]
+
 _ATTEMPTS = 4
+# Factors from a unit to the one that is printed, with digits after the point.
+_PRINTED = {"s": (1, "s", 4), "bytes": (1e-9, "GB", 3)}
+
+
+class Unavailable(Exception):  # noqa: N818  it is no error: the case is listed with this reason
+    """This machine or environment cannot run a case."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One line of a table: a name, and how to run it once for its seconds."""
+    """One line of a table: a name, and how to run it once for its cost.
+
+    Attributes:
+        name: unique in its table.
+        n_bytes: bytes that were requested; 0 if a rate has no meaning.
+        run: runs the case once, checks its result, and returns the cost.
+        kind: whose code it is; `limit`: what the machine allows.
+        unit: of the cost: `s`, or `bytes`.
+    """
 
     name: str
     n_bytes: int
     run: Callable[[], float]
-
-
-@dataclass(frozen=True)
-class Result:
-    """The seconds of a case in each round. With 0 bytes, only the time has a meaning.
-
-    A run is disturbed if other processes were running when it began or ended.
-    """
-
-    table: str
-    name: str
-    n_bytes: int
-    seconds: list[float]
-    n_disturbed: int
-
-    @property
-    def median(self) -> float:
-        """Seconds."""
-        return statistics.median(self.seconds)
-
-    @property
-    def rate(self) -> float:
-        """GB/s."""
-        return self.n_bytes / self.median / 1e9
-
-    @property
-    def speed(self) -> float:
-        """The value that targets compare: the rate, or runs per second with 0 bytes."""
-        return self.rate or 1 / self.median
+    kind: Kind = "reshard"
+    unit: Literal["s", "bytes"] = "s"
 
 
 @dataclass(frozen=True)
 class Target:
-    """How fast a case must be: a factor of the speed of another one, or of the fastest of several."""
+    """How fast a case must be: a factor of the speed of the fastest of some others, or a limit of its cost."""
 
     case: str
-    yardsticks: tuple[str, ...]
-    factor: float
+    yardsticks: tuple[str, ...] = ()
+    factor: float = 1.0
+    at_most: float | None = None
 
 
-class Run(Protocol):
-    """Runs the cases of a table, in rounds."""
+@dataclass(frozen=True)
+class Table:
+    """Cases that are measured interleaved, and what is required of them."""
 
-    def __call__(self, table: str, all_cases: list[Case]) -> list[Result]: ...
+    name: str
+    cases: list[Case]
+    targets: tuple[Target, ...] = ()
 
 
-def main(
-    description: str,
-    targets: list[Target],
-    measure: Callable[[Path, float, Run], list[Result]],
-    *,
-    size_gb: float = 3,
-    rounds: int = 5,
-) -> None:
-    """Parse the arguments of the command line, measure and print.
+@dataclass(frozen=True)
+class Result:
+    """The costs of a case, one for each round.
 
-    Args:
-        description: text of `--help`.
-        targets: what to compare.
-        measure: called with a folder to work in, the size of the model in GB, and the function that runs a table.
-        size_gb: default of `--size-gb`, in 10^9 bytes.
-        rounds: default of `--rounds`.
+    A run is disturbed if other processes were running when it began or ended. Without costs, `reason` says why.
     """
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size-gb", type=float, default=size_gb, help=f"size of the model (default: {size_gb})")
-    parser.add_argument("--dir", type=Path, help="where to put the model and what is made of it, 4 x its size")
-    parser.add_argument("--rounds", type=int, default=rounds, help=f"runs of each case (default: {rounds})")
-    parser.add_argument(
-        "--wait",
-        type=float,
-        default=0,
-        help="seconds to wait before each run for other processes to become idle; a run that they disturb is "
-        f"repeated, {_ATTEMPTS - 1} times at most (default: 0, no wait and no repetition)",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--quick", action="store_true", help="0.3 GB and 1 round: only tests the script")
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.size_gb, arguments.rounds = 0.3, 1
-    machine = describe_machine(arguments.dir or Path(tempfile.gettempdir()))
-    run = functools.partial(run_interleaved, n_rounds=arguments.rounds, wait_seconds=arguments.wait)
-    with tempfile.TemporaryDirectory(prefix="reshard-bench-", dir=arguments.dir) as folder:
-        results = measure(Path(folder), arguments.size_gb, run)
-    machine["disturbed"] = f"{sum(r.n_disturbed for r in results)} of {sum(len(r.seconds) for r in results)} runs"
-    judged = judge(results, targets)
-    if arguments.json:
-        print(json.dumps({"machine": machine, "results": [asdict(r) for r in results], "targets": judged}))
-        return
-    print("\n".join(f"{name}: {value}" for name, value in machine.items()))
-    print_tables(results)
-    print_targets(judged)
+
+    table: str
+    name: str
+    kind: Kind
+    n_bytes: int
+    costs: list[float]
+    unit: Literal["s", "bytes"] = "s"
+    n_disturbed: int = 0
+    reason: str = ""
+    failed: bool = False
+
+    def speed(self, *, best: bool) -> float:
+        """Bytes a second, or with 0 bytes runs a second: of the best run, or of the median."""
+        cost = min(self.costs) if best else statistics.median(self.costs)
+        return (self.n_bytes or 1) / max(cost, 1e-9)
 
 
-def run_interleaved(table: str, all_cases: list[Case], n_rounds: int, wait_seconds: float) -> list[Result]:
-    """Run every case once per round, so that a disturbance of the machine affects all load_cases.
+def run_interleaved(table: Table, n_rounds: int, wait_seconds: float) -> list[Result]:
+    """Run every case once per round, in random order, so that a disturbance of the machine affects all cases.
+
+    A case that fails is reported with its error and not run again.
 
     Args:
-        table: name of the table.
-        all_cases: the load_cases.
+        table: the cases.
         n_rounds: how often each runs.
         wait_seconds: how long to wait for other processes before each run; 0: no wait, no repetition.
     """
-    seconds: dict[str, list[float]] = {case.name: [] for case in all_cases}
-    n_disturbed = dict.fromkeys(seconds, 0)
+    costs: dict[str, list[float]] = {case.name: [] for case in table.cases}
+    n_disturbed = dict.fromkeys(costs, 0)
+    stopped: dict[str, Exception] = {}
     order = random.Random(0)
     for number in range(n_rounds):
-        for case in order.sample(all_cases, len(all_cases)):
-            say(f"{table}, round {number + 1} of {n_rounds}: {case.name}")
-            for _ in range(_ATTEMPTS if wait_seconds else 1):
-                was_quiet = is_quiet(wait_seconds)
-                found = case.run()
-                if was_quiet and is_quiet(0):
-                    break
+        for case in order.sample(table.cases, len(table.cases)):
+            if case.name in stopped:
+                continue
+            say(f"{table.name}, round {number + 1} of {n_rounds}: {case.name}")
+            try:
+                for _ in range(_ATTEMPTS if wait_seconds else 1):
+                    was_quiet = is_quiet(wait_seconds)
+                    found = case.run()
+                    if was_quiet and is_quiet(0):
+                        break
+                else:
+                    n_disturbed[case.name] += 1
+            except Exception as error:  # noqa: BLE001  of any library; the other cases still run
+                stopped[case.name] = error
+                costs[case.name] = []
+                n_disturbed[case.name] = 0
             else:
-                n_disturbed[case.name] += 1
-            seconds[case.name].append(found)
-    return [Result(table, c.name, c.n_bytes, seconds[c.name], n_disturbed[c.name]) for c in all_cases]
+                costs[case.name].append(found)
+    return [
+        Result(
+            table.name,
+            case.name,
+            case.kind,
+            case.n_bytes,
+            costs[case.name],
+            unit=case.unit,
+            n_disturbed=n_disturbed[case.name],
+            reason=_reason(stopped.get(case.name)),
+            failed=case.name in stopped and not isinstance(stopped[case.name], Unavailable),
+        )
+        for case in table.cases
+    ]
+
+
+def _reason(error: Exception | None) -> str:
+    if error is None:
+        return ""
+    first = (str(error).splitlines() or [""])[0]
+    return first if isinstance(error, Unavailable) else f"FAILED: {type(error).__name__}: {first}"
 
 
 def is_quiet(wait_seconds: float) -> bool:
@@ -162,7 +150,7 @@ def is_quiet(wait_seconds: float) -> bool:
     while True:
         n_running = 0
         for _ in range(10):
-            n_running += int(_lines("/proc/loadavg")[0].split()[3].split("/")[0]) - 1  # this process runs, too
+            n_running += int(Path("/proc/loadavg").read_text().split()[3].split("/")[0]) - 1  # this one runs, too
             time.sleep(0.01)
         if n_running <= 2:
             return True
@@ -170,65 +158,77 @@ def is_quiet(wait_seconds: float) -> bool:
             return False
 
 
-def judge(results: list[Result], targets: list[Target]) -> list[dict[str, Any]]:
-    """Compare the results with the targets."""
-    speeds = {result.name: result.speed for result in results}
+def judge(table: Table, results: list[Result]) -> list[dict[str, Any]]:
+    """Compare the results of a table with its targets, best run against best run.
+
+    `found` is the ratio of speeds, so that more is better; a limit of a cost counts as a yardstick with that cost.
+    It is None if the case or all its yardsticks have no result.
+    """
+    by_name = {result.name: result for result in results}
     judged = []
-    for target in targets:
-        yardstick = max(target.yardsticks, key=lambda name: speeds[name])
-        found = speeds[target.case] / speeds[yardstick]
-        ok = found >= target.factor
-        judged.append({"case": target.case, "yardstick": yardstick, "factor": target.factor, "found": found, "ok": ok})
+    for target in table.targets:
+        case = by_name[target.case]
+        measured = [by_name[name] for name in target.yardsticks if by_name[name].costs]
+        line: dict[str, Any] = {"table": table.name, "case": target.case, "wanted": target.factor, "unit": case.unit}
+        line |= {"yardsticks": list(target.yardsticks), "at_most": target.at_most, "against": None}
+        line |= {"found": None, "found_of_medians": None, "held": None}
+        if case.costs and target.at_most is not None:
+            line["found"] = target.at_most / min(case.costs)
+            line["found_of_medians"] = target.at_most / statistics.median(case.costs)
+        elif case.costs and measured:
+            fastest = max(measured, key=lambda result: result.speed(best=True))
+            line["against"] = fastest.name
+            line["found"] = case.speed(best=True) / fastest.speed(best=True)
+            line["found_of_medians"] = case.speed(best=False) / max(one.speed(best=False) for one in measured)
+        if line["found"] is not None:
+            line["held"] = line["found"] >= target.factor
+        judged.append(line)
     return judged
 
 
-def print_tables(results: list[Result]) -> None:
-    """Print the tables as Markdown."""
+def table_lines(results: list[Result]) -> list[str]:
+    """The tables as Markdown."""
+    lines = []
     for table in dict.fromkeys(result.table for result in results):
-        print(f"\n| {table} | GB | GB/s | seconds: median (least to most) |\n|---|---:|---:|---:|")
+        lines += ["", f"| {table} | GB | GB/s: median | best | median (least to most) |", "|---|---:|---:|---:|---:|"]
         for result in (r for r in results if r.table == table):
-            size, rate = (f"{result.n_bytes / 1e9:.2f}", f"{result.rate:.2f}") if result.n_bytes else ("-", "-")
-            spread = f"{result.median:.4f} ({min(result.seconds):.4f} to {max(result.seconds):.4f})"
-            print(f"| {result.name.split(': ')[-1]} | {size} | {rate} | {spread} |")
+            name = f"limit: {result.name}" if result.kind == "limit" else result.name
+            if not result.costs:
+                lines.append(f"| {name} | - | - | - | {result.reason.replace('|', '/')} |")
+                continue
+            size = f"{result.n_bytes / 1e9:.2f}" if result.n_bytes else "-"
+            rates = [
+                f"{result.speed(best=best) / 1e9:.2f}" if result.n_bytes and result.unit == "s" else "-"
+                for best in (False, True)
+            ]
+            least, most = printed(min(result.costs), result.unit), printed(max(result.costs), result.unit)
+            spread = f"{printed(statistics.median(result.costs), result.unit)} ({least} to {most})"
+            lines.append(f"| {name} | {size} | {rates[0]} | {rates[1]} | {spread} |")
+    return lines
 
 
-def print_targets(judged: list[dict[str, Any]]) -> None:
-    """Print one line for each target."""
-    print("\n| target | wanted | found | |\n|---|---:|---:|---|")
+def target_lines(judged: list[dict[str, Any]]) -> list[str]:
+    """The targets as a Markdown table."""
+    if not judged:
+        return []
+    lines = ["", "| target | wanted | found: best / best | medians | |", "|---|---:|---:|---:|---|"]
     for target in judged:
-        verdict = "ok" if target["ok"] else "MISSED"
-        print(
-            f"| {target['case']} / {target['yardstick']} | {target['factor']:.2f} | {target['found']:.2f} | {verdict} |"
+        limit = target["at_most"]
+        against = printed(limit, target["unit"]) if limit is not None else target["against"]
+        against = against or " or ".join(target["yardsticks"])
+        found, medians = (
+            "-" if target[name] is None else f"{target[name]:.2f}" for name in ("found", "found_of_medians")
         )
+        verdict = {True: "held", False: "MISSED", None: "not measured"}[target["held"]]
+        name = f"{target['table']}: {target['case']} / {against}"
+        lines.append(f"| {name} | {target['wanted']:.2f} | {found} | {medians} | {verdict} |")
+    return lines
 
 
-def describe_machine(folder: Path) -> dict[str, str]:
-    """What the figures depend on: machine, system and versions."""
-    cpu = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "?")
-    memory_kib = next(int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal"))
-    file_system = subprocess.run(
-        ["stat", "-f", "-c", "%T", folder], check=True, capture_output=True, text=True
-    ).stdout.strip()
-    huge_pages = _lines("/sys/kernel/mm/transparent_hugepage/enabled")
-    versions = {
-        "reshard": reshard.__version__,
-        "safetensors": safetensors.__version__,
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "Python": platform.python_version(),
-    }
-    return {
-        "date": dt.datetime.now(tz=dt.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": f"{cpu}, {len(os.sched_getaffinity(0))} processors, {memory_kib / 2**20:.0f} GiB",
-        "system": f"Linux {platform.release()}, {file_system}, huge pages {' '.join(huge_pages)}",
-        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-        "load average before": " ".join(f"{load:.2f}" for load in os.getloadavg()),
-    }
-
-
-def _lines(path: str) -> list[str]:
-    file = Path(path)
-    return file.read_text().splitlines() if file.exists() else []
+def printed(cost: float, unit: str) -> str:
+    """A cost with its unit."""
+    factor, name, digits = _PRINTED[unit]
+    return f"{cost * factor:.{digits}f} {name}"
 
 
 def say(text: str) -> None:

@@ -1,4 +1,7 @@
-"""What `training.py` times: a training loop with and without background saves. The saved state is checked."""
+"""What `training.py` and `resume.py` time: a training loop with and without background saves, and resuming its state.
+
+The saved and the restored state are checked.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +13,34 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import reshard
+from benches import fresh
 from reshard.torch import Checkpointer
 from reshard.torch.tensors import from_tensor
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+N_THREADS = len(os.sched_getaffinity(0))
 _WIDTH, _BATCH = 2048, 64
 LAYER_BYTES = 3 * 4 * (_WIDTH * _WIDTH + _WIDTH)
 """Bytes of a layer in float32 and of its AdamW state, without the two counters."""
 
 
+def n_layers(size_gb: float) -> int:
+    """Layers of a state of about this size."""
+    return max(1, round(size_gb * 1e9 / LAYER_BYTES))
+
+
 class _Loop:
     """A model, its optimizer and a batch; the number of layers sets the size of the state."""
 
-    def __init__(self, n_layers: int) -> None:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
+    def __init__(self, n_layers: int, n_threads: int) -> None:
+        torch.set_num_threads(n_threads)
         torch.manual_seed(0)
         layers = [part for _ in range(n_layers) for part in (nn.Linear(_WIDTH, _WIDTH), nn.ReLU())]
         self.model = nn.Sequential(*layers)
@@ -64,7 +76,7 @@ def train(root: Path, n_layers: int, n_steps: int) -> dict[str, float]:
     Returns:
         Seconds by the name of the case.
     """
-    loop = _Loop(n_layers)
+    loop = _Loop(n_layers, max(1, N_THREADS - 1))
     for _ in range(3):
         loop.step()
     made = {"": _checkpointer(root / "plain", loop), ", overlap": _checkpointer(root / "overlap", loop, overlap=True)}
@@ -143,3 +155,63 @@ def _check(loop: _Loop, made: Checkpointer) -> None:
         found = checkpoint.load()
     assert set(found) == set(expected)
     assert all(np.array_equal(found[name], array) for name, array in expected.items())
+
+
+def save_for_resume(folder: Path, n_layers: int) -> None:
+    """Write the state after a step by both libraries, and its arrays."""
+    loop = _Loop(n_layers, N_THREADS)
+    loop.step()
+    made = _checkpointer(folder / "reshard", loop)
+    _save(loop, made)
+    made.close()
+    model, optimizer = get_state_dict(loop.model, loop.optimizer)
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder / "dcp", no_dist=True)
+    np.savez(folder / "expected.npz", **loop.state())
+    os.sync()
+
+
+def resume(folder: Path, n_layers: int) -> float:
+    """`Checkpointer.resume` into new objects; every checksum is compared."""
+    _checkpointer(folder / "empty", _Loop(1, N_THREADS)).close()  # imports what is imported late
+    loop = _Loop(n_layers, N_THREADS)
+    made = Checkpointer(folder / "reshard", signals=())
+    _prepare(folder / "reshard", n_layers)
+    started = time.perf_counter()
+    made.resume(model=loop.model, optimizer=loop.optimizer)
+    seconds = time.perf_counter() - started
+    made.close()
+    _check_resumed(folder, loop)
+    return seconds
+
+
+def load_dcp(folder: Path, n_layers: int, with_states: bool) -> float:  # noqa: FBT001  passed by position to a process
+    """`dcp.load`, which compares no checksum.
+
+    Args:
+        folder: where `save_for_resume` wrote.
+        n_layers: of the model.
+        with_states: the clock includes `get_state_dict`, which makes the optimizer's state, and `set_state_dict`.
+    """
+    loop = _Loop(n_layers, N_THREADS)
+    _prepare(folder / "dcp", n_layers)
+    started = time.perf_counter()
+    model, optimizer = get_state_dict(loop.model, loop.optimizer)
+    state = {"model": model, "optimizer": optimizer}
+    if not with_states:
+        started = time.perf_counter()
+    dcp.load(state, checkpoint_id=folder / "dcp", no_dist=True)
+    loaded = time.perf_counter()
+    set_state_dict(loop.model, loop.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+    seconds = (time.perf_counter() if with_states else loaded) - started
+    _check_resumed(folder, loop)
+    return seconds
+
+
+def _prepare(folder: Path, n_layers: int) -> None:
+    fresh.prepare([path for path in folder.rglob("*") if path.is_file()], 2 * n_layers * LAYER_BYTES)
+
+
+def _check_resumed(folder: Path, loop: _Loop) -> None:
+    found, expected = loop.state(), np.load(folder / "expected.npz")
+    assert set(found) == set(expected)
+    assert all(found[name].tobytes() == expected[name].tobytes() for name in expected)
