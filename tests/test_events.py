@@ -191,7 +191,7 @@ def test_a_function_that_fails_is_logged_once_and_breaks_nothing(
 def test_progress_is_an_event_at_most_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Event] = []
     clock = [0.0]
-    monkeypatch.setattr(events.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr("reshard.events.time.monotonic", lambda: clock[0])
     passed: list[tuple[int, int]] = []
     progress = Observers.of(seen.append).progress(7, lambda *both: passed.append(both))
     for n in range(25):

@@ -251,3 +251,19 @@ def test_on_a_terminal_the_page_is_drawn_again(tmp_path: Path) -> None:
         process.kill()
         process.wait()
         os.close(ours)
+
+
+def test_commands_that_change_the_root_append_to_its_log(tmp_path: Path) -> None:
+    for name in ("with", "without"):
+        for iteration in (1, 2, 3):
+            save(tmp_path / name, iteration, **({"on_event": EventLog(tmp_path / name)} if name == "with" else {}))
+        protocol.release(tmp_path / name)
+        assert run("rollback", tmp_path / name, 2).exit_code == 0
+        assert run("prune", tmp_path / name, "--keep", 1).exit_code == 0
+    assert not (tmp_path / "without" / EVENT_FILE).exists()
+    events = [json.loads(line) for line in (tmp_path / "with" / EVENT_FILE).read_text().splitlines()]
+    assert [(event["kind"], event["iteration"]) for event in events[9:]] == [("rolled_back", 2), ("pruned", 1)]
+    assert "the tracker named 3" in run("watch", tmp_path / "with", "--once").stdout
+    assert EVENT_FILE not in [
+        one["name"] for one in json.loads(run("inspect", tmp_path / "with", "--json").stdout)["leftovers"]
+    ]

@@ -20,6 +20,7 @@ from reshard.cli.output import (
     echo_file,
     echo_json,
     echo_table,
+    hint_of,
     plain_table,
     shown,
     size,
@@ -160,8 +161,8 @@ def _print(found: LayoutCheck, file: str, src: str) -> None:
     for first, *others in listed_groups:
         echo()
         echo(f"fault: {shown(first.message)}")
-        if first.hint:
-            echo(f"hint: {shown(first.hint)}")
+        if hint := hint_of(first.hint):
+            echo(f"hint: {shown(hint)}")
         if others:
             echo(f"and {len(others)} more of {common_key([str(one.key) for one in (first, *others)])}")
     n_more = len(found.faults) - sum(map(len, listed_groups))

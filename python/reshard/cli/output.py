@@ -49,6 +49,7 @@ __all__ = [
     "echo_table",
     "facts_table",
     "hint_near",
+    "hint_of",
     "join_dims",
     "natural_order",
     "plain_table",
@@ -458,6 +459,11 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
     return wrapped
 
 
+def hint_of(hint: str | None) -> str | None:
+    """A hint of an error in the words of the command: with its options instead of arguments of functions."""
+    return adapt_hint(hint, _option)
+
+
 def hint_near(path: str) -> None:
     """Print which checkpoints are near a path that has none."""
     hint = _near_hint(path)
@@ -527,7 +533,7 @@ def _facts(error: ReshardError | OSError) -> dict[str, Any]:
     name = type(error).__name__
     if isinstance(error, ReshardError):
         message = _with_options(error.message) if isinstance(error, ArgumentError) else error.message
-        hint = adapt_hint(error.hint, _option)
+        hint = hint_of(error.hint)
         return {"error": name, "message": message, "path": error.path, "key": error.key, "hint": hint}
     path = None if error.filename is None else str(error.filename)
     message = str(error) if error.strerror is None else error.strerror if path is None else f"{path}: {error.strerror}"

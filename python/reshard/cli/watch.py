@@ -46,6 +46,7 @@ __all__ = ["watch"]
 _MAX_SHOWN = 20  # events that `--once` prints
 _MIN_SHOWN = 3
 _MAX_REASON = 300
+_NONE_YET = "no complete checkpoint yet"
 
 
 @click.command(short_help="Show a run while it saves.")
@@ -77,7 +78,7 @@ def watch(root: str, *, once: bool, interval: float, as_json: bool) -> None:
     Examples:
       reshard watch output/checkpoint
       reshard watch output/checkpoint --once
-      reshard watch output/checkpoint --json | jq -r .kind
+      reshard watch output/checkpoint --json
 
     Exit codes: 0 success or Ctrl-C, 1 ROOT cannot be read, or does not exist with --once, 2 usage error.
     """
@@ -114,8 +115,13 @@ def watch(root: str, *, once: bool, interval: float, as_json: bool) -> None:
 def _print_lines(watched: Watch, interval: float, *, as_json: bool) -> None:
     """A line for each event."""
     known: tuple[bool, str | None] = (True, None)
+    is_first = True
     while True:
         state, new = watched.look()
+        if is_first and state.exists and not as_json:
+            newest = _NONE_YET if state.newest is None else _newest(state.newest, dt.datetime.now(dt.UTC))
+            echo(f"{shown(state.root)}: {newest}")
+        is_first = False
         if (state.exists, state.problem) != known:
             known = (state.exists, state.problem)
             if not state.exists:
@@ -160,7 +166,7 @@ def _facts(state: RunState) -> list[tuple[str, str]]:
     if state.problem is not None:
         facts.append(("problem", shown(state.problem)))
     now = dt.datetime.now(dt.UTC)
-    facts.append(("newest", "no complete checkpoint yet" if state.newest is None else _newest(state.newest, now)))
+    facts.append(("newest", _NONE_YET if state.newest is None else _newest(state.newest, now)))
     if state.newest is not None and state.newest.seconds is not None:
         facts.append(("last save", _last_save(state.newest)))
     facts.append(("in progress", "no save" if state.in_flight is None else _in_flight(state.in_flight, now)))
