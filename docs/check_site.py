@@ -1,4 +1,4 @@
-"""Follow the links inside the built site, print the broken ones and exit with 1: `python docs/check_site.py docs/_build`."""
+"""Follow the links inside the built site and print the broken ones: `python docs/check_site.py docs/_build`."""
 
 import sys
 from html.parser import HTMLParser

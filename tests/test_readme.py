@@ -44,7 +44,7 @@ README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted(page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts)]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 MARKS = {
-    r"^ *(?:import|from) (?:accelerate|jax|lightning|transformers)\b": pytest.mark.slow,
+    r"^ *(?:import|from) (?:reshard\.)?(?:accelerate|jax|lightning|transformers)\b": pytest.mark.slow,
     r"^\$ .*torchrun": long,
 }
 
@@ -182,6 +182,11 @@ def broken_links(page: Path) -> list[str]:
         if not file.exists() or (anchor and file.suffix == ".md" and anchor not in _anchors(file)):
             broken.append(target)
     return broken
+
+
+@pytest.mark.parametrize("page", [ROOT / "CHANGELOG.md", ROOT / "benches" / "README.md"], ids=lambda page: page.name)
+def test_links_exist(page: Path) -> None:
+    assert broken_links(page) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
