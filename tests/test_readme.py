@@ -140,7 +140,8 @@ def _stripped(text: str) -> str:
 
 def _check_commands(code: str) -> None:
     for line in re.findall(r"(?:^|&& )reshard ([^#|&>\n]*)", code.replace("\\\n", " "), re.MULTILINE):
-        words, command = shlex.split(line), main
+        words = shlex.split(line)
+        command: click.Command = main
         while isinstance(command, click.Group) and words and not words[0].startswith("-"):
             command = command.commands[words.pop(0)]
         known = {
@@ -153,6 +154,7 @@ def _check_commands(code: str) -> None:
 def _read_yaml(code: str) -> None:
     Path("example.yaml").write_text(code)
     value, lines = read_yaml("example.yaml")
+    assert isinstance(value, dict)
     if "mesh" in value:
         reshard.ModelLayout.from_yaml("example.yaml")
     elif "rules" in value:
