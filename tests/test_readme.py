@@ -23,11 +23,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 import pytest
 from click.testing import CliRunner
-from tests.peers.required import required
+from tests.peers.required import long, required
 from tests.test_cli import PROGRAM
 
 import reshard
@@ -36,6 +37,9 @@ from reshard.names.file import NamesFile
 from reshard.storage import protocol
 from reshard.strict_yaml import read_yaml
 
+if TYPE_CHECKING:
+    from _pytest.mark import ParameterSet
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = [
@@ -43,7 +47,10 @@ PAGES = [
     *sorted(page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts),
 ]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
-SLOW = r"^ *(?:import|from) (?:accelerate|jax|lightning|transformers)\b|^\$ .*torchrun"
+MARKS = {
+    r"^ *(?:import|from) (?:reshard\.)?(?:accelerate|jax|lightning|transformers)\b": pytest.mark.slow,
+    r"^\$ .*torchrun": long,
+}
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
@@ -51,12 +58,12 @@ def blocks(page: Path) -> list[tuple[str, str]]:
     return re.findall(r"^```(\w+)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
-def _pages() -> list[object]:
-    slow = [bool(re.search(SLOW, page.read_text(), re.MULTILINE)) for page in PAGES]
-    return [
-        pytest.param(page, id=name, marks=[pytest.mark.slow] if is_slow else [])
-        for page, name, is_slow in zip(PAGES, NAMES, slow, strict=True)
-    ]
+def _pages() -> list[ParameterSet]:
+    pages = []
+    for page, name in zip(PAGES, NAMES, strict=True):
+        marks = [mark for pattern, mark in MARKS.items() if re.search(pattern, page.read_text(), re.MULTILINE)]
+        pages.append(pytest.param(page, id=name, marks=marks))
+    return pages
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:lightning.*", "ignore:.*LeafSpec")
@@ -91,6 +98,11 @@ def test_examples_of_a_page_run_in_order_and_print_what_it_shows(
 
 
 def _run_shell(code: str, folder: Path) -> str:
+    lines = code.strip().splitlines()
+    if all(re.match(r"reshard [^|&;>]*$", line) for line in lines):
+        done = [_run_command(line) for line in lines]
+        assert all(status == 0 for _, status in done), done
+        return "".join(printed for printed, _ in done)
     bash = shutil.which("bash")
     if bash is None:
         pytest.skip("there is no bash")
@@ -99,20 +111,26 @@ def _run_shell(code: str, folder: Path) -> str:
     program.write_text(f"#!{sys.executable}\n" + PROGRAM[2].replace("; ", "\n"))
     program.chmod(0o755)
     environment = {**os.environ, "PATH": f"{program.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run([bash, "-e", "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    ended = subprocess.run([bash, "-e", "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def _run_command(line: str) -> tuple[str, int]:
+    """What a command of reshard prints, run in this process, and its status."""
+    result = CliRunner().invoke(main, shlex.split(line, comments=True)[1:])
+    protocol.release()  # as at the end of a process
+    return result.output, result.exit_code
 
 
 def _run_console(code: str, folder: Path) -> None:
-    """Run each line behind `$ `: commands of reshard in this process. One that shows no output must succeed."""
+    """Run each line behind `$ `. One that shows no output must succeed."""
     for command, _, shown in (part.partition("\n") for part in re.split(r"^\$ ", code, flags=re.MULTILINE)[1:]):
         if re.match(r"reshard [^|&;>]*$", command):
-            result = CliRunner().invoke(main, shlex.split(command)[1:])
-            printed, status = result.output, result.exit_code
+            printed, status = _run_command(command)
+            assert status == 0 or shown.strip(), f"{command}\n{printed}"
         else:
-            printed, status = _run_shell(command, folder), 0
-        assert status == 0 or shown.strip(), f"{command}\n{printed}"
+            printed = _run_shell(command, folder)
         _compare(printed, shown, command)
 
 
@@ -129,7 +147,8 @@ def _stripped(text: str) -> str:
 
 def _check_commands(code: str) -> None:
     for line in re.findall(r"(?:^|&& )reshard ([^#|&>\n]*)", code.replace("\\\n", " "), re.MULTILINE):
-        words, command = shlex.split(line), main
+        words = shlex.split(line)
+        command: click.Command = main
         while isinstance(command, click.Group) and words and not words[0].startswith("-"):
             command = command.commands[words.pop(0)]
         known = {
@@ -142,6 +161,7 @@ def _check_commands(code: str) -> None:
 def _read_yaml(code: str) -> None:
     Path("example.yaml").write_text(code)
     value, lines = read_yaml("example.yaml")
+    assert isinstance(value, dict)
     if "mesh" in value:
         reshard.ModelLayout.from_yaml("example.yaml")
     elif "rules" in value:
@@ -173,6 +193,11 @@ def broken_links(page: Path) -> list[str]:
     return broken
 
 
+@pytest.mark.parametrize("page", [ROOT / "CHANGELOG.md", ROOT / "benches" / "README.md"], ids=lambda page: page.name)
+def test_links_exist(page: Path) -> None:
+    assert broken_links(page) == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_links_and_named_paths_exist(page: Path) -> None:
     assert broken_links(page) == []
@@ -185,6 +210,14 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
     page = tmp_path / "a.md"
     page.write_text("[a](b.md#one-two) [b](b.md#three) [c](c.md) [d](https://d) ![e](e.svg)\n```text\n[f](f.md)\n```\n")
     assert broken_links(page) == ["b.md#three", "c.md", "e.svg"]
+
+
+def test_broken_links_of_the_site_are_found(tmp_path: Path) -> None:
+    (tmp_path / "b.html").write_text('<h1 id="one">b</h1>')
+    (tmp_path / "a.html").write_text('<a href="b.html#one"></a><a href="b.html#two"></a><img src="c.png"><a href="#d">')
+    program = [sys.executable, str(ROOT / "docs" / "check_site.py"), str(tmp_path)]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "a.html: #d\na.html: b.html#two\na.html: c.png\n")
 
 
 # -- README and the table of contents
