@@ -27,6 +27,7 @@ def blocks(page: Path) -> list[tuple[str, str]]:
     return re.findall(r"^```(\w+)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.disk  # memory is volatile, and a save says so
 @pytest.mark.filterwarnings("ignore::UserWarning:lightning.*", "ignore:.*LeafSpec")
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_examples_of_a_page_run_in_order(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
