@@ -22,8 +22,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # their parent has, once it has one.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-# Fast tests write to memory: they sync thousands of files, which takes minutes on a busy disk. The /dev/shm of 64 MiB that
-# containers have by default is too small.
+# Fast tests write to memory: they sync thousands of files, which takes minutes on a busy disk. The /dev/shm of 64 MiB
+# that containers have by default is too small.
 _MEMORY = Path("/dev/shm")
 if _MEMORY.is_dir() and os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free >= 8 << 30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
