@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import faulthandler
 import functools
+import gc
 import json
 import os
 import select
@@ -128,6 +129,7 @@ class Job:
             pid = os.fork()
         if pid == 0:
             try:
+                gc.freeze()  # a collection would copy every page that holds an object of the parent
                 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: nobody outlives the test run
                 os.close(reader)
                 if host is not None:

@@ -194,6 +194,7 @@ def test_saving_within_a_save_in_the_background_is_refused(tmp_path: Path) -> No
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.disk  # memory is volatile, and a save says so
 def test_what_after_returns_is_checked(tmp_path: Path) -> None:
     report = reshard.save(tmp_path, 1, {"w": np.zeros(2)}, after=lambda _: None)  # type: ignore[arg-type,return-value]
     assert report.warnings == ()

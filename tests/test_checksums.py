@@ -104,9 +104,7 @@ def test_a_changed_bit_is_found_only_by_reads_of_its_chunk(tmp_path: Path, kind:
     rng = random.Random(kind)
     for _ in range(60):
         at = rng.randrange(written.header_bytes, written.n_bytes)
-        damaged = bytearray(content)
-        damaged[at] ^= 1 << rng.randrange(8)
-        path.write_bytes(damaged)
+        change(path, at, content[at] ^ 1 << rng.randrange(8))
         index = index_of(path, content, method)
         plan = index.plan(request_of(REGIONS[kind]))
         out = [np.empty(n_bytes, np.uint8) for *_, n_bytes in plan.arrays]
@@ -130,6 +128,14 @@ def test_a_changed_bit_is_found_only_by_reads_of_its_chunk(tmp_path: Path, kind:
         index.plan(request_of(REGIONS[kind]), verify=False).load()
         assert _core.scrub(str(path), written.n_bytes, written.checksums) == [(first, end)]
         index.close()
+        change(path, at, content[at])
+    assert path.read_bytes() == content
+
+
+def change(path: Path, at: int, byte: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(bytes([byte]))
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -12,9 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from click.testing import CliRunner
 from tests import sealed
 from tests.sealed import FILES
 
+from reshard.cli import main
 from reshard.config import Config
 from reshard.errors import ReshardError, StorageError
 from reshard.formats.checkpoint2.reader import open_folder
@@ -33,10 +36,17 @@ NEWEST = "root/iteration_00000010"
 
 
 def explain(*args: object, cwd: Path | None = None) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of the command, as a process."""
-    words = [*PROGRAM, "explain", *map(str, args)]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=cwd, timeout=120, check=False)
-    return done.returncode, done.stdout, done.stderr
+    """Exit code, stdout and stderr of the command, in this process."""
+    with contextlib.chdir(cwd or Path.cwd()):
+        done = CliRunner().invoke(main, ["explain", *map(str, args)], prog_name="reshard")
+    return done.exit_code, done.stdout, done.stderr
+
+
+def test_the_command_as_a_process_exits_with_what_it_decided(work: Path) -> None:
+    for folder in ("root", "empty", "absent"):
+        words = [*PROGRAM, "explain", folder]
+        done = subprocess.run(words, capture_output=True, text=True, cwd=work, timeout=120, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == explain(folder, cwd=work)
 
 
 @pytest.fixture

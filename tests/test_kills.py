@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+pytestmark = pytest.mark.disk
+
 N_ROUNDS = 200
 KEEP = 2
 PATIENCE_S = 60

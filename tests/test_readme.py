@@ -66,6 +66,7 @@ def _pages() -> list[ParameterSet]:
     return pages
 
 
+@pytest.mark.disk  # memory is volatile, and a save says so
 @pytest.mark.filterwarnings("ignore::UserWarning:lightning.*", "ignore:.*LeafSpec")
 @pytest.mark.parametrize("page", _pages())
 def test_examples_of_a_page_run_in_order_and_print_what_it_shows(

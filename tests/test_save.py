@@ -44,6 +44,8 @@ from reshard.write.replicas import RankLocal
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.disk
+
 KNOWN = {str(np.dtype(dtype)) for dtype in original_reader.DTYPES.values()}
 ZEROS = np.zeros(2)
 WHOLE2 = {"mesh": {"tp": 2}, "rules": [{"match": "*"}]}

@@ -215,6 +215,7 @@ def run(code: str, *args: object) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.disk  # memory is volatile, and a save says so
 def test_the_end_of_the_interpreter_waits(tmp_path: Path) -> None:
     code = """
     import sys, threading, time, numpy as np, reshard

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 stock_open: Any = safetensors.safe_open  # its methods have no types
+pytestmark = pytest.mark.disk
+
 NUMPY_DTYPES = [dtypes.numpy_dtype(name) for name in dtypes.NAMES if not dtypes.is_packed(name)]
 
 
