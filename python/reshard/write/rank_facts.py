@@ -173,6 +173,8 @@ def plan_iteration(
         for fact in facts.arrays:
             found.setdefault(fact.name, {})[rank] = fact
     for name, of_ranks in found.items():
+        if len({(fact.part, fact.dtype) for fact in of_ranks.values()}) == 1:
+            continue
         _check_same(name, {rank: fact.part for rank, fact in of_ranks.items()}, "of the {}")
         _check_same(name, {rank: fact.dtype for rank, fact in of_ranks.items()}, "{}")
     given: dict[str, tuple[Shape, int]] = {}
