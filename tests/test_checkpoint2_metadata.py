@@ -24,7 +24,7 @@ from reshard.errors import ArgumentError, LayoutError, UnsupportedError
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.metadata import inexpressible, write_metadata
 from reshard.formats.checkpoint2.names import CommonInfo, Part
-from reshard.formats.checkpoint2.shards import FilePlan, HeldShard, TensorRecord, assign, shards_of
+from reshard.formats.checkpoint2.shards import FilePlan, HeldShard, TensorRecord, assign, shard_id, shards_of
 from reshard.layout import Partition, TensorLayout
 
 SAMPLES = Path(__file__).parent / "data" / "mindspore"
@@ -370,6 +370,26 @@ def test_few_holders_first_then_large_then_by_name() -> None:
         ("optimizer", 0, 0, 1, ("step",)),
     ]
     assert plan.files[3].name("p") == "p-opt-0000000-0000001.safetensors"
+
+
+def sorted_by_the_rule(shards: list[HeldShard], ranks: list[int]) -> dict[int, list[str]]:
+    """The rule of the original, shard by shard."""
+    loads = dict.fromkeys(ranks, 0)
+    keys: dict[int, set[str]] = {rank: set() for rank in ranks}
+    for shard in sorted(shards, key=lambda one: (len(one.holders), -one.n_bits, shard_id(one.key, one.offset))):
+        rank = min(shard.holders, key=lambda rank: loads[rank])
+        loads[rank] += shard.n_bits
+        keys[rank].add(shard.key)
+    return {rank: sorted(of_rank) for rank, of_rank in keys.items() if of_rank}
+
+
+@given(
+    drawn=st.lists(st.tuples(st.sets(st.integers(0, 4), min_size=1), st.integers(0, 3)), min_size=1, max_size=12),
+)
+def test_shards_of_one_holder_are_assigned_by_the_same_rule(drawn: list[tuple[set[int], int]]) -> None:
+    shards = [HeldShard(f"w{i}", "model", 0, tuple(sorted(of)), n) for i, (of, n) in enumerate(drawn)]
+    plan = assign(shards, list(range(5)), dedup=True)
+    assert {file.rank: sorted(file.keys) for file in plan.files} == sorted_by_the_rule(shards, list(range(5)))
 
 
 def test_a_shard_weighs_what_the_original_says() -> None:

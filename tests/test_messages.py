@@ -26,7 +26,7 @@ from reshard.torch import common_layout, state
 from reshard.torch.placements import DigitLayout, Row
 from reshard.verbs import load
 from reshard.write.collective_save import Published
-from reshard.write.rank_facts import RankFacts
+from reshard.write.rank_facts import Fact, RankFacts, plan_key
 from reshard.write.replicas import Replicas
 from reshard.write.shard_files import WrittenFile
 
@@ -205,3 +205,23 @@ def test_a_collective_checks_the_messages_of_other_ranks() -> None:
         Collective(TwoRanks({"value": "3"}), 1).share(4, int)
     with pytest.raises(GroupError, match="is '3', expected int"):
         Collective(TwoRanks({"value": "3"}), 1).combine(4, sum, int, int)
+
+
+class _Ranks(group.SingleProcess):
+    world_size = 4
+
+
+def test_equal_messages_are_decoded_once_and_others_each() -> None:
+    values = [{"n": 1}, {"n": 1}, {"n": 2}, {"n": 1}]
+    found = Collective(_Ranks(), 1.0).decoded(dict[str, int], values)
+    assert found == values
+    assert found[0] is found[1]
+    with pytest.raises(GroupError, match="is 'x', expected int"):
+        Collective(_Ranks(), 1.0).decoded(dict[str, int], [*values[:3], {"n": "x"}])
+
+
+def test_the_key_of_a_plan_counts_equal_ranks() -> None:
+    a, b = (RankFacts("host", {}, (Fact("w", "model", "F32", (n,)),)) for n in (1, 2))
+    lists = [[a], [a, a], [a, b], [b, a], [a, a, b], [a, b, b], [a, b, a]]
+    keys = [json.dumps(plan_key(ranks)) for ranks in lists]
+    assert len(set(keys)) == len(keys)

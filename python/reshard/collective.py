@@ -91,7 +91,7 @@ class Collective:
                 unchanged.
         """
         with _interrupt_stays(outcome):
-            return self._decoded(of, agree(self.channel, self._encoded(outcome), self.timeout))
+            return self.decoded(of, agree(self.channel, self._encoded(outcome), self.timeout))
 
     def each(self, step: Callable[[], T], of: Any = Any) -> list[T]:
         """Run a step on every rank. Returns the values of all ranks in rank order; raises as `share`."""
@@ -129,7 +129,7 @@ class Collective:
         answer: object = encoded if failed else None
         if messages is not None and decide is not None and not any("failed" in one for one in messages):
             values = [one["value"] for one in messages]
-            answer = capture(lambda: decide(self._decoded(sent, values)))
+            answer = capture(lambda: decide(self.decoded(sent, values)))
         result: R = self._of_first(answer, decided)
         return result
 
@@ -137,19 +137,33 @@ class Collective:
         """Rank 0's value; the other ranks have None or their exception."""
         with _interrupt_stays(outcome):
             values = agree(self.channel, self._encoded(outcome), self.timeout)
-        return self._decoded(of, values[:1])[0]
+        return self.decoded(of, values[:1])[0]
 
     def _encoded(self, outcome: object) -> Any:
         if self.world_size == 1 or isinstance(outcome, BaseException):
             return outcome
         return capture(lambda: encode(outcome))
 
-    def _decoded(self, of: Any, values: list[Any]) -> list[Any]:
+    def decoded(self, of: Any, values: list[Any]) -> list[Any]:
+        """The messages of all ranks from their JSON values; equal ones are one object.
+
+        Args:
+            of: the type of the messages.
+            values: the JSON values, in rank order.
+
+        Raises:
+            GroupError: a value is of another type.
+        """
         if self.world_size == 1:
             return values
         if all(value is values[0] for value in values):
             return [decode(of, values[0])] * len(values)
-        return [decode(of, value) for value in values]
+        # Ranks often report the same: comparing two messages takes a fifth of the time to decode one.
+        decoded: list[Any] = []
+        for number, value in enumerate(values):
+            is_same = number > 0 and value == values[number - 1]
+            decoded.append(decoded[-1] if is_same else decode(of, value))
+        return decoded
 
 
 @contextlib.contextmanager

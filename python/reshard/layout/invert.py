@@ -210,8 +210,14 @@ class _Inverter:
     def _extent(self, key: str, partition: Partition, dim: int, position: int) -> int:
         """The global extent of a dim that is stored at `position` in the local arrays."""
         axes = partition.axes_of(dim)
+        n_parts = math.prod(self.layout.mesh[axis] for axis in axes)
+        sizes, blocks = partition.sizes_of(dim), partition.blocks_of(dim)
+        of_ranks = self.local_shapes[key]
+        is_plain = partition.uneven != "ceil" and sizes is None and blocks is None
+        if is_plain and len(set(of_ranks.values())) == 1 and of_ranks.keys() <= self.at.keys():
+            return next(iter(of_ranks.values()))[position] * n_parts
         parts: dict[tuple[int, ...], tuple[int, int]] = {}
-        for rank, shape in self.local_shapes[key].items():
+        for rank, shape in of_ranks.items():
             if rank not in self.at:
                 raise LayoutError(f"the layout has no rank {rank}, which gave {show(key)}", key=key)
             coordinates = tuple(self.at[rank][axis] for axis in axes)
@@ -222,8 +228,6 @@ class _Inverter:
                     f"{rank}, which under the layout hold the same part of it",
                     key=key,
                 )
-        n_parts = math.prod(self.layout.mesh[axis] for axis in axes)
-        sizes, blocks = partition.sizes_of(dim), partition.blocks_of(dim)
         if sizes is not None:
             return sum(sizes)
         if blocks is not None and not isinstance(blocks, int):

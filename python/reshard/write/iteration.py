@@ -149,7 +149,7 @@ def plan_layout(
     dtype_of |= {join.name: dtype_of[join.keys[0]] for join in bound.joins if join.keys[0] in dtype_of}
     files = _files(assigned, prefix, dtype_of)
     builder = tiles.Builder()
-    for file in files:
+    for file in files if reasons else ():
         describe_cut(builder, bound, tensors, file, reasons)
     return IterationPlan(
         files,

@@ -173,6 +173,8 @@ def plan_iteration(
         for fact in facts.arrays:
             found.setdefault(fact.name, {})[rank] = fact
     for name, of_ranks in found.items():
+        if len({(fact.part, fact.dtype) for fact in of_ranks.values()}) == 1:
+            continue
         _check_same(name, {rank: fact.part for rank, fact in of_ranks.items()}, "of the {}")
         _check_same(name, {rank: fact.dtype for rank, fact in of_ranks.items()}, "{}")
     given: dict[str, tuple[Shape, int]] = {}
@@ -388,8 +390,17 @@ def check_state(ranks: Sequence[RankFacts]) -> None:
 
 
 def plan_key(ranks: Sequence[RankFacts]) -> list[Any]:
-    """What the plan of a save follows from, as a JSON value: the facts of all ranks without host, options and state."""
-    return [[list(map(_FACT, one.arrays)), one.shapes, one.copies] for one in ranks]
+    """What the plan of a save follows from, as a JSON value: the facts of all ranks without host, options and state.
+
+    Ranks that follow each other and have the same facts are counted.
+    """
+    key: list[Any] = []
+    for number, one in enumerate(ranks):
+        if number > 0 and one is ranks[number - 1]:
+            key[-1][-1] += 1
+        else:
+            key.append([list(map(_FACT, one.arrays)), one.shapes, one.copies, 1])
+    return key
 
 
 def planned_bytes(plan: IterationPlan, ranks: Sequence[RankFacts]) -> int:

@@ -14,12 +14,12 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard import _core
 from reshard.errors import ArgumentError, UnsupportedError
 from reshard.formats.checkpoint2.names import METADATA_FILE, METADATA_TABLE_FILE
-from reshard.formats.checkpoint2.shards import FilePlan, HeldShard, TensorRecord, shard_id, shards_of
+from reshard.formats.checkpoint2.shards import FilePlan, TensorRecord, holders_of, shard_id
 from reshard.formats.manifest import digest_of
 from reshard.formats.own_files import MAX_METADATA_BYTES
 from reshard.storage.location import locate
@@ -27,10 +27,10 @@ from reshard.words import listed, show
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from reshard.formats.checkpoint2.names import Part
-    from reshard.layout.partition import Cut, TensorLayout
+    from reshard.layout.partition import Cut, Places, TensorLayout
     from reshard.storage.location import Location
 
 __all__ = ["inexpressible", "write_metadata", "write_table"]
@@ -184,12 +184,39 @@ def _texts(records: Sequence[TensorRecord], mesh: _core.Mesh, plan: FilePlan, pr
     for file in plan.files:  # not a key of a dict: its hash is that of all its names
         name = _dump(file.name(prefix))
         stored |= {(file.part, file.rank, key): name for key in file.keys}
-    groups: dict[tuple[int, ...], str] = {}
+    cells: dict[tuple[Places, tuple[str, ...]], list[_Cell]] = {}
     comma = ""
-    for shard in shards_of(records, mesh):
-        yield f"{comma}\n{_dump(shard_id(shard.key, shard.offset))}:{_storage(shard, stored, groups)}"
-        comma = ","
+    for record in records:
+        place, axes = record.layout.place, record.layout.partition.axes
+        of_grid = cells.get((place, axes))
+        if of_grid is None:
+            of_grid = cells[place, axes] = _cells(mesh, place, axes)
+        # The texts of the shards of a tensor differ in the number alone.
+        before, after = _dump(shard_id(record.key, 0)).rsplit("0", 1)
+        for cell in of_grid:
+            yield f"{comma}\n{before}{cell.offset}{after}:{_storage(record, cell, stored)}"
+            comma = ","
     yield "}}\n"
+
+
+class _Cell(NamedTuple):
+    """A shard of the tensors of one grid.
+
+    Attributes:
+        offset: its `global_offset`.
+        holders: each rank that holds it, and the text behind the name of the file.
+    """
+
+    offset: int
+    holders: list[tuple[int, str]]
+
+
+def _cells(mesh: _core.Mesh, place: Places, axes: tuple[str, ...]) -> list[_Cell]:
+    found = []
+    for offset, holders in holders_of(mesh, place, axes).items():
+        group = _dump(list(holders))
+        found.append(_Cell(offset, [(rank, f',"storage_rank":{rank},"rank_group":{group}}}') for rank in holders]))
+    return found
 
 
 @dataclass(frozen=True)
@@ -245,16 +272,15 @@ def _tensor(record: TensorRecord, grid: _Grid) -> str:
     )
 
 
-def _storage(shard: HeldShard, stored: dict[tuple[Part, int, str], str], groups: dict[tuple[int, ...], str]) -> str:
-    group = groups.get(shard.holders)
-    if group is None:
-        group = groups[shard.holders] = _dump(list(shard.holders))
-    files = [(rank, stored.get((shard.part, rank, shard.key))) for rank in shard.holders]
+def _storage(record: TensorRecord, cell: _Cell, stored: Mapping[tuple[Part, int, str], str]) -> str:
+    part, key = record.part, record.key
     entries = [
-        f'{{"file_name":{name},"storage_rank":{rank},"rank_group":{group}}}' for rank, name in files if name is not None
+        f'{{"file_name":{name}{rest}'
+        for rank, rest in cell.holders
+        if (name := stored.get((part, rank, key))) is not None
     ]
     if not entries:
-        raise ArgumentError(f"shard {shard.offset} of {show(shard.key)} is in no file of the plan", key=shard.key)
+        raise ArgumentError(f"shard {cell.offset} of {show(key)} is in no file of the plan", key=key)
     return f"[{','.join(entries)}]"
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from reshard import _core
@@ -92,8 +93,12 @@ class FolderData(CheckpointData):
         """By the name of the file that holds the tensor."""
         if not self.traits.has_metadata:
             return "model"
-        is_optimizer = _part_of_file(self.index.file_path(self.index.holders(key)[0])) == "optimizer"
-        return "optimizer" if is_optimizer else "model"
+        return "optimizer" if self._parts[self.index.holders(key)[0]] == "optimizer" else "model"
+
+    @cached_property
+    def _parts(self) -> list[str | None]:
+        """The part in the name of each file."""
+        return [_part_of_file(self.index.file_path(file)) for file in range(self.index.n_files)]
 
     def rank_files(self) -> Mapping[int, list[int]] | None:
         """From the manifest, metadata.json, or the names of the files."""
@@ -229,8 +234,9 @@ def _open_locked(
 
 def _check_parts(data: FolderData) -> None:
     """Refuse a name that is both in model and in optimizer files, since it is ambiguous."""
-    index = data.index
-    parts = [_part_of_file(index.file_path(file)) for file in range(index.n_files)]
+    index, parts = data.index, data._parts  # noqa: SLF001  of this module
+    if len(set(parts)) <= 1:
+        return
     for key in index.keys():  # noqa: SIM118  not a mapping
         if len({parts[file] for file in index.holders(key)}) > 1:
             raise DamagedFileError(

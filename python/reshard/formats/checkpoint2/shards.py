@@ -11,7 +11,7 @@ import math
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import ArgumentError
 from reshard.formats.checkpoint2.names import Part, shard_file_name
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from reshard import _core
     from reshard.layout.partition import Places, TensorLayout
 
-__all__ = ["FilePlan", "HeldShard", "PlannedFile", "TensorRecord", "assign", "shard_id", "shards_of"]
+__all__ = ["FilePlan", "HeldShard", "PlannedFile", "TensorRecord", "assign", "holders_of", "shard_id", "shards_of"]
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,10 @@ class TensorRecord:
     layout: TensorLayout
 
 
-@dataclass(frozen=True, slots=True)
-class HeldShard:
+class HeldShard(NamedTuple):
     """A shard of a tensor, or of several that are joined into one array, and the ranks that hold it.
+
+    A tuple: there is one for each tensor and rank, and making another object takes three times as long.
 
     Attributes:
         key: the name under which it is stored.
@@ -93,15 +94,24 @@ def shards_of(records: Iterable[TensorRecord], mesh: _core.Mesh) -> list[HeldSha
         place, axes = record.layout.place, record.layout.partition.axes
         grid = grids.get((place, axes))
         if grid is None:
-            grid = grids[place, axes] = _holders(mesh, place, axes)
+            grid = grids[place, axes] = holders_of(mesh, place, axes)
         n_parts = math.prod(sizes[axis] for axis in axes)
         n_bits = -(-math.prod(record.layout.shape) // n_parts) * _element_bits(record.dtype)
         shards += [HeldShard(record.key, record.part, offset, holders, n_bits) for offset, holders in grid.items()]
     return shards
 
 
-def _holders(mesh: _core.Mesh, place: Places, axes: tuple[str, ...]) -> dict[int, tuple[int, ...]]:
-    """The ranks of each `global_offset`, ascending."""
+def holders_of(mesh: _core.Mesh, place: Places, axes: tuple[str, ...]) -> dict[int, tuple[int, ...]]:
+    """The ranks of each `global_offset`, ascending, in the order in which ascending ranks first hold one.
+
+    Args:
+        mesh: the mesh.
+        place: the place of the holders.
+        axes: the axes that divide the tensor, outermost first.
+
+    Raises:
+        LayoutError: an axis or a coordinate does not exist in the mesh.
+    """
     grid: dict[int, list[int]] = {}
     for rank, offset in sorted(zip(mesh.held(place), mesh.folded(axes, place), strict=True)):
         grid.setdefault(offset, []).append(rank)
@@ -206,8 +216,15 @@ def _balanced(shards: Sequence[HeldShard], ranks: Sequence[int]) -> list[tuple[i
     """The one rank that writes each shard."""
     loads = dict.fromkeys(ranks, 0)
     writers: list[tuple[int]] = [(0,)] * len(shards)
+    several = []
+    for i, shard in enumerate(shards):
+        if len(shard.holders) > 1:
+            several.append(i)
+        else:  # they come first in the order, and have no choice
+            loads[shard.holders[0]] += shard.n_bits
+            writers[i] = (shard.holders[0],)
     order = sorted(
-        range(len(shards)),
+        several,
         key=lambda i: (len(shards[i].holders), -shards[i].n_bits, shard_id(shards[i].key, shards[i].offset)),
     )
     for i in order:

@@ -1,0 +1,204 @@
+"""Checkpoints of many ranks and of many tensors: opening, the coordinator of a save, small tensors.
+
+    python benches/scale.py [--dir DIR] [--rounds 3] [--ranks 256 1024] [--quick]
+
+Every case is a process of its own; imports and a first use of each function are outside the clock. The loaded bytes are
+compared outside the clock, too. README.md describes the cases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import reshard
+from reshard import messages
+from reshard.collective import Collective
+from reshard.group import SingleProcess
+from reshard.layout import ModelLayout
+from reshard.storage.location import locate
+from reshard.write.iteration import write_descriptions
+from reshard.write.rank_facts import Fact, RankFacts, plan_iteration, plan_key
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reshard.write.iteration import IterationPlan
+
+Figures = dict[str, float]
+
+ROW = 16  # elements of a tensor that a rank holds
+TP8 = {"mesh": {"tp": 8}, "rules": [{"match": "*", "cut": ["tp"]}]}
+
+
+def key(number: int) -> str:
+    """A name as long as those of models."""
+    return f"model.layers.{number // 8}.block{number % 8}.weight"
+
+
+def layout_of(n_ranks: int) -> dict[str, Any]:
+    """Every tensor is divided among all ranks."""
+    return {"mesh": {"tp": n_ranks}, "rules": [{"match": "*", "cut": ["tp"]}]}
+
+
+def tensor(number: int, n_ranks: int) -> np.ndarray:
+    """The content of a tensor."""
+    return np.arange(n_ranks * ROW, dtype=np.float32).reshape(n_ranks, ROW) + number
+
+
+def memory_mib(field: str) -> float:
+    """A figure of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
+
+
+def write_tree(root: Path, n_ranks: int, n_tensors: int) -> None:
+    """A tree of a file a rank."""
+    source = root.with_suffix(".safetensors")
+    reshard.save_file({key(i): tensor(i, n_ranks) for i in range(n_tensors)}, source)
+    reshard.convert(source, root, layout=layout_of(n_ranks), commit={"durable": False})
+    source.unlink()
+
+
+def open_and_load(root: Path, n_ranks: int, n_tensors: int) -> Figures:
+    """Open a tree, and load the slices of one rank of eight."""
+    warm = root.parent / "warm"
+    if not warm.exists():
+        reshard.save(warm, 1, {"w": np.zeros(8, np.float32)})
+    with reshard.open(warm) as checkpoint:
+        checkpoint.load(TP8, 1)
+    before, start = memory_mib("VmHWM"), time.perf_counter()
+    with reshard.open(root) as checkpoint:
+        opened = time.perf_counter()
+        found = checkpoint.load(TP8, 1)
+    end = time.perf_counter()
+    peak = memory_mib("VmHWM") - before
+    for i in range(n_tensors):
+        assert np.array_equal(found[key(i)], tensor(i, n_ranks)[n_ranks // 8 : n_ranks // 4])
+    return {"open": opened - start, "load": end - opened, "total": end - start, "peak MiB": peak}
+
+
+def coordinate(root: Path, n_ranks: int, n_tensors: int) -> Figures:
+    """What rank 0 does in a save by many ranks beyond bytes: decode the reports, plan, answer, describe."""
+    own = RankFacts("host", {}, tuple(Fact(key(i), "model", "F32", (1, ROW)) for i in range(n_tensors)))
+    text = json.dumps(messages.encode(own))
+    layout = ModelLayout.from_mapping(layout_of(n_ranks))
+    ranks = Collective(_Many(n_ranks), 1.0)
+    folder = root.parent / "described"
+    folder.mkdir()
+    seconds: Figures = {}
+    start = time.perf_counter()
+
+    def lap(name: str) -> None:
+        seconds[name] = time.perf_counter() - start - sum(seconds.values())
+
+    reports = ranks.decoded(RankFacts, [json.loads(text)] * n_ranks)  # a group parses equal reports once
+    lap("reports")
+    json.dumps(plan_key(reports))
+    lap("key of the plan")
+    plan: IterationPlan = plan_iteration(reports, layout, prefix=None, dedup=True, strict=False)
+    lap("plan")
+    json.dumps(messages.encode(plan.files))
+    lap("answer")
+    write_descriptions(plan, locate(folder), mode=0o644, durable=False)
+    lap("metadata.json and its table")
+    return {"total": sum(seconds.values()), **seconds}
+
+
+class _Many(SingleProcess):
+    """Rank 0 of many."""
+
+    def __init__(self, n_ranks: int) -> None:
+        super().__init__()
+        self.world_size = n_ranks
+
+
+def small_tensors(root: Path, n_ranks: int, n_tensors: int) -> Figures:  # noqa: ARG001
+    """Save, load and convert tensors of 4 KiB: microseconds a tensor, and those of a plain write of the bytes."""
+    data = np.random.default_rng(0).integers(0, 255, n_tensors * 4096, np.uint8).reshape(n_tensors, 4096)
+    arrays = {key(i): data[i].view(np.float32) for i in range(n_tensors)}
+    found: Figures = {}
+
+    def case(name: str, function: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        result = function()
+        found[name] = (time.perf_counter() - start) / n_tensors * 1e6
+        return result
+
+    case("write of the bytes", lambda: data.tofile(root.with_suffix(".raw")))
+    case("save", lambda: reshard.save(root, 1, arrays, commit={"durable": False}))
+    with reshard.open(root) as checkpoint:
+        loaded = case("load", checkpoint.load)
+    assert all(loaded[name].tobytes() == array.tobytes() for name, array in arrays.items())
+    target = root.with_suffix(".hf")
+    case("convert", lambda: reshard.convert(root, target, to="huggingface", commit={"durable": False}))
+    return found
+
+
+def _answer(function: Callable[..., Figures], arguments: tuple[Any, ...], pipe: Any) -> None:
+    pipe.send(function(*arguments))
+
+
+def fresh(function: Callable[..., Figures], *arguments: Any) -> Figures:
+    """Run a function in a forked process."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(function, arguments, sender))
+    process.start()
+    sender.close()
+    try:
+        found: Figures = receiver.recv()
+    except EOFError:
+        sys.exit("a case failed")
+    process.join()
+    return found
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", type=Path, help="folder for the files")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[256, 1024])
+    parser.add_argument("--tensors", type=int, default=1024)
+    parser.add_argument("--small", type=int, default=100_000, help="tensors of 4 KiB")
+    parser.add_argument("--quick", action="store_true", help="a test of the script, not a measurement")
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds, options.ranks, options.tensors, options.small = 1, [8, 72], 16, 100
+    print("| case | median of | figures |\n|---|---:|---|")
+
+    def report(name: str, function: Callable[..., Figures], path: Callable[[int], Path], *sizes: int) -> None:
+        rounds = [fresh(function, path(number), *sizes) for number in range(options.rounds)]
+        medians = {field: statistics.median(one[field] for one in rounds) for field in rounds[0]}
+        text = ", ".join(f"{field} {value:.3g}" for field, value in medians.items())
+        print(f"| {name} | {options.rounds} | {text} |", flush=True)
+
+    with tempfile.TemporaryDirectory(dir=options.dir) as made:
+        folder = Path(made)
+
+        def new(number: int) -> Path:
+            path = folder / f"{time.monotonic_ns()}-{number}"
+            path.mkdir()
+            return path / "files"
+
+        for n_ranks in options.ranks:
+            sizes, root = (n_ranks, options.tensors), folder / f"ranks{n_ranks}"
+            write_tree(root, *sizes)
+            shape = f"{n_ranks} ranks x {options.tensors} tensors"
+            report(f"open and load a rank of TP8, {shape} (s)", open_and_load, lambda _, root=root: root, *sizes)
+            report(f"coordinator of a save, {shape} (s)", coordinate, new, *sizes)
+        report(f"{options.small} tensors of 4 KiB (us each)", small_tensors, new, 1, options.small)
+
+
+if __name__ == "__main__":
+    main()
