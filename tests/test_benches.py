@@ -21,7 +21,7 @@ GB = 10**9
 
 
 def result(name: str, *seconds: float, kind: str = "peer", n_bytes: int = GB, **more: object) -> Result:
-    return Result("loads", name, kind, n_bytes, list(seconds), **more)  # type: ignore[arg-type]
+    return Result("loads", name, kind, n_bytes, list(seconds), **more)
 
 
 def case(name: str, costs: list[float], error: Exception | None = None) -> Case:

@@ -384,7 +384,7 @@ def test_a_limit_of_file_sizes(tmp_path: Path) -> None:
         except reshard.errors.StorageError as error:
             print(error.errno)
     """
-    source, folder, kinds = tmp_path / "source.safetensors", f"{tmp_path}/", json.dumps(list(KINDS.values()))
+    source, folder, kinds = f"{tmp_path}/source.safetensors", f"{tmp_path}/", json.dumps(list(KINDS.values()))
     command = [sys.executable, "-c", textwrap.dedent(code), source, folder, kinds]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "27\n" * len(KINDS), done.stderr  # EFBIG

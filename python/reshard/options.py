@@ -445,7 +445,8 @@ class Reading(Options):
         out: arrays by key that are filled instead of new ones, as in `Checkpoint.load`. Default: new arrays. Give it to
             load into memory that exists, such as a pinned buffer.
         copy: False gives copy-on-write views of the files where possible, as in `Checkpoint.load`. Default True.
-        method: "map" maps the files, "read" reads them piece by piece. Default "auto": by the file system.
+        method: "map" maps the files, "read" reads them piece by piece. Default "auto": by the file system, and for long
+            runs on a local one by a measurement in the first large load of the process.
 
     Raises:
         ArgumentError: a value has the wrong type.
