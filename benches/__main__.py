@@ -91,9 +91,16 @@ def _measure(given: argparse.Namespace) -> Report:
                 found = run_interleaved(table, n_rounds, given.wait)
                 results += found
                 judged += judge(table, found)
-    n_disturbed, n_runs = sum(one.n_disturbed for one in results), sum(len(one.costs) for one in results)
-    machine["conditions"] = f"{size_gb:g} GB, {n_rounds} rounds, {n_disturbed} of {n_runs} runs disturbed"
-    return {"machine": machine, "results": [dataclasses.asdict(one) for one in results], "targets": judged}
+                n_disturbed, n_runs = sum(one.n_disturbed for one in results), sum(len(one.costs) for one in results)
+                machine["conditions"] = f"{size_gb:g} GB, {n_rounds} rounds, {n_disturbed} of {n_runs} runs disturbed"
+                report = {
+                    "machine": machine,
+                    "results": [dataclasses.asdict(one) for one in results],
+                    "targets": judged,
+                }
+                if given.json:
+                    given.json.write_text(json.dumps(report))  # what was measured is kept if a later table is stopped
+    return report
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _COLORS = {"reshard": "#1f6feb", "peer": "#9aa4b2", "limit": "#ffffff"}
 _LIMIT = "#c93c37"
-_WIDTH, _NAMES, _VALUES, _ROW, _TITLE, _GAP = 470, 175, 62, 17, 40, 16
+_WIDTH, _NAMES, _VALUES, _ROW, _TITLE, _GAP = 510, 215, 66, 17, 40, 16
 
 
 def draw(results: list[Result], heading: str) -> str:
@@ -78,5 +78,5 @@ def _panel(name: str, rows: list[Result]) -> str:
     return "".join(parts)
 
 
-def _short(text: str, length: int = 30) -> str:
+def _short(text: str, length: int = 36) -> str:
     return text if len(text) <= length else f"{text[: length - 1]}…"
