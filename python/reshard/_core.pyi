@@ -41,6 +41,7 @@ __all__ = [
     "default_threads",
     "dtype_bits",
     "encode_strategy",
+    "metadata_table",
     "open_dcp",
     "open_dcp_ranks",
     "read_dcp_paths",
