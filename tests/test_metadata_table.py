@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import struct
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -81,6 +82,26 @@ def test_a_truncated_or_extended_table_is_refused() -> None:
     for damaged in [table[:n] for n in range(len(table))] + [table + b"\0"]:
         with pytest.raises(DamagedFileError):
             _core.Index.from_metadata_table(TABLE, damaged, "d")
+
+
+def test_tensors_that_share_a_long_list_of_holders_are_bounded() -> None:
+    """A table of 5 MB that stands for 2 * 10^8 shards."""
+
+    def text(value: str) -> bytes:
+        return struct.pack("<I", len(value)) + value.encode()
+
+    n_cells, n_tensors = 1 << 19, 400
+    table = b"RSMETA01" + text("d") + struct.pack("<I", 1) + text("a.safetensors")
+    lists = [struct.pack("<I", 1), struct.pack("<Q", n_cells), struct.pack("<II", 1, 1), struct.pack("<Q", 0)]
+    ranks = struct.pack("<I", n_cells) + np.arange(n_cells, dtype="<u8").tobytes()
+    table += struct.pack("<I", 1) + b"".join(lists) + struct.pack("<I", 1) + text("tp") + ranks
+    starts = struct.pack("<I", n_cells + 1) + np.arange(n_cells + 1, dtype="<u4").tobytes()
+    table += struct.pack("<I", 1) + starts + struct.pack("<I", n_cells) + bytes(4 * n_cells)
+    numbers = struct.pack("<IQIQ", 1, n_cells, 1, n_cells)
+    tensors = [text(f"w{i}") + text("Float32") + numbers + struct.pack("<II", 1, 0) for i in range(n_tensors)]
+    table += struct.pack("<I", n_tensors) + b"".join(tensors)
+    with pytest.raises(DamagedFileError, match="more than 134217728 holders"):
+        _core.Index.from_metadata_table(TABLE, table, "d")
 
 
 @settings(max_examples=300, deadline=None)

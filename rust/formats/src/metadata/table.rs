@@ -29,6 +29,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 const MAGIC: &[u8; 8] = b"RSMETA01";
+/// Most holders of all tensors. The text of 4 GiB has fewer; tensors that share a list could otherwise have any number.
+const MAX_HOLDERS: u64 = 1 << 27;
 
 /// The content of a table.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -134,6 +136,7 @@ pub fn decode_table(data: &[u8]) -> Result<MetadataTable> {
     };
     let mut holders_of = Vec::with_capacity(n_tensors);
     let mut names = HashSet::with_capacity(n_tensors);
+    let mut n_held: u64 = 0;
     for _ in 0..n_tensors {
         let name = from.text()?;
         let tensor = from.tensor(name, &metadata.layouts, &holders);
@@ -144,6 +147,12 @@ pub fn decode_table(data: &[u8]) -> Result<MetadataTable> {
         })?;
         if !names.insert(name) {
             return Err(Error::damaged("the tensor is listed twice").key(name));
+        }
+        n_held += holders[of_tensor as usize].1.len() as u64;
+        if n_held > MAX_HOLDERS {
+            return Err(Error::damaged(format!(
+                "the tensors have more than {MAX_HOLDERS} holders"
+            )));
         }
         metadata.tensors.push(tensor);
         holders_of.push(of_tensor);
