@@ -9,8 +9,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import secrets
-import shutil
 import stat as modes
 import time
 from typing import TYPE_CHECKING, BinaryIO
@@ -189,7 +187,7 @@ class LocalStore(Store):
         """See `Store.writing`: a temporary file in the same folder, synced, then renamed."""
         folder, name = os.path.split(path)
         # Hidden, and with no suffix that a reader lists: a crash may leave it behind.
-        temporary = os.path.join(folder, f".{name[:200]}.{secrets.token_hex(8)}.tmp")
+        temporary = os.path.join(folder, f".{name[:200]}.{os.urandom(8).hex()}.tmp")
         with failing("writing", path):
             # The mode is set when the file is made: at no time can others read what they should not.
             handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
@@ -366,7 +364,7 @@ class LocalStore(Store):
 
     def abilities(self, path: str) -> Abilities:
         """See `Store.abilities`."""
-        folder = join(path, f"{PROBE_PREFIX}{secrets.token_hex(8)}")
+        folder = join(path, f"{PROBE_PREFIX}{os.urandom(8).hex()}")
         try:
             with failing("probing", folder):
                 os.makedirs(f"{folder}/one/inner/file")
@@ -386,7 +384,7 @@ class LocalStore(Store):
                 return Abilities(renames_folders=True, exchanges=False)
             return Abilities(renames_folders=True, exchanges=True)
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove_tree(folder, ignore_errors=True)
 
     def folder_identity(self, path: str) -> Hashable:
         """See `Store.folder_identity`: device and inode."""
@@ -658,4 +656,10 @@ def _remove(name: str, folder: int) -> None:
     except OSError as error:
         if error.errno not in (errno.EISDIR, errno.EPERM):
             raise
-        shutil.rmtree(name, dir_fd=folder)  # by handles too, where there are such, as on Linux
+        _remove_tree(name, dir_fd=folder)  # by handles too, where there are such, as on Linux
+
+
+def _remove_tree(path: str, *, ignore_errors: bool = False, dir_fd: int | None = None) -> None:
+    import shutil  # noqa: PLC0415  slow to import, and rarely needed
+
+    shutil.rmtree(path, ignore_errors=ignore_errors, dir_fd=dir_fd)

@@ -23,7 +23,7 @@ import contextlib
 import datetime as dt
 import errno
 import logging
-import secrets
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -48,7 +48,6 @@ from reshard.storage.trash import TRASH_FOLDER
 from reshard.words import show
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Mapping, Sequence
 
     from reshard.storage.claims import Claim
@@ -184,7 +183,7 @@ def begin(
                 f"{show(str(folder))} exists", path=str(folder), hint="give `overwrite=True` to replace it"
             )
         check_space(place, planned_bytes, durable=durable)
-        attempt_id = secrets.token_hex(16)
+        attempt_id = os.urandom(16).hex()
         in_staging = staging.abilities(claim).renames_folders
         work = folder
         if in_staging:
