@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import stat as modes
+import threading
 import time
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["LOCAL", "LocalStore", "close_read"]
 
 _PIECE_BYTES = 4 << 20
+_SYNC_THREADS = 8
 _GROWN_BYTES = 1 << 16  # what is asked for at a time of a file that grows while it is read
 # Without O_NONBLOCK the open of a pipe waits for a writer for ever.
 _SAFE = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
@@ -243,6 +245,41 @@ class LocalStore(Store):
                 os.fsync(handle)
             finally:
                 os.close(handle)
+
+    def sync_files(self, folder: str, names: Sequence[str]) -> None:
+        """See `Store.sync_files`: each file by a thread.
+
+        A journal commits what is synced at the same time once: four small files take 1 ms, one after the other 11 ms.
+        """
+        errors: list[BaseException] = []
+
+        def sync(path: str) -> None:
+            try:
+                with failing("syncing", path):
+                    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                    try:
+                        os.fsync(handle)
+                    finally:
+                        os.close(handle)
+            except BaseException as error:  # noqa: BLE001  raised below
+                errors.append(error)
+
+        paths = [os.path.join(folder, name) for name in names]
+        for start in range(0, len(paths), _SYNC_THREADS):
+            threads = []
+            for path in paths[start : start + _SYNC_THREADS]:
+                thread = threading.Thread(target=sync, args=(path,), name="reshard-sync", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # the interpreter ends, or there are too many threads
+                    sync(path)
+                else:
+                    threads.append(thread)
+            for thread in threads:
+                thread.join()
+        if errors:
+            raise errors[0]
+        self.sync_folder(folder)
 
     def rename(self, source: str, target: str, *, replace: bool = False) -> None:
         """See `Store.rename`.

@@ -227,14 +227,16 @@ def plan_boxes(
     return IterationPlan(files, described, mesh, assigned, prefix, content, _holders(shards), reasons, warnings)
 
 
-def write_descriptions(plan: IterationPlan, folder: Location, *, mode: int, durable: bool) -> None:
-    """Write metadata.json, and tiles.json where the plan has one.
+def write_descriptions(plan: IterationPlan, folder: Location, *, mode: int) -> list[str]:
+    """Write metadata.json, and tiles.json where the plan has one. They are not synced.
 
     Args:
         plan: the plan of the iteration.
         folder: the staging folder of the iteration.
         mode: permission bits of the files, less the umask.
-        durable: sync the files.
+
+    Returns:
+        Their names.
 
     Raises:
         StorageError: the system failed.
@@ -246,10 +248,12 @@ def write_descriptions(plan: IterationPlan, folder: Location, *, mode: int, dura
         plan.assigned,
         prefix=plan.prefix,
         mode=mode,
-        durable=durable,
+        durable=False,
     )
-    if plan.tiles is not None:
-        tiles.write(folder / tiles.TILES_FILE, plan.tiles, mode, durable=durable)
+    if plan.tiles is None:
+        return [checkpoint2.METADATA_FILE]
+    tiles.write(folder / tiles.TILES_FILE, plan.tiles, mode, durable=False)
+    return [checkpoint2.METADATA_FILE, tiles.TILES_FILE]
 
 
 def describe_cut(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reshard.formats import manifest as manifests
-from reshard.formats.base import Format, Match, Traits
+from reshard.formats.base import Format, Match
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.tiled import names as tiles
@@ -14,21 +14,19 @@ if TYPE_CHECKING:
     from reshard.formats.base import CheckpointData, OpenOptions
     from reshard.storage.location import Location
 
-__all__ = ["CHECKPOINT1", "TRAITS", "named", "rank_of_folder"]
-
-TRAITS = Traits("checkpoint1", counters_as_tensors=True, expects_manifest=True, rank_folders=True)
+__all__ = ["CHECKPOINT1"]
 
 
 class Checkpoint1(Format):
     """A Checkpoint 1.0 tree, any other folder of rank folders, or the folder of one rank."""
 
-    traits = TRAITS
+    traits = checkpoint1.TRAITS
 
     def detect(self, path: Location) -> Match:
         """By the names of the folders, except a folder `rank_<r>` that holds another format."""
         if not path.is_folder():
             return Match.NO
-        is_one_rank = rank_of_folder(path) is not None and not _is_described(path)
+        is_one_rank = checkpoint1.rank_of_folder(path) is not None and not _is_described(path)
         return Match.YES if is_one_rank or checkpoint1.is_root(path) else Match.NO
 
     def is_root(self, path: Location) -> bool:
@@ -50,14 +48,3 @@ def _is_described(folder: Location) -> bool:
     """Whether a folder named like a rank folder holds another format, such as an iteration or a conversion."""
     names = (checkpoint2.METADATA_FILE, tiles.TILES_FILE, manifests.MANIFEST_FILE)
     return any((folder / name).exists() for name in names)
-
-
-def rank_of_folder(folder: Location) -> int | None:
-    """The rank in the name of a folder."""
-    return checkpoint1.parse_rank_folder(named(folder).name)
-
-
-def named(folder: Location) -> Location:
-    """The folder under the name with its rank: the given path, or the target if that is a link."""
-    given = folder.absolute()
-    return folder.resolved() if checkpoint1.parse_rank_folder(given.name) is None else given

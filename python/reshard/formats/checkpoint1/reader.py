@@ -20,7 +20,7 @@ from reshard.formats.base import CheckpointData, Shapes
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1 import state as checkpoint1_state
 from reshard.formats.checkpoint1.candidates import RankFolder, name_of_rank, order_saves
-from reshard.formats.checkpoint1.format import TRAITS, named, rank_of_folder
+from reshard.formats.checkpoint1.names import TRAITS, named, rank_of_folder
 from reshard.formats.checkpoint1.tensors import RankTensors
 from reshard.formats.checkpoint2.root import is_damage, reason_of
 from reshard.formats.own_files import opened_again

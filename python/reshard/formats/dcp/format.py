@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reshard.formats.base import Format, Match, RootEntry, Traits
+from reshard.formats.base import Format, Match, RootEntry
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.dcp import sharded_files
 from reshard.formats.dcp.names import DATA_SUFFIX, METADATA_FILE, rank_of_metadata, step_of
+from reshard.formats.dcp.traits import TRAITS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +22,7 @@ __all__ = ["DCP"]
 class Dcp(Format):
     """A folder of `torch.distributed.checkpoint`, or a root with a folder for each step."""
 
-    traits = Traits("dcp", has_sums=True)
+    traits = TRAITS
 
     def detect(self, path: Location) -> Match:
         """By `.metadata` or the names of shard files; by data files where `.metadata` is missing, to say so."""

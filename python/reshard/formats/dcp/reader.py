@@ -23,7 +23,6 @@ from reshard.errors import (
 )
 from reshard.formats.base import CheckpointData, Match
 from reshard.formats.dcp import run_state, sharded_files
-from reshard.formats.dcp.format import DCP
 from reshard.formats.dcp.names import (
     DATA_SUFFIX,
     MAX_METADATA_BYTES,
@@ -33,6 +32,7 @@ from reshard.formats.dcp.names import (
     rank_of_metadata,
     step_of,
 )
+from reshard.formats.dcp.traits import TRAITS
 from reshard.formats.huggingface.reader import HUGGINGFACE
 from reshard.storage.location import Location, locate
 from reshard.words import listed, show
@@ -195,7 +195,7 @@ def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
     if holds_safetensors:
         index = _safetensors_index(folder, index, objects, method)
     return _DcpData(
-        traits=replace(DCP.traits, has_sums=not holds_safetensors),
+        traits=replace(TRAITS, has_sums=not holds_safetensors),
         path=folder,
         index=index,
         method=method,
@@ -230,7 +230,7 @@ def _open_ranks(folder: Location, by_rank: Mapping[int, str], method: _core.Read
     _warn_of(folder, unsupported)
     opened = [_core.open_dcp_ranks(str(folder), [text], method=method) for text in texts]
     return _DcpData(
-        traits=DCP.traits,
+        traits=TRAITS,
         path=folder,
         index=index,
         method=method,
@@ -249,7 +249,7 @@ def _open_shard_files(
 ) -> CheckpointData:
     index, shards = sharded_files.read_index(folder, list(names), method)
     sharded_files.check_files(folder, names, shards)
-    traits = replace(DCP.traits, has_sums=False)
+    traits = replace(TRAITS, has_sums=False)
     return _DcpData(traits=traits, path=folder, index=index, method=method, iteration=step_of(folder.name))
 
 

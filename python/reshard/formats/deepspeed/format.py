@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reshard.errors import ReshardError
-from reshard.formats.base import Format, Match, Traits
+from reshard.formats.base import Format, Match
 from reshard.formats.deepspeed import names
 
 if TYPE_CHECKING:
@@ -14,13 +13,13 @@ if TYPE_CHECKING:
     from reshard.formats.base import CheckpointData, OpenOptions
     from reshard.storage.location import Location
 
-__all__ = ["DEEPSPEED", "is_universal", "tag_of"]
+__all__ = ["DEEPSPEED"]
 
 
 class DeepSpeed(Format):
     """A checkpoint of DeepSpeed."""
 
-    traits = Traits("deepspeed")
+    traits = names.TRAITS
 
     def detect(self, path: Location) -> Match:
         """By the names of files of a save; of a root, by `latest` or by folders of saves."""
@@ -39,7 +38,7 @@ class DeepSpeed(Format):
         present = path.names()
         if _is_save(path, present):
             return False
-        tags = [tag for name in (names.LATEST, names.LATEST_UNIVERSAL) if (tag := tag_of(path, name, present))]
+        tags = [tag for name in (names.LATEST, names.LATEST_UNIVERSAL) if (tag := names.tag_of(path, name, present))]
         saves = (tag for tag in (*tags, *(name for name in present if names.step_of(name) is not None)))
         return any(_is_save_folder(path / tag) for tag in saves) or any(names.step_of(tag) is not None for tag in tags)
 
@@ -48,24 +47,8 @@ DEEPSPEED = DeepSpeed()
 
 
 def _is_save(folder: Location, present: Sequence[str]) -> bool:
-    return any(map(names.is_state_file, present)) or (names.ZERO_FOLDER in present and is_universal(folder))
+    return any(map(names.is_state_file, present)) or (names.ZERO_FOLDER in present and names.is_universal(folder))
 
 
 def _is_save_folder(folder: Location) -> bool:
     return folder.is_folder() and _is_save(folder, folder.names())
-
-
-def tag_of(root: Location, name: str, present: Sequence[str]) -> str | None:
-    """The tag that `latest` names, or None if there is none that could be the name of a folder."""
-    if name not in present or not (root / name).is_file():
-        return None
-    try:
-        text = (root / name).read_small(names.MAX_TAG_BYTES).decode().strip()
-    except (ReshardError, UnicodeDecodeError):
-        return None
-    return None if not text or "/" in text or "\0" in text or text in (".", "..") else text
-
-
-def is_universal(folder: Location) -> bool:
-    """Whether a folder is a universal one."""
-    return (folder / names.ZERO_FOLDER / names.OPTIMIZER_FILE).is_file()

@@ -14,7 +14,6 @@ from reshard import _core
 from reshard.errors import CheckpointNotFoundError, ReshardError, StorageError
 from reshard.formats.base import CheckpointData
 from reshard.formats.deepspeed import names
-from reshard.formats.deepspeed.format import DEEPSPEED, is_universal, tag_of
 from reshard.formats.deepspeed.module import Module, Tensors
 from reshard.formats.deepspeed.states import (
     StateFile,
@@ -115,7 +114,9 @@ def open_root(root: Location, method: _core.ReadMethod) -> CheckpointData:
     skipped: list[tuple[str, str]] = []
     for tag in _candidates(root, present):
         if not (root / tag).is_folder():
-            named = next(name for name in (names.LATEST, names.LATEST_UNIVERSAL) if tag_of(root, name, present) == tag)
+            named = next(
+                name for name in (names.LATEST, names.LATEST_UNIVERSAL) if names.tag_of(root, name, present) == tag
+            )
             reason = f"{show(named)} names it, but there is no such folder"
             _log.warning("%s is skipped: %s", root / tag, reason)
             skipped.append((tag, reason))
@@ -137,9 +138,9 @@ def open_root(root: Location, method: _core.ReadMethod) -> CheckpointData:
 
 def _candidates(root: Location, present: Sequence[str]) -> Iterator[str]:
     """The tags in the order in which they are tried: the one of `latest`, then default tags, the newest first."""
-    latest = tag_of(root, names.LATEST, present)
+    latest = names.tag_of(root, names.LATEST, present)
     by_step = sorted(((step, name) for name in present if (step := names.step_of(name)) is not None), reverse=True)
-    universal = tag_of(root, names.LATEST_UNIVERSAL, present)
+    universal = names.tag_of(root, names.LATEST_UNIVERSAL, present)
     yield from dict.fromkeys(
         tag for tag in (latest, *(name for _, name in by_step if (root / name).is_folder()), universal) if tag
     )
@@ -148,7 +149,7 @@ def _candidates(root: Location, present: Sequence[str]) -> Iterator[str]:
 def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
     """Open the folder of one save, or a universal folder. Raises as `reshard.open`."""
     present = folder.names()
-    is_converted = is_universal(folder)
+    is_converted = names.is_universal(folder)
     if is_converted:
         # Their tensors are complete in `zero/`, whatever the ranks were.
         model_names = [name for name in present if names.is_state_file(name) and name.endswith("_model_states.pt")]
@@ -195,7 +196,7 @@ def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
         for one in (model if files.is_partitioned else ())
     ]
     return _DeepSpeedData(
-        traits=DEEPSPEED.traits,
+        traits=names.TRAITS,
         path=folder,
         index=tensors.index,
         method=method,

@@ -20,7 +20,6 @@ from reshard.errors import LayoutError, MismatchError, UnsupportedError
 from reshard.formats.base import CheckpointData, UnplacedTensor
 from reshard.formats.megatron import names
 from reshard.formats.megatron.common_state import argument, counters_of
-from reshard.formats.megatron.format import MEGATRON
 from reshard.formats.megatron.merge_rules import MergeRules
 from reshard.formats.megatron.rank_files import RankFile, Weight, open_rank_files
 from reshard.formats.megatron.rank_optimizer import optimizer_arrays
@@ -174,7 +173,7 @@ def open_rank_folders(folder: Location, options: OpenOptions) -> CheckpointData:
     _report(folder, sizes.tensor * sizes.pipeline * sizes.expert, optimizer.fault, given, unplaced)
     state = ranks[0].state
     return RankFoldersData(
-        traits=MEGATRON.traits,
+        traits=names.TRAITS,
         path=folder,
         index=index,
         method=options.method,

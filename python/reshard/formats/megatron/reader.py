@@ -14,7 +14,6 @@ from reshard.errors import CheckpointNotFoundError, DamagedFileError, LayoutErro
 from reshard.formats.dcp.format import DCP
 from reshard.formats.dcp.names import METADATA_FILE
 from reshard.formats.megatron import names
-from reshard.formats.megatron.format import iterations
 from reshard.formats.megatron.rank_folders import given_layout, open_rank_folders
 from reshard.formats.megatron.torch_dist import open_torch_dist
 from reshard.formats.scrub import is_damage
@@ -51,7 +50,7 @@ def open_root(root: Location, options: OpenOptions) -> CheckpointData:
     skipped: list[tuple[str, str]] = []
     given_layout(options)  # a fault of the layout is no reason to skip an iteration
     tracker = _tracker(root)
-    for name in iterations(root, root.names()):
+    for name in names.iterations(root, root.names()):
         try:
             data = open_iteration(root / name, options)
         except ReshardError as error:

@@ -18,7 +18,6 @@ from reshard.formats.base import CheckpointData
 from reshard.formats.dcp.names import MAX_METADATA_BYTES, METADATA_FILE, is_optimizer
 from reshard.formats.megatron import names
 from reshard.formats.megatron.common_state import counters_of, iteration_in, plain
-from reshard.formats.megatron.format import MEGATRON
 from reshard.strict_json import read_json
 from reshard.words import listed, show
 
@@ -97,7 +96,7 @@ def open_torch_dist(folder: Location, method: _core.ReadMethod) -> CheckpointDat
             folder,
         )
     return TorchDistData(
-        traits=MEGATRON.traits,
+        traits=names.TRAITS,
         path=folder,
         index=index,
         method=method,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reshard.formats.base import Format, Match, Traits
+from reshard.formats.base import Format, Match
 from reshard.formats.torch_file import names
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ __all__ = ["TORCH_FILE"]
 class TorchFile(Format):
     """A file of `torch.save`, or a folder of `.bin` files."""
 
-    traits = Traits("torch", is_pretrained=True)
+    traits = names.TRAITS
 
     def detect(self, path: Location) -> Match:
         """By the first bytes of a file; by the index or the one file of a folder."""

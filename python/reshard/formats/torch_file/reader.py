@@ -15,7 +15,6 @@ from reshard.formats.base import CheckpointData
 from reshard.formats.dcp import run_state
 from reshard.formats.dcp.names import is_optimizer
 from reshard.formats.torch_file import names
-from reshard.formats.torch_file.format import TORCH_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -80,7 +79,7 @@ def open_file(path: Location, file: Location, method: _core.ReadMethod) -> Check
     for key, *_ in tensors:
         index.add_whole(key, number)
     return _FileData(
-        traits=replace(TORCH_FILE.traits, has_sums=names.is_zip(file.read_head(names.HEAD_BYTES, follow_links=True))),
+        traits=replace(names.TRAITS, has_sums=names.is_zip(file.read_head(names.HEAD_BYTES, follow_links=True))),
         path=path,
         file=file,
         index=index,
@@ -99,4 +98,4 @@ def open_index(folder: Location, method: _core.ReadMethod) -> CheckpointData:
     }
     for key, name in file_of.items():
         index.add_whole(key, numbers[name])
-    return CheckpointData(traits=TORCH_FILE.traits, path=folder, index=index, method=method)
+    return CheckpointData(traits=names.TRAITS, path=folder, index=index, method=method)
