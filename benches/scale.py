@@ -109,7 +109,7 @@ def coordinate(root: Path, n_ranks: int, n_tensors: int) -> Figures:
     lap("plan")
     json.dumps(messages.encode(plan.files))
     lap("answer")
-    write_descriptions(plan, locate(folder), mode=0o644, durable=False)
+    write_descriptions(plan, locate(folder), mode=0o644)
     lap("metadata.json and its table")
     return {"total": sum(seconds.values()), **seconds}
 

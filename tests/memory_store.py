@@ -175,6 +175,9 @@ class MemoryStore(Store):
     def sync_folder(self, path: str) -> None:
         pass
 
+    def sync_files(self, folder: str, names: Sequence[str]) -> None:
+        pass
+
     def set_mode(self, path: str, mode: int) -> None:
         pass
 

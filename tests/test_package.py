@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+import reshard
 
 SOURCES = sorted((Path(__file__).parent.parent / "python").rglob("*.py"))
 FORBIDDEN = {
@@ -34,5 +37,33 @@ def test_source_does_not_use(what: str) -> None:
 
 def test_import_brings_no_framework() -> None:
     code = "import sys, reshard; print(sorted({'torch', 'mindspore', 'jax', 'rich', 'click'} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+_FIRST_LOAD = """
+import sys
+import numpy as np
+import reshard
+with reshard.open(sys.argv[1]) as checkpoint:
+    assert checkpoint.load()["w"].tolist() == [0.0, 0.0]
+readers = {f"reshard.formats.{name}.reader" for name in ("checkpoint1", "dcp", "deepspeed", "megatron", "torch_file")}
+unused = {"yaml", "reshard.names", "reshard.layout.file", "reshard.write.save", "tempfile", "subprocess"}
+print(sorted(sys.modules.keys() & (readers | unused)))
+"""
+
+
+@pytest.mark.slow
+def test_the_first_load_imports_only_what_it_needs(tmp_path: Path) -> None:
+    """It takes 60 ms, of which most are imports: 100 ms more with everything that other formats and layouts need."""
+    reshard.save(tmp_path, 1, {"w": np.zeros(2)})
+    command = [sys.executable, "-c", _FIRST_LOAD, str(tmp_path)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+@pytest.mark.slow
+def test_help_imports_no_numpy() -> None:
+    code = "import sys, reshard.cli; print(sorted({'numpy', 'yaml', 'rich', 'reshard.checkpoint'} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"

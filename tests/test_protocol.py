@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from tests.small_saves import (
     FileRecord,
@@ -34,6 +35,7 @@ from tests.small_saves import (
     write_files,
 )
 
+import reshard
 from reshard import _core
 from reshard.errors import (
     ArgumentError,
@@ -121,11 +123,8 @@ def test_files_that_the_core_wrote(root: Path) -> None:
     assert len(manifests.read_checksums(attempt.folder, manifest)[name]) == 3 * 4
 
 
-def test_everything_is_synced_before_it_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each name that appears belongs to what was synced before, and its folder is synced before the next one does."""
-    save(root, 100)
-    attempt = protocol.begin(root, 200)
-    told = write_files(attempt.staging, 200, 0)
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is synced and what gets a name from now on, without random names. The core's own calls are not recorded."""
     events: list[str] = []
     real: dict[str, Any] = {"fsync": os.fsync, "replace": os.replace, "rename": _core.rename}
 
@@ -141,9 +140,18 @@ def test_everything_is_synced_before_it_is_named(root: Path, monkeypatch: pytest
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "replace", rename)
     monkeypatch.setattr(_core, "rename", rename)
+    return events
+
+
+def test_everything_is_synced_before_it_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each name that appears belongs to what was synced before, and its folder is synced before the next one does."""
+    save(root, 100)
+    attempt = protocol.begin(root, 200)
+    told = write_files(attempt.staging, 200, 0)
+    events = recorded(monkeypatch)
     protocol.publish(attempt, protocol.seal(attempt, told, world_size=2))
     assert events == [
-        "sync .checksums.bin.*.tmp", "name checksums.bin", "sync 200.1.*",
+        "name checksums.bin", "sync checksums.bin", "sync 200.1.*",
         "sync .manifest.json.*.tmp", "name manifest.json", "sync 200.1.*",
         "name iteration_00000200", "sync root", "sync .staging",
         "sync .latest_checkpointed_iteration.txt.*.tmp", "name latest_checkpointed_iteration.txt", "sync root",
@@ -154,6 +162,41 @@ def test_everything_is_synced_before_it_is_named(root: Path, monkeypatch: pytest
     synced = [event for event in events if event.startswith("sync")]
     assert len(synced) == 3, synced
     assert all(re.fullmatch(r"sync \.(model|common).*", event) for event in synced), "those of the test's own writer"
+
+
+@pytest.mark.parametrize("limit", [None, 0], ids=["together", "one by one"])
+def test_all_files_of_a_save_are_synced_before_the_manifest_is_named(
+    root: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None
+) -> None:
+    if limit is not None:
+        monkeypatch.setattr("reshard.formats.checkpoint2.save._SYNCED_TOGETHER_BYTES", limit)
+    events = recorded(monkeypatch)
+    reshard.save(root, 100, {"w": np.zeros(4)}, {"m.w": np.zeros(4)}, extra={"array": np.arange(3), "number": 1})
+    written = {path.name for path in (root / "iteration_00000100").iterdir()} - {"manifest.json", ".tracked"}
+    assert len(written) == 7
+    before = events[: events.index("name manifest.json")]
+    last = {name: before.index(f"sync {name}") for name in written if f"sync {name}" in before}
+    by_core = {name for name in written if name.endswith((".safetensors", ".arrays"))}
+    own = {"extra-0000000.json"}  # synced under its temporary name
+    assert written - last.keys() == (set() if limit is None else by_core | own)
+    folders = [n for n, event in enumerate(before) if event == "sync 100.1.*"]
+    assert max(last.values()) < max(folders), "the names"
+    protocol.release(root)
+
+
+def test_a_file_that_cannot_be_synced_fails_the_save(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.fsync
+
+    def fsync(handle: int) -> None:
+        if Path(f"/proc/self/fd/{handle}").readlink().name == "metadata.json":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(StorageError, match=r"syncing .*metadata.json"):
+        reshard.save(root, 100, {"w": np.zeros(4)})
+    assert not (root / "iteration_00000100").exists()
+    protocol.release(root)
 
 
 def test_a_pin_survives_the_replacement(root: Path) -> None:

@@ -120,7 +120,7 @@ _FILE_MODULES = {"fcntl", "filecmp", "glob", "shutil", "stat", "tempfile"}
 # What these modules and `os` have that touches no file: the text of paths, the process, the environment.
 _NO_FILES = {
     *("os.PathLike", "os.fspath", "os.fsencode", "os.fsdecode", "os.path.commonprefix", "shutil.get_terminal_size"),
-    *("os.environ", "os.cpu_count", "os.getpid", "os.getppid", "os.kill", "os.register_at_fork"),
+    *("os.environ", "os.cpu_count", "os.getpid", "os.getppid", "os.kill", "os.register_at_fork", "os.urandom"),
 }
 # Methods that of all types in this package `pathlib.Path` alone has, and those that other types have too, such as a
 # `Location` or text: their receiver is looked at.

@@ -15,7 +15,6 @@ import operator
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from fractions import Fraction
 from typing import ParamSpec, TypeVar
 
 from reshard.errors import ArgumentError, StorageError
@@ -369,6 +368,8 @@ def parse_size(size: str | int) -> int:
         match = _SIZE.fullmatch(size)
         if match is None or match[2] not in _UNITS:
             raise ArgumentError(f"{show(size)} is not a size", hint=hint)
+        from fractions import Fraction  # noqa: PLC0415  slow to import, and rarely needed
+
         n_bytes = int(Fraction(match[1]) * _UNITS[match[2]])
     elif isinstance(size, int) and not isinstance(size, bool):
         n_bytes = size

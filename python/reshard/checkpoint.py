@@ -9,12 +9,11 @@ checksums of the files, every chunk of 256 KiB that a read touches is compared w
 from __future__ import annotations
 
 import functools
-import os
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import numpy as np
 
@@ -31,16 +30,16 @@ from reshard.formats.base import StoredTensor
 from reshard.formats.own_files import opened_again, own_index
 from reshard.formats.scrub import scrub_share
 from reshard.indexing import normalize_index
-from reshard.layout import BoundLayout, ModelLayout, as_layout
-from reshard.names import as_names, config_beside
 from reshard.outputs import as_array, check_out, check_outs, fill, keeps_order, load_all, whole_request
 from reshard.words import check_text, listed, show
 
 if TYPE_CHECKING:
+    import os
     from types import TracebackType
     from typing import Self
 
     from reshard.formats.base import CheckpointData, UnplacedTensor
+    from reshard.layout import BoundLayout, ModelLayout
     from reshard.layout.like import DeviceLayout
     from reshard.layout.strategy import Strategy
     from reshard.names import ConfigLike, NamesLike, ResolvedTensor
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
 __all__ = ["Checkpoint", "FileInfo", "Part", "StoredShard", "TensorInfo"]
 
 Part = Literal["all", "model", "optimizer"]
-LayoutLike = ModelLayout | str | os.PathLike[str] | Mapping[str, Any]
+LayoutLike: TypeAlias = "ModelLayout | str | os.PathLike[str] | Mapping[str, Any]"
 
 
 @dataclass(frozen=True)
@@ -612,6 +611,8 @@ class Checkpoint:
             ...     fused.read("qk")[:, 0]
             array([0., 0., 1., 1., 0., 0., 1., 1.], dtype=float32)
         """
+        from reshard.names import as_names, config_beside  # noqa: PLC0415  slow to import, and not needed without a map
+
         known = as_names(names, config_beside(self.data.path) if config is None else config)
         shapes = self._shapes() if part == "all" else {key: self._index.shape(key) for key in self.keys(part)}
         tensors = (known.reversed() if reverse else known).resolve(shapes, optimizer_keys=set(self.keys("optimizer")))
@@ -768,6 +769,8 @@ class Checkpoint:
             >>> reshard.open("bind.safetensors").bind(layout).layouts["w"].local_shape(3)
             (2, 2)
         """
+        from reshard.layout import as_layout  # noqa: PLC0415  slow to import, and not needed without a layout
+
         return as_layout(layout).bind(self._shapes(), optimizer_keys=set(self.keys("optimizer")))
 
     def _wanted(self, part: Part, keys: Collection[str] | None) -> list[str]:

@@ -15,7 +15,6 @@ import contextlib
 import json
 import os
 import queue
-import secrets
 import sys
 import threading
 import time
@@ -254,7 +253,7 @@ class TorchSession:
             if not self._wait([], deadline, lambda: self._open_token() is None):
                 self._store.set(self._label, "none")
                 self._give_up(name, timeout, [], "not all ranks have come to the session of this label before")
-            self._token = secrets.token_hex(8)
+            self._token = os.urandom(8).hex()
             self._store.set(self._label, self._token)
             return
         joined = self._group._joined  # noqa: SLF001

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 from typing import TYPE_CHECKING
 
@@ -43,6 +42,8 @@ def nearest(text: str, candidates: Iterable[str], n: int = 3, *, cutoff: float =
         n: maximum number of results.
         cutoff: minimum similarity, 0 to 1.
     """
+    import difflib  # noqa: PLC0415  slow to import, and only needed for hints
+
     # difflib is quadratic in the length of the texts, so limit it.
     near = difflib.get_close_matches(text[:200], [c[:200] for c in candidates][:1000], n=n, cutoff=cutoff)
     return list(dict.fromkeys(near))

@@ -192,7 +192,8 @@ def _iterations(root: str, order: Order, taken: Checkpoint, *, everything: bool)
 
 def _rank_saves(path: str, taken: Checkpoint, *, everything: bool) -> list[RankSaveState] | None:
     """The saves of rank folders, in the order in which they are tried. All but the one taken are opened here."""
-    from reshard.opening import open_rank_files, rank_saves
+    from reshard.formats.checkpoint1.reader import open_rank_files
+    from reshard.opening import rank_saves
 
     saves = rank_saves(path)
     if saves is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +23,6 @@ from reshard.cli.output import (
     shown,
     size,
 )
-from reshard.formats.checkpoint1.names import parse_file_name
-from reshard.resume.choose import NOT_NEEDED, NOT_REACHED, UNREADABLE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -209,6 +206,8 @@ def _json(decision: ResumeDecision) -> dict[str, Any]:
 
 def _plain(value: object) -> object:
     """The value with fractions as text, which keeps them exact."""
+    from fractions import Fraction
+
     if isinstance(value, Fraction):
         return str(value)
     return {name: _plain(inner) for name, inner in value.items()} if isinstance(value, dict) else value
@@ -288,6 +287,8 @@ def _print_verdicts(config: Config, facts: ResumeFacts, verdicts: Sequence[Verdi
 
 def _print_ranks(views: Sequence[RankFolderFacts]) -> None:
     """Print the files of each rank folder, with one line for all ranks that have the same files."""
+    from reshard.formats.checkpoint1.names import parse_file_name
+
     parsed = [parse_file_name(name) for view in views for name in view.files]
     is_plain = len({one and (one.prefix, one.kind, one.extension) for one in parsed}) == 1 and None not in parsed
 
@@ -357,6 +358,8 @@ def _view(view: EpochStep) -> str:
 
 
 def _word(verdict: Verdict) -> str:
+    from reshard.resume.choose import NOT_NEEDED, NOT_REACHED, UNREADABLE
+
     if verdict.taken:
         return "taken"
     if verdict.reason in (NOT_NEEDED, NOT_REACHED):

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import reshard
-from reshard.cli.contents import gather_contents
 from reshard.cli.output import (
     PATH,
     STRATEGY_HELP,
@@ -106,6 +105,8 @@ def inspect(
             else:
                 echo_file(str(layout))
             return
+        from reshard.cli.contents import gather_contents
+
         facts = gather_contents(path, checkpoint, everything=everything)
         rows = _matching(facts.rows, pattern)
         if html is not None:

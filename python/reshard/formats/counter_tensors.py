@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from reshard.counters import COUNTERS, OF_NO_PARAMETER
 from reshard.errors import ArgumentError, DamagedFileError
 from reshard.formats.checkpoint2.common import CommonInfo
-from reshard.layout.resolve import COUNTERS, OF_NO_PARAMETER
 from reshard.words import show
 
 if TYPE_CHECKING:

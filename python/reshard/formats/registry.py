@@ -1,6 +1,7 @@
 """The formats that can be opened, in the order in which they are tried.
 
-A new format is a module with a subclass of `formats.base.Format` and one entry here.
+A new format is a module with a subclass of `formats.base.Format` and one entry here. If the reader takes long to
+import, the subclass is in a module `format`, which imports it when something is opened.
 """
 
 from __future__ import annotations
@@ -8,16 +9,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reshard.formats.base import Match
-from reshard.formats.checkpoint1.reader import CHECKPOINT1
+from reshard.formats.checkpoint1.format import CHECKPOINT1
 from reshard.formats.checkpoint2.root import CHECKPOINT2, TILED
 from reshard.formats.ckpt.reader import CKPT
-from reshard.formats.dcp.reader import DCP
-from reshard.formats.deepspeed.reader import DEEPSPEED
+from reshard.formats.dcp.format import DCP
+from reshard.formats.deepspeed.format import DEEPSPEED
 from reshard.formats.full_weights.reader import FULL_WEIGHTS
 from reshard.formats.huggingface.reader import HUGGINGFACE
-from reshard.formats.megatron.reader import MEGATRON
+from reshard.formats.megatron.format import MEGATRON
 from reshard.formats.single_file.reader import SINGLE_FILE
-from reshard.formats.torch_file.reader import TORCH_FILE
+from reshard.formats.torch_file.format import TORCH_FILE
 
 if TYPE_CHECKING:
     from reshard.formats.base import Format

@@ -5,15 +5,28 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reshard.errors import ArgumentError
-from reshard.formats.checkpoint1.save import Checkpoint1Save
-from reshard.formats.checkpoint2.save import Checkpoint2Save
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from reshard.write.collective_save import SaveFormat
 
 __all__ = ["save_format"]
 
-_FORMATS: dict[str, type[SaveFormat]] = {one.traits.name: one for one in (Checkpoint2Save, Checkpoint1Save)}
+
+def _checkpoint1() -> type[SaveFormat]:
+    from reshard.formats.checkpoint1.save import Checkpoint1Save  # noqa: PLC0415  slow to import
+
+    return Checkpoint1Save
+
+
+def _checkpoint2() -> type[SaveFormat]:
+    from reshard.formats.checkpoint2.save import Checkpoint2Save  # noqa: PLC0415  slow to import
+
+    return Checkpoint2Save
+
+
+_FORMATS: dict[str, Callable[[], type[SaveFormat]]] = {"checkpoint2": _checkpoint2, "checkpoint1": _checkpoint1}
 
 
 def save_format(name: str) -> type[SaveFormat]:
@@ -32,4 +45,4 @@ def save_format(name: str) -> type[SaveFormat]:
     if name not in _FORMATS:
         accepted = " and ".join(f'"{one}"' for one in _FORMATS)
         raise ArgumentError(f"`format` is {name!r}; {accepted} are accepted")
-    return _FORMATS[name]
+    return _FORMATS[name]()

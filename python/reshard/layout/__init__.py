@@ -10,14 +10,18 @@ by `reshard.strict_yaml` and `reshard.fields`. Nothing here reads tensors.
 
 from __future__ import annotations
 
-from reshard.layout.bind import BoundLayout
-from reshard.layout.file import LayoutRule, OptimizerRule, PlaceRule
-from reshard.layout.model import ModelLayout, as_layout, write_strategy
-from reshard.layout.partition import Block, Partition, TensorLayout
-from reshard.layout.resolve import Join
-from reshard.layout.strategy import DeviceCut, Strategy, box_of
-from reshard.layout.strategy_file import is_strategy
-from reshard.layout.strategy_folder import merge_strategies, read_stages, read_strategy
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from reshard.layout.bind import BoundLayout
+    from reshard.layout.file import LayoutRule, OptimizerRule, PlaceRule
+    from reshard.layout.model import ModelLayout, as_layout, write_strategy
+    from reshard.layout.partition import Block, Partition, TensorLayout
+    from reshard.layout.resolve import Join
+    from reshard.layout.strategy import DeviceCut, Strategy, box_of
+    from reshard.layout.strategy_file import is_strategy
+    from reshard.layout.strategy_folder import merge_strategies, read_stages, read_strategy
 
 __all__ = [
     "Block",
@@ -39,3 +43,34 @@ __all__ = [
     "read_strategy",
     "write_strategy",
 ]
+
+# Importing all of them takes 30 ms, and most uses need one or none.
+_HOMES = {
+    "Block": "reshard.layout.partition",
+    "BoundLayout": "reshard.layout.bind",
+    "DeviceCut": "reshard.layout.strategy",
+    "Join": "reshard.layout.resolve",
+    "LayoutRule": "reshard.layout.file",
+    "ModelLayout": "reshard.layout.model",
+    "OptimizerRule": "reshard.layout.file",
+    "Partition": "reshard.layout.partition",
+    "PlaceRule": "reshard.layout.file",
+    "Strategy": "reshard.layout.strategy",
+    "TensorLayout": "reshard.layout.partition",
+    "as_layout": "reshard.layout.model",
+    "box_of": "reshard.layout.strategy",
+    "is_strategy": "reshard.layout.strategy_file",
+    "merge_strategies": "reshard.layout.strategy_folder",
+    "read_stages": "reshard.layout.strategy_folder",
+    "read_strategy": "reshard.layout.strategy_folder",
+    "write_strategy": "reshard.layout.model",
+}
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'reshard.layout' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value

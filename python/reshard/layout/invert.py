@@ -13,9 +13,10 @@ import math
 from typing import TYPE_CHECKING
 
 from reshard import _core
+from reshard.counters import is_counter
 from reshard.errors import LayoutError, MismatchError
 from reshard.layout.patterns import Matcher
-from reshard.layout.resolve import is_counter, resolve, state_of
+from reshard.layout.resolve import resolve, state_of
 from reshard.words import show
 
 if TYPE_CHECKING:

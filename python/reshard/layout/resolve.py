@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from reshard.counters import is_counter
 from reshard.errors import LayoutError
 from reshard.layout.partition import Block, Blocks, Partition, TensorLayout
 from reshard.layout.patterns import IndexedPattern, Matcher, natural_order
@@ -23,13 +24,7 @@ if TYPE_CHECKING:
     from reshard.layout.file import LayoutFile, LayoutRule, PlaceRule
     from reshard.layout.partition import Places
 
-__all__ = ["COUNTERS", "OF_NO_PARAMETER", "Join", "Resolved", "Unused", "is_counter", "resolve", "state_of"]
-
-COUNTERS = ("epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size")
-"""Counters of a training run, which some formats store as tensors of one element."""
-
-OF_NO_PARAMETER = frozenset((*COUNTERS, "beta1_power", "beta2_power", "learning_rate", "momentum"))
-"""Counters, and state of the optimizer that belongs to no parameter."""
+__all__ = ["Join", "Resolved", "Unused", "resolve", "state_of"]
 
 _MAX_HINTS = 8  # finding the nearest keys takes time, and an error shows one hint
 _MAX_WARNINGS = 100  # about rules that match no key
@@ -505,16 +500,6 @@ class _Coordinates:
         if self.to:
             return self.to[i]
         return bisect.bisect_right(self.ends, i) if self.ends else i // self.each
-
-
-def is_counter(key: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is whole under every layout. Writers add such tensors, so that they must not need a rule.
-
-    Example:
-        >>> is_counter("global_step", (1,)), is_counter("global_step", (4,)), is_counter("w", (1,))
-        (True, False, False)
-    """
-    return key in OF_NO_PARAMETER and math.prod(shape) == 1
 
 
 def state_of(keys: Iterable[str], parameters: Iterable[str]) -> dict[str, str]:

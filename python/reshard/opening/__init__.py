@@ -14,8 +14,7 @@ from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointNotFoundError, EmptyRootError
 from reshard.formats import registry
 from reshard.formats.base import OpenOptions, StrategyLike
-from reshard.formats.checkpoint1 import reader as rank_folders
-from reshard.formats.checkpoint1.reader import CHECKPOINT1, RankSave, open_rank_files, strategy_for
+from reshard.formats.checkpoint1.format import CHECKPOINT1
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.reader import Chosen, chosen, marks, open_chosen
 from reshard.formats.checkpoint2.root import CHECKPOINT2, best_of, newer_than, order_of
@@ -28,12 +27,12 @@ if TYPE_CHECKING:
     import os
 
     from reshard import _core
+    from reshard.formats.checkpoint1.reader import RankSave
     from reshard.formats.checkpoint2.candidates import Order
     from reshard.names import NamesLike
 
 __all__ = [
     "Chosen",
-    "RankSave",
     "StrategyLike",
     "best_of",
     "chosen",
@@ -43,11 +42,9 @@ __all__ = [
     "newer_than",
     "open",
     "open_chosen",
-    "open_rank_files",
     "order_of",
     "rank_saves",
     "reason_of",
-    "strategy_for",
 ]
 
 _log = logging.getLogger("reshard")
@@ -165,6 +162,8 @@ def rank_saves(path: str | os.PathLike[str]) -> tuple[RankSave, ...] | None:
         >>> [save.name for save in rank_saves("ranks")]
         ['CKP_rank_0-1_10.safetensors']
     """
+    from reshard.formats.checkpoint1 import reader  # noqa: PLC0415  slow to import
+
     target = locate(path)
     is_root = target.is_folder() and registry.detect(target) is CHECKPOINT1 and CHECKPOINT1.is_root(target)
-    return rank_folders.rank_saves(target) if is_root else None
+    return reader.rank_saves(target) if is_root else None

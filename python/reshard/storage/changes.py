@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import filecmp
 import os
-import secrets
 import shutil
 import stat
 import tempfile
@@ -85,7 +84,7 @@ def replace_link(path: str | os.PathLike[str], target: str) -> None:
         if link.is_symlink() or not os.path.lexists(link):
             if link.is_symlink() and str(link.readlink()) == target:
                 return
-            beside = link.with_name(f".{link.name}.{secrets.token_hex(4)}")
+            beside = link.with_name(f".{link.name}.{os.urandom(4).hex()}")
             beside.symlink_to(target)
             try:
                 beside.rename(link)

@@ -16,7 +16,7 @@ from reshard.words import show
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
 __all__ = [
     "MANIFEST_FILE",
@@ -31,6 +31,7 @@ __all__ = [
     "rename",
     "replace_file",
     "sync",
+    "sync_files",
 ]
 
 MANIFEST_FILE = "manifest.json"
@@ -63,6 +64,13 @@ def sync(folder: str | os.PathLike[str]) -> None:
     place = locate(folder)
     _step(f"sync {place.name}")
     place.store.sync_folder(place.path)
+
+
+def sync_files(folder: str | os.PathLike[str], names: Sequence[str]) -> None:
+    """Make files durable, and their names. Raises StorageError; after that none of them counts as durable."""
+    place = locate(folder)
+    _step(f"sync files of {place.name}")
+    place.store.sync_files(place.path, names)
 
 
 def make_folder(path: str | os.PathLike[str], mode: int, *, durable: bool) -> None:

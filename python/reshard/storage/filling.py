@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
-import secrets
 from typing import TYPE_CHECKING
 
 from reshard.errors import DestinationExistsError, ReshardError, StorageError
@@ -22,7 +22,6 @@ from reshard.storage.store import failing
 from reshard.words import show
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 
     from reshard.storage.location import Location
@@ -83,7 +82,7 @@ def filled_folder(
         StorageError: a folder cannot be created, moved or synced.
     """
     place = locate(target)
-    staging = place / staging_name(secrets.token_hex(8))
+    staging = place / staging_name(os.urandom(8).hex())
     staging.store.make_folder(staging.path, mode)
     moves = _Moves(staging / _REPLACED)
     try:

@@ -9,9 +9,8 @@ import contextlib
 import errno
 import fcntl
 import os
-import secrets
-import shutil
 import stat as modes
+import threading
 import time
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["LOCAL", "LocalStore", "close_read"]
 
 _PIECE_BYTES = 4 << 20
+_SYNC_THREADS = 8
 _GROWN_BYTES = 1 << 16  # what is asked for at a time of a file that grows while it is read
 # Without O_NONBLOCK the open of a pipe waits for a writer for ever.
 _SAFE = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
@@ -189,7 +189,7 @@ class LocalStore(Store):
         """See `Store.writing`: a temporary file in the same folder, synced, then renamed."""
         folder, name = os.path.split(path)
         # Hidden, and with no suffix that a reader lists: a crash may leave it behind.
-        temporary = os.path.join(folder, f".{name[:200]}.{secrets.token_hex(8)}.tmp")
+        temporary = os.path.join(folder, f".{name[:200]}.{os.urandom(8).hex()}.tmp")
         with failing("writing", path):
             # The mode is set when the file is made: at no time can others read what they should not.
             handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
@@ -245,6 +245,41 @@ class LocalStore(Store):
                 os.fsync(handle)
             finally:
                 os.close(handle)
+
+    def sync_files(self, folder: str, names: Sequence[str]) -> None:
+        """See `Store.sync_files`: each file by a thread.
+
+        A journal commits what is synced at the same time once: four small files take 1 ms, one after the other 11 ms.
+        """
+        errors: list[BaseException] = []
+
+        def sync(path: str) -> None:
+            try:
+                with failing("syncing", path):
+                    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                    try:
+                        os.fsync(handle)
+                    finally:
+                        os.close(handle)
+            except BaseException as error:  # noqa: BLE001  raised below
+                errors.append(error)
+
+        paths = [os.path.join(folder, name) for name in names]
+        for start in range(0, len(paths), _SYNC_THREADS):
+            threads = []
+            for path in paths[start : start + _SYNC_THREADS]:
+                thread = threading.Thread(target=sync, args=(path,), name="reshard-sync", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # the interpreter ends, or there are too many threads
+                    sync(path)
+                else:
+                    threads.append(thread)
+            for thread in threads:
+                thread.join()
+        if errors:
+            raise errors[0]
+        self.sync_folder(folder)
 
     def rename(self, source: str, target: str, *, replace: bool = False) -> None:
         """See `Store.rename`.
@@ -366,7 +401,7 @@ class LocalStore(Store):
 
     def abilities(self, path: str) -> Abilities:
         """See `Store.abilities`."""
-        folder = join(path, f"{PROBE_PREFIX}{secrets.token_hex(8)}")
+        folder = join(path, f"{PROBE_PREFIX}{os.urandom(8).hex()}")
         try:
             with failing("probing", folder):
                 os.makedirs(f"{folder}/one/inner/file")
@@ -386,7 +421,7 @@ class LocalStore(Store):
                 return Abilities(renames_folders=True, exchanges=False)
             return Abilities(renames_folders=True, exchanges=True)
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove_tree(folder, ignore_errors=True)
 
     def folder_identity(self, path: str) -> Hashable:
         """See `Store.folder_identity`: device and inode."""
@@ -658,4 +693,10 @@ def _remove(name: str, folder: int) -> None:
     except OSError as error:
         if error.errno not in (errno.EISDIR, errno.EPERM):
             raise
-        shutil.rmtree(name, dir_fd=folder)  # by handles too, where there are such, as on Linux
+        _remove_tree(name, dir_fd=folder)  # by handles too, where there are such, as on Linux
+
+
+def _remove_tree(path: str, *, ignore_errors: bool = False, dir_fd: int | None = None) -> None:
+    import shutil  # noqa: PLC0415  slow to import, and rarely needed
+
+    shutil.rmtree(path, ignore_errors=ignore_errors, dir_fd=dir_fd)

@@ -23,7 +23,7 @@ import contextlib
 import datetime as dt
 import errno
 import logging
-import secrets
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -48,7 +48,6 @@ from reshard.storage.trash import TRASH_FOLDER
 from reshard.words import show
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Mapping, Sequence
 
     from reshard.storage.claims import Claim
@@ -184,7 +183,7 @@ def begin(
                 f"{show(str(folder))} exists", path=str(folder), hint="give `overwrite=True` to replace it"
             )
         check_space(place, planned_bytes, durable=durable)
-        attempt_id = secrets.token_hex(16)
+        attempt_id = os.urandom(16).hex()
         in_staging = staging.abilities(claim).renames_folders
         work = folder
         if in_staging:
@@ -192,7 +191,8 @@ def begin(
         attempt = Attempt(place, iteration, claim.generation, attempt_id, work, tracker, durable, overwrite)
         try:
             if in_staging:
-                filesystem.make_folder(work, folder_mode, durable=durable)
+                # Its name becomes durable when it is renamed: what a crash leaves here is removed, if it is there.
+                filesystem.make_folder(work, folder_mode, durable=False)
             else:
                 staging.make_in_place(folder, f"{claim.generation}.{attempt_id}", folder_mode, durable=durable)
         except StorageError:
@@ -206,6 +206,7 @@ def seal(
     shards: Mapping[str, tuple[FileRecord, int]],
     *,
     world_size: int,
+    unsynced: Sequence[str] = (),
     passed_over: Sequence[int] = (),
     ckpt_status: int | None = None,
     metrics: Mapping[str, int | float] | None = None,
@@ -217,6 +218,7 @@ def seal(
         attempt: what `begin` returned.
         shards: by file name, the writer's record of each shard file, and the writer's rank.
         world_size: number of ranks that the checkpoint is written for.
+        unsynced: names of files in the folder that this process wrote and did not sync; they are synced here.
         passed_over: iterations that the run skipped when it resumed below them.
         ckpt_status: the status that the health monitor reports, or None.
         metrics: numbers by name that are stored with the iteration.
@@ -236,7 +238,9 @@ def seal(
     try:
         plain = _check_staged(attempt, shards)
         checksums = b"".join(shards[name][0].checksums for name in sorted(shards))
-        filesystem.replace_file(attempt.staging / CHECKSUMS_FILE, checksums, file_mode, durable=attempt.durable)
+        filesystem.replace_file(attempt.staging / CHECKSUMS_FILE, checksums, file_mode, durable=False)
+        if attempt.durable:
+            filesystem.sync_files(attempt.staging, [*unsynced, CHECKSUMS_FILE])
         files = {name: manifests.plain_entry(attempt.staging, name) for name in sorted({*plain, CHECKSUMS_FILE})}
         manifest = Manifest(
             iteration=attempt.iteration,

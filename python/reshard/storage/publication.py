@@ -7,7 +7,7 @@ exists is filled, see `filling`.
 from __future__ import annotations
 
 import contextlib
-import secrets
+import os
 from typing import TYPE_CHECKING
 
 from reshard.errors import DestinationExistsError, StorageError
@@ -16,7 +16,6 @@ from reshard.storage.location import locate
 from reshard.words import show
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Collection, Iterator
 
     from reshard.storage.location import Location
@@ -138,7 +137,7 @@ def published_folder(
 
 
 def _staging_of(target: Location) -> Location:
-    return target.with_name(f".{target.name[:200]}.{secrets.token_hex(8)}.staging")
+    return target.with_name(f".{target.name[:200]}.{os.urandom(8).hex()}.staging")
 
 
 def _rename(staging: Location, target: Location, *, replace: bool) -> None:

@@ -387,6 +387,20 @@ class Store(abc.ABC):
     def sync_folder(self, path: str) -> None:
         """Make the names in a folder durable. Has no effect where every change is durable when its call returns."""
 
+    @abc.abstractmethod
+    def sync_files(self, folder: str, names: Sequence[str]) -> None:
+        """Make files and then the names in their folder durable: some files that were written with `durable=False`.
+
+        Has no effect where every change is durable when its call returns.
+
+        Args:
+            folder: the folder.
+            names: files in it.
+
+        Raises:
+            StorageError: the system failed; after that none of the files counts as durable.
+        """
+
     def rename(self, source: str, target: str, *, replace: bool = False) -> None:
         """Rename a file or folder.
 

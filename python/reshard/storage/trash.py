@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import re
-import secrets
 from typing import TYPE_CHECKING
 
 from reshard.errors import ReshardError, StorageError
@@ -46,9 +46,9 @@ def discard(root: Location, folder: Location, iteration: int, attempt_id: str | 
     """
     trash = root / TRASH_FOLDER
     try:
-        filesystem.rename(folder, trash / f"{iteration}.{attempt_id or secrets.token_hex(16)}")
+        filesystem.rename(folder, trash / f"{iteration}.{attempt_id or os.urandom(16).hex()}")
     except FileExistsError:
-        filesystem.rename(folder, trash / f"{iteration}.{secrets.token_hex(16)}")
+        filesystem.rename(folder, trash / f"{iteration}.{os.urandom(16).hex()}")
     if durable:
         filesystem.sync(trash)
         filesystem.sync(folder.parent)

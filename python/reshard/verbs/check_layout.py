@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard import dtypes
+from reshard.counters import is_counter
 from reshard.errors import LayoutError, MismatchError, UnsupportedError
 from reshard.layout import as_layout
 from reshard.layout.patterns import Matcher
-from reshard.layout.resolve import is_counter, state_of
+from reshard.layout.resolve import state_of
 from reshard.verbs.forecast import rank_bytes
 from reshard.words import show
 from reshard.write.iteration import WholeTensor

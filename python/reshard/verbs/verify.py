@@ -17,6 +17,7 @@ from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointNotFoundError, ReshardError
 from reshard.formats import manifest as manifests
 from reshard.formats import proofs
+from reshard.formats.checkpoint1 import reader as checkpoint1
 from reshard.formats.checkpoint2.names import parse_iteration_folder
 from reshard.formats.rank_file import add_rank_file
 from reshard.formats.scrub import Fault, fault_of, scrub_folder
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Sequence
 
+    from reshard.formats.checkpoint1.reader import RankSave
     from reshard.formats.manifest import Manifest
-    from reshard.opening import RankSave, StrategyLike
+    from reshard.opening import StrategyLike
 
 __all__ = ["Fault", "VerifiedCheckpoint", "VerifyReport", "verify"]
 
@@ -128,7 +130,7 @@ def verify(
     order, saves = opening.iterations(target), opening.rank_saves(target)
     jobs: Sequence[_CheckpointJob | _SaveJob]
     if saves:
-        known = opening.strategy_for(target, strategy)
+        known = checkpoint1.strategy_for(target, strategy)
         jobs = [_SaveJob(target, save, known) for save in saves]
     elif order is not None:
         found = sorted((*order.candidates, *order.refused), key=lambda one: -one.iteration)
@@ -269,7 +271,7 @@ class _SaveJob:
         iteration = None
         if not faults:
             try:
-                with Checkpoint(opening.open_rank_files(self.root, self.save.files, self.strategy)) as opened:
+                with Checkpoint(checkpoint1.open_rank_files(self.root, self.save.files, self.strategy)) as opened:
                     iteration = opened.iteration
             except ReshardError as error:
                 faults.append(fault_of(error, None))

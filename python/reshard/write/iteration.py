@@ -227,14 +227,16 @@ def plan_boxes(
     return IterationPlan(files, described, mesh, assigned, prefix, content, _holders(shards), reasons, warnings)
 
 
-def write_descriptions(plan: IterationPlan, folder: Location, *, mode: int, durable: bool) -> None:
-    """Write metadata.json with its table, and tiles.json where the plan has one.
+def write_descriptions(plan: IterationPlan, folder: Location, *, mode: int) -> list[str]:
+    """Write metadata.json with its table, and tiles.json where the plan has one. They are not synced.
 
     Args:
         plan: the plan of the iteration.
         folder: the staging folder of the iteration.
         mode: permission bits of the files, less the umask.
-        durable: sync the files.
+
+    Returns:
+        Their names.
 
     Raises:
         StorageError: the system failed.
@@ -246,11 +248,15 @@ def write_descriptions(plan: IterationPlan, folder: Location, *, mode: int, dura
         plan.assigned,
         prefix=plan.prefix,
         mode=mode,
-        durable=durable,
+        durable=False,
     )
-    write_table(folder, mode=mode, durable=durable)
+    written = [checkpoint2.METADATA_FILE]
+    if write_table(folder, mode=mode, durable=False):
+        written.append(checkpoint2.METADATA_TABLE_FILE)
     if plan.tiles is not None:
-        tiles.write(folder / tiles.TILES_FILE, plan.tiles, mode, durable=durable)
+        tiles.write(folder / tiles.TILES_FILE, plan.tiles, mode, durable=False)
+        written.append(tiles.TILES_FILE)
+    return written
 
 
 def describe_cut(

@@ -15,10 +15,10 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from reshard import dtypes
+from reshard.counters import is_counter
 from reshard.errors import ArgumentError, LayoutError, MismatchError
 from reshard.formats.checkpoint2.names import Part  # noqa: TC001  messages are decoded by their type hints
 from reshard.layout.invert import check_local_shapes, global_shapes, join_members
-from reshard.layout.resolve import is_counter
 from reshard.layout.strategy import box_of
 from reshard.words import ranks_named, show
 from reshard.write.iteration import WholeTensor, plan_boxes, plan_layout

@@ -28,7 +28,6 @@ from reshard.formats.checkpoint2.common import CommonInfo
 from reshard.formats.savable import save_format
 from reshard.formats.save_log import SaveRecord
 from reshard.group import resolve, session
-from reshard.layout import as_layout
 from reshard.options import SaveOptions, explains_moved
 from reshard.storage.host import boot_id
 from reshard.words import show
@@ -272,7 +271,11 @@ def save(  # noqa: PLR0917  what is saved is often given by position
         of = save_format(options.format)
         _check_options(options, model)
         is_alone = of.traits.rank_folders  # each rank has files of its own, which hold all that the rank needs
-        own_layout = None if layout is None else as_layout(layout)
+        own_layout = None
+        if layout is not None:
+            from reshard.layout import as_layout  # noqa: PLC0415  slow to import
+
+            own_layout = as_layout(layout)
         arrays = local_arrays(model, optimizer)
         if ready is not None:
             for name, given in [*(model or {}).items(), *(optimizer or {}).items()]:

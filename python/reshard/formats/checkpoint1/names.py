@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, cast
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, StorageError
+from reshard.formats.base import Traits
 from reshard.storage.location import Location, locate
 from reshard.storage.names import component_fault
 from reshard.strict_json import read_json
@@ -31,6 +32,7 @@ __all__ = [
     "EXTENSIONS",
     "META_FILE",
     "STRATEGY_FOLDER",
+    "TRAITS",
     "Extension",
     "FileKind",
     "FileName",
@@ -39,14 +41,19 @@ __all__ = [
     "is_root",
     "list_files",
     "list_weight_files",
+    "named",
     "parse_file_name",
     "parse_rank_folder",
     "rank_entries",
     "rank_folder_name",
     "rank_folders",
+    "rank_of_folder",
     "read_meta",
     "write_meta",
 ]
+
+TRAITS = Traits("checkpoint1", counters_as_tensors=True, expects_manifest=True, rank_folders=True)
+
 
 META_FILE = "meta.json"
 STRATEGY_FOLDER = "strategy"
@@ -447,3 +454,14 @@ def _shortest(folder: Location, names: list[str], suffix: str | None) -> str:
 
 def _some(names: Iterable[str]) -> str:
     return listed(map(show, names), _MAX_NAMED)
+
+
+def rank_of_folder(folder: Location) -> int | None:
+    """The rank in the name of a folder."""
+    return parse_rank_folder(named(folder).name)
+
+
+def named(folder: Location) -> Location:
+    """The folder under the name with its rank: the given path, or the target if that is a link."""
+    given = folder.absolute()
+    return folder.resolved() if parse_rank_folder(given.name) is None else given

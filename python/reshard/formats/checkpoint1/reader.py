@@ -17,17 +17,15 @@ from typing import TYPE_CHECKING, Any, Self
 
 from reshard import _core
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, LayoutError, MismatchError, UnsupportedError
-from reshard.formats import manifest as manifests
-from reshard.formats.base import CheckpointData, Format, Match, Shapes, Traits
+from reshard.formats.base import CheckpointData, Shapes
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1 import state as checkpoint1_state
 from reshard.formats.checkpoint1.candidates import RankFolder, name_of_rank, order_saves
+from reshard.formats.checkpoint1.names import TRAITS, named, rank_of_folder
 from reshard.formats.checkpoint1.tensors import RankTensors
-from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.newest import nothing_complete, open_newest
 from reshard.formats.own_files import opened_again
 from reshard.formats.rank_file import add_rank_file
-from reshard.formats.tiled import names as tiles
 from reshard.layout.strategy import Strategy
 from reshard.layout.strategy_file import is_strategy
 from reshard.layout.strategy_folder import read_strategy
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from reshard.checkpoint import Checkpoint
-    from reshard.formats.base import OpenOptions, StrategyLike, UnplacedTensor
+    from reshard.formats.base import StrategyLike, UnplacedTensor
     from reshard.formats.checkpoint1.candidates import SaveCandidate, SaveOrder
     from reshard.formats.checkpoint1.replicas import AssumedReplicas
     from reshard.formats.rank_file import OpenedRankFile
@@ -48,7 +46,6 @@ if TYPE_CHECKING:
     from reshard.storage.store import Lock
 
 __all__ = [
-    "CHECKPOINT1",
     "RankSave",
     "as_strategy",
     "files_of",
@@ -58,7 +55,6 @@ __all__ = [
     "open_rank_folders",
     "order_of_saves",
     "rank_files",
-    "rank_of_folder",
     "rank_saves",
     "strategy_for",
 ]
@@ -66,40 +62,6 @@ __all__ = [
 _log = logging.getLogger("reshard")
 
 _MAX_NAMED = 8
-
-
-TRAITS = Traits("checkpoint1", counters_as_tensors=True, expects_manifest=True, rank_folders=True)
-
-
-class Checkpoint1(Format):
-    """A Checkpoint 1.0 tree, any other folder of rank folders, or the folder of one rank."""
-
-    traits = TRAITS
-
-    def detect(self, path: Location) -> Match:
-        """By the names of the folders, except a folder `rank_<r>` that holds another format."""
-        if not path.is_folder():
-            return Match.NO
-        is_one_rank = rank_of_folder(path) is not None and not _is_described(path)
-        return Match.YES if is_one_rank or checkpoint1.is_root(path) else Match.NO
-
-    def is_root(self, path: Location) -> bool:
-        """Whether it contains rank folders."""
-        return checkpoint1.is_root(path)
-
-    def open(self, path: Location, options: OpenOptions) -> CheckpointData:
-        """Open the best save that every rank has, or the best file of one rank."""
-        open_it = open_rank_folders if self.is_root(path) else open_rank_folder
-        return open_it(path, options.strategy, options.method)
-
-
-CHECKPOINT1 = Checkpoint1()
-
-
-def _is_described(folder: Location) -> bool:
-    """Whether a folder named like a rank folder holds another format, such as an iteration or a conversion."""
-    names = (checkpoint2.METADATA_FILE, tiles.TILES_FILE, manifests.MANIFEST_FILE)
-    return any((folder / name).exists() for name in names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +193,7 @@ def open_rank_folder(folder: Location, strategy: StrategyLike | None, method: _c
     rank = rank_of_folder(folder) or 0
     known = None if strategy is None else as_strategy(strategy)
     _check_ranks(folder, {rank: folder}, known)
-    n_others = len(checkpoint1.rank_entries(_named(folder).parent)) - 1
+    n_others = len(checkpoint1.rank_entries(named(folder).parent)) - 1
     if known is None and n_others > 0:
         _log.warning(
             "%s is opened without other ranks: arrays of rank %d are read as whole tensors; %d more rank folders exist",
@@ -350,17 +312,6 @@ def _weight_files(folder: Location) -> Iterator[tuple[str, int]]:
     for name in checkpoint1.list_weight_files(folder):
         with contextlib.suppress(CheckpointNotFoundError):  # retention may delete a file meanwhile
             yield name, (folder / name).stat().modified_ns
-
-
-def rank_of_folder(folder: Location) -> int | None:
-    """The rank in the name of a folder."""
-    return checkpoint1.parse_rank_folder(_named(folder).name)
-
-
-def _named(folder: Location) -> Location:
-    """The folder under the name with its rank: the given path, or the target if that is a link."""
-    given = folder.absolute()
-    return folder.resolved() if checkpoint1.parse_rank_folder(given.name) is None else given
 
 
 def open_rank_files(

@@ -28,7 +28,7 @@ from reshard.formats.checkpoint1 import health as checkpoint1_health
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1 import save_plan as rank_plan
 from reshard.formats.checkpoint1 import strategies
-from reshard.formats.checkpoint1.reader import TRAITS
+from reshard.formats.checkpoint1.names import TRAITS
 from reshard.formats.checkpoint1.save_plan import FolderView, Naming, ShardAssignment
 from reshard.formats.checkpoint1.save_rank import RankSide, WrittenWeights, arrays_by_kind, folder_of, look, n_bytes_of
 from reshard.formats.checkpoint1.strategies import Shapes  # noqa: TC001  messages are decoded by their type hints

@@ -8,8 +8,8 @@ same partitions, or an older save would be read with the partitions of a newer o
 from __future__ import annotations
 
 import logging
+import os
 import re
-import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -163,7 +163,7 @@ class Strategies:
         for name in filesystem.names(self.folder.parent):
             if _DEBRIS.fullmatch(name):  # of a writer that was killed
                 remove_folder(self.folder.with_name(name))
-        new = self.folder.with_name(f".{STRATEGY_FOLDER}.{secrets.token_hex(8)}.tmp")
+        new = self.folder.with_name(f".{STRATEGY_FOLDER}.{os.urandom(8).hex()}.tmp")
         try:
             filesystem.make_folder(new, folder_mode, durable=False)
             write_stage_files(self.strategy, new, mode=mode, durable=durable)

@@ -146,7 +146,7 @@ def write_metadata(
             file.write(text.encode())
 
 
-def write_table(folder: Location, *, mode: int, durable: bool) -> None:
+def write_table(folder: Location, *, mode: int, durable: bool) -> bool:
     """Write the binary table of a large `metadata.json` beside it, so that ranks need not read and decode the text.
 
     The table is decoded from the file, so it cannot say anything else. The manifest lists both.
@@ -156,15 +156,19 @@ def write_table(folder: Location, *, mode: int, durable: bool) -> None:
         mode: permission bits of the table, less the umask.
         durable: whether the table and the folder are synced.
 
+    Returns:
+        Whether it is large, so that there is a table.
+
     Raises:
         StorageError: the system failed.
     """
     place = folder / METADATA_FILE
     if place.stat().n_bytes < MIN_TABLE_BYTES:
-        return
+        return False
     data = place.read_small(MAX_METADATA_BYTES)
     table = _core.metadata_table(data, digest_of(data))
     (folder / METADATA_TABLE_FILE).replace(table, mode, durable=durable)
+    return True
 
 
 def _texts(records: Sequence[TensorRecord], mesh: _core.Mesh, plan: FilePlan, prefix: str | None) -> Iterator[str]:

@@ -20,7 +20,7 @@ from reshard.formats import proofs, writer_mark
 from reshard.formats import state as state_files
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.reader import CHECKPOINT2
-from reshard.storage import mounts, protocol
+from reshard.storage import filesystem, mounts, protocol
 from reshard.storage.location import locate
 from reshard.write import pending_rollback, retention
 from reshard.write.arrays import local_arrays
@@ -53,6 +53,7 @@ __all__ = ["Checkpoint2Save"]
 
 _METADATA = {"format": "ms", **writer_mark.MARK}
 _LAST_SLEEP_S = 1.0
+_SYNCED_TOGETHER_BYTES = 64 << 20  # of a rank: small files are written first and then synced at the same time
 _VISIBLE_SECONDS = 60.0  # for which a network file system may not show a folder that another host made
 
 
@@ -179,18 +180,26 @@ class Checkpoint2Save(SaveFormat):
                 read_back(str(path), written, task.options.threads)
             records[path.name] = WrittenFile.of(written)
 
-        joint = JointProgress(progress, sum(file.n_bytes for file in self._files))
+        n_bytes = sum(file.n_bytes for file in self._files)
+        own = [] if state is None or not state[1] else list(local_arrays(state[1], None).values())
+        # Files that are read back must be on the disk by then.
+        is_small = n_bytes + sum(array.n_bytes for array in own) <= _SYNCED_TOGETHER_BYTES and not begun.reads_back
+        durable, mode = task.durable and not is_small, task.file_mode
+        joint = JointProgress(progress, n_bytes)
         for file in self._files:
-            path, report = staging / file.name, joint.of_file(file.n_bytes)
-            record(path, file.write(str(path), durable=task.durable, mode=task.file_mode, progress=report))
+            path = staging / file.name
+            report = joint.of_file(file.n_bytes)
+            record(path, file.write(str(path), durable=durable, mode=mode, progress=report))
+        if own:
+            path = staging / state_files.arrays_file_name(self.rank)
+            record(path, _core.write_arrays(str(path), tensors_of(own), durable=durable, mode=mode))
+        names = list(records)
         if state is not None:
-            text, arrays = state
-            if arrays:
-                path = staging / state_files.arrays_file_name(self.rank)
-                tensors = tensors_of(local_arrays(arrays, None).values())
-                record(path, _core.write_arrays(str(path), tensors, durable=task.durable, mode=task.file_mode))
             path = staging / state_files.file_name(self.rank)
-            locate(path).replace(text, task.file_mode, durable=task.durable)
+            locate(path).replace(state[0], mode, durable=durable)
+            names.append(path.name)
+        if task.durable and is_small:
+            filesystem.sync_files(staging, names)
         return records
 
     def publish(self, written: list[dict[str, WrittenFile]], *, durable: bool) -> Published:
@@ -203,13 +212,14 @@ class Checkpoint2Save(SaveFormat):
         shards = {name: rank for name, (_, rank) in records.items() if name != state_files.arrays_file_name(rank)}
         if shards != planned:
             raise ReshardError(f"the ranks wrote {sorted(records)}, planned were {sorted(planned)}")
-        write_descriptions(plan, staging, mode=task.file_mode, durable=task.durable)
+        described = write_descriptions(plan, staging, mode=task.file_mode)
         common = self.own.common
-        common.write(staging / checkpoint2.COMMON_FILE, task.file_mode, durable=task.durable)
+        common.write(staging / checkpoint2.COMMON_FILE, task.file_mode, durable=False)
         manifest = protocol.seal(
             self._attempt,
             records,
             world_size=self.world_size,
+            unsynced=[*described, checkpoint2.COMMON_FILE],
             passed_over=() if self._resumed is None else self._resumed.passed_over,
             ckpt_status=common.ckpt_status,
             metrics=self.own.record.metrics,

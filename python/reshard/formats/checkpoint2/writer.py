@@ -140,14 +140,15 @@ def _publish(
         )
         try:
             written = fill(attempt.staging)
-            write_descriptions(plan, attempt.staging, mode=options.file_mode, durable=options.durable)
+            described = write_descriptions(plan, attempt.staging, mode=options.file_mode)
             common = job.source.common or CommonInfo()
-            common.write(attempt.staging / checkpoint2.COMMON_FILE, options.file_mode, durable=options.durable)
+            common.write(attempt.staging / checkpoint2.COMMON_FILE, options.file_mode, durable=False)
             rank_of = {file.name: file.rank for file in plan.files}
             sealed = protocol.seal(
                 attempt,
                 {name: (one, rank_of[name]) for name, one in written.items()},
                 world_size=n_ranks,
+                unsynced=[*described, checkpoint2.COMMON_FILE],
                 ckpt_status=common.ckpt_status,
                 file_mode=options.file_mode,
             )

@@ -35,6 +35,7 @@ __all__ = [
     "step_of",
 ]
 
+
 METADATA_FILE = ".metadata"
 DATA_SUFFIX = ".distcp"
 TRACKER_FILE = "latest_checkpointed_iteration.txt"

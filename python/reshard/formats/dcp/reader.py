@@ -21,8 +21,7 @@ from reshard.errors import (
     ReshardError,
     UnsupportedError,
 )
-from reshard.formats.base import CheckpointData, Format, Match, RootEntry, Traits
-from reshard.formats.checkpoint2 import names as checkpoint2
+from reshard.formats.base import CheckpointData, Match
 from reshard.formats.dcp import run_state, sharded_files
 from reshard.formats.dcp.names import (
     DATA_SUFFIX,
@@ -33,6 +32,7 @@ from reshard.formats.dcp.names import (
     rank_of_metadata,
     step_of,
 )
+from reshard.formats.dcp.traits import TRAITS
 from reshard.formats.huggingface.reader import HUGGINGFACE
 from reshard.formats.newest import newest_of
 from reshard.storage.location import Location, locate
@@ -41,61 +41,15 @@ from reshard.words import listed, show
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from reshard.formats.base import OpenOptions, PartName
+    from reshard.formats.base import OpenOptions, PartName, RootEntry
     from reshard.formats.checkpoint2.common import CommonInfo
 
-__all__ = ["DCP"]
+__all__ = ["open_folder", "open_root"]
 
 _log = logging.getLogger("reshard")
 
 # name, file, first byte, bytes, transforms
 _Object = tuple[str, str, int, int, list[str]]
-
-
-class Dcp(Format):
-    """A folder of `torch.distributed.checkpoint`, or a root with a folder for each step."""
-
-    traits = Traits("dcp", has_sums=True)
-
-    def detect(self, path: Location) -> Match:
-        """By `.metadata` or the names of shard files; by data files where `.metadata` is missing, to say so."""
-        if not path.is_folder():
-            return Match.NO
-        names = path.names()
-        return Match.YES if _is_dcp(path, names) or _has_steps(path, names) else Match.NO
-
-    def open(self, path: Location, options: OpenOptions) -> CheckpointData:
-        """The tensors that `.metadata` lists; data files are opened when they are first needed.
-
-        Of a root, the newest step that can be opened.
-        """
-        return self._open_root(path, options) if self.is_root(path) else _open_dcp(path, options.method)
-
-    def is_root(self, path: Location) -> bool:
-        """Whether it holds a folder `step-<N>` of this format, and is none itself."""
-        names = path.names()
-        return not _is_dcp(path, names) and _has_steps(path, names)
-
-    def candidates(self, root: Location) -> Sequence[RootEntry]:
-        """The folders of steps, the highest first."""
-        steps = _steps(root, root.names())
-        return [
-            RootEntry(name, step, "a lower step" if n else "the highest step") for n, (step, name) in enumerate(steps)
-        ]
-
-    def _open_root(self, root: Location, options: OpenOptions) -> CheckpointData:
-        """The newest step that can be opened, with the reasons why newer ones cannot."""
-
-        def open_step(folder: Location, step: int | None) -> CheckpointData:
-            # The trainer can write its last step as a Hugging Face model.
-            is_model = HUGGINGFACE.detect(folder) is Match.YES
-            data = HUGGINGFACE.open(folder, options) if is_model else _open_dcp(folder, options.method)
-            return replace(data, iteration=step)
-
-        return newest_of(root, {name: partial(open_step, root / name, step) for name, step, _ in self.candidates(root)})
-
-
-DCP = Dcp()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,28 +130,35 @@ class _DcpData(CheckpointData):
         self.compared.update(key for key, *_ in held)
 
 
-def _is_dcp(folder: Location, names: Sequence[str]) -> bool:
-    """Whether a folder with these names is of this format."""
-    has_metadata = METADATA_FILE in names and (folder / METADATA_FILE).is_file()
-    return has_metadata or any(
-        name.endswith(DATA_SUFFIX) or rank_of_metadata(name) is not None or sharded_files.parse_name(name) is not None
-        for name in names
-    )
+def open_root(root: Location, steps: Sequence[RootEntry], options: OpenOptions) -> CheckpointData:
+    """Open the newest step that can be opened, with the reasons why newer ones cannot.
+
+    Args:
+        root: the folder of the steps.
+        steps: these folders, the newest first.
+        options: the options of opening.
+
+    Raises:
+        DamagedFileError: none can be opened.
+        StorageError: a file cannot be read.
+    """
+
+    def open_step(folder: Location, step: int | None) -> CheckpointData:
+        # The trainer can write its last step as a Hugging Face model.
+        is_model = HUGGINGFACE.detect(folder) is Match.YES
+        data = HUGGINGFACE.open(folder, options) if is_model else open_folder(folder, options.method)
+        return replace(data, iteration=step)
+
+    return newest_of(root, {name: partial(open_step, root / name, step) for name, step, _ in steps})
 
 
-def _has_steps(root: Location, names: Sequence[str]) -> bool:
-    steps = _steps(root, names)
-    # A run that resumes from such a root can save into it in the format of this package.
-    return any(_is_dcp(root / name, (root / name).names()) for _, name in steps) and not checkpoint2.is_root(root)
+def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
+    """Open the folder of one save; data files are opened when they are first needed.
 
-
-def _steps(root: Location, names: Sequence[str]) -> list[tuple[int, str]]:
-    """Step and name of each folder of a step, the newest first."""
-    steps = [(step, name) for name in names if (step := step_of(name)) is not None]
-    return sorted(((step, name) for step, name in steps if (root / name).is_folder()), reverse=True)
-
-
-def _open_dcp(folder: Location, method: _core.ReadMethod) -> CheckpointData:
+    Raises:
+        CheckpointNotFoundError: it was not finished, or is none.
+        DamagedFileError, CoverageError, StorageError: as `reshard.open`.
+    """
     names = folder.names()
     shard_files = {name: parsed for name in names if (parsed := sharded_files.parse_name(name)) is not None}
     if METADATA_FILE not in names and shard_files:
@@ -225,7 +186,7 @@ def _open_dcp(folder: Location, method: _core.ReadMethod) -> CheckpointData:
     if holds_safetensors:
         index = _safetensors_index(folder, index, objects, method)
     return _DcpData(
-        traits=replace(Dcp.traits, has_sums=not holds_safetensors),
+        traits=replace(TRAITS, has_sums=not holds_safetensors),
         path=folder,
         index=index,
         method=method,
@@ -260,7 +221,7 @@ def _open_ranks(folder: Location, by_rank: Mapping[int, str], method: _core.Read
     _warn_of(folder, unsupported)
     opened = [_core.open_dcp_ranks(str(folder), [text], method=method) for text in texts]
     return _DcpData(
-        traits=Dcp.traits,
+        traits=TRAITS,
         path=folder,
         index=index,
         method=method,
@@ -279,7 +240,7 @@ def _open_shard_files(
 ) -> CheckpointData:
     index, shards = sharded_files.read_index(folder, list(names), method)
     sharded_files.check_files(folder, names, shards)
-    traits = replace(Dcp.traits, has_sums=False)
+    traits = replace(TRAITS, has_sums=False)
     return _DcpData(traits=traits, path=folder, index=index, method=method, iteration=step_of(folder.name))
 
 

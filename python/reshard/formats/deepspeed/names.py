@@ -19,23 +19,32 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from reshard.errors import DamagedFileError, UnsupportedError
+from reshard.errors import DamagedFileError, ReshardError, UnsupportedError
+from reshard.formats.base import Traits
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
+
+    from reshard.storage.location import Location
 
 __all__ = [
     "LATEST",
     "LATEST_UNIVERSAL",
     "MAX_TAG_BYTES",
     "OPTIMIZER_FILE",
+    "TRAITS",
     "ZERO_FOLDER",
     "RankFiles",
     "is_state_file",
+    "is_universal",
     "rank_files",
     "step_of",
+    "tag_of",
 ]
+
+TRAITS = Traits("deepspeed")
+
 
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
@@ -137,3 +146,25 @@ def rank_files(folder: str, names: Iterable[str]) -> RankFiles:
             hint="convert it with `ds_to_universal` of DeepSpeed, and open the universal folder",
         )
     return RankFiles(model, optimizer, is_partitioned=bool(model) and not whole)
+
+
+def tag_of(root: Location, name: str, present: Sequence[str]) -> str | None:
+    """The tag that `latest` names, or None if there is none that could be the name of a folder.
+
+    Args:
+        root: the folder.
+        name: name of the file, `latest` or `latest_universal`.
+        present: the names in the folder.
+    """
+    if name not in present or not (root / name).is_file():
+        return None
+    try:
+        text = (root / name).read_small(MAX_TAG_BYTES).decode().strip()
+    except (ReshardError, UnicodeDecodeError):
+        return None
+    return None if not text or "/" in text or "\0" in text or text in (".", "..") else text
+
+
+def is_universal(folder: Location) -> bool:
+    """Whether a folder is a universal one."""
+    return (folder / ZERO_FOLDER / OPTIMIZER_FILE).is_file()

@@ -12,8 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from reshard import _core
-from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError
-from reshard.formats.base import CheckpointData, Format, Match, Traits
+from reshard.errors import CheckpointNotFoundError, DamagedFileError
+from reshard.formats.base import CheckpointData
 from reshard.formats.deepspeed import names
 from reshard.formats.deepspeed.module import Module, Tensors
 from reshard.formats.deepspeed.states import (
@@ -28,7 +28,7 @@ from reshard.formats.deepspeed.states import (
     without_tensors,
     zero_state,
 )
-from reshard.formats.deepspeed.universal import add_parameters, is_universal
+from reshard.formats.deepspeed.universal import add_parameters
 from reshard.formats.deepspeed.zero import WEIGHT, add_state, steps
 from reshard.formats.newest import newest_of
 from reshard.outputs import load_all
@@ -38,11 +38,11 @@ from reshard.words import show
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from reshard.formats.base import OpenOptions, PartName
+    from reshard.formats.base import PartName
     from reshard.storage.location import Location
     from reshard.storage.store import Lock
 
-__all__ = ["DEEPSPEED"]
+__all__ = ["open_folder", "open_root"]
 
 _log = logging.getLogger("reshard")
 
@@ -51,34 +51,6 @@ _DESCRIPTION = frozenset(
 )
 _PARTS = ("module.", "frozen_param_fragments.")
 _N_COMPARED = 4096
-
-
-class DeepSpeed(Format):
-    """A checkpoint of DeepSpeed."""
-
-    traits = Traits("deepspeed")
-
-    def detect(self, path: Location) -> Match:
-        """By the names of files of a save; of a root, by `latest` or by folders of saves."""
-        if not path.is_folder():
-            return Match.NO
-        return Match.YES if _is_save(path, path.names()) or self.is_root(path) else Match.NO
-
-    def open(self, path: Location, options: OpenOptions) -> CheckpointData:
-        """The tensors of a save. Of a root, the save that `latest` names, else the newest complete one."""
-        return _open_root(path, options.method) if self.is_root(path) else _open_folder(path, options.method)
-
-    def is_root(self, path: Location) -> bool:
-        """Whether it holds folders of saves, and is none itself."""
-        present = path.names()
-        if _is_save(path, present):
-            return False
-        tags = [tag for name in (names.LATEST, names.LATEST_UNIVERSAL) if (tag := _tag(path, name, present))]
-        saves = (tag for tag in (*tags, *(name for name in present if names.step_of(name) is not None)))
-        return any(_is_save_folder(path / tag) for tag in saves) or any(names.step_of(tag) is not None for tag in tags)
-
-
-DEEPSPEED = DeepSpeed()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,51 +110,35 @@ class _DeepSpeedData(CheckpointData):
         return replace(super().view(index, lock), masters=masters, tied={})
 
 
-def _is_save(folder: Location, present: Sequence[str]) -> bool:
-    return any(map(names.is_state_file, present)) or (names.ZERO_FOLDER in present and is_universal(folder))
-
-
-def _is_save_folder(folder: Location) -> bool:
-    return folder.is_folder() and _is_save(folder, folder.names())
-
-
-def _tag(root: Location, name: str, present: Sequence[str]) -> str | None:
-    """The tag that `latest` names, or None if there is none that could be the name of a folder."""
-    if name not in present or not (root / name).is_file():
-        return None
-    try:
-        text = (root / name).read_small(names.MAX_TAG_BYTES).decode().strip()
-    except (ReshardError, UnicodeDecodeError):
-        return None
-    return None if not text or "/" in text or "\0" in text or text in (".", "..") else text
-
-
-def _open_root(root: Location, method: _core.ReadMethod) -> CheckpointData:
+def open_root(root: Location, method: _core.ReadMethod) -> CheckpointData:
     """The save that `latest` names, else the newest one that can be opened, with the reasons against others."""
     present = root.names()
 
     def open_tag(tag: str) -> CheckpointData:
         if not (root / tag).is_folder():
-            named = next(name for name in (names.LATEST, names.LATEST_UNIVERSAL) if _tag(root, name, present) == tag)
+            named = next(
+                name for name in (names.LATEST, names.LATEST_UNIVERSAL) if names.tag_of(root, name, present) == tag
+            )
             raise DamagedFileError(f"{show(named)} names it, but there is no such folder")
-        return _open_folder(root / tag, method)
+        return open_folder(root / tag, method)
 
     return newest_of(root, {tag: partial(open_tag, tag) for tag in _candidates(root, present)})
 
 
 def _candidates(root: Location, present: Sequence[str]) -> Iterator[str]:
     """The tags in the order in which they are tried: the one of `latest`, then default tags, the newest first."""
-    latest = _tag(root, names.LATEST, present)
+    latest = names.tag_of(root, names.LATEST, present)
     by_step = sorted(((step, name) for name in present if (step := names.step_of(name)) is not None), reverse=True)
-    universal = _tag(root, names.LATEST_UNIVERSAL, present)
+    universal = names.tag_of(root, names.LATEST_UNIVERSAL, present)
     yield from dict.fromkeys(
         tag for tag in (latest, *(name for _, name in by_step if (root / name).is_folder()), universal) if tag
     )
 
 
-def _open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
+def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
+    """Open the folder of one save, or a universal folder. Raises as `reshard.open`."""
     present = folder.names()
-    is_converted = is_universal(folder)
+    is_converted = names.is_universal(folder)
     if is_converted:
         # Their tensors are complete in `zero/`, whatever the ranks were.
         model_names = [name for name in present if names.is_state_file(name) and name.endswith("_model_states.pt")]
@@ -229,7 +185,7 @@ def _open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
         for one in (model if files.is_partitioned else ())
     ]
     return _DeepSpeedData(
-        traits=DeepSpeed.traits,
+        traits=names.TRAITS,
         path=folder,
         index=tensors.index,
         method=method,

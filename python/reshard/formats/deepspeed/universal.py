@@ -22,16 +22,11 @@ if TYPE_CHECKING:
     from reshard.formats.deepspeed.module import Tensors
     from reshard.storage.location import Location
 
-__all__ = ["add_parameters", "is_universal"]
+__all__ = ["add_parameters"]
 
 _SUFFIX = ".pt"
 _STEP = "step"
 _PARAM = "param"
-
-
-def is_universal(folder: Location) -> bool:
-    """Whether a folder is a universal one."""
-    return (folder / names.ZERO_FOLDER / names.OPTIMIZER_FILE).is_file()
 
 
 def add_parameters(

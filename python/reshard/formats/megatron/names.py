@@ -14,6 +14,16 @@ Source: `megatron/training/checkpointing.py` and `megatron/core/dist_checkpointi
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from reshard.formats.base import Traits
+from reshard.formats.dcp.names import DATA_SUFFIX, METADATA_FILE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reshard.storage.location import Location
+
 import re
 
 __all__ = [
@@ -26,11 +36,19 @@ __all__ = [
     "RELEASE",
     "SLOTS",
     "TRACKER_FILE",
+    "TRAITS",
+    "is_iteration",
     "is_state",
     "iteration_of",
+    "iterations",
     "numbers_of_rank",
     "parse_tracker",
 ]
+
+TRAITS = Traits("megatron", takes_strategy=True)
+
+_HEAD_BYTES = 512
+
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -90,3 +108,31 @@ def is_state(key: str) -> bool:
         (True, False)
     """
     return key.rpartition(".")[2] in SLOTS.values()
+
+
+def is_iteration(folder: Location, listed: Sequence[str]) -> bool:
+    """Whether a folder with these names holds one iteration."""
+    if any(numbers_of_rank(name) is not None for name in listed) and _has_rank_folders(folder):
+        return True
+    if CONFIG_FILE in listed and (folder / CONFIG_FILE).is_file():
+        return b'"sharded_backend"' in (folder / CONFIG_FILE).read_head(_HEAD_BYTES)
+    is_dcp = METADATA_FILE in listed or any(name.endswith(DATA_SUFFIX) for name in listed)
+    return is_dcp and (COMMON_FILE in listed or _is_named(folder.name))
+
+
+def _is_named(name: str) -> bool:
+    """Whether a folder is named like an iteration."""
+    return name == RELEASE or iteration_of(name) is not None
+
+
+def iterations(root: Location, listed: Sequence[str]) -> list[str]:
+    """Names of the folders of iterations, the newest first, and `release` last."""
+    named = [(iteration_of(name), name) for name in listed if _is_named(name)]
+    found = sorted(((-1 if number is None else number, name) for number, name in named), reverse=True)
+    folders = [root / name for _, name in found if (root / name).is_folder()]
+    return [folder.name for folder in folders if is_iteration(folder, folder.names())]
+
+
+def _has_rank_folders(folder: Location) -> bool:
+    """Whether a folder holds the folder of a model-parallel rank."""
+    return any(numbers_of_rank(name) is not None and (folder / name).is_folder() for name in folder.names())

@@ -24,7 +24,6 @@ from reshard.formats.megatron.merge_rules import MergeRules
 from reshard.formats.megatron.rank_files import RankFile, Weight, open_rank_files
 from reshard.formats.megatron.rank_optimizer import optimizer_arrays
 from reshard.formats.megatron.rank_replicas import HeldArray, Replicas, are_equal
-from reshard.formats.megatron.torch_dist import TRAITS
 from reshard.formats.own_files import own_index
 from reshard.layout.model import as_layout
 from reshard.layout.strategy import Strategy
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from reshard.storage.location import Location
     from reshard.storage.store import Lock
 
-__all__ = ["given_layout", "has_rank_folders", "open_rank_folders"]
+__all__ = ["given_layout", "open_rank_folders"]
 
 _log = logging.getLogger("reshard")
 
@@ -129,11 +128,6 @@ class RankFoldersData(CheckpointData):
         return replace(super().view(index, lock), all_keys=None, without_place={})
 
 
-def has_rank_folders(folder: Location) -> bool:
-    """Whether a folder holds the folder of a model-parallel rank."""
-    return any(names.numbers_of_rank(name) is not None and (folder / name).is_folder() for name in folder.names())
-
-
 def open_rank_folders(folder: Location, options: OpenOptions) -> CheckpointData:
     """Open the folder of one iteration and merge the arrays of its ranks.
 
@@ -179,7 +173,7 @@ def open_rank_folders(folder: Location, options: OpenOptions) -> CheckpointData:
     _report(folder, sizes.tensor * sizes.pipeline * sizes.expert, optimizer.fault, given, unplaced)
     state = ranks[0].state
     return RankFoldersData(
-        traits=TRAITS,
+        traits=names.TRAITS,
         path=folder,
         index=index,
         method=options.method,

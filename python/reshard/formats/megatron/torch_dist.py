@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard import _core
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, UnsupportedError
-from reshard.formats.base import CheckpointData, Traits
+from reshard.formats.base import CheckpointData
 from reshard.formats.dcp.names import MAX_METADATA_BYTES, METADATA_FILE, is_optimizer
 from reshard.formats.megatron import names
 from reshard.formats.megatron.common_state import counters_of, iteration_in, plain
@@ -27,11 +27,9 @@ if TYPE_CHECKING:
     from reshard.formats.base import PartName
     from reshard.storage.location import Location
 
-__all__ = ["TRAITS", "open_torch_dist"]
+__all__ = ["open_torch_dist"]
 
 _log = logging.getLogger("reshard")
-
-TRAITS = Traits("megatron", takes_strategy=True)
 
 _BACKEND = ("torch_dist", 1)
 _MAX_CONFIG_BYTES = 1 << 16
@@ -98,7 +96,7 @@ def open_torch_dist(folder: Location, method: _core.ReadMethod) -> CheckpointDat
             folder,
         )
     return TorchDistData(
-        traits=TRAITS,
+        traits=names.TRAITS,
         path=folder,
         index=index,
         method=method,

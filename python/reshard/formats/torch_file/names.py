@@ -9,7 +9,12 @@ Source: `torch/serialization.py` of torch 2.15; `transformers/modeling_utils.py`
 
 from __future__ import annotations
 
-__all__ = ["HEAD_BYTES", "INDEX_FILE", "SINGLE_FILE", "SUFFIXES", "file_name", "is_head", "is_zip"]
+from reshard.formats.base import Traits
+
+__all__ = ["HEAD_BYTES", "INDEX_FILE", "SINGLE_FILE", "SUFFIXES", "TRAITS", "file_name", "is_head", "is_zip"]
+
+TRAITS = Traits("torch", is_pretrained=True)
+
 
 SINGLE_FILE = "pytorch_model.bin"
 INDEX_FILE = "pytorch_model.bin.index.json"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard import _core
 from reshard.formats import weight_map
-from reshard.formats.base import CheckpointData, Format, Match, Traits
+from reshard.formats.base import CheckpointData
 from reshard.formats.dcp import run_state
 from reshard.formats.dcp.names import is_optimizer
 from reshard.formats.torch_file import names
@@ -19,38 +19,11 @@ from reshard.formats.torch_file import names
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from reshard.formats.base import OpenOptions, PartName
+    from reshard.formats.base import PartName
     from reshard.formats.checkpoint2.common import CommonInfo
     from reshard.storage.location import Location
 
-__all__ = ["TORCH_FILE"]
-
-
-class TorchFile(Format):
-    """A file of `torch.save`, or a folder of `.bin` files."""
-
-    traits = Traits("torch", is_pretrained=True)
-
-    def detect(self, path: Location) -> Match:
-        """By the first bytes of a file; by the index or the one file of a folder."""
-        if path.is_folder():
-            return (
-                Match.YES
-                if any((path / name).is_file() for name in (names.INDEX_FILE, names.SINGLE_FILE))
-                else Match.NO
-            )
-        return Match.YES if names.is_head(path.read_head(names.HEAD_BYTES, follow_links=True)) else Match.NO
-
-    def open(self, path: Location, options: OpenOptions) -> CheckpointData:
-        """The tensors of a file, or those that the index of a folder names."""
-        if not path.is_folder():
-            return _open_file(path, path, options.method)
-        if (path / names.INDEX_FILE).is_file():
-            return _open_index(path, options.method)
-        return _open_file(path, path / names.SINGLE_FILE, options.method)
-
-
-TORCH_FILE = TorchFile()
+__all__ = ["open_file", "open_index"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,14 +62,24 @@ def _is_tensor(value: object) -> bool:
     return isinstance(value, _core.Opaque) and "_rebuild" in value.name
 
 
-def _open_file(path: Location, file: Location, method: _core.ReadMethod) -> CheckpointData:
+def open_file(path: Location, file: Location, method: _core.ReadMethod) -> CheckpointData:
+    """Open one file.
+
+    Args:
+        path: the path that was given: the file or its folder.
+        file: the file.
+        method: how it is read.
+
+    Raises:
+        DamagedFileError, StorageError: as `reshard.open`.
+    """
     tensors, objects = _core.read_torch_file(str(file))
     index = _core.Index()
     number = index.add_torch_file(str(file), method=method)
     for key, *_ in tensors:
         index.add_whole(key, number)
     return _FileData(
-        traits=replace(TorchFile.traits, has_sums=names.is_zip(file.read_head(names.HEAD_BYTES, follow_links=True))),
+        traits=replace(names.TRAITS, has_sums=names.is_zip(file.read_head(names.HEAD_BYTES, follow_links=True))),
         path=path,
         file=file,
         index=index,
@@ -105,7 +88,8 @@ def _open_file(path: Location, file: Location, method: _core.ReadMethod) -> Chec
     )
 
 
-def _open_index(folder: Location, method: _core.ReadMethod) -> CheckpointData:
+def open_index(folder: Location, method: _core.ReadMethod) -> CheckpointData:
+    """Open the files that the index of a folder names. Raises as `reshard.open`."""
     index = _core.Index()
     file_of = weight_map.read(folder / names.INDEX_FILE)
     # Files of a hub cache are symbolic links into its store: here links are followed.
@@ -114,4 +98,4 @@ def _open_index(folder: Location, method: _core.ReadMethod) -> CheckpointData:
     }
     for key, name in file_of.items():
         index.add_whole(key, numbers[name])
-    return CheckpointData(traits=TorchFile.traits, path=folder, index=index, method=method)
+    return CheckpointData(traits=names.TRAITS, path=folder, index=index, method=method)

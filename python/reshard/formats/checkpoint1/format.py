@@ -1,0 +1,50 @@
+"""How rank folders, and the folder of one rank, are recognised. `reader` opens them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reshard.formats import manifest as manifests
+from reshard.formats.base import Format, Match
+from reshard.formats.checkpoint1 import names as checkpoint1
+from reshard.formats.checkpoint2 import names as checkpoint2
+from reshard.formats.tiled import names as tiles
+
+if TYPE_CHECKING:
+    from reshard.formats.base import CheckpointData, OpenOptions
+    from reshard.storage.location import Location
+
+__all__ = ["CHECKPOINT1"]
+
+
+class Checkpoint1(Format):
+    """A Checkpoint 1.0 tree, any other folder of rank folders, or the folder of one rank."""
+
+    traits = checkpoint1.TRAITS
+
+    def detect(self, path: Location) -> Match:
+        """By the names of the folders, except a folder `rank_<r>` that holds another format."""
+        if not path.is_folder():
+            return Match.NO
+        is_one_rank = checkpoint1.rank_of_folder(path) is not None and not _is_described(path)
+        return Match.YES if is_one_rank or checkpoint1.is_root(path) else Match.NO
+
+    def is_root(self, path: Location) -> bool:
+        """Whether it contains rank folders."""
+        return checkpoint1.is_root(path)
+
+    def open(self, path: Location, options: OpenOptions) -> CheckpointData:
+        """Open the best save that every rank has, or the best file of one rank."""
+        from reshard.formats.checkpoint1 import reader  # noqa: PLC0415  slow to import
+
+        open_it = reader.open_rank_folders if self.is_root(path) else reader.open_rank_folder
+        return open_it(path, options.strategy, options.method)
+
+
+CHECKPOINT1 = Checkpoint1()
+
+
+def _is_described(folder: Location) -> bool:
+    """Whether a folder named like a rank folder holds another format, such as an iteration or a conversion."""
+    names = (checkpoint2.METADATA_FILE, tiles.TILES_FILE, manifests.MANIFEST_FILE)
+    return any((folder / name).exists() for name in names)

@@ -1,0 +1,78 @@
+"""How a folder of `torch.distributed.checkpoint` is recognised. `reader` opens it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reshard.formats.base import Format, Match, RootEntry
+from reshard.formats.checkpoint2 import names as checkpoint2
+from reshard.formats.dcp import sharded_files
+from reshard.formats.dcp.names import DATA_SUFFIX, METADATA_FILE, rank_of_metadata, step_of
+from reshard.formats.dcp.traits import TRAITS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reshard.formats.base import CheckpointData, OpenOptions
+    from reshard.storage.location import Location
+
+__all__ = ["DCP"]
+
+
+class Dcp(Format):
+    """A folder of `torch.distributed.checkpoint`, or a root with a folder for each step."""
+
+    traits = TRAITS
+
+    def detect(self, path: Location) -> Match:
+        """By `.metadata` or the names of shard files; by data files where `.metadata` is missing, to say so."""
+        if not path.is_folder():
+            return Match.NO
+        names = path.names()
+        return Match.YES if _is_dcp(path, names) or _has_steps(path, names) else Match.NO
+
+    def open(self, path: Location, options: OpenOptions) -> CheckpointData:
+        """The tensors that `.metadata` lists; data files are opened when they are first needed.
+
+        Of a root, the newest step that can be opened.
+        """
+        from reshard.formats.dcp import reader  # noqa: PLC0415  slow to import
+
+        steps = self.candidates(path) if self.is_root(path) else None
+        return reader.open_folder(path, options.method) if steps is None else reader.open_root(path, steps, options)
+
+    def is_root(self, path: Location) -> bool:
+        """Whether it holds a folder `step-<N>` of this format, and is none itself."""
+        names = path.names()
+        return not _is_dcp(path, names) and _has_steps(path, names)
+
+    def candidates(self, root: Location) -> Sequence[RootEntry]:
+        """The folders of steps, the highest first."""
+        steps = _steps(root, root.names())
+        return [
+            RootEntry(name, step, "a lower step" if n else "the highest step") for n, (step, name) in enumerate(steps)
+        ]
+
+
+DCP = Dcp()
+
+
+def _is_dcp(folder: Location, names: Sequence[str]) -> bool:
+    """Whether a folder with these names is of this format."""
+    has_metadata = METADATA_FILE in names and (folder / METADATA_FILE).is_file()
+    return has_metadata or any(
+        name.endswith(DATA_SUFFIX) or rank_of_metadata(name) is not None or sharded_files.parse_name(name) is not None
+        for name in names
+    )
+
+
+def _has_steps(root: Location, names: Sequence[str]) -> bool:
+    steps = _steps(root, names)
+    # A run that resumes from such a root can save into it in the format of this package.
+    return any(_is_dcp(root / name, (root / name).names()) for _, name in steps) and not checkpoint2.is_root(root)
+
+
+def _steps(root: Location, names: Sequence[str]) -> list[tuple[int, str]]:
+    """Step and name of each folder of a step, the newest first."""
+    steps = [(step, name) for name in names if (step := step_of(name)) is not None]
+    return sorted(((step, name) for step, name in steps if (root / name).is_folder()), reverse=True)

@@ -1,0 +1,9 @@
+"""The traits of a folder of `torch.distributed.checkpoint`."""
+
+from __future__ import annotations
+
+from reshard.formats.base import Traits
+
+__all__ = ["TRAITS"]
+
+TRAITS = Traits("dcp", has_sums=True)
