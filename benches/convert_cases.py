@@ -62,7 +62,7 @@ def safetensors_(sources: Sources, task: Task) -> float:
     sources.target.mkdir()
 
     def merged() -> dict[str, torch.Tensor]:
-        parts = [safetensors.torch.load_file(path) for path in sources.files("tree")]
+        parts = [safetensors.torch.load_file(path) for path in sources.shards("tree")]
         found: dict[str, torch.Tensor] = {}
         for key in dict.fromkeys(key for part in parts for key in part):
             dim = model.cut_dim(key)
@@ -110,7 +110,7 @@ def numpy_(sources: Sources, task: Task) -> float:
 
     def run() -> None:
         if task == "merge":
-            parts = [model.read(path) for path in sources.files("tree")]
+            parts = [model.read(path) for path in sources.shards("tree")]
             whole: dict[str, Callable[[], np.ndarray]] = {}
             shapes = {}
             for key in dict.fromkeys(key for part in parts for key in part):
@@ -206,7 +206,7 @@ def copy_parallel(sources: Sources, task: Task, how: Literal["buffered", "direct
 
     def run() -> None:
         jobs, opened, sizes = [], [], {}
-        for path in sources.files(FORMS[task]):
+        for path in sources.shards(FORMS[task]):
             source = os.open(path, os.O_RDONLY)
             direct = os.O_DIRECT if how == "direct" else 0
             target = os.open(sources.target / path.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | direct, 0o640)
@@ -259,7 +259,7 @@ def _check_tp2(sources: Sources) -> None:
 
 def _check_copy(sources: Sources, task: Task) -> None:
     copies = {path.name: path for path in sources.target.rglob("*") if path.is_file()}
-    for path in sources.files(FORMS[task]):
+    for path in sources.shards(FORMS[task]):
         assert np.array_equal(np.memmap(path, np.uint8, "r"), np.memmap(copies[path.name], np.uint8, "r")), path
 
 

@@ -68,6 +68,10 @@ class Sources:
         """All files of a format."""
         return [path for path in sorted(self.at(form).rglob("*")) if path.is_file()]
 
+    def shards(self, form: Form) -> list[Path]:
+        """Its safetensors files, by rank."""
+        return sorted(self.at(form).rglob("*.safetensors"))
+
     def n_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(array.nbytes for array in model.read(self.path).values())
