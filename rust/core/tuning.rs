@@ -113,10 +113,9 @@ const READ_STREAM: Way = Way {
 const fn ways(case: Case, stores: Stores) -> &'static [Way] {
     match (case, stores) {
         (Case::Run, Stores::Fresh) => &[MAP, MAP_STREAM, READ],
-        (Case::Run, Stores::Streaming) => &[MAP_STREAM, MAP, READ_STREAM],
+        (Case::Run | Case::VerifiedRun, Stores::Streaming) => &[MAP_STREAM, MAP, READ_STREAM],
         (Case::Run | Case::VerifiedRun, Stores::Plain) => &[MAP, READ],
         (Case::VerifiedRun, Stores::Fresh) => &[AT_ONCE, MAP, MAP_STREAM, READ],
-        (Case::VerifiedRun, Stores::Streaming) => &[MAP_STREAM, MAP, READ_STREAM],
         (Case::Memory, Stores::Fresh) => &[MAP, MAP_STREAM],
         (Case::Memory, Stores::Streaming) => &[MAP_STREAM, MAP],
         (Case::Memory, Stores::Plain) => &[MAP],
@@ -312,9 +311,10 @@ impl Picked<'_> {
 /// Nanoseconds for which this thread has run.
 fn cpu_ns() -> u64 {
     let time = clock_gettime(ClockId::ThreadCPUTime);
-    (time.tv_sec as u64)
+    time.tv_sec
+        .cast_unsigned()
         .wrapping_mul(1_000_000_000)
-        .wrapping_add(time.tv_nsec as u64)
+        .wrapping_add(time.tv_nsec.cast_unsigned())
 }
 
 #[cfg(test)]
