@@ -91,6 +91,7 @@ def test_a_damaged_newest_iteration_is_not_the_newest_complete_one(tmp_path: Pat
         save(root, iteration)
     watch = Watch(str(root))
     assert watch.look()[0].newest.iteration == 2  # type: ignore[union-attr]
+    time.sleep(0.02)  # times of folders have steps of some milliseconds
     (root / "iteration_00000002" / "common.json").unlink()
     state, _ = watch.look()
     assert state.newest is not None
