@@ -230,9 +230,9 @@ def test_mindformers_4_metadata_comes_before_the_shards(root: Path, monkeypatch:
     seen: list[set[str]] = []
     real = plans.write_descriptions
 
-    def spy(plan: Any, staging: Location, **options: Any) -> None:
+    def spy(plan: Any, staging: Location, **options: Any) -> list[str]:
         seen.append(set(staging.names()))
-        real(plan, staging, **options)
+        return real(plan, staging, **options)
 
     monkeypatch.setattr("reshard.formats.checkpoint2.save.write_descriptions", spy)
     layout = {"mesh": {"tp": 4}, "rules": [{"match": "*", "cut": ["tp"]}]}
@@ -618,10 +618,12 @@ class Synced:
         monkeypatch.setattr(os, "replace", replace)
 
     def unsynced(self) -> list[str]:
-        """Files that got their names with other bytes than were synced."""
+        """Files that got their names with other bytes than were synced. Those of a save are named by its manifest."""
         left = []
+        seals = [number for number, one in enumerate(self.events) if one[:2] == ("name", "manifest.json")]
         for number, (kind, name, size) in enumerate(self.events):
-            before = [one for one in self.events[:number] if one[0] == "sync" and one[1].startswith(name)]
+            end = min((one for one in seals if one >= number), default=number)
+            before = [one for one in self.events[:end] if one[0] == "sync" and one[1].startswith(name)]
             if kind == "name" and (not before or before[-1][2] != size):
                 left.append(name)
         return left
