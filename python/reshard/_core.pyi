@@ -35,6 +35,7 @@ __all__ = [
     "Tile",
     "Written",
     "__version__",
+    "copy_ways",
     "crc32c",
     "decode_strategy",
     "decode_torch_object",
