@@ -188,6 +188,22 @@ def test_hostile_files_take_little_memory(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("place", [0, (4 << 20) - 1, 4 << 20, (9 << 20) + 4])
+def test_a_flipped_bit_of_a_large_storage_is_found(place: int, tmp_path: Path) -> None:
+    """The CRC of a storage of several pieces of 4 MiB is computed in parallel and combined."""
+    torch = pytest.importorskip("torch")
+    values = torch.arange((9 << 20) // 4 + 2, dtype=torch.int32)  # the last piece is short
+    torch.save({"w": values}, tmp_path / "model.pt")
+    with reshard.open(tmp_path / "model.pt") as checkpoint:
+        assert (checkpoint.read("w") == values.numpy()).all()
+    content = bytearray((tmp_path / "model.pt").read_bytes())
+    begin = content.index(values[:64].numpy().tobytes())
+    content[begin + place] ^= 4
+    (tmp_path / "model.pt").write_bytes(content)
+    with reshard.open(tmp_path / "model.pt") as checkpoint, pytest.raises(DamagedFileError, match="CRC"):
+        checkpoint.read("w")
+
+
 def test_a_flipped_bit_is_found_by_the_crc(tmp_path: Path) -> None:
     for name in ("pt_files/training.pt", "dcp_plain/checkpoint/__0_0.distcp"):
         source = DATA / name
