@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import click
 
 import reshard
-from reshard.cli.contents import cut_by_rule
 from reshard.cli.output import (
     PATH,
     STRATEGY_HELP,
@@ -111,6 +110,7 @@ def check(file: str, src: str, *, strategy: str | None, as_json: bool) -> None:
 
     Exit codes: 0 it fits, 1 it does not fit, or a file cannot be read, 2 usage error.
     """
+    from reshard.cli.contents import cut_by_rule
     from reshard.verbs.check_layout import check_layout
 
     with collected_warnings(print_on_error=False) as logged, reshard.open(src, strategy=strategy) as checkpoint:
@@ -172,6 +172,8 @@ def _print(found: LayoutCheck, file: str, src: str) -> None:
 
 
 def _print_rules(rules: tuple[RuleUse, ...], mesh: dict[str, int]) -> None:
+    from reshard.cli.contents import cut_by_rule
+
     table = plain_table("rule", "match", "cut", "tensors", "size", right=("rule", "tensors", "size"), folds=("match",))
     for n, rule in enumerate(rules[:_MAX_SHOWN]):
         unused = "none, optional" if rule.optional else "none"
