@@ -360,14 +360,17 @@ impl Content<'_> {
         control: &Control,
     ) -> Result<()> {
         control.check()?;
+        let tuning = Tuning::of_process();
+        // Not `plan.n_bytes()`, which adds the bytes of all arrays for each band.
+        let n_bytes = self.array_bytes_before.last().copied().unwrap_or(0);
         let run = Run {
             plan: self.plan,
             checks: &self.checks,
             stores,
             control,
             faulted: &Faulted::default(),
-            tuning: Tuning::of_process(),
-            measures: Tuning::of_process().measures(self.plan.n_bytes()),
+            tuning,
+            measures: tuning.measures(n_bytes),
         };
         let starts = &self.container.starts;
         // The first array that begins behind this byte. Empty arrays have the start of the next one.
