@@ -251,7 +251,7 @@ def write_descriptions(plan: IterationPlan, folder: Location, *, mode: int) -> l
         durable=False,
     )
     written = [checkpoint2.METADATA_FILE]
-    if write_table(folder, mode=mode, durable=False):
+    if write_table(folder, mode=mode):
         written.append(checkpoint2.METADATA_TABLE_FILE)
     if plan.tiles is not None:
         tiles.write(folder / tiles.TILES_FILE, plan.tiles, mode, durable=False)

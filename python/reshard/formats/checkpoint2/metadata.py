@@ -146,15 +146,14 @@ def write_metadata(
             file.write(text.encode())
 
 
-def write_table(folder: Location, *, mode: int, durable: bool) -> bool:
+def write_table(folder: Location, *, mode: int) -> bool:
     """Write the binary table of a large `metadata.json` beside it, so that ranks need not read and decode the text.
 
-    The table is decoded from the file, so it cannot say anything else. The manifest lists both.
+    The table is decoded from the file, so it cannot say anything else. The manifest lists both. It is not synced.
 
     Args:
         folder: the folder of the `metadata.json`.
         mode: permission bits of the table, less the umask.
-        durable: whether the table and the folder are synced.
 
     Returns:
         Whether it is large, so that there is a table.
@@ -167,7 +166,7 @@ def write_table(folder: Location, *, mode: int, durable: bool) -> bool:
         return False
     data = place.read_small(MAX_METADATA_BYTES)
     table = _core.metadata_table(data, digest_of(data))
-    (folder / METADATA_TABLE_FILE).replace(table, mode, durable=durable)
+    (folder / METADATA_TABLE_FILE).replace(table, mode, durable=False)
     return True
 
 
