@@ -240,11 +240,7 @@ class LocalStore(Store):
     def sync_folder(self, path: str) -> None:
         """See `Store.sync_folder`."""
         with failing("syncing the folder", path):
-            handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+            _sync(path, os.O_DIRECTORY)
 
     def sync_files(self, folder: str, names: Sequence[str]) -> None:
         """See `Store.sync_files`: each file by a thread.
@@ -256,11 +252,7 @@ class LocalStore(Store):
         def sync(path: str) -> None:
             try:
                 with failing("syncing", path):
-                    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-                    try:
-                        os.fsync(handle)
-                    finally:
-                        os.close(handle)
+                    _sync(path, os.O_NOFOLLOW)
             except BaseException as error:  # noqa: BLE001  raised below
                 errors.append(error)
 
@@ -694,6 +686,14 @@ def _remove(name: str, folder: int) -> None:
         if error.errno not in (errno.EISDIR, errno.EPERM):
             raise
         _remove_tree(name, dir_fd=folder)  # by handles too, where there are such, as on Linux
+
+
+def _sync(path: str, flags: int) -> None:
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _remove_tree(path: str, *, ignore_errors: bool = False, dir_fd: int | None = None) -> None:
