@@ -20,8 +20,6 @@ from typing import ParamSpec, TypeVar
 from reshard.errors import ArgumentError, StorageError
 from reshard.words import check_text, show
 
-__all__ = ["check", "check_given", "check_seconds", "check_shapes", "check_texts", "checked", "parse_size"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

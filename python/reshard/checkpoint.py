@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from reshard.names import ConfigLike, NamesLike, ResolvedTensor
     from reshard.options import VerifyMode
 
-__all__ = ["Checkpoint", "FileInfo", "Part", "StoredShard", "TensorInfo"]
-
 Part = Literal["all", "model", "optimizer"]
 LayoutLike: TypeAlias = "ModelLayout | str | os.PathLike[str] | Mapping[str, Any]"
 

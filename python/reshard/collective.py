@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from reshard.group import Group
 
-__all__ = ["ALONE", "Collective", "capture"]
-
 T = TypeVar("T")
 R = TypeVar("R")
 Sent = TypeVar("Sent")

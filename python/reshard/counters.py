@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["COUNTERS", "OF_NO_PARAMETER", "is_counter"]
-
 COUNTERS = ("epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size")
 """Counters of a training run, which some formats store as tensors of one element."""
 

@@ -20,20 +20,6 @@ from reshard.errors import MismatchError, UnsupportedError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = [
-    "NAMES",
-    "array_shape",
-    "bits",
-    "file_order",
-    "from_mindspore",
-    "is_packed",
-    "name_of",
-    "numpy_dtype",
-    "parse_dtype",
-    "tensor_shape",
-    "to_mindspore",
-]
-
 _PACKED_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
 _NUMPY: dict[str, np.dtype[np.generic]] = {

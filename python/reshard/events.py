@@ -22,8 +22,6 @@ from reshard.words import show
 if TYPE_CHECKING:
     from reshard import _core
 
-__all__ = ["Event", "Observers", "OnEvent", "Value"]
-
 Value: TypeAlias = str | int | float | bool | None
 OnEvent: TypeAlias = "Callable[[Event], object] | Sequence[Callable[[Event], object]]"
 
@@ -202,6 +200,7 @@ class Progress:
         self._last = time.monotonic()
 
     def __call__(self, done_bytes: int, total_bytes: int) -> None:
+        """Emits an event if the last one is a second old, and calls the function for progress."""
         self.n_bytes = done_bytes
         now = time.monotonic()
         if now - self._last >= _PROGRESS_SECONDS:

@@ -11,8 +11,6 @@ from typing import NamedTuple, SupportsIndex, TypeAlias
 
 from reshard.errors import ArgumentError
 
-__all__ = ["IndexedRegion", "TensorIndex", "TensorIndexError", "as_integer", "normalize_index"]
-
 IndexItem: TypeAlias = SupportsIndex | slice | EllipsisType | None
 TensorIndex: TypeAlias = IndexItem | tuple[IndexItem, ...]
 

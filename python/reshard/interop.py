@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from reshard.checkpoint import Checkpoint
 
-__all__ = ["SafeOpen", "SafeSlice", "load_file", "safe_open", "save_file"]
-
 Numpy: TypeAlias = Literal["np", "numpy"]
 Torch: TypeAlias = Literal["pt", "torch", "pytorch"]
 Backend: TypeAlias = Literal["mmap", "pread"]

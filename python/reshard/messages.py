@@ -20,8 +20,6 @@ from typing import Any, Literal, TypeAlias, Union, get_args, get_origin
 
 from reshard.errors import GroupError
 
-__all__ = ["decode", "encode"]
-
 _Decoder: TypeAlias = Callable[[Any], Any]
 
 _MAX_SHOWN = 80

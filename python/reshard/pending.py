@@ -17,8 +17,6 @@ from reshard.errors import ArgumentError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Pending"]
-
 T = TypeVar("T")
 
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterable
 
-__all__ = ["parse_json", "read_json"]
-
 _MAX_DEPTH = 16
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 

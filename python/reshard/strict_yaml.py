@@ -21,8 +21,6 @@ from reshard.words import show
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Lines", "Step", "flow", "quote", "read_yaml"]
-
 Step: TypeAlias = str | int
 Lines: TypeAlias = dict[tuple[Step, ...], int]
 """The line, from 1, of the value at each path of mapping keys and list indices."""

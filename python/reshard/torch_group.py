@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
-__all__ = ["TorchGroup", "TorchSession", "torch_distributed", "torch_group"]
-
 _PART_CHARACTERS = 1 << 20  # the store's server closes the connection of a client that sends 8 MiB at once
 _MAX_PARTS = 4096
 _BATCH = 64  # keys asked for in one request

@@ -10,8 +10,6 @@ from reshard.errors import ArgumentError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["check_text", "listed", "nearest", "show"]
-
 _MAX_SHOWN = 256  # characters of untrusted text in a message
 
 

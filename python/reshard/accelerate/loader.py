@@ -20,8 +20,6 @@ from reshard.torch import rng
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["LoaderPosition", "follow"]
-
 # Options of a StatefulDataLoader that its plain replacement gets.
 _OPTIONS = (
     "num_workers",

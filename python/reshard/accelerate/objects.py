@@ -20,8 +20,6 @@ from reshard.torch.optimizers import unwrapped
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = ["prepared"]
-
 
 def prepared(accelerator: Accelerator, loader: Any = None) -> dict[str, Any]:
     """What an accelerator has prepared, as arguments of `Checkpointer.resume`: call `resume(**prepared(accelerator))`.

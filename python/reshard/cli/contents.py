@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from reshard.formats.save_log import SaveRecord
     from reshard.layout import BoundLayout, ModelLayout
 
-__all__ = ["Contents", "Iteration", "RankSaveState", "TensorRow", "cut_by_rule", "gather_contents"]
-
 _PARTS: tuple[Literal["model", "optimizer"], ...] = ("model", "optimizer")
 _MAX_CHECKED = 10  # iterations that are opened to check whether they are complete
 

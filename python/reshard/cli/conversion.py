@@ -16,8 +16,6 @@ from reshard.words import listed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["OPTIONS", "options", "run_conversion"]
-
 F = TypeVar("F", bound="Callable[..., object]")
 
 OPTIONS: dict[str, Callable[[Any], Any]] = {

@@ -9,8 +9,6 @@ import click
 from reshard.cli.conversion import OPTIONS, options, run_conversion
 from reshard.cli.output import PATH, command
 
-__all__ = ["convert"]
-
 
 @click.command(short_help="Merge, split, reshard, cast: any format and layout to any other.")
 @click.argument("src", type=PATH)

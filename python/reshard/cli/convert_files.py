@@ -10,8 +10,6 @@ import click
 import reshard
 from reshard.cli.output import PATH, collected_warnings, command, echo, echo_json, progress_bar, rate, shown, size, warn
 
-__all__ = ["convert_files"]
-
 
 @click.command("convert-files", short_help="Convert each .ckpt file to a safetensors file.")
 @click.argument("src", type=PATH)

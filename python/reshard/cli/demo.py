@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from reshard.verbs.demo import DemoStep
 
-__all__ = ["demo"]
-
 
 @click.command(short_help="Split, reshard and merge a small model in a temporary folder, and compare every byte.")
 @click.option("--size", "model_size", default="200MB", show_default=True, metavar="SIZE",

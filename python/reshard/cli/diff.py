@@ -27,8 +27,6 @@ from reshard.cli.output import (
 if TYPE_CHECKING:
     from reshard.verbs.diff import TensorDifference
 
-__all__ = ["diff"]
-
 _MAX_ROWS = 60
 
 

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from reshard.resume import EpochStep, RankFolderFacts, ResumeDecision, ResumeFacts, Verdict
     from reshard.verbs.explain import Answer
 
-__all__ = ["explain"]
-
 _FRESH = 3
 _COUNT = click.IntRange(min=1)
 

@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from reshard.formats.manifest import Manifest
     from reshard.formats.save_log import SaveRecord
 
-__all__ = ["inspect"]
-
 _MAX_PLAIN = 24  # tensors that are listed one by one
 _MAX_ROWS = 60  # lines of the summary
 _MAX_ITERATIONS = 20  # that are listed

@@ -31,8 +31,6 @@ from reshard.words import listed
 if TYPE_CHECKING:
     from reshard.verbs.check_layout import Fault, LayoutCheck, RuleUse
 
-__all__ = ["layout"]
-
 _COUNT = click.IntRange(1, 1 << 20)
 _MAX_SHOWN = 20  # faults, and rules
 _MAX_RANKS = 16

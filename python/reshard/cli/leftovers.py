@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint
     from reshard.storage.location import Location
 
-__all__ = ["Leftover", "leftovers_in_iteration", "leftovers_in_root"]
-
 _MAX_FILES = 100_000  # at most so many file sizes are added
 _OURS = frozenset(
     (

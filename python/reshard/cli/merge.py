@@ -9,8 +9,6 @@ import click
 from reshard.cli.conversion import options, run_conversion
 from reshard.cli.output import PATH, command
 
-__all__ = ["merge"]
-
 
 @click.command(short_help="Merge the shards of all ranks into full weights.")
 @click.argument("src", type=PATH)

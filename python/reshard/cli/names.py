@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from reshard.names import NameMap, ResolvedTensor
 
-__all__ = ["names"]
-
 _MAX_ROWS = 60
 _MAX_SOURCES = 6  # lines for the sources of one tensor
 

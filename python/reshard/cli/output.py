@@ -34,35 +34,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = [
-    "PATH",
-    "STRATEGY_HELP",
-    "collected_warnings",
-    "command",
-    "common_key",
-    "console",
-    "duration",
-    "echo",
-    "echo_facts",
-    "echo_file",
-    "echo_json",
-    "echo_table",
-    "facts_table",
-    "hint_near",
-    "hint_of",
-    "join_dims",
-    "natural_order",
-    "plain_table",
-    "progress_bar",
-    "quiet_option",
-    "rate",
-    "shown",
-    "size",
-    "warn",
-    "without_numbers",
-    "write_page",
-]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -327,6 +298,7 @@ class ProgressBar:
         self._task = self._bar.add_task("", total=None, bytes="")
 
     def __call__(self, done_bytes: int, total_bytes: int) -> None:
+        """Shows how much is done."""
         if not self._bar.live.is_started:
             self._bar.reset(self._task, total=total_bytes)
             self._bar.start()
@@ -347,6 +319,7 @@ class ProgressLines:
         self._last = 0.0
 
     def __call__(self, done_bytes: int, total_bytes: int) -> None:
+        """Prints how much is done, if the last line is old enough."""
         now = time.monotonic()
         if self._begin is None:
             self._begin = self._last = now

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from reshard.checkpoint import StoredShard, TensorInfo
 
-__all__ = ["print_tensor"]
-
 _MAX_ACROSS, _MAX_DOWN = 8, 32  # regions in a grid; a larger grid is listed
 _MAX_LISTED = 64  # shards
 _MAX_FILES = 8  # files per region

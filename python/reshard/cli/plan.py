@@ -29,8 +29,6 @@ from reshard.cli.output import (
 if TYPE_CHECKING:
     from reshard.verbs.forecast import Forecast, Speed
 
-__all__ = ["plan"]
-
 _MAX_ROWS = 16
 _MAX_COLUMNS = 8
 _SPARE = 20  # a save needs 1/20 more free space than it writes

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from reshard.verbs.prune import Removed
 
-__all__ = ["pin", "prune", "unpin"]
-
 _COUNT = click.IntRange(min=1)
 _ITERATION = click.IntRange(min=0)
 

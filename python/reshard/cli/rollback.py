@@ -10,8 +10,6 @@ import reshard
 from reshard.cli.output import PATH, collected_warnings, command, echo, echo_json, progress_bar, shown, warn
 from reshard.formats import event_log
 
-__all__ = ["rollback"]
-
 
 @click.command(short_help="Make the next restart resume from a given iteration.")
 @click.argument("root", type=PATH)

@@ -9,8 +9,6 @@ import click
 from reshard.cli.conversion import options, run_conversion
 from reshard.cli.output import PATH, command
 
-__all__ = ["split"]
-
 
 @click.command(short_help="Split full weights into the shards of each rank.")
 @click.argument("src", type=PATH)

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from reshard.layout.strategy_file import LayoutItem
     from reshard.layout.strategy_folder import Stage
 
-__all__ = ["strategy"]
-
 
 @click.group(short_help="Merge and show strategy files.")
 def strategy() -> None:

@@ -25,8 +25,6 @@ from reshard.cli.output import (
 if TYPE_CHECKING:
     from reshard.verbs.verify import VerifiedCheckpoint
 
-__all__ = ["verify"]
-
 
 @click.command(short_help="Compare every byte with the checksums of the manifest.")
 @click.argument("path", type=PATH)

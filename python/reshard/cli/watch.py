@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from reshard.cli.watched import InFlight, Newest, RunState, Watch
     from reshard.events import Event
 
-__all__ = ["watch"]
-
 _MAX_SHOWN = 20  # events that `--once` prints
 _MIN_SHOWN = 3
 _MAX_REASON = 300

@@ -24,8 +24,6 @@ from reshard.storage.location import locate
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-__all__ = ["InFlight", "Newest", "RunState", "Watch"]
-
 _MAX_EVENTS = 1000
 _MAX_SAVES = 8  # from which the interval between saves follows
 _ENDS = ("published", "failed")

@@ -25,8 +25,6 @@ from reshard.options import Commit, Files, InitFrom, Interrupts, Options, Retent
 from reshard.strict_yaml import at_path
 from reshard.words import nearest, show
 
-__all__ = ["read_values"]
-
 _NEAR = 0.84  # similarity to a known key from which a key counts as misspelt
 _DEFAULT_STEPS_OF_SECTION = 1000  # the default of MindSpore Transformers in its section `checkpoint`
 _GROUPS: dict[str, type[Options]] = {

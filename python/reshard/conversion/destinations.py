@@ -41,26 +41,6 @@ if TYPE_CHECKING:
 
     Produce = Callable[[Location], Mapping[str, FileRecord]]
 
-__all__ = [
-    "SHARED_PREFIX",
-    "File",
-    "Job",
-    "Options",
-    "Written",
-    "as_file",
-    "bind",
-    "check_folder_free",
-    "destination_folder",
-    "file_sizes",
-    "is_our_file",
-    "n_bytes_of",
-    "produced",
-    "set_original_modes",
-    "settled_mapping",
-    "whole_tensors",
-    "write_files",
-]
-
 SHARED_PREFIX = "share-"
 # Files that identify a checkpoint, in the order in which they are published. Readers need them to find a checkpoint.
 _COMMITS = (

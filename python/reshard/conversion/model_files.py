@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from reshard.storage.location import Location
     from reshard.storage.store import Entry
 
-__all__ = ["ModelFiles", "dtype_warning", "find_model_files"]
-
 _MAX_FILES = 1000
 _MAX_FILE_BYTES = 512 << 20
 _MAX_ENTRIES = 10_000  # of one folder

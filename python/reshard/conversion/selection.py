@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint, Part
     from reshard.names import NameMap
 
-__all__ = ["Selection", "new_names", "select"]
-
 _log = logging.getLogger("reshard")
 
 

@@ -29,18 +29,6 @@ if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint
     from reshard.storage.location import Location
 
-__all__ = [
-    "Share",
-    "Shared",
-    "assign",
-    "committing",
-    "digest_of",
-    "missing",
-    "place",
-    "read_record",
-    "write_record",
-]
-
 _MAX_SHARES = 65536
 _MAX_RECORD_BYTES = 1 << 30
 

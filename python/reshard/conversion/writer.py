@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from reshard.conversion.destinations import Job, Written
     from reshard.storage.location import Location
 
-__all__ = ["Settings", "Writer"]
-
 
 @dataclass(frozen=True)
 class Settings:

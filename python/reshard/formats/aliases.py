@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from reshard import _core
 
-__all__ = ["ALIASES", "add_aliases", "aliases_text"]
-
 ALIASES = "reshard.aliases"
 """Key in the header's metadata. Its value is a JSON mapping of each further name to the stored name."""
 

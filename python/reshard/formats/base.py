@@ -27,20 +27,6 @@ if TYPE_CHECKING:
     from reshard.layout.strategy import Strategy
     from reshard.storage.store import Lock
 
-__all__ = [
-    "CheckpointData",
-    "Format",
-    "Match",
-    "OpenOptions",
-    "PartName",
-    "RootEntry",
-    "Shapes",
-    "StoredTensor",
-    "StrategyLike",
-    "Traits",
-    "UnplacedTensor",
-]
-
 StrategyLike: TypeAlias = "Strategy | str | os.PathLike[str]"
 
 PartName = Literal["model", "optimizer"]

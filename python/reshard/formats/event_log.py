@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from reshard.storage.location import Location
 
-__all__ = ["EVENT_FILE", "OLD_EVENT_FILE", "EventLog", "EventReader", "exists", "follow_up"]
-
 EVENT_FILE = "events.jsonl"
 OLD_EVENT_FILE = "events.1.jsonl"
 

@@ -11,8 +11,6 @@ from reshard.words import show
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["checked", "from_json", "to_json"]
-
 _MAX_CHARACTERS = 1 << 20  # of all names, and 32 more for each number
 _TEXTS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 

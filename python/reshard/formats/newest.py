@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from reshard.formats.base import CheckpointData
     from reshard.storage.location import Location
 
-__all__ = ["newest_of", "nothing_complete", "open_newest", "reason_of"]
-
 _log = logging.getLogger(__name__)
 
 

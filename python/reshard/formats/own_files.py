@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from reshard import _core
     from reshard.formats.manifest import Manifest
 
-__all__ = ["MAX_METADATA_BYTES", "opened_again", "own_files", "own_index", "storage_ranks"]
-
 MAX_METADATA_BYTES = 4 << 30
 _RANK_FILE = re.compile(r"rank_(0|[1-9][0-9]{0,17})\.safetensors")
 

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from reshard.formats.manifest import Manifest
 
-__all__ = ["Proof", "file_of", "read", "state_of", "sweep", "write"]
-
 _MAX_BYTES = 16 << 10
 _MAX_FAULT = 1000  # characters
 _MODE = 0o644  # a user other than the trainer may verify

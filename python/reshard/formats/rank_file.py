@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from reshard import _core
 
-__all__ = ["OpenedRankFile", "add_rank_file", "kind_of", "placed"]
-
 
 @dataclass(frozen=True)
 class OpenedRankFile:

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from reshard.formats.base import Format
     from reshard.storage.location import Location
 
-__all__ = ["FORMATS", "detect"]
-
 FORMATS: tuple[Format, ...] = (
     HUGGINGFACE,
     FULL_WEIGHTS,

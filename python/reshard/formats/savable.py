@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from reshard.write.collective_save import SaveFormat
 
-__all__ = ["save_format"]
-
 
 def _checkpoint1() -> type[SaveFormat]:
     from reshard.formats.checkpoint1.save import Checkpoint1Save  # noqa: PLC0415  slow to import

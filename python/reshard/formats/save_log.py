@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
 
-__all__ = ["SAVE_LOG_FILE", "SaveRecord", "append", "read"]
-
 SAVE_LOG_FILE = "saves.jsonl"
 
 _MAX_LINE_BYTES = 64 << 10

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from reshard.formats.manifest import Manifest
 
-__all__ = ["Damage", "Fault", "fault_of", "is_damage", "scrub_file", "scrub_folder", "scrub_plain", "scrub_share"]
-
 _MAX_NAMED = 3  # tensors that a message lists before it only counts them
 # Errors of the process or the system. Another checkpoint would fail too, so the newest one must not be skipped.
 _NOT_DAMAGE = frozenset(

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from reshard.formats.manifest import Manifest
     from reshard.storage.location import Location
 
-__all__ = ["load_by_name", "read"]
-
 _FILE = re.compile(r"extra-([0-9]{7,18})\.json")
 
 

@@ -24,8 +24,6 @@ from reshard.errors import DamagedFileError, UnsupportedError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["INT64", "MAX_DEPTH", "Loader", "TorchSaved", "damaged", "dtype_spelling", "float_name"]
-
 MAX_DEPTH = 200
 INT64 = range(-(1 << 63), 1 << 63)
 

@@ -18,8 +18,6 @@ from reshard.words import listed, show
 if TYPE_CHECKING:
     import os
 
-__all__ = ["read", "writer"]
-
 _MAX_BYTES = 128 << 20
 _MAX_TENSORS = 1_000_000
 _MAX_NAME_BYTES = 1024

@@ -10,8 +10,6 @@ from reshard.errors import ReshardError
 if TYPE_CHECKING:
     from reshard.storage.location import Location
 
-__all__ = ["KEY", "MARK", "is_marked", "is_ours"]
-
 KEY = "reshard"
 MARK = {KEY: _core.__version__}
 """The entry of the `__metadata__` of a safetensors file."""

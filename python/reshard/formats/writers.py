@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from reshard.conversion.writer import Writer
     from reshard.storage.location import Location
 
-__all__ = ["WRITERS", "writer_for"]
-
 WRITERS: tuple[Writer, ...] = (
     HuggingFaceWriter(),
     FullWeightsWriter(),

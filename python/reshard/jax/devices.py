@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from reshard.group import Group
 
-__all__ = ["OnDevices", "in_threads", "on_devices"]
-
 T = TypeVar("T")
 
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from reshard.options import VerifyLike
     from reshard.resume import ResumeDecision
 
-__all__ = ["Loaded", "load"]
-
 
 @dataclass(frozen=True)
 class Loaded:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from reshard.group import Group
     from reshard.write.save import SaveReport
 
-__all__ = ["VALUES", "save"]
-
 VALUES = "jax"
 """The name in `extra` of the plain values and the kinds of random keys."""
 

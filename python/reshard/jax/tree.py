@@ -10,8 +10,6 @@ import jax.numpy as jnp
 from reshard.errors import ArgumentError, UnsupportedError
 from reshard.words import show
 
-__all__ = ["check_single_process", "is_key", "is_plain", "named_leaves"]
-
 
 def named_leaves(tree: Any) -> dict[str, Any]:
     """The leaves of a pytree by name: the parts of the path with dots between them.

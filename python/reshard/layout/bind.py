@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from reshard.layout.partition import Places, TensorLayout
     from reshard.layout.resolve import Resolved, Unused
 
-__all__ = ["BoundLayout", "bind", "bound_of"]
-
 _log = logging.getLogger("reshard")
 
 

@@ -28,8 +28,6 @@ from reshard.layout.patterns import IndexedPattern, Matcher, Pattern, expand_bra
 from reshard.strict_yaml import Lines, flow
 from reshard.words import nearest, show
 
-__all__ = ["LayoutFile", "LayoutRule", "OptimizerRule", "PlaceRule"]
-
 T = TypeVar("T")
 
 _MAX_RANKS = 1 << 20

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from reshard.layout.file import LayoutFile
     from reshard.layout.partition import Partition
 
-__all__ = ["check_local_shapes", "global_shapes", "join_members"]
-
 Shape = tuple[int, ...]
 
 

@@ -25,8 +25,6 @@ from reshard.strict_yaml import quote, read_yaml
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["LayoutLike", "ModelLayout", "as_layout", "write_strategy"]
-
 
 @dataclass(frozen=True, eq=False)
 class ModelLayout(LayoutFile):

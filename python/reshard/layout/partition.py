@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["WHOLE", "Block", "Blocks", "Cut", "Partition", "Place", "Places", "TensorLayout", "Uneven", "trimmed"]
-
 Uneven = Literal["refuse", "ceil"]
 
 Cut: TypeAlias = tuple[tuple[str, ...], ...]

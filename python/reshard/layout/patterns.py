@@ -17,8 +17,6 @@ from reshard.words import show
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-__all__ = ["IndexedPattern", "Matcher", "Pattern", "expand_braces", "glob_of", "natural_order"]
-
 _INDEX = "{i}"
 _MAX_PATTERN = 4096  # characters
 _MAX_EXPANDED = 1024  # patterns to which one pattern with braces expands

@@ -21,8 +21,6 @@ from reshard.storage.inputs import read_input
 from reshard.storage.location import locate
 from reshard.words import nearest, show
 
-__all__ = ["FAMILIES", "mapping_of_preset"]
-
 _MAX_LISTED_LAYERS = 10_000
 _MAX_CONFIG_BYTES = 16 << 20
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from reshard.layout.file import LayoutFile, LayoutRule, PlaceRule
     from reshard.layout.partition import Places
 
-__all__ = ["Join", "Resolved", "Unused", "resolve", "state_of"]
-
 _MAX_HINTS = 8  # finding the nearest keys takes time, and an error shows one hint
 _MAX_WARNINGS = 100  # about rules that match no key
 _MAX_PLACED = 10_000_000  # matches of all entries of `place`: real layouts have a few for each tensor

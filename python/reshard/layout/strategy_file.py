@@ -23,16 +23,6 @@ from reshard.storage.location import locate
 from reshard.strict_json import parse_json
 from reshard.words import show
 
-__all__ = [
-    "LayoutItem",
-    "OperatorItem",
-    "StrategyFile",
-    "is_strategy",
-    "read_strategy_file",
-    "write_strategy_file",
-    "written_as",
-]
-
 T = TypeVar("T")
 
 _MAX_PROTOBUF_BYTES = 32 << 20

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
     from reshard.layout.strategy_file import LayoutItem
 
-__all__ = ["Stage", "check_reads_back", "merge_strategies", "merged_file", "read_stages", "read_strategy", "stage_file"]
-
 _MERGED_NAME = re.compile(r"(0|[1-9][0-9]{0,8})-(.+)", re.DOTALL)
 _OF_RANK = re.compile(r"rank_[0-9]+\.(ckpt|json)$")
 

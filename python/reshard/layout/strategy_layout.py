@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from reshard.layout.strategy import DeviceCut, Strategy
 
-__all__ = ["StrategyLayouts", "layouts_of"]
-
 
 @dataclass(frozen=True)
 class StrategyLayouts:

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from reshard.layout.strategy import Strategy
 
-__all__ = ["device_layouts", "named_mapping"]
-
 Shapes = dict[str, tuple[int, ...]]
 
 

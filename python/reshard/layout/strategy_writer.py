@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from reshard.layout.bind import BoundLayout
     from reshard.layout.partition import TensorLayout
 
-__all__ = ["strategy_of", "write_stage_files"]
-
 
 def strategy_of(bound: BoundLayout) -> Strategy:
     """The strategy of a bound layout.

@@ -16,8 +16,6 @@ from reshard.words import nearest, show
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["mapping_of_plan"]
-
 # Linear weights are [out, in]; a parameter of stacked experts is [expert, ., .]: styles count its dims from the end.
 _COLUMN = frozenset({"colwise", "colwise_gather_output", "colwise_rep", "local_colwise"})
 _ROW = frozenset({"rowwise", "rowwise_rep", "rowwise_split_input", "local_rowwise"})

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from reshard.options import VerifyLike
     from reshard.write.save import PendingSave, SaveReport
 
-__all__ = ["Saving"]
-
 _log = logging.getLogger("reshard")
 
 _PATIENCE_S = 60  # for a save in the background after an exception: other ranks may have ended

@@ -16,8 +16,6 @@ from reshard.torch import rng
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["Position", "position_of", "watch"]
-
 _log = logging.getLogger("reshard")
 
 _NAME = "_reshard_position"

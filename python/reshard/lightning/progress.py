@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["at_end_of_epoch", "is_end_of_epoch", "plateau_steps", "set_not_restarting"]
-
 
 def is_end_of_epoch(trainer: Any) -> bool:
     """Whether the newest batch is the last one of its epoch."""

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from reshard.resume import ResumeDecision
     from reshard.torch.loading import Read
 
-__all__ = ["Resumed", "resume"]
-
 _log = logging.getLogger("reshard")
 
 

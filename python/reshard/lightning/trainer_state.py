@@ -10,8 +10,6 @@ from reshard.errors import ArgumentError, UnsupportedError
 from reshard.formats import state as state_format
 from reshard.torch.optimizers import plain
 
-__all__ = ["as_extra", "without_tensors"]
-
 _log = logging.getLogger("reshard")
 
 _HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")

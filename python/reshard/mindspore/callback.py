@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from reshard.resume import ResumeDecision
 
-__all__ = ["ReshardCallback", "Start"]
-
 _log = logging.getLogger("reshard")
 
 _NAME = "mindspore"

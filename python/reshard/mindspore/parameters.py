@@ -19,8 +19,6 @@ from reshard.words import show
 if TYPE_CHECKING:
     from mindspore import Parameter, Tensor
 
-__all__ = ["as_array", "as_parameter", "as_tensor", "check_alone", "name_of_dtype", "named", "named_parts"]
-
 _AS_BYTES = {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from reshard.write.save import SaveReport
 
-__all__ = ["check_options", "save"]
-
 _OPTIONS = {
     *("common", "files", "commit", "format", "group", "keep", "layout", "metrics", "on_event", "retention", "shapes"),
     "timeout",

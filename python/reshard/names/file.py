@@ -41,8 +41,6 @@ from reshard.names.templates import Template
 from reshard.strict_yaml import Lines, flow
 from reshard.words import show
 
-__all__ = ["NameRule", "NamesFile", "Size", "Tie"]
-
 _MAX_DIMS = 16
 _MAX_PARTS = 4096
 _MAX_RULES = 10_000

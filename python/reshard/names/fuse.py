@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from reshard.names.file import NameRule
 
-__all__ = ["Fusion", "Shape", "fuse_parts", "split_whole"]
-
 Shape: TypeAlias = tuple[int, ...]
 
 _NOT_THIS_MODEL = "are the sizes those of this model?"

@@ -20,8 +20,6 @@ from reshard.strict_json import read_json
 from reshard.strict_yaml import read_yaml
 from reshard.words import show
 
-__all__ = ["ConfigLike", "NameMap", "NamesLike", "as_names", "config_beside"]
-
 _MAX_CONFIG_BYTES = 16 << 20
 _CONFIG_FILE = "config.json"
 _REVERSE = ":reverse"

@@ -22,8 +22,6 @@ from reshard._core import Tile
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["DimMap", "PartMap"]
-
 
 class _Segment(NamedTuple):
     """A box along one dim of a tile.

@@ -32,8 +32,6 @@ from reshard.words import nearest, show
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["FAMILIES", "NAMINGS", "is_preset", "mapping_of_preset", "unknown"]
-
 _MAX_MTP_LAYERS = 64
 _MAX_DENSE_LAYERS = 4096
 

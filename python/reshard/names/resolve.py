@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from reshard.names.file import NamesFile
     from reshard.names.part_map import PartMap
 
-__all__ = ["ResolvedTensor", "SourceTensor", "resolve", "unnamed"]
-
 _MAX_PARTS = 500_000  # tensors created by splits and copies; experts of the largest models, with state, are 200,000
 
 _Member: TypeAlias = tuple[int, tuple[int, ...]]

@@ -15,8 +15,6 @@ from reshard.words import show
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Expression"]
-
 _MAX_SIZE = 1 << 62
 _MAX_TERMS = 16
 _TERM = re.compile(r"[0-9]{1,18}|[A-Za-z_][A-Za-z0-9_]{0,63}")

@@ -16,8 +16,6 @@ from reshard.words import show
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["Template", "TemplateMatch", "Templates"]
-
 T = TypeVar("T")
 
 _MAX_TEMPLATE = 1024  # characters

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from reshard.resume import Candidate, Order
     from reshard.resume.facts import Kind
 
-__all__ = ["gather"]
-
 
 def gather(
     config: Config,

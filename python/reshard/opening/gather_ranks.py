@@ -37,18 +37,6 @@ if TYPE_CHECKING:
     from reshard.collective import Collective
     from reshard.config import Config
 
-__all__ = [
-    "SavesRoot",
-    "counters_of",
-    "gather_saves",
-    "holds_optimizer",
-    "is_deduplicated",
-    "open_own",
-    "path_of",
-    "saves_root",
-]
-
-
 # -- the requested tree
 
 

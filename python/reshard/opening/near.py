@@ -20,8 +20,6 @@ from reshard.words import nearest
 if TYPE_CHECKING:
     import os
 
-__all__ = ["near"]
-
 _MAX_DEPTH = 3  # levels below a folder that are searched
 _MAX_ENTRIES = 2000
 _MAX_FOUND = 3

@@ -11,8 +11,6 @@ from reshard.resume.facts import CandidateFacts, ResumeFacts, Verdict
 if TYPE_CHECKING:
     from reshard.config import Config
 
-__all__ = ["NOT_NEEDED", "NOT_REACHED", "UNREADABLE", "evaluate", "is_settled", "name_of", "no_usable_candidate"]
-
 # Reasons for a candidate at which a restart stops with an error, and for those after it.
 UNREADABLE = "could not be read"
 NOT_REACHED = "not reached: an earlier one could not be read"

@@ -20,17 +20,6 @@ from reshard.errors import ArgumentError
 if TYPE_CHECKING:
     from reshard.formats.checkpoint2.common import CommonInfo
 
-__all__ = [
-    "Arithmetic",
-    "BatchSchedule",
-    "EpochStep",
-    "Scaling",
-    "epoch_step",
-    "initial_epoch",
-    "saved_steps",
-    "scale_steps",
-]
-
 Arithmetic: TypeAlias = Literal["exact", "double", "float32"]
 
 _MAX_LEVELS = 1_000_000  # a schedule may come from a file, and its levels are processed one by one

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from reshard.config import Config
     from reshard.resume.facts import Restored, ResumeDecision, ResumeFacts
 
-__all__ = ["decide"]
-
 
 def decide(
     config: Config, facts: ResumeFacts, *, compatible: bool = False, allow_fresh: bool = False

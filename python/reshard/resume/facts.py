@@ -14,17 +14,6 @@ if TYPE_CHECKING:
     from reshard.formats.checkpoint2.common import CommonInfo
     from reshard.resume.counters import EpochStep, Scaling
 
-__all__ = [
-    "CandidateFacts",
-    "Kind",
-    "RankFolderFacts",
-    "Restored",
-    "ResumeDecision",
-    "ResumeFacts",
-    "RunFacts",
-    "Verdict",
-]
-
 Kind: TypeAlias = Literal["absent", "empty", "root", "rank_folders", "single", "pretrained", "other"]
 Restored: TypeAlias = Literal["weights", "optimizer", "counters", "loss scale", "data position"]
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from reshard.config import Config
     from reshard.formats.checkpoint2.common import CommonInfo
 
-__all__ = ["continue_run", "start_fresh", "with_checkpoint"]
-
 
 def start_fresh(
     config: Config, facts: ResumeFacts, verdicts: tuple[Verdict, ...], reasons: list[str], warnings: list[str]

@@ -24,19 +24,6 @@ from reshard.words import show
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = [
-    "copy_file",
-    "has_same_content",
-    "link_or_move",
-    "make_folders",
-    "remove_file",
-    "remove_folder",
-    "replace_link",
-    "set_mode",
-    "temporary_folder",
-    "try_lock",
-]
-
 
 def make_folders(path: str | os.PathLike[str], mode: int = 0o777) -> None:
     """Make a folder and those above it that are missing; one that is there stays as it is.

@@ -40,19 +40,6 @@ if TYPE_CHECKING:
     from reshard.storage.location import Location
     from reshard.storage.store import HeldFile
 
-__all__ = [
-    "LOCK_FILE",
-    "WRITERS_FOLDER",
-    "Claim",
-    "check",
-    "held",
-    "hold",
-    "is_alive",
-    "living_claim",
-    "locked",
-    "release",
-]
-
 LOCK_FILE = ".lock"
 WRITERS_FOLDER = ".writers"
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from reshard.storage.location import Location
 
-__all__ = ["filled_folder", "is_staging", "staging_name"]
-
 _STAGING = re.compile(r"\.reshard\.[0-9a-z-]{1,64}\.staging")
 _REPLACED = ".replaced"  # in the staging folder: entries that are removed once the new files are published
 

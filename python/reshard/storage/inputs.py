@@ -12,8 +12,6 @@ from reshard.words import show
 if TYPE_CHECKING:
     import os
 
-__all__ = ["read_input"]
-
 
 def read_input(path: str | os.PathLike[str], max_bytes: int) -> bytes:
     """Read a file or a pipe, up to a limit.

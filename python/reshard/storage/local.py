@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
     from reshard.storage.store import Kind
 
-__all__ = ["LOCAL", "LocalStore", "close_read"]
-
 _PIECE_BYTES = 4 << 20
 _SYNC_THREADS = 8
 _GROWN_BYTES = 1 << 16  # what is asked for at a time of a file that grows while it is read

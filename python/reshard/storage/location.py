@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from reshard.storage.store import Entry, Kind, Lock, OpenedFolder, Stat, Store
 
-__all__ = ["Location", "locate"]
-
 
 def locate(path: str | os.PathLike[str]) -> Location:
     """The location that a path names: in the local file system, unless it is a `Location` already.

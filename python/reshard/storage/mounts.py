@@ -13,8 +13,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Mount", "filesystem_type", "is_network", "is_shared", "mount_of", "parse_mountinfo", "volatile"]
-
 _NETWORK = re.compile(
     "nfs|nfs4|lustre|gpfs|ceph|cifs|smb3|smbfs|beegfs|dpc|afs|9p|virtiofs|glusterfs|orangefs|pvfs2|panfs|wekafs"
 )

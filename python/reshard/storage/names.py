@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["component_fault"]
-
 _MAX_NAME_BYTES = 255
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from reshard.storage.claims import Claim
     from reshard.storage.location import Location
 
-__all__ = ["recover", "recover_locked"]
-
 _TRACKER_DEBRIS = re.compile(rf"\.{re.escape(checkpoint2.TRACKER_FILE)}\.[0-9a-f]+\.tmp")
 _log = logging.getLogger("reshard")
 

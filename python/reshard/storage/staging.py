@@ -31,18 +31,6 @@ if TYPE_CHECKING:
     from reshard.storage.location import Location
     from reshard.storage.store import Abilities
 
-__all__ = [
-    "STAGING_FOLDER",
-    "StagedName",
-    "abilities",
-    "make_in_place",
-    "mark_tracked",
-    "move_tracker",
-    "put_back",
-    "sync",
-    "unfinished",
-]
-
 STAGING_FOLDER = ".staging"
 
 _STAGED = re.compile(r"([0-9]{1,18})\.([0-9]{1,18})\.([0-9a-f]{32})")

@@ -30,24 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
-__all__ = [
-    "NO_FOLDER_RENAME",
-    "PROBE_PREFIX",
-    "Abilities",
-    "Entry",
-    "HeldFile",
-    "Kind",
-    "Lock",
-    "LockHeldError",
-    "OpenedFolder",
-    "Stat",
-    "Store",
-    "check_file",
-    "failing",
-    "ignore",
-    "join",
-]
-
 # Error numbers of a store that cannot rename folders, or not between folders.
 NO_FOLDER_RENAME = frozenset((errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM))
 PROBE_PREFIX = ".probe."  # of the folders that `Store.abilities` creates and removes

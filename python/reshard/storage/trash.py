@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from reshard.storage.location import Location
 
-__all__ = ["REMOVED", "TRASH_FOLDER", "discard", "empty", "reader_held_off", "remove"]
-
 TRASH_FOLDER = ".trash"
 REMOVED = "removed"  # in the mark of an unfinished folder, where others have the name of who writes
 

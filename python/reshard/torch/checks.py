@@ -7,8 +7,6 @@ import operator
 
 from reshard.errors import ArgumentError
 
-__all__ = ["MAX_COUNT", "MAX_SEED", "count", "seconds", "shown"]
-
 MAX_COUNT = 1 << 62
 """The largest count that is accepted. Sums of a few counts still fit 64 bits."""
 

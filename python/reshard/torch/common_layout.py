@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from reshard.layout.partition import Place
     from reshard.torch.placements import Digit
 
-__all__ = ["RankValues", "gather_distinct", "layout_of"]
-
 RankValues: TypeAlias = "list[tuple[Any, list[int]]]"
 """Each distinct value that ranks have, with the ranks that have it, ascending."""
 

@@ -26,8 +26,6 @@ from reshard.errors import ArgumentError, MismatchError
 from reshard.storage.location import locate
 from reshard.torch.checks import shown
 
-__all__ = ["Difference", "Severity", "check", "compare", "record"]
-
 Severity: TypeAlias = Literal["breaks exactness", "may change numbers", "informational"]
 
 _SEVERITIES: dict[str, Severity] = {

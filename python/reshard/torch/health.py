@@ -16,8 +16,6 @@ from reshard.errors import ArgumentError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["Health", "LossHealth"]
-
 Health: TypeAlias = "Callable[[int, float | None, Mapping[str, float]], bool | None]"
 """Called after each step as `health(step, loss, metrics)`. Returns whether the run is healthy; None: not known."""
 

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from reshard.torch.objects import Entry
     from reshard.torch.state import Described
 
-__all__ = ["MOST_NAMES", "Read", "read_for"]
-
 MOST_NAMES = 1000
 """Names of tensors in one warning of a decision."""
 

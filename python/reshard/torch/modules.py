@@ -20,8 +20,6 @@ from reshard.words import show
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Named", "named"]
-
 # Attribute names under which wrappers keep the wrapped module, and which nothing else uses.
 _TRANSPARENT = {"_orig_mod", "_checkpoint_wrapped_module"}
 

@@ -23,8 +23,6 @@ from reshard.words import show
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["TENSORS", "Entry", "Lifted", "entries_of", "lift", "object_tensors", "placements_of", "put_back"]
-
 TENSORS = "object tensors"
 """The name of the entries in the saved state of a trainer."""
 

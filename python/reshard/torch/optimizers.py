@@ -22,20 +22,6 @@ from reshard.words import show
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = [
-    "NamedOptimizer",
-    "OptimizerRecord",
-    "StateUpdate",
-    "merge_records",
-    "named_optimizers",
-    "plain",
-    "record_state",
-    "saved_options",
-    "set_options",
-    "split_optimizers",
-    "unwrapped",
-]
-
 _NOT_OPTIONS = ("params", "param_names")  # entries of a parameter group that are not options
 
 

@@ -20,8 +20,6 @@ import numpy as np
 
 from reshard.errors import ArgumentError
 
-__all__ = ["MAX_LEN", "Permutation"]
-
 MAX_LEN = 1 << 62
 """The largest n: halves stay below 2^32, and their products with 32-bit numbers below 2^64."""
 

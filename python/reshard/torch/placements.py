@@ -26,19 +26,6 @@ if TYPE_CHECKING:
     import numpy as np
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    "Digit",
-    "DigitLayout",
-    "Line",
-    "LocalPart",
-    "Row",
-    "digits_of",
-    "is_sharded",
-    "local_part",
-    "part_of",
-    "row_of",
-]
-
 Digit: TypeAlias = tuple[int, int]
 """`(outer, inner)`: the value is `position % outer // inner`."""
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from reshard.torch.saving import Saver
     from reshard.torch.state import Described
 
-__all__ = ["check_has_content", "check_state", "claim", "dry_run"]
-
 
 def check_has_content(described: Described, root: str) -> None:
     """Check that no tensor is on device `meta` when a run starts without a checkpoint.

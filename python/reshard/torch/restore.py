@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from reshard.torch.optimizers import NamedOptimizer
     from reshard.torch.state import Described
 
-__all__ = ["Report", "apply", "parameter_like"]
-
 
 @dataclass(frozen=True)
 class Report:

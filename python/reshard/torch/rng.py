@@ -25,8 +25,6 @@ import torch
 from reshard.errors import ArgumentError, UnsupportedError
 from reshard.torch.checks import MAX_SEED, count, shown
 
-__all__ = ["RngReport", "capture", "derive", "restore"]
-
 _KIND = "reshard.torch.rng/1"
 _PYTHON, _NUMPY, _TORCH, _CUDA = range(4)  # the numbers of the streams
 _WORDS = 624  # state size of the Mersenne Twister, which both Python and numpy use

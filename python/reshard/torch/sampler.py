@@ -22,8 +22,6 @@ from reshard.errors import ArgumentError, MismatchError
 from reshard.torch.checks import MAX_SEED, count, shown
 from reshard.torch.permutation import MAX_LEN, Permutation
 
-__all__ = ["ElasticBatches", "ElasticSampler"]
-
 _KIND = "reshard.ElasticSampler/1"  # version of the state and of the order; a different order needs a new number
 _BLOCK = 1 << 14  # indices that are computed at a time, rounded to whole steps
 

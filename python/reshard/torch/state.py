@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from reshard.group import Group
     from reshard.torch.common_layout import RankValues
 
-__all__ = ["Described", "LiveState", "describe"]
-
 _MAX_SENT_BYTES = 65536  # for tensors in the record of an optimizer, such as a learning rate that is a tensor
 
 

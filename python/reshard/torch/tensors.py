@@ -13,8 +13,6 @@ from reshard import dtypes
 from reshard.errors import ArgumentError, UnsupportedError
 from reshard.write.arrays import as_array
 
-__all__ = ["as_tensor", "from_tensor", "torch_dtype"]
-
 # The dtypes of this torch version: older ones lack some of the narrow floats.
 _TORCH: dict[str, torch.dtype] = {
     name: getattr(torch, attribute)

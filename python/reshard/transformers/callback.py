@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from reshard.options import RetentionLike
     from reshard.verbs.convert import ConvertReport
 
-__all__ = ["MODEL_FILES", "ReshardCallback", "export"]
-
 MODEL_FILES = "model_files"  # folder in the checkpoint root with the configuration and the tokenizer
 
 

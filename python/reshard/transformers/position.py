@@ -14,8 +14,6 @@ from reshard.errors import MismatchError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["DataPosition"]
-
 
 @dataclass
 class DataPosition:

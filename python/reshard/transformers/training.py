@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from reshard.resume import ResumeDecision
     from reshard.storage.location import Location
 
-__all__ = ["Plan", "ResumingTrainer", "resuming"]
-
 _log = logging.getLogger("reshard")
 
 _BEST = "trainer_best"  # metric of an iteration: minus its step if it was the best so far, else 0

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint, LayoutLike
     from reshard.layout import ModelLayout, Partition
 
-__all__ = ["Fault", "LayoutCheck", "RuleUse", "check_layout"]
-
 _MAX_FAULTS = 50  # then the rest is not checked: each fault binds the layout again
 
 

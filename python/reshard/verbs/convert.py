@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from reshard.names import ConfigLike, NamesLike
     from reshard.options import CommitLike, FilesLike
 
-__all__ = ["ConvertReport", "Target", "convert"]
-
 Target = Literal[
     "huggingface",
     "mindspore",

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
     from reshard.storage.store import Entry
 
-__all__ = ["ConvertFilesReport", "ConvertedFile", "convert_files"]
-
 FlatNameMap = Mapping[str, str] | str | os.PathLike[str]
 
 _SUFFIX = ".safetensors"

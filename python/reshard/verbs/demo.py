@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint
     from reshard.verbs.convert import ConvertReport
 
-__all__ = ["DemoReport", "DemoStep", "demo", "layout_of"]
-
 Shape = tuple[int, ...]
 Region = tuple[Shape, Shape]
 

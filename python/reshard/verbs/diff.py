@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint, Part
     from reshard.opening import StrategyLike
 
-__all__ = ["DiffReport", "TensorDifference", "diff"]
-
 _ALIGN_BYTES = 64
 # Elements compared at a time, so that temporary arrays stay in the cache. A multiple of 8: a block is whole bytes.
 _BLOCK_ELEMENTS = 1 << 17

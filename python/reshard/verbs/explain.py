@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from reshard.formats.manifest import Manifest
     from reshard.resume import ResumeDecision, ResumeFacts, RunFacts, Verdict
 
-__all__ = ["Answer", "Contents", "explain"]
-
 _PARTS: tuple[Part, ...] = ("model", "optimizer")
 Contents: TypeAlias = Literal["not read", "compared", "no sums"]
 

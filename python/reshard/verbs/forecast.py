@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint, LayoutLike, Part
     from reshard.layout import BoundLayout
 
-__all__ = ["Forecast", "Speed", "forecast", "free_bytes", "measure_speed", "rank_bytes"]
-
 _MAX_PLANNED = 400_000  # arrays in the plans of all ranks
 _MIN_RANKS = 16  # that are planned
 _MAX_SHARDS = 1_000_000  # that are assigned to files

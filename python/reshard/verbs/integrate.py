@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from reshard.options import Commit
     from reshard.write.save import SaveReport
 
-__all__ = ["integrate", "integrated_root"]
-
 _FOLDER = re.compile("iteration_([0-9]{8,18})")
 _log = logging.getLogger("reshard")
 

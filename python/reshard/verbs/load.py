@@ -66,8 +66,6 @@ if TYPE_CHECKING:
     from reshard.formats.checkpoint2.names import CommonInfo
     from reshard.options import VerifyLike
 
-__all__ = ["Loaded", "Wanted", "load", "load_async", "load_with", "resumed"]
-
 _log = logging.getLogger("reshard")
 
 _VISIBLE_SECONDS = 30.0  # seconds for which a network file system may show older content to another rank

@@ -9,8 +9,6 @@ from reshard.pending import Pending
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["PendingLoad"]
-
 T = TypeVar("T")
 
 

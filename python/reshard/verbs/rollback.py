@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from reshard import _core
     from reshard.events import OnEvent
 
-__all__ = ["Rollback", "rollback"]
-
 _log = logging.getLogger("reshard")
 
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from reshard.config import Config
     from reshard.resume import RunFacts
 
-__all__ = ["initial", "own_config", "start_of", "with_init"]
-
 
 def own_config(config: Config, root: str | os.PathLike[str]) -> Config:
     """The configuration that resumes from the newest checkpoint that the run itself has saved.

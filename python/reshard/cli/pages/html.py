@@ -15,8 +15,6 @@ import pkgutil
 
 from reshard.cli.output import shown
 
-__all__ = ["page", "text"]
-
 _MAX_TEXT = 300  # characters of a name or a message
 
 

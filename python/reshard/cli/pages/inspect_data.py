@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint
     from reshard.cli.contents import Contents, Iteration, TensorRow
 
-__all__ = ["inspect_data"]
-
 _MAX_TENSORS = 3000
 _MAX_FILES = 1024
 _MAX_SAVES = 600

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from reshard.verbs.forecast import Forecast
 
-__all__ = ["plan_data"]
-
 _MAX_BARS = 1024
 _MAX_SIDE = 64  # rows and columns of the matrix
 

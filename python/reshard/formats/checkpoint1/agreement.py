@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from reshard.formats.checkpoint2.common import CommonInfo
     from reshard.layout.strategy import Strategy
 
-__all__ = ["SAME_ON_ALL", "FileFacts", "faults_of", "lacking"]
-
 SAME_ON_ALL = ("epoch_num", "step_num", "global_step")
 """Counters that must be equal in the files of one save; a loss scale may differ."""
 

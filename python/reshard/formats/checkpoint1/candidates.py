@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from reshard.formats.checkpoint1.names import Extension
 
-__all__ = ["RankFolder", "SaveCandidate", "SaveOrder", "name_of_rank", "order_saves"]
-
 _MAX_NAMED = 4  # ranks that a message lists before it only counts them
 
 

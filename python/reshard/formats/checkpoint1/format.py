@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from reshard.formats.base import CheckpointData, OpenOptions
     from reshard.storage.location import Location
 
-__all__ = ["CHECKPOINT1"]
-
 
 class Checkpoint1(Format):
     """A Checkpoint 1.0 tree, any other folder of rank folders, or the folder of one rank."""

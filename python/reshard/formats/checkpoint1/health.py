@@ -20,8 +20,6 @@ from reshard.words import show
 if TYPE_CHECKING:
     import os
 
-__all__ = ["HEALTH_FILE", "health_path", "note", "read"]
-
 HEALTH_FILE = "health_ckpts.json"
 
 _MAX_BYTES = 64 << 20

@@ -28,30 +28,6 @@ from reshard.words import listed, show
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = [
-    "EXTENSIONS",
-    "META_FILE",
-    "STRATEGY_FOLDER",
-    "TRAITS",
-    "Extension",
-    "FileKind",
-    "FileName",
-    "Meta",
-    "choose_by_suffix",
-    "is_root",
-    "list_files",
-    "list_weight_files",
-    "named",
-    "parse_file_name",
-    "parse_rank_folder",
-    "rank_entries",
-    "rank_folder_name",
-    "rank_folders",
-    "rank_of_folder",
-    "read_meta",
-    "write_meta",
-]
-
 TRAITS = Traits("checkpoint1", counters_as_tensors=True, expects_manifest=True, rank_folders=True)
 
 

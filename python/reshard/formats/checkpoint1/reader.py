@@ -45,20 +45,6 @@ if TYPE_CHECKING:
     from reshard.storage.location import Location
     from reshard.storage.store import Lock
 
-__all__ = [
-    "RankSave",
-    "as_strategy",
-    "files_of",
-    "look_at",
-    "open_rank_files",
-    "open_rank_folder",
-    "open_rank_folders",
-    "order_of_saves",
-    "rank_files",
-    "rank_saves",
-    "strategy_for",
-]
-
 _log = logging.getLogger("reshard")
 
 _MAX_NAMED = 8

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from reshard.formats.rank_file import OpenedRankFile
 
-__all__ = ["AssumedReplicas", "Groups"]
-
 Groups: TypeAlias = "Mapping[str, Sequence[tuple[int, ...]]]"
 """By key, the ranks whose arrays of it are read as replicas of each other."""
 

@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from reshard.write.replicas import State
     from reshard.write.shard_files import ShardFileMaker
 
-__all__ = ["Checkpoint1Save"]
-
 
 @dataclass(frozen=True)
 class _Report:

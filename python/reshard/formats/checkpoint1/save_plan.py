@@ -21,20 +21,6 @@ if TYPE_CHECKING:
 
     from reshard.formats.checkpoint1.names import FileKind
 
-__all__ = [
-    "DEFAULT_PREFIX",
-    "FolderView",
-    "Naming",
-    "ShardAssignment",
-    "assign",
-    "check_prefix",
-    "check_world",
-    "outdated",
-    "position",
-    "run_number",
-    "view_of",
-]
-
 DEFAULT_PREFIX = "CKP"
 
 

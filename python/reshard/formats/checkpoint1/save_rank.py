@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from reshard.write.replicas import State
     from reshard.write.shard_files import ShardFile
 
-__all__ = ["RankSide", "WrittenWeights", "arrays_by_kind", "folder_of", "look", "n_bytes_of"]
-
 _WEIGHTS_MODE = 0o444  # weights are read-only, as those of MindSpore Transformers
 
 _ROOTS: dict[FileKind, str] = {"full": "", "network": "_network", "trainable": "_trainable"}

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from reshard.formats.checkpoint1.names import FileName
 
-__all__ = ["arrays_file_name", "dump", "file_name", "read"]
-
 _SHARED = "all"
 _OWN = "own"
 

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from reshard.layout import ModelLayout
     from reshard.layout.strategy import DeviceCut, Strategy
 
-__all__ = ["Shapes", "Strategies", "make", "strategy_folder"]
-
 Shapes: TypeAlias = dict[str, tuple[tuple[int, ...], bool]]
 """Of each tensor the global shape, and whether it belongs to the optimizer."""
 

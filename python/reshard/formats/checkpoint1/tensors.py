@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from reshard.formats.rank_file import OpenedRankFile
     from reshard.storage.location import Location
 
-__all__ = ["RankTensors"]
-
 _log = logging.getLogger("reshard")
 
 _SMALL_BYTES = 4096

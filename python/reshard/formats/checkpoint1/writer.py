@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     from reshard.storage.location import Location
     from reshard.write.iteration import WholeTensor
 
-__all__ = ["Checkpoint1Writer"]
-
 _FILE = "net.safetensors"
 
 

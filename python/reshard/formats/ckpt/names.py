@@ -11,8 +11,6 @@ writer.
 
 from __future__ import annotations
 
-__all__ = ["HEAD_BYTES", "SUFFIX", "TAIL_BYTES", "has_crc", "is_head", "is_safetensors_head"]
-
 SUFFIX = ".ckpt"
 HEAD_BYTES = 9
 """Number of bytes at the start of a file that `is_head` needs."""

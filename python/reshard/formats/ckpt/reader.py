@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from reshard.formats.base import OpenOptions
     from reshard.storage.location import Location
 
-__all__ = ["CKPT"]
-
 _log = logging.getLogger("reshard")
 
 

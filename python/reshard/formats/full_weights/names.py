@@ -22,8 +22,6 @@ from reshard.words import show
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["HYPER_FILE", "MAP_FILE", "detect", "file_name", "map_text", "plan_parts", "read_weight_map"]
-
 MAP_FILE = "param_name_map.json"
 HYPER_FILE = "hyper_param.safetensors"
 

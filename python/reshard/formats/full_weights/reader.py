@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from reshard.formats.base import OpenOptions
     from reshard.storage.location import Location
 
-__all__ = ["FULL_WEIGHTS", "open_full_weights"]
-
 _log = logging.getLogger("reshard")
 
 TRAITS = Traits("mindspore", counters_as_tensors=True)

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from reshard.conversion.destinations import Job
     from reshard.storage.location import Location
 
-__all__ = ["FullWeightsWriter"]
-
 
 class FullWeightsWriter(Writer):
     """Full weights in the MindSpore layout."""

@@ -19,16 +19,6 @@ from reshard.words import show
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = [
-    "INDEX_FILE",
-    "SINGLE_FILE",
-    "detect",
-    "file_name",
-    "index_text",
-    "plan_shards",
-    "read_weight_map",
-]
-
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 

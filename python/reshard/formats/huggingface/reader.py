@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from reshard.formats.base import OpenOptions
     from reshard.storage.location import Location
 
-__all__ = ["HUGGINGFACE"]
-
 
 class HuggingFace(Format):
     """A Hugging Face folder."""

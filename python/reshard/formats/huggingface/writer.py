@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from reshard.conversion.destinations import Job, Produce
 
-__all__ = ["HuggingFaceWriter", "Style", "write_folder"]
-
 _DEFAULT_BYTES = 4 << 30
 
 

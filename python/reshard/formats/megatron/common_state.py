@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from reshard.storage.location import Location
 
-__all__ = ["argument", "counters_of", "iteration_in", "plain"]
-
 _NAMESPACE = "argparse.Namespace"
 
 

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from reshard.formats.base import CheckpointData, OpenOptions
     from reshard.storage.location import Location
 
-__all__ = ["MEGATRON"]
-
 
 class Megatron(Format):
     """A folder of one iteration of Megatron-Core, or the root of a run."""

@@ -21,8 +21,6 @@ from reshard.words import show
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["MergeRules"]
-
 _AXIS = "tp"
 _COLUMN = (
     r"re:(?:.*\.)?(?:linear_qkv|linear_q|linear_kv|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|word_embeddings|"

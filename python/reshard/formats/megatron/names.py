@@ -26,25 +26,6 @@ if TYPE_CHECKING:
 
 import re
 
-__all__ = [
-    "COMMON_FILE",
-    "COMMON_OBJECT",
-    "CONFIG_FILE",
-    "MAX_COMMON_BYTES",
-    "MODEL_FILE",
-    "OPTIMIZER_FILE",
-    "RELEASE",
-    "SLOTS",
-    "TRACKER_FILE",
-    "TRAITS",
-    "is_iteration",
-    "is_state",
-    "iteration_of",
-    "iterations",
-    "numbers_of_rank",
-    "parse_tracker",
-]
-
 TRAITS = Traits("megatron", takes_strategy=True)
 
 _HEAD_BYTES = 512

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from reshard.storage.location import Location
 
-__all__ = ["EXPERT", "RankFile", "RankSizes", "Weight", "open_rank_files"]
-
 EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))([0-9]{1,6})(.*)", re.DOTALL)
 """The name of a tensor of one expert, around the number of the expert."""
 

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from reshard.storage.location import Location
     from reshard.storage.store import Lock
 
-__all__ = ["given_layout", "open_rank_folders"]
-
 _log = logging.getLogger("reshard")
 
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from reshard.formats.megatron.rank_files import RankFile, Weight
 
-__all__ = ["OptimizerFiles", "optimizer_arrays"]
-
 _BUFFER = re.compile(r"(?:([0-9]{1,3})\.)?([0-9]{1,4})\.\(torch\.(\w+), torch\.\w+\)\.(\w+)")
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _MIN_BUCKET = 40_000_000  # `bucket_size` of `DistributedDataParallel`, unless asked for

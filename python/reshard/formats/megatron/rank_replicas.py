@@ -18,8 +18,6 @@ from reshard.words import show
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["HeldArray", "Replicas", "are_equal"]
-
 _BATCH_BYTES = 4 << 20
 
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from reshard.formats.base import CheckpointData, OpenOptions
     from reshard.storage.location import Location
 
-__all__ = ["open_iteration", "open_root"]
-
 _log = logging.getLogger("reshard")
 
 _MAX_TRACKER_BYTES = 64

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from reshard.formats.base import PartName
     from reshard.storage.location import Location
 
-__all__ = ["open_torch_dist"]
-
 _log = logging.getLogger("reshard")
 
 _BACKEND = ("torch_dist", 1)

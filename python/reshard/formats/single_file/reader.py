@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from reshard.formats.base import OpenOptions
     from reshard.storage.location import Location
 
-__all__ = ["SINGLE_FILE"]
-
 _log = logging.getLogger("reshard")
 
 

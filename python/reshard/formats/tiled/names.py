@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping, Sequence
 
-__all__ = ["MAX_BYTES", "TILES_FILE", "Builder", "TiledArray", "TiledTensor", "TilesFile", "parse", "read", "write"]
-
 TILES_FILE = "tiles.json"
 MAX_BYTES = 256 << 20
 

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from reshard.conversion.destinations import Job
     from reshard.storage.location import Location
 
-__all__ = ["SafetensorsWriter", "write_one_file"]
-
 
 class SafetensorsWriter(Writer):
     """One `.safetensors` file, or one for each rank."""

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from reshard import _core
     from reshard.storage.location import Location
 
-__all__ = ["Composer", "is_ours", "object_archive", "optimizer_file", "scalar_file", "state_dict", "tensor_archive"]
-
 _ALIGN_BYTES = 64
 _FLAGS = 0x0808  # UTF-8 names; size and checksum follow the data
 _WIDE = 0xFFFF_FFFF  # 32-bit fields with this value stand in the zip64 extra field

@@ -18,8 +18,6 @@ from reshard.words import show
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["TORCH_DTYPES", "Encoder", "NotPlainError", "tensor_strides"]
-
 MAX_DEPTH = 90
 """Nesting of values; this package reads back 100 levels."""
 MAX_OBJECTS = 1_000_000

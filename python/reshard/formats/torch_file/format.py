@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from reshard.formats.base import CheckpointData, OpenOptions
     from reshard.storage.location import Location
 
-__all__ = ["TORCH_FILE"]
-
 
 class TorchFile(Format):
     """A file of `torch.save`, or a folder of `.bin` files."""

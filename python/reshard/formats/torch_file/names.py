@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from reshard.formats.base import Traits
 
-__all__ = ["HEAD_BYTES", "INDEX_FILE", "SINGLE_FILE", "SUFFIXES", "TRAITS", "file_name", "is_head", "is_zip"]
-
 TRAITS = Traits("torch", is_pretrained=True)
 
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from reshard.formats.checkpoint2.common import CommonInfo
     from reshard.storage.location import Location
 
-__all__ = ["open_file", "open_index"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class _FileData(CheckpointData):

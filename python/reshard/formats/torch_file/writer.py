@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from reshard.conversion.destinations import Job, Written
     from reshard.storage.location import Location
 
-__all__ = ["TorchWriter"]
-
 
 class TorchWriter(Writer):
     """A file of `torch.save`, or a folder of `.bin` files."""

@@ -23,18 +23,6 @@ if TYPE_CHECKING:
 
     from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-__all__ = [
-    "OBJECT",
-    "ItemFact",
-    "ItemKey",
-    "LocalFacts",
-    "check_ranks",
-    "key_of",
-    "local_facts",
-    "rank_facts",
-    "replicas",
-]
-
 Shape: TypeAlias = "tuple[int, ...]"
 ItemKey: TypeAlias = "tuple[str, Shape | None]"
 """The name of an item and its offset in the tensor; None for a value that is no tensor."""

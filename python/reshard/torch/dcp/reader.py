@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint
     from reshard.options import VerifyLike
 
-__all__ = ["Reader"]
-
 _STAGED_BYTES = 256 << 20  # for tensors that are on a device or not contiguous
 
 

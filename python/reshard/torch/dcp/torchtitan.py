@@ -16,8 +16,6 @@ from reshard.storage.location import locate
 from reshard.torch.dcp.reader import Reader
 from reshard.torch.dcp.writer import Writer
 
-__all__ = ["CheckpointManager"]
-
 
 class CheckpointManager(TitanCheckpointManager):  # type: ignore[misc]  # its types are known where torchtitan is
     """As torchtitan's, with the files of this package: its folder is a checkpoint root, with an iteration for a step.

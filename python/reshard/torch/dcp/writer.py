@@ -57,8 +57,6 @@ if TYPE_CHECKING:
     from reshard.write.replicas import Replicas
     from reshard.write.shard_files import WrittenFile
 
-__all__ = ["STATE_NAME", "Writer"]
-
 STATE_NAME = "torch.distributed.checkpoint"
 """The name in the state of an iteration under which the planner's own data is kept."""
 
