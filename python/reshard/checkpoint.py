@@ -234,7 +234,7 @@ class Checkpoint:
             StoredShard(region.offset, region.shape, tuple(map(self.data.file_name, region.files)))
             for region in self._index.shards(key)
         )
-        return TensorInfo(dtype, shape, _n_bytes(dtype, shape), shards, self.data.part(key))
+        return TensorInfo(dtype, shape, dtypes.n_bytes(dtype, shape), shards, self.data.part(key))
 
     def files(self) -> list[FileInfo]:
         """The shard files of the tensors, with their sizes; in rank folders `rank_<number>/<name>`.
@@ -780,10 +780,3 @@ class Checkpoint:
             if key not in self:
                 raise KeyNotFoundError(f"there is no tensor `{key}` in {self.path}", key=key, path=str(self.path))
         return [key for key in wanted if key in chosen]
-
-
-def _n_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    n = dtypes.bits(dtype)
-    for extent in shape:
-        n *= extent
-    return n // 8

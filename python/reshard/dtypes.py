@@ -18,7 +18,7 @@ import numpy as np
 from reshard.errors import MismatchError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 _PACKED_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
@@ -101,6 +101,16 @@ def bits(dtype: str) -> int:
     if dtype in _PACKED_BITS:
         return _PACKED_BITS[dtype]
     return 8 * numpy_dtype(dtype).itemsize
+
+
+def n_bytes(dtype: str, shape: Iterable[int]) -> int:
+    """The bytes of an array, rounded down where packed elements do not fill the last one.
+
+    Example:
+        >>> n_bytes("BF16", (2, 3)), n_bytes("F4", (4,))
+        (12, 2)
+    """
+    return math.prod(shape) * bits(dtype) // 8
 
 
 def file_order(name: str, dtype: str) -> tuple[int, str]:

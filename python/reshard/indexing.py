@@ -1,18 +1,24 @@
-"""NumPy's basic indexing in two steps: the region of a tensor that must be read, and the index into that region.
+"""Regions of tensors. NumPy's basic indexing in two steps: the region that must be read, and the index into it.
 
 This is arithmetic on shapes, without tensors or files. Indexing by lists, arrays or masks is not supported.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from types import EllipsisType
-from typing import NamedTuple, SupportsIndex, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, SupportsIndex, TypeAlias
 
 from reshard.errors import ArgumentError
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
 IndexItem: TypeAlias = SupportsIndex | slice | EllipsisType | None
 TensorIndex: TypeAlias = IndexItem | tuple[IndexItem, ...]
+Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offset and shape of a region, in elements."""
 
 
 class TensorIndexError(ArgumentError, IndexError):
@@ -80,6 +86,48 @@ def normalize_index(index: object, shape: tuple[int, ...]) -> IndexedRegion:
             post.append(0)
     # The last `...` keeps numpy from turning a single element into a scalar.
     return IndexedRegion(tuple(offset), tuple(extent), (*post, Ellipsis))
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides in elements.
+
+    Example:
+        >>> row_major((2, 3, 4))
+        (12, 4, 1)
+    """
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def boxes(shape: tuple[int, ...], max_elements: int, bits: int) -> Iterator[Box]:
+    """Regions that make up an array, in its order, each as large as allowed.
+
+    Args:
+        shape: of the array, in elements.
+        max_elements: of one region. A region of packed elements can have more, so that it has whole bytes.
+        bits: of one element.
+
+    Example:
+        >>> list(boxes((2, 3), 4, 32))
+        [((0, 0), (1, 3)), ((1, 0), (1, 3))]
+    """
+    n_elements = math.prod(shape)
+    if n_elements <= max_elements:
+        if n_elements:
+            yield (0,) * len(shape), shape
+        return
+    row = n_elements // shape[0]
+    n_rows = max_elements // row
+    if row * bits % 8:
+        n_rows = max(n_rows // 8 * 8, 8)
+    elif bits < 8:
+        n_rows = max(n_rows, 1)
+    if n_rows == 0:
+        for first in range(shape[0]):
+            for offset, extent in boxes(shape[1:], max_elements, bits):
+                yield (first, *offset), (1, *extent)
+        return
+    for first in range(0, shape[0], n_rows):
+        yield (first, *(0,) * (len(shape) - 1)), (min(n_rows, shape[0] - first), *shape[1:])
 
 
 def as_integer(item: object) -> int | None:

@@ -220,7 +220,7 @@ def _rank_saves(path: str, taken: Checkpoint, *, everything: bool) -> list[RankS
 def _unplaced_row(key: str, dtype: str, shapes: tuple[tuple[int, ...], ...]) -> TensorRow:
     """The row of a tensor whose regions are not known, with the largest of the ranks' arrays."""
     shape = max(shapes, key=math.prod)
-    n_bytes = math.prod(shape) * dtypes.bits(dtype) // 8
+    n_bytes = dtypes.n_bytes(dtype, shape)
     part = "optimizer" if counter_tensors.is_state(key) else "model"
     return TensorRow(key, part, dtype, shape, "unknown", 1, (1, 1), n_bytes, n_bytes, tiled=False, placed=False)
 

@@ -6,7 +6,6 @@ left out and the others are checked.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -145,7 +144,7 @@ def check_layout(checkpoint: Checkpoint, layout: LayoutLike) -> LayoutCheck:
     return LayoutCheck(
         mesh=dict(known.mesh) if bound is None else dict(bound.mesh.axes),
         n_tensors=len(tensors),
-        n_bytes=sum(_n_bytes(tensor) for tensor in tensors.values()),
+        n_bytes=sum(dtypes.n_bytes(tensor.dtype, tensor.shape) for tensor in tensors.values()),
         rules=uses.rules,
         faults=tuple(faults),
         stopped=bool(shapes) and bound is None,
@@ -180,11 +179,8 @@ class _Uses:
                 continue
             found = matcher.find(key)
             (self.unmatched if found is None else keys[found[0]]).append(key)
+        n_bytes = {key: dtypes.n_bytes(tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
         self.rules = tuple(
-            RuleUse(rule.match, rule.partition, tuple(own), sum(_n_bytes(tensors[key]) for key in own), rule.optional)
+            RuleUse(rule.match, rule.partition, tuple(own), sum(n_bytes[key] for key in own), rule.optional)
             for rule, own in zip(layout.rules, keys, strict=True)
         )
-
-
-def _n_bytes(tensor: WholeTensor) -> int:
-    return math.prod(tensor.shape) * dtypes.bits(tensor.dtype) // 8

@@ -15,6 +15,7 @@ import numpy as np
 
 from reshard import _core, dtypes, opening
 from reshard.arguments import checked, parse_size
+from reshard.indexing import boxes
 
 if TYPE_CHECKING:
     import os
@@ -208,8 +209,7 @@ class _Box:
 
     @property
     def n_bytes(self) -> tuple[int, int]:
-        n = math.prod(self.shape)
-        a, b = (n * dtypes.bits(dtype) // 8 for dtype in self.pair.dtypes)
+        a, b = (dtypes.n_bytes(dtype, self.shape) for dtype in self.pair.dtypes)
         return a, b
 
 
@@ -219,7 +219,7 @@ def _batches(pairs: list[_Pair], max_bytes: int) -> Iterator[list[_Box]]:
     n_bytes = 0
     for pair in pairs:
         width = max(dtypes.bits(dtype) for dtype in pair.dtypes)
-        for offset, shape in _boxes(pair.shapes[0], max(max_bytes * 8 // width, 1), width):
+        for offset, shape in boxes(pair.shapes[0], max(max_bytes * 8 // width, 1), width):
             box = _Box(pair, offset, shape)
             needed = _aligned(max(box.n_bytes))
             if batch and n_bytes + needed > max_bytes:
@@ -229,28 +229,6 @@ def _batches(pairs: list[_Pair], max_bytes: int) -> Iterator[list[_Box]]:
             n_bytes += needed
     if batch:
         yield batch
-
-
-def _boxes(shape: tuple[int, ...], max_elements: int, bits: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Regions that cover a tensor, each as large as allowed. A region of packed elements has whole bytes."""
-    n_elements = math.prod(shape)
-    if n_elements <= max_elements:
-        if n_elements:
-            yield (0,) * len(shape), shape
-        return
-    row = n_elements // shape[0]
-    n_rows = max_elements // row
-    if row * bits % 8:
-        n_rows = max(n_rows // 8 * 8, 8)
-    elif bits < 8:
-        n_rows = max(n_rows, 1)
-    if n_rows == 0:
-        for first in range(shape[0]):
-            for offset, extent in _boxes(shape[1:], max_elements, bits):
-                yield (first, *offset), (1, *extent)
-        return
-    for first in range(0, shape[0], n_rows):
-        yield (first, *(0,) * (len(shape) - 1)), (min(n_rows, shape[0] - first), *shape[1:])
 
 
 def _aligned(n_bytes: int) -> int:

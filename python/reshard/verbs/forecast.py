@@ -100,7 +100,7 @@ def forecast(checkpoint: Checkpoint, layout: LayoutLike, *, part: Part = "all") 
     files, warnings = _files(bound, tensors)
     return Forecast(
         n_tensors=len(keys),
-        n_bytes=sum(_n_bytes(tensor.dtype, tensor.shape) for tensor in tensors.values()),
+        n_bytes=sum(dtypes.n_bytes(tensor.dtype, tensor.shape) for tensor in tensors.values()),
         mesh=dict(bound.mesh.axes),
         sources=tuple(checkpoint.files()),
         rank_bytes={rank: exact.get(rank, computed.get(rank, 0)) for rank in sorted(bound.ranks)},
@@ -156,10 +156,6 @@ def _files(
 
     files = tuple(FileInfo(file.name, sum(n_bytes(name, file.rank) for name in file.arrays)) for file in plan.files)
     return files, plan.warnings
-
-
-def _n_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    return math.prod(shape) * dtypes.bits(dtype) // 8
 
 
 # -- the speed of this machine

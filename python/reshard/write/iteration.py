@@ -17,6 +17,7 @@ from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.metadata import inexpressible, write_metadata, write_table
 from reshard.formats.checkpoint2.shards import FilePlan, HeldShard, TensorRecord, assign, shards_of
 from reshard.formats.tiled import names as tiles
+from reshard.indexing import Box, row_major
 from reshard.layout.partition import TensorLayout
 from reshard.words import listed, show
 
@@ -39,9 +40,6 @@ __all__ = [
     "plan_layout",
     "write_descriptions",
 ]
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offset and shape of a rank's region of a tensor, in elements."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +215,7 @@ def plan_boxes(
         for key in file.arrays:
             if key in reasons:
                 offset, shape = boxes[key][file.rank]
-                own = (_core.Tile(offset, shape, 0, _row_major(shape)),) if 0 not in shape else ()
+                own = (_core.Tile(offset, shape, 0, row_major(shape)),) if 0 not in shape else ()
                 stored = tiles.TiledArray(file.name, key, shape, own)
                 builder.add(key, tensors[key].dtype, tensors[key].shape, stored)
     content = builder.build() if len(builder) else None
@@ -380,10 +378,6 @@ def _by_box(boxes: Mapping[int, Box]) -> dict[Box, tuple[int, ...]]:
     for rank in sorted(boxes):
         ranks.setdefault(boxes[rank], []).append(rank)
     return {box: tuple(of_box) for box, of_box in ranks.items()}
-
-
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _check_coverage(content: tiles.TilesFile | None) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from reshard import _core, dtypes
 from reshard.errors import MismatchError
 from reshard.formats.rank_file import placed
+from reshard.indexing import Box, boxes
 from reshard.outputs import load_all
 from reshard.words import listed
 
@@ -29,8 +30,7 @@ if TYPE_CHECKING:
 Groups: TypeAlias = "Mapping[str, Sequence[tuple[int, ...]]]"
 """By key, the ranks whose arrays of it are read as replicas of each other."""
 
-_Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
-_Unit: TypeAlias = tuple[str, tuple[int, ...], _Box]
+_Unit: TypeAlias = tuple[str, tuple[int, ...], Box]
 
 _BATCH_BYTES = 16 << 20
 _MAX_ARRAYS = 4096  # of one plan
@@ -132,8 +132,7 @@ class AssumedReplicas:
             for group in self._groups[key]:
                 tensor = self._files[group[0]].tensors[key]
                 bits = dtypes.bits(tensor.dtype)
-                most = math.prod(tensor.shape) if dtypes.is_packed(tensor.dtype) else _BATCH_BYTES * 8 // bits
-                for box in _boxes(tensor.shape, most):
+                for box in boxes(tensor.shape, _BATCH_BYTES * 8 // bits, bits):
                     yield (key, group, box), math.prod(box[1]) * bits // 8
 
     def _refuse(self, key: str, reopen: Callable[[list[int]], _core.Index]) -> None:
@@ -184,19 +183,3 @@ def _batches(units: Iterator[tuple[_Unit, int]]) -> Iterator[list[_Unit]]:
         n_bytes += size
     if batch:
         yield batch
-
-
-def _boxes(shape: tuple[int, ...], most: int) -> Iterator[_Box]:
-    """Boxes of at most so many elements that make up an array, in its order."""
-    if math.prod(shape) <= most:
-        yield (0,) * len(shape), shape
-        return
-    extent, *rest = shape
-    row = math.prod(rest)
-    if row > most:
-        for i in range(extent):
-            for offset, inner in _boxes(tuple(rest), most):
-                yield (i, *offset), (1, *inner)
-        return
-    for start in range(0, extent, most // row):
-        yield (start, *(0 for _ in rest)), (min(most // row, extent - start), *rest)

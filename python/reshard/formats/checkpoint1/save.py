@@ -22,6 +22,7 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
+from reshard import dtypes
 from reshard.errors import ArgumentError, CheckpointNotFoundError, UnsupportedError
 from reshard.formats import counter_tensors
 from reshard.formats.checkpoint1 import health as checkpoint1_health
@@ -30,7 +31,7 @@ from reshard.formats.checkpoint1 import save_plan as rank_plan
 from reshard.formats.checkpoint1 import strategies
 from reshard.formats.checkpoint1.names import TRAITS
 from reshard.formats.checkpoint1.save_plan import FolderView, Naming, ShardAssignment
-from reshard.formats.checkpoint1.save_rank import RankSide, WrittenWeights, arrays_by_kind, folder_of, look, n_bytes_of
+from reshard.formats.checkpoint1.save_rank import RankSide, WrittenWeights, arrays_by_kind, folder_of, look
 from reshard.formats.checkpoint1.strategies import Shapes  # noqa: TC001  messages are decoded by their type hints
 from reshard.storage import claims, filesystem, mounts, protocol
 from reshard.storage.location import Location, locate
@@ -304,8 +305,9 @@ class Checkpoint1Save(SaveFormat):
             if not own.only_save_strategy and (len(checked.firsts) == 1 or one.host == facts[0].host):
                 left_out = checked.assignment.left_out(rank)
                 written = [fact for fact in one.arrays if fact.name not in left_out]
-                n_bytes += n_bytes_of((fact.dtype, fact.shape) for fact in written)
-                weights = n_bytes_of((fact.dtype, fact.shape) for fact in written if fact.part == "model")
+                sizes = {fact.name: dtypes.n_bytes(fact.dtype, fact.shape) for fact in written}
+                n_bytes += sum(sizes.values())
+                weights = sum(sizes[fact.name] for fact in written if fact.part == "model")
                 n_bytes += weights * (own.save_network_params + (own.trained_names is not None))
         return n_bytes
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
 import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -127,16 +126,6 @@ def arrays_by_kind(
         kind: sorted(of_kind, key=lambda array: dtypes.file_order(array.name, array.dtype))
         for kind, of_kind in found.items()
     }
-
-
-def n_bytes_of(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> int:
-    """Bytes of arrays, given dtype and shape of each.
-
-    Example:
-        >>> n_bytes_of([("F32", (2, 3)), ("BF16", ())])
-        26
-    """
-    return sum(math.prod(shape) * dtypes.bits(dtype) // 8 for dtype, shape in shapes)
 
 
 @dataclass(eq=False)

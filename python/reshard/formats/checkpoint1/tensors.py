@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -237,14 +236,12 @@ class RankTensors:
 
     def _small(self) -> set[str]:
         """The assumed replicas that are compared at opening: small ones, up to a limit for each file."""
-        n_bytes = {key: max(map(_n_bytes, self.held[key].values())) for key in self.assumed}
+        n_bytes = {
+            key: max(dtypes.n_bytes(one.dtype, one.shape) for one in self.held[key].values()) for key in self.assumed
+        }
         sized = sorted((size, key) for key, size in n_bytes.items() if size <= _SMALL_BYTES)
         ends = itertools.accumulate(size for size, _ in sized)
         return {key for (_, key), end in zip(sized, ends, strict=True) if end <= _SMALL_BYTES_OF_FILE}
-
-
-def _n_bytes(tensor: _core.FileArray) -> int:
-    return math.prod(tensor.shape) * dtypes.bits(tensor.dtype) // 8
 
 
 def _is_counter(key: str, held: Iterable[_core.FileArray]) -> bool:

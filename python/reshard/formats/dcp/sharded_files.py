@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard import _core
 from reshard.errors import CheckpointNotFoundError, CoverageError, DamagedFileError
+from reshard.indexing import row_major
 from reshard.strict_json import parse_json
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from reshard.storage.location import Location
 
@@ -132,7 +133,7 @@ def read_index(
                 f"{show(str(folder))}: two files hold the same shard of {show(key)}", path=str(folder), key=key
             )
         arrays = [
-            _core.StoredArray(one.file, key, one.shape, [_core.Tile(one.offset, one.shape, 0, _row_major(one.shape))])
+            _core.StoredArray(one.file, key, one.shape, [_core.Tile(one.offset, one.shape, 0, row_major(one.shape))])
             for one in held
         ]
         index.add_tiles(key, dtypes[key], shape, arrays)
@@ -219,14 +220,6 @@ def _offset(path: Location, name: str, value: object) -> tuple[int, ...]:
     if not isinstance(offsets, list) or not all(type(one) is int and 0 <= one < 1 << 63 for one in offsets):
         raise _damaged(path, f"`{_INFO}` has no valid `{_OFFSETS}` of {show(name)}", name)
     return tuple(offsets)
-
-
-def _row_major(shape: Iterable[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for extent in reversed(tuple(shape)):
-        strides.append(step)
-        step *= extent
-    return tuple(reversed(strides))
 
 
 def _damaged(path: Location, fault: str, key: str | None = None) -> DamagedFileError:

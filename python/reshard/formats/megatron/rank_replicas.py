@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from reshard import _core, dtypes
 from reshard._core import StoredArray, Tile
 from reshard.errors import MismatchError
+from reshard.indexing import row_major
 from reshard.outputs import load_all
 from reshard.words import show
 
@@ -110,7 +111,7 @@ def _different(index: _core.Index, groups: Sequence[tuple[str, Sequence[HeldArra
     again = index.files_again(range(index.n_files))
     for n, (_, group) in enumerate(groups):
         for i, array in enumerate(group):
-            tile = Tile((0,) * len(array.shape), array.shape, 0, _strides(array.shape))
+            tile = Tile((0,) * len(array.shape), array.shape, 0, row_major(array.shape))
             again.add_tiles(f"{n} {i}", array.dtype, array.shape, [array.tiled([tile])])
     try:
         for batch in _batches(groups):
@@ -151,7 +152,3 @@ def _batches(groups: Sequence[tuple[str, Sequence[HeldArray]]]) -> Iterator[list
             n_bytes += size
     if batch:
         yield batch
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
