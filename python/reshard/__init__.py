@@ -11,152 +11,95 @@ Importing this package imports no framework; what a name needs is imported when 
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
-from reshard._core import __version__
-from reshard.errors import ReshardError
+from reshard._core import __version__ as __version__
+from reshard.errors import ReshardError as ReshardError
+from reshard.lazy import exports
 
 if TYPE_CHECKING:
-    from reshard.checkpoint import Checkpoint, StoredShard, TensorInfo
-    from reshard.events import Event
-    from reshard.formats.checkpoint2.names import CommonInfo
-    from reshard.formats.event_log import EventLog
-    from reshard.formats.state import per_rank
-    from reshard.interop import load_file, safe_open, save_file
-    from reshard.layout import ModelLayout
-    from reshard.names import NameMap
-    from reshard.opening import open  # noqa: A004
-    from reshard.options import (
-        Checkpoint1Options,
-        Commit,
-        Files,
-        InitFrom,
-        Interrupts,
-        Reading,
-        Retention,
-        Select,
-        Strict,
-        Verify,
-    )
-    from reshard.verbs.convert import ConvertReport, convert
-    from reshard.verbs.convert_files import ConvertFilesReport, convert_files
-    from reshard.verbs.diff import DiffReport, TensorDifference, diff
-    from reshard.verbs.load import Loaded, load, load_async
-    from reshard.verbs.pending_load import PendingLoad
-    from reshard.verbs.prune import Removed, pin, prune, unpin
-    from reshard.verbs.rollback import Rollback, rollback
-    from reshard.verbs.verify import VerifyReport, verify
-    from reshard.write.save import PendingSave, SaveReport, Shard, save
+    from reshard.checkpoint import Checkpoint as Checkpoint
+    from reshard.checkpoint import StoredShard as StoredShard
+    from reshard.checkpoint import TensorInfo as TensorInfo
+    from reshard.events import Event as Event
+    from reshard.formats.checkpoint2.names import CommonInfo as CommonInfo
+    from reshard.formats.event_log import EventLog as EventLog
+    from reshard.formats.state import per_rank as per_rank
+    from reshard.interop import load_file as load_file
+    from reshard.interop import safe_open as safe_open
+    from reshard.interop import save_file as save_file
+    from reshard.layout import ModelLayout as ModelLayout
+    from reshard.names import NameMap as NameMap
+    from reshard.opening import open as open  # noqa: A004
+    from reshard.options import Checkpoint1Options as Checkpoint1Options
+    from reshard.options import Commit as Commit
+    from reshard.options import Files as Files
+    from reshard.options import InitFrom as InitFrom
+    from reshard.options import Interrupts as Interrupts
+    from reshard.options import Reading as Reading
+    from reshard.options import Retention as Retention
+    from reshard.options import Select as Select
+    from reshard.options import Strict as Strict
+    from reshard.options import Verify as Verify
+    from reshard.verbs.convert import ConvertReport as ConvertReport
+    from reshard.verbs.convert import convert as convert
+    from reshard.verbs.convert_files import ConvertFilesReport as ConvertFilesReport
+    from reshard.verbs.convert_files import convert_files as convert_files
+    from reshard.verbs.diff import DiffReport as DiffReport
+    from reshard.verbs.diff import TensorDifference as TensorDifference
+    from reshard.verbs.diff import diff as diff
+    from reshard.verbs.load import Loaded as Loaded
+    from reshard.verbs.load import load as load
+    from reshard.verbs.load import load_async as load_async
+    from reshard.verbs.pending_load import PendingLoad as PendingLoad
+    from reshard.verbs.prune import Removed as Removed
+    from reshard.verbs.prune import pin as pin
+    from reshard.verbs.prune import prune as prune
+    from reshard.verbs.prune import unpin as unpin
+    from reshard.verbs.rollback import Rollback as Rollback
+    from reshard.verbs.rollback import rollback as rollback
+    from reshard.verbs.verify import VerifyReport as VerifyReport
+    from reshard.verbs.verify import verify as verify
+    from reshard.write.save import PendingSave as PendingSave
+    from reshard.write.save import SaveReport as SaveReport
+    from reshard.write.save import Shard as Shard
+    from reshard.write.save import save as save
 
-__all__ = [
-    "Checkpoint",
-    "Checkpoint1Options",
-    "Commit",
-    "CommonInfo",
-    "ConvertFilesReport",
-    "ConvertReport",
-    "DiffReport",
-    "Event",
-    "EventLog",
-    "Files",
-    "InitFrom",
-    "Interrupts",
-    "Loaded",
-    "ModelLayout",
-    "NameMap",
-    "PendingLoad",
-    "PendingSave",
-    "Reading",
-    "Removed",
-    "ReshardError",
-    "Retention",
-    "Rollback",
-    "SaveReport",
-    "Select",
-    "Shard",
-    "StoredShard",
-    "Strict",
-    "TensorDifference",
-    "TensorInfo",
-    "Verify",
-    "VerifyReport",
-    "__version__",
-    "convert",
-    "convert_files",
-    "diff",
-    "load",
-    "load_async",
-    "load_file",
-    "open",
-    "per_rank",
-    "pin",
-    "prune",
-    "rollback",
-    "safe_open",
-    "save",
-    "save_file",
-    "unpin",
-    "verify",
-]
-
-_HOMES = {
-    "Checkpoint": "reshard.checkpoint",
-    "Checkpoint1Options": "reshard.options",
-    "Commit": "reshard.options",
-    "CommonInfo": "reshard.formats.checkpoint2.names",
-    "ConvertFilesReport": "reshard.verbs.convert_files",
-    "ConvertReport": "reshard.verbs.convert",
-    "DiffReport": "reshard.verbs.diff",
-    "Event": "reshard.events",
-    "EventLog": "reshard.formats.event_log",
-    "Files": "reshard.options",
-    "InitFrom": "reshard.options",
-    "Interrupts": "reshard.options",
-    "Loaded": "reshard.verbs.load",
-    "ModelLayout": "reshard.layout",
-    "NameMap": "reshard.names",
-    "PendingLoad": "reshard.verbs.pending_load",
-    "PendingSave": "reshard.write.save",
-    "Reading": "reshard.options",
-    "Removed": "reshard.verbs.prune",
-    "Retention": "reshard.options",
-    "Strict": "reshard.options",
-    "Rollback": "reshard.verbs.rollback",
-    "SaveReport": "reshard.write.save",
-    "Select": "reshard.options",
-    "Shard": "reshard.write.save",
-    "StoredShard": "reshard.checkpoint",
-    "TensorDifference": "reshard.verbs.diff",
-    "TensorInfo": "reshard.checkpoint",
-    "Verify": "reshard.options",
-    "VerifyReport": "reshard.verbs.verify",
-    "convert": "reshard.verbs.convert",
-    "convert_files": "reshard.verbs.convert_files",
-    "diff": "reshard.verbs.diff",
-    "load": "reshard.verbs.load",
-    "load_async": "reshard.verbs.load",
-    "load_file": "reshard.interop",
-    "open": "reshard.opening",
-    "per_rank": "reshard.formats.state",
-    "pin": "reshard.verbs.prune",
-    "prune": "reshard.verbs.prune",
-    "rollback": "reshard.verbs.rollback",
-    "safe_open": "reshard.interop",
-    "save": "reshard.write.save",
-    "save_file": "reshard.interop",
-    "unpin": "reshard.verbs.prune",
-    "verify": "reshard.verbs.verify",
+_NAMES = {
+    "reshard.checkpoint": ("Checkpoint", "StoredShard", "TensorInfo"),
+    "reshard.events": ("Event",),
+    "reshard.formats.checkpoint2.names": ("CommonInfo",),
+    "reshard.formats.event_log": ("EventLog",),
+    "reshard.formats.state": ("per_rank",),
+    "reshard.interop": ("load_file", "safe_open", "save_file"),
+    "reshard.layout": ("ModelLayout",),
+    "reshard.names": ("NameMap",),
+    "reshard.opening": ("open",),
+    "reshard.options": (
+        "Checkpoint1Options",
+        "Commit",
+        "Files",
+        "InitFrom",
+        "Interrupts",
+        "Reading",
+        "Retention",
+        "Select",
+        "Strict",
+        "Verify",
+    ),
+    "reshard.verbs.convert": ("ConvertReport", "convert"),
+    "reshard.verbs.convert_files": ("ConvertFilesReport", "convert_files"),
+    "reshard.verbs.diff": ("DiffReport", "TensorDifference", "diff"),
+    "reshard.verbs.load": ("Loaded", "load", "load_async"),
+    "reshard.verbs.pending_load": ("PendingLoad",),
+    "reshard.verbs.prune": ("Removed", "pin", "prune", "unpin"),
+    "reshard.verbs.rollback": ("Rollback", "rollback"),
+    "reshard.verbs.verify": ("VerifyReport", "verify"),
+    "reshard.write.save": ("PendingSave", "SaveReport", "Shard", "save"),
 }
 
-
-def __getattr__(name: str) -> object:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'reshard' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
-    globals()[name] = value
-    return value
+_exported, __getattr__ = exports(__name__, _NAMES)
+__all__ = [*_exported, "ReshardError", "__version__"]  # noqa: PLE0604  names, found above
 
 
 def __dir__() -> list[str]:

@@ -81,5 +81,4 @@ def _print_checkpoint(one: VerifiedCheckpoint) -> None:
         state = "unverified: no manifest, the structure is valid"
     echo(f"{shown(one.path)}: {state}")
     for fault in one.faults:
-        name = "" if fault.file is None or fault.file in fault.message else f"{shown(fault.file)}: "
-        echo(f"  {name}{shown(fault.message)}")
+        echo(f"  {shown(fault)}")

@@ -59,6 +59,9 @@ class Fault:
     tensors: tuple[str, ...] = ()
     is_damage: bool = True
 
+    def __str__(self) -> str:
+        return self.message if self.file is None or self.file in self.message else f"{self.file}: {self.message}"
+
 
 def fault_of(error: ReshardError, file: str | None) -> Fault:
     """The fault that an error reports.
@@ -69,6 +72,22 @@ def fault_of(error: ReshardError, file: str | None) -> Fault:
     """
     tensors = () if error.key is None else (error.key,)
     return Fault(file, error.message, tensors=tensors, is_damage=is_damage(error))
+
+
+def own_sums(index: _core.Index) -> tuple[list[int], list[Fault]]:
+    """Compare the files of an index with the checksums that they hold.
+
+    Returns:
+        The bytes of each file that holds checksums and has no fault, and the faults of the others.
+    """
+    compared, faults = list[int](), list[Fault]()
+    for file in range(index.n_files):
+        try:
+            if index.verify_crc(file):
+                compared.append(index.file_bytes(file))
+        except ReshardError as error:
+            faults.append(fault_of(error, locate(index.file_path(file)).name))
+    return compared, faults
 
 
 @dataclass(frozen=True)

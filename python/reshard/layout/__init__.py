@@ -10,67 +10,40 @@ by `reshard.strict_yaml` and `reshard.fields`. Nothing here reads tensors.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from reshard.layout.bind import BoundLayout
-    from reshard.layout.file import LayoutRule, OptimizerRule, PlaceRule
-    from reshard.layout.model import ModelLayout, as_layout, write_strategy
-    from reshard.layout.partition import Block, Partition, TensorLayout
-    from reshard.layout.resolve import Join
-    from reshard.layout.strategy import DeviceCut, Strategy, box_of
-    from reshard.layout.strategy_file import is_strategy
-    from reshard.layout.strategy_folder import merge_strategies, read_stages, read_strategy
+from reshard.lazy import exports
 
-__all__ = [
-    "Block",
-    "BoundLayout",
-    "DeviceCut",
-    "Join",
-    "LayoutRule",
-    "ModelLayout",
-    "OptimizerRule",
-    "Partition",
-    "PlaceRule",
-    "Strategy",
-    "TensorLayout",
-    "as_layout",
-    "box_of",
-    "is_strategy",
-    "merge_strategies",
-    "read_stages",
-    "read_strategy",
-    "write_strategy",
-]
+if TYPE_CHECKING:
+    from reshard.layout.bind import BoundLayout as BoundLayout
+    from reshard.layout.file import LayoutRule as LayoutRule
+    from reshard.layout.file import OptimizerRule as OptimizerRule
+    from reshard.layout.file import PlaceRule as PlaceRule
+    from reshard.layout.model import ModelLayout as ModelLayout
+    from reshard.layout.model import as_layout as as_layout
+    from reshard.layout.model import write_strategy as write_strategy
+    from reshard.layout.partition import Block as Block
+    from reshard.layout.partition import Partition as Partition
+    from reshard.layout.partition import TensorLayout as TensorLayout
+    from reshard.layout.resolve import Join as Join
+    from reshard.layout.strategy import DeviceCut as DeviceCut
+    from reshard.layout.strategy import Strategy as Strategy
+    from reshard.layout.strategy import box_of as box_of
+    from reshard.layout.strategy_file import is_strategy as is_strategy
+    from reshard.layout.strategy_folder import merge_strategies as merge_strategies
+    from reshard.layout.strategy_folder import read_stages as read_stages
+    from reshard.layout.strategy_folder import read_strategy as read_strategy
 
 # Importing all of them takes 30 ms, and most uses need one or none.
-_HOMES = {
-    "Block": "reshard.layout.partition",
-    "BoundLayout": "reshard.layout.bind",
-    "DeviceCut": "reshard.layout.strategy",
-    "Join": "reshard.layout.resolve",
-    "LayoutRule": "reshard.layout.file",
-    "ModelLayout": "reshard.layout.model",
-    "OptimizerRule": "reshard.layout.file",
-    "Partition": "reshard.layout.partition",
-    "PlaceRule": "reshard.layout.file",
-    "Strategy": "reshard.layout.strategy",
-    "TensorLayout": "reshard.layout.partition",
-    "as_layout": "reshard.layout.model",
-    "box_of": "reshard.layout.strategy",
-    "is_strategy": "reshard.layout.strategy_file",
-    "merge_strategies": "reshard.layout.strategy_folder",
-    "read_stages": "reshard.layout.strategy_folder",
-    "read_strategy": "reshard.layout.strategy_folder",
-    "write_strategy": "reshard.layout.model",
+_NAMES = {
+    "reshard.layout.bind": ("BoundLayout",),
+    "reshard.layout.file": ("LayoutRule", "OptimizerRule", "PlaceRule"),
+    "reshard.layout.model": ("ModelLayout", "as_layout", "write_strategy"),
+    "reshard.layout.partition": ("Block", "Partition", "TensorLayout"),
+    "reshard.layout.resolve": ("Join",),
+    "reshard.layout.strategy": ("DeviceCut", "Strategy", "box_of"),
+    "reshard.layout.strategy_file": ("is_strategy",),
+    "reshard.layout.strategy_folder": ("merge_strategies", "read_stages", "read_strategy"),
 }
 
-
-def __getattr__(name: str) -> object:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'reshard.layout' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
-    globals()[name] = value
-    return value
+__all__, __getattr__ = exports(__name__, _NAMES)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from reshard import _core, opening
 from reshard.errors import ReshardError, StorageError
 from reshard.formats.rank_file import add_rank_file
-from reshard.formats.scrub import Fault, fault_of, scrub_folder, scrub_plain
+from reshard.formats.scrub import Fault, fault_of, own_sums, scrub_folder, scrub_plain
 from reshard.opening.gather import gather
 from reshard.opening.gather_ranks import path_of
 from reshard.resume import decide, evaluate
@@ -95,10 +95,9 @@ def explain(
         if not found:
             return Answer(facts, verdicts, decision, None, contents, n_bytes)
         fault = next((one for one in found if one.is_damage), found[0])
-        name = "" if fault.file is None or fault.file in fault.message else f"{fault.file}: "
         if not fault.is_damage:
-            return Answer(facts, verdicts, None, StorageError(f"{name}{fault.message}", path=decision.path))
-        faults[decision.path] = f"{name}{fault.message}"
+            return Answer(facts, verdicts, None, StorageError(str(fault), path=decision.path))
+        faults[decision.path] = str(fault)
 
 
 def _read(
@@ -148,13 +147,7 @@ def _files(checkpoint: Checkpoint, key: str) -> tuple[str, ...]:
 
 
 def _own_sums(index: _core.Index) -> tuple[list[Fault], Contents, int]:
-    """Compare files that hold their own checksum, such as `.ckpt` with a CRC."""
-    found, proven = list[Fault](), 0
-    for file in range(index.n_files):
-        try:
-            if index.verify_crc(file):
-                proven += index.file_bytes(file)
-        except ReshardError as error:
-            found.append(fault_of(error, locate(index.file_path(file)).name))
+    """Compares files with the checksums that they hold."""
+    compared, faults = own_sums(index)
     index.close()
-    return found, "compared" if proven else "no sums", proven
+    return faults, "compared" if any(compared) else "no sums", sum(compared)

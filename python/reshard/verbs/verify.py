@@ -20,7 +20,7 @@ from reshard.formats import proofs
 from reshard.formats.checkpoint1 import reader as checkpoint1
 from reshard.formats.checkpoint2.names import parse_iteration_folder
 from reshard.formats.rank_file import add_rank_file
-from reshard.formats.scrub import Fault, fault_of, scrub_folder
+from reshard.formats.scrub import Fault, fault_of, own_sums, scrub_folder
 from reshard.storage.location import Location, locate
 from reshard.words import show
 
@@ -203,7 +203,8 @@ class _CheckpointJob:
                 with opening.open(self.path, strategy=self.strategy) as opened:
                     iteration = opened.iteration
                     if self.manifest is None:
-                        compared = self._compare_crcs(opened._index)  # noqa: SLF001  as `scrub`, file by file
+                        compared, faults = own_sums(opened._index)  # noqa: SLF001  as `scrub`, file by file
+                        self.faults += faults
                         n_files, n_bytes = len(compared), sum(compared)
                         is_compared = n_files == len(opened.files())
             except ReshardError as error:
@@ -228,23 +229,11 @@ class _CheckpointJob:
     def _record(self, manifest: Manifest, before: str) -> str | None:
         """Record the result; returns why it cannot be recorded, or None."""
         first = next((fault for fault in self.faults if fault.is_damage), None)
-        name = "" if first is None or first.file is None or first.file in first.message else f"{first.file}: "
         try:
-            proofs.write(self.path, manifest, before, None if first is None else f"{name}{first.message}")
+            proofs.write(self.path, manifest, before, None if first is None else str(first))
         except ReshardError as error:
             return error.message
         return None
-
-    def _compare_crcs(self, index: _core.Index) -> list[int]:
-        """Compare the `.ckpt` files that have a CRC with it; returns their sizes in bytes."""
-        compared = []
-        for file in range(index.n_files):
-            try:
-                if index.verify_crc(file):
-                    compared.append(index.file_bytes(file))
-            except ReshardError as error:
-                self.faults.append(fault_of(error, locate(index.file_path(file)).name))
-        return compared
 
 
 class _SaveJob:

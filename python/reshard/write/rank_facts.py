@@ -26,10 +26,11 @@ from reshard.write.iteration import WholeTensor, plan_boxes, plan_layout
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+    from reshard.indexing import Box
     from reshard.layout import ModelLayout
     from reshard.layout.strategy import Strategy
     from reshard.write.arrays import LocalArray
-    from reshard.write.iteration import Box, IterationPlan
+    from reshard.write.iteration import IterationPlan
 
 __all__ = [
     "Fact",
