@@ -8,7 +8,20 @@ from typing import Any
 import click
 
 import reshard
-from reshard.cli.output import PATH, collected_warnings, command, echo, echo_json, progress_bar, rate, shown, size, warn
+from reshard.cli.conversion import options
+from reshard.cli.output import (
+    PATH,
+    collected_warnings,
+    command,
+    counted,
+    echo,
+    echo_json,
+    progress_bar,
+    rate,
+    shown,
+    size,
+    warn,
+)
 
 
 @click.command("convert-files", short_help="Convert each .ckpt file to a safetensors file.")
@@ -16,10 +29,7 @@ from reshard.cli.output import PATH, collected_warnings, command, echo, echo_jso
 @click.argument("dst", type=PATH, required=False)
 @click.option("--name-map", type=PATH, metavar="FILE", help="YAML or JSON file with new tensor names by old ones.")
 @click.option("--name-regex", metavar="REGEX", help="Convert only files whose names match this regular expression.")
-@click.option("--memory", default="256MiB", show_default=True, metavar="SIZE", help="Memory limit of the copy buffers.")
-@click.option(
-    "--threads", type=click.IntRange(1, 1024), metavar="N", help="Number of copy threads. Default: all processors."
-)
+@options("memory", "threads")
 @click.option("--no-sync", is_flag=True, help="Do not sync files to disk. They can be lost in a power failure.")
 @click.option("--overwrite", is_flag=True, help="Replace existing files.")
 @command
@@ -43,9 +53,7 @@ def convert_files(src: str, dst: str | None, *, no_sync: bool, as_json: bool, **
         echo_json({**dataclasses.asdict(report), "n_bytes": report.n_bytes, "warnings": warnings})
         return
     for file in report.files:
-        n_tensors = f"{file.n_tensors} tensor{'s' if file.n_tensors != 1 else ''}"
-        echo(f"wrote {shown(file.path)}: {n_tensors}, {size(file.n_bytes)}")
-    n_files = f"{len(report.files)} file{'s' if len(report.files) != 1 else ''}"
+        echo(f"wrote {shown(file.path)}: {counted(file.n_tensors, 'tensor')}, {size(file.n_bytes)}")
+    n_files = counted(len(report.files), "file")
     echo(f"{n_files}, {size(report.n_bytes)} in {report.seconds:.1f} s, {rate(report.n_bytes, report.seconds)}")
-    for warning in warnings:
-        warn(warning)
+    warn(*warnings)

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import reshard
+from reshard.cli.conversion import options
 from reshard.cli.output import (
     PATH,
     collected_warnings,
     command,
     echo,
     echo_json,
+    echo_more,
     echo_table,
     join_dims,
     plain_table,
@@ -38,10 +40,7 @@ _MAX_ROWS = 60
 )
 @click.option("--strategy-a", type=PATH, metavar="PATH", help="Strategy files of A, if A is a folder of rank folders.")
 @click.option("--strategy-b", type=PATH, metavar="PATH", help="The same for B.")
-@click.option("--memory", default="256MiB", show_default=True, metavar="SIZE", help="Memory limit of the buffers.")
-@click.option(
-    "--threads", type=click.IntRange(1, 1024), metavar="N", help="Number of copy threads. Default: all processors."
-)
+@options("memory", "threads")
 @click.option("--all", "everything", is_flag=True, help="List every tensor that differs.")
 @command
 def diff(a: str, b: str, *, everything: bool, as_json: bool, **options: Any) -> None:
@@ -76,10 +75,8 @@ def diff(a: str, b: str, *, everything: bool, as_json: bool, **options: Any) -> 
         listed = report.differences if everything else report.differences[:_MAX_ROWS]
         if listed:
             _print_rows(listed)
-        if len(listed) < len(report.differences):
-            echo(f"and {len(report.differences) - len(listed)} more; --all lists them")
-        for warning in logged:
-            warn(warning)
+        echo_more(len(report.differences) - len(listed))
+        warn(*logged)
     if not report.equal:
         raise click.exceptions.Exit(1)
 

@@ -20,6 +20,7 @@ from reshard.cli.output import (
     hint_near,
     plain_table,
     progress_bar,
+    ranges,
     shown,
     size,
 )
@@ -304,19 +305,8 @@ def _print_ranks(views: Sequence[RankFolderFacts]) -> None:
         lines.setdefault((meta, ", ".join(files) or "-"), []).append(view.rank)
     table = plain_table("rank", "meta.json names", "files", folds=("files",))
     for (meta, listed), ranks in lines.items():
-        table.add_row(_spans(ranks), shown(meta), shown(listed))
+        table.add_row(", ".join(ranges(ranks)), shown(meta), shown(listed))
     echo_table(table)
-
-
-def _spans(numbers: list[int]) -> str:
-    """Ascending numbers as text: "0-3, 7"."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and spans[-1][1] == number - 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
 
 
 def _lines(decision: ResumeDecision, *, knows_epochs: bool) -> list[tuple[str, str]]:

@@ -22,10 +22,12 @@ from reshard.cli.output import (
     command,
     common_key,
     console,
+    counted,
     echo,
+    echo_as_file,
     echo_facts,
-    echo_file,
     echo_json,
+    echo_more,
     echo_table,
     join_dims,
     plain_table,
@@ -97,11 +99,7 @@ def inspect(
     # The output contains the warnings that are logged (skipped iterations).
     with collected_warnings(print_on_error=False), reshard.open(path, strategy=strategy) as checkpoint:
         if as_layout:
-            layout = reshard.ModelLayout.like(checkpoint)
-            if as_json:
-                echo_json(layout.to_mapping())
-            else:
-                echo_file(str(layout))
+            echo_as_file(reshard.ModelLayout.like(checkpoint), as_json=as_json)
             return
         from reshard.cli.contents import gather_contents
 
@@ -226,8 +224,7 @@ def _print_page(facts: Contents, *, everything: bool) -> None:
         return
     lines = _grouped(facts.rows)
     _print_rows(lines[:_MAX_ROWS])
-    if len(lines) > _MAX_ROWS:
-        echo(f"and {len(lines) - _MAX_ROWS} more lines; give a pattern, or --all")
+    echo_more(len(lines) - _MAX_ROWS, "more lines", "give a pattern, or --all")
 
 
 def _lines(facts: Contents) -> list[tuple[str, str]]:
@@ -241,7 +238,7 @@ def _lines(facts: Contents) -> list[tuple[str, str]]:
         lines.append(("common", (text or "no counters") + more))
     manifest = checkpoint.manifest
     if manifest is not None:
-        ranks = f"{manifest.world_size} rank{'s' if manifest.world_size > 1 else ''}"
+        ranks = counted(manifest.world_size, "rank")
         lines.append(("manifest", f"saved {shown(manifest.saved_at)} by {ranks}, {shown(manifest.writer)}"))
     elif checkpoint.data.traits.expects_manifest:
         lines.append(("manifest", "none: unverified, only the structure can be checked"))
@@ -358,8 +355,7 @@ def _print_saves(saves: Sequence[SaveRecord], n_saves: int) -> None:
         took = (f"{save.wall_s:.1f} s", f"{save.stall_s:.1f} s")
         table.add_row(shown(save.saved_at), str(save.iteration), size(save.n_bytes), *took, *values)
     echo_table(table)
-    if len(saves) < n_saves:
-        echo(f"and {n_saves - len(saves)} older saves; --all lists them")
+    echo_more(n_saves - len(saves), "older saves")
 
 
 def _print_modules(rows: Iterable[TensorRow]) -> None:

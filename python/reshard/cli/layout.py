@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING
 
 import click
@@ -14,10 +15,12 @@ from reshard.cli.output import (
     collected_warnings,
     command,
     common_key,
+    counted,
     echo,
+    echo_as_file,
     echo_facts,
-    echo_file,
     echo_json,
+    echo_more,
     echo_table,
     hint_of,
     plain_table,
@@ -82,11 +85,7 @@ def preset(family: str | None, *, lists: bool, tp: int, pp: int, ep: int, dp: in
         else:
             echo("\n".join(FAMILIES))
         return
-    made = reshard.ModelLayout.preset(family, tp=tp, pp=pp, ep=ep, dp=dp)
-    if as_json:
-        echo_json(made.to_mapping())
-    else:
-        echo_file(str(made))
+    echo_as_file(reshard.ModelLayout.preset(family, tp=tp, pp=pp, ep=ep, dp=dp), as_json=as_json)
 
 
 @layout.command(short_help="Check a layout against a checkpoint.")
@@ -124,22 +123,18 @@ def check(file: str, src: str, *, strategy: str | None, as_json: bool) -> None:
         echo_json({"layout": file, "path": src, "ok": found.ok, **fields, "rules": rules, "source_warnings": logged})
     else:
         _print(found, file, src)
-        for warning in (*logged, *found.warnings):
-            warn(warning)
+        warn(*logged, *found.warnings)
     if not found.ok:
         raise click.exceptions.Exit(1)
 
 
 def _print(found: LayoutCheck, file: str, src: str) -> None:
-    n_faults = f"{'at least ' if found.stopped else ''}{len(found.faults)} fault{'' if len(found.faults) == 1 else 's'}"
+    n_faults = f"{'at least ' if found.stopped else ''}{counted(len(found.faults), 'fault')}"
     echo(f"{shown(file)} {'fits' if found.ok else 'does not fit'} {shown(src)}{'' if found.ok else f': {n_faults}'}")
-    n_ranks = 1
-    for n in found.mesh.values():
-        n_ranks *= n
     mesh = ", ".join(f"{shown(axis)} {n}" for axis, n in found.mesh.items())
     facts = [
         ("tensors", f"{found.n_tensors}, {size(found.n_bytes)}"),
-        ("mesh", f"{mesh} ({n_ranks} rank{'' if n_ranks == 1 else 's'})"),
+        ("mesh", f"{mesh} ({counted(math.prod(found.mesh.values()), 'rank')})"),
     ]
     if found.rank_bytes:
         sizes = list(found.rank_bytes.values())
@@ -166,7 +161,7 @@ def _print(found: LayoutCheck, file: str, src: str) -> None:
     n_more = len(found.faults) - sum(map(len, listed_groups))
     if n_more:
         echo()
-        echo(f"and {n_more} more fault{'' if n_more == 1 else 's'}; --json lists them")
+        echo(f"and {counted(n_more, 'more fault')}; --json lists them")
 
 
 def _print_rules(rules: tuple[RuleUse, ...], mesh: dict[str, int]) -> None:
@@ -179,8 +174,7 @@ def _print_rules(rules: tuple[RuleUse, ...], mesh: dict[str, int]) -> None:
         match = listed(map(shown, rule.match), 4)
         table.add_row(str(n), match, shown(cut_by_rule(rule.partition, mesh)), count, size(rule.n_bytes))
     echo_table(table)
-    if len(rules) > _MAX_SHOWN:
-        echo(f"and {len(rules) - _MAX_SHOWN} more rules; --json lists them")
+    echo_more(len(rules) - _MAX_SHOWN, "more rules", "--json lists them")
 
 
 def _print_ranks(found: LayoutCheck) -> None:
@@ -190,5 +184,4 @@ def _print_ranks(found: LayoutCheck) -> None:
     for rank in sorted(ordered[:_MAX_RANKS]):
         table.add_row(str(rank), size(found.rank_bytes[rank]))
     echo_table(table)
-    if len(ordered) > _MAX_RANKS:
-        echo(f"and {len(ordered) - _MAX_RANKS} ranks with no more bytes; --json lists them")
+    echo_more(len(ordered) - _MAX_RANKS, "ranks with no more bytes", "--json lists them")

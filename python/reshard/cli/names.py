@@ -14,9 +14,10 @@ from reshard.cli.output import (
     command,
     common_key,
     echo,
+    echo_as_file,
     echo_facts,
-    echo_file,
     echo_json,
+    echo_more,
     echo_table,
     join_dims,
     plain_table,
@@ -82,11 +83,7 @@ def show(
         _print_presets(as_json=as_json)
         return
     if src is None:
-        made = as_names(map_, config)
-        if as_json:
-            echo_json(made.to_mapping())
-        else:
-            echo_file(str(made))
+        echo_as_file(as_names(map_, config), as_json=as_json)
         return
     with reshard.open(src) as checkpoint:
         known: NameMap = as_names(map_, config_beside(checkpoint.data.path) if config is None else config)
@@ -200,8 +197,7 @@ def _print(tensors: list[ResolvedTensor], *, unmatched: list[str], left_out: lis
             change = "part of the old one"
         table.add_row("\n".join(old), common_key(line.new), str(len(line.new)), join_dims(line.shape), change)
     echo_table(table)
-    if len(listed) < len(lines):
-        echo(f"and {len(lines) - len(listed)} more lines; --all lists them")
+    echo_more(len(lines) - len(listed), "more lines")
     echo()
     echo(f"{n_named} tensors have a rule")
     for what, keys in (("no rule matches", unmatched), ("left out, as copies of others", left_out)):

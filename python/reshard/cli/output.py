@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from reshard.layout import ModelLayout
+    from reshard.names import NameMap
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -118,6 +121,16 @@ def join_dims(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape)) or "scalar"
 
 
+def counted(n: int, noun: str) -> str:
+    """A number with its noun.
+
+    Example:
+        >>> counted(1, "file"), counted(2, "file")
+        ('1 file', '2 files')
+    """
+    return f"{n} {noun}{'' if n == 1 else 's'}"
+
+
 def natural_order(name: str) -> list[tuple[int, str]]:
     """A key for `sorted`, by the numbers in names.
 
@@ -143,12 +156,17 @@ def common_key(keys: Sequence[str]) -> str:
     """
     places = zip(*(_NUMBER.findall(key) for key in keys), strict=True)
     texts = iter(
-        [_ranges(sorted({int(n) for n in numbers})) if len(set(numbers)) > 1 else numbers[0] for numbers in places]
+        [_shortened(sorted({int(n) for n in numbers})) if len(set(numbers)) > 1 else numbers[0] for numbers in places]
     )
     return shown(_NUMBER.sub(lambda _: next(texts), keys[0]))
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def _shortened(numbers: Sequence[int]) -> str:
+    texts = ranges(numbers)
+    return "{" + ",".join(texts if len(texts) <= 4 else [*texts[:3], "...", texts[-1]]) + "}"
+
+
+def ranges(numbers: Sequence[int]) -> list[str]:
     """Ascending numbers in braces, with a dash for consecutive ones."""
     runs: list[list[int]] = []
     for n in numbers:
@@ -156,14 +174,13 @@ def _ranges(numbers: Sequence[int]) -> str:
             runs[-1][1] = n
         else:
             runs.append([n, n])
-    texts = [str(a) if a == b else f"{a}-{b}" for a, b in runs]
-    return "{" + ",".join(texts if len(texts) <= 4 else [*texts[:3], "...", texts[-1]]) + "}"
+    return [str(a) if a == b else f"{a}-{b}" for a, b in runs]
 
 
 # -- printing
 
 
-def echo(text: str = "", *, err: bool = False, end: str = "\n") -> None:
+def echo(text: str = "", *, err: bool = False) -> None:
     """Print a line; untrusted parts must be escaped by `shown`. With `--quiet` only text for stderr is printed.
 
     Args:
@@ -172,7 +189,7 @@ def echo(text: str = "", *, err: bool = False, end: str = "\n") -> None:
         end: text after the line.
     """
     if err or not _is_set(_QUIET):
-        click.echo(text + end, err=err, nl=False)
+        click.echo(text, err=err)
 
 
 def echo_file(text: str) -> None:
@@ -205,14 +222,29 @@ def echo_facts(facts: Sequence[tuple[str, str]]) -> None:
         echo(first + f"\n{' ' * len(first)}".join(lines or [""]))
 
 
+def echo_as_file(made: ModelLayout | NameMap, *, as_json: bool) -> None:
+    """Print a layout or a name map, as its file or as JSON."""
+    if as_json:
+        echo_json(made.to_mapping())
+    else:
+        echo_file(str(made))
+
+
+def echo_more(n: int, what: str = "more", how: str = "--all lists them") -> None:
+    """Print how many lines are left out, if any are."""
+    if n > 0:
+        echo(f"and {n} {what}; {how}")
+
+
 def echo_json(value: object) -> None:
     """Print the JSON object of a command."""
     click.echo(json.dumps(value, indent=2, ensure_ascii=True, default=str))
 
 
-def warn(message: str) -> None:
+def warn(*messages: str) -> None:
     """Print a warning, escaped."""
-    _echo_message("warning", message)
+    for message in messages:
+        _echo_message("warning", message)
 
 
 def _echo_message(kind: str, message: str) -> None:
@@ -384,8 +416,7 @@ def collected_warnings(*, print_on_error: bool = True) -> Iterator[list[str]]:
     try:
         yield collected
     except BaseException:
-        for message in collected if print_on_error else ():
-            warn(message)
+        warn(*(collected if print_on_error else ()))
         raise
     finally:
         logger.removeHandler(handler)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from typing import TYPE_CHECKING
 
-from reshard.cli.output import echo, echo_facts, echo_table, join_dims, plain_table, shown, size
+from reshard.cli.output import echo, echo_facts, echo_more, echo_table, join_dims, plain_table, shown, size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -52,7 +53,7 @@ def _draw(info: TensorInfo, short: Callable[[str], str]) -> bool:
 
     regions = {(shard.offset, shard.shape): shard for shard in info.shards}
     cuts = [sorted({(shard.offset[d], shard.shape[d]) for shard in info.shards}) for d in range(len(info.shape))]
-    if not regions or _product(cuts) != len(info.shards):
+    if not regions or math.prod(map(len, cuts)) != len(info.shards):
         return False
     dims = [d for d, parts in enumerate(cuts) if len(parts) > 1]
     if len(dims) > 2:
@@ -93,15 +94,7 @@ def _list(shards: Sequence[StoredShard], short: Callable[[str], str], *, everyth
         region = ", ".join(_interval(start, n) for start, n in zip(shard.offset, shard.shape, strict=True))
         table.add_row(f"[{region}]", _files(shard, short))
     echo_table(table)
-    if len(listed) < len(shards):
-        echo(f"and {len(shards) - len(listed)} more; --all lists them")
-
-
-def _product(cuts: Sequence[Sequence[object]]) -> int:
-    n = 1
-    for parts in cuts:
-        n *= len(parts)
-    return n
+    echo_more(len(shards) - len(listed))
 
 
 def _interval(start: int, n: int) -> str:

@@ -14,9 +14,11 @@ from reshard.cli.output import (
     STRATEGY_HELP,
     collected_warnings,
     command,
+    counted,
     echo,
     echo_facts,
     echo_json,
+    echo_more,
     echo_table,
     natural_order,
     plain_table,
@@ -95,8 +97,7 @@ def plan(
         echo_facts([(name, shown(value)) for name, value in _facts(found, numbers, dst)])
         _print_ranks(found)
         _print_transfers(found)
-    for warning in found.warnings:
-        warn(warning)
+    warn(*found.warnings)
 
 
 def _numbers(found: Forecast, free: int | None, speed: Speed | None) -> dict[str, Any]:
@@ -120,8 +121,8 @@ def _facts(found: Forecast, numbers: dict[str, Any], dst: str) -> list[tuple[str
     largest = numbers["max_rank_bytes"]
     load = f"{size(largest)} of memory on the largest rank, {largest / max(mean, 1):.2f} times the mean"
     facts = [
-        ("tensors", f"{found.n_tensors}, {size(found.n_bytes)} in {_count(len(found.sources), 'file')}"),
-        ("layout", f"{mesh}, {_count(len(ranks), 'rank')}"),
+        ("tensors", f"{found.n_tensors}, {size(found.n_bytes)} in {counted(len(found.sources), 'file')}"),
+        ("layout", f"{mesh}, {counted(len(ranks), 'rank')}"),
         ("load", f"{load}; {size(numbers['load_bytes'])} on all ranks"),
         ("convert", f"writes {size(found.n_bytes)}, each shard once, in at most {size(_BUFFERS)} of buffers"),
     ]
@@ -147,10 +148,6 @@ def _facts(found: Forecast, numbers: dict[str, Any], dst: str) -> list[tuple[str
     return facts
 
 
-def _count(n: int, word: str) -> str:
-    return f"{n} {word}{'s' if n != 1 else ''}"
-
-
 def _seconds(value: float) -> str:
     if value < 120:
         return f"{value:.1f} s"
@@ -167,8 +164,7 @@ def _print_ranks(found: Forecast) -> None:
         table.add_row(str(rank), size(found.rank_bytes[rank]), n_files)
     echo()
     echo_table(table)
-    if len(listed) < len(ordered):
-        echo(f"and {len(ordered) - len(listed)} ranks that load no more; --json and --html have all")
+    echo_more(len(ordered) - len(listed), "ranks that load no more", "--json and --html have all")
 
 
 def _print_transfers(found: Forecast) -> None:

@@ -12,6 +12,7 @@ from reshard.cli.output import (
     PATH,
     collected_warnings,
     command,
+    counted,
     echo,
     echo_facts,
     echo_json,
@@ -84,14 +85,12 @@ def _print(removed: Removed, warnings: Sequence[str], *, dry_run: bool) -> None:
     lines |= {iteration: f"kept: {reason}" for iteration, reason in removed.kept.items()}
     if lines:
         echo_facts([(str(iteration), shown(lines[iteration])) for iteration in sorted(lines, reverse=True)])
-    count = len(removed.iterations)
-    verb = "would be removed" if dry_run else "removed"
-    if count:
-        echo(f"{count} iteration{'' if count == 1 else 's'}, {size(removed.n_bytes)}, {verb}")
+    if removed.iterations:
+        verb = "would be removed" if dry_run else "removed"
+        echo(f"{counted(len(removed.iterations), 'iteration')}, {size(removed.n_bytes)}, {verb}")
     else:
         echo(f"nothing {'would be' if dry_run else 'was'} removed")
-    for warning in warnings:
-        warn(warning)
+    warn(*warnings)
 
 
 @click.command(short_help="Protect an iteration from removal.")

@@ -58,5 +58,4 @@ def rollback(root: str, iteration: int, *, verify: bool, threads: int | None, dr
     )
     if changes.newer:
         echo(f"newer iterations, which stay on disk and are not used: {', '.join(map(str, changes.newer))}")
-    for warning in logged:
-        warn(warning)
+    warn(*logged)

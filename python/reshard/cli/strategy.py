@@ -10,9 +10,10 @@ import click
 from reshard.cli.output import (
     PATH,
     command,
+    counted,
     echo,
+    echo_as_file,
     echo_facts,
-    echo_file,
     echo_json,
     echo_table,
     plain_table,
@@ -86,10 +87,7 @@ def show(path: str, *, as_layout: bool, as_json: bool) -> None:
 
     if as_layout:
         layout = ModelLayout.from_strategy(path)
-        if as_json:
-            echo_json(layout.to_mapping())
-        else:
-            echo_file(str(layout))
+        echo_as_file(layout, as_json=as_json)
         if layout.uncertain:
             warn(
                 "the strategy does not record the number of dims of these tensors: "
@@ -119,7 +117,7 @@ def show(path: str, *, as_layout: bool, as_json: bool) -> None:
 
 
 def _stages(n_stages: int, devices: int) -> str:
-    return f"{n_stages} stage{'' if n_stages == 1 else 's'} of {devices} device{'' if devices == 1 else 's'}"
+    return f"{counted(n_stages, 'stage')} of {counted(devices, 'device')}"
 
 
 def _words(item: LayoutItem) -> tuple[str, str, str]:

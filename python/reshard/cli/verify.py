@@ -13,6 +13,7 @@ from reshard.cli.output import (
     STRATEGY_HELP,
     collected_warnings,
     command,
+    counted,
     echo,
     echo_json,
     progress_bar,
@@ -62,8 +63,7 @@ def verify(path: str, *, strategy: str | None, cached: bool, threads: int | None
             _print_checkpoint(one)
         if report.n_bytes:
             echo(f"{size(report.n_bytes)} compared in {report.seconds:.1f} s, {rate(report.n_bytes, report.seconds)}")
-        for warning in logged:
-            warn(warning)
+        warn(*logged)
         for reason in dict.fromkeys(one.not_recorded for one in report.checkpoints if one.not_recorded):
             warn(f"the result is not recorded for `reshard prune`: {reason}")
     if not report.ok:
@@ -72,11 +72,11 @@ def verify(path: str, *, strategy: str | None, cached: bool, threads: int | None
 
 def _print_checkpoint(one: VerifiedCheckpoint) -> None:
     if one.state == "damaged":
-        state = f"damaged, {len(one.faults)} fault{'s' if len(one.faults) > 1 else ''}"
+        state = f"damaged, {counted(len(one.faults), 'fault')}"
     elif one.state == "unreadable":
         state = "could not be read: not known whether it is complete or damaged"
     elif one.state == "whole":
-        state = f"complete, {one.n_files} file{'s' if one.n_files != 1 else ''}, {size(one.n_bytes)}"
+        state = f"complete, {counted(one.n_files, 'file')}, {size(one.n_bytes)}"
     else:
         state = "unverified: no manifest, the structure is valid"
     echo(f"{shown(one.path)}: {state}")
