@@ -66,9 +66,9 @@ class Event:
 
     def __post_init__(self) -> None:
         _check(isinstance(self.kind, str) and _NAME.fullmatch(self.kind) is not None, "`kind` is not a kind")
-        _check(self.iteration is None or _is_count(self.iteration), "`iteration` is not an integer from 0 to 2**63 - 1")
+        _check(self.iteration is None or is_count(self.iteration), "`iteration` is not an integer from 0 to 2**63 - 1")
         _check(isinstance(self.time, dt.datetime) and self.time.tzinfo is not None, "`time` is no time with a zone")
-        _check(_is_count(self.rank), "`rank` is not an integer from 0 to 2**63 - 1")
+        _check(is_count(self.rank), "`rank` is not an integer from 0 to 2**63 - 1")
         _check(isinstance(self.fields, Mapping) and len(self.fields) <= _MAX_FIELDS, "`fields` is not a small mapping")
         for name, value in self.fields.items():
             _check(
@@ -232,7 +232,8 @@ def _value(value: object) -> Value:
     return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 3]}..."
 
 
-def _is_count(value: object) -> bool:
+def is_count(value: object) -> bool:
+    """Whether a value is an integer from 0 to 2**63 - 1."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_INTEGER
 
 

@@ -66,21 +66,9 @@ def main() -> None:
     """
 
 
-main.add_command(inspect)
-main.add_command(verify)
-main.add_command(convert)
-main.add_command(merge)
-main.add_command(split)
-main.add_command(convert_files)
-main.add_command(plan)
-main.add_command(diff)
-main.add_command(explain)
-main.add_command(watch)
-main.add_command(prune)
-main.add_command(pin)
-main.add_command(unpin)
-main.add_command(rollback)
-main.add_command(layout)
-main.add_command(names)
-main.add_command(strategy)
-main.add_command(demo)
+for _commands in (
+    (inspect, verify, convert, merge, split, convert_files, plan, diff, explain, watch),
+    (prune, pin, unpin, rollback, layout, names, strategy, demo),
+):
+    for _command in _commands:
+        main.add_command(_command)

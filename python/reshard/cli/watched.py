@@ -123,8 +123,6 @@ class Watch:
         self._newest: tuple[Hashable, Newest | None] = (None, None)
         self._seen_saves: dict[tuple[int, str], None] = {}
         self._seen_iterations: set[int] = set()
-        self._seen_staged: frozenset[str] = frozenset()
-        self._is_first = True
 
     def look(self) -> tuple[RunState, list[Event]]:
         """The state now, and the events since the last call.

@@ -32,7 +32,7 @@ def checked(metrics: Mapping[str, Any]) -> dict[str, int | float]:
     for name, value in found.items():
         if not isinstance(name, str) or not name.isprintable():
             raise ArgumentError("a metric's name is not printable text")
-        if not _is_number(value):
+        if not is_number(value):
             raise ArgumentError(f"the metric {show(name)} is not a number of 64 bits")
     if sum(len(name) + 32 for name in found) > _MAX_CHARACTERS:
         raise ArgumentError(
@@ -65,7 +65,8 @@ def _plain(value: Any) -> Any:
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Whether a value is a number of 64 bits, and no boolean."""
     if isinstance(value, bool):
         return False
     return isinstance(value, float) or (isinstance(value, int) and -(1 << 63) <= value < 1 << 63)

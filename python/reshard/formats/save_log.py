@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError
+from reshard.events import is_count
 from reshard.formats import metrics
 from reshard.storage.location import locate
 from reshard.strict_json import parse_json
@@ -71,14 +72,17 @@ class SaveRecord:
 
     def __post_init__(self) -> None:
         for name in ("iteration", "n_bytes", "generation"):
-            _check(_is_count(getattr(self, name)), f"`{name}` is not an integer from 0 to 2**63 - 1")
+            _check(is_count(getattr(self, name)), f"`{name}` is not an integer from 0 to 2**63 - 1")
         for name in ("wall_s", "stall_s"):
-            _check(_is_number(getattr(self, name)) and 0 <= getattr(self, name) < math.inf, f"`{name}` is no duration")
+            _check(
+                metrics.is_number(getattr(self, name)) and 0 <= getattr(self, name) < math.inf,
+                f"`{name}` is no duration",
+            )
         _check(isinstance(self.saved_at, str) and _is_time(self.saved_at), "`saved_at` is no ISO 8601 time with a zone")
         _check(
             isinstance(self.attempt, str) and bool(_ATTEMPT.fullmatch(self.attempt)), "`attempt` is not 32 hex digits"
         )
-        _check(self.ckpt_status is None or _is_count(self.ckpt_status), "`ckpt_status` is no status")
+        _check(self.ckpt_status is None or is_count(self.ckpt_status), "`ckpt_status` is no status")
         try:
             object.__setattr__(self, "metrics", metrics.checked(self.metrics))
         except ArgumentError as error:
@@ -184,16 +188,6 @@ def _parse(line: bytes, name: str) -> SaveRecord | None:
 def _check(holds: bool, message: str) -> None:  # noqa: FBT001
     if not holds:
         raise ArgumentError(f"a record of a save: {message}")
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
-
-
-def _is_number(value: object) -> bool:
-    if isinstance(value, bool):
-        return False
-    return isinstance(value, float) or (isinstance(value, int) and -(1 << 63) <= value < 1 << 63)
 
 
 def _is_time(text: str) -> bool:

@@ -175,16 +175,6 @@ class PartMap:
             sides.append(segments)
         return _tiles(sides, local_offset, [strides[one.whole] for one in self.dims])
 
-    @classmethod
-    def transposed(cls, shape: Sequence[int], order: Sequence[int]) -> PartMap:
-        """The mapping of a tensor (the part) to its transpose (the whole).
-
-        Args:
-            shape: the shape of the tensor, in elements.
-            order: dim `j` of the transpose is dim `order[j]` of the tensor.
-        """
-        return cls(tuple(DimMap(order.index(dim), 0, extent, extent, 1) for dim, extent in enumerate(shape)))
-
 
 def _tiles(sides: Sequence[list[_Segment]], local_offset: int, strides: Sequence[int]) -> list[Tile]:
     """The tiles of all combinations of one segment for each dim."""

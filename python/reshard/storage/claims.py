@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 from reshard import _core
 from reshard.errors import ClaimedError, DamagedFileError, ReshardError, StorageError
 from reshard.storage import filesystem
+from reshard.storage.host import boot_id
 from reshard.storage.location import locate
 from reshard.storage.store import LockHeldError
 from reshard.strict_json import parse_json
@@ -340,7 +341,7 @@ def _me() -> dict[str, object]:
     pid = os.getpid()
     return {
         "host": socket.gethostname(),
-        "boot_id": _first_line("/proc/sys/kernel/random/boot_id"),
+        "boot_id": boot_id(),
         "pid_namespace": _link("/proc/self/ns/pid"),
         "pid": pid,
         "started": _started(pid),
@@ -395,13 +396,6 @@ def _started(pid: int) -> int | None:
     if len(fields) < 20 or fields[0] in (b"Z", b"X"):
         return None
     return int(fields[19])
-
-
-def _first_line(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""
 
 
 def _link(path: str) -> str:

@@ -376,7 +376,7 @@ def load_with(
         del loaded  # its memory is needed for the next
         number, reason = found[0]
         faults[decision.path] = reason if members.world_size == 1 else f"rank {number}: {reason}"
-        _log.warning("%s passed over: %s", decision.path, faults[decision.path])
+        _log.warning("%s is skipped: %s", decision.path, faults[decision.path])
 
 
 def _report_skipped(observers: Observers | None, decision: ResumeDecision) -> None:

@@ -158,13 +158,25 @@ pub fn dtype_of(spelling: &str) -> Option<Dtype> {
 
 /// Builds the index of the tensors of a checkpoint. Its files are in `folder`.
 pub fn index_of(metadata: &Metadata, folder: &Path, method: Method) -> Result<Index> {
+    let cells = metadata.tensors.iter().map(|tensor| {
+        let files = tensor.cells.holders.iter().map(|(file, _)| *file);
+        (tensor.cells.starts.as_slice().into(), files.collect())
+    });
+    index_with(metadata, cells, folder, method)
+}
+
+/// The index of tensors whose cells are given: where the files of each begin, and the files.
+fn index_with(
+    metadata: &Metadata,
+    cells: impl Iterator<Item = Holders>,
+    folder: &Path,
+    method: Method,
+) -> Result<Index> {
     let mut index = Index::new();
     for name in &metadata.files {
         index.add_file(folder.join(name), false, method);
     }
-    for tensor in &metadata.tensors {
-        let files: Vec<u32> = tensor.cells.holders.iter().map(|(file, _)| *file).collect();
-        let starts = tensor.cells.starts.clone();
+    for (tensor, (starts, files)) in metadata.tensors.iter().zip(cells) {
         index.add_table(
             &tensor.name,
             &tensor.shape,

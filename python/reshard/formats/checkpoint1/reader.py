@@ -239,25 +239,20 @@ class RankSave:
         files: the path of each rank's file, whether it exists or not.
         why: the reason for its position in the order, or for its exclusion.
         fault: the ranks without a file of it; None: all have one.
-        is_candidate: whether `open` tries it.
     """
 
     name: str
     files: Mapping[int, Location]
     why: str
     fault: str | None
-    is_candidate: bool
 
 
 def rank_saves(root: Location) -> tuple[RankSave, ...]:
     """The saves of a folder of rank folders, as `opening.rank_saves` returns them. Raises StorageError."""
     folders = checkpoint1.rank_folders(root)
     order = order_of_saves(folders)
-    saves = [(save, True) for save in order.candidates] + [(save, False) for save in order.refused]
-    return tuple(
-        RankSave(save.name, files_of(save.name, folders), save.reason, save.fault, is_candidate)
-        for save, is_candidate in saves
-    )
+    saves = (*order.candidates, *order.refused)
+    return tuple(RankSave(save.name, files_of(save.name, folders), save.reason, save.fault) for save in saves)
 
 
 def order_of_saves(folders: Mapping[int, Location]) -> SaveOrder:

@@ -173,21 +173,9 @@ pub fn decode_table(data: &[u8]) -> Result<MetadataTable> {
 
 /// Builds the index of the tensors of a checkpoint, as [`super::index_of`] does. Its files are in `folder`.
 pub fn index_of_table(table: &MetadataTable, folder: &Path, method: Method) -> Result<Index> {
-    let mut index = Index::new();
-    for name in &table.metadata.files {
-        index.add_file(folder.join(name), false, method);
-    }
-    for (tensor, &number) in table.metadata.tensors.iter().zip(&table.holders_of) {
-        let (starts, files) = table.holders[number as usize].clone();
-        index.add_table(
-            &tensor.name,
-            &tensor.shape,
-            &tensor.fragmentations,
-            starts,
-            files,
-        )?;
-    }
-    Ok(index)
+    let cells = table.holders_of.iter();
+    let cells = cells.map(|&number| table.holders[number as usize].clone());
+    super::index_with(&table.metadata, cells, folder, method)
 }
 
 /// Checks that every cell has a holder, each file once and in ascending order.
