@@ -14,12 +14,11 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from reshard import _core
-from reshard.indexing import row_major
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["Line", "Piece", "Segment", "tiles"]
+__all__ = ["Line", "Piece", "Segment", "strides_of", "tiles"]
 
 
 @dataclass(frozen=True)
@@ -89,6 +88,16 @@ class Line:
             number += 1
 
 
+def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides in elements.
+
+    Example:
+        >>> strides_of((2, 3, 4))
+        (12, 4, 1)
+    """
+    return tuple(reversed(list(accumulate(reversed(shape[1:]), int.__mul__, initial=1)))) if shape else ()
+
+
 def _boxes(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Offset and shape of the boxes of a row-major range, in order: at most `2 n - 1` for `n` dims."""
     if not shape:
@@ -120,7 +129,7 @@ def tiles(shape: Sequence[int], pieces: Iterable[Piece]) -> list[_core.StoredArr
         a [((0, 0), (1, 3), 0), ((1, 0), (1, 1), 3)]
         b [((1, 1), (1, 2), 0)]
     """
-    strides = row_major(shape)
+    strides = strides_of(shape)
     stored = []
     for piece in pieces:
         boxes = []
