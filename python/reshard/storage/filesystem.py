@@ -18,6 +18,22 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Collection, Sequence
 
+__all__ = [
+    "MANIFEST_FILE",
+    "UNFINISHED_FILE",
+    "announce",
+    "exchange",
+    "make_file",
+    "make_folder",
+    "names",
+    "remove_file",
+    "remove_folder",
+    "rename",
+    "replace_file",
+    "sync",
+    "sync_files",
+]
+
 MANIFEST_FILE = "manifest.json"
 UNFINISHED_FILE = ".unfinished"
 

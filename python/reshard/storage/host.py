@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+__all__ = ["boot_id"]
+
 
 def boot_id() -> str:
     """A number that differs between hosts and changes when a host starts; empty where the system has none."""

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from reshard.storage.location import Location
 
+__all__ = ["made_folder", "published_file", "published_folder", "remove_staging", "sync_tree"]
+
 
 def sync_tree(folder: Location) -> None:
     """Make the entries of a folder, and of the folders below it, durable; the lowest first. Raises StorageError."""
