@@ -48,7 +48,7 @@ PAGES = [
 ]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 MARKS = {
-    r"^ *(?:import|from) (?:reshard\.)?(?:accelerate|jax|lightning|transformers)\b": pytest.mark.slow,
+    r"^ *(?:import|from) (?:reshard\.)?(?:accelerate|bitsandbytes|jax|lightning|transformers)\b": pytest.mark.slow,
     r"^\$ .*torchrun": long,
 }
 
@@ -80,6 +80,8 @@ def test_examples_of_a_page_run_in_order_and_print_what_it_shows(
             if "import mindspore" in code:
                 required("mindspore")
             compiled = compile(code, str(page), "exec")
+            if "import bitsandbytes" in code:
+                required("bitsandbytes")
             if "import wandb" in code and importlib.util.find_spec("wandb") is None:
                 continue  # its many dependencies are not worth ten lines
             with contextlib.redirect_stdout(io.StringIO()) as out:
