@@ -350,8 +350,8 @@ def test_explain_verify_gives_the_answer_of_the_restart(root: Path) -> None:
     assert code == 0
     rows = [line.split(maxsplit=2) for line in out.splitlines()[2:5]]
     assert [row[:2] for row in rows] == [
-        ["iteration_00000020", "refused"],
-        ["iteration_00000015", "taken"],
+        ["iteration_00000020", "skipped"],
+        ["iteration_00000015", "selected"],
         ["iteration_00000010", "in"],
     ]
     assert "bytes 262144 to 524288 were altered" in rows[0][2]
@@ -363,7 +363,7 @@ def test_explain_verify_gives_the_answer_of_the_restart(root: Path) -> None:
     damage(root, 10)
     code, out, err = run("explain", root, "--verify")
     assert code == 1
-    assert out.count("refused") == 3
+    assert out.count("skipped") == 3
     assert "no checkpoint in" in err
     with pytest.raises(DamagedFileError):
         reshard.load(root)

@@ -311,7 +311,7 @@ def _print_iterations(facts: Contents, iterations: Sequence[Iteration], *, every
         marks = [
             mark
             for mark, is_so in (
-                ("taken", one.taken),
+                ("selected", one.taken),
                 ("tracker", one.tracker),
                 ("never tracked", one.verified and not one.tracked),
                 ("pinned", one.pinned),
@@ -344,7 +344,7 @@ def _print_rank_saves(facts: Contents, saves: Sequence[RankSaveState], *, everyt
         state = "complete, unverified" if one.complete else _STATES[one.complete]
         if one.complete is None and one.reason is not None:
             state = "unreadable"
-        text = f"{state} (taken)" if one.taken else state
+        text = f"{state} (selected)" if one.taken else state
         lines.append((shown(one.name), f"{text}: {shown(one.reason or one.why)}"))
     if len(lines) < len(saves):
         lines.append(("...", f"and {len(saves) - len(lines)} more; --all lists and checks them"))
@@ -354,7 +354,7 @@ def _print_rank_saves(facts: Contents, saves: Sequence[RankSaveState], *, everyt
 def _print_saves(saves: Sequence[SaveRecord], n_saves: int) -> None:
     """Print the save log, newest first."""
     metrics = list(dict.fromkeys(name for save in saves for name in save.metrics))
-    table = plain_table("saved at", "iteration", "size", "took", "stall", *map(shown, metrics), right=("iteration",))
+    table = plain_table("saved at", "iteration", "size", "took", "training waited", *map(shown, metrics), right=("iteration",))
     for save in reversed(saves):
         values = (f"{save.metrics[name]:.6g}" if name in save.metrics else "" for name in metrics)
         took = (f"{save.wall_s:.1f} s", f"{save.stall_s:.1f} s")
