@@ -171,6 +171,13 @@ def test_inspect_of_a_root_without_a_whole_iteration(tmp_path: Path) -> None:
     assert err.count("iteration_00000010: ") == err.count("iteration_00000005: ") == 1
 
 
+def test_inspect_of_no_tensors_and_of_one(tmp_path: Path) -> None:
+    for tensors, text in (({}, "there are no tensors"), ({"w": np.zeros(3)}, "1 tensor, 3 parameters")):
+        safetensors.numpy.save_file(tensors, tmp_path / "m.safetensors")
+        result = run("inspect", tmp_path / "m.safetensors")
+        assert (result.exit_code, text in result.stdout) == (0, True), result.output
+
+
 def test_inspect_groups_long_lists_and_a_pattern_or_all_lists_them(model: Path) -> None:
     assert "model.layers.{0-29}.w.weight  30  F32    8 x 6  5.62 KiB" in run("inspect", model).stdout
     everything = run("inspect", model, "--all").stdout

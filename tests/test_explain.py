@@ -250,7 +250,9 @@ def test_the_trail_and_the_counters(work: Path) -> None:
     assert told["of the data"] == "next is epoch 3, step 3"
     assert told["data"] == "the first 10 steps are skipped"
     assert told["samples"] == "160 seen"
-    assert "warning      iteration_00000010 is skipped" in out
+    assert told["repeated"] == "what was trained between iterations 5 and 10"
+    assert told["next"].endswith("run: reshard verify root/iteration_00000010")
+    assert "is skipped" not in out  # the table says it
     assert err == ""
 
 

@@ -272,8 +272,8 @@ def _contents(answer: Answer) -> list[tuple[str, str]]:
     text_of = {
         "compared": f"{size(answer.n_bytes)} read and compared with the checksums: no difference",
         "no sums": "there are no checksums to compare with",
-        "not read": "not read; the run compares the data with its checksums while it loads, and uses the next "
-        "checkpoint if they differ; --verify compares now"
+        "not read": "not compared yet. The run compares the data with its checksums while it loads, and uses the next "
+        "checkpoint if they differ. --verify compares now"
         if answer.decision.is_verified
         else "not read, and there are no checksums to compare with",
     }

@@ -223,6 +223,9 @@ def _print_page(facts: Contents, *, everything: bool) -> None:
     if len(facts.rows) > _MAX_PLAIN:
         _print_modules(facts.rows)
         echo()
+    if not facts.rows:
+        echo("there are no tensors")
+        return
     if everything or len(facts.rows) <= _MAX_PLAIN:
         _print_rows([_Line.of(row) for row in facts.rows])
         return
@@ -250,7 +253,8 @@ def _lines(facts: Contents) -> list[tuple[str, str]]:
     for part, totals in sorted(facts.parts.items()):  # model, optimizer
         dtypes = ", ".join(f"{n} {dtype}" for dtype, n in totals["dtypes"].most_common())
         elements = "parameters" if part == "model" else "elements"
-        counts = f"{totals['n_tensors']} tensors, {_count(totals['n_elements'])} {elements}"
+        n = totals["n_tensors"]
+        counts = f"{n} tensor{'s' if n > 1 else ''}, {_count(totals['n_elements'])} {elements}"
         lines.append((part, f"{counts}, {size(totals['n_bytes'])} ({dtypes})"))
     if checkpoint.strings:
         names = listed(map(shown, checkpoint.strings))
@@ -261,7 +265,9 @@ def _lines(facts: Contents) -> list[tuple[str, str]]:
     lines.append(("mesh", _mesh(facts)))
     sizes = [n_bytes for _, n_bytes in facts.files]
     ends = dict.fromkeys((size(min(sizes)), size(max(sizes))))
-    each = f", {' to '.join(ends)} each, the largest {_times_mean(sizes)} times the mean" if len(sizes) > 1 else ""
+    each = f", {' to '.join(ends)} each" if len(sizes) > 1 else ""
+    if len(ends) > 1:
+        each += f", the largest {_times_mean(sizes)} times the mean"
     lines.append(("files", f"{len(sizes)}, {size(sum(sizes))} in all{each}"))
     unique, stored = sum(row.n_bytes for row in facts.rows), sum(row.stored_bytes for row in facts.rows)
     if checkpoint.unplaced():
