@@ -176,8 +176,11 @@ def run_conversion(src: str, dst: str, *, no_sync: bool, as_json: bool, share: s
         echo(f"wrote share {own} of {of}; shares still to be written: {listed(report.pending)}")
     else:
         echo(f"wrote {shown(report.path)}")
+    counts = ", ".join(
+        f"{n} {word}{'s' if n != 1 else ''}" for n, word in ((report.n_tensors, "tensor"), (report.n_files, "file"))
+    )
     echo(
-        f"{report.to}, {report.n_tensors} tensors, {report.n_files} file{'s' if report.n_files != 1 else ''}, "
+        f"{report.to}, {counts}, "
         f"{size(report.n_bytes)} in {report.seconds:.1f} s, {rate(report.n_bytes, report.seconds)}"
     )
     for warning in warnings:
