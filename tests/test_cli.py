@@ -85,7 +85,7 @@ def test_inspect_shows_a_root() -> None:
     assert result.exit_code == 0
     # Facts of the sample: README of the samples, and its metadata.json.
     for text in (
-        "iteration_00000010  complete, unverified (taken, tracker)",
+        "iteration_00000010  complete, unverified (selected, tracker)",
         "iteration_00000005  complete, unverified\n",
         "checkpoint2, iteration 10",
         "global_step 10",
@@ -131,7 +131,7 @@ def test_inspect_names_the_damage_of_what_it_passes_over(tmp_path: Path) -> None
     code, out, err = outcome("inspect", root)
     assert (code, err) == (0, "")
     assert re.search(r"iteration_00000010  damaged \(tracker\): .*demo-model-0000003-0000008", out)
-    assert "iteration_00000005  complete, unverified (taken)" in out
+    assert "iteration_00000005  complete, unverified (selected)" in out
     assert "checkpoint2, iteration 5" in out
     facts = json.loads(run("inspect", root, "--json").stdout)
     assert [(one["iteration"], one["complete"], one["taken"], one["tracker"]) for one in facts["iterations"]] == [
@@ -142,7 +142,7 @@ def test_inspect_names_the_damage_of_what_it_passes_over(tmp_path: Path) -> None
     (root / "iteration_00000010" / "metadata.json").write_text("{")
     out = run("inspect", root).stdout
     assert re.search(r"iteration_00000010  damaged: .*metadata\.json", out)
-    assert "iteration_00000005  complete, unverified (taken, tracker)" in out
+    assert "iteration_00000005  complete, unverified (selected, tracker)" in out
 
 
 def test_inspect_does_not_call_an_unreadable_iteration_damaged(reachable: Path) -> None:
@@ -169,6 +169,13 @@ def test_inspect_of_a_root_without_a_whole_iteration(tmp_path: Path) -> None:
     assert (code, out) == (1, "")
     assert err.startswith("error: ")
     assert err.count("iteration_00000010: ") == err.count("iteration_00000005: ") == 1
+
+
+def test_inspect_of_no_tensors_and_of_one(tmp_path: Path) -> None:
+    for tensors, text in (({}, "there are no tensors"), ({"w": np.zeros(3)}, "1 tensor, 3 parameters")):
+        safetensors.numpy.save_file(tensors, tmp_path / "m.safetensors")
+        result = run("inspect", tmp_path / "m.safetensors")
+        assert (result.exit_code, text in result.stdout) == (0, True), result.output
 
 
 def test_inspect_groups_long_lists_and_a_pattern_or_all_lists_them(model: Path) -> None:

@@ -123,7 +123,7 @@ def test_inspect_mentions_what_is_no_part_of_the_checkpoint(root: Path) -> None:
     assert "other files and folders, which are not read:" in page
     assert "  iteration_00000100.bak " in page
     assert "notes\\x1b.txt" in page
-    assert "iteration_00000200  complete (taken, tracker)" in page
+    assert "iteration_00000200  complete (selected, tracker)" in page
 
 
 def test_inspect_tells_a_save_in_progress_from_one_that_was_interrupted(root: Path) -> None:

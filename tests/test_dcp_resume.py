@@ -202,7 +202,7 @@ def test_a_root_of_steps_is_a_root_of_candidates(tmp_path: Path) -> None:
     assert [one.reason.split(", ")[-1] for one in loaded.decision.verdicts] == [
         "but no `.metadata`: the save was not finished",
         "a lower step",
-        "not needed: a better one is taken",
+        "not needed: a better one is selected",
     ]
     assert loaded.common is not None
     assert loaded.common.step_num == 10

@@ -239,9 +239,9 @@ def test_the_trail_and_the_counters(work: Path) -> None:
     code, out, err = explain("root", "--global-batch-size", 16, "--dataset-steps", 4, "--world-size", 2, cwd=work)
     assert code == 0
     first, second = (line.split(maxsplit=2) for line in out.splitlines()[2:4])
-    assert first[:2] == ["iteration_00000010", "refused"]
+    assert first[:2] == ["iteration_00000010", "skipped"]
     assert "demo-model-0000000-0000008.safetensors" in first[2]
-    assert second == ["iteration_00000005", "taken", "next below the tracker's 10"]
+    assert second == ["iteration_00000005", "selected", "next below the tracker's 10"]
     told = dict(re.findall(r"^  (\S.*?)  +(.*)$", out, re.MULTILINE))
     assert "the training would resume from root/iteration_00000005" in out
     assert "global_batch_size 32 -> 16: 5 steps x 2 = 10" in out
@@ -250,7 +250,9 @@ def test_the_trail_and_the_counters(work: Path) -> None:
     assert told["of the data"] == "next is epoch 3, step 3"
     assert told["data"] == "the first 10 steps are skipped"
     assert told["samples"] == "160 seen"
-    assert "warning      iteration_00000010 is skipped" in out
+    assert told["repeated"] == "what was trained between iterations 5 and 10"
+    assert told["next"].endswith("run: reshard verify root/iteration_00000010")
+    assert "is skipped" not in out  # the table says it
     assert err == ""
 
 
@@ -275,8 +277,8 @@ def test_a_refusal_lists_every_candidate(work: Path) -> None:
     code, out, err = explain("root", cwd=work)
     assert code == 1
     assert [line.split()[:2] for line in out.splitlines()[2:]] == [
-        ["iteration_00000010", "refused"],
-        ["iteration_00000005", "refused"],
+        ["iteration_00000010", "skipped"],
+        ["iteration_00000005", "skipped"],
     ]
     assert "error: no checkpoint in root can be resumed from\nhint: " in err
     code, out, err = explain("root", "--json", cwd=work)
@@ -292,12 +294,12 @@ def test_by_a_configuration(work: Path) -> None:
     )
     code, out, _ = explain("--config", "train.yaml", "--dataset-steps", 10, cwd=work)
     assert code == 0
-    assert "iteration_00000005  taken    asked for" in out
+    assert "iteration_00000005  selected  asked for" in out
     assert "steps        5 done of 100" in out
     assert "the next sink ends with epoch 1, step 7" in out
     assert "data_skip_steps: 2 steps of data are skipped" in out
     code, out, _ = explain("root", "--config", "train.yaml", cwd=work)  # ROOT goes before the file's
-    assert "iteration_00000010  taken" in out
+    assert "iteration_00000010  selected" in out
     (work / "train.yaml").write_text("load_checkpoint: root\n")
     code, out, _ = explain("--config", "train.yaml", "--json", cwd=work)
     assert (code, json.loads(out)["outcome"], json.loads(out)["restored"]) == (0, "weights", ["weights"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -302,3 +303,16 @@ def test_a_browser_draws_the_page_and_runs_nothing_of_a_checkpoint(hostile: Path
     title = re.search("<title>(.*?)</title>", drawn)
     assert title is not None
     assert title[1].startswith("reshard inspect ")
+
+
+@pytest.mark.slow
+def test_a_browser_draws_a_checkpoint_without_tensors_and_a_loss_that_is_infinite(tmp_path: Path) -> None:
+    reshard.save_file({}, tmp_path / "m.safetensors")
+    run("inspect", tmp_path / "m.safetensors", "--html", tmp_path / "p.html")
+    assert "There are no tensors in this checkpoint." in dom(tmp_path / "p.html")
+    for step, loss in ((1, 3.0), (2, math.inf), (3, 2.0)):
+        reshard.save(tmp_path / "root", step, {"w": np.zeros(2)}, metrics={"loss": loss})
+    run("inspect", tmp_path / "root", "--html", tmp_path / "p.html")
+    drawn = dom(tmp_path / "p.html")
+    assert ">loss inf</text>" in drawn
+    assert drawn.count("<polyline") == 2  # broken at 2

@@ -338,7 +338,7 @@ def test_explain_says_that_contents_were_not_read(root: Path) -> None:
     damage(root, 20)
     code, out, _ = run("explain", root)
     assert code == 0
-    assert re.search("contents +not read; the run compares the data with its checksums while it loads", out)
+    assert re.search("contents +not compared yet. The run compares the data with its checksums while it loads", out)
     told = json.loads(run("explain", root, "--json")[1])
     assert (told["iteration"], told["is_verified"], told["has_sums"]) == (20, False, True)
     assert (told["contents"], told["contents_read"]) == ("not read", False)
@@ -350,9 +350,9 @@ def test_explain_verify_gives_the_answer_of_the_restart(root: Path) -> None:
     assert code == 0
     rows = [line.split(maxsplit=2) for line in out.splitlines()[2:5]]
     assert [row[:2] for row in rows] == [
-        ["iteration_00000020", "refused"],
-        ["iteration_00000015", "taken"],
-        ["iteration_00000010", "in"],
+        ["iteration_00000020", "skipped"],
+        ["iteration_00000015", "selected"],
+        ["iteration_00000010", "not"],
     ]
     assert "bytes 262144 to 524288 were altered" in rows[0][2]
     assert "read and compared with the checksums: no difference" in out
@@ -363,7 +363,7 @@ def test_explain_verify_gives_the_answer_of_the_restart(root: Path) -> None:
     damage(root, 10)
     code, out, err = run("explain", root, "--verify")
     assert code == 1
-    assert out.count("refused") == 3
+    assert out.count("skipped") == 3
     assert "no checkpoint in" in err
     with pytest.raises(DamagedFileError):
         reshard.load(root)
@@ -461,8 +461,8 @@ def test_explain_tells_the_rest_where_one_may_not_be_read(foreign: Path) -> None
     rows = [line.split(maxsplit=2) for line in out.splitlines()[2:5]]
     assert [row[:2] for row in rows] == [
         ["iteration_00000020", "unreadable"],
-        ["iteration_00000015", "in"],
-        ["iteration_00000010", "in"],
+        ["iteration_00000015", "not"],
+        ["iteration_00000010", "not"],
     ]
     assert "Permission denied" in rows[0][2]
     assert "not reached" in rows[1][2]

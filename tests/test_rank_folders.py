@@ -926,7 +926,7 @@ def test_the_page_of_rank_folders() -> None:
     bare = run("inspect", CKPT1 / "output_second_run" / "checkpoint")
     assert bare.exit_code == 0
     assert "use --strategy" in bare.stdout
-    assert "1-25_2.safetensors  complete, unverified (taken): named by every meta.json" in bare.stdout
+    assert "1-25_2.safetensors  complete, unverified (selected): named by every meta.json" in bare.stdout
     assert run("inspect", tree, "embed.weight").exit_code == 0
     bare = json.loads(run("inspect", tree, "--json").stdout)
     for key, part, placed in (

@@ -22,6 +22,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,7 +49,7 @@ PAGES = [
 ]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 MARKS = {
-    r"^ *(?:import|from) (?:reshard\.)?(?:accelerate|jax|lightning|transformers)\b": pytest.mark.slow,
+    r"^ *(?:import|from) (?:reshard\.)?(?:accelerate|bitsandbytes|jax|lightning|transformers)\b": pytest.mark.slow,
     r"^\$ .*torchrun": long,
 }
 
@@ -80,6 +81,8 @@ def test_examples_of_a_page_run_in_order_and_print_what_it_shows(
             if "import mindspore" in code:
                 required("mindspore")
             compiled = compile(code, str(page), "exec")
+            if "import bitsandbytes" in code:
+                required("bitsandbytes")
             if "import wandb" in code and importlib.util.find_spec("wandb") is None:
                 continue  # its many dependencies are not worth ten lines
             with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -229,6 +232,21 @@ def test_readme_is_short_and_shows_every_interface() -> None:
     languages = [language for language, _ in blocks(PAGES[0])]
     assert languages.count("python") >= 2
     assert languages.count("sh") >= 1
+
+
+def test_links_of_readme_are_absolute_in_a_release(tmp_path: Path) -> None:
+    for name in ("README.md", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    program = [sys.executable, str(ROOT / ".ci" / "readme_for_pypi.py"), "https://host/me/it", "v1"]
+    subprocess.run(program, cwd=tmp_path, check=True)
+    links = re.findall(r"\]\(([^)]+)\)", (tmp_path / "README.md").read_text())
+    assert len(links) == len(re.findall(r"\]\(", README))
+    for link in links:
+        assert re.match(r"https://host/me/it/(blob|raw)/v1/", link), link
+        assert (ROOT / link.split("/v1/")[1].partition("#")[0]).exists(), link
+    assert "https://host/me/it/raw/v1/docs/images/reshard.svg" in links
+    urls = tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]["urls"]
+    assert urls["Repository"] == "https://host/me/it"
 
 
 def test_every_page_is_in_the_table_of_contents() -> None:

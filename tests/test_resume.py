@@ -414,7 +414,7 @@ def test_a_candidate_that_will_not_do_is_passed_over_with_the_reason(what: dict[
     assert decision.iteration == 400
     assert [verdict.taken for verdict in decision.verdicts] == [False, True, False]
     assert reason in decision.verdicts[0].reason
-    assert decision.verdicts[2].reason == "not needed: a better one is taken"
+    assert decision.verdicts[2].reason == "not needed: a better one is selected"
     if "refusal" not in what:
         assert any(reason in warning for warning in decision.warnings)
     with pytest.raises(ReshardError, match=reason) as caught:

@@ -776,9 +776,9 @@ def test_explain_shows_what_each_ranks_folder_offers(tmp_path: Path) -> None:
     code, page = explain(root)
     assert code == 0
     rows = [" ".join(line.split()) for line in page.splitlines()]
-    assert "llama2_7b_rank_0_1-25_2.safetensors refused rank 2 has no file of it" in rows
-    assert any(row.startswith("llama2_7b_rank_0-20_2.safetensors refused rank 1: ") for row in rows)
-    assert any(row.startswith("llama2_7b_rank_0-15_2.safetensors taken of an earlier run") for row in rows)
+    assert "llama2_7b_rank_0_1-25_2.safetensors skipped rank 2 has no file of it" in rows
+    assert any(row.startswith("llama2_7b_rank_0-20_2.safetensors skipped rank 1: ") for row in rows)
+    assert any(row.startswith("llama2_7b_rank_0-15_2.safetensors selected of an earlier run") for row in rows)
     assert "0 1-25_2 10_2, 15_2, 20_2, 1-25_2" in rows
     assert "1 1-25_2 10_2, 15_2, 20_2 (incomplete), 1-25_2" in rows
     assert "2 1-25_2 10_2, 15_2, 20_2" in rows

@@ -449,6 +449,6 @@ def test_rollback_on_the_command_line(root: Path) -> None:
     got = CliRunner().invoke(main, ["rollback", str(root), "200"])
     assert "the next restart resumes from iteration 200 (the tracker named 300; every byte verified)" in got.stdout
     assert "not used: 300" in got.stdout
-    assert "iteration_00000200  taken" in CliRunner().invoke(main, ["explain", str(root)]).stdout
+    assert "iteration_00000200  selected" in CliRunner().invoke(main, ["explain", str(root)]).stdout
     got = CliRunner().invoke(main, ["rollback", str(root), "201"])
     assert (got.exit_code, "hint: it holds 300, 200, 100" in got.stderr) == (1, True)

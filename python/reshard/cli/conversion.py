@@ -175,7 +175,7 @@ def run_conversion(src: str, dst: str, *, no_sync: bool, as_json: bool, share: s
     else:
         echo(f"wrote {shown(report.path)}")
     echo(
-        f"{report.to}, {report.n_tensors} tensors, {counted(report.n_files, 'file')}, "
+        f"{report.to}, {counted(report.n_tensors, 'tensor')}, {counted(report.n_files, 'file')}, "
         f"{size(report.n_bytes)} in {report.seconds:.1f} s, {rate(report.n_bytes, report.seconds)}"
     )
     warn(*warnings)

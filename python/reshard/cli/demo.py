@@ -65,7 +65,7 @@ def demo(model_size: str, keep: str | None, *, as_json: bool) -> None:
 
 def _line(step: DemoStep) -> str:
     files = f"{step.n_files} file{'s' if step.n_files != 1 else ' '}"
-    line = f"{step.name:<13}  {files}  {size(step.n_bytes):>8}  {step.seconds:>5.2f} s"
+    line = f"{step.name:<15}  {files}  {size(step.n_bytes):>8}  {step.seconds:>5.2f} s"
     if not step.n_compared:
         return line  # the model: its time is that of the random number generator
     proof = f"{step.n_compared} arrays equal" if not step.different else f"{len(step.different)} tensors DIFFER"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from reshard.cli.output import (
     ranges,
     shown,
     size,
+    styled,
 )
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
 _FRESH = 3
 _COUNT = click.IntRange(min=1)
+_STYLES = {"selected": "bold green", "skipped": "red", "unreadable": "red"}
 
 
 @click.command(short_help="Show which checkpoint a restart would use, and why.")
@@ -242,6 +245,8 @@ def _refuse(
 
 
 def _print(config: Config, facts: ResumeFacts, decision: ResumeDecision, answer: Answer, *, counts_sinks: bool) -> None:
+    from reshard.resume.choose import name_of
+
     if decision.verdicts:
         _print_verdicts(config, facts, decision.verdicts)
         echo()
@@ -253,8 +258,10 @@ def _print(config: Config, facts: ResumeFacts, decision: ResumeDecision, answer:
         echo(f"the training would load the weights of {shown(decision.path)}")
     # Warnings are part of the result here, so they go to stdout.
     is_known = counts_sinks or facts.run.steps_per_epoch is not None
-    warnings = (("warning", shown(warning)) for warning in decision.warnings)
-    echo_facts([*_contents(answer), *_start_lines(config), *_lines(decision, knows_epochs=is_known), *warnings])
+    listed = {f"{name_of(verdict)} is skipped: {verdict.reason}" for verdict in decision.verdicts}  # in the table
+    warnings = (("warning", shown(warning)) for warning in decision.warnings if warning not in listed)
+    lines = _lines(decision, knows_epochs=is_known)
+    echo_facts([*_contents(answer), *_start_lines(config), *lines, *_next_lines(facts, decision), *warnings])
 
 
 def _contents(answer: Answer) -> list[tuple[str, str]]:
@@ -264,12 +271,31 @@ def _contents(answer: Answer) -> list[tuple[str, str]]:
     text_of = {
         "compared": f"{size(answer.n_bytes)} read and compared with the checksums: no difference",
         "no sums": "there are no checksums to compare with",
-        "not read": "not read; the run compares the data with its checksums while it loads, and uses the next "
-        "checkpoint if they differ; --verify compares now"
+        "not read": "not compared yet. The run compares the data with its checksums while it loads, and uses the next "
+        "checkpoint if they differ. --verify compares now"
         if answer.decision.is_verified
         else "not read, and there are no checksums to compare with",
     }
     return [("contents", text_of[answer.contents])]
+
+
+def _next_lines(facts: ResumeFacts, decision: ResumeDecision) -> list[tuple[str, str]]:
+    """What follows from skipped checkpoints: which steps are repeated, and what to do."""
+    skipped = list(itertools.takewhile(lambda verdict: not verdict.taken, decision.verdicts))
+    damaged = [verdict for verdict in skipped if verdict.path in _with_fault(facts)]
+    lines = []
+    if decision.iteration is not None and any((one.iteration or 0) > decision.iteration for one in damaged):
+        newest = max(one.iteration or 0 for one in damaged)
+        lines.append(("repeated", f"what was trained between iterations {decision.iteration} and {newest}"))
+    if damaged and facts.kind == "root":
+        best = shown(damaged[0].path)
+        text = "nothing has to be deleted: a restart skips the damaged iterations. If a copy of them exists, put back "
+        lines.append(("next", text + f"the damaged files and run: reshard verify {shlex.quote(best)}"))
+    return lines
+
+
+def _with_fault(facts: ResumeFacts) -> set[str]:
+    return {candidate.path for candidate in facts.candidates if candidate.fault is not None}
 
 
 def _print_verdicts(config: Config, facts: ResumeFacts, verdicts: Sequence[Verdict]) -> None:
@@ -277,7 +303,9 @@ def _print_verdicts(config: Config, facts: ResumeFacts, verdicts: Sequence[Verdi
     table = plain_table("file of rank 0" if facts.ranks else "folder", "verdict", "why", folds=("why",))
     for verdict in verdicts:
         name = verdict.path.rstrip("/").rpartition("/")[2]
-        table.add_row(shown(name), _word(verdict), shown(verdict.reason))
+        word = _word(verdict)
+        why = verdict.reason.removeprefix("not needed: ").removeprefix("not reached: ")
+        table.add_row(shown(name), styled(word, _STYLES.get(word)), shown(why))
     echo_table(table)
     if facts.ranks:
         echo()
@@ -349,7 +377,7 @@ def _word(verdict: Verdict) -> str:
     from reshard.resume.choose import NOT_NEEDED, NOT_REACHED, UNREADABLE
 
     if verdict.taken:
-        return "taken"
+        return "selected"
     if verdict.reason in (NOT_NEEDED, NOT_REACHED):
-        return "in reserve"
-    return "unreadable" if verdict.reason.startswith(UNREADABLE) else "refused"
+        return "not needed" if verdict.reason == NOT_NEEDED else "not reached"
+    return "unreadable" if verdict.reason.startswith(UNREADABLE) else "skipped"

@@ -219,6 +219,9 @@ def _print_page(facts: Contents, *, everything: bool) -> None:
     if len(facts.rows) > _MAX_PLAIN:
         _print_modules(facts.rows)
         echo()
+    if not facts.rows:
+        echo("there are no tensors")
+        return
     if everything or len(facts.rows) <= _MAX_PLAIN:
         _print_rows([_Line.of(row) for row in facts.rows])
         return
@@ -245,7 +248,8 @@ def _lines(facts: Contents) -> list[tuple[str, str]]:
     for part, totals in sorted(facts.parts.items()):  # model, optimizer
         dtypes = ", ".join(f"{n} {dtype}" for dtype, n in totals["dtypes"].most_common())
         elements = "parameters" if part == "model" else "elements"
-        counts = f"{totals['n_tensors']} tensors, {_count(totals['n_elements'])} {elements}"
+        n = totals["n_tensors"]
+        counts = f"{n} tensor{'s' if n > 1 else ''}, {_count(totals['n_elements'])} {elements}"
         lines.append((part, f"{counts}, {size(totals['n_bytes'])} ({dtypes})"))
     if checkpoint.strings:
         names = listed(map(shown, checkpoint.strings))
@@ -256,7 +260,9 @@ def _lines(facts: Contents) -> list[tuple[str, str]]:
     lines.append(("mesh", _mesh(facts)))
     sizes = [n_bytes for _, n_bytes in facts.files]
     ends = dict.fromkeys((size(min(sizes)), size(max(sizes))))
-    each = f", {' to '.join(ends)} each, the largest {_times_mean(sizes)} times the mean" if len(sizes) > 1 else ""
+    each = f", {' to '.join(ends)} each" if len(sizes) > 1 else ""
+    if len(ends) > 1:
+        each += f", the largest {_times_mean(sizes)} times the mean"
     lines.append(("files", f"{len(sizes)}, {size(sum(sizes))} in all{each}"))
     unique, stored = sum(row.n_bytes for row in facts.rows), sum(row.stored_bytes for row in facts.rows)
     if checkpoint.unplaced():
@@ -306,7 +312,7 @@ def _print_iterations(facts: Contents, iterations: Sequence[Iteration], *, every
         marks = [
             mark
             for mark, is_so in (
-                ("taken", one.taken),
+                ("selected", one.taken),
                 ("tracker", one.tracker),
                 ("never tracked", one.verified and not one.tracked),
                 ("pinned", one.pinned),
@@ -339,7 +345,7 @@ def _print_rank_saves(facts: Contents, saves: Sequence[RankSaveState], *, everyt
         state = "complete, unverified" if one.complete else _STATES[one.complete]
         if one.complete is None and one.reason is not None:
             state = "unreadable"
-        text = f"{state} (taken)" if one.taken else state
+        text = f"{state} (selected)" if one.taken else state
         lines.append((shown(one.name), f"{text}: {shown(one.reason or one.why)}"))
     if len(lines) < len(saves):
         lines.append(("...", f"and {len(saves) - len(lines)} more; --all lists and checks them"))
@@ -349,7 +355,7 @@ def _print_rank_saves(facts: Contents, saves: Sequence[RankSaveState], *, everyt
 def _print_saves(saves: Sequence[SaveRecord], n_saves: int) -> None:
     """Print the save log, newest first."""
     metrics = list(dict.fromkeys(name for save in saves for name in save.metrics))
-    table = plain_table("saved at", "iteration", "size", "took", "stall", *map(shown, metrics), right=("iteration",))
+    table = plain_table("saved at", "iteration", "size", "took", "training waited", *map(shown, metrics), right=("iteration",))
     for save in reversed(saves):
         values = (f"{save.metrics[name]:.6g}" if name in save.metrics else "" for name in metrics)
         took = (f"{save.wall_s:.1f} s", f"{save.stall_s:.1f} s")

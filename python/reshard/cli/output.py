@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from reshard.layout import ModelLayout
     from reshard.names import NameMap
@@ -283,6 +284,13 @@ def plain_table(*columns: str, right: Sequence[str] = (), folds: Sequence[str] =
     for name in columns:
         table.add_column(name, justify="right" if name in right else "left", no_wrap=name not in folds, overflow="fold")
     return table
+
+
+def styled(text: str, style: str | None) -> Text:
+    """Text for a cell of a table, in a style of rich such as "green"; without colours where the output has none."""
+    from rich.text import Text
+
+    return Text(text, style or "")
 
 
 def facts_table(facts: Sequence[tuple[str, str]]) -> Table:

@@ -117,9 +117,10 @@ def _numbers(found: Forecast, free: int | None, speed: Speed | None) -> dict[str
 def _facts(found: Forecast, numbers: dict[str, Any], dst: str) -> list[tuple[str, str]]:
     mesh = " x ".join(f"{axis} {n}" for axis, n in found.mesh.items())
     ranks = list(found.rank_bytes.values())
-    mean = sum(ranks) / max(len(ranks), 1)
+    mean = sum(ranks) / max(len(ranks), 1)  # 0 if there are no tensors
     largest = numbers["max_rank_bytes"]
-    load = f"{size(largest)} of memory on the largest rank, {largest / max(mean, 1):.2f} times the mean"
+    load = f"{size(largest)} of memory on the largest rank"
+    load += f", {largest / mean:.2f} times the mean" if mean else ""
     facts = [
         ("tensors", f"{found.n_tensors}, {size(found.n_bytes)} in {counted(len(found.sources), 'file')}"),
         ("layout", f"{mesh}, {counted(len(ranks), 'rank')}"),

@@ -95,7 +95,7 @@ def gather(
         return replace(facts, kind="empty")
     except CheckpointNotFoundError as error:
         if error.path not in (None, str(path)):  # a file of the checkpoint is missing
-            candidate = CandidateFacts(str(path), iteration, "given by itself", fault=reason_of(error))
+            candidate = CandidateFacts(str(path), iteration, "named by its path", fault=reason_of(error))
             return replace(facts, kind=kind, candidates=(candidate,))
         return replace(facts, kind="other")
 
@@ -113,7 +113,7 @@ class _Gatherer:
 
     def at_one(self, path: Location, kind: Kind) -> ResumeFacts:
         """The facts of a path that is not a root."""
-        found = self._candidate(path, None, "given by itself", kind)
+        found = self._candidate(path, None, "named by its path", kind)
         if found.common is not None:
             kind = "single"
         return replace(self.facts, kind=kind, candidates=(found,))

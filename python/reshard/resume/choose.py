@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 # Reasons for a candidate at which a restart stops with an error, and for those after it.
 UNREADABLE = "could not be read"
 NOT_REACHED = "not reached: an earlier one could not be read"
-# Reason for candidates after the one that is taken. Whether they are complete may be unknown.
-NOT_NEEDED = "not needed: a better one is taken"
+# Reason for candidates after the selected one. Whether they are complete may be unknown.
+NOT_NEEDED = "not needed: a better one is selected"
 
 
 def evaluate(config: Config, facts: ResumeFacts) -> tuple[Verdict, ...]:

@@ -57,6 +57,20 @@ function tooltip(node, text) {
   return node;
 }
 
+// The text, or its beginning and an ellipsis, in at most `width` units of a drawing. Glyphs differ in width: it is measured.
+const pen = document.createElement("canvas").getContext("2d");
+function fitted(text, width, font = "11px system-ui, sans-serif") {
+  pen.font = font;
+  if (pen.measureText(text).width <= width) return text;
+  const letters = Array.from(text);
+  let from = 0, to = letters.length;  // how many letters fit: at least `from`, fewer than `to`
+  while (to - from > 1) {
+    const middle = from + to >> 1;
+    if (pen.measureText(`${letters.slice(0, middle).join("")}…`).width <= width) from = middle; else to = middle;
+  }
+  return from ? `${letters.slice(0, from).join("")}…` : "";
+}
+
 function card(title, explanation, ...children) {
   const node = el("section", {class: "card"}, el("h2", {text: title}));
   if (explanation) node.append(el("p", {class: "soft", text: explanation}));
@@ -93,6 +107,7 @@ function bars(items, options) {
   const width = options.width || 1160, height = options.height || 170, left = 74, bottom = 20, top = 8;
   const node = drawing(width, height, options.label);
   const total = (item) => item.parts.reduce((sum, part) => sum + part[1], 0);
+  if (!items.some(total)) return el("p", {text: "0 B"});
   const max = Math.max(1, ...items.map(total));
   const y = (value) => top + (height - top - bottom) * (1 - value / max);
   for (const share of [0, 0.5, 1]) {

@@ -34,11 +34,12 @@ function timeline() {
   const loss = data.saves.metrics.indexOf("loss");
   choose.value = String(Math.max(loss, 0));
   function draw(metric) {
-    const width = 1160, height = data.saves.metrics.length ? 236 : 110, left = 74, right = 24, base = height - 66;
+    const width = 1160, height = data.saves.metrics.length ? 262 : 136, left = 74, right = 24, base = height - 92;
     const node = drawing(width, height, "iterations on a time line");
     const first = points[0].iteration, last = points[points.length - 1].iteration;
     const x = (iteration) => left + (width - left - right) * (last === first ? 0.5 : (iteration - first) / (last - first));
     const value = (point) => typeof point.values[metric] === "number" ? point.values[metric] : null;
+    const isOdd = (point) => typeof point.values[metric] === "string";
     const known = points.filter((point) => value(point) !== null);
     const values = known.map(value);
     const low = Math.min(...values), high = Math.max(...values);
@@ -49,12 +50,18 @@ function timeline() {
         node.append(svg("line", {class: "grid", x1: left, x2: width - right, y1: y(v), y2: y(v)}));
         node.append(svg("text", {class: "soft", x: left - 6, y: y(v) + 4, "text-anchor": "end"}, v.toPrecision(4)));
       }
-      node.append(svg("polyline", {fill: "none", stroke: "var(--accent)", "stroke-width": 1.5,
-        points: known.map((point) => `${x(point.iteration)},${y(value(point))}`).join(" ")}));
+      // The line is broken where a value is infinite or not a number.
+      const lines = [[]];
+      for (const point of points) {
+        if (isOdd(point)) lines.push([]);
+        else if (value(point) !== null) lines[lines.length - 1].push(`${x(point.iteration)},${y(value(point))}`);
+      }
+      for (const line of lines) node.append(svg("polyline", {fill: "none", stroke: "var(--accent)", "stroke-width": 1.5, points: line.join(" ")}));
       best = known.reduce((a, b) => value(b) < value(a) ? b : a);
     }
     node.append(svg("line", {class: "grid", x1: left, x2: width - right, y1: base + 14, y2: base + 14}));
-    const words = (point) => [...point.marks, ...(point === best ? [`lowest ${data.saves.metrics[metric]}`.slice(0, 40)] : [])];
+    const words = (point) => [...point.marks, ...(isOdd(point) ? [`${data.saves.metrics[metric]} ${point.values[metric]}`.slice(-40)] : []),
+      ...(point === best ? [`lowest ${data.saves.metrics[metric]}`.slice(0, 40)] : [])];
     const row = points.length > 60 ? 3 : 6;
     points.forEach((point) => {
       const color = STATES[point.state][0], at = x(point.iteration);
@@ -69,7 +76,7 @@ function timeline() {
     // Labels that do not overlap: points with words first, newest first.
     const taken = [];
     for (const point of [...points].reverse().sort((a, b) => words(b).length - words(a).length)) {
-      const label = String(point.iteration), lines = words(point).slice(0, 3);
+      const label = String(point.iteration), lines = words(point).slice(0, 4);
       const half = 4 + 3.2 * Math.max(label.length, ...lines.map((line) => line.length));
       const at = Math.min(Math.max(x(point.iteration), half), width - half);
       if (taken.some(([from, to]) => at + half > from && at - half < to)) continue;
@@ -161,7 +168,10 @@ let chosen = null, chosenFile = null, boxOf = new Map();
 const detail = el("div");
 
 function treemap() {
-  if (!T.length) return;
+  if (!T.length) {
+    card("Tensors", "There are no tensors in this checkpoint.");
+    return;
+  }
   const whole = tree(), mapBox = el("div"), trail = el("div", {class: "bar"}), found = el("div", {class: "list"});
   const search = el("input", {type: "search", placeholder: "search tensors, for example q_proj", "aria-label": "search tensors", oninput: () => find()});
   const width = 780, height = 540;
@@ -183,8 +193,7 @@ function treemap() {
         tooltip(rect, () => `${one.key}\n${one.dtype}, ${one.shape}, ${size(one.bytes)}${one.n > 1 ? `, ${one.n} tensors` : ""}\n${one.cut}`);
         boxOf.set(one.number, rect);
         node.append(rect);
-        const text = item.name.length * 6.2 < w - 8 ? item.name : item.name.slice(0, Math.max(0, Math.floor((w - 14) / 6.2)));
-        if (h > 15 && w > 34 && text) node.append(svg("text", {class: "on", x: x + 5, y: y + 14}, text === item.name ? text : `${text}…`));
+        if (h > 15 && w > 34) node.append(svg("text", {class: "on", x: x + 5, y: y + 14}, fitted(item.name, w - 8)));
         return;
       }
       let head = 0;
@@ -193,8 +202,7 @@ function treemap() {
         const rect = svg("rect", {class: "click", x: x + 0.5, y: y + 0.5, width: w - 1, height: h - 1, fill: "var(--hover)", stroke: "var(--line)", onclick: () => zoom(item)});
         tooltip(rect, `${path(item)}\n${size(item.bytes)}, ${count(item.tensors, "tensor")}\nclick to enlarge`);
         node.append(rect);
-        const room = Math.floor((w - 6) / 6.4);
-        if (room > 1) node.append(svg("text", {class: "head", x: x + 4, y: y + 12}, item.name.length > room ? `${item.name.slice(0, room - 1)}…` : item.name));
+        node.append(svg("text", {class: "head", x: x + 4, y: y + 12}, fitted(item.name, w - 8, "600 11px system-ui, sans-serif")));
       }
       const pad = depth > 0 && w > 26 && h > 24 ? 2 : 0;
       for (const box of squarify(item.items, x + pad, y + head, w - 2 * pad, h - head - pad)) place(box.item, box.x, box.y, box.w, box.h, depth + 1);

@@ -135,13 +135,13 @@ def order(
             by = behind[iteration]
             refusal = f"skipped by the run that saved iteration {by}"
         elif policy == "highest":
-            reason = "next from the highest down"
+            reason = "the highest number that is left"
         elif iteration == tracker:
             reason = "named by the tracker"
         elif policy == "tracker_only":
             refusal = "not named by the tracker, and nothing else is wanted"
         elif tracker is None:
-            reason = "next from the highest down, there is no tracker"
+            reason = "the highest number that is left; there is no tracker"
         elif iteration < tracker:
             reason = f"next below the tracker's {tracker}"
         elif (refusal := _fault_above(folder, tracker)) is None:
