@@ -17,6 +17,7 @@ from reshard.opening.gather import gather
 from reshard.opening.gather_ranks import path_of
 from reshard.resume import decide, evaluate
 from reshard.storage.location import locate
+from reshard.verbs.start import initial
 
 if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint, Part
@@ -91,6 +92,8 @@ def explain(
             decision = decide(config, facts, compatible=compatible)
         except ReshardError as error:
             return Answer(facts, verdicts, None, error)
+        if (error := _names_error(config, decision)) is not None:
+            return Answer(facts, verdicts, None, error)
         if not verify or decision.path is None:
             return Answer(facts, verdicts, decision)
         found, contents, n_bytes = _read(facts, decision, progress)
@@ -101,6 +104,18 @@ def explain(
         if not fault.is_damage:
             return Answer(facts, verdicts, None, StorageError(f"{name}{fault.message}", path=decision.path))
         faults[decision.path] = f"{name}{fault.message}"
+
+
+def _names_error(config: Config, decision: ResumeDecision) -> ReshardError | None:
+    """The error of the name map of `init_from`, which a run applies to what it starts from; None if it fits."""
+    init = config.init_from
+    if init is None or init.names is None or decision.path is None:
+        return None
+    try:
+        with opening.open(decision.path) as checkpoint, initial(checkpoint, init):
+            return None
+    except ReshardError as error:
+        return error
 
 
 def _read(
