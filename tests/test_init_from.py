@@ -209,8 +209,8 @@ def test_explain_refuses_a_name_map_that_the_run_refuses(tmp_path: Path, cli: An
         code, out, _ = cli(
             "explain", tmp_path / "run", "--init-from", tmp_path / "w.safetensors", "--names", names, "--json"
         )
+        init = InitFrom(str(tmp_path / "w.safetensors"), names=str(names))
         with pytest.raises(ReshardError) as caught:
-            init = InitFrom(str(tmp_path / "w.safetensors"), names=str(names))
             resumed(tmp_path / "run", Model(), init_from=init)
         assert code == 1
         assert json.loads(out)["message"] in caught.value.message

@@ -92,8 +92,9 @@ def explain(
             decision = decide(config, facts, compatible=compatible)
         except ReshardError as error:
             return Answer(facts, verdicts, None, error)
-        if (error := _names_error(config, decision)) is not None:
-            return Answer(facts, verdicts, None, error)
+        refusal = _names_error(config, decision)
+        if refusal is not None:
+            return Answer(facts, verdicts, None, refusal)
         if not verify or decision.path is None:
             return Answer(facts, verdicts, decision)
         found, contents, n_bytes = _read(facts, decision, progress)
