@@ -415,6 +415,15 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
         assert process.stderr.read() == ""
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", ">&- 2>&-"])
+def test_closed_streams_change_neither_files_nor_the_exit_code(tmp_path: Path, closed: str) -> None:
+    for words in ("inspect", CKPT2), ("convert", CKPT2, tmp_path / "hf"), ("verify", tmp_path / "hf"):
+        command = shlex.join([*PROGRAM, *map(str, words)])
+        found = subprocess.run(["sh", "-c", f"{command} {closed}"], check=False, capture_output=True, text=True)
+        assert (found.returncode, "Traceback" in found.stderr) == (0, False)
+
+
 def test_interrupt_leaves_nothing(tmp_path: Path) -> None:
     source = tmp_path / "big.safetensors"
     safetensors.numpy.save_file({f"w{i}": np.zeros((4096, 4096), np.float32) for i in range(8)}, source)

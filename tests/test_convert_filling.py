@@ -162,6 +162,19 @@ def test_what_a_killed_conversion_left_is_named_and_in_nobodys_way(
     assert sorted(path.name for path in target.iterdir()) == [left.name, "model.safetensors"]
 
 
+@pytest.mark.parametrize("name", ["out", "out.safetensors"])
+def test_what_a_killed_conversion_left_beside_the_destination_is_named(
+    source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    left = tmp_path / f".{name}.0123456789abcdef.staging"
+    left.mkdir()
+    (tmp_path / ".other.0123456789abcdef.staging").mkdir()
+    reshard.convert(source, tmp_path / name)
+    assert f"`{left}` is left by a conversion that did not end" in caplog.text
+    assert "other" not in caplog.text
+    assert left.is_dir()
+
+
 def test_a_loop_of_links_is_an_error_that_names_it(source: Path, tmp_path: Path) -> None:
     loop = tmp_path / "loop"
     loop.symlink_to(loop)

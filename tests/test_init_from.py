@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import reshard
 from reshard.cli import main
-from reshard.errors import ArgumentError, CheckpointNotFoundError, ConfigError, MismatchError
+from reshard.errors import ArgumentError, CheckpointNotFoundError, ConfigError, MismatchError, ReshardError
 from reshard.options import InitFrom, Strict
 from reshard.torch import Checkpointer
 
@@ -200,6 +200,20 @@ def test_the_configuration_and_explain_say_the_same(tmp_path: Path, cli: Any) ->
         Checkpointer.from_config({"load_checkpoint": "a", "output_dir": "b"}, signals=()).resume(
             model=model, init_from="c"
         )
+
+
+def test_explain_refuses_a_name_map_that_the_run_refuses(tmp_path: Path, cli: Any) -> None:
+    reshard.save_file({"w": torch.zeros(2)}, tmp_path / "w.safetensors")
+    (tmp_path / "m.yaml").write_text(json.dumps({"rules": [{"from": "other.{i}", "to": "x.{i}"}], "other": "refuse"}))
+    for names in ("missing.yaml", tmp_path / "m.yaml"):
+        code, out, _ = cli(
+            "explain", tmp_path / "run", "--init-from", tmp_path / "w.safetensors", "--names", names, "--json"
+        )
+        init = InitFrom(str(tmp_path / "w.safetensors"), names=str(names))
+        with pytest.raises(ReshardError) as caught:
+            resumed(tmp_path / "run", Model(), init_from=init)
+        assert code == 1
+        assert json.loads(out)["message"] in caught.value.message
 
 
 # ------------------------------------------------------------------------------------------------- the policy `strict`

@@ -26,6 +26,7 @@ from reshard.cli.split import split
 from reshard.cli.strategy import strategy
 from reshard.cli.verify import verify
 from reshard.cli.watch import watch
+from reshard.storage.host import open_standard_streams
 
 __all__ = ["main"]
 
@@ -64,6 +65,7 @@ def main() -> None:
 
     Exit codes: 0 success, 1 refused or damaged, 2 usage error, 130 interrupted.
     """
+    open_standard_streams()
 
 
 for _commands in (

@@ -1,10 +1,12 @@
-"""What identifies this host: its name alone may be that of every container."""
+"""Facts of the host and of this process: what identifies the host, and its standard streams."""
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
-__all__ = ["boot_id"]
+__all__ = ["boot_id", "open_standard_streams"]
 
 
 def boot_id() -> str:
@@ -13,3 +15,19 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return ""
+
+
+def open_standard_streams() -> None:
+    """Connect standard streams that the process was started without to the null device.
+
+    Without this, the next file that is opened gets the number of the closed stream, and what a library prints is
+    written into that file.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115  until the process ends

@@ -7,7 +7,9 @@ exists is filled, see `filling`.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import re
 from typing import TYPE_CHECKING
 
 from reshard.errors import DestinationExistsError, StorageError
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from reshard.storage.location import Location
 
 __all__ = ["made_folder", "published_file", "published_folder", "remove_staging", "sync_tree"]
+
+_log = logging.getLogger("reshard")
 
 
 def sync_tree(folder: Location) -> None:
@@ -137,6 +141,13 @@ def published_folder(
 
 
 def _staging_of(target: Location) -> Location:
+    """A new name beside `target`. What has such a name already is logged and not changed: its writer may be alive."""
+    own = re.compile(rf"\.{re.escape(target.name[:200])}\.[0-9a-f]{{16}}\.staging")
+    with contextlib.suppress(StorageError):  # a folder in which files can be created need not be readable
+        for name in filesystem.names(target.parent):
+            if own.fullmatch(name):
+                left = show(str(target.with_name(name)))
+                _log.warning("%s is left by a conversion that did not end: remove it if none is running", left)
     return target.with_name(f".{target.name[:200]}.{os.urandom(8).hex()}.staging")
 
 

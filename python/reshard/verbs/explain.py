@@ -17,6 +17,7 @@ from reshard.opening.gather import gather
 from reshard.opening.gather_ranks import path_of
 from reshard.resume import decide, evaluate
 from reshard.storage.location import locate
+from reshard.verbs.start import initial
 
 if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint, Part
@@ -89,6 +90,9 @@ def explain(
             decision = decide(config, facts, compatible=compatible)
         except ReshardError as error:
             return Answer(facts, verdicts, None, error)
+        refusal = _names_error(config, decision)
+        if refusal is not None:
+            return Answer(facts, verdicts, None, refusal)
         if not verify or decision.path is None:
             return Answer(facts, verdicts, decision)
         found, contents, n_bytes = _read(facts, decision, progress)
@@ -98,6 +102,18 @@ def explain(
         if not fault.is_damage:
             return Answer(facts, verdicts, None, StorageError(str(fault), path=decision.path))
         faults[decision.path] = str(fault)
+
+
+def _names_error(config: Config, decision: ResumeDecision) -> ReshardError | None:
+    """The error of the name map of `init_from`, which a run applies to what it starts from; None if it fits."""
+    init = config.init_from
+    if init is None or init.names is None or decision.path is None:
+        return None
+    try:
+        with opening.open(decision.path) as checkpoint, initial(checkpoint, init):
+            return None
+    except ReshardError as error:
+        return error
 
 
 def _read(
