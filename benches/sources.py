@@ -147,7 +147,10 @@ def _write_orbax(sources: Sources) -> None:
 
 
 def _write_zero3(sources: Sources) -> None:
-    """Weights and Adam state as ZeRO-3 of DeepSpeed 0.19 saves them: flat parts of all parameters, in sub-groups."""
+    """fp32 weights as ZeRO-3 of DeepSpeed 0.19 saves them: flat parts of all parameters, in sub-groups.
+
+    The optimizer has no further state: no conversion to weights reads it.
+    """
     expected = model.read(sources.path)
     folder = sources.at("zero3") / "global_step1"
     folder.mkdir(parents=True)
@@ -173,13 +176,12 @@ def _write_zero3(sources: Sources) -> None:
                 groups.append([])
             groups[-1].append(torch.from_numpy(np.pad(own, (0, n - own.size)).view(np.float32)))
         flat = [torch.cat(parts) for parts in groups]
-        adam = {n: {"step": torch.tensor(1.0), "exp_avg": one, "exp_avg_sq": one.abs()} for n, one in enumerate(flat)}
-        inner = {"state": adam, "param_groups": [{"lr": 1e-3, "params": list(adam)}]}
+        inner = {"state": {}, "param_groups": [{"lr": 1e-3, "params": list(range(len(flat)))}]}
         state = {
             "zero_stage": 3,
             "partition_count": model.N_RANKS,
             "optimizer_state_dict": inner,
-            "fp32_flat_groups": [one.clone() for one in flat],
+            "fp32_flat_groups": flat,
         }
         file = folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         torch.save({"optimizer_state_dict": state, "ds_config": {}, "ds_version": "0.19.8"}, file)
