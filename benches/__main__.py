@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benches import convert, first_use, loads, resume, saves, training
+from benches import convert, first_use, formats, loads, resume, saves, training
 from benches.convert_cases import mindspore_version
 from benches.machine import describe
 from benches.report import finish, join
@@ -38,6 +38,10 @@ GROUPS: dict[str, Callable[[Sources], list[Table]]] = {
     "merge": convert.merge,
     "split": convert.split,
     "tp4-to-tp2": convert.tp4_to_tp2,
+    "formats-dcp": formats.dcp_to_huggingface,
+    "formats-zero3": formats.zero3_to_huggingface,
+    "formats-load": formats.dcp_rank,
+    "formats-save": formats.dcp_save,
     "saves": saves.saves,
     "small-saves": saves.small_saves,
     "background": saves.background,

@@ -45,6 +45,7 @@ LIBRARIES = {
         Library("torch DCP", "torch", "torch.distributed.checkpoint"),
         Library("fastsafetensors", "fastsafetensors", "fastsafetensors"),
         Library("Run:ai model streamer", "runai-model-streamer", "runai_model_streamer"),
+        Library("DeepSpeed", "deepspeed", "deepspeed"),
         Library("Orbax", "orbax-checkpoint", "orbax.checkpoint"),
     )
 }

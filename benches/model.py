@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -22,6 +22,7 @@ N_RANKS = 4
 # Llama 3.2 1B: its widths, its vocabulary, its tied embedding. Only the number of layers depends on the size.
 _VOCABULARY, _HIDDEN, _INNER, _KEYS = 128_256, 2048, 8192, 512
 _CHUNK_BYTES = 64 << 20
+_BITS = {"BF16": np.uint16, "F32": np.uint32}
 
 # The dim that tensor parallelism shards; other tensors are whole on every rank.
 _CUT_DIM = {
@@ -102,8 +103,8 @@ def write(path: Path, size_gb: float) -> None:
         assert_equal(key, array, stored[key])
 
 
-def read(path: Path) -> dict[str, np.ndarray]:
-    """The tensors of a shard file as uint16 arrays over a map of it."""
+def read(path: Path, dtype: Literal["BF16", "F32"] = "BF16") -> dict[str, np.ndarray]:
+    """The tensors of a shard file, which have this dtype, as arrays of bits over a map of it."""
     with path.open("rb") as file:
         (n_header_bytes,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(n_header_bytes))
@@ -111,9 +112,9 @@ def read(path: Path) -> dict[str, np.ndarray]:
     content = np.memmap(path, np.uint8, "r", offset=8 + n_header_bytes)
     tensors = {}
     for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"][0]):
-        assert entry["dtype"] == "BF16", (key, entry)
+        assert entry["dtype"] == dtype, (key, entry)
         start, end = entry["data_offsets"]
-        tensors[key] = np.asarray(content[start:end]).view(np.uint16).reshape(entry["shape"])
+        tensors[key] = np.asarray(content[start:end]).view(_BITS[dtype]).reshape(entry["shape"])
     return tensors
 
 
@@ -180,7 +181,7 @@ def assert_equal(key: str, expected: np.ndarray, found: np.ndarray) -> None:
     """Compare two tensors by their bits: as numbers, two NaNs would differ."""
     assert found.shape == expected.shape, f"{key} has shape {found.shape}, expected {expected.shape}"
     rows = max(1, _CHUNK_BYTES * len(expected) // max(1, expected.nbytes)) if expected.ndim else 1
-    bits = found.view(np.uint16)
+    bits = found.view(expected.dtype)
     for start in range(0, len(expected), rows):
         same = np.array_equal(expected[start : start + rows], bits[start : start + rows])
         assert same, f"{key} differs in rows {start} to {start + rows}"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import ml_dtypes
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -27,8 +29,9 @@ if TYPE_CHECKING:
 
     from benches.fresh import Member
 
-Form = Literal["hf", "tree", "root", "dcp", "dcp_tree", "orbax", "rank_folders"]
+Form = Literal["hf", "tree", "root", "dcp", "dcp_tree", "orbax", "rank_folders", "zero3"]
 _WRITE_BYTES = 4 << 20
+_SUB_GROUP_ELEMENTS = 10**8
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,48 @@ def _write_orbax(sources: Sources) -> None:
     orbax.checkpoint.PyTreeCheckpointer().save(sources.at("orbax"), arrays)
 
 
+def _write_zero3(sources: Sources) -> None:
+    """fp32 weights as ZeRO-3 of DeepSpeed 0.19 saves them: flat parts of all parameters, in sub-groups.
+
+    The optimizer has no further state: no conversion to weights reads it.
+    """
+    expected = model.read(sources.path)
+    folder = sources.at("zero3") / "global_step1"
+    folder.mkdir(parents=True)
+    description = {
+        "module": OrderedDict((key, torch.empty(0, dtype=torch.bfloat16)) for key in expected),
+        "buffer_names": [],
+        "param_shapes": [OrderedDict((key, torch.Size(array.shape)) for key, array in expected.items())],
+        "frozen_param_shapes": None,
+        "frozen_param_fragments": None,
+        "shared_params": {},
+        "global_steps": 1,
+        "dp_world_size": model.N_RANKS,
+        "mp_world_size": 1,
+        "ds_version": "0.19.8",
+    }
+    for rank in range(model.N_RANKS):
+        torch.save(description, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+        groups: list[list[torch.Tensor]] = [[]]
+        for array in expected.values():
+            n = -(-array.size // model.N_RANKS)
+            own = array.reshape(-1)[rank * n : (rank + 1) * n].astype(np.uint32) << 16
+            if sum(part.numel() for part in groups[-1]) > _SUB_GROUP_ELEMENTS:
+                groups.append([])
+            groups[-1].append(torch.from_numpy(np.pad(own, (0, n - own.size)).view(np.float32)))
+        flat = [torch.cat(parts) for parts in groups]
+        inner = {"state": {}, "param_groups": [{"lr": 1e-3, "params": list(range(len(flat)))}]}
+        state = {
+            "zero_stage": 3,
+            "partition_count": model.N_RANKS,
+            "optimizer_state_dict": inner,
+            "fp32_flat_groups": flat,
+        }
+        file = folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": state, "ds_config": {}, "ds_version": "0.19.8"}, file)
+    (sources.at("zero3") / "latest").write_text("global_step1")
+
+
 def whole_tensors(path: Path) -> dict[str, torch.Tensor]:
     """The model as tensors in memory."""
     return {key: torch.from_numpy(array.copy()).view(torch.bfloat16) for key, array in model.read(path).items()}
@@ -169,4 +214,5 @@ _WRITERS = {
     "dcp": _write_dcp,
     "orbax": _write_orbax,
     "rank_folders": _write_rank_folders,
+    "zero3": _write_zero3,
 }

@@ -190,9 +190,9 @@ def test_a_failed_save_leaves_what_was_there(tmp_path: Path) -> None:
                 raise OSError("the tensor is gone")
             return super().resolve_data(write_item)
 
-    path = tmp_path / "step-1"
+    path, events = tmp_path / "step-1", list[Any]()
     save({"a": torch.ones(2), "b": torch.ones(2)}, path)
-    writer = Writer(path)
+    writer = Writer(path, on_event=events.append)
     for place in (path, tmp_path / "step-2"):
         refused("OSError", dcp.save, {"a": torch.zeros(2), "b": torch.zeros(2)}, storage_writer=writer,
                 checkpoint_id=place, planner=Failing())  # fmt: skip
@@ -201,6 +201,10 @@ def test_a_failed_save_leaves_what_was_there(tmp_path: Path) -> None:
     with pytest.raises(EmptyRootError):
         reshard.open(tmp_path / "step-2")
     assert not list(tmp_path.rglob(".staging/*"))
+    assert [(event.kind, event.iteration, event.fields.get("error")) for event in events] == [
+        ("failed", 1, "OSError"),
+        ("failed", 2, "OSError"),
+    ]
     save({"a": torch.full((2,), 5.0)}, tmp_path / "step-2")
     assert reshard.open(tmp_path / "step-2").read("a").tolist() == [5, 5]
 
@@ -357,6 +361,27 @@ def failure(call: Any, *arguments: Any, **keywords: Any) -> list[str]:
 
 
 @pytest.mark.slow
+def test_saves_report_events(tmp_path: Path) -> None:
+    seen: list[Any] = []
+    root = tmp_path / "run"
+    writer = Writer(root, keep=1, commit=FAST, on_event=[seen.append, reshard.EventLog(root)])
+    for step in (3, 4):
+        dcp.save({"w": torch.ones(64)}, storage_writer=writer, checkpoint_id=root / f"iteration_{step:08d}")
+    kinds = [(event.kind, event.iteration) for event in seen]
+    assert kinds == [*(("begun", 3), ("written", 3), ("published", 3)), *(("begun", 4), ("written", 4)),
+                     ("published", 4), ("pruned", 3)]  # fmt: skip
+    begun, written, published = (dict(event.fields) for event in seen[:3])
+    assert begun == {"n_bytes": 256, "n_ranks": 1, "blocking": True}
+    assert written["n_bytes"] > 256
+    assert published["path"] == str(root / "iteration_00000003")
+    lines = [json.loads(line)["kind"] for line in (root / "events.jsonl").read_text().splitlines()]
+    assert lines == [event.kind for event in seen]
+    dcp.async_save({"w": torch.ones(64)}, storage_writer=writer, checkpoint_id=root / "iteration_00000005").result()
+    later = [event for event in seen if event.iteration == 5]
+    assert [event.kind for event in later] == ["begun", "written", "published"]
+    assert later[0].fields["blocking"] is False
+
+
 def test_two_ranks_save_and_another_number_of_ranks_loads(tmp_path: Path) -> None:
     whole = torch.arange(35.0).reshape(5, 7)
 
@@ -376,7 +401,10 @@ def test_two_ranks_save_and_another_number_of_ranks_loads(tmp_path: Path) -> Non
             "all": distribute_tensor(whole, mesh, [Replicate()]),
             "only": {f"rank {group.rank}": group.rank, f"t{group.rank}": torch.tensor(group.rank)},
         }
-        save(state, tmp_path / "run/iteration_00000005")
+        events: list[Any] = []
+        save(state, tmp_path / "run/iteration_00000005", on_event=events.append)
+        assert all(event.rank == group.rank for event in events)
+        assert [event.kind for event in events] == ["begun", "written", "published"][: 3 - group.rank]
         said["model"] = {key: one.full_tensor().tolist() for key, one in state["model"].items()}
         said["moments"] = state["optimizer"]["state"]["0.weight"]["exp_avg"].full_tensor().tolist()
         # The same ranks, cut in another way.

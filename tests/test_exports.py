@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import reshard
-from reshard.errors import ArgumentError, StorageError
+from reshard.errors import ArgumentError, ConfigError, StorageError
 from reshard.storage.changes import replace_link
 from reshard.torch import Checkpointer
 
@@ -57,6 +57,24 @@ def test_a_function_is_called_after_each_publication_and_may_fail(tmp_path: Path
     assert reshard.load(tmp_path / "run").iteration == 2
     run(tmp_path / "run", range(3, 4), after_publish=hook, async_save=False)
     assert seen[2:] == [(3, True)]
+
+
+def test_a_configuration_asks_for_weights_and_links(tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files/tokenizer.json").write_text("{}")
+    own: dict[str, Any] = {"hf_every": 2, "links": True, "model_files": str(tmp_path / "files")}
+    config = {"output_dir": str(tmp_path), "save_checkpoint_steps": 1, "reshard": own}
+    with Checkpointer.from_config(config, signals=()) as made:
+        made.resume(model=nn.Linear(2, 1))
+        for step in range(1, 4):
+            made.step(step, loss=1.0)
+    assert os.readlink(tmp_path / "checkpoint/last") == "iteration_00000003"  # noqa: PTH115  the text
+    assert names(tmp_path / "checkpoint_hf") == ["iteration_00000002"]
+    assert (tmp_path / "checkpoint_hf/iteration_00000002/tokenizer.json").exists()
+    with pytest.raises(ConfigError, match=r"reshard.hf_every: .*at least 1"):
+        Checkpointer.from_config({**config, "reshard": {"hf_every": 0}})
+    with pytest.raises(ConfigError, match=r"reshard.model_files: belongs to `hf_every`"):
+        Checkpointer.from_config({**config, "reshard": {"model_files": "files"}})
 
 
 def test_links_follow_the_newest_and_the_best_and_confuse_nobody(tmp_path: Path) -> None:

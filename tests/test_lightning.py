@@ -173,9 +173,13 @@ def test_a_damaged_newest_iteration_is_passed_over(tmp_path: Path, caplog: pytes
     content = bytearray(file.read_bytes())
     content[-3] ^= 1
     file.write_bytes(content)
+    seen: list[Any] = []
     with caplog.at_level(logging.WARNING, "reshard"):
-        second = run(tmp_path / "torn", seed=7)
+        second = run(tmp_path / "torn", seed=7, saving={"every_n_train_steps": 5, "on_event": seen.append})
     assert second == expected[10:]
+    found = [(event.kind, event.iteration) for event in seen]
+    assert found[:2] == [("skipped", 15), ("resumed", 10)]
+    assert found[2:5] == [("begun", 15), ("written", 15), ("published", 15)]
     assert any("iteration_00000015" in line and "differ from" in line for line in caplog.messages)
 
 

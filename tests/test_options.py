@@ -252,7 +252,7 @@ def test_options_from_yaml(tmp_path: Path) -> None:
     [
         (
             "reshard:\n  retentoin: {keep: 3}\n",
-            r"train.yaml, line 2: reshard: no such group.*`retentoin`(.|\n)*`retention`\?",
+            r"train.yaml, line 2: reshard: no such option.*`retentoin`(.|\n)*`retention`\?",
         ),
         (
             "reshard:\n  retention: {kep: 3}\n",

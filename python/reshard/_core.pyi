@@ -31,6 +31,7 @@ __all__ = [
     "Snapshot",
     "SnapshotPool",
     "StoredArray",
+    "StoredRange",
     "StoredRegion",
     "Tile",
     "Written",
@@ -46,6 +47,7 @@ __all__ = [
     "open_dcp",
     "open_dcp_ranks",
     "read_dcp_paths",
+    "read_torch_content",
     "read_torch_file",
     "read_torch_object",
     "rename",
@@ -84,6 +86,25 @@ class StoredArray(NamedTuple):
     name: str
     shape: tuple[int, ...]
     tiles: Sequence[Tile]
+
+class StoredRange(NamedTuple):
+    """A range of the elements of a tensor, in row-major order, and the flat array in which it lies.
+
+    Attributes:
+        start: the first element of the tensor.
+        end: one past the last.
+        file: number of the file in the index.
+        name: stored name of the array.
+        n: elements of the array.
+        at: element of the array at which the range begins.
+    """
+
+    start: int
+    end: int
+    file: int
+    name: str
+    n: int
+    at: int
 
 class StoredRegion(NamedTuple):
     """A stored region of a tensor.
@@ -427,6 +448,16 @@ class Index:
             dtype: its dtype.
             layout: its layout.
             files: the number of the file at each point of the mesh.
+        """
+
+    def add_ranges(self, key: str, dtype: str, shape: Sequence[int], ranges: Sequence[StoredRange]) -> None:
+        """Add a tensor that consists of ranges of flat arrays, each in row-major order of the tensor.
+
+        Args:
+            key: the tensor.
+            dtype: its dtype.
+            shape: its global shape.
+            ranges: the ranges.
         """
 
     def add_tiles(
@@ -784,6 +815,14 @@ def read_torch_file(
     path: str, *, follow_links: bool = True
 ) -> tuple[list[tuple[str, str, tuple[int, ...]]], list[tuple[str, object]]]:
     """`(path, dtype, shape)` of each tensor of a file of `torch.save`, and `(path, value)` of everything else."""
+
+def read_torch_content(
+    path: str, *, follow_links: bool = True
+) -> tuple[list[tuple[str, str, tuple[int, ...]]], object]:
+    """`(path, dtype, shape)` of each tensor of a file of `torch.save`, and its object without the content of tensors.
+
+    One `Opaque` without arguments stands for all tensors that are made by the function of its name.
+    """
 
 def read_torch_object(path: str, start: int, n_bytes: int, *, transforms: Sequence[str] = ...) -> object:
     """The object of `torch.save` in a range of a file, with `transforms` undone."""

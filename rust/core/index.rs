@@ -314,6 +314,43 @@ impl Index {
         self.insert(key, None, shape.to_vec(), form)
     }
 
+    /// Adds a tensor whose parts form a grid, each stored under its key in one file.
+    ///
+    /// # Errors
+    /// The bounds of a dim do not begin with 0 or do not grow, or there is not one file for each cell.
+    pub fn add_grid(
+        &mut self,
+        key: &str,
+        dtype: Dtype,
+        bounds: Vec<Vec<u64>>,
+        starts: Arc<[u32]>,
+        files: impl Into<Arc<[u32]>>,
+    ) -> Result<()> {
+        let files: Arc<[u32]> = files.into();
+        let n_cells = bounds.iter().try_fold(1_usize, |n, bounds| {
+            n.checked_mul(bounds.len().checked_sub(1)?)
+        });
+        let is_grid = n_cells == Some(files.len())
+            && starts.len() == files.len() + 1
+            && starts.iter().enumerate().all(|(i, &at)| i == at as usize)
+            && files.iter().all(|&file| (file as usize) < self.files.len())
+            && bounds
+                .iter()
+                .all(|bounds| bounds.first() == Some(&0) && bounds.is_sorted_by(|a, b| a < b));
+        if !is_grid {
+            let message = format!("{}: the files do not match the parts", named(key));
+            return Err(Error::new(Kind::Argument, message).key(key));
+        }
+        let shape = bounds.iter().map(|bounds| bounds[bounds.len() - 1]);
+        let shape: Vec<u64> = shape.collect();
+        let form = Form::Grid(Grid {
+            order: (0..shape.len()).collect(),
+            cuts: bounds.into_iter().map(Cuts::Listed).collect(),
+            holders: Holders::Table { starts, files },
+        });
+        self.insert(key, Some(dtype), shape, form)
+    }
+
     /// Adds a tensor by explicit tiles. Equal regions are replicas; other overlaps are an error unless `overlapping`.
     ///
     /// A dim with `factors` is several dims in the tiles: with `[n0, n1]`, index `r` of the dim is `(r / n1, r % n1)`.

@@ -5,10 +5,12 @@ be given in several places, old and new, with equal values. The tables in `words
 them but looks like one of them is an error, since a misspelt `resume_training` would otherwise start a training from
 nothing.
 
-The section `reshard` is this package's own: groups of options of `reshard.options`, for which there is no key of
-MindSpore Transformers.
+The section `reshard` is this package's own: groups of options of `reshard.options`, and the arguments `hf_every`,
+`model_files` and `links` of a `Checkpointer`, for which there is no key of MindSpore Transformers.
 
     reshard:
+      hf_every: 10
+      links: true
       retention: {keep_every: 1000, best: [loss, 3]}
       verify: {after_save: true}
       init_from: {path: pretrained, exclude: ["lm_head.*"]}
@@ -87,6 +89,9 @@ class Config:
         rampup: start, increment and samples of a growing batch (`training.rampup_batch_size`).
         legacy_format: whether Checkpoint 1.0 is saved (`use_legacy_format`).
         integrated_save: whether each save is written a second time, as whole tensors.
+        hf_every: each n-th save is written a second time, as a Hugging Face folder; None: none (`reshard.hf_every`).
+        model_files: a folder with the other files of such a folder, such as the tokenizer (`reshard.model_files`).
+        links: whether the links `last` and `best` name iterations in the root (`reshard.links`).
         save_network_params: of Checkpoint 1.0: whether the weights are saved a second time, by themselves.
         save_trainable_params: of Checkpoint 1.0: whether the weights that are trained are, too.
         only_save_strategy: whether nothing but the strategy files is written, that is how tensors are sharded.
@@ -138,6 +143,9 @@ class Config:
     rampup: tuple[int, int, int] | None = None
     legacy_format: bool = False
     integrated_save: bool = False
+    hf_every: int | None = None
+    model_files: str | None = None
+    links: bool = False
     save_network_params: bool = False
     save_trainable_params: bool = False
     only_save_strategy: bool = False

@@ -14,6 +14,7 @@ from reshard.config.words import (
     MONITORS,
     NUMBER,
     OTHERS,
+    OWN,
     SECTION,
     SECTIONS,
     TOP,
@@ -100,6 +101,8 @@ def _settle(values: _Values, top: dict[str, object], section: dict[str, object] 
             said.setdefault("save_every", _DEFAULT_STEPS_OF_SECTION)
         if section.get("enable_save") is False:
             said["save_every"] = None
+    if said.get("model_files") is not None and said.get("hf_every") is None:
+        raise values.said["model_files"][1].error("belongs to `hf_every`, which is not given")
     if not said.get("legacy_format"):
         # Other formats tell weights from the rest by their files.
         for field in ("save_network_params", "save_trainable_params"):
@@ -175,14 +178,18 @@ def _read_callbacks(at: At, value: object, values: _Values) -> None:
 
 
 def _read_options(at: At, value: Mapping[Any, object], values: _Values) -> tuple[Options, ...]:
-    """Read the section `reshard`: groups of options, each a mapping of the fields of its class."""
+    """Read the section `reshard`: single options, and groups of them, each a mapping of the fields of its class."""
     groups = []
     for name, given in value.items():
+        if name in OWN:
+            values.take(at / name, name, OWN[name], given)
+            continue
         if name not in _GROUPS:
-            near = nearest(str(name), _GROUPS, n=1)
-            known = and_words([f"`{one}`" for one in _GROUPS])
+            names = [*_GROUPS, *OWN]
+            near = nearest(str(name), names, n=1)
+            known = and_words([f"`{one}`" for one in names])
             raise at.error(
-                f"no such group of options: {show(str(name))}; accepted are {known}",
+                f"no such option or group of options: {show(str(name))}; accepted are {known}",
                 hint=f"did you mean `{near[0]}`?" if near else None,
             )
         try:

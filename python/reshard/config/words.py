@@ -246,6 +246,13 @@ SECTIONS = {
     "training": TRAINING,
     "parallel_config": PARALLEL,
 }
+OWN = {
+    "hf_every": Word("hf_every", _COUNT),
+    "model_files": Word("model_files", _PATH),
+    "links": Word("links", _FLAG),
+}
+"""In the section `reshard`, beside the groups of options: arguments of a `Checkpointer`."""
+
 OTHERS = ("checkpoint", "callbacks", "monitor_config", "reshard")  # read by functions of their own
 FOREIGN = {"lr_scheduler", "train_dataset", "eval_dataset"}
 """Keys of MindSpore Transformers that are not read here, although they look like keys that are."""

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import timedelta
 
+    from reshard.events import OnEvent
     from reshard.options import VerifyLike
     from reshard.write.save import PendingSave, SaveReport
 
@@ -73,6 +74,8 @@ class Saving:
         async_save: write in the background; training waits only until the tensors are copied.
         verify: what is compared when loading and saving, as in `reshard.torch.Checkpointer`.
         timeout: seconds that ranks wait for each other, the time to write or to read included.
+        on_event: a function, or a list of functions, called with each `Event` of the run, such as `EventLog(dirpath)`;
+            see docs/watching.md.
 
     Raises:
         ArgumentError: an option has a value that is not accepted. Lightning raises its own error for its words.
@@ -122,8 +125,10 @@ class Saving:
         async_save: bool = False,
         verify: VerifyLike = "touched",
         timeout: float = 1800.0,
+        on_event: OnEvent | None = None,
     ) -> None:
-        check_given(timeout=timeout)
+        check_given(timeout=timeout, **({} if on_event is None else {"on_event": on_event}))
+        self._on_event = on_event
         best = (f"-{monitor}" if mode == "max" else monitor, save_top_k) if monitor and save_top_k > 0 else None
         self._retention = Retention(keep=keep, best=best)
         self._verify = Verify.of(verify)
@@ -181,8 +186,8 @@ class Saving:
         def load_checkpoint(path: Any, **options: Any) -> dict[str, Any]:
             if not _is_ours(path):
                 return dict(load(path, **options))
-            version = self.library.__version__
-            self._resumed = resume(trainer, path, version=version, verify=self._verify.on_load, timeout=self._timeout)
+            options = {"verify": self._verify.on_load, "timeout": self._timeout, "on_event": self._on_event}
+            self._resumed = resume(trainer, path, version=self.library.__version__, **options)
             return self._resumed.checkpoint
 
         def process_dataloader(loader: Any) -> Any:
@@ -367,6 +372,7 @@ class Saving:
             verify=self._verify,
             timeout=self._timeout,
             blocking=not self._async,
+            on_event=self._on_event,
         )
         self._pending = saved if self._async else None
 

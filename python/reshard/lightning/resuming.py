@@ -8,23 +8,26 @@ chosen. The tensors of the optimizers are kept until the optimizers exist.
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from reshard.collective import Collective
 from reshard.errors import MismatchError
+from reshard.events import Observers
 from reshard.group import resolve, session
 from reshard.lightning.data import position_of
 from reshard.torch.loading import read_for
 from reshard.torch.restore import apply
 from reshard.torch.state import describe
 from reshard.torch.tensors import from_tensor
-from reshard.verbs.load import Wanted, load_with
+from reshard.verbs.load import Wanted, load_with, resumed
 
 if TYPE_CHECKING:
     import numpy as np
 
     from reshard.checkpoint import Checkpoint
+    from reshard.events import OnEvent
     from reshard.options import VerifyMode
     from reshard.resume import ResumeDecision
     from reshard.torch.loading import Read
@@ -101,7 +104,9 @@ class Resumed:
             position.resume(loader, state)
 
 
-def resume(trainer: Any, path: Any, *, version: str, verify: VerifyMode, timeout: float) -> Resumed:
+def resume(
+    trainer: Any, path: Any, *, version: str, verify: VerifyMode, timeout: float, on_event: OnEvent | None = None
+) -> Resumed:
     """Load the newest undamaged iteration on all ranks, and restore the model.
 
     Args:
@@ -110,13 +115,15 @@ def resume(trainer: Any, path: Any, *, version: str, verify: VerifyMode, timeout
         version: the version of Lightning.
         verify: as `Verify.on_load`.
         timeout: seconds that ranks wait for each other.
+        on_event: called with the events of the resume.
 
     Raises:
         MismatchError: the model differs; the iteration was not saved by this callback; or it was saved within an epoch
             by another number of ranks.
         ReshardError: as `reshard.load`.
     """
-    members = resolve(None)
+    members, started = resolve(None), time.monotonic()
+    observers = Observers.of(on_event, members.rank)
     is_fit = trainer.state.fn.value == "fit"
     module, model = trainer.lightning_module, trainer.strategy.model
     is_set_up = bool(trainer.strategy.restore_checkpoint_after_setup)
@@ -134,7 +141,8 @@ def resume(trainer: Any, path: Any, *, version: str, verify: VerifyMode, timeout
             verify="touched" if verify == "full" else verify,
         )
 
-    decision, found = load_with(read, Wanted(root=path), scrub=verify == "full", timeout=timeout)
+    wanted = Wanted(root=path)
+    decision, found = load_with(read, wanted, scrub=verify == "full", timeout=timeout, observers=observers)
     assert found is not None  # without `allow_fresh`
     for reason in (*decision.reasons, *decision.warnings):
         (_log.warning if members.rank == 0 else _log.info)("resume: %s", reason)
@@ -159,6 +167,7 @@ def resume(trainer: Any, path: Any, *, version: str, verify: VerifyMode, timeout
     checkpoint["state_dict"] = module.state_dict()
     checkpoint.setdefault("pytorch-lightning_version", version)
     _log.info("resumed from %s", decision.path)
+    resumed(observers, decision, started)
     return Resumed(decision, checkpoint, saved, {key: one for key, one in found.arrays.items() if key not in keys})
 
 

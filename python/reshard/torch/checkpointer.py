@@ -307,6 +307,9 @@ class Checkpointer:
             "save_every": known.save_every,
             "async_save": known.async_save,
             "integrated_save": known.integrated_save,
+            "hf_every": known.hf_every,
+            "model_files": known.model_files,
+            "links": known.links,
             **known.options(),
         }
         if "keep" in options and "retention" not in options:

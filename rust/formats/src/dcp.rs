@@ -12,7 +12,7 @@
 //! Source: `torch/distributed/checkpoint/metadata.py` and `filesystem.py` of torch 2.15.
 
 use crate::compressed::{decompressed, is_zstd};
-use crate::pickle::{Id, Pickle, Record};
+use crate::pickle::{Id, Pickle, Record, Value};
 use crate::torch_file::{Leaf, Storage, Tensor, TorchFile, crc_ranges, named_dtype};
 use crate::zip::Window;
 use reshard_core::dtype::{Dtype, n_elements};
@@ -30,13 +30,18 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+/// Transforms of one item, and different ones in a folder. Each item has the same, at most a few.
+const MAX_TRANSFORMS: usize = 16;
 const METADATA: &str = "torch.distributed.checkpoint.metadata";
 
-/// A decoded `.metadata`.
+/// A decoded `.metadata`. There can be millions of chunks, so a chunk takes a few numbers in long vectors.
 #[derive(Debug)]
 pub struct Dcp {
     /// Paths of the data files, relative to the folder, as they are in the file: the reader of the folder checks them.
     pub files: Vec<String>,
+    /// What was done to the bytes of items before they were written, in the order in which it is undone. The first is
+    /// nothing.
+    pub transforms: Vec<Vec<String>>,
     /// The tensors, in the order of the file.
     pub tensors: Vec<DcpTensor>,
     /// Everything else, by name: each one is an object of `torch.save`.
@@ -55,31 +60,67 @@ pub struct DcpTensor {
     /// Its shape in elements.
     pub shape: Vec<u64>,
     /// Its parts. Chunks without elements are left out.
-    pub chunks: Vec<Chunk>,
+    pub chunks: Chunks,
+}
+
+/// The chunks of a tensor.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Chunks {
+    /// Offset and shape of each one, one after the other.
+    dims: Vec<u64>,
+    places: Vec<Place>,
 }
 
 /// A region of a tensor and where it lies.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Chunk {
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Chunk<'a> {
     /// Its first element in the tensor.
-    pub offset: Vec<u64>,
+    pub offset: &'a [u64],
     /// Its shape in elements.
-    pub shape: Vec<u64>,
+    pub shape: &'a [u64],
     /// Where it is stored.
     pub place: Place,
 }
 
 /// A range of a data file.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Place {
     /// The number of the file in [`Dcp::files`].
     pub file: u32,
+    /// The number of the transforms in [`Dcp::transforms`].
+    pub transforms: u32,
     /// Its first byte.
     pub offset: u64,
     /// How many bytes there are, as stored.
     pub n_bytes: u64,
-    /// What was done to the bytes before they were written, in the order in which it is undone.
-    pub transforms: Vec<String>,
+}
+
+impl Chunks {
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.places.len()
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.places.is_empty()
+    }
+
+    /// One of them.
+    pub fn get(&self, i: usize) -> Chunk<'_> {
+        let rank = self.dims.len() / self.places.len() / 2;
+        let (offset, shape) = self.dims[2 * rank * i..2 * rank * (i + 1)].split_at(rank);
+        Chunk {
+            offset,
+            shape,
+            place: self.places[i],
+        }
+    }
+
+    /// All of them, in the order of the file.
+    pub fn iter(&self) -> impl Iterator<Item = Chunk<'_>> {
+        (0..self.len()).map(|i| self.get(i))
+    }
 }
 
 impl Dcp {
@@ -93,6 +134,8 @@ impl Dcp {
             pickle: &pickle,
             files: Vec::new(),
             by_path: HashMap::new(),
+            transforms: vec![Vec::new()],
+            dims: Vec::new(),
         }
         .metadata()
     }
@@ -108,6 +151,7 @@ impl Dcp {
     pub fn merged(parts: impl IntoIterator<Item = Self>) -> Result<Self> {
         let mut whole = Self {
             files: Vec::new(),
+            transforms: vec![Vec::new()],
             tensors: Vec::new(),
             objects: Vec::new(),
             original_shapes: HashMap::new(),
@@ -125,10 +169,16 @@ impl Dcp {
                 }
                 renumbered.push(number);
             }
+            let mut transforms = Vec::with_capacity(part.transforms.len());
+            for names in part.transforms {
+                transforms.push(number_of(&mut whole.transforms, names));
+            }
+            let renumber = |place: &mut Place| {
+                place.file = renumbered[place.file as usize];
+                place.transforms = transforms[place.transforms as usize];
+            };
             for mut tensor in part.tensors {
-                for chunk in &mut tensor.chunks {
-                    chunk.place.file = renumbered[chunk.place.file as usize];
-                }
+                tensor.chunks.places.iter_mut().for_each(renumber);
                 match known.get(&tensor.name) {
                     None => {
                         known.insert(tensor.name.clone(), whole.tensors.len());
@@ -145,13 +195,14 @@ impl Dcp {
                             );
                             return Err(Error::damaged(message).key(&tensor.name));
                         }
-                        first.chunks.append(&mut tensor.chunks);
+                        first.chunks.dims.append(&mut tensor.chunks.dims);
+                        first.chunks.places.append(&mut tensor.chunks.places);
                     }
                 }
             }
             for (name, mut place) in part.objects {
                 if objects.insert(name.clone()) {
-                    place.file = renumbered[place.file as usize];
+                    renumber(&mut place);
                     whole.objects.push((name, place));
                 }
             }
@@ -159,6 +210,15 @@ impl Dcp {
         }
         Ok(whole)
     }
+}
+
+/// The number of some transforms in a list of them; they are added if they are new.
+fn number_of(all: &mut Vec<Vec<String>>, names: Vec<String>) -> u32 {
+    let known = all.iter().position(|known| *known == names);
+    known.unwrap_or_else(|| {
+        all.push(names);
+        all.len() - 1
+    }) as u32
 }
 
 /// A part of the path to a value in nested dicts and lists.
@@ -182,11 +242,11 @@ pub fn paths(bytes: &[u8]) -> Result<Vec<(String, Vec<Step>)>> {
         .and_then(|id| pickle.items(id))
         .unwrap_or_default();
     let step = |id: &Id| match pickle.get(*id) {
-        crate::pickle::Value::Text(text) => Some(Step::Key(text.to_string())),
-        crate::pickle::Value::Int(int) => Some(Step::Number(*int)),
+        Value::Text(text) => Some(Step::Key(text.to_owned())),
+        Value::Int(int) => Some(Step::Number(int)),
         _ => None,
     };
-    let path = |(name, path): &(Id, Id)| {
+    let path = |[name, path]: &[Id; 2]| {
         let name = pickle.text(*name)?.to_owned();
         let steps = pickle.sequence(*path)?.iter().map(step);
         Some((name, steps.collect::<Option<Vec<_>>>()?))
@@ -199,9 +259,42 @@ struct Decoder<'a> {
     pickle: &'a Pickle,
     files: Vec<String>,
     by_path: HashMap<&'a str, u32>,
+    transforms: Vec<Vec<String>>,
+    /// For a size that is read and used at once.
+    dims: Vec<u64>,
 }
 
-type Places<'a> = HashMap<(&'a str, Option<Vec<u64>>), Place>;
+/// An entry of `storage_data`: the number of its name, its offset and its place.
+struct Row {
+    name: u32,
+    offset: Option<Id>,
+    place: Place,
+}
+
+/// `storage_data`, sorted by name. The `index` of a key is a hint and not compared.
+struct Rows<'a> {
+    by_name: HashMap<&'a str, u32>,
+    rows: Vec<Row>,
+    /// Where the rows of each name begin.
+    starts: Vec<usize>,
+}
+
+/// The places of one name, sorted by offset.
+#[derive(Default)]
+struct Places {
+    dims: Vec<u64>,
+    /// The range of the offset in `dims`, if there is one.
+    places: Vec<(Option<(usize, usize)>, Place)>,
+}
+
+impl Places {
+    fn find(&self, offset: Option<&[u64]>) -> Option<Place> {
+        let found = self.places.binary_search_by(|(range, _)| {
+            range.map(|(from, to)| &self.dims[from..to]).cmp(&offset)
+        });
+        found.ok().map(|i| self.places[i].1)
+    }
+}
 
 impl<'a> Decoder<'a> {
     fn metadata(mut self) -> Result<Dcp> {
@@ -210,14 +303,20 @@ impl<'a> Decoder<'a> {
         let root = root.ok_or_else(|| {
             Error::damaged("it is a pickle, but no metadata of `torch.distributed.checkpoint`")
         })?;
-        let places = self.places(root)?;
+        let rows = self.rows(root)?;
+        // Each name's once, also those that no tensor uses.
+        for name in 0..rows.starts.len() - 1 {
+            if rows.starts[name + 1] - rows.starts[name] > 1 {
+                self.places(&rows, name as u32)?;
+            }
+        }
         let entries = self.attribute(root, "state_dict_metadata")?;
         let entries = pickle
             .items(entries)
             .ok_or_else(|| Error::damaged("`state_dict_metadata` is no dict"))?;
         let (mut tensors, mut objects) = (Vec::new(), Vec::new());
         let mut seen = std::collections::HashSet::with_capacity(entries.len());
-        for (key, value) in entries {
+        for [key, value] in entries {
             let name = pickle
                 .text(*key)
                 .ok_or_else(|| Error::damaged("the name of a tensor is no text"))?;
@@ -227,7 +326,7 @@ impl<'a> Decoder<'a> {
                     Printable(name)
                 )));
             }
-            self.entry(name, *value, &places, &mut tensors, &mut objects)
+            self.entry(name, *value, &rows, &mut tensors, &mut objects)
                 .map_err(|error| {
                     error
                         .key(name)
@@ -237,6 +336,7 @@ impl<'a> Decoder<'a> {
         let original_shapes = self.original_shapes(root)?;
         Ok(Dcp {
             files: self.files,
+            transforms: self.transforms,
             tensors,
             objects,
             original_shapes,
@@ -244,10 +344,10 @@ impl<'a> Decoder<'a> {
     }
 
     fn entry(
-        &self,
+        &mut self,
         name: &str,
         id: Id,
-        places: &Places<'_>,
+        rows: &Rows<'_>,
         tensors: &mut Vec<DcpTensor>,
         objects: &mut Vec<(String, Place)>,
     ) -> Result<()> {
@@ -257,16 +357,16 @@ impl<'a> Decoder<'a> {
             .ok_or_else(|| Error::damaged("its description is no record"))?;
         match pickle.name(record.function) {
             Some((METADATA, "BytesStorageMetadata")) => {
-                let place = places
-                    .get(&(name, None))
-                    .or_else(|| places.get(&(name, Some(Vec::new()))));
+                let places = self.places_of(rows, name)?;
+                let place = places.find(None).or_else(|| places.find(Some(&[])));
                 let place = place.ok_or_else(|| Error::damaged("it has no place in a file"))?;
-                objects.push((name.to_owned(), place.clone()));
+                objects.push((name.to_owned(), place));
                 Ok(())
             }
             Some((METADATA, "TensorStorageMetadata")) => {
                 check_name(name)?;
-                let tensor = self.tensor(name, record, places)?;
+                let places = self.places_of(rows, name)?;
+                let tensor = self.tensor(name, record, &places)?;
                 tensors.push(tensor);
                 Ok(())
             }
@@ -277,9 +377,10 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    fn tensor(&self, name: &str, record: &Record, places: &Places<'_>) -> Result<DcpTensor> {
+    fn tensor(&mut self, name: &str, record: Record<'_>, places: &Places) -> Result<DcpTensor> {
         let pickle = self.pickle;
-        let shape = self.extents(self.attribute(record, "size")?)?;
+        let mut shape = Vec::new();
+        self.extents(self.attribute(record, "size")?, &mut shape)?;
         if shape.len() > MAX_RANK || n_elements(&shape).is_none_or(|n| n > i64::MAX as u64) {
             return Err(Error::damaged("its shape is too large"));
         }
@@ -304,15 +405,23 @@ impl<'a> Decoder<'a> {
         let listed = pickle
             .sequence(chunks)
             .ok_or_else(|| Error::damaged("its chunks are no list"))?;
-        let mut chunks = Vec::with_capacity(listed.len());
+        let rank = shape.len();
+        let mut chunks = Chunks {
+            dims: Vec::with_capacity(2 * rank * listed.len().min(places.places.len())),
+            places: Vec::with_capacity(listed.len().min(places.places.len())),
+        };
+        let mut dims = std::mem::take(&mut self.dims);
         for id in listed {
             let chunk = pickle.call(*id, METADATA, "ChunkStorageMetadata");
             let chunk = chunk.ok_or_else(|| Error::damaged("a chunk of an unknown type"))?;
-            let offset = self.extents(self.attribute(chunk, "offsets")?)?;
-            let sizes = self.extents(self.attribute(chunk, "sizes")?)?;
-            let lies_inside = offset.len() == shape.len()
-                && sizes.len() == shape.len()
-                && (0..shape.len()).all(|d| {
+            dims.clear();
+            self.extents(self.attribute(chunk, "offsets")?, &mut dims)?;
+            let n_offsets = dims.len();
+            self.extents(self.attribute(chunk, "sizes")?, &mut dims)?;
+            let (offset, sizes) = dims.split_at(n_offsets);
+            let lies_inside = offset.len() == rank
+                && sizes.len() == rank
+                && (0..rank).all(|d| {
                     offset[d]
                         .checked_add(sizes[d])
                         .is_some_and(|end| end <= shape[d])
@@ -325,16 +434,13 @@ impl<'a> Decoder<'a> {
             if sizes.contains(&0) {
                 continue;
             }
-            let place = places.get(&(name, Some(offset.clone())));
-            let place = place.ok_or_else(|| {
+            let place = places.find(Some(offset)).ok_or_else(|| {
                 Error::damaged(format!("its chunk at {offset:?} has no place in a file"))
             })?;
-            chunks.push(Chunk {
-                offset,
-                shape: sizes,
-                place: place.clone(),
-            });
+            chunks.dims.extend_from_slice(&dims);
+            chunks.places.push(place);
         }
+        self.dims = dims;
         Ok(DcpTensor {
             name: name.to_owned(),
             dtype,
@@ -343,15 +449,15 @@ impl<'a> Decoder<'a> {
         })
     }
 
-    /// `storage_data`: by name and offset. The `index` of a key is a hint and not compared.
-    fn places(&mut self, root: &'a Record) -> Result<Places<'a>> {
+    fn rows(&mut self, root: Record<'a>) -> Result<Rows<'a>> {
         let pickle = self.pickle;
         let entries = self.attribute(root, "storage_data")?;
         let entries = pickle
             .items(entries)
             .ok_or_else(|| Error::damaged("`storage_data` is no dict"))?;
-        let mut places = HashMap::with_capacity(entries.len());
-        for (key, value) in entries {
+        let mut by_name: HashMap<&str, u32> = HashMap::new();
+        let mut rows = Vec::with_capacity(entries.len());
+        for [key, value] in entries {
             let index = pickle.call(*key, METADATA, "MetadataIndex");
             let index = index
                 .ok_or_else(|| Error::damaged("a key of `storage_data` is no `MetadataIndex`"))?;
@@ -359,25 +465,68 @@ impl<'a> Decoder<'a> {
             let name = pickle
                 .text(name)
                 .ok_or_else(|| Error::damaged("the name of a tensor is no text"))?;
-            let offset = match pickle.attribute(index, "offset") {
-                None => None,
-                Some(id) if matches!(pickle.get(id), crate::pickle::Value::None) => None,
-                Some(id) => Some(self.extents(id)?),
-            };
+            let offset = pickle.attribute(index, "offset");
+            let offset = offset.filter(|id| !matches!(pickle.get(*id), Value::None));
             let place = self.place(*value).map_err(|error| {
                 error
                     .key(name)
                     .within(format_args!("`{}`", Printable(name)))
             })?;
-            let before = places.insert((name, offset), place);
-            if before.is_some() {
-                return Err(Error::damaged(format!(
-                    "`{}` has two places for one chunk",
-                    Printable(name)
-                )));
-            }
+            let next = by_name.len() as u32;
+            let name = *by_name.entry(name).or_insert(next);
+            rows.push(Row {
+                name,
+                offset,
+                place,
+            });
         }
-        Ok(places)
+        rows.sort_by_key(|row| row.name);
+        let names = 0..=by_name.len() as u32;
+        let starts = names.map(|name| rows.partition_point(|row| row.name < name));
+        Ok(Rows {
+            starts: starts.collect(),
+            by_name,
+            rows,
+        })
+    }
+
+    fn places_of(&self, rows: &Rows<'_>, name: &str) -> Result<Places> {
+        let number = rows.by_name.get(name);
+        number.map_or_else(
+            || Ok(Places::default()),
+            |number| self.places(rows, *number),
+        )
+    }
+
+    /// # Errors
+    /// One offset has two places.
+    fn places(&self, rows: &Rows<'_>, name: u32) -> Result<Places> {
+        let rows_of = &rows.rows[rows.starts[name as usize]..rows.starts[name as usize + 1]];
+        let mut found = Places::default();
+        for row in rows_of {
+            let from = found.dims.len();
+            if let Some(id) = row.offset {
+                self.extents(id, &mut found.dims)?;
+            }
+            let range = row.offset.map(|_| (from, found.dims.len()));
+            found.places.push((range, row.place));
+        }
+        let dims = &found.dims;
+        let offset = |range: Option<(usize, usize)>| range.map(|(from, to)| &dims[from..to]);
+        found
+            .places
+            .sort_unstable_by(|(a, _), (b, _)| offset(*a).cmp(&offset(*b)));
+        let mut pairs = found.places.windows(2);
+        if pairs.any(|pair| offset(pair[0].0) == offset(pair[1].0)) {
+            let names = rows.by_name.iter();
+            let mut names = names.filter(|(_, number)| **number == name);
+            let name = names.next().map_or("", |(name, _)| name);
+            return Err(Error::damaged(format!(
+                "`{}` has two places for one chunk",
+                Printable(name)
+            )));
+        }
+        Ok(found)
     }
 
     fn place(&mut self, id: Id) -> Result<Place> {
@@ -401,18 +550,19 @@ impl<'a> Decoder<'a> {
                 .map_err(|_| Error::damaged(format!("the {name} of a chunk is {int}")))
         };
         let (offset, n_bytes) = (number("offset")?, number("length")?);
-        let mut transforms = Vec::new();
+        let mut transforms = 0;
         if let Some(id) = pickle.attribute(info, "transform_descriptors")
-            && !matches!(pickle.get(id), crate::pickle::Value::None)
+            && !matches!(pickle.get(id), Value::None)
         {
             let listed = pickle
                 .sequence(id)
                 .ok_or_else(|| Error::damaged("the transforms of a chunk are no list"))?;
-            for id in listed {
-                let text = pickle
-                    .text(*id)
-                    .ok_or_else(|| Error::damaged("a transform that is no text"))?;
-                transforms.push(text.to_owned());
+            let names = listed.iter().map(|id| pickle.text(*id).map(str::to_owned));
+            let names: Option<Vec<_>> = names.take(MAX_TRANSFORMS + 1).collect();
+            let names = names.ok_or_else(|| Error::damaged("a transform that is no text"))?;
+            transforms = number_of(&mut self.transforms, names);
+            if listed.len() > MAX_TRANSFORMS || self.transforms.len() > MAX_TRANSFORMS {
+                return Err(Error::new(Kind::Unsupported, "it has too many transforms"));
             }
         }
         let n_files = self.files.len() as u32;
@@ -429,7 +579,7 @@ impl<'a> Decoder<'a> {
     }
 
     /// Megatron-Core before 0.14 stores some states of its optimizer in another shape and says here what it was.
-    fn original_shapes(&self, root: &Record) -> Result<HashMap<String, Vec<u64>>> {
+    fn original_shapes(&self, root: Record<'_>) -> Result<HashMap<String, Vec<u64>>> {
         let mut shapes = HashMap::new();
         let Some(entries) = self
             .pickle
@@ -438,33 +588,39 @@ impl<'a> Decoder<'a> {
         else {
             return Ok(shapes);
         };
-        for (key, value) in entries {
+        for [key, value] in entries {
             if let (Some(name), Some(shape)) = (
                 self.pickle.text(*key),
                 self.pickle
                     .item(*value, "nd_reformulated_orig_global_shape"),
             ) {
-                shapes.insert(name.to_owned(), self.extents(shape)?);
+                let mut dims = Vec::new();
+                self.extents(shape, &mut dims)?;
+                shapes.insert(name.to_owned(), dims);
             }
         }
         Ok(shapes)
     }
 
-    fn attribute(&self, record: &Record, name: &str) -> Result<Id> {
+    fn attribute(&self, record: Record<'_>, name: &str) -> Result<Id> {
         self.pickle
             .attribute(record, name)
             .ok_or_else(|| Error::damaged(format!("`{name}` is missing")))
     }
 
-    fn extents(&self, id: Id) -> Result<Vec<u64>> {
+    fn extents(&self, id: Id, to: &mut Vec<u64>) -> Result<()> {
         let ids = self
             .pickle
             .sequence(id)
             .ok_or_else(|| Error::damaged("a size or offset that is no tuple"))?;
-        let extent = |id: &Id| self.pickle.int(*id).and_then(|int| u64::try_from(int).ok());
-        ids.iter()
-            .map(|id| extent(id).ok_or_else(|| Error::damaged("a size or offset that is no count")))
-            .collect()
+        if ids.len() > MAX_RANK {
+            return Err(Error::damaged("a size or offset of too many dims"));
+        }
+        for id in ids {
+            let extent = self.pickle.int(*id).and_then(|int| u64::try_from(int).ok());
+            to.push(extent.ok_or_else(|| Error::damaged("a size or offset that is no count"))?);
+        }
+        Ok(())
     }
 }
 
@@ -472,7 +628,7 @@ impl<'a> Decoder<'a> {
 ///
 /// # Errors
 /// A file's path leaves the folder; chunks of a tensor overlap.
-pub fn index_of(dcp: &Dcp, folder: &Path, method: Method) -> Result<Index> {
+pub fn index_of(dcp: &Arc<Dcp>, folder: &Path, method: Method) -> Result<Index> {
     let mut index = Index::new();
     let paths: Vec<PathBuf> = dcp
         .files
@@ -481,83 +637,110 @@ pub fn index_of(dcp: &Dcp, folder: &Path, method: Method) -> Result<Index> {
         .collect::<Result<_>>()?;
     let mut items: Vec<Vec<Item>> = dcp.files.iter().map(|_| Vec::new()).collect();
     let mut compressed = Vec::new();
-    for (number, tensor) in dcp.tensors.iter().enumerate() {
-        let Ok(dtype) = tensor.dtype else {
-            continue;
-        };
-        for (n, chunk) in tensor.chunks.iter().enumerate() {
+    let mut grids = Vec::with_capacity(dcp.tensors.len());
+    for (tensor, described) in dcp.tensors.iter().enumerate() {
+        let is_read = described.dtype.is_ok();
+        let is_stored_otherwise = dcp.original_shapes.contains_key(&described.name);
+        let grid = (is_read && !is_stored_otherwise)
+            .then(|| Cells::of(described))
+            .flatten();
+        for n in 0..if is_read { described.chunks.len() } else { 0 } {
+            let place = described.chunks.places[n];
             let item = Item {
-                name: item_name(n, &tensor.name),
-                dtype,
-                shape: chunk.shape.clone(),
-                place: chunk.place.clone(),
+                tensor: tensor as u32,
+                chunk: n as u32,
+                is_cell: grid.is_some(),
             };
-            if chunk.place.transforms.is_empty() {
-                items[chunk.place.file as usize].push(item);
-            } else if is_zstd(&chunk.place.transforms) {
-                compressed.push(((number, n), item));
+            let transforms = &dcp.transforms[place.transforms as usize];
+            if transforms.is_empty() {
+                items[place.file as usize].push(item);
+            } else if is_zstd(transforms) {
+                compressed.push(item);
             } else {
                 let message = format!(
                     "`{}` is transformed by {}, which is not known",
-                    Printable(&tensor.name),
-                    Printable(&chunk.place.transforms.join(", "))
+                    Printable(&described.name),
+                    Printable(&transforms.join(", "))
                 );
-                return Err(Error::new(Kind::Unsupported, message).key(&tensor.name));
+                return Err(Error::new(Kind::Unsupported, message).key(&described.name));
             }
         }
+        grids.push(grid);
     }
-    for (path, items) in paths.iter().zip(items) {
-        index.add_local(path.clone(), false, method, reader_of(items));
+    for (path, mut items) in paths.iter().zip(items) {
+        items.shrink_to_fit();
+        let dcp = Arc::clone(dcp);
+        let reader = move |source: &Source| {
+            let placed = items.iter().map(|item| (*item, item.place(&dcp)));
+            listed(source, &dcp, placed)
+        };
+        index.add_local(
+            path.clone(),
+            false,
+            method,
+            Format::Listed(Arc::new(reader)),
+        );
     }
     // The items of a compressed file are unpacked one by one: to the index each one is a file of its own.
-    let mut unpacked: HashMap<(usize, usize), u32> = HashMap::new();
-    for (at, item) in compressed {
-        let path = paths[item.place.file as usize].clone();
-        let (opened, place, most) = (path.clone(), item.place.clone(), item.max_bytes());
+    let mut unpacked: HashMap<(u32, u32), u32> = HashMap::new();
+    for item in compressed {
+        let place = item.place(dcp);
+        let path = paths[place.file as usize].clone();
+        let (opened, most) = (path.clone(), item.max_bytes(dcp));
         let open = move || {
             let source = Source::open(&opened, false, method)?;
             decompressed(source, place.offset, place.n_bytes, most)
         };
+        let dcp = Arc::clone(dcp);
         let format = Format::Listed(Arc::new(move |source: &Source| {
             let place = Place {
                 file: 0,
+                transforms: 0,
                 offset: 0,
                 n_bytes: source.n_bytes(),
-                transforms: Vec::new(),
             };
-            listed(
-                source,
-                &[Item {
-                    place,
-                    ..item.clone()
-                }],
-            )
+            listed(source, &dcp, std::iter::once((item, place)))
         }));
-        unpacked.insert(at, index.add_source(path, format, open));
+        unpacked.insert(
+            (item.tensor, item.chunk),
+            index.add_source(path, format, open),
+        );
     }
-    for (number, tensor) in dcp.tensors.iter().enumerate() {
+    let mut starts: HashMap<usize, Arc<[u32]>> = HashMap::new();
+    for (number, (tensor, grid)) in dcp.tensors.iter().zip(grids).enumerate() {
         let Ok(dtype) = tensor.dtype else {
             continue;
         };
+        let file = |n: usize| {
+            let unpacked = unpacked.get(&(number as u32, n as u32)).copied();
+            unpacked.unwrap_or(tensor.chunks.places[n].file)
+        };
+        if let Some(cells) = grid {
+            let n = cells.chunks.len();
+            let starts = starts.entry(n).or_insert_with(|| (0..=n as u32).collect());
+            let files: Vec<u32> = cells
+                .chunks
+                .iter()
+                .map(|chunk| file(*chunk as usize))
+                .collect();
+            index.add_grid(&tensor.name, dtype, cells.bounds, Arc::clone(starts), files)?;
+            continue;
+        }
         let original = dcp.original_shapes.get(&tensor.name);
         let stored = tensor.chunks.iter().enumerate().map(|(n, chunk)| {
             let tiles = match original {
                 Some(shape) => flattened_tiles(shape, &tensor.shape, chunk)
                     .map_err(|error| error.key(&tensor.name))?,
                 None => vec![Tile {
-                    global: Region::new(chunk.offset.clone(), chunk.shape.clone())?,
+                    global: Region::new(chunk.offset.to_vec(), chunk.shape.to_vec())?,
                     local_offset: 0,
-                    local_strides: row_major_strides(&chunk.shape),
+                    local_strides: row_major_strides(chunk.shape),
                 }],
             };
-            let file = unpacked
-                .get(&(number, n))
-                .copied()
-                .unwrap_or(chunk.place.file);
             let stored = StoredTensor {
-                file,
+                file: file(n),
                 name: item_name(n, &tensor.name),
-                shape: chunk.shape.clone(),
+                shape: chunk.shape.to_vec(),
             };
             Ok((stored, tiles))
         });
@@ -574,6 +757,60 @@ pub fn index_of(dcp: &Dcp, folder: &Path, method: Method) -> Result<Index> {
     Ok(index)
 }
 
+/// The chunks of a tensor that form a grid, each in a file of its own: the index then needs a number for each one.
+struct Cells {
+    /// For each dim the bounds of its parts.
+    bounds: Vec<Vec<u64>>,
+    /// The chunk in each cell, row-major.
+    chunks: Vec<u32>,
+}
+
+impl Cells {
+    fn of(tensor: &DcpTensor) -> Option<Self> {
+        let n = tensor.chunks.len();
+        let mut files: Vec<u64> = Vec::with_capacity(n);
+        for place in &tensor.chunks.places {
+            files.push(u64::from(place.file));
+        }
+        files.sort_unstable();
+        if n == 0 || files.windows(2).any(|pair| pair[0] == pair[1]) {
+            return None;
+        }
+        let bounds: Vec<Vec<u64>> = (0..tensor.shape.len())
+            .map(|d| {
+                let mut starts: Vec<u64> =
+                    tensor.chunks.iter().map(|chunk| chunk.offset[d]).collect();
+                starts.sort_unstable();
+                starts.dedup();
+                starts.push(tensor.shape[d]);
+                starts
+            })
+            .collect();
+        let n_cells = bounds
+            .iter()
+            .try_fold(1_usize, |n, bounds| n.checked_mul(bounds.len() - 1));
+        if n_cells != Some(n) || bounds.iter().any(|bounds| bounds[0] != 0) {
+            return None;
+        }
+        let mut chunks = vec![u32::MAX; n];
+        for (i, chunk) in tensor.chunks.iter().enumerate() {
+            let mut cell = 0;
+            for (d, bounds) in bounds.iter().enumerate() {
+                let part = bounds.binary_search(&chunk.offset[d]).ok()?;
+                if bounds.get(part + 1) != Some(&(chunk.offset[d] + chunk.shape[d])) {
+                    return None;
+                }
+                cell = cell * (bounds.len() - 1) + part;
+            }
+            if chunks[cell] != u32::MAX {
+                return None;
+            }
+            chunks[cell] = i as u32;
+        }
+        Some(Self { bounds, chunks })
+    }
+}
+
 /// The tiles of a chunk of a tensor of Megatron-Core that is stored in another form.
 ///
 /// A tensor `[X, Y]` that is cut into blocks `[x, y]` is stored as `[X / x, Y / y, x * y]`: each block is flattened, and
@@ -581,7 +818,7 @@ pub fn index_of(dcp: &Dcp, folder: &Path, method: Method) -> Result<Index> {
 ///
 /// # Errors
 /// The two shapes do not belong together.
-fn flattened_tiles(shape: &[u64], stored: &[u64], chunk: &Chunk) -> Result<Vec<Tile>> {
+fn flattened_tiles(shape: &[u64], stored: &[u64], chunk: Chunk<'_>) -> Result<Vec<Tile>> {
     let contradiction = || {
         Error::damaged(format!(
             "a tensor of shape {shape:?} is stored as {stored:?}, with a chunk of shape {:?}",
@@ -647,22 +884,38 @@ fn flattened_tiles(shape: &[u64], stored: &[u64], chunk: &Chunk) -> Result<Vec<T
     Ok(tiles)
 }
 
-/// A tensor that one item of a data file holds.
-#[derive(Debug, Clone)]
+/// A chunk that one item of a data file holds.
+#[derive(Debug, Clone, Copy)]
 struct Item {
-    name: String,
-    dtype: Dtype,
-    shape: Vec<u64>,
-    place: Place,
+    tensor: u32,
+    chunk: u32,
+    /// Whether it is a cell of a grid: then it is the only chunk of its tensor in its file.
+    is_cell: bool,
 }
 
 impl Item {
+    fn place(self, dcp: &Dcp) -> Place {
+        dcp.tensors[self.tensor as usize].chunks.places[self.chunk as usize]
+    }
+
     /// Bytes that the item can have: its data, and a generous frame.
-    fn max_bytes(&self) -> u64 {
-        self.dtype
-            .n_bytes(&self.shape)
-            .unwrap_or(0)
-            .saturating_add(1 << 20)
+    fn max_bytes(self, dcp: &Dcp) -> u64 {
+        let tensor = &dcp.tensors[self.tensor as usize];
+        let shape = tensor.chunks.get(self.chunk as usize).shape;
+        let n_bytes = tensor
+            .dtype
+            .as_ref()
+            .ok()
+            .and_then(|dtype| dtype.n_bytes(shape));
+        n_bytes.unwrap_or(0).saturating_add(1 << 20)
+    }
+
+    /// The name under which the index finds it in its file.
+    fn name(self, key: &str) -> String {
+        if self.is_cell {
+            return key.to_owned();
+        }
+        item_name(self.chunk as usize, key)
     }
 }
 
@@ -670,23 +923,20 @@ fn item_name(number: usize, tensor: &str) -> String {
     format!("{number}@{tensor}")
 }
 
-fn reader_of(items: Vec<Item>) -> Format {
-    Format::Listed(Arc::new(move |source: &Source| listed(source, &items)))
-}
-
 /// Opens the items of a data file.
-fn listed(source: &Source, items: &[Item]) -> Result<Listed> {
-    let mut tensors = Vec::with_capacity(items.len());
-    let mut ranges = Vec::with_capacity(items.len());
-    for Item {
-        name,
-        dtype,
-        shape,
-        place,
-    } in items
-    {
-        let key = name.split_once('@').map_or(name.as_str(), |(_, key)| key);
-        let (storage, tensor) = item_tensor(source, place, *dtype, shape)
+fn listed(
+    source: &Source,
+    dcp: &Dcp,
+    items: impl Iterator<Item = (Item, Place)>,
+) -> Result<Listed> {
+    let mut tensors = Vec::new();
+    let mut ranges = Vec::new();
+    for (item, place) in items {
+        let described = &dcp.tensors[item.tensor as usize];
+        let key = &described.name;
+        let dtype = described.dtype.clone().map_err(Error::damaged)?;
+        let shape = described.chunks.get(item.chunk as usize).shape;
+        let (storage, tensor) = item_tensor(source, &place, dtype, shape)
             .map_err(|error| error.key(key).within(format_args!("`{}`", Printable(key))))?;
         let storages = [storage];
         ranges.extend(crc_ranges(&storages));
@@ -695,7 +945,7 @@ fn listed(source: &Source, items: &[Item]) -> Result<Listed> {
                 storage: 0,
                 ..tensor
             }
-            .listed(name.clone(), &storages),
+            .listed(item.name(key), &storages),
         );
     }
     // Two tensors never share an item, so ranges that are equal are one item listed twice.

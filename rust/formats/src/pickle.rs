@@ -16,9 +16,13 @@ use std::collections::HashMap;
 
 /// Highest protocol that is read.
 const MAX_PROTOCOL: u8 = 5;
-/// Bytes of memory for each byte of input, and for any input. A `.metadata` of many chunks takes 14 for each byte.
+/// Bytes of memory for each byte of input, and for any input. A `.metadata` of many chunks takes 6 for each byte.
 const BYTES_PER_BYTE: usize = 24;
 const BASE_BYTES: usize = 8 << 20;
+/// Attributes of an object: those of checkpoint formats have less than ten.
+const MAX_ATTRIBUTES: usize = 256;
+/// What a record takes more when it gets items or appended values.
+const RECORD_PART_BYTES: usize = 64;
 /// Digits of an integer beyond 64 bits.
 const MAX_LONG_BYTES: usize = 1 << 10;
 
@@ -27,8 +31,8 @@ const MAX_LONG_BYTES: usize = 1 << 10;
 pub struct Id(u32);
 
 /// One object of a pickle. Containers refer to others by number, so that shared objects and cycles stay what they are.
-#[derive(Debug, Clone, PartialEq)]
-pub enum Value {
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Value<'a> {
     /// `None`.
     None,
     /// `True` or `False`.
@@ -36,32 +40,32 @@ pub enum Value {
     /// An integer of at most 64 bits.
     Int(i64),
     /// A larger integer: two's complement, least significant byte first.
-    Long(Box<[u8]>),
+    Long(&'a [u8]),
     /// A float.
     Float(f64),
     /// Text.
-    Text(Box<str>),
+    Text(&'a str),
     /// Bytes.
-    Bytes(Box<[u8]>),
+    Bytes(&'a [u8]),
     /// A tuple.
-    Tuple(Box<[Id]>),
+    Tuple(&'a [Id]),
     /// A list.
-    List(Vec<Id>),
+    List(&'a [Id]),
     /// A dict, in the order in which its keys were first set. The last value of a key counts.
-    Dict(Vec<(Id, Id)>),
+    Dict(&'a [[Id; 2]]),
     /// A set; of a frozenset the same.
-    Set(Vec<Id>),
-    /// A class or a function by name: never imported.
-    Global(Box<(Box<str>, Box<str>)>),
+    Set(&'a [Id]),
+    /// A class or a function by module and name: never imported.
+    Global(&'a str, &'a str),
     /// What a call or a class would have made.
-    Record(Box<Record>),
+    Record(Record<'a>),
     /// A persistent id: an object that is stored outside the pickle.
     Persistent(Id),
 }
 
 /// A call that was not made.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Record {
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Record<'a> {
     /// The function or class; a [`Value::Global`].
     pub function: Id,
     /// Its arguments; a [`Value::Tuple`].
@@ -69,17 +73,185 @@ pub struct Record {
     /// What was to become its attributes.
     pub state: Option<Id>,
     /// Keys and values that were to be set.
-    pub items: Vec<(Id, Id)>,
+    pub items: &'a [[Id; 2]],
     /// Values that were to be appended.
-    pub appended: Vec<Id>,
+    pub appended: &'a [Id],
 }
 
 /// The decoded objects.
 #[derive(Debug)]
 pub struct Pickle {
-    values: Vec<Value>,
+    store: Store,
     root: Id,
     n_bytes: usize,
+}
+
+/// All objects. A description of many chunks has twenty for each chunk, so an object takes 16 bytes, and what it consists
+/// of lies in a few long vectors. Immutable objects that occur often exist once.
+#[derive(Debug, Default)]
+struct Store {
+    nodes: Vec<Node>,
+    /// The elements of tuples, and those that a list, dict or set got at once.
+    links: Vec<Id>,
+    /// Those of lists, dicts and sets that got more later.
+    grown: Vec<Vec<Id>>,
+    text: String,
+    bytes: Vec<u8>,
+    globals: Vec<(Box<str>, Box<str>)>,
+    /// Items and appended values of the few records that have some: numbers in `grown`.
+    filled: HashMap<Id, [Option<u32>; 2]>,
+    /// How many objects there are, those that exist once counted as often as they occur.
+    n: usize,
+}
+
+/// A range of one of the vectors.
+#[derive(Debug, Clone, Copy)]
+struct Span {
+    start: u32,
+    len: u32,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Node {
+    None,
+    Bool(bool),
+    Int(i64),
+    Long(Span),
+    Float(f64),
+    Text(Span),
+    Bytes(Span),
+    Tuple(Span),
+    Many(Many, Span),
+    /// As `Many`, with the number of its elements in `grown`.
+    Grown(Many, u32),
+    Global(u32),
+    /// The state is `NO_STATE` if there is none.
+    Record {
+        function: Id,
+        arguments: Id,
+        state: Id,
+    },
+    Persistent(Id),
+}
+
+const NO_STATE: Id = Id(u32::MAX);
+const EMPTY: Span = Span { start: 0, len: 0 };
+
+/// What can get elements after it was made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Many {
+    List,
+    Dict,
+    Set,
+}
+
+impl Span {
+    fn of<T>(self, all: &[T]) -> &[T] {
+        let start = self.start as usize;
+        &all[start..start + self.len as usize]
+    }
+}
+
+impl Store {
+    fn get(&self, id: Id) -> Value<'_> {
+        match self.nodes[id.0 as usize] {
+            Node::None => Value::None,
+            Node::Bool(value) => Value::Bool(value),
+            Node::Int(value) => Value::Int(value),
+            Node::Long(span) => Value::Long(span.of(&self.bytes)),
+            Node::Float(value) => Value::Float(value),
+            Node::Text(span) => {
+                let start = span.start as usize;
+                Value::Text(&self.text[start..start + span.len as usize])
+            }
+            Node::Bytes(span) => Value::Bytes(span.of(&self.bytes)),
+            Node::Tuple(span) => Value::Tuple(span.of(&self.links)),
+            Node::Many(many, span) => many.value(span.of(&self.links)),
+            Node::Grown(many, number) => many.value(&self.grown[number as usize]),
+            Node::Global(number) => {
+                let (module, name) = &self.globals[number as usize];
+                Value::Global(module, name)
+            }
+            Node::Record {
+                function,
+                arguments,
+                state,
+            } => {
+                let [items, appended] = self.filled.get(&id).copied().unwrap_or_default();
+                let grown = |number: Option<u32>| {
+                    number.map_or(&[][..], |number| &self.grown[number as usize][..])
+                };
+                Value::Record(Record {
+                    function,
+                    arguments,
+                    state: (state != NO_STATE).then_some(state),
+                    items: grown(items).as_chunks().0,
+                    appended: grown(appended),
+                })
+            }
+            Node::Persistent(id) => Value::Persistent(id),
+        }
+    }
+
+    fn span<T: Copy>(all: &mut Vec<T>, items: &[T]) -> Result<Span> {
+        let span = Self::next_span(all.len(), items.len())?;
+        all.extend_from_slice(items);
+        Ok(span)
+    }
+
+    fn next_span(start: usize, len: usize) -> Result<Span> {
+        let too_many = |_| damaged("too many objects");
+        Ok(Span {
+            start: u32::try_from(start).map_err(too_many)?,
+            len: u32::try_from(len).map_err(too_many)?,
+        })
+    }
+
+    fn new_grown(&mut self, items: Vec<Id>) -> Result<u32> {
+        let number = u32::try_from(self.grown.len()).map_err(|_| damaged("too many objects"))?;
+        self.grown.push(items);
+        Ok(number)
+    }
+
+    /// Adds elements to a list, dict or set.
+    fn extend(&mut self, id: Id, many: Many, items: &[Id]) -> Result<()> {
+        match self.nodes[id.0 as usize] {
+            Node::Many(_, span) if span.len == 0 => {
+                self.nodes[id.0 as usize] = Node::Many(many, Self::span(&mut self.links, items)?);
+            }
+            Node::Many(_, span) => {
+                let joined = [span.of(&self.links), items].concat();
+                let number = self.new_grown(joined)?;
+                self.nodes[id.0 as usize] = Node::Grown(many, number);
+            }
+            Node::Grown(_, number) => self.grown[number as usize].extend_from_slice(items),
+            _ => unreachable!("the caller looked at it"),
+        }
+        Ok(())
+    }
+
+    /// Adds items (0) or appended values (1) to a record.
+    fn fill(&mut self, id: Id, which: usize, items: &[Id]) -> Result<()> {
+        match self.filled.get(&id).and_then(|numbers| numbers[which]) {
+            Some(number) => self.grown[number as usize].extend_from_slice(items),
+            None => {
+                let number = self.new_grown(items.to_vec())?;
+                self.filled.entry(id).or_default()[which] = Some(number);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Many {
+    fn value(self, items: &[Id]) -> Value<'_> {
+        match self {
+            Self::List => Value::List(items),
+            Self::Set => Value::Set(items),
+            // Keys and values are only added in pairs.
+            Self::Dict => Value::Dict(items.as_chunks().0),
+        }
+    }
 }
 
 impl Pickle {
@@ -103,22 +275,22 @@ impl Pickle {
 
     /// How many objects there are.
     pub fn len(&self) -> usize {
-        self.values.len()
+        self.store.n
     }
 
     /// Whether there is none, which does not happen.
     pub fn is_empty(&self) -> bool {
-        self.values.is_empty()
+        self.len() == 0
     }
 
-    /// All objects, in the order in which they were made.
-    pub fn values(&self) -> &[Value] {
-        &self.values
+    /// All objects, in the order in which they were made; numbers and `None` can stand for several.
+    pub fn values(&self) -> impl Iterator<Item = Value<'_>> {
+        (0..self.store.nodes.len() as u32).map(|i| self.get(Id(i)))
     }
 
     /// A value.
-    pub fn get(&self, id: Id) -> &Value {
-        &self.values[id.0 as usize]
+    pub fn get(&self, id: Id) -> Value<'_> {
+        self.store.get(id)
     }
 
     /// Text, if a value is text.
@@ -132,7 +304,7 @@ impl Pickle {
     /// An integer of 64 bits, if a value is one.
     pub fn int(&self, id: Id) -> Option<i64> {
         match self.get(id) {
-            Value::Int(int) => Some(*int),
+            Value::Int(int) => Some(int),
             _ => None,
         }
     }
@@ -140,16 +312,14 @@ impl Pickle {
     /// The elements of a tuple or a list; those of a `torch.Size` too.
     pub fn sequence(&self, id: Id) -> Option<&[Id]> {
         match self.get(id) {
-            Value::Tuple(items) => Some(items),
-            Value::List(items) => Some(items),
+            Value::Tuple(items) | Value::List(items) => Some(items),
             Value::Record(record) if self.name(record.function) == Some(("torch", "Size")) => {
                 match self.get(record.arguments) {
-                    Value::Tuple(items) if items.len() == 1 => match self.get(items[0]) {
-                        Value::Tuple(items) => Some(items),
-                        Value::List(items) => Some(items),
+                    Value::Tuple(&[items]) => match self.get(items) {
+                        Value::Tuple(items) | Value::List(items) => Some(items),
                         _ => None,
                     },
-                    Value::Tuple(items) if items.is_empty() => Some(&[]),
+                    Value::Tuple([]) => Some(&[]),
                     _ => None,
                 }
             }
@@ -158,7 +328,7 @@ impl Pickle {
     }
 
     /// Keys and values of a dict, also of an `OrderedDict`, a `defaultdict` or a `Counter`.
-    pub fn items(&self, id: Id) -> Option<&[(Id, Id)]> {
+    pub fn items(&self, id: Id) -> Option<&[[Id; 2]]> {
         match self.get(id) {
             Value::Dict(items) => Some(items),
             Value::Record(record)
@@ -167,7 +337,7 @@ impl Pickle {
                     Some(("collections", "OrderedDict" | "defaultdict" | "Counter"))
                 ) =>
             {
-                Some(&record.items)
+                Some(record.items)
             }
             _ => None,
         }
@@ -179,20 +349,20 @@ impl Pickle {
         items
             .iter()
             .rev()
-            .find(|(one, _)| self.text(*one) == Some(key))
-            .map(|(_, value)| *value)
+            .find(|[one, _]| self.text(*one) == Some(key))
+            .map(|[_, value]| *value)
     }
 
     /// Module and name of a class or function.
     pub fn name(&self, id: Id) -> Option<(&str, &str)> {
         match self.get(id) {
-            Value::Global(name) => Some((&name.0, &name.1)),
+            Value::Global(module, name) => Some((module, name)),
             _ => None,
         }
     }
 
     /// A record.
-    pub fn record(&self, id: Id) -> Option<&Record> {
+    pub fn record(&self, id: Id) -> Option<Record<'_>> {
         match self.get(id) {
             Value::Record(record) => Some(record),
             _ => None,
@@ -200,14 +370,16 @@ impl Pickle {
     }
 
     /// The record of a call of this name.
-    pub fn call(&self, id: Id, module: &str, name: &str) -> Option<&Record> {
+    pub fn call(&self, id: Id, module: &str, name: &str) -> Option<Record<'_>> {
         let record = self.record(id)?;
         (self.name(record.function) == Some((module, name))).then_some(record)
     }
 
-    /// An attribute that a record sets by a dict of attributes.
-    pub fn attribute(&self, record: &Record, name: &str) -> Option<Id> {
-        self.item(record.state?, name)
+    /// An attribute that a record sets by a dict of attributes. A dict of more than `MAX_ATTRIBUTES` is none: many records
+    /// could share it, and each one would be searched.
+    pub fn attribute(&self, record: Record<'_>, name: &str) -> Option<Id> {
+        let state = record.state?;
+        (self.items(state)?.len() <= MAX_ATTRIBUTES).then(|| self.item(state, name))?
     }
 }
 
@@ -313,6 +485,11 @@ fn unknown(opcode: u8) -> Error {
     Error::new(Kind::Unsupported, message)
 }
 
+fn too_many_attributes() -> Error {
+    let message = "its objects share attributes more often than any writer does";
+    Error::new(Kind::Unsupported, message)
+}
+
 fn damaged(message: impl Into<String>) -> Error {
     Error::damaged(message)
 }
@@ -320,12 +497,16 @@ fn damaged(message: impl Into<String>) -> Error {
 struct Machine<'a> {
     bytes: &'a [u8],
     at: usize,
-    values: Vec<Value>,
+    store: Store,
+    /// The numbers of `None`, `False`, `True`, `()` and of 0 to 255, once they occurred.
+    once: Box<[Option<Id>; 260]>,
     stack: Vec<Id>,
     marks: Vec<usize>,
     memo: Memo,
     /// Memory that the values take beyond their slots.
     n_held: usize,
+    /// How many names of attributes were looked at.
+    n_attributes: usize,
     budget: usize,
 }
 
@@ -368,11 +549,13 @@ impl<'a> Machine<'a> {
         Self {
             bytes,
             at: 0,
-            values: Vec::new(),
+            store: Store::default(),
+            once: Box::new([None; 260]),
             stack: Vec::new(),
             marks: Vec::new(),
             memo: Memo::default(),
             n_held: 0,
+            n_attributes: 0,
             budget: bytes
                 .len()
                 .saturating_mul(BYTES_PER_BYTE)
@@ -395,7 +578,7 @@ impl<'a> Machine<'a> {
             return Err(damaged("the pickle ends with more than one object"));
         }
         Ok(Pickle {
-            values: self.values,
+            store: self.store,
             root,
             n_bytes: self.at,
         })
@@ -446,20 +629,20 @@ impl<'a> Machine<'a> {
                 Ok(())
             }
             0x95 => self.take(8).map(|_| ()), // FRAME: the length is a hint for buffering
-            b'N' => self.push(Value::None),
-            0x88 => self.push(Value::Bool(true)),
-            0x89 => self.push(Value::Bool(false)),
+            b'N' => self.push_once(0, Node::None),
+            0x88 => self.push_once(2, Node::Bool(true)),
+            0x89 => self.push_once(1, Node::Bool(false)),
             b'J' => {
                 let value = i64::from(i32::from_le_bytes(self.array()?));
-                self.push(Value::Int(value))
+                self.int(value)
             }
             b'K' => {
                 let value = i64::from(self.byte()?);
-                self.push(Value::Int(value))
+                self.int(value)
             }
             b'M' => {
                 let value = i64::from(u16::from_le_bytes(self.array()?));
-                self.push(Value::Int(value))
+                self.int(value)
             }
             0x8a => {
                 let n = u64::from(self.byte()?);
@@ -473,28 +656,28 @@ impl<'a> Machine<'a> {
             }
             b'G' => {
                 let value = f64::from_be_bytes(self.array()?);
-                self.push(Value::Float(value))
+                self.push(Node::Float(value))
             }
             0x8c | b'X' | 0x8d => {
                 let n = self.length(opcode, [0x8c, b'X', 0x8d])?;
-                self.text(n)
+                let bytes = self.take(n)?;
+                let text = std::str::from_utf8(bytes)
+                    .map_err(|_| damaged("text that is not valid UTF-8"))?;
+                self.text(text)
             }
             b'C' | b'B' | 0x8e => {
                 let n = self.length(opcode, [b'C', b'B', 0x8e])?;
-                let bytes: Box<[u8]> = self.take(n)?.into();
-                self.hold(bytes.len())?;
-                self.push(Value::Bytes(bytes))
+                let bytes = self.take(n)?;
+                self.binary(bytes)
             }
             b'U' | b'T' => {
                 // Of Python 2: text in ASCII, or bytes.
                 let n = self.length(opcode, [b'U', b'T', 0])?;
                 let bytes = self.take(n)?;
-                let value = match std::str::from_utf8(bytes) {
-                    Ok(text) => Value::Text(text.into()),
-                    Err(_) => Value::Bytes(bytes.into()),
-                };
-                self.hold(n as usize)?;
-                self.push(value)
+                match std::str::from_utf8(bytes) {
+                    Ok(text) => self.text(text),
+                    Err(_) => self.binary(bytes),
+                }
             }
             _ => Err(unknown(opcode)),
         }
@@ -508,33 +691,33 @@ impl<'a> Machine<'a> {
                 self.marks.push(self.stack.len());
                 Ok(())
             }
-            b')' => self.push(Value::Tuple(Box::default())),
+            b')' => self.push_once(3, Node::Tuple(EMPTY)),
             0x85..=0x87 => {
-                let items = self.pop_n(usize::from(opcode - 0x84))?;
-                self.tuple(items)
+                let from = self.from_end(usize::from(opcode - 0x84))?;
+                self.tuple(from)
             }
             b't' => {
-                let items = self.pop_mark()?;
-                self.tuple(items)
+                let from = self.from_mark()?;
+                self.tuple(from)
             }
-            b']' => self.push(Value::List(Vec::new())),
+            b']' => self.push(Node::Many(Many::List, EMPTY)),
+            b'}' => self.push(Node::Many(Many::Dict, EMPTY)),
+            0x8f => self.push(Node::Many(Many::Set, EMPTY)),
             b'l' => {
                 let items = self.pop_mark()?;
-                self.hold(4 * items.len())?;
-                self.push(Value::List(items))
+                self.push(Node::Many(Many::List, EMPTY))?;
+                self.append(&items)
             }
-            b'}' => self.push(Value::Dict(Vec::new())),
             b'd' => {
                 let items = self.pop_mark()?;
-                self.push(Value::Dict(Vec::new()))?;
+                self.push(Node::Many(Many::Dict, EMPTY))?;
                 self.set_items(&items)
             }
-            0x8f => self.push(Value::Set(Vec::new())),
             0x91 => {
                 let items = self.pop_mark()?;
                 self.check_keys(items.iter())?;
-                self.hold(4 * items.len())?;
-                self.push(Value::Set(items))
+                self.push(Node::Many(Many::Set, EMPTY))?;
+                self.append(&items)
             }
             b'a' => {
                 let item = self.pop()?;
@@ -550,8 +733,9 @@ impl<'a> Machine<'a> {
                 self.append(&items)
             }
             b's' => {
-                let items = self.pop_n(2)?;
-                self.set_items(&items)
+                let value = self.pop()?;
+                let key = self.pop()?;
+                self.set_items(&[key, value])
             }
             b'u' => {
                 let items = self.pop_mark()?;
@@ -572,12 +756,9 @@ impl<'a> Machine<'a> {
             0x93 => {
                 let name = self.pop()?;
                 let module = self.pop()?;
-                match (
-                    &self.values[module.0 as usize],
-                    &self.values[name.0 as usize],
-                ) {
+                match (self.store.get(module), self.store.get(name)) {
                     (Value::Text(module), Value::Text(name)) => {
-                        let (module, name) = (module.to_string(), name.to_string());
+                        let (module, name) = (module.to_owned(), name.to_owned());
                         self.global(&module, &name)
                     }
                     _ => Err(damaged("a name that is no text")),
@@ -591,7 +772,7 @@ impl<'a> Machine<'a> {
             b'b' => self.build(),
             b'Q' => {
                 let id = self.pop()?;
-                self.push(Value::Persistent(id))
+                self.push(Node::Persistent(id))
             }
             b'q' => {
                 let number = u32::from(self.byte()?);
@@ -674,12 +855,35 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    fn push(&mut self, value: Value) -> Result<()> {
-        self.hold(size_of::<Value>() + size_of::<Id>())?;
-        let id = u32::try_from(self.values.len()).map_err(|_| damaged("too many objects"))?;
-        self.values.push(value);
+    fn push(&mut self, node: Node) -> Result<()> {
+        self.hold(size_of::<Node>() + size_of::<Id>())?;
+        let id = u32::try_from(self.store.nodes.len()).ok();
+        let id = id.filter(|id| Id(*id) != NO_STATE);
+        let id = id.ok_or_else(|| damaged("too many objects"))?;
+        self.store.nodes.push(node);
+        self.store.n += 1;
         self.stack.push(Id(id));
         Ok(())
+    }
+
+    /// A value that never changes, made when it first occurs.
+    fn push_once(&mut self, which: usize, node: Node) -> Result<()> {
+        if let Some(id) = self.once[which] {
+            self.hold(size_of::<Id>())?;
+            self.store.n += 1;
+            self.stack.push(id);
+            return Ok(());
+        }
+        self.push(node)?;
+        self.once[which] = self.stack.last().copied();
+        Ok(())
+    }
+
+    fn int(&mut self, value: i64) -> Result<()> {
+        match u8::try_from(value) {
+            Ok(small) => self.push_once(4 + usize::from(small), Node::Int(value)),
+            Err(_) => self.push(Node::Int(value)),
+        }
     }
 
     fn floor(&self) -> usize {
@@ -693,18 +897,22 @@ impl<'a> Machine<'a> {
         Ok(self.stack.pop().expect("counted above"))
     }
 
-    fn pop_n(&mut self, n: usize) -> Result<Vec<Id>> {
+    /// Where the last `n` values of the stack begin.
+    fn from_end(&self, n: usize) -> Result<usize> {
         if self.stack.len() < self.floor() + n {
             return Err(damaged("it takes more from the stack than is there"));
         }
-        Ok(self.stack.split_off(self.stack.len() - n))
+        Ok(self.stack.len() - n)
+    }
+
+    /// Where the values behind the last mark begin; the mark is taken.
+    fn from_mark(&mut self) -> Result<usize> {
+        let from = self.marks.pop();
+        from.ok_or_else(|| damaged("there is no mark on the stack"))
     }
 
     fn pop_mark(&mut self) -> Result<Vec<Id>> {
-        let from = self
-            .marks
-            .pop()
-            .ok_or_else(|| damaged("there is no mark on the stack"))?;
+        let from = self.from_mark()?;
         Ok(self.stack.split_off(from))
     }
 
@@ -715,17 +923,24 @@ impl<'a> Machine<'a> {
         Ok(self.stack[self.stack.len() - 1])
     }
 
-    fn tuple(&mut self, items: Vec<Id>) -> Result<()> {
-        self.hold(4 * items.len())?;
-        self.push(Value::Tuple(items.into()))
+    fn tuple(&mut self, from: usize) -> Result<()> {
+        self.hold(4 * (self.stack.len() - from))?;
+        let span = Store::span(&mut self.store.links, &self.stack[from..])?;
+        self.stack.truncate(from);
+        self.push(Node::Tuple(span))
     }
 
-    fn text(&mut self, n: u64) -> Result<()> {
-        let bytes = self.take(n)?;
-        let text =
-            std::str::from_utf8(bytes).map_err(|_| damaged("text that is not valid UTF-8"))?;
+    fn text(&mut self, text: &str) -> Result<()> {
         self.hold(text.len())?;
-        self.push(Value::Text(text.into()))
+        let span = Store::next_span(self.store.text.len(), text.len())?;
+        self.store.text.push_str(text);
+        self.push(Node::Text(span))
+    }
+
+    fn binary(&mut self, bytes: &[u8]) -> Result<()> {
+        self.hold(bytes.len())?;
+        let span = Store::span(&mut self.store.bytes, bytes)?;
+        self.push(Node::Bytes(span))
     }
 
     fn long(&mut self, n: u64) -> Result<()> {
@@ -738,7 +953,8 @@ impl<'a> Machine<'a> {
         }
         if bytes.len() > 8 {
             self.hold(bytes.len())?;
-            return self.push(Value::Long(bytes.into()));
+            let span = Store::span(&mut self.store.bytes, bytes)?;
+            return self.push(Node::Long(span));
         }
         let fill = if bytes.last().is_some_and(|b| b & 0x80 != 0) {
             0xff
@@ -747,64 +963,80 @@ impl<'a> Machine<'a> {
         };
         let mut wide = [fill; 8];
         wide[..bytes.len()].copy_from_slice(bytes);
-        self.push(Value::Int(i64::from_le_bytes(wide)))
+        self.int(i64::from_le_bytes(wide))
     }
 
     fn global(&mut self, module: &str, name: &str) -> Result<()> {
         check_name(module, name)?;
         self.hold(module.len() + name.len() + 32)?;
-        self.push(Value::Global(Box::new((module.into(), name.into()))))
+        let number = u32::try_from(self.store.globals.len());
+        let number = number.map_err(|_| damaged("too many objects"))?;
+        self.store.globals.push((module.into(), name.into()));
+        self.push(Node::Global(number))
+    }
+
+    fn node(&self, id: Id) -> Node {
+        self.store.nodes[id.0 as usize]
     }
 
     fn call(&mut self, function: Id, arguments: Id) -> Result<()> {
-        if !matches!(self.values[function.0 as usize], Value::Global(_)) {
+        if !matches!(self.node(function), Node::Global(_)) {
             return Err(Error::new(
                 Kind::Unsupported,
                 "it calls something that is not a name",
             ));
         }
-        if !matches!(self.values[arguments.0 as usize], Value::Tuple(_)) {
+        if !matches!(self.node(arguments), Node::Tuple(_)) {
             return Err(damaged("the arguments of a call are no tuple"));
         }
-        self.hold(size_of::<Record>())?;
-        let record = Record {
+        self.push(Node::Record {
             function,
             arguments,
-            state: None,
-            items: Vec::new(),
-            appended: Vec::new(),
-        };
-        self.push(Value::Record(Box::new(record)))
+            state: NO_STATE,
+        })
     }
 
     fn build(&mut self) -> Result<()> {
-        let state = self.pop()?;
+        let built = self.pop()?;
         let target = self.top()?;
-        let is_special = |id: &Id| matches!(&self.values[id.0 as usize], Value::Text(text) if text.starts_with("__"));
-        if let Value::Dict(items) = &self.values[state.0 as usize]
-            && items.iter().any(|(key, _)| is_special(key))
+        let is_special =
+            |id: Id| matches!(self.store.get(id), Value::Text(text) if text.starts_with("__"));
+        if let Value::Dict(items) = self.store.get(built) {
+            // Many records can share one dict.
+            self.n_attributes += items.len();
+            if self.n_attributes > self.budget {
+                return Err(too_many_attributes());
+            }
+        }
+        if let Value::Dict(items) = self.store.get(built)
+            && items.iter().any(|[key, _]| is_special(*key))
         {
             return Err(Error::new(
                 Kind::Unsupported,
                 "it sets an attribute that belongs to the class",
             ));
         }
-        let Value::Record(record) = &mut self.values[target.0 as usize] else {
+        let Node::Record { state, .. } = &mut self.store.nodes[target.0 as usize] else {
             return Err(damaged("it sets attributes of something that has none"));
         };
-        record.state = Some(state);
+        *state = built;
         Ok(())
     }
 
     fn append(&mut self, items: &[Id]) -> Result<()> {
         self.hold(8 * items.len())?;
         let target = self.top()?;
-        match &mut self.values[target.0 as usize] {
-            Value::List(list) | Value::Set(list) => list.extend_from_slice(items),
-            Value::Record(record) => record.appended.extend_from_slice(items),
-            _ => return Err(damaged("it appends to something that is no list")),
+        match self.node(target) {
+            Node::Many(many @ (Many::List | Many::Set), _)
+            | Node::Grown(many @ (Many::List | Many::Set), _) => {
+                self.store.extend(target, many, items)
+            }
+            Node::Record { .. } => {
+                self.hold(RECORD_PART_BYTES)?;
+                self.store.fill(target, 1, items)
+            }
+            _ => Err(damaged("it appends to something that is no list")),
         }
-        Ok(())
     }
 
     fn set_items(&mut self, items: &[Id]) -> Result<()> {
@@ -814,24 +1046,21 @@ impl<'a> Machine<'a> {
         self.check_keys(items.iter().step_by(2))?;
         self.hold(8 * items.len())?;
         let target = self.top()?;
-        let pairs = items.chunks_exact(2).map(|pair| (pair[0], pair[1]));
-        match &mut self.values[target.0 as usize] {
-            Value::Dict(dict) => dict.extend(pairs),
-            Value::Record(record) => record.items.extend(pairs),
-            _ => return Err(damaged("it sets a key of something that is no dict")),
+        match self.node(target) {
+            Node::Many(Many::Dict, _) | Node::Grown(Many::Dict, _) => {
+                self.store.extend(target, Many::Dict, items)
+            }
+            Node::Record { .. } => {
+                self.hold(RECORD_PART_BYTES)?;
+                self.store.fill(target, 0, items)
+            }
+            _ => Err(damaged("it sets a key of something that is no dict")),
         }
-        Ok(())
     }
 
     /// Lists, dicts and sets cannot be keys.
     fn check_keys<'b>(&self, mut keys: impl Iterator<Item = &'b Id>) -> Result<()> {
-        let is_bad = |id: &Id| {
-            matches!(
-                self.values[id.0 as usize],
-                Value::List(_) | Value::Dict(_) | Value::Set(_)
-            )
-        };
-        if keys.any(is_bad) {
+        if keys.any(|id| matches!(self.node(*id), Node::Many(..) | Node::Grown(..))) {
             return Err(damaged("a list, dict or set as a key"));
         }
         Ok(())

@@ -198,7 +198,7 @@ impl TorchFile {
             ahead: 1 << 16,
         };
         let magic = reader.pickle()?;
-        if !matches!(magic.get(magic.root()), Value::Long(bytes) if **bytes == MAGIC) {
+        if !matches!(magic.get(magic.root()), Value::Long(bytes) if *bytes == MAGIC) {
             return Err(Error::damaged("it is a pickle, but not of `torch.save`"));
         }
         let protocol = reader.pickle()?;
@@ -402,12 +402,12 @@ impl TorchFile {
         }
     }
 
-    fn arguments(&self, record: &Record) -> &[Id] {
+    fn arguments(&self, record: Record<'_>) -> &[Id] {
         self.pickle.sequence(record.arguments).unwrap_or_default()
     }
 
     /// Whether a call is one of torch that makes a tensor, or is given a storage or a tensor.
-    fn makes_tensor(&self, module: &str, name: &str, record: &Record) -> bool {
+    fn makes_tensor(&self, module: &str, name: &str, record: Record<'_>) -> bool {
         let is_torch = module == "torch" || module.starts_with("torch.");
         if is_torch
             && (name.contains("rebuild") || name.ends_with("Storage") || name.ends_with("Tensor"))
@@ -433,7 +433,7 @@ impl TorchFile {
         let Value::Persistent(id) = self.pickle.get(storage) else {
             return Err(Error::damaged("a tensor without a storage"));
         };
-        let (class, key, numel) = self.storage_id(*id)?;
+        let (class, key, numel) = self.storage_id(id)?;
         let dtype = match dtype {
             Some(dtype) => named_dtype(&self.pickle, dtype)?,
             None => class
@@ -641,7 +641,7 @@ impl Collector<'_> {
             // A key that is set again keeps its place and gets the last value.
             let mut last = HashMap::new();
             let mut children: Vec<(String, Id)> = Vec::new();
-            for (key, value) in items {
+            for [key, value] in items {
                 let name = key_text(pickle, *key)?;
                 match last.insert(name.clone(), children.len()) {
                     Some(place) => {
@@ -719,12 +719,12 @@ impl Collector<'_> {
 /// A key of a dict as a part of a path.
 fn key_text(pickle: &Pickle, id: Id) -> Result<String> {
     Ok(match pickle.get(id) {
-        Value::Text(text) => text.to_string(),
+        Value::Text(text) => text.to_owned(),
         Value::Int(int) => int.to_string(),
         Value::Bool(true) => "True".to_owned(),
         Value::Bool(false) => "False".to_owned(),
         Value::None => "None".to_owned(),
-        Value::Global(name) => format!("{}.{}", name.0, name.1),
+        Value::Global(module, name) => format!("{module}.{name}"),
         Value::Tuple(items) => {
             let parts = items.iter().map(|item| match pickle.get(*item) {
                 Value::Tuple(_) => Err(unsupported_key()),
@@ -828,7 +828,7 @@ fn legacy_item_bytes(pickle: &Pickle) -> Result<HashMap<String, u64>> {
         let Value::Persistent(id) = value else {
             continue;
         };
-        let Some(parts) = pickle.sequence(*id) else {
+        let Some(parts) = pickle.sequence(id) else {
             continue;
         };
         if let [_, class, key, ..] = *parts

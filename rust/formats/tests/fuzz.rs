@@ -183,7 +183,11 @@ impl Ranges for InMemory {
 fn read(bytes: Vec<u8>, is_metadata: bool) {
     if is_metadata {
         if let Ok(dcp) = Dcp::decode(&bytes) {
-            let _ = index_of(&dcp, Path::new("/nowhere"), Method::Auto);
+            let _ = index_of(
+                &std::sync::Arc::new(dcp),
+                Path::new("/nowhere"),
+                Method::Auto,
+            );
             let _ = paths(&bytes);
         }
         return;

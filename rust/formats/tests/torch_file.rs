@@ -137,7 +137,7 @@ fn dcp(folder: &Path) -> reshard_core::Result<Tensors> {
             return Err(reshard_core::Error::damaged("holes or overlaps"));
         }
         let mut out = vec![0; (n * item) as usize];
-        for chunk in &tensor.chunks {
+        for chunk in tensor.chunks.iter() {
             let name = &metadata.files[chunk.place.file as usize];
             if Path::new(name).components().count() != 1
                 || name.contains("..")
@@ -146,12 +146,12 @@ fn dcp(folder: &Path) -> reshard_core::Result<Tensors> {
             {
                 return Err(reshard_core::Error::damaged("a path"));
             }
-            if !chunk.place.transforms.is_empty() {
+            if chunk.place.transforms != 0 {
                 return Err(reshard_core::Error::damaged("a transform"));
             }
             let source = Source::open(&folder.join(name), false, Method::Auto)?;
             let (storage, stored) =
-                reshard_formats::dcp::item_tensor(&source, &chunk.place, dtype, &chunk.shape)?;
+                reshard_formats::dcp::item_tensor(&source, &chunk.place, dtype, chunk.shape)?;
             let mut bytes = vec![0; storage.n_bytes as usize];
             source.read_at(storage.start, &mut bytes)?;
             for i in 0..chunk.shape.iter().product::<u64>() {

@@ -12,9 +12,9 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 use reshard_core::checksum::Checksums;
 use reshard_core::control::Control;
-use reshard_core::dtype::Dtype;
+use reshard_core::dtype::{Dtype, n_elements};
 use reshard_core::error::Printable;
-use reshard_core::region::Region;
+use reshard_core::region::{Region, flat_range_boxes, row_major_strides};
 use reshard_core::shard_file::{Format, ShardFile};
 use reshard_core::source::{Method, Source};
 use reshard_core::stored::StoredTensor;
@@ -359,6 +359,47 @@ impl Index {
             let factors = factors.unwrap_or_default();
             self.index
                 .add_tiles(key, dtype, shape, factors, stored, overlapping)
+        };
+        raise(py, add().map_err(|error| error.key(key)))
+    }
+
+    fn add_ranges(
+        &mut self,
+        py: Python<'_>,
+        key: &str,
+        dtype: &str,
+        shape: Vec<u64>,
+        ranges: Vec<(u64, u64, u32, String, u64, u64)>,
+    ) -> PyResult<()> {
+        let add = || {
+            let dtype = Dtype::parse(dtype)?;
+            let n = n_elements(&shape)
+                .ok_or_else(|| Error::new(Kind::Argument, "the shape is too large"))?;
+            let strides = row_major_strides(&shape);
+            let mut stored = Vec::with_capacity(ranges.len());
+            for (start, end, file, name, n_stored, at) in ranges {
+                if start > end || end > n || at.checked_add(end - start).is_none() {
+                    let message = format!("elements {start} to {end} of {n}");
+                    return Err(Error::new(Kind::Argument, message));
+                }
+                let tile = |global: Region| {
+                    let first = global.offset().iter().zip(&strides);
+                    let first: u64 = first.map(|(offset, stride)| offset * stride).sum();
+                    Tile {
+                        global,
+                        local_offset: at + (first - start),
+                        local_strides: strides.clone(),
+                    }
+                };
+                let boxes = flat_range_boxes(&shape, start, end).into_iter();
+                let shape = vec![n_stored];
+                stored.push((
+                    StoredTensor { file, name, shape },
+                    boxes.map(tile).collect(),
+                ));
+            }
+            self.index
+                .add_tiles(key, dtype, shape, BTreeMap::new(), stored, false)
         };
         raise(py, add().map_err(|error| error.key(key)))
     }

@@ -36,8 +36,8 @@ mod _core {
         records::{FileArray, FileTensor},
         strategy::{decode_strategy, encode_strategy},
         torch::{
-            Opaque, decode_torch_object, open_dcp, open_dcp_ranks, read_dcp_paths, read_torch_file,
-            read_torch_object,
+            Opaque, decode_torch_object, open_dcp, open_dcp_ranks, read_dcp_paths,
+            read_torch_content, read_torch_file, read_torch_object,
         },
         verify::{crc32c, scrub},
         write::{Buffers, Snapshot, SnapshotPool, Written, rename, write_arrays},

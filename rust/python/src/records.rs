@@ -23,6 +23,9 @@ pub(crate) static TILE: Record = Record::new(
 /// An array in a file, and the tiles of a tensor in it.
 pub(crate) static STORED_ARRAY: Record =
     Record::new("StoredArray", &["file", "name", "shape", "tiles"]);
+/// A range of the elements of a tensor, and the flat array in which it lies.
+pub(crate) static STORED_RANGE: Record =
+    Record::new("StoredRange", &["start", "end", "file", "name", "n", "at"]);
 /// A stored region of a tensor, and the files that hold it.
 pub(crate) static STORED_REGION: Record =
     Record::new("StoredRegion", &["offset", "shape", "files"]);
@@ -78,6 +81,7 @@ pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     for record in [
         &TILE,
         &STORED_ARRAY,
+        &STORED_RANGE,
         &STORED_REGION,
         &ARRAY_PART,
         &DEVICE_LAYOUT,

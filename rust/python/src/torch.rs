@@ -10,11 +10,12 @@ use reshard_core::source::Source;
 use reshard_core::{Error, Kind};
 use reshard_formats::compressed::{decompressed, is_zstd};
 use reshard_formats::dcp::{Dcp, Step, index_of, paths};
-use reshard_formats::pickle::{Id, Pickle, Value};
+use reshard_formats::pickle::{Id, Pickle, Record, Value};
 use reshard_formats::torch_file::{Leaf, TorchFile};
 use reshard_formats::zip::Window;
 use std::collections::HashMap;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 /// Nesting of values.
 const MAX_DEPTH: usize = 100;
@@ -51,6 +52,10 @@ struct Converter<'a, 'py> {
     /// Objects that were made, so that what is shared stays shared.
     made: HashMap<Id, Py<PyAny>>,
     depth: usize,
+    /// The file, if its tensors are left out.
+    without_tensors: Option<&'a TorchFile>,
+    /// What stands for them, by the name of the function that makes them.
+    tensors: HashMap<String, Py<PyAny>>,
 }
 
 impl<'py> Converter<'_, 'py> {
@@ -114,10 +119,13 @@ impl<'py> Converter<'_, 'py> {
                     .call1((PyList::new(py, items)?,))?
             }
             Value::Dict(items) => self.dict(id, items)?,
-            Value::Global(name) => self.opaque(&format!("{}.{}", name.0, name.1), None)?,
+            Value::Global(module, name) => self.opaque(&format!("{module}.{name}"), None)?,
             Value::Persistent(_) => self.opaque("torch.storage", None)?,
             Value::Record(record) => {
                 let (module, name) = pickle.name(record.function).unwrap_or(("", ""));
+                if self.is_tensor(id) {
+                    return self.tensor(&format!("{module}.{name}"));
+                }
                 let arguments = pickle.sequence(record.arguments).unwrap_or_default();
                 if let Some(value) = self.known(id, (module, name), arguments)? {
                     return Ok(value);
@@ -125,6 +133,22 @@ impl<'py> Converter<'_, 'py> {
                 self.opaque(&format!("{module}.{name}"), Some(record))?
             }
         })
+    }
+
+    /// Whether the tensors of the file are left out, and this is one.
+    fn is_tensor(&self, id: Id) -> bool {
+        self.without_tensors
+            .is_some_and(|file| matches!(file.tensor(id), Ok(Some(_))))
+    }
+
+    /// What stands for all tensors that are made by a function.
+    fn tensor(&mut self, name: &str) -> PyResult<Bound<'py, PyAny>> {
+        if let Some(made) = self.tensors.get(name) {
+            return Ok(made.bind(self.py).clone());
+        }
+        let made = self.opaque(name, None)?;
+        self.tensors.insert(name.to_owned(), made.clone().unbind());
+        Ok(made)
     }
 
     /// The values that plain Python has a type for.
@@ -160,7 +184,7 @@ impl<'py> Converter<'_, 'py> {
             (("builtins" | "__builtin__", "complex"), [real, imaginary]) => {
                 match (pickle.get(*real), pickle.get(*imaginary)) {
                     (Value::Float(real), Value::Float(imaginary)) => {
-                        Some(PyComplex::from_doubles(py, *real, *imaginary).into_any())
+                        Some(PyComplex::from_doubles(py, real, imaginary).into_any())
                     }
                     _ => None,
                 }
@@ -277,21 +301,17 @@ impl<'py> Converter<'_, 'py> {
         ids.iter().map(|id| self.object(*id)).collect()
     }
 
-    fn dict(&mut self, id: Id, items: &[(Id, Id)]) -> PyResult<Bound<'py, PyAny>> {
+    fn dict(&mut self, id: Id, items: &[[Id; 2]]) -> PyResult<Bound<'py, PyAny>> {
         let dict = PyDict::new(self.py);
         self.made.insert(id, dict.clone().into_any().unbind());
-        for (key, value) in items {
+        for [key, value] in items {
             let key = self.object(*key)?;
             dict.set_item(key, self.object(*value)?)?;
         }
         Ok(dict.into_any())
     }
 
-    fn opaque(
-        &mut self,
-        name: &str,
-        record: Option<&reshard_formats::pickle::Record>,
-    ) -> PyResult<Bound<'py, PyAny>> {
+    fn opaque(&mut self, name: &str, record: Option<Record<'_>>) -> PyResult<Bound<'py, PyAny>> {
         let py = self.py;
         let none = || py.None();
         let opaque = match record {
@@ -306,7 +326,7 @@ impl<'py> Converter<'_, 'py> {
                 let items = record
                     .items
                     .iter()
-                    .map(|(key, value)| Ok((self.object(*key)?, self.object(*value)?)));
+                    .map(|[key, value]| Ok((self.object(*key)?, self.object(*value)?)));
                 let items = items.collect::<PyResult<Vec<_>>>()?;
                 Opaque {
                     name: name.to_owned(),
@@ -316,7 +336,7 @@ impl<'py> Converter<'_, 'py> {
                         |state| self.object(state).map(Bound::unbind),
                     )?,
                     items: PyList::new(py, items)?.into_any().unbind(),
-                    appended: PyList::new(py, self.objects(&record.appended)?)?
+                    appended: PyList::new(py, self.objects(record.appended)?)?
                         .into_any()
                         .unbind(),
                 }
@@ -330,10 +350,13 @@ fn converted<'py>(
     py: Python<'py>,
     pickle: &Pickle,
     ids: impl Iterator<Item = Id>,
+    without_tensors: Option<&TorchFile>,
 ) -> PyResult<Vec<Bound<'py, PyAny>>> {
     let mut converter = Converter {
         py,
         pickle,
+        without_tensors,
+        tensors: HashMap::new(),
         made: HashMap::new(),
         depth: 0,
     };
@@ -391,8 +414,35 @@ pub(crate) fn read_torch_file(
             }
         }
     }
-    let objects = converted(py, file.pickle(), ids.into_iter())?;
+    let objects = converted(py, file.pickle(), ids.into_iter(), None)?;
     Ok((tensors, names.into_iter().zip(objects).collect()))
+}
+
+/// Tensors of a file of `torch.save` by path, and its object, in which one value stands for all tensors.
+#[pyfunction]
+#[pyo3(signature = (path, *, follow_links=true))]
+pub(crate) fn read_torch_content(
+    py: Python<'_>,
+    path: PathBuf,
+    follow_links: bool,
+) -> PyResult<(Vec<TensorTuple<'_>>, Bound<'_, PyAny>)> {
+    let read = py.detach(|| {
+        let source = Source::open(&path, follow_links, reshard_core::source::Method::Read)?;
+        let file = TorchFile::read(Window::whole(&source))?;
+        let leaves = file.leaves()?;
+        Ok((file, leaves))
+    });
+    let read = read.map_err(|error: Error| error.within(path.display()).path(&path));
+    let (file, leaves) = raise(py, read)?;
+    let mut tensors = Vec::new();
+    for (name, leaf) in leaves {
+        if let Leaf::Tensor(tensor) = leaf {
+            tensors.push((name, tensor.dtype.name(), PyTuple::new(py, tensor.shape)?));
+        }
+    }
+    let root = std::iter::once(file.pickle().root());
+    let mut objects = converted(py, file.pickle(), root, Some(&file))?;
+    Ok((tensors, objects.remove(0)))
 }
 
 /// The object of `torch.save` in a range of a file.
@@ -423,7 +473,12 @@ pub(crate) fn read_torch_object(
         py,
         read.map_err(|error| error.within(path.display()).path(&path)),
     )?;
-    let mut objects = converted(py, file.pickle(), std::iter::once(file.pickle().root()))?;
+    let mut objects = converted(
+        py,
+        file.pickle(),
+        std::iter::once(file.pickle().root()),
+        None,
+    )?;
     Ok(objects.remove(0))
 }
 
@@ -438,7 +493,12 @@ pub(crate) fn decode_torch_object<'py>(
         data.as_bytes().to_vec(),
     );
     let file = raise(py, TorchFile::read(Window::whole(&source)))?;
-    let mut objects = converted(py, file.pickle(), std::iter::once(file.pickle().root()))?;
+    let mut objects = converted(
+        py,
+        file.pickle(),
+        std::iter::once(file.pickle().root()),
+        None,
+    )?;
     Ok(objects.remove(0))
 }
 
@@ -494,26 +554,26 @@ fn opened_dcp(
 ) -> PyResult<OpenedDcp> {
     let method = raise(py, parse_method(method))?;
     let opened = py.detach(|| {
-        let dcp = decode()?;
+        let dcp = Arc::new(decode()?);
         let index = index_of(&dcp, folder, method)
             .map_err(|error| error.within(folder.display()).path(folder))?;
         Ok((dcp, index))
     });
     let (dcp, index) = raise(py, opened)?;
-    let objects = dcp.objects.into_iter().map(|(name, place)| {
+    let objects = dcp.objects.iter().map(|(name, place)| {
         let file = dcp.files[place.file as usize].clone();
-        (name, file, place.offset, place.n_bytes, place.transforms)
+        let transforms = dcp.transforms[place.transforms as usize].clone();
+        (name.clone(), file, place.offset, place.n_bytes, transforms)
     });
     let objects = objects.collect();
-    let unsupported = dcp
-        .tensors
-        .into_iter()
-        .filter_map(|tensor| Some((tensor.name, tensor.dtype.err()?)));
+    let unsupported = dcp.tensors.iter();
+    let unsupported =
+        unsupported.filter_map(|tensor| Some((tensor.name.clone(), tensor.dtype.clone().err()?)));
     Ok((
         Index::of(index),
         objects,
         unsupported.collect(),
-        dcp.original_shapes,
+        dcp.original_shapes.clone(),
     ))
 }
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.errors import UnsupportedError
-from reshard.formats.deepspeed.flat import Line, Piece, Segment, strides_of, tiles
+from reshard.formats.deepspeed.flat import Line, Segment, strides_of
 from reshard.formats.deepspeed.states import as_shape, damaged
 from reshard.words import listed, show
 
@@ -55,7 +55,7 @@ class Tensors:
         tile = _core.Tile((0,) * len(shape), shape, 0, strides_of(shape))
         self.index.add_tiles(key, dtype, shape, [_core.StoredArray(self.number(file), path, shape, [tile])])
 
-    def add_pieces(self, key: str, dtype: str, shape: tuple[int, ...], pieces: Iterable[Piece]) -> None:
+    def add_pieces(self, key: str, dtype: str, shape: tuple[int, ...], pieces: Iterable[_core.StoredRange]) -> None:
         """Add a tensor that consists of ranges of flat tensors.
 
         Args:
@@ -64,7 +64,7 @@ class Tensors:
             shape: its shape.
             pieces: the ranges.
         """
-        self.index.add_tiles(key, dtype, shape, tiles(shape, pieces))
+        self.index.add_ranges(key, dtype, shape, list(pieces))
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Module:
 
 def fragments(
     files: Sequence[StateFile], path: str, shape: tuple[int, ...], tensors: Tensors
-) -> tuple[str, list[Piece]]:
+) -> tuple[str, list[_core.StoredRange]]:
     """The dtype of a tensor of which each rank holds an equal range, and these ranges.
 
     Args:
@@ -161,7 +161,7 @@ def fragments(
     numel = math.prod(shape)
     part = -(-numel // len(files))
     dtype = files[0].tensors.get(path, ("",))[0]
-    pieces: list[Piece] = []
+    pieces: list[_core.StoredRange] = []
     for number, file in enumerate(files):
         if file.tensors.get(path) != (dtype, (part,)):
             raise damaged(

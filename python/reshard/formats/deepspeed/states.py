@@ -50,6 +50,10 @@ _SAME_IN_MODEL = (
 )
 
 
+_SHARED = ("param_shapes", "frozen_param_shapes")
+_MODULE = "module"  # its tensors are found by their paths
+
+
 @dataclass(frozen=True)
 class StateFile:
     """A file of one rank.
@@ -57,7 +61,7 @@ class StateFile:
     Attributes:
         file: the file.
         rank: the data-parallel rank.
-        content: its object; tensors are `_core.Opaque`.
+        content: its object; in place of each tensor an `_core.Opaque`.
         tensors: dtype and shape of each tensor, by path.
     """
 
@@ -95,13 +99,27 @@ def read_files(folder: Location, names: Mapping[int, str]) -> list[StateFile]:
         DamagedFileError: a file is damaged, or is not one of DeepSpeed.
         StorageError: the system failed to read one.
     """
-    return [read_file(folder / name, rank) for rank, name in sorted(names.items())]
+    files: list[StateFile] = []
+    for rank, name in sorted(names.items()):
+        file = read_file(folder / name, rank)
+        files.append(_sharing(files[0], file) if files else file)
+    return files
+
+
+def _sharing(first: StateFile, other: StateFile) -> StateFile:
+    """A file of another rank, with what is equal in the first one only once in memory: what the ranks have in common."""
+    content = {key: value for key, value in other.content.items() if key not in _SHARED and key != _MODULE}
+    for key in _SHARED:
+        if key in other.content:
+            known, found = first.content.get(key), other.content[key]
+            content[key] = known if plain(known) == plain(found) else found
+    tensors = first.tensors if first.tensors == other.tensors else other.tensors
+    return StateFile(other.file, other.rank, content, tensors)
 
 
 def read_file(file: Location, rank: int, *, is_dict: bool = True) -> StateFile:
     """The file of a rank; without `is_dict` it may hold one tensor alone. Errors as `read_files`."""
-    tensors, _ = _core.read_torch_file(str(file), follow_links=False)
-    content = _core.read_torch_object(str(file), 0, file.stat().n_bytes)
+    tensors, content = _core.read_torch_content(str(file), follow_links=False)
     if not isinstance(content, dict):
         if is_dict:
             raise damaged(file, "it holds no dict")
@@ -138,6 +156,8 @@ def as_shape(value: object, file: Location) -> tuple[int, ...]:
 def plain(value: object) -> object:
     """A value in which opaque objects are replaced by their names and contents, so that values can be compared."""
     if isinstance(value, _core.Opaque):
+        if value.state is None and value.name == "torch.Size":  # as many as parameters
+            return (value.name, value.arguments)
         return (value.name, plain(value.arguments), plain(value.state))
     if isinstance(value, dict):
         return {key: plain(one) for key, one in value.items()}
@@ -217,7 +237,8 @@ def check_agreement(files: RankFiles, model: Sequence[StateFile], optimizer: Seq
 
 def _same(first: StateFile, other: StateFile, expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
     for key, value in expected.items():
-        if plain(value) != plain(found.get(key)):
+        other_value = found.get(key)
+        if value is not other_value and plain(value) != plain(other_value):
             values = f": {value!r} and {found.get(key)!r}" if isinstance(value, int | str) else ""
             raise damaged(
                 other.file,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.errors import UnsupportedError
-from reshard.formats.deepspeed.flat import Line, Piece, Segment
+from reshard.formats.deepspeed.flat import Line, Segment
 from reshard.formats.deepspeed.states import PARTITIONED_STAGE, damaged, read_scalars, stage_of, zero_state
 from reshard.words import show
 
@@ -254,7 +254,7 @@ def _add_partitioned(
         offset = 0
         for name, shape in shapes.items():
             numel, part = math.prod(shape), parts[name]
-            pieces: list[Piece] = []
+            pieces: list[_core.StoredRange] = []
             for rank, line in enumerate(lines):
                 start = min(rank * part, numel)
                 pieces += line.pieces(offset, offset + min(part, numel - start), start)

@@ -15,6 +15,8 @@ import logging
 import os
 import re
 import socket
+import threading
+import time
 import weakref
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -25,7 +27,9 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from reshard import _core
+from reshard.arguments import check_given
 from reshard.errors import ArgumentError, MismatchError, ReshardError, UnsupportedError
+from reshard.events import Observers
 from reshard.formats import state
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.common import CommonInfo
@@ -40,7 +44,7 @@ from reshard.torch.dcp import items
 from reshard.torch.dcp.items import LocalFacts
 from reshard.words import show
 from reshard.write.arrays import Shard, local_arrays
-from reshard.write.collective_save import RankInput, SaveTask, log_once
+from reshard.write.collective_save import RankInput, SaveTask, log_once, save_failed
 from reshard.write.rank_facts import RankFacts
 from reshard.write.replicas import Copies, is_any_of
 from reshard.write.shard_files import shard_file
@@ -51,6 +55,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
+    from reshard.events import OnEvent
     from reshard.options import CommitLike, RetentionLike, VerifyLike
     from reshard.storage.location import Location
     from reshard.torch.dcp.items import ItemKey
@@ -90,6 +95,7 @@ class _Orders:
         begun: the staging folder.
         numbers: the rank, and those under which it saves further parts of a tensor.
         n_numbers: how many of these numbers all ranks have.
+        n_ranks: how many ranks save.
         compared: the items that other ranks hold, too.
     """
 
@@ -97,6 +103,7 @@ class _Orders:
     begun: Any
     numbers: list[int]
     n_numbers: int
+    n_ranks: int
     compared: list[ItemKey]
 
 
@@ -155,6 +162,8 @@ class Writer(StorageWriter):
         verify: what is compared, as in `reshard.save`; of values in `may_differ` one rank's is saved.
         commit: how the save is published, as in `reshard.save`.
         threads: threads of the copies.
+        on_event: a function, or a list of functions, called with each `Event` of the saves on this rank, such as
+            `EventLog(root)`; see docs/watching.md.
 
     Raises:
         ArgumentError: an option has a value that is not accepted.
@@ -177,7 +186,11 @@ class Writer(StorageWriter):
         verify: VerifyLike | None = None,
         commit: CommitLike | None = None,
         threads: int | None = None,
+        on_event: OnEvent | None = None,
     ) -> None:
+        if on_event is not None:
+            check_given(on_event=on_event)
+        self._on_event = on_event
         self.options = SaveOptions.of(
             keep=keep,
             retention=retention,
@@ -191,16 +204,17 @@ class Writer(StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         """For `AsyncCheckpointerType.PROCESS`, which saves in another process."""
-        return {"path": self.path, "options": self.options}
+        return {"path": self.path, "options": self.options, "on_event": self._on_event}
 
     def __setstate__(self, content: dict[str, Any]) -> None:
         """As `__getstate__`."""
-        self.options = content["options"]
+        self.options, self._on_event = content["options"], content["on_event"]
         self._start(content["path"])
 
     def _start(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
         self._items: dict[ItemKey, WriteItem] = {}
+        self._started = time.monotonic()
         self._running = _Running()
         # A save ends without `finish` if another rank has failed: then the next one withdraws it, or the end of this.
         weakref.finalize(self, self._running.end)
@@ -231,6 +245,7 @@ class Writer(StorageWriter):
                 hint="leave it out",
             )
         self._running.end()
+        self._started = time.monotonic()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Add the facts of this rank's items.
@@ -273,8 +288,9 @@ class Writer(StorageWriter):
         running.n_ranks, running.n_numbers = len(plans), len(reports)
         try:
             running.begun = save.begin()
-        except BaseException:
+        except BaseException as error:
             running.end()
+            self._failed(0, error)
             raise
         return [
             replace(
@@ -284,6 +300,7 @@ class Writer(StorageWriter):
                     running.begun,
                     numbers[rank],
                     len(reports),
+                    len(plans),
                     compared[rank],
                 ),
             )
@@ -299,9 +316,10 @@ class Writer(StorageWriter):
         """
         try:
             written, n_bytes = self._write(plan, planner)
-        except BaseException:
+        except BaseException as error:
             if self._running.n_ranks == 1:  # else other ranks may be writing
                 self._running.end()
+            self._failed(plan.storage_data.numbers[0] if isinstance(plan.storage_data, _Orders) else 0, error)
             raise
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(MetadataIndex(STATE_NAME), n_bytes, written)])
@@ -324,14 +342,21 @@ class Writer(StorageWriter):
             assert item.tensor_data is not None
             of_name = next(one for one in parts if key[0] not in one)
             of_name[key[0]] = Shard(tensors[key], tuple(item.tensor_data.size), key[1])
+        observers, iteration = Observers.of(self._on_event, orders.numbers[0]), _place(self.path)[1]
+        n_own = sum(one.numel() * one.element_size() for one in tensors.values())
+        observers("begun", iteration, n_bytes=n_own, n_ranks=orders.n_ranks, blocking=_is_main_thread())
+        begin = time.monotonic()
         records: dict[int, dict[str, WrittenFile]] = {}
         for number, given in zip(orders.numbers, parts, strict=True):
             save = self._save(number, orders.n_numbers, given)
             save.prepare(orders.plan, functools.partial(shard_file, threads=self.options.threads, blocking=True))
-            records[number] = save.write(orders.begun, None, None)
+            progress = observers.progress(iteration, None) if observers.functions else None
+            records[number] = save.write(orders.begun, None, progress)
+        n_written = sum(one.n_bytes for of_number in records.values() for one in of_number.values())
+        observers("written", iteration, n_bytes=n_written, seconds=time.monotonic() - begin)
         sums = [self._sum(key, tensors, objects, planner) for key in orders.compared]
         written = _Written(orders.begun.staging, records, objects, items.sums_by_name(orders.compared, sums))
-        return written, sum(one.n_bytes for of_number in records.values() for one in of_number.values())
+        return written, n_written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator: publish the iteration.
@@ -342,6 +367,9 @@ class Writer(StorageWriter):
         """
         try:
             warnings = self._publish(metadata, [one.storage_data for of_rank in results for one in of_rank])
+        except BaseException as error:
+            self._failed(0, error)
+            raise
         finally:
             self._running.end()
         for warning in warnings:
@@ -367,7 +395,21 @@ class Writer(StorageWriter):
         kept = state.dump({STATE_NAME: {"paths": paths}, **objects})
         records[0] |= self._save(0, running.n_numbers, {}).write(running.begun, kept, None)
         published = running.save.publish(records, durable=self.options.commit.durable)
+        seconds = time.monotonic() - self._started
+        Observers.of(self._on_event)(
+            "published",
+            running.save.task.iteration,
+            n_bytes=published.n_bytes,
+            n_files=published.n_files,
+            seconds=seconds,
+            stall_seconds=seconds if _is_main_thread() else None,
+            durable=published.durable,
+            path=published.path,
+        )
         return [*published.warnings, *running.save.remove_older()]
+
+    def _failed(self, rank: int, error: BaseException) -> None:
+        save_failed(Observers.of(self._on_event, rank), _place(self.path)[1], error, self._started)
 
     def _save(self, rank: int, n_ranks: int, arrays: Mapping[str, Shard]) -> _Save:
         """The part of a rank in the save."""
@@ -382,7 +424,9 @@ class Writer(StorageWriter):
         common = CommonInfo(step_num=iteration, global_step=iteration)
         record = SaveRecord(iteration, _EPOCH, 0, 0, 0)
         member: Any = _Member(rank, n_ranks)
-        return _Save(task, member, RankInput(own, RankFacts("", {}, ()), None, common, record, Copies(own)))
+        observers = Observers.of(self._on_event, rank)
+        facts = RankFacts("", {}, ())
+        return _Save(task, member, RankInput(own, facts, None, common, record, Copies(own), observers))
 
     def _sum(
         self,
@@ -412,6 +456,11 @@ class Writer(StorageWriter):
             raise
         if differing:
             _log.warning("copies of %d values differ between ranks, and one of each is saved", len(differing))
+
+
+def _is_main_thread() -> bool:
+    """Whether the training waits for the save: `async_save` makes it in a thread."""
+    return threading.current_thread() is threading.main_thread()
 
 
 def _place(path: str) -> tuple[Location, int]:
