@@ -57,6 +57,8 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
         return st.builds(hint, **fields)
     if origin is Literal:
         return st.sampled_from(arguments)
+    if isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields"):
+        return st.builds(hint, *map(values_of, typing.get_type_hints(hint).values()))
     if origin is tuple and arguments[-1] is ...:
         return st.lists(values_of(arguments[0]), max_size=2).map(tuple)
     if origin is tuple:
@@ -102,8 +104,8 @@ FACTS: Any = {
     "host": "a",
     "options": {"durable": True},
     "arrays": [
-        {"name": "w", "part": "model", "dtype": "F32", "shape": [2, 3], "offset": None, "may_differ": False},
-        {"name": "v", "part": "optimizer", "dtype": "F32", "shape": [2], "offset": [4], "may_differ": True},
+        ["w", "model", "F32", [2, 3], None, False],
+        ["v", "optimizer", "F32", [2], [4], True],
     ],
     "shapes": {"w": [2, 3]},
     "state": {"run": "0f"},
@@ -138,7 +140,9 @@ PATHS = [
 def test_a_field_of_another_type_is_refused_by_its_name(path: str) -> None:
     assert sent(decode(RankFacts, FACTS)) == FACTS
     message = json.loads(json.dumps(FACTS))
-    *above, last = [int(step) if step.isdigit() else step for step in re.findall(r"\w+", path)]
+    number_of = {name: number for number, name in enumerate(Fact._fields)} if path.startswith("arrays") else {}
+    steps = re.findall(r"\w+", path)
+    *above, last = [int(step) if step.isdigit() else number_of.get(step, step) for step in steps]
     place = message
     for step in above:
         place = place[step]
@@ -167,6 +171,8 @@ def test_a_field_of_another_type_is_refused_by_its_name(path: str) -> None:
         (DigitLayout, {"shape": [], "cuts": []}, "'reason' is missing"),
         (DigitLayout, {"shape": [], "cuts": [], "reason": "", "more": 1}, "'more' is missing or unknown"),
         (DigitLayout, [[], [], ""], "expected DigitLayout"),
+        (Fact, ["w", "model", "F32", [2]], "expected the 6 fields of Fact"),
+        (Fact, {"name": "w"}, "expected the 6 fields of Fact"),
     ],
 )
 def test_a_value_of_another_type_is_refused(of: Any, value: Any, words: str) -> None:

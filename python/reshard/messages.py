@@ -27,7 +27,7 @@ _SCALARS = (type(None), bool, int, str)
 
 
 def encode(value: object) -> Any:
-    """A message as a JSON value: dataclasses are mappings by field name, bytes are base64.
+    """A message as a JSON value: dataclasses are mappings by field name, named tuples are lists, bytes are base64.
 
     Args:
         value: a message, or a value of any type that is allowed in a message.
@@ -43,7 +43,7 @@ def encode(value: object) -> Any:
     if kind in _SCALARS or kind is float:
         return value
     if isinstance(value, list | tuple):
-        return [encode(one) for one in value]
+        return [one if type(one) in _SCALARS else encode(one) for one in value]
     if dataclasses.is_dataclass(value):
         return {name: encode(getattr(value, name)) for name in _field_names(kind)}
     if isinstance(value, Mapping):
@@ -119,6 +119,8 @@ def _decoder(of: Any) -> _Decoder:
         return _message(of)
     if origin is tuple and arguments[-1] is not Ellipsis:
         return _row([_decoder(one) for one in arguments])
+    if isinstance(of, type) and issubclass(of, tuple) and hasattr(of, "_make"):
+        return _named_tuple(of)
     if origin in (tuple, list, frozenset, Sequence, Collection):
         return _sequence(
             list if origin is list else frozenset if origin is frozenset else tuple, _decoder(arguments[0])
@@ -192,6 +194,18 @@ def _message(of: Any) -> _Decoder:
         return of(*_parts(decoders, map(value.__getitem__, names), lambda at: f".{names[at]}"))
 
     return message
+
+
+def _named_tuple(of: Any) -> _Decoder:
+    hints, names = typing.get_type_hints(of), of._fields
+    decoders = [_decoder(hints[name]) for name in names]
+
+    def named(value: Any) -> Any:
+        if not isinstance(value, list) or len(value) != len(decoders):
+            raise _MismatchError(value, f"the {len(decoders)} fields of {of.__name__}")
+        return of._make(_parts(decoders, value, lambda at: f".{names[at]}"))
+
+    return named
 
 
 def _row(decoders: Sequence[_Decoder]) -> _Decoder:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from reshard import _core, dtypes
 from reshard.errors import ReshardError, UnsupportedError
 from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.formats.checkpoint2.metadata import inexpressible, write_metadata, write_table
+from reshard.formats.checkpoint2.metadata import reasons_of, write_metadata, write_table
 from reshard.formats.checkpoint2.shards import FilePlan, HeldShard, TensorRecord, assign, shards_of
 from reshard.formats.tiled import names as tiles
 from reshard.indexing import Box, row_major
@@ -83,7 +83,7 @@ class IterationPlan:
         assigned: the files, as metadata.json needs them.
         prefix: first part of the names of the files.
         tiles: the content of tiles.json; None where metadata.json describes everything.
-        holders: by array name, the groups of ranks whose copies hold the same bytes.
+        holders: by array name, the groups of ranks whose copies hold the same bytes; empty for one rank.
         not_expressible: tensors that are only in tiles.json, with the reason.
         warnings: problems that do not stop the save.
     """
@@ -133,8 +133,11 @@ def plan_layout(
     """
     checkpoint2.check_prefix(prefix)
     mesh = bound.mesh
+    layouts: dict[TensorLayout, TensorLayout] = {}  # equal ones are one object
     records = [
-        TensorRecord(key, tensor.dtype, tensor.part, bound.tensor_layouts[key]) for key, tensor in tensors.items()
+        TensorRecord(key, tensor.dtype, tensor.part, layouts.setdefault(layout, layout))
+        for key, tensor in tensors.items()
+        if (layout := bound.tensor_layouts[key])
     ]
     joined = {key for join in bound.joins for key in join.keys}
     reasons = {key: "it is joined with others into one array" for key in tensors if key in joined}
@@ -193,21 +196,26 @@ def plan_boxes(
     """
     checkpoint2.check_prefix(prefix)
     mesh = _core.Mesh([("dp", n_ranks)])
-    held = {key: _by_box(boxes[key]) for key in tensors}
     reasons: dict[str, str] = {}
-    records = []
+    records, shards = [], []
+    # Of tensors that share the objects of both mappings: what is the same, found once.
+    same: dict[tuple[int, int], tuple[TensorLayout | None, list[tuple[tuple[int, ...], int]]]] = {}
     for key, tensor in tensors.items():
-        whole = ((0,) * len(tensor.shape), tensor.shape)
-        if set(held[key]) == {whole} and len(held[key][whole]) == n_ranks:
-            records.append(TensorRecord(key, tensor.dtype, tensor.part, TensorLayout(tensor.shape)))
+        kind = (id(tensor), id(boxes[key]))
+        if kind not in same:
+            held, bits = _by_box(boxes[key]), dtypes.bits(tensor.dtype)
+            whole = ((0,) * len(tensor.shape), tensor.shape)
+            is_whole = set(held) == {whole} and len(held[whole]) == n_ranks
+            sizes = [(ranks, math.prod(shape) * bits) for (_, shape), ranks in held.items()]
+            same[kind] = TensorLayout(tensor.shape) if is_whole else None, sizes
+        layout, sizes = same[kind]
+        if layout is not None:
+            records.append(TensorRecord(key, tensor.dtype, tensor.part, layout))
         else:
             reasons[key] = "each rank holds a box of it, and no layout says which"
+        for number, (ranks, n_bits) in enumerate(sizes):
+            shards.append(HeldShard(key, tensor.part, number, ranks, n_bits))
     reasons |= _reasons(records, mesh)
-    shards = []
-    for key, tensor in tensors.items():
-        bits = dtypes.bits(tensor.dtype)
-        for number, ((_, shape), ranks) in enumerate(held[key].items()):
-            shards.append(HeldShard(key, tensor.part, number, ranks, math.prod(shape) * bits))
     assigned = assign(shards, range(n_ranks), dedup=dedup)
     files = _files(assigned, prefix, {key: tensor.dtype for key, tensor in tensors.items()})
     builder = tiles.Builder()
@@ -222,7 +230,8 @@ def plan_boxes(
     _check_coverage(content)
     warnings = _inexpressible(reasons, strict=strict)
     described = tuple(record for record in records if record.key not in reasons)
-    return IterationPlan(files, described, mesh, assigned, prefix, content, _holders(shards), reasons, warnings)
+    holders = _holders(shards) if n_ranks > 1 else {}
+    return IterationPlan(files, described, mesh, assigned, prefix, content, holders, reasons, warnings)
 
 
 def write_descriptions(plan: IterationPlan, folder: Location, *, mode: int) -> list[str]:
@@ -314,7 +323,7 @@ class JointProgress:
 
 
 def _reasons(records: Iterable[TensorRecord], mesh: _core.Mesh) -> dict[str, str]:
-    return {record.key: reason for record in records if (reason := inexpressible(record, mesh)) is not None}
+    return {record.key: reason for record, reason in reasons_of(records, mesh) if reason is not None}
 
 
 def _joined_shards(tensors: Mapping[str, WholeTensor], bound: BoundLayout) -> list[HeldShard]:

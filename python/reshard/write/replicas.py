@@ -10,7 +10,7 @@ This module knows neither what the arrays mean nor how files are written.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -184,7 +184,7 @@ class Copies:
             self.own = state.load(text, {name: array.copy() for name, array in arrays.items()})
         self._sums = capture(lambda: self._summed(rank))
         may = {name for names, _, may in self.replicas.rows if may for name in names}
-        self.arrays = {name: replace(one, array=one.array.copy()) for name, one in self.arrays.items() if name in may}
+        self.arrays = {name: one._replace(array=one.array.copy()) for name, one in self.arrays.items() if name in may}
 
     def settle(self, channel: Group, timeout: float) -> State | BaseException:
         """Compare the copies of all ranks, and make the state that this rank writes.
@@ -264,6 +264,8 @@ def is_any_of(patterns: Collection[str]) -> Callable[[str], bool]:
         raise ArgumentError(
             "`may_differ` is not a collection of patterns", hint='write `verify=Verify(may_differ=["<pattern>"])`'
         )
+    if not patterns:
+        return lambda _: False
     exact = frozenset(patterns)
     try:
         compiled = [Pattern.compile(one) for one in patterns if glob_of(one) != one]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -53,6 +54,8 @@ _DTYPES = {
     "F32": "Float32",
     "F64": "Float64",
 }
+_PIECE_CHARS = 1 << 20  # that are written together
+_MAX_TEXTS = 64
 # Names of axes with another meaning in the layouts of MindSpore.
 _RESERVED_AXES = ("", "None", "interleaved_parallel")
 
@@ -103,6 +106,18 @@ def inexpressible(record: TensorRecord, mesh: _core.Mesh) -> str | None:
     return None
 
 
+def reasons_of(records: Iterable[TensorRecord], mesh: _core.Mesh) -> Iterator[tuple[TensorRecord, str | None]]:
+    """The records, each with the reason why it is `inexpressible`; found once for records that share a layout."""
+    known: dict[tuple[str, int], str | None] = {}
+    held: list[TensorLayout] = []  # the key has the address of the layout, which must not be reused
+    for record in records:
+        kind = (record.dtype, id(record.layout))
+        if kind not in known:
+            held.append(record.layout)
+            known[kind] = inexpressible(record, mesh)
+        yield record, known[kind]
+
+
 def write_metadata(
     path: str | os.PathLike[str],
     records: Sequence[TensorRecord],
@@ -134,16 +149,21 @@ def write_metadata(
         StorageError: the operating system reported an error; the file that was there before is unchanged.
     """
     seen: set[str] = set()
-    for record in records:
-        reason = inexpressible(record, mesh)
+    for record, reason in reasons_of(records, mesh):
         if reason is not None:
             raise UnsupportedError(f"metadata.json cannot describe {show(record.key)}: {reason}", key=record.key)
         if record.key in seen:
             raise ArgumentError(f"{show(record.key)} is described twice", key=record.key)
         seen.add(record.key)
     with locate(path).writing(mode, durable=durable) as file:
+        piece, n_chars = [], 0
         for text in _texts(records, mesh, plan, prefix):
-            file.write(text.encode())
+            piece.append(text)
+            n_chars += len(text)
+            if n_chars >= _PIECE_CHARS:
+                file.write("".join(piece).encode())
+                piece, n_chars = [], 0
+        file.write("".join(piece).encode())
 
 
 def write_table(folder: Location, *, mode: int) -> bool:
@@ -173,29 +193,38 @@ def write_table(folder: Location, *, mode: int) -> bool:
 def _texts(records: Sequence[TensorRecord], mesh: _core.Mesh, plan: FilePlan, prefix: str | None) -> Iterator[str]:
     """The file, in pieces. Thousands of tensors share a few grids, whose long lists are encoded once."""
     grids: dict[object, _Grid] = {}
-    comma = ""
+    texts: dict[tuple[str, int], str] = {}  # by dtype and address of the layout, which `records` keeps
+    before = ""
     yield '{"state_dict_metadata":{'
     for record in records:
-        place, cut = record.layout.place, _padded_cut(record.layout)
-        grid = grids.get((place, cut))
-        if grid is None:
-            grid = grids[place, cut] = _grid(record.layout, cut, mesh)
-        yield f"{comma}\n{_dump(record.key)}:{_tensor(record, grid)}"
-        comma = ","
+        dtype, layout = record.dtype, record.layout
+        text = texts.get((dtype, id(layout)))
+        if text is None:
+            place, cut = layout.place, _padded_cut(layout)
+            grid = grids.get((place, cut))
+            if grid is None:
+                grid = grids[place, cut] = _grid(layout, cut, mesh)
+            if len(texts) == _MAX_TEXTS:  # a text can have megabytes
+                texts.clear()
+            text = texts[dtype, id(layout)] = _tensor(record, grid)
+        yield f"{before}\n{_quoted(record.key)}:{text}"
+        before = ","
     yield '},\n"storage_data":{'
     stored: dict[tuple[Part, int, str], str] = {}
     for file in plan.files:  # not a key of a dict: its hash is that of all its names
         name = _dump(file.name(prefix))
         stored |= {(file.part, file.rank, key): name for key in file.keys}
     cells: dict[tuple[Places, tuple[str, ...]], list[_Cell]] = {}
+    cells_of: dict[int, list[_Cell]] = {}  # by address of the layout
     comma = ""
     for record in records:
-        place, axes = record.layout.place, record.layout.partition.axes
-        of_grid = cells.get((place, axes))
+        of_grid = cells_of.get(id(record.layout))
         if of_grid is None:
-            of_grid = cells[place, axes] = _cells(mesh, place, axes)
-        # The texts of the shards of a tensor differ in the number alone.
-        before, after = _dump(shard_id(record.key, 0)).rsplit("0", 1)
+            place, axes = record.layout.place, record.layout.partition.axes
+            if (place, axes) not in cells:
+                cells[place, axes] = _cells(mesh, place, axes)
+            of_grid = cells_of[id(record.layout)] = cells[place, axes]
+        before, after = _shard_texts(record.key)
         for cell in of_grid:
             yield f"{comma}\n{before}{cell.offset}{after}:{_storage(record, cell, stored)}"
             comma = ","
@@ -277,6 +306,11 @@ def _tensor(record: TensorRecord, grid: _Grid) -> str:
 
 def _storage(record: TensorRecord, cell: _Cell, stored: Mapping[tuple[Part, int, str], str]) -> str:
     part, key = record.part, record.key
+    if len(cell.holders) == 1:
+        ((rank, rest),) = cell.holders
+        name = stored.get((part, rank, key))
+        if name is not None:
+            return f'[{{"file_name":{name}{rest}]'
     entries = [
         f'{{"file_name":{name}{rest}'
         for rank, rest in cell.holders
@@ -287,6 +321,14 @@ def _storage(record: TensorRecord, cell: _Cell, stored: Mapping[tuple[Part, int,
     return f"[{','.join(entries)}]"
 
 
+def _shard_texts(key: str) -> tuple[str, str]:
+    """The texts of the shards of a tensor, before and after their number, in which alone they differ."""
+    if key.isascii() and key.isprintable() and not _ESCAPED.search(key):
+        return f"\"('{key}', (", ',))"'
+    before, after = _dump(shard_id(key, 0)).rsplit("0", 1)
+    return before, after
+
+
 def _padded_cut(layout: TensorLayout) -> Cut:
     """The axes of each dim, those without axes included."""
     cut = layout.partition.cut
@@ -295,6 +337,8 @@ def _padded_cut(layout: TensorLayout) -> Cut:
 
 # One encoder: `json.dumps` with options makes one in each call, and it is called for every shard.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+_quoted = json.encoder.encode_basestring  # as `_dump` of text
+_ESCAPED = re.compile(r"""['"\\]""")
 
 
 def _dump(value: object) -> str:

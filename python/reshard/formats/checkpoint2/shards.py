@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 __all__ = ["FilePlan", "HeldShard", "PlannedFile", "TensorRecord", "assign", "holders_of", "shard_id", "shards_of"]
 
 
-@dataclass(frozen=True)
-class TensorRecord:
+class TensorRecord(NamedTuple):
     """One tensor of a checkpoint and how it lies on the mesh.
+
+    A tuple, as `HeldShard`. Records with the same layout are faster if they share the object.
 
     Attributes:
         key: its name.
