@@ -28,7 +28,7 @@ from reshard.words import listed, show
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from reshard.formats.checkpoint2.names import Part
     from reshard.layout.partition import Cut, Places, TensorLayout
