@@ -320,6 +320,14 @@ class Request:
             rank: the global rank; it must hold a part.
         """
 
+    def add_all(self, keys: Sequence[tuple[str, Layout]], rank: int) -> None:
+        """Request the parts of several tensors that a rank holds, each under its key.
+
+        Args:
+            keys: each tensor, and the layout of the requested array.
+            rank: the global rank; it must hold a part of each.
+        """
+
     def add_region(self, name: str, key: str, offset: Sequence[int], shape: Sequence[int]) -> None:
         """Request a region of a tensor.
 
@@ -538,6 +546,22 @@ class Index:
             dtype: cast floating-point tensors to this dtype; None: no cast.
             verify: compare every chunk that is read with its checksum, for files with checksums (`set_checksums`). A
                 chunk that differs raises DamagedFileError with path, key and byte range when the plan is executed.
+        """
+
+    def request_bytes(self, request: Request, *, dtype: str | None = None) -> int:
+        """Return the bytes of the arrays of a request, without a plan.
+
+        Args:
+            request: the requested arrays.
+            dtype: as in `plan`.
+        """
+
+    def whole_request(self, names: Sequence[str], keys: Sequence[str] | None = None) -> Request:
+        """Return the request for whole tensors. Opens no file.
+
+        Args:
+            names: the names of the arrays.
+            keys: the tensor of each; None: the names are the keys.
         """
 
     def close(self) -> None:

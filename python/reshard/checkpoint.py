@@ -30,7 +30,7 @@ from reshard.formats.base import StoredTensor
 from reshard.formats.own_files import opened_again, own_index
 from reshard.formats.scrub import scrub_share
 from reshard.indexing import normalize_index
-from reshard.outputs import as_array, check_out, check_outs, fill, keeps_order, load_all, whole_request
+from reshard.outputs import as_array, as_arrays, check_out, check_outs, fill, keeps_order, load_all
 from reshard.words import check_text, listed, show
 
 if TYPE_CHECKING:
@@ -273,7 +273,8 @@ class Checkpoint:
     def _check_placed(self, *keys: str) -> None:
         """Refuse tensors whose arrays have no position, and keys that are not text."""
         for key in keys:
-            check_text(key, "key of a tensor")
+            if type(key) is not str or not key.isascii():
+                check_text(key, "key of a tensor")
             if key in self._unplaced:
                 shapes = " or ".join(map(str, self._unplaced[key].local_shapes[:4]))
                 raise LayoutError(
@@ -417,16 +418,14 @@ class Checkpoint:
                 raise ArgumentError("`out` and `copy=False` exclude each other: a view has its own memory")
             fill(plan, [out[name] for name in names], threads, progress)
             return {name: out[name] for name in names}
-        views: list[tuple[_core.Buffer, int] | None] = [None] * len(arrays) if copy else plan.views()
+        if copy:
+            return as_arrays(arrays, plan.load(threads=threads, progress=progress))
+        views = plan.views()
         copied = [i for i, view in enumerate(views) if view is None]
         if copied:
             for i, place in zip(copied, plan.only(copied).load(threads=threads, progress=progress), strict=True):
                 views[i] = place
-        return {
-            name: as_array(*view, stored, shape)
-            for (name, stored, shape, _), view in zip(arrays, views, strict=True)
-            if view is not None
-        }
+        return as_arrays(arrays, views)
 
     def _request(
         self, layout: LayoutLike | None, rank: int | None, part: Part, keys: Collection[str] | None
@@ -437,7 +436,7 @@ class Checkpoint:
             if rank is not None:
                 raise ArgumentError("`rank` was given without `layout`: whole tensors are the same on every rank")
             self._check_placed(*wanted)
-            return whole_request({key: self._index.shape(key) for key in wanted}), wanted, wanted
+            return self._index.whole_request(wanted), wanted, wanted
         bound = self.bind(layout)
         if rank is None:
             if len(bound.ranks) != 1:
@@ -698,8 +697,7 @@ class Checkpoint:
                     f"rank {rank} of {self.path} holds no {show(missing[0])}", key=missing[0], path=str(self.path)
                 )
             wanted = [key for key in wanted if key in chosen]
-        request = whole_request({key: index.shape(key) for key in wanted})
-        return load_all(index.plan(request, verify=verify != "structure"))
+        return load_all(index.plan(index.whole_request(wanted), verify=verify != "structure"))
 
     def stored_info(self, rank: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Dtype and shape in elements of the arrays that `stored` loads; reads headers only. Raises as `stored`.

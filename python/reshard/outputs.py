@@ -10,11 +10,11 @@ from reshard import _core, dtypes
 from reshard.errors import ArgumentError, MismatchError, ReshardError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from reshard.indexing import IndexedRegion
 
-__all__ = ["as_array", "check_out", "check_outs", "fill", "keeps_order", "load_all", "whole_request"]
+__all__ = ["as_array", "as_arrays", "check_out", "check_outs", "fill", "keeps_order", "load_all", "whole_request"]
 
 
 def as_array(buffer: _core.Buffer, offset: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -27,6 +27,33 @@ def as_array(buffer: _core.Buffer, offset: int, dtype: str, shape: tuple[int, ..
         shape: the shape of the tensor, in elements.
     """
     return np.ndarray(dtypes.array_shape(dtype, shape), dtypes.numpy_dtype(dtype), memoryview(buffer), offset)
+
+
+def as_arrays(
+    arrays: Iterable[tuple[str, str, tuple[int, ...], int]], places: Iterable[tuple[_core.Buffer, int] | None]
+) -> dict[str, np.ndarray]:
+    """Arrays over memory of the core, by name; those without a place are left out.
+
+    Args:
+        arrays: `(name, dtype, shape, bytes)` of each array of a plan.
+        places: the memory of each, and the position of its first byte there.
+    """
+    # Thousands of small arrays share a buffer, and have few shapes.
+    memories: dict[int, tuple[_core.Buffer, memoryview]] = {}
+    kinds: dict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], np.dtype[np.generic]]] = {}
+    made = {}
+    for (name, dtype, shape, _), place in zip(arrays, places, strict=True):
+        if place is None:
+            continue
+        buffer, offset = place
+        memory = memories.get(id(buffer))
+        if memory is None:
+            memory = memories[id(buffer)] = buffer, memoryview(buffer)  # it stays, and with it its address
+        kind = kinds.get((dtype, shape))
+        if kind is None:
+            kind = kinds[dtype, shape] = dtypes.array_shape(dtype, shape), dtypes.numpy_dtype(dtype)
+        made[name] = np.ndarray(*kind, memory[1], offset)
+    return made
 
 
 def whole_request(shapes: Mapping[str, tuple[int, ...]], keys: Mapping[str, str] | None = None) -> _core.Request:
@@ -44,8 +71,7 @@ def whole_request(shapes: Mapping[str, tuple[int, ...]], keys: Mapping[str, str]
 
 def load_all(plan: _core.Plan) -> dict[str, np.ndarray]:
     """Execute a plan into new arrays, by name. Raises DamagedFileError and StorageError as the plan does."""
-    loaded = zip(plan.arrays, plan.load(), strict=True)
-    return {name: as_array(*memory, dtype, shape) for (name, dtype, shape, _), memory in loaded}
+    return as_arrays(plan.arrays, plan.load())
 
 
 def keeps_order(box: IndexedRegion) -> bool:

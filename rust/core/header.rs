@@ -272,7 +272,7 @@ impl Header {
     /// The number of the tensor with this name.
     pub fn find(&self, name: &str) -> Option<usize> {
         let hash = self.hasher.hash_one(name.as_bytes());
-        let first = self.by_hash.partition_point(|&(other, _)| other < hash);
+        let first = first_from(&self.by_hash, hash);
         let same = self.by_hash[first..]
             .iter()
             .take_while(|&&(other, _)| other == hash);
@@ -536,6 +536,24 @@ impl Pass<'_> {
         self.scanner.open(b']')?;
         Ok((start, end))
     }
+}
+
+/// The number of the first entry with this hash or a larger one. Hashes are spread evenly, so the search begins where the
+/// entry lies by proportion: a binary search over a large table would miss the cache at each step.
+fn first_from(sorted: &[(u64, u32)], hash: u64) -> usize {
+    let guess = ((u128::from(hash) * sorted.len() as u128) >> 64) as usize;
+    let (mut low, mut high) = (guess, guess);
+    let mut step = 8;
+    while low > 0 && sorted[low - 1].0 >= hash {
+        low = low.saturating_sub(step);
+        step *= 2;
+    }
+    step = 8;
+    while high < sorted.len() && sorted[high].0 < hash {
+        high = (high + step).min(sorted.len());
+        step *= 2;
+    }
+    low + sorted[low..high].partition_point(|&(other, _)| other < hash)
 }
 
 /// Checks the name of a tensor: not empty, not too long, no control characters.

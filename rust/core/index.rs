@@ -864,6 +864,41 @@ impl Index {
         Ok(plan)
     }
 
+    /// Bytes of the arrays of a request, without a plan. `cast` as in [`Self::plan`].
+    ///
+    /// # Errors
+    /// There is no such key, it cannot be cast, or an array is not an integer number of bytes.
+    pub fn request_bytes(&self, request: &Request, cast: Option<Dtype>) -> Result<u64> {
+        request.arrays().try_fold(0_u64, |sum, (name, key, n)| {
+            let dtype = cast_target(self.dtype_of(key)?, cast)
+                .map_err(|error| error.key(key).within(named(key)))?;
+            let n_bytes = dtype.n_bytes(&[n]).and_then(|n| sum.checked_add(n));
+            n_bytes.ok_or_else(|| {
+                let message = format!(
+                    "{} is not an integer number of bytes, or too large",
+                    named(name)
+                );
+                Error::new(Kind::Unsupported, message).key(key)
+            })
+        })
+    }
+
+    /// A request for tensors as they are, each with its name and key.
+    ///
+    /// # Errors
+    /// There is no such key.
+    pub fn whole_request<'a>(
+        &self,
+        arrays: impl IntoIterator<Item = (&'a str, &'a str)>,
+    ) -> Result<Request> {
+        let mut request = Request::default();
+        for (name, key) in arrays {
+            let found = self.found(key)?;
+            request.add_region(name, key, Region::whole(found.shape()));
+        }
+        Ok(request)
+    }
+
     /// Sets an unknown dtype of a tensor from the file of a selected copy, which is opened in any case.
     fn set_dtype_from_file(&self, selected: &SelectedCopy<'_>) -> Result<()> {
         if let Some(&number) = self.by_key.get(selected.name) {

@@ -68,6 +68,14 @@ impl Request {
         Ok(())
     }
 
+    /// The name, the first key and the number of elements of each array.
+    pub fn arrays(&self) -> impl Iterator<Item = (&str, &str, u64)> {
+        self.arrays.iter().map(|array| {
+            let n: u64 = array.shape.iter().product();
+            (array.name.as_str(), array.keys[0].0.as_str(), n)
+        })
+    }
+
     /// Requests a region of `key`.
     pub fn add_region(&mut self, name: &str, key: &str, region: Region) {
         let shape = region.shape().to_vec();

@@ -762,19 +762,9 @@ impl TemporaryFile {
             is_durable: options.durable,
             is_published: false,
         };
-        match rustix::fs::fallocate(&this.buffered, FallocateFlags::empty(), 0, n_bytes.max(1)) {
-            Ok(())
-            | Err(
-                rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS | rustix::io::Errno::INVAL,
-            ) => {}
-            Err(errno) => {
-                return Err(Error::io(
-                    &format!("cannot reserve {n_bytes} bytes for"),
-                    path,
-                    &errno.into(),
-                )
-                .hint("free disk space, or choose another destination"));
-            }
+        // A file of one piece is written at once: reserving its space takes longer than writing it.
+        if n_bytes > PIECE_BYTES as u64 {
+            this.reserve(n_bytes)?;
         }
         if options.direct && n_bytes >= PIECE_BYTES as u64 {
             let flags = OFlags::WRONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
@@ -782,6 +772,22 @@ impl TemporaryFile {
             this.direct = open_direct(&this.path, flags);
         }
         Ok(this)
+    }
+
+    /// Reserves space: a full disk is an error before anything is written.
+    fn reserve(&self, n_bytes: u64) -> Result<()> {
+        match rustix::fs::fallocate(&self.buffered, FallocateFlags::empty(), 0, n_bytes) {
+            Ok(())
+            | Err(
+                rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS | rustix::io::Errno::INVAL,
+            ) => Ok(()),
+            Err(errno) => Err(Error::io(
+                &format!("cannot reserve {n_bytes} bytes for"),
+                &self.target,
+                &errno.into(),
+            )
+            .hint("free disk space, or choose another destination")),
+        }
     }
 }
 

@@ -22,7 +22,6 @@ from reshard.formats.tiled import names as tiles
 from reshard.formats.torch_file import archive
 from reshard.formats.torch_file import names as torch_files
 from reshard.layout import BoundLayout, ModelLayout, as_layout
-from reshard.outputs import whole_request
 from reshard.storage.changes import make_folders, set_mode
 from reshard.storage.filling import filled_folder, is_staging
 from reshard.storage.publication import made_folder, published_folder
@@ -113,7 +112,7 @@ class Job:
 
     def whole_request(self, keys: Collection[str]) -> _core.Request:
         """The request for some of the source's tensors, whole and in this order."""
-        return whole_request({key: self.source.shape(key) for key in keys})
+        return self.source.data.index.whole_request(list(keys))
 
     def plan(self, request: _core.Request) -> _core.Plan:
         """The copies of a request for some of the tensors that are written."""
@@ -150,8 +149,8 @@ def settled_mapping(source: Checkpoint, layout: LayoutLike) -> dict[str, object]
 
 def file_sizes(job: Job, files: list[File]) -> list[int]:
     """Bytes of the arrays of each file."""
-    # Plans are cheap and keep files open: each is created separately, and created again when it is executed.
-    return [sum(array[3] for array in job.plan(file.request).arrays) for file in files]
+    # A plan keeps files open: it is created when it is executed.
+    return [job.source.data.index.request_bytes(file.request, dtype=job.options.dtype) for file in files]
 
 
 def write_files(job: Job, folder: Location, files: list[File], sizes: list[int]) -> dict[str, _core.Written]:

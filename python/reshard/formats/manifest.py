@@ -20,6 +20,7 @@ markers that appear after publication, which is why no manifest lists them.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Collection, Mapping
 
+    from reshard.storage.location import Location
     from reshard.storage.store import Lock
 
 __all__ = [
@@ -59,6 +61,7 @@ __all__ = [
     "plain_entry",
     "read",
     "read_checksums",
+    "read_digest",
     "read_lock",
     "read_plain",
     "set_checksums",
@@ -110,8 +113,9 @@ class ShardEntry:
     rank: int
 
     def __post_init__(self) -> None:
-        for name in ("n_bytes", "header_bytes", "header_checksum", "first_chunk", "rank"):
-            _check_count(_key(name), getattr(self, name))
+        for name, value in vars(self).items():
+            if name != "checksums_digest":
+                _check_count(name, value)
         if not 8 <= self.header_bytes <= self.n_bytes:
             raise ArgumentError(f"`header_bytes` is {self.header_bytes} in a file of {self.n_bytes} bytes")
         if self.header_checksum >= 1 << 32:
@@ -198,7 +202,7 @@ class Manifest:
         object.__setattr__(self, "files", dict(self.files))
         object.__setattr__(self, "metrics", metrics.checked(self.metrics))
         for name in ("iteration", "generation", "world_size"):
-            _check_count(_key(name), getattr(self, name))
+            _check_count(name, getattr(self, name))
         for name in ("previous_tracker", "ckpt_status"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name))
@@ -241,6 +245,26 @@ def digest_of(data: bytes) -> str:
 # -- the file
 
 
+def read_digest(folder: str | os.PathLike[str]) -> str:
+    """The digest of the manifest of a folder, which is compared with its text but not parsed. Raises as `read`."""
+    return _read_text(locate(folder) / MANIFEST_FILE)[1]
+
+
+def _read_text(place: Location) -> tuple[bytes, str]:
+    """A manifest and its digest, which is verified."""
+    path = str(place)
+    data = place.read_small(_MAX_BYTES)
+    tail = _TAIL.search(data, max(0, len(data) - _TAIL_BYTES))
+    if tail is None:
+        raise DamagedFileError(f"{show(path)} does not end in a digest: it is torn or was altered", path=path)
+    found = digest_of(data[: tail.start()])
+    if found.encode() != tail[1]:
+        raise DamagedFileError(
+            f"{show(path)} was altered: its content has the digest {found}, expected {tail[1].decode()}", path=path
+        )
+    return data, found
+
+
 def read(folder: str | os.PathLike[str]) -> Manifest:
     """Read and verify the manifest of a folder; the files that it lists are not verified.
 
@@ -253,15 +277,7 @@ def read(folder: str | os.PathLike[str]) -> Manifest:
     """
     place = locate(folder) / MANIFEST_FILE
     path = str(place)
-    data = place.read_small(_MAX_BYTES)
-    tail = _TAIL.search(data, max(0, len(data) - _TAIL_BYTES))
-    if tail is None:
-        raise DamagedFileError(f"{show(path)} does not end in a digest: it is torn or was altered", path=path)
-    found = digest_of(data[: tail.start()])
-    if found.encode() != tail[1]:
-        raise DamagedFileError(
-            f"{show(path)} was altered: its content has the digest {found}, expected {tail[1].decode()}", path=path
-        )
+    data, found = _read_text(place)
     content = parse_json(data, path)
     try:
         manifest = _parse(content)
@@ -308,7 +324,10 @@ def _body(manifest: Manifest) -> bytes:
                 lines.append(f'"metrics":{_dump(metrics.to_json(value))}')
             continue
         if one.name in ("shards", "files"):
-            inner = ",\n".join(f"{_dump(name)}:{_dump(_stored(entry))}" for name, entry in value.items())
+            inner = ",\n".join(
+                f"{_dump(name)}:{_entry_text(type(entry)) % tuple(vars(entry).values())}"
+                for name, entry in value.items()
+            )
             lines.append(f'"{one.name}":{{\n{inner}}}')
         elif one.name != "digest":
             lines.append(f'"{_key(one.name)}":{_dump(value)}')
@@ -354,13 +373,21 @@ def _parse(content: object) -> Manifest:
     return Manifest(**values)
 
 
-def _stored(entry: ShardEntry | PlainEntry) -> dict[str, Any]:
-    """The fields of an entry under their names in the file."""
-    return {_key(name): value for name, value in vars(entry).items()}
+@functools.cache
+def _entry_text(kind: type[ShardEntry | PlainEntry]) -> str:
+    """The JSON of an entry, with places for its values: integers, and digests, which need no escapes."""
+    places = ('"%s"' if one.type == "str" else "%d" for one in fields(kind))
+    return "{" + ",".join(f'"{_key(one.name)}":{place}' for one, place in zip(fields(kind), places, strict=True)) + "}"
+
+
+@functools.cache
+def _entry_names(kind: type[ShardEntry | PlainEntry]) -> dict[str, str]:
+    """The names of the fields of an entry, by their names in the file."""
+    return {_key(one.name): one.name for one in fields(kind)}
 
 
 def _entry(name: str, value: object, kind: type[ShardEntry | PlainEntry]) -> ShardEntry | PlainEntry:
-    names = {_key(one.name): one.name for one in fields(kind)}
+    names = _entry_names(kind)
     try:
         found = _fields(value, "it", tuple(names))
         return kind(**{names[stored]: field for stored, field in found.items()})
@@ -379,7 +406,7 @@ def _fields(value: object, what: str, names: tuple[str, ...]) -> dict[str, Any]:
 
 def _check_count(name: str, value: object) -> None:
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ArgumentError(f"`{name}` is not an integer from 0 to 2**63 - 1")
+        raise ArgumentError(f"`{_key(name)}` is not an integer from 0 to 2**63 - 1")
 
 
 def _check_digest(name: str, value: object) -> None:

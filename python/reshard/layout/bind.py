@@ -14,7 +14,7 @@ from reshard.layout.resolve import Join, resolve
 from reshard.words import nearest, show
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from reshard.layout.file import LayoutFile
     from reshard.layout.partition import Places, TensorLayout
@@ -97,25 +97,26 @@ class BoundLayout:
 
     def request(self, rank: int, keys: Collection[str] | None = None) -> _core.Request:
         """The request for the arrays of a rank, in the order of `local_names`. Arguments and errors as there."""
-        request = _core.Request()
-        for name, members, join in self._arrays(rank, keys):
-            self._add(request, name, members, join, rank)
-        return request
+        return self._request(self._arrays(rank, keys), rank)
 
     def request_of(self, rank: int, names: Collection[str]) -> _core.Request:
         """The request for some arrays of a rank, in the order of `names`; joined keys have the name of their join."""
-        arrays = {name: (members, join) for name, members, join in self._arrays(rank, None)}
-        request = _core.Request()
-        for name in names:
-            self._add(request, name, *arrays[name], rank)
-        return request
+        arrays = {one[0]: one for one in self._arrays(rank, None)}
+        return self._request((arrays[name] for name in names), rank)
 
-    def _add(self, request: _core.Request, name: str, members: list[str], join: Join | None, rank: int) -> None:
-        with _naming(members[0]):
+    def _request(self, arrays: Iterable[tuple[str, list[str], Join | None]], rank: int) -> _core.Request:
+        request = _core.Request()
+        alone: list[tuple[str, _core.Layout]] = []
+        for name, members, join in arrays:
             if join is None:
-                request.add(name, name, self.layouts[name], rank)
-            else:
+                alone.append((name, self.layouts[name]))
+                continue
+            request.add_all(alone, rank)
+            alone = []
+            with _naming(members[0]):
                 request.add_joined(name, [(key, self.layouts[key]) for key in members], rank, join.align)
+        request.add_all(alone, rank)
+        return request
 
     @functools.cached_property
     def _rank_set(self) -> frozenset[int]:

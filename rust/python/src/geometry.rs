@@ -3,7 +3,9 @@
 use crate::errors::raise;
 use crate::records::TILE;
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedStr;
 use pyo3::types::PyTuple;
+use reshard_core::error::Printable;
 use reshard_core::layout::{Block, DimPartition, Uneven};
 use reshard_core::mesh::Place;
 use reshard_core::region::Region;
@@ -291,6 +293,24 @@ impl Request {
     ) -> PyResult<()> {
         let position = layout.position(py, rank)?;
         raise(py, self.0.add(name, key, &layout.0, position))
+    }
+
+    /// The parts of several keys that a rank holds, each under the name of its key.
+    fn add_all(
+        &mut self,
+        py: Python<'_>,
+        keys: Vec<(PyBackedStr, Bound<'_, Layout>)>,
+        rank: u64,
+    ) -> PyResult<()> {
+        for (key, layout) in &keys {
+            let layout = layout.get();
+            let position = layout.0.mesh().position(rank);
+            let position = position
+                .map_err(|error| error.within(format_args!("`{}`", Printable(key))).key(key));
+            let position = raise(py, position)?;
+            raise(py, self.0.add(key, key, &layout.0, position))?;
+        }
+        Ok(())
     }
 
     fn add_region(

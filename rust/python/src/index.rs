@@ -9,6 +9,7 @@ use crate::records::{
 use crate::run::run;
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedStr;
 use pyo3::types::{PyBytes, PyTuple};
 use reshard_core::checksum::Checksums;
 use reshard_core::control::Control;
@@ -520,6 +521,33 @@ impl Index {
         let dtype = raise(py, dtype.map(Dtype::parse).transpose())?;
         let result = py.detach(|| self.index.plan(&request.0, dtype, verify));
         raise(py, result).map(Plan)
+    }
+
+    #[pyo3(signature = (request, *, dtype=None))]
+    fn request_bytes(
+        &self,
+        py: Python<'_>,
+        request: &Request,
+        dtype: Option<&str>,
+    ) -> PyResult<u64> {
+        let dtype = raise(py, dtype.map(Dtype::parse).transpose())?;
+        raise(py, self.index.request_bytes(&request.0, dtype))
+    }
+
+    #[pyo3(signature = (names, keys=None))]
+    fn whole_request(
+        &self,
+        py: Python<'_>,
+        names: Vec<PyBackedStr>,
+        keys: Option<Vec<PyBackedStr>>,
+    ) -> PyResult<Request> {
+        let keys = keys.as_ref().unwrap_or(&names);
+        if names.len() != keys.len() {
+            let message = format!("{} names were given for {} keys", names.len(), keys.len());
+            return raise(py, Err(Error::new(Kind::Argument, message)));
+        }
+        let arrays = names.iter().zip(keys).map(|(name, key)| (&**name, &**key));
+        raise(py, self.index.whole_request(arrays)).map(Request)
     }
 
     fn close(&self) {

@@ -87,7 +87,10 @@ pub(crate) fn write_plan(
     };
     let buffers = &mut *raise(py, buffers.0.try_lock().map_err(busy))?;
     let control = Control::default();
-    n_threads(py, threads)?;
+    if threads.is_some() {
+        // Counting the processors reads four files of the system.
+        n_threads(py, threads)?;
+    }
     if writer::is_small(plan, options) {
         // Passing a small file to a pool takes longer than writing it, and checkpoints can have thousands of them.
         let report = |done: u64| {

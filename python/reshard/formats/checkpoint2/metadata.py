@@ -210,13 +210,12 @@ def _texts(records: Sequence[TensorRecord], mesh: _core.Mesh, plan: FilePlan, pr
         yield f"{before}\n{_quoted(record.key)}:{text}"
         before = ","
     yield '},\n"storage_data":{'
-    stored: dict[tuple[Part, int, str], str] = {}
-    for file in plan.files:  # not a key of a dict: its hash is that of all its names
-        name = _dump(file.name(prefix))
-        stored |= {(file.part, file.rank, key): name for key in file.keys}
+    files: dict[Part, dict[int, tuple[str, frozenset[str]]]] = {"model": {}, "optimizer": {}}
+    for file in plan.files:
+        files[file.part][file.rank] = _dump(file.name(prefix)), frozenset(file.keys)
     cells: dict[tuple[Places, tuple[str, ...]], list[_Cell]] = {}
     cells_of: dict[int, list[_Cell]] = {}  # by address of the layout
-    comma = ""
+    before = ""
     for record in records:
         of_grid = cells_of.get(id(record.layout))
         if of_grid is None:
@@ -224,10 +223,8 @@ def _texts(records: Sequence[TensorRecord], mesh: _core.Mesh, plan: FilePlan, pr
             if (place, axes) not in cells:
                 cells[place, axes] = _cells(mesh, place, axes)
             of_grid = cells_of[id(record.layout)] = cells[place, axes]
-        before, after = _shard_texts(record.key)
-        for cell in of_grid:
-            yield f"{comma}\n{before}{cell.offset}{after}:{_storage(record, cell, stored)}"
-            comma = ","
+        yield before + _storage(record, of_grid, files[record.part])
+        before = ","
     yield "}}\n"
 
 
@@ -304,21 +301,19 @@ def _tensor(record: TensorRecord, grid: _Grid) -> str:
     )
 
 
-def _storage(record: TensorRecord, cell: _Cell, stored: Mapping[tuple[Part, int, str], str]) -> str:
-    part, key = record.part, record.key
-    if len(cell.holders) == 1:
-        ((rank, rest),) = cell.holders
-        name = stored.get((part, rank, key))
-        if name is not None:
-            return f'[{{"file_name":{name}{rest}]'
-    entries = [
-        f'{{"file_name":{name}{rest}'
-        for rank, rest in cell.holders
-        if (name := stored.get((part, rank, key))) is not None
-    ]
-    if not entries:
-        raise ArgumentError(f"shard {cell.offset} of {show(key)} is in no file of the plan", key=key)
-    return f"[{','.join(entries)}]"
+def _storage(record: TensorRecord, cells: Sequence[_Cell], files: Mapping[int, tuple[str, frozenset[str]]]) -> str:
+    """The shards of a tensor, given the name and the keys of the file of each rank."""
+    key, none = record.key, ("", frozenset[str]())
+    before, after = _shard_texts(key)
+    texts = []
+    for offset, holders in cells:
+        entries = [
+            f'{{"file_name":{file[0]}{rest}' for rank, rest in holders if key in (file := files.get(rank, none))[1]
+        ]
+        if not entries:
+            raise ArgumentError(f"shard {offset} of {show(key)} is in no file of the plan", key=key)
+        texts.append(f"\n{before}{offset}{after}:[{','.join(entries)}]")
+    return ",".join(texts)
 
 
 def _shard_texts(key: str) -> tuple[str, str]:
