@@ -19,7 +19,7 @@ import reshard
 from reshard import _core
 from reshard.cli import main
 from reshard.errors import ArgumentError, CheckpointNotFoundError
-from reshard.verbs.diff import _boxes
+from reshard.indexing import boxes
 
 CKPT2 = Path(__file__).parent / "data" / "mindspore" / "ckpt2" / "checkpoint"
 TP2 = {"mesh": {"tp": 2}, "rules": [{"match": "w*", "cut": ["tp"]}, {"match": "*"}]}
@@ -172,7 +172,7 @@ def test_boxes_make_up_the_tensor(shape: tuple[int, ...], max_elements: int, bit
     if math.prod(shape) * bits % 8:
         return
     seen = np.zeros(shape, int)
-    for offset, extent in _boxes(shape, max_elements, bits):
+    for offset, extent in boxes(shape, max_elements, bits):
         seen[tuple(slice(o, o + n) for o, n in zip(offset, extent, strict=True))] += 1
         assert math.prod(extent) * bits % 8 == 0
         assert math.prod(extent) <= max_elements or bits < 8

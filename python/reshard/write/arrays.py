@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from reshard.formats.checkpoint2.names import Part
 
-__all__ = ["LocalArray", "Shard", "as_array", "local_arrays"]
-
 _MAX_NAME_BYTES = 1024
 
 
