@@ -14,6 +14,7 @@ from safetensors.numpy import save
 from tests.crc32c import crc32c
 
 from reshard.formats import manifest as manifests
+from reshard.storage.filesystem import MANIFEST_FILE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -101,7 +102,7 @@ def seal(folder: Path, iteration: int, **facts: Any) -> manifests.Manifest:
 
     shards, files, checksums = {}, {}, b""
     for path in sorted(folder.iterdir()):
-        if path.name.startswith(".") or path.name in (manifests.MANIFEST_FILE, manifests.CHECKSUMS_FILE):
+        if path.name.startswith(".") or path.name in (MANIFEST_FILE, manifests.CHECKSUMS_FILE):
             continue
         data = path.read_bytes()
         if path.suffix not in (".safetensors", ".arrays"):

@@ -13,7 +13,7 @@ from tests import original_reader
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError
 from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.formats.checkpoint2.names import CommonInfo
+from reshard.formats.checkpoint2.common import CommonInfo
 from reshard.strict_json import parse_json
 
 SAMPLES = Path(__file__).parent / "data" / "mindspore"

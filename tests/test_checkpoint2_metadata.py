@@ -9,7 +9,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -22,10 +22,13 @@ from tests import original_reader
 from reshard._core import Mesh
 from reshard.errors import ArgumentError, LayoutError, UnsupportedError
 from reshard.formats.checkpoint2 import names as checkpoint2
+from reshard.formats.checkpoint2.common import CommonInfo
 from reshard.formats.checkpoint2.metadata import inexpressible, write_metadata
-from reshard.formats.checkpoint2.names import CommonInfo, Part
 from reshard.formats.checkpoint2.shards import FilePlan, HeldShard, TensorRecord, assign, shard_id, shards_of
 from reshard.layout import Partition, TensorLayout
+
+if TYPE_CHECKING:
+    from reshard.formats.checkpoint2.names import Part
 
 SAMPLES = Path(__file__).parent / "data" / "mindspore"
 

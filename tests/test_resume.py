@@ -20,7 +20,7 @@ from reshard.errors import (
     ReshardError,
     UnsupportedError,
 )
-from reshard.formats.checkpoint2.names import CommonInfo
+from reshard.formats.checkpoint2.common import CommonInfo
 from reshard.resume import (
     BatchSchedule,
     CandidateFacts,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from reshard.checkpoint import StoredShard as StoredShard
     from reshard.checkpoint import TensorInfo as TensorInfo
     from reshard.events import Event as Event
-    from reshard.formats.checkpoint2.names import CommonInfo as CommonInfo
+    from reshard.formats.checkpoint2.common import CommonInfo as CommonInfo
     from reshard.formats.event_log import EventLog as EventLog
     from reshard.formats.state import per_rank as per_rank
     from reshard.interop import load_file as load_file
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "reshard.checkpoint": ("Checkpoint", "StoredShard", "TensorInfo"),
     "reshard.events": ("Event",),
-    "reshard.formats.checkpoint2.names": ("CommonInfo",),
+    "reshard.formats.checkpoint2.common": ("CommonInfo",),
     "reshard.formats.event_log": ("EventLog",),
     "reshard.formats.state": ("per_rank",),
     "reshard.interop": ("load_file", "safe_open", "save_file"),

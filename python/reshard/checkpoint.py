@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
+    from reshard._core import DeviceLayout
     from reshard.formats.base import CheckpointData, UnplacedTensor
     from reshard.layout import BoundLayout, ModelLayout
-    from reshard.layout.like import DeviceLayout
     from reshard.layout.strategy import Strategy
     from reshard.names import ConfigLike, NamesLike, ResolvedTensor
     from reshard.options import VerifyMode

@@ -29,32 +29,6 @@ if TYPE_CHECKING:
     from reshard import _core
     from reshard.names import NamesLike
 
-__all__ = [
-    "Checkpoint1Options",
-    "Commit",
-    "CommitLike",
-    "Files",
-    "FilesLike",
-    "FormatLike",
-    "InitFrom",
-    "InitFromLike",
-    "Interrupts",
-    "Options",
-    "Reading",
-    "Retention",
-    "RetentionLike",
-    "SaveOptions",
-    "Select",
-    "Strict",
-    "StrictLike",
-    "Verify",
-    "VerifyLike",
-    "VerifyMode",
-    "explains_moved",
-    "format_of",
-    "retention_of",
-]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -328,11 +328,6 @@ impl Layout {
         (0..self.mesh.n_folded(&free)).map(move |k| base + self.mesh.unfold(k, &free))
     }
 
-    /// Number of replicas of each part.
-    pub fn n_replicas(&self) -> u64 {
-        self.mesh.n_folded(&self.free_axes())
-    }
-
     /// Axes along which ranks are replicas.
     pub(crate) fn free_axes(&self) -> Vec<usize> {
         let cut = |axis: usize| {

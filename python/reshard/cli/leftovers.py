@@ -34,7 +34,7 @@ _OURS = frozenset(
     )
 )
 _OURS_IN_ITERATION = frozenset(
-    (manifests.MANIFEST_FILE, manifests.TRACKED_FILE, manifests.PINNED_FILE, filesystem.UNFINISHED_FILE)
+    (filesystem.MANIFEST_FILE, manifests.TRACKED_FILE, manifests.PINNED_FILE, filesystem.UNFINISHED_FILE)
 )
 
 

@@ -232,7 +232,13 @@ def echo_as_file(made: ModelLayout | NameMap, *, as_json: bool) -> None:
 
 
 def echo_more(n: int, what: str = "more", how: str = "--all lists them") -> None:
-    """Print how many lines are left out, if any are."""
+    """Print how much is left out, if anything is.
+
+    Args:
+        n: what is left out, as a number.
+        what: the noun of it.
+        how: the option that prints it.
+    """
     if n > 0:
         echo(f"and {n} {what}; {how}")
 

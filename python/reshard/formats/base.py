@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from reshard import _core
+    from reshard._core import DeviceLayout
     from reshard.formats.checkpoint2.common import CommonInfo
     from reshard.formats.dcp.run_state import Values
     from reshard.formats.manifest import Manifest
-    from reshard.layout.like import DeviceLayout
     from reshard.layout.strategy import Strategy
     from reshard.storage.store import Lock
 

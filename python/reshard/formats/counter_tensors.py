@@ -20,17 +20,6 @@ from reshard.words import show
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = [
-    "NAMES",
-    "OF_NO_PARAMETER",
-    "arrays_of",
-    "check_shape",
-    "common_of",
-    "is_counter",
-    "is_state",
-    "parameter_of",
-]
-
 NAMES = COUNTERS
 """Names of the counters."""
 

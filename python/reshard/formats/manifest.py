@@ -46,28 +46,6 @@ if TYPE_CHECKING:
     from reshard.storage.location import Location
     from reshard.storage.store import Lock
 
-__all__ = [
-    "CHECKSUMS_FILE",
-    "CHUNK_BYTES",
-    "MANIFEST_FILE",
-    "PINNED_FILE",
-    "TRACKED_FILE",
-    "Manifest",
-    "PlainEntry",
-    "ShardEntry",
-    "check_headers",
-    "check_sizes",
-    "digest_of",
-    "plain_entry",
-    "read",
-    "read_checksums",
-    "read_digest",
-    "read_lock",
-    "read_plain",
-    "set_checksums",
-    "write",
-]
-
 CHECKSUMS_FILE = "checksums.bin"
 TRACKED_FILE = ".tracked"
 PINNED_FILE = ".pinned"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import CheckpointNotFoundError, ReshardError, StorageError
 from reshard.formats import manifest as manifests
-from reshard.formats.manifest import MANIFEST_FILE
+from reshard.storage.filesystem import MANIFEST_FILE
 from reshard.storage.location import Location, locate
 from reshard.strict_json import parse_json
 from reshard.words import show

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from reshard import _core
 from reshard.errors import DamagedFileError, ReshardError, StorageError, UnsupportedError
 from reshard.formats import manifest as manifests
+from reshard.storage.filesystem import MANIFEST_FILE
 from reshard.storage.location import Location, locate
 from reshard.words import listed, show
 
@@ -34,7 +35,7 @@ def is_damage(error: ReshardError) -> bool:
         >>> is_damage(DamagedFileError("torn")), is_damage(StorageError("permission denied", errno=errno.EACCES))
         (True, False)
     """
-    if isinstance(error, UnsupportedError) and locate(str(error.path)).name == manifests.MANIFEST_FILE:
+    if isinstance(error, UnsupportedError) and locate(str(error.path)).name == MANIFEST_FILE:
         return False
     return not (isinstance(error, StorageError) and error.errno in _NOT_DAMAGE)
 

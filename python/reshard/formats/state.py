@@ -49,19 +49,6 @@ from reshard.strict_json import parse_json
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = [
-    "MAX_BYTES",
-    "RANK_LOCAL",
-    "PerRank",
-    "TorchSaved",
-    "arrays_file_name",
-    "digest_of",
-    "dump",
-    "file_name",
-    "load",
-    "per_rank",
-]
-
 MAX_BYTES = 64 << 20
 """Largest size of a text in bytes, without arrays."""
 

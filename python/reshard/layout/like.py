@@ -15,7 +15,6 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
-from reshard._core import DeviceLayout
 from reshard.errors import LayoutError
 from reshard.layout.file import LayoutFile
 from reshard.layout.partition import Cut, trimmed
@@ -26,15 +25,7 @@ from reshard.words import show
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-__all__ = [
-    "CheckpointLike",
-    "DeviceLayout",
-    "axis_names",
-    "common_spans",
-    "cut_on",
-    "mapping_like",
-    "stage_axis_name",
-]
+    from reshard._core import DeviceLayout
 
 
 class _Shaped(Protocol):

@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from reshard._core import DeviceLayout
 from reshard.errors import LayoutError
-from reshard.layout.like import DeviceLayout, axis_names, common_spans, cut_on, stage_axis_name
+from reshard.layout.like import axis_names, common_spans, cut_on, stage_axis_name
 from reshard.layout.partition import Partition, Places, TensorLayout
 from reshard.layout.patterns import glob_of
 from reshard.layout.resolve import Resolved

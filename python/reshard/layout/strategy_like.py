@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from reshard.layout.like import DeviceLayout
+from reshard._core import DeviceLayout
 from reshard.layout.strategy_layout import layouts_of
 
 if TYPE_CHECKING:

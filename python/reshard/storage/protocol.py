@@ -38,9 +38,9 @@ from reshard.errors import (
 )
 from reshard.formats import manifest as manifests
 from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.formats.manifest import CHECKSUMS_FILE, MANIFEST_FILE, PINNED_FILE, Manifest
+from reshard.formats.manifest import CHECKSUMS_FILE, PINNED_FILE, Manifest
 from reshard.storage import claims, filesystem, staging, trash
-from reshard.storage.filesystem import UNFINISHED_FILE
+from reshard.storage.filesystem import MANIFEST_FILE, UNFINISHED_FILE
 from reshard.storage.location import Location, locate
 from reshard.storage.recovery import recover, recover_locked
 from reshard.storage.staging import STAGING_FOLDER, StagedName

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from reshard.errors import ReshardError
 from reshard.formats import manifest as manifests
 from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.formats.manifest import MANIFEST_FILE, TRACKED_FILE
+from reshard.formats.manifest import TRACKED_FILE
 from reshard.storage import claims, filesystem, staging, trash
-from reshard.storage.filesystem import UNFINISHED_FILE
+from reshard.storage.filesystem import MANIFEST_FILE, UNFINISHED_FILE
 from reshard.storage.location import locate
 from reshard.storage.staging import STAGING_FOLDER, StagedName
 from reshard.storage.store import PROBE_PREFIX

@@ -83,8 +83,6 @@ if TYPE_CHECKING:
     from reshard.torch.state import Described
     from reshard.write.save import PendingSave, SaveReport
 
-__all__ = ["Checkpointer"]
-
 _log = logging.getLogger("reshard")
 
 _MAX_THREADS = 1024

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     from reshard.group import Group
 
-__all__ = ["EXIT_CODE", "EXIT_GRACE_S", "Notice", "NoticeStore", "Rendezvous", "Signals", "notice_store_of"]
-
 EXIT_CODE = 75
 """Exit code of a process that was signalled to end and has saved: EX_TEMPFAIL, "try again later"."""
 

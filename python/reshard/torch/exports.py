@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from reshard.options import SaveOptions
     from reshard.write.save import SaveReport
 
-__all__ = ["Exports", "export"]
-
 _log = logging.getLogger("reshard")
 
 _MODEL_FILES = ".model_files"

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from reshard.torch.emergency import Signals
     from reshard.torch.saving import Saver
 
-__all__ = ["exit_process", "save_after", "save_and_exit"]
-
 _log = logging.getLogger("reshard")
 
 

@@ -30,18 +30,6 @@ if TYPE_CHECKING:
     from reshard.torch.run import Run
     from reshard.torch.state import Described
 
-__all__ = [
-    "RestoreOptions",
-    "check_has_optimizer",
-    "check_restored",
-    "initial_state",
-    "restore_objects",
-    "restore_random",
-    "restore_sampler",
-    "restore_tensors",
-    "with_data_position",
-]
-
 
 @dataclass(frozen=True)
 class RestoreOptions:

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from reshard.torch.emergency import Rendezvous
     from reshard.write.save import PendingSave, SaveReport
 
-__all__ = ["Run", "interval", "number_of", "seconds_of"]
-
 _HOURS = r"(?:([0-9.]+)\s*(?:h|hours?))?"
 _MINUTES = r"(?:([0-9.]+)\s*min(?:utes?)?)?"
 _SECONDS = r"(?:([0-9.]+)\s*(?:s|sec|seconds?))?"

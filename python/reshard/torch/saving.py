@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from reshard.torch.state import Described
     from reshard.write.save import PendingSave, SaveReport
 
-__all__ = ["Saver"]
-
 _log = logging.getLogger("reshard")
 
 _MAX_FAILURES = 3  # consecutive saves that may fail before an error ends the run

@@ -24,8 +24,6 @@ from reshard.torch.tensors import from_tensor
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-__all__ = ["Staged", "Staging"]
-
 
 class _Copying(Protocol):
     """Copies in progress on one device."""

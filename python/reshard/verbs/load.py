@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from reshard.config import ConfigLike
     from reshard.events import OnEvent
     from reshard.formats.base import StrategyLike
-    from reshard.formats.checkpoint2.names import CommonInfo
+    from reshard.formats.checkpoint2.common import CommonInfo
     from reshard.options import VerifyLike
 
 _log = logging.getLogger("reshard")

@@ -15,11 +15,11 @@ from reshard.arguments import check
 from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, hints_without
 from reshard.events import Observers
-from reshard.formats import manifest as manifests
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.reader import open_folder
 from reshard.storage import claims, protocol, recovery, staging
+from reshard.storage.filesystem import MANIFEST_FILE
 from reshard.storage.location import Location, locate
 from reshard.verbs.verify import verify as verify_checkpoint
 from reshard.words import listed, show
@@ -168,7 +168,7 @@ def _move(root: Location, changes: Rollback) -> None:
     """Move the tracker, under the lock."""
     for number, name in checkpoint2.list_iterations(root):
         # Before the tracker moves: an iteration above it without the mark counts as one whose save was interrupted.
-        if number > changes.iteration and (root / name / manifests.MANIFEST_FILE).exists():
+        if number > changes.iteration and (root / name / MANIFEST_FILE).exists():
             staging.mark_tracked(root / name, durable=True)
     staging.move_tracker(root, changes.iteration, durable=True)
     staging.mark_tracked(_folder(root, changes.iteration), durable=True)

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from reshard.formats.checkpoint2.names import Part
 
-__all__ = ["LocalArray", "Shard", "as_array", "local_arrays"]
-
 _MAX_NAME_BYTES = 1024
 # Of the dtypes of ordinary numpy arrays their names, and the unsigned integers of their width.
 _PLAIN = {

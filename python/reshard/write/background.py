@@ -24,8 +24,6 @@ from reshard.write import process_end
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["PendingSave", "finish_previous", "snapshot_pool", "start"]
-
 _log = logging.getLogger("reshard")
 
 T = TypeVar("T")

@@ -48,17 +48,6 @@ if TYPE_CHECKING:
     from reshard.write.replicas import Copies, Replicas, State
     from reshard.write.shard_files import ShardFileMaker
 
-__all__ = [
-    "Published",
-    "RankInput",
-    "SaveFormat",
-    "SaveReport",
-    "SaveTask",
-    "log_once",
-    "save_collectively",
-    "save_failed",
-]
-
 _log = logging.getLogger("reshard")
 
 

@@ -14,8 +14,6 @@ from reshard.storage.location import Location, locate
 if TYPE_CHECKING:
     import os
 
-__all__ = ["PendingRollback", "forget", "get", "record"]
-
 
 @dataclass(frozen=True)
 class PendingRollback:

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["CLAIMS", "SAVES", "call_at_end"]
-
 # Priorities of finalizers, the highest first: below those of pools of workers (15), above those of managers (0).
 SAVES = 10
 CLAIMS = 5  # a save needs its claim

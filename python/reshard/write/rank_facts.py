@@ -31,18 +31,6 @@ if TYPE_CHECKING:
     from reshard.write.arrays import LocalArray
     from reshard.write.iteration import IterationPlan
 
-__all__ = [
-    "Fact",
-    "LastMade",
-    "RankFacts",
-    "check_options",
-    "check_state",
-    "facts_of",
-    "plan_iteration",
-    "plan_key",
-    "planned_bytes",
-]
-
 Shape = tuple[int, ...]
 T = TypeVar("T")
 

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from reshard.write.arrays import LocalArray
     from reshard.write.rank_facts import RankFacts
 
-__all__ = ["Copies", "RankLocal", "Replicas", "State", "is_any_of"]
-
 State: TypeAlias = "tuple[str, Mapping[str, np.ndarray]] | None"
 """Text and arrays of a rank's state files; None: it has none."""
 

@@ -35,10 +35,10 @@ from reshard.formats import manifest as manifests
 from reshard.formats import proofs, save_log, writer_mark
 from reshard.formats.checkpoint2 import candidates
 from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.formats.manifest import MANIFEST_FILE, PINNED_FILE, TRACKED_FILE
+from reshard.formats.manifest import PINNED_FILE, TRACKED_FILE
 from reshard.formats.scrub import is_damage, scrub_folder
 from reshard.storage import claims, filesystem, staging, trash
-from reshard.storage.filesystem import UNFINISHED_FILE
+from reshard.storage.filesystem import MANIFEST_FILE, UNFINISHED_FILE
 from reshard.storage.location import Location, locate
 from reshard.storage.trash import REMOVED, TRASH_FOLDER
 from reshard.words import show
@@ -49,8 +49,6 @@ if TYPE_CHECKING:
 
     from reshard.formats.manifest import Manifest
     from reshard.options import Retention
-
-__all__ = ["Facts", "Removed", "apply", "best_of", "must_read_back", "pin", "plan", "remove", "to_verify", "unpin"]
 
 _LAST_VERIFIED = "the last verified one"
 _MAX_ROUNDS = 5  # in a root that changes while it is looked at

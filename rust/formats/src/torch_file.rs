@@ -90,11 +90,6 @@ pub struct TorchFile {
 }
 
 impl TorchFile {
-    /// Whether some bytes are the beginning of such a file; of a zip archive it is not known what is in it.
-    pub fn is_head(head: &[u8]) -> bool {
-        head.starts_with(b"PK\x03\x04") || is_legacy_head(head)
-    }
-
     /// Reads the description of a file, or of a range of it. What the tensors hold is not read.
     ///
     /// # Errors

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reshard.formats import manifest as manifests
 from reshard.formats.base import Format, Match
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.tiled import names as tiles
+from reshard.storage.filesystem import MANIFEST_FILE
 
 if TYPE_CHECKING:
     from reshard.formats.base import CheckpointData, OpenOptions
@@ -44,5 +44,5 @@ CHECKPOINT1 = Checkpoint1()
 
 def _is_described(folder: Location) -> bool:
     """Whether a folder named like a rank folder holds another format, such as an iteration or a conversion."""
-    names = (checkpoint2.METADATA_FILE, tiles.TILES_FILE, manifests.MANIFEST_FILE)
+    names = (checkpoint2.METADATA_FILE, tiles.TILES_FILE, MANIFEST_FILE)
     return any((folder / name).exists() for name in names)

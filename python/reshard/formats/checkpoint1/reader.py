@@ -36,12 +36,12 @@ from reshard.words import listed, show
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
+    from reshard._core import DeviceLayout
     from reshard.checkpoint import Checkpoint
     from reshard.formats.base import StrategyLike, UnplacedTensor
     from reshard.formats.checkpoint1.candidates import SaveCandidate, SaveOrder
     from reshard.formats.checkpoint1.replicas import AssumedReplicas
     from reshard.formats.rank_file import OpenedRankFile
-    from reshard.layout.like import DeviceLayout
     from reshard.storage.location import Location
     from reshard.storage.store import Lock
 

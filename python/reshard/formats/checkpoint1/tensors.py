@@ -12,6 +12,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from reshard import _core, dtypes
+from reshard.counters import OF_NO_PARAMETER
 from reshard.errors import CoverageError, DamagedFileError, MismatchError
 from reshard.formats import counter_tensors
 from reshard.formats.base import StoredTensor, UnplacedTensor
@@ -25,7 +26,7 @@ from reshard.words import listed, show
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from reshard.formats.checkpoint2.names import CommonInfo
+    from reshard.formats.checkpoint2.common import CommonInfo
     from reshard.formats.rank_file import OpenedRankFile
     from reshard.storage.location import Location
 
@@ -246,4 +247,4 @@ class RankTensors:
 
 def _is_counter(key: str, held: Iterable[_core.FileArray]) -> bool:
     """Whether a key is a scalar or counter on every rank, independent of the sharding."""
-    return all(not one.shape or (key in counter_tensors.OF_NO_PARAMETER and one.shape == (1,)) for one in held)
+    return all(not one.shape or (key in OF_NO_PARAMETER and one.shape == (1,)) for one in held)

@@ -28,8 +28,8 @@ from reshard.conversion.destinations import (
     whole_tensors,
 )
 from reshard.conversion.writer import Settings, Writer
+from reshard.counters import OF_NO_PARAMETER
 from reshard.errors import ArgumentError, ReshardError, UnsupportedError
-from reshard.formats import counter_tensors
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1 import save_plan as rank_plan
 from reshard.formats.checkpoint1.names import STRATEGY_FOLDER, FileName, Meta
@@ -74,7 +74,7 @@ class Checkpoint1Writer(Writer):
 
     def apart(self, source: Checkpoint) -> Collection[str]:  # noqa: ARG002
         """All counters: they are in the file of every rank."""
-        return counter_tensors.OF_NO_PARAMETER
+        return OF_NO_PARAMETER
 
 
 def _write(

@@ -17,8 +17,6 @@ from typing import Literal, TypeAlias
 
 from reshard.errors import ArgumentError
 
-__all__ = ["Candidate", "Folder", "Order", "Policy", "left_behind", "order"]
-
 Policy: TypeAlias = Literal["tracker", "tracker_only", "highest"]
 
 

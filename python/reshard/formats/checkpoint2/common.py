@@ -20,8 +20,6 @@ from reshard.words import show
 if TYPE_CHECKING:
     import os
 
-__all__ = ["MAX_COMMON_BYTES", "CommonInfo"]
-
 MAX_COMMON_BYTES = 1 << 20
 _LEFT_OUT_WHILE_NONE = ("consumed_samples", "ckpt_status")
 

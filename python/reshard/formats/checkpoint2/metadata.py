@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from reshard.layout.partition import Cut, Places, TensorLayout
     from reshard.storage.location import Location
 
-__all__ = ["inexpressible", "write_metadata", "write_table"]
-
 MIN_TABLE_BYTES = 1 << 20  # a smaller file is decoded in some milliseconds
 
 # The dtypes that MindSpore's reader of shard files knows. One tensor of another dtype makes it refuse the file.

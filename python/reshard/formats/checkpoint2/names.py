@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError
-from reshard.formats.checkpoint2.common import MAX_COMMON_BYTES, CommonInfo
 from reshard.storage.location import locate
 from reshard.storage.names import component_fault
 from reshard.words import listed, show
@@ -27,29 +26,6 @@ if TYPE_CHECKING:
     import os
 
     from reshard.storage.store import Kind
-
-__all__ = [
-    "COMMON_FILE",
-    "MAX_COMMON_BYTES",
-    "METADATA_FILE",
-    "METADATA_TABLE_FILE",
-    "TRACKER_FILE",
-    "Candidates",
-    "CommonInfo",
-    "Part",
-    "ShardFileName",
-    "check_prefix",
-    "is_root",
-    "iteration_folder_name",
-    "list_iterations",
-    "list_shard_files",
-    "parse_iteration_folder",
-    "parse_shard_file_name",
-    "read_tracker",
-    "resolve_candidates",
-    "shard_file_name",
-    "write_tracker",
-]
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 COMMON_FILE = "common.json"

@@ -20,9 +20,11 @@ from reshard.formats import manifest as manifests
 from reshard.formats import state_files, writer_mark
 from reshard.formats.base import CheckpointData, Shapes, Traits
 from reshard.formats.checkpoint2 import names as checkpoint2
+from reshard.formats.checkpoint2.common import MAX_COMMON_BYTES, CommonInfo
 from reshard.formats.own_files import MAX_METADATA_BYTES, own_files
 from reshard.formats.state_loader import TorchSaved
 from reshard.formats.tiled import names as tiles
+from reshard.storage.filesystem import MANIFEST_FILE
 from reshard.storage.location import Location, locate
 from reshard.words import show
 
@@ -34,19 +36,6 @@ if TYPE_CHECKING:
     from reshard.formats.base import PartName
     from reshard.formats.manifest import Manifest
     from reshard.storage.store import Lock
-
-__all__ = [
-    "CHECKPOINT2",
-    "Chosen",
-    "FolderData",
-    "LockedManifest",
-    "chosen",
-    "locked_manifest",
-    "marks",
-    "open_chosen",
-    "open_folder",
-    "unfinished",
-]
 
 _log = logging.getLogger("reshard")
 
@@ -271,7 +260,7 @@ class LockedManifest:
             self._lock = manifests.read_lock(folder)
             self.manifest = manifests.read(folder)
         except CheckpointNotFoundError:
-            self.fault = f"there is no {manifests.MANIFEST_FILE}"
+            self.fault = f"there is no {MANIFEST_FILE}"
         except DamagedFileError as error:
             self.fault, self.is_damaged = error.message, True
         except BaseException:
@@ -334,7 +323,7 @@ class _Description:
     metadata: bytes | None
     table: bytes | None  # that of the metadata, which is not read then
     tiles: tiles.TilesFile | None
-    common: checkpoint2.CommonInfo | None
+    common: CommonInfo | None
     digest: str  # that of the manifest, if there is one
 
     @property
@@ -348,7 +337,7 @@ def _read_description(folder: Location, manifest: Manifest | None) -> _Descripti
     for name, max_bytes in (
         (checkpoint2.METADATA_FILE, MAX_METADATA_BYTES),
         (tiles.TILES_FILE, tiles.MAX_BYTES),
-        (checkpoint2.COMMON_FILE, checkpoint2.MAX_COMMON_BYTES),
+        (checkpoint2.COMMON_FILE, MAX_COMMON_BYTES),
     ):
         if table is not None and name == checkpoint2.METADATA_FILE:
             continue
@@ -363,7 +352,7 @@ def _read_description(folder: Location, manifest: Manifest | None) -> _Descripti
         read.get(checkpoint2.METADATA_FILE),
         table,
         None if tiled is None else tiles.parse(tiled, str(folder / tiles.TILES_FILE)),
-        None if common is None else checkpoint2.CommonInfo.parse(common, str(folder / checkpoint2.COMMON_FILE)),
+        None if common is None else CommonInfo.parse(common, str(folder / checkpoint2.COMMON_FILE)),
         _digest_of(read) if manifest is None else manifest.digest,
     )
 

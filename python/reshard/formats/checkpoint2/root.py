@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from reshard import _core
     from reshard.formats.base import CheckpointData, OpenOptions
 
-__all__ = ["CHECKPOINT2", "MAX_LOOKS", "TILED", "best_of", "newer_than", "order_of"]
-
 _log = logging.getLogger("reshard")
 
 MAX_LOOKS = 5  # at a root that changes while it is listed

@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from reshard.write.replicas import State
     from reshard.write.shard_files import ShardFile, ShardFileMaker
 
-__all__ = ["Checkpoint2Save"]
-
 _METADATA = {"format": "ms", **writer_mark.MARK}
 _LAST_SLEEP_S = 1.0
 _SYNCED_TOGETHER_BYTES = 64 << 20  # of a rank: small files are written first and then synced at the same time

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from reshard import _core
     from reshard.layout.partition import Places, TensorLayout
 
-__all__ = ["FilePlan", "HeldShard", "PlannedFile", "TensorRecord", "assign", "holders_of", "shard_id", "shards_of"]
-
 
 class TensorRecord(NamedTuple):
     """One tensor of a checkpoint and how it lies on the mesh.

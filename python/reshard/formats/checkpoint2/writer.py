@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from reshard.storage.location import Location
     from reshard.write.iteration import IterationPlan
 
-__all__ = ["Checkpoint2Writer"]
-
 # Entries of a root that are not checkpoints, but files of the save protocol.
 _BOOKKEEPING = {STAGING_FOLDER, TRASH_FOLDER, WRITERS_FOLDER, LOCK_FILE}
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from reshard.formats.base import CheckpointData, OpenOptions
     from reshard.storage.location import Location
 
-__all__ = ["DCP"]
-
 
 class Dcp(Format):
     """A folder of `torch.distributed.checkpoint`, or a root with a folder for each step."""

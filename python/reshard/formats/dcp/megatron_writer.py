@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from reshard.conversion.destinations import Job
     from reshard.storage.location import Location
 
-__all__ = ["MegatronWriter"]
-
 _COMMON_FILE = "common.pt"
 _FORMAT_FILE = "metadata.json"
 _RELEASE = "release"

@@ -14,8 +14,6 @@ from reshard.formats.torch_file.encode import Encoder, torch_dtype
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["Chunk", "Place", "Tensor", "encode"]
-
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _VERSION = "1.0.0"

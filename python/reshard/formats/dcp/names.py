@@ -21,21 +21,6 @@ from reshard.formats import writer_mark
 if TYPE_CHECKING:
     from reshard.storage.location import Location
 
-__all__ = [
-    "DATA_SUFFIX",
-    "MAX_METADATA_BYTES",
-    "METADATA_FILE",
-    "SAVE_ID",
-    "TRACKER_FILE",
-    "data_file",
-    "is_optimizer",
-    "is_ours",
-    "rank_of_file",
-    "rank_of_metadata",
-    "step_of",
-]
-
-
 METADATA_FILE = ".metadata"
 DATA_SUFFIX = ".distcp"
 TRACKER_FILE = "latest_checkpointed_iteration.txt"

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from reshard.formats.base import OpenOptions, PartName, RootEntry
     from reshard.formats.checkpoint2.common import CommonInfo
 
-__all__ = ["open_folder", "open_root"]
-
 _log = logging.getLogger("reshard")
 
 # name, file, first byte, bytes, transforms

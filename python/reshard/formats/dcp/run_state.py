@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-__all__ = ["Live", "RunState", "Values", "common_of", "flat_values", "read_region", "translated"]
-
 # The prefix of a model that is chosen when several fit as well, such as those of the model and its average.
 _PREFIXES = ("", "model.", "module.", "app.model.", "state_dict.", "model_state_dict.")
 # Other names of objects that `Checkpointer.resume` has arguments for.

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from reshard.storage.location import Location
 
-__all__ = ["FileName", "Stored", "check_files", "is_safetensors", "parse_name", "read_index"]
-
 _NAME = re.compile(r"shard-([0-9]{5,9})-model-([0-9]{5,9})-of-([0-9]{5,9})\.safetensors")
 _INFO = "DCP_SHARDING_INFO"
 _OFFSETS = "saved_offsets"

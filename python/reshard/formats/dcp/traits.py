@@ -4,6 +4,4 @@ from __future__ import annotations
 
 from reshard.formats.base import Traits
 
-__all__ = ["TRAITS"]
-
 TRAITS = Traits("dcp", has_sums=True)

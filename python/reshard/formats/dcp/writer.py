@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from reshard.conversion.destinations import Job
     from reshard.layout import BoundLayout
 
-__all__ = ["DcpWriter", "Folder", "plan_folder"]
-
 _ALIGN_BYTES = 64
 _MAX_VALUES = 100_000
 _MAX_DEPTH = 90

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from reshard.formats.base import CheckpointData, OpenOptions
     from reshard.storage.location import Location
 
-__all__ = ["DEEPSPEED"]
-
 
 class DeepSpeed(Format):
     """A checkpoint of DeepSpeed."""

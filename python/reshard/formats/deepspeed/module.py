@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from reshard.formats.deepspeed.states import StateFile
 
-__all__ = ["Module", "Tensors", "fragments"]
-
 _log = logging.getLogger("reshard")
 
 _MODULE = "module."

@@ -28,21 +28,6 @@ if TYPE_CHECKING:
 
     from reshard.storage.location import Location
 
-__all__ = [
-    "LATEST",
-    "LATEST_UNIVERSAL",
-    "MAX_TAG_BYTES",
-    "OPTIMIZER_FILE",
-    "TRAITS",
-    "ZERO_FOLDER",
-    "RankFiles",
-    "is_state_file",
-    "is_universal",
-    "rank_files",
-    "step_of",
-    "tag_of",
-]
-
 TRAITS = Traits("deepspeed")
 
 

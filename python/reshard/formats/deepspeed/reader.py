@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from reshard.storage.location import Location
     from reshard.storage.store import Lock
 
-__all__ = ["open_folder", "open_root"]
-
 _log = logging.getLogger("reshard")
 
 _DESCRIPTION = frozenset(

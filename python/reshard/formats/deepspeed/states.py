@@ -20,21 +20,6 @@ if TYPE_CHECKING:
     from reshard.formats.deepspeed.names import RankFiles
     from reshard.storage.location import Location
 
-__all__ = [
-    "PARTITIONED_STAGE",
-    "StateFile",
-    "as_shape",
-    "check_agreement",
-    "damaged",
-    "param_groups",
-    "read_file",
-    "read_files",
-    "read_scalars",
-    "stage_of",
-    "without_tensors",
-    "zero_state",
-]
-
 PARTITIONED_STAGE = 3
 
 _TENSOR_PARTS = ("rebuild", "Storage")

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from reshard.formats.deepspeed.module import Tensors
     from reshard.storage.location import Location
 
-__all__ = ["add_parameters"]
-
 _SUFFIX = ".pt"
 _STEP = "step"
 _PARAM = "param"

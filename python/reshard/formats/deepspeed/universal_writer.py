@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from reshard.conversion.destinations import Job
     from reshard.storage.location import Location
 
-__all__ = ["UniversalWriter"]
-
 _SUFFIX = "_universal"
 _STEP = "step"
 _DCP_STATE = "optimizer.state."

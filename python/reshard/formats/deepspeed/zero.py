@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from reshard.formats.deepspeed.module import Module, Tensors
     from reshard.formats.deepspeed.states import StateFile
 
-__all__ = ["WEIGHT", "add_state", "steps"]
-
 WEIGHT = "fp32"
 _STEP = "step"
 

@@ -19,7 +19,7 @@ from reshard.conversion.destinations import (
     set_original_modes,
 )
 from reshard.conversion.writer import Settings, Writer
-from reshard.formats import counter_tensors
+from reshard.counters import OF_NO_PARAMETER
 from reshard.formats.full_weights import names as full_weights
 from reshard.storage.location import locate
 
@@ -46,7 +46,7 @@ class FullWeightsWriter(Writer):
 
     def apart(self, source: Checkpoint) -> Collection[str]:  # noqa: ARG002
         """All counters: they have a file of their own."""
-        return counter_tensors.OF_NO_PARAMETER
+        return OF_NO_PARAMETER
 
 
 def _write(job: Job, max_part_bytes: int | None, *, original_modes: bool) -> Written:

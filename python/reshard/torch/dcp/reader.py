@@ -27,7 +27,7 @@ from torch.futures import Future
 
 from reshard import _core, dtypes
 from reshard.errors import ArgumentError, CoverageError, MismatchError
-from reshard.formats.state import TorchSaved
+from reshard.formats.state_loader import TorchSaved
 from reshard.opening import open as open_checkpoint
 from reshard.options import Verify
 from reshard.outputs import fill

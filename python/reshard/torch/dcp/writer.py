@@ -36,6 +36,7 @@ from reshard.formats.checkpoint2.common import CommonInfo
 from reshard.formats.checkpoint2.save import Checkpoint2Save
 from reshard.formats.dcp.names import is_optimizer
 from reshard.formats.save_log import SaveRecord
+from reshard.formats.state_loader import TorchSaved
 from reshard.options import SaveOptions
 from reshard.storage import claims, protocol
 from reshard.storage.host import boot_id
@@ -388,7 +389,7 @@ class Writer(StorageWriter):
         for one in written:
             for number, of_number in one.records.items():
                 records[number] |= of_number
-        objects = {name: state.TorchSaved(data) for one in written for name, data in one.objects.items()}
+        objects = {name: TorchSaved(data) for one in written for name, data in one.objects.items()}
         if STATE_NAME in objects:
             raise ArgumentError(f"{STATE_NAME} is a name that is taken", key=STATE_NAME)
         paths = {name: tuple(path) for name, path in (metadata.planner_data or {}).items()}

@@ -1,7 +1,7 @@
 //! Strict parsing of JSON into plain records over a streaming parser: fields in any order, none of them twice, plain
 //! integers, bounded lists and bounded nesting. Unknown fields are skipped, under the same limits.
 
-use reshard_core::header::NUMBER_END;
+use reshard_core::header::{MAX_RANK, NUMBER_END};
 use serde::de::{self, DeserializeSeed, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
 use std::borrow::Cow;
 use std::collections::HashSet;
@@ -20,6 +20,16 @@ pub(super) trait Record<'de> {
 
     /// Reads the value of a field from `map`. It is called at most once for each field.
     fn field<A: MapAccess<'de>>(&mut self, field: usize, map: &mut A) -> Result<(), A::Error>;
+}
+
+/// Reads the value of a field.
+pub(super) fn read<'de, A: MapAccess<'de>, S: DeserializeSeed<'de>>(
+    map: &mut A,
+    seed: S,
+    into: &mut Option<S::Value>,
+) -> Result<(), A::Error> {
+    *into = Some(map.next_value_seed(seed)?);
+    Ok(())
 }
 
 /// An object whose keys are data.
@@ -108,13 +118,8 @@ impl<'de, R: Record<'de>> Visitor<'de> for Object<'_, R> {
 }
 
 /// Reads a list of records.
+#[derive(Default)]
 pub(super) struct Records<R>(PhantomData<R>);
-
-impl<R> Default for Records<R> {
-    fn default() -> Self {
-        Self(PhantomData)
-    }
-}
 
 impl<'de, R: Record<'de> + Default> DeserializeSeed<'de> for Records<R> {
     type Value = Vec<R>;
@@ -144,13 +149,8 @@ impl<'de, R: Record<'de> + Default> Visitor<'de> for Records<R> {
 }
 
 /// Reads a record or null.
+#[derive(Default)]
 pub(super) struct Nullable<R>(PhantomData<R>);
-
-impl<R> Default for Nullable<R> {
-    fn default() -> Self {
-        Self(PhantomData)
-    }
-}
 
 impl<'de, R: Record<'de> + Default> DeserializeSeed<'de> for Nullable<R> {
     type Value = Option<R>;
@@ -179,6 +179,7 @@ impl<'de, R: Record<'de> + Default> Visitor<'de> for Nullable<R> {
 }
 
 /// Reads a string, without a copy if it has no escapes.
+#[derive(Clone, Copy)]
 pub(super) struct Text;
 
 impl<'de> DeserializeSeed<'de> for Text {
@@ -206,6 +207,7 @@ impl<'de> Visitor<'de> for Text {
 }
 
 /// Reads a plain integer from 0 to 2^63 - 1.
+#[derive(Clone, Copy)]
 pub(super) struct Number;
 
 impl<'de> DeserializeSeed<'de> for Number {
@@ -232,98 +234,81 @@ impl Visitor<'_> for Number {
     }
 }
 
-/// Reads a list of numbers.
-pub(super) struct Numbers {
+/// Reads a list of values of one kind.
+pub(super) struct List<S> {
     max_len: usize,
+    seed: S,
+    what: &'static str,
 }
 
-impl Numbers {
-    pub(super) fn at_most(max_len: usize) -> Self {
-        Self { max_len }
+impl List<Number> {
+    pub(super) fn numbers(max_len: usize) -> Self {
+        Self {
+            max_len,
+            seed: Number,
+            what: "plain integers",
+        }
     }
 }
 
-impl<'de> DeserializeSeed<'de> for Numbers {
-    type Value = Vec<u64>;
+impl List<Text> {
+    pub(super) fn texts(max_len: usize) -> Self {
+        Self {
+            max_len,
+            seed: Text,
+            what: "strings",
+        }
+    }
+}
 
-    fn deserialize<D: Deserializer<'de>>(self, json: D) -> Result<Vec<u64>, D::Error> {
+impl List<Axes> {
+    /// `tensor_map`: for each dim an axis, -1, or a list of them. -1 means no axis and is dropped.
+    pub(super) fn tensor_map() -> Self {
+        Self::axes(false)
+    }
+
+    fn axes(is_nested: bool) -> Self {
+        Self {
+            max_len: MAX_RANK,
+            seed: Axes { is_nested },
+            what: "axes, -1 and lists of them",
+        }
+    }
+}
+
+impl<'de, S: DeserializeSeed<'de> + Copy> DeserializeSeed<'de> for List<S> {
+    type Value = Vec<S::Value>;
+
+    fn deserialize<D: Deserializer<'de>>(self, json: D) -> Result<Self::Value, D::Error> {
         json.deserialize_seq(self)
     }
 }
 
-impl<'de> Visitor<'de> for Numbers {
-    type Value = Vec<u64>;
+impl<'de, S: DeserializeSeed<'de> + Copy> Visitor<'de> for List<S> {
+    type Value = Vec<S::Value>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "a list of at most {} plain integers", self.max_len)
+        write!(f, "a list of at most {} {}", self.max_len, self.what)
     }
 
-    fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<Vec<u64>, A::Error> {
-        collect(seq, self.max_len, || Number)
-    }
-}
-
-/// Reads a list of strings.
-pub(super) struct Texts {
-    max_len: usize,
-}
-
-impl Texts {
-    pub(super) fn at_most(max_len: usize) -> Self {
-        Self { max_len }
-    }
-}
-
-impl<'de> DeserializeSeed<'de> for Texts {
-    type Value = Vec<String>;
-
-    fn deserialize<D: Deserializer<'de>>(self, json: D) -> Result<Vec<String>, D::Error> {
-        json.deserialize_seq(self)
-    }
-}
-
-impl<'de> Visitor<'de> for Texts {
-    type Value = Vec<String>;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "a list of at most {} strings", self.max_len)
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<Vec<String>, A::Error> {
-        Ok(collect(seq, self.max_len, || Text)?
-            .into_iter()
-            .map(Cow::into_owned)
-            .collect())
-    }
-}
-
-/// Reads `tensor_map`: for each dim an axis, -1, or a list of them. -1 means no axis and is dropped.
-pub(super) struct TensorMap;
-
-impl<'de> DeserializeSeed<'de> for TensorMap {
-    type Value = Vec<Vec<u64>>;
-
-    fn deserialize<D: Deserializer<'de>>(self, json: D) -> Result<Vec<Vec<u64>>, D::Error> {
-        json.deserialize_seq(self)
-    }
-}
-
-impl<'de> Visitor<'de> for TensorMap {
-    type Value = Vec<Vec<u64>>;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a list of axes and lists of axes")
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<Vec<Vec<u64>>, A::Error> {
-        collect(seq, reshard_core::header::MAX_RANK, || Axes {
-            is_nested: false,
-        })
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Self::Value, A::Error> {
+        let mut values = Vec::new();
+        while let Some(value) = seq.next_element_seed(self.seed)? {
+            if values.len() == self.max_len {
+                return Err(A::Error::custom(format_args!(
+                    "a list has more than {} entries",
+                    self.max_len
+                )));
+            }
+            values.push(value);
+        }
+        Ok(values)
     }
 }
 
 /// An axis, -1, or a list of them, which is not nested further.
-struct Axes {
+#[derive(Clone, Copy)]
+pub(super) struct Axes {
     is_nested: bool,
 }
 
@@ -362,28 +347,8 @@ impl<'de> Visitor<'de> for Axes {
         if self.is_nested {
             return Err(A::Error::invalid_type(de::Unexpected::Seq, &self));
         }
-        Ok(collect(seq, reshard_core::header::MAX_RANK, || Axes {
-            is_nested: true,
-        })?
-        .concat())
+        Ok(List::axes(true).visit_seq(seq)?.concat())
     }
-}
-
-fn collect<'de, A: SeqAccess<'de>, S: DeserializeSeed<'de>>(
-    mut seq: A,
-    max_len: usize,
-    seed: impl Fn() -> S,
-) -> Result<Vec<S::Value>, A::Error> {
-    let mut values = Vec::new();
-    while let Some(value) = seq.next_element_seed(seed())? {
-        if values.len() == max_len {
-            return Err(A::Error::custom(format_args!(
-                "a list has more than {max_len} entries"
-            )));
-        }
-        values.push(value);
-    }
-    Ok(values)
 }
 
 /// Skips a value of any type. A value that is nested too deep or has duplicate keys is an error.

@@ -1,8 +1,6 @@
 //! The records of a `metadata.json` during parsing. A field that has not been read is `None`.
 
-use super::json::{
-    Nullable, Number, Numbers, Object, Record, Records, Skip, TensorMap, Text, Texts,
-};
+use super::json::{List, Nullable, Number, Object, Record, Records, Skip, Text, read};
 use super::{DeviceLayout, MAX_RANKS};
 use reshard_core::error::{Error, Kind, Printable, Result};
 use reshard_core::header::MAX_RANK;
@@ -32,20 +30,14 @@ impl<'de> Record<'de> for TensorRecord<'de> {
     fn field<A: MapAccess<'de>>(&mut self, field: usize, map: &mut A) -> Result<(), A::Error> {
         match field {
             0 => map.next_value_seed(Object(self.properties.insert(PropertiesRecord::default()))),
-            1 => map
-                .next_value_seed(Numbers::at_most(MAX_RANK))
-                .map(|shape| self.shape = Some(shape)),
-            2 => map
-                .next_value_seed(Numbers::at_most(MAX_RANK))
-                .map(|parts| self.fragmentations = Some(parts)),
+            1 => read(map, List::numbers(MAX_RANK), &mut self.shape),
+            2 => read(map, List::numbers(MAX_RANK), &mut self.fragmentations),
             3 => {
                 self.has_layout = true;
                 map.next_value_seed(Nullable::default())
                     .map(|layout| self.layout = layout)
             }
-            _ => map
-                .next_value_seed(Records::default())
-                .map(|chunks| self.chunks = Some(chunks)),
+            _ => read(map, Records::default(), &mut self.chunks),
         }
     }
 }
@@ -65,9 +57,7 @@ impl<'de> Record<'de> for PropertiesRecord<'de> {
 
     fn field<A: MapAccess<'de>>(&mut self, field: usize, map: &mut A) -> Result<(), A::Error> {
         match field {
-            0 => map
-                .next_value_seed(Text)
-                .map(|dtype| self.dtype = Some(dtype)),
+            0 => read(map, Text, &mut self.dtype),
             // These fields are not used: `storage_data` lists the ranks that hold a shard.
             _ => map.next_value_seed(Skip::default()),
         }
@@ -94,21 +84,15 @@ impl<'de> Record<'de> for LayoutRecord {
 
     fn field<A: MapAccess<'de>>(&mut self, field: usize, map: &mut A) -> Result<(), A::Error> {
         match field {
-            0 => map
-                .next_value_seed(Numbers::at_most(MAX_RANK))
-                .map(|sizes| self.device_matrix = Some(sizes)),
-            1 => map
-                .next_value_seed(TensorMap)
-                .map(|axes| self.tensor_map = Some(axes)),
+            0 => read(map, List::numbers(MAX_RANK), &mut self.device_matrix),
+            1 => read(map, List::tensor_map(), &mut self.tensor_map),
             2 => map
                 .next_value()
                 .map(|is_interleaved| self.is_interleaved = Some(is_interleaved)),
-            3 => map
-                .next_value_seed(Texts::at_most(MAX_RANK))
-                .map(|names| self.alias_name = Some(names)),
-            _ => map
-                .next_value_seed(Numbers::at_most(MAX_RANKS))
-                .map(|ranks| self.rank_list = Some(ranks)),
+            3 => map.next_value_seed(List::texts(MAX_RANK)).map(|names| {
+                self.alias_name = Some(names.into_iter().map(Cow::into_owned).collect());
+            }),
+            _ => read(map, List::numbers(MAX_RANKS), &mut self.rank_list),
         }
     }
 }
@@ -186,12 +170,8 @@ impl<'de> Record<'de> for ChunkRecord {
 
     fn field<A: MapAccess<'de>>(&mut self, field: usize, map: &mut A) -> Result<(), A::Error> {
         match field {
-            0 => map
-                .next_value_seed(Numbers::at_most(MAX_RANK))
-                .map(|offset| self.offset = Some(offset)),
-            _ => map
-                .next_value_seed(Numbers::at_most(MAX_RANK))
-                .map(|shape| self.local_shape = Some(shape)),
+            0 => read(map, List::numbers(MAX_RANK), &mut self.offset),
+            _ => read(map, List::numbers(MAX_RANK), &mut self.local_shape),
         }
     }
 }
@@ -208,10 +188,8 @@ impl<'de> Record<'de> for HolderRecord<'de> {
 
     fn field<A: MapAccess<'de>>(&mut self, field: usize, map: &mut A) -> Result<(), A::Error> {
         match field {
-            0 => map.next_value_seed(Text).map(|file| self.file = Some(file)),
-            1 => map
-                .next_value_seed(Number)
-                .map(|rank| self.rank = Some(rank)),
+            0 => read(map, Text, &mut self.file),
+            1 => read(map, Number, &mut self.rank),
             // The ranks that held the same shard. It is not used: every stored copy is valid.
             _ => map.next_value_seed(Skip::default()),
         }
