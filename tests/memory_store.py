@@ -175,8 +175,13 @@ class MemoryStore(Store):
     def sync_folder(self, path: str) -> None:
         pass
 
-    def sync_files(self, folder: str, names: Sequence[str]) -> None:
+    def sync_together(self, files: Sequence[str], folders: Sequence[str]) -> None:
         pass
+
+    def replace_after(
+        self, path: str, data: bytes, mode: int = 0o666, *, files: Sequence[str], folders: Sequence[str]
+    ) -> None:
+        self.put(path, data)
 
     def set_mode(self, path: str, mode: int) -> None:
         pass

@@ -31,6 +31,7 @@ from tests.small_saves import (
     save,
     stopped_at,
     stopped_at_step,
+    sync_by_python,
     tracker,
     write_files,
 )
@@ -124,7 +125,7 @@ def test_files_that_the_core_wrote(root: Path) -> None:
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is synced and what gets a name from now on, without random names. The core's own calls are not recorded."""
+    """What is synced and named from now on, without random names; not what the core does for its own files."""
     events: list[str] = []
     real: dict[str, Any] = {"fsync": os.fsync, "replace": os.replace, "rename": _core.rename}
 
@@ -140,6 +141,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "replace", rename)
     monkeypatch.setattr(_core, "rename", rename)
+    monkeypatch.setattr(_core, "sync_together", sync_by_python)
     return events
 
 
@@ -151,11 +153,12 @@ def test_everything_is_synced_before_it_is_named(root: Path, monkeypatch: pytest
     events = recorded(monkeypatch)
     protocol.publish(attempt, protocol.seal(attempt, told, world_size=2))
     assert events == [
-        "name checksums.bin", "sync checksums.bin", "sync 200.1.*",
-        "sync .manifest.json.*.tmp", "name manifest.json", "sync 200.1.*",
-        "name iteration_00000200", "sync root", "sync .staging",
-        "sync .latest_checkpointed_iteration.txt.*.tmp", "name latest_checkpointed_iteration.txt", "sync root",
-        "sync .tracked", "sync iteration_00000200",
+        "name checksums.bin",
+        "sync checksums.bin", "sync .manifest.json.*.tmp", "sync 200.1.*", "name manifest.json",
+        "name iteration_00000200",
+        "sync .latest_checkpointed_iteration.txt.*.tmp", "sync iteration_00000200", "sync root", "sync .staging",
+        "name latest_checkpointed_iteration.txt",
+        "sync .tracked", "sync iteration_00000200", "sync root",
     ]  # fmt: skip
     events.clear()
     save(root, 300, durable=False)
@@ -193,6 +196,7 @@ def test_a_file_that_cannot_be_synced_fails_the_save(root: Path, monkeypatch: py
         real(handle)
 
     monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(_core, "sync_together", sync_by_python)
     with pytest.raises(StorageError, match=r"syncing .*metadata.json"):
         reshard.save(root, 100, {"w": np.zeros(4)})
     assert not (root / "iteration_00000100").exists()
@@ -475,7 +479,8 @@ def test_what_a_failed_replacement_left_goes_with_the_next_save(root: Path, monk
     assert all_held(root) == {(100, 1), (200, 0)}
 
 
-def test_nothing_is_synced_again_after_a_sync_that_failed(root: Path) -> None:
+def test_nothing_is_synced_again_after_a_sync_that_failed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_core, "sync_together", sync_by_python)
     save(root, 100)
     for place in range(1000):
         attempt = protocol.begin(root, 200)
@@ -956,6 +961,7 @@ def test_the_old_one_is_not_given_up_for_a_new_one_whose_name_may_not_last(root:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", fsync)
+        patch.setattr(_core, "sync_together", sync_by_python)
         with pytest.raises(StorageError):
             protocol.publish(attempt, manifest)
     protocol.abandon(attempt)
@@ -1033,6 +1039,6 @@ def test_every_named_step_is_announced(root: Path) -> None:
     with stopped_at_step(1000, kill_self) as seen:
         save(root, 100)
     wanted = ["make root", "make .writers", "make epoch_1", "make .staging", "make .trash", "write checksums.bin",
-        "write manifest.json", "rename 100.1.", "sync root", "move the tracker", "make .tracked"]  # fmt: skip
+        "write manifest.json", "rename 100.1.", "move the tracker", "make .tracked", "sync .tracked and"]  # fmt: skip
     rest = iter(seen)
     assert all(any(name.startswith(one) for name in rest) for one in wanted), seen

@@ -52,6 +52,7 @@ __all__ = [
     "read_torch_object",
     "rename",
     "scrub",
+    "sync_together",
     "write_arrays",
 ]
 
@@ -815,6 +816,17 @@ def rename(source: str, target: str, *, exchange: bool) -> None:
         source: the current path.
         target: the new path; without `exchange` it must not exist.
         exchange: exchange the two paths.
+    """
+
+def sync_together(files: Sequence[str], folders: Sequence[str]) -> None:
+    """Make files and the entries of folders durable, each by a thread of its own: a journal commits them once.
+
+    Args:
+        files: regular files; a symbolic link is an error.
+        folders: folders.
+
+    Raises:
+        OSError: the first path that failed, in `filename`. After it none of them counts as durable.
     """
 
 @final

@@ -41,7 +41,7 @@ from reshard.words import show
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
     from reshard.storage.location import Location
     from reshard.storage.store import Lock
@@ -276,20 +276,34 @@ def read(folder: str | os.PathLike[str]) -> Manifest:
     return manifest
 
 
-def write(folder: str | os.PathLike[str], manifest: Manifest, mode: int = 0o666, *, durable: bool = True) -> None:
-    """Write the manifest atomically. Everything that it lists must be durable before.
+def write(
+    folder: str | os.PathLike[str],
+    manifest: Manifest,
+    mode: int = 0o666,
+    *,
+    durable: bool = True,
+    unsynced: Sequence[str] = (),
+) -> None:
+    """Write the manifest atomically, after everything that it lists is durable.
 
     Args:
         folder: the folder.
         manifest: its manifest.
         mode: permission bits of the file, less the umask.
-        durable: sync the file and the folder.
+        durable: sync the file, and the names in the folder, before the manifest gets its name, which becomes durable
+            with the folder.
+        unsynced: files in the folder that are not durable yet; with `durable` they are synced at the same time.
 
     Raises:
         StorageError: the system failed; an earlier manifest is unchanged.
     """
     data = _body(manifest) + f',\n"digest":"{manifest.digest}"}}\n'.encode()
-    filesystem.replace_file(locate(folder) / MANIFEST_FILE, data, mode, durable=durable)
+    place = locate(folder)
+    if durable:
+        files = [place / name for name in unsynced]
+        filesystem.replace_after(place / MANIFEST_FILE, data, mode, files=files, folders=[place])
+    else:
+        filesystem.replace_file(place / MANIFEST_FILE, data, mode, durable=False)
 
 
 def _body(manifest: Manifest) -> bytes:

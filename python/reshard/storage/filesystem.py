@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Collection, Sequence
 
+    from reshard.storage.location import Location
+
 __all__ = [
     "MANIFEST_FILE",
     "UNFINISHED_FILE",
@@ -29,9 +31,10 @@ __all__ = [
     "remove_file",
     "remove_folder",
     "rename",
+    "replace_after",
     "replace_file",
     "sync",
-    "sync_files",
+    "sync_together",
 ]
 
 MANIFEST_FILE = "manifest.json"
@@ -66,11 +69,18 @@ def sync(folder: str | os.PathLike[str]) -> None:
     place.store.sync_folder(place.path)
 
 
-def sync_files(folder: str | os.PathLike[str], names: Sequence[str]) -> None:
-    """Make files durable, and their names. Raises StorageError; after that none of them counts as durable."""
-    place = locate(folder)
-    _step(f"sync files of {place.name}")
-    place.store.sync_files(place.path, names)
+def sync_together(files: Sequence[Location], folders: Sequence[Location]) -> None:
+    """Make files and the names in folders durable, at the same time.
+
+    Args:
+        files: the files.
+        folders: one or more folders.
+
+    Raises:
+        StorageError: the system failed; after that none of them counts as durable.
+    """
+    _step(f"sync {' and '.join(one.name for one in (*files, *folders))}")
+    folders[0].store.sync_together([one.path for one in files], [one.path for one in folders])
 
 
 def make_folder(path: str | os.PathLike[str], mode: int, *, durable: bool) -> None:
@@ -136,6 +146,27 @@ def replace_file(path: str | os.PathLike[str], data: bytes, mode: int = 0o666, *
     place = locate(path)
     _step(f"write {place.name}")
     place.store.replace(place.path, data, mode, durable=durable)
+
+
+def replace_after(
+    path: Location, data: bytes, mode: int = 0o666, *, files: Sequence[Location] = (), folders: Sequence[Location] = ()
+) -> None:
+    """Write a small file as `replace_file` does, once its content, other files and the names in folders are durable.
+
+    Args:
+        path: the file. Its name becomes durable with its folder.
+        data: its content.
+        mode: permission bits, less the umask.
+        files: files that are not durable yet.
+        folders: folders whose names are not.
+
+    Raises:
+        StorageError: the system failed; the file is as it was, and none of the others counts as durable.
+    """
+    _step(f"write {path.name}")
+    path.store.replace_after(
+        path.path, data, mode, files=[one.path for one in files], folders=[one.path for one in folders]
+    )
 
 
 def rename(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:

@@ -10,7 +10,6 @@ import errno
 import fcntl
 import os
 import stat as modes
-import threading
 import time
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from reshard.storage.store import Kind
 
 _PIECE_BYTES = 4 << 20
-_SYNC_THREADS = 8
 _GROWN_BYTES = 1 << 16  # what is asked for at a time of a file that grows while it is read
 # Without O_NONBLOCK the open of a pipe waits for a writer for ever.
 _SAFE = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
@@ -185,26 +183,25 @@ class LocalStore(Store):
     @contextlib.contextmanager
     def writing(self, path: str, mode: int = 0o666, *, durable: bool) -> Iterator[BinaryIO]:
         """See `Store.writing`: a temporary file in the same folder, synced, then renamed."""
-        folder, name = os.path.split(path)
-        # Hidden, and with no suffix that a reader lists: a crash may leave it behind.
-        temporary = os.path.join(folder, f".{name[:200]}.{os.urandom(8).hex()}.tmp")
-        with failing("writing", path):
-            # The mode is set when the file is made: at no time can others read what they should not.
-            handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
-            try:
-                with open(handle, "wb", buffering=1 << 20) as file:
-                    yield file
-                    file.flush()
-                    if durable:
-                        os.fsync(handle)
-                os.replace(temporary, path)
-            except BaseException:
-                # After a failed sync the pages may count as clean: the file is removed, never synced a second time.
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
-                raise
+        with failing("writing", path), _renamed(path, mode) as (handle, _):
+            with open(handle, "wb", buffering=1 << 20) as file:
+                yield file
+                file.flush()
+                if durable:
+                    os.fsync(handle)
         if durable:
-            self.sync_folder(folder or ".")
+            self.sync_folder(os.path.dirname(path) or ".")
+
+    def replace_after(
+        self, path: str, data: bytes, mode: int = 0o666, *, files: Sequence[str], folders: Sequence[str]
+    ) -> None:
+        """See `Store.replace_after`."""
+        with failing("writing", path), _renamed(path, mode) as (handle, temporary):
+            try:
+                _write(handle, data)
+            finally:
+                os.close(handle)  # where a network file system reports that it could not keep the data
+            self.sync_together([*files, temporary], folders)
 
     def append_line(self, path: str, line: bytes, mode: int = 0o666, *, durable: bool) -> None:
         """See `Store.append_line`."""
@@ -240,36 +237,12 @@ class LocalStore(Store):
         with failing("syncing the folder", path):
             _sync(path, os.O_DIRECTORY)
 
-    def sync_files(self, folder: str, names: Sequence[str]) -> None:
-        """See `Store.sync_files`: each file by a thread.
-
-        A journal commits what is synced at the same time once: four small files take 1 ms, one after the other 11 ms.
-        """
-        errors: list[BaseException] = []
-
-        def sync(path: str) -> None:
-            try:
-                with failing("syncing", path):
-                    _sync(path, os.O_NOFOLLOW)
-            except BaseException as error:  # noqa: BLE001  raised below
-                errors.append(error)
-
-        paths = [os.path.join(folder, name) for name in names]
-        for start in range(0, len(paths), _SYNC_THREADS):
-            threads = []
-            for path in paths[start : start + _SYNC_THREADS]:
-                thread = threading.Thread(target=sync, args=(path,), name="reshard-sync", daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError:  # the interpreter ends, or there are too many threads
-                    sync(path)
-                else:
-                    threads.append(thread)
-            for thread in threads:
-                thread.join()
-        if errors:
-            raise errors[0]
-        self.sync_folder(folder)
+    def sync_together(self, files: Sequence[str], folders: Sequence[str]) -> None:
+        """See `Store.sync_together`: each by a thread of the core, as a journal commits once what comes together."""
+        try:
+            _core.sync_together(files, folders)
+        except OSError as error:
+            raise _failed("syncing", error.filename or folders[0], error) from error
 
     def rename(self, source: str, target: str, *, replace: bool = False) -> None:
         """See `Store.rename`.
@@ -684,6 +657,27 @@ def _remove(name: str, folder: int) -> None:
         if error.errno not in (errno.EISDIR, errno.EPERM):
             raise
         _remove_tree(name, dir_fd=folder)  # by handles too, where there are such, as on Linux
+
+
+@contextlib.contextmanager
+def _renamed(path: str, mode: int) -> Iterator[tuple[int, str]]:
+    """A new temporary file beside `path`, by handle and path, renamed to `path` when the block ends without an error.
+
+    The block closes the handle.
+    """
+    folder, name = os.path.split(path)
+    # Hidden, and with no suffix that a reader lists: a crash may leave it behind.
+    temporary = os.path.join(folder, f".{name[:200]}.{os.urandom(8).hex()}.tmp")
+    # The mode is set when the file is made: at no time can others read what they should not.
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+    try:
+        yield handle, temporary
+        os.replace(temporary, path)
+    except BaseException:
+        # After a failed sync the pages may count as clean: the file is removed, never synced a second time.
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
 
 
 def _sync(path: str, flags: int) -> None:

@@ -175,7 +175,7 @@ def begin(
         _check_one_filesystem(place)
         for line in recover_locked(claim, below=0 if rollback else iteration, durable=durable):
             _log.warning("%s: %s", place, line)
-        tracker = checkpoint2.resolve_candidates(place).tracker
+        tracker = checkpoint2.tracked_iteration(place)
         if not rollback:
             check_above_tracker(place, iteration, tracker)
         if folder.exists() and not overwrite:
@@ -218,7 +218,8 @@ def seal(
         attempt: what `begin` returned.
         shards: by file name, the writer's record of each shard file, and the writer's rank.
         world_size: number of ranks that the checkpoint is written for.
-        unsynced: names of files in the folder that this process wrote and did not sync; they are synced here.
+        unsynced: names of files in the folder that this process wrote and did not sync. They are synced before the
+            manifest gets its name.
         passed_over: iterations that the run skipped when it resumed below them.
         ckpt_status: the status that the health monitor reports, or None.
         metrics: numbers by name that are stored with the iteration.
@@ -239,8 +240,6 @@ def seal(
         plain = _check_staged(attempt, shards)
         checksums = b"".join(shards[name][0].checksums for name in sorted(shards))
         filesystem.replace_file(attempt.staging / CHECKSUMS_FILE, checksums, file_mode, durable=False)
-        if attempt.durable:
-            filesystem.sync_files(attempt.staging, [*unsynced, CHECKSUMS_FILE])
         files = {name: manifests.plain_entry(attempt.staging, name) for name in sorted({*plain, CHECKSUMS_FILE})}
         manifest = Manifest(
             iteration=attempt.iteration,
@@ -248,7 +247,7 @@ def seal(
             attempt=attempt.id,
             world_size=world_size,
             # Read again: another save of this process may have been published since the attempt began.
-            previous_tracker=checkpoint2.resolve_candidates(attempt.root).tracker,
+            previous_tracker=checkpoint2.tracked_iteration(attempt.root),
             passed_over=tuple(passed_over),
             writer=f"reshard {_core.__version__}",
             saved_at=dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -258,7 +257,9 @@ def seal(
             metrics=metrics or {},
         )
         filesystem.announce(f"write {MANIFEST_FILE}")
-        manifests.write(attempt.staging, manifest, file_mode, durable=attempt.durable)
+        manifests.write(
+            attempt.staging, manifest, file_mode, durable=attempt.durable, unsynced=[*unsynced, CHECKSUMS_FILE]
+        )
     except StorageError:
         _poisoned.add(attempt.id)
         raise
@@ -290,16 +291,13 @@ def publish(attempt: Attempt, manifest: Manifest) -> list[str]:
                 raise DamagedFileError(
                     f"{show(str(attempt.staging))} holds another manifest than was sealed", path=str(attempt.staging)
                 )
-            if attempt.in_place:
-                filesystem.remove_file(attempt.folder / UNFINISHED_FILE)
-                staging.sync([attempt.folder], durable=durable)
-            else:
-                _put_in_place(attempt, claim)
-            tracker = checkpoint2.resolve_candidates(root).tracker
+            unsynced = _put_in_place(attempt, claim)
+            tracker = checkpoint2.tracked_iteration(root)
             if tracker is not None and tracker > attempt.iteration and tracker != attempt.previous_tracker:
                 warnings.append(f"the tracker names the newer iteration {tracker} already and stays there")
+                staging.sync(unsynced, durable=durable)
             else:
-                staging.move_tracker(root, attempt.iteration, durable=durable)
+                staging.move_tracker(root, attempt.iteration, durable=durable, unsynced=unsynced)
             staging.mark_tracked(attempt.folder, durable=durable)
             _discard_left(root, durable=durable)
     except StorageError:
@@ -578,26 +576,33 @@ def _shard_entries(shards: Mapping[str, tuple[FileRecord, int]]) -> dict[str, ma
 # -- publishing
 
 
-def _put_in_place(attempt: Attempt, claim: Claim) -> None:
+def _put_in_place(attempt: Attempt, claim: Claim) -> list[Location]:
+    """Give the staging folder its final name. Returns folders whose names must be durable before the tracker moves."""
     root, folder, durable = attempt.root, attempt.folder, attempt.durable
-    staging_parent = root / STAGING_FOLDER
+    if attempt.in_place:
+        staging.sync([folder], durable=durable)
+        filesystem.remove_file(folder / UNFINISHED_FILE)
+        return [folder]
+    changed = [root, root / STAGING_FOLDER]
     if not folder.exists():
         try:
             filesystem.rename(attempt.staging, folder)
         except FileExistsError:
             raise _made_meanwhile(attempt) from None
-        staging.sync([root, staging_parent], durable=durable)
-        return
+        # The name of the manifest, too: until it is durable, a loss of power leaves a folder that is not complete.
+        return [folder, *changed]
     if not attempt.replaces:
         raise _made_meanwhile(attempt)
+    # The new iteration is complete before the old one loses its name.
+    staging.sync([attempt.staging], durable=durable)
     if (folder / PINNED_FILE).exists():  # the pin belongs to the iteration number
         with contextlib.suppress(FileExistsError):
             filesystem.make_file(attempt.staging / PINNED_FILE, durable=durable)
     if staging.abilities(claim).exchanges:
         filesystem.exchange(attempt.staging, folder)
-        staging.sync([root, staging_parent], durable=durable)
+        staging.sync(changed, durable=durable)
         trash.discard(root, attempt.staging, attempt.iteration, durable=durable)
-        return
+        return []
     # With the id of the attempt, so that `recover` finds the new iteration for which the old one was moved.
     trash.discard(root, folder, attempt.iteration, attempt.id, durable=durable)
     try:
@@ -607,14 +612,14 @@ def _put_in_place(attempt: Attempt, claim: Claim) -> None:
         raise
     except FileExistsError:
         raise _made_meanwhile(attempt) from None
-    staging.sync([root, staging_parent], durable=durable)
+    return changed
 
 
 def _discard_left(root: Location, *, durable: bool) -> None:
     """After a publication: move the remaining folders of this process's attempts to the trash, old iterations too."""
-    for attempt in [one for one in _left if one.root == root]:
-        _left.discard(attempt)
-        with contextlib.suppress(ReshardError):
+    with contextlib.suppress(ReshardError):  # the rest stays for another time: `.trash` is not synced again
+        for attempt in [one for one in _left if one.root == root]:
+            _left.discard(attempt)
             if attempt.in_place:
                 abandon(attempt)
             elif attempt.staging.exists():

@@ -105,7 +105,7 @@ def recover_locked(claim: Claim, *, below: int | None, durable: bool) -> list[st
 
 
 def _roll_forward(root: Location, name: StagedName, *, durable: bool) -> bool:
-    tracker = checkpoint2.resolve_candidates(root).tracker
+    tracker = checkpoint2.tracked_iteration(root)
     source = root / STAGING_FOLDER / str(name)
     folder = root / checkpoint2.iteration_folder_name(name.iteration)
     if (tracker is not None and name.iteration <= tracker) or folder.exists():
@@ -116,8 +116,7 @@ def _roll_forward(root: Location, name: StagedName, *, durable: bool) -> bool:
         return False
     staging.sync([source], durable=durable)  # the crash may have happened before the sync of the save
     filesystem.rename(source, folder)
-    staging.sync([root, source.parent], durable=durable)
-    staging.move_tracker(root, name.iteration, durable=durable)
+    staging.move_tracker(root, name.iteration, durable=durable, unsynced=[root, source.parent])
     staging.mark_tracked(folder, durable=durable)
     return True
 

@@ -96,22 +96,37 @@ def sync(folders: Sequence[Location], *, durable: bool) -> None:
         filesystem.sync(folder)
 
 
-def move_tracker(root: Location, iteration: int, *, durable: bool) -> None:
-    """Make the tracker name an iteration, whose folder is durable. Raises StorageError.
+def move_tracker(root: Location, iteration: int, *, durable: bool, unsynced: Sequence[Location] = ()) -> None:
+    """Make the tracker name an iteration, after its folder is durable. `mark_tracked` must follow: it syncs the root.
 
     Args:
         root: the checkpoint root.
         iteration: the iteration.
-        durable: sync the tracker and the root.
+        durable: sync the content of the tracker.
+        unsynced: folders that are synced with it, before the tracker names the iteration.
+
+    Raises:
+        StorageError: the system failed; the tracker is unchanged.
     """
     filesystem.announce("move the tracker")
-    checkpoint2.write_tracker(root, iteration, durable=durable)
+    checkpoint2.write_tracker(root, iteration, durable=durable, unsynced=unsynced)
 
 
 def mark_tracked(folder: Location, *, durable: bool) -> None:
-    """Mark an iteration that the tracker has named. A lower tracker then shows that a run resumed from an older one."""
+    """Mark an iteration that the tracker has named. A lower tracker then shows that a run resumed from an older one.
+
+    Args:
+        folder: the iteration folder, in its root.
+        durable: sync the mark and the tracker.
+
+    Raises:
+        StorageError: the system failed.
+    """
+    mark = folder / TRACKED_FILE
     with contextlib.suppress(FileExistsError):
-        filesystem.make_file(folder / TRACKED_FILE, durable=durable)
+        filesystem.make_file(mark, durable=False)
+    if durable:
+        filesystem.sync_together([mark], [folder, folder.parent])
 
 
 def put_back(root: Location, staging: Location, *, durable: bool) -> bool:

@@ -370,17 +370,36 @@ class Store(abc.ABC):
         """Make the names in a folder durable. Has no effect where every change is durable when its call returns."""
 
     @abc.abstractmethod
-    def sync_files(self, folder: str, names: Sequence[str]) -> None:
-        """Make files and then the names in their folder durable: some files that were written with `durable=False`.
+    def sync_together(self, files: Sequence[str], folders: Sequence[str]) -> None:
+        """Make files that were written with `durable=False`, and the names in folders, durable, all at the same time.
 
         Has no effect where every change is durable when its call returns.
 
         Args:
-            folder: the folder.
-            names: files in it.
+            files: the files.
+            folders: the folders.
 
         Raises:
-            StorageError: the system failed; after that none of the files counts as durable.
+            StorageError: the system failed; after that none of them counts as durable.
+        """
+
+    @abc.abstractmethod
+    def replace_after(
+        self, path: str, data: bytes, mode: int = 0o666, *, files: Sequence[str], folders: Sequence[str]
+    ) -> None:
+        """Write a small file as `replace` does, once its content, other files and the names in folders are durable.
+
+        Its own name becomes durable with `sync_folder`.
+
+        Args:
+            path: the file, in a folder that exists.
+            data: its content.
+            mode: permission bits, less the umask.
+            files: files that were written with `durable=False`.
+            folders: folders.
+
+        Raises:
+            StorageError: the system failed; nothing has changed at `path`, and none of the files counts as durable.
         """
 
     def rename(self, source: str, target: str, *, replace: bool = False) -> None:

@@ -192,15 +192,34 @@ pub(crate) fn rename(
     exchange: bool,
 ) -> PyResult<()> {
     py.detach(|| writer::rename(&source, &target, exchange))
-        .map_err(|error| match error.raw_os_error() {
-            // With the error number, by which callers distinguish errors.
-            Some(number) => {
-                let text = error.to_string();
-                let reason = text.split(" (os error").next().unwrap_or_default();
-                pyo3::exceptions::PyOSError::new_err((number, reason.to_owned()))
-            }
-            None => error.into(),
-        })
+        .map_err(|error| os_error(error, None))
+}
+
+#[pyfunction]
+pub(crate) fn sync_together(
+    py: Python<'_>,
+    files: Vec<PathBuf>,
+    folders: Vec<PathBuf>,
+) -> PyResult<()> {
+    py.detach(|| writer::sync_together(&files, &folders))
+        .map_err(|(index, error)| os_error(error, files.iter().chain(&folders).nth(index)))
+}
+
+/// With the error number, by which callers distinguish errors, and the path if one is given.
+fn os_error(error: std::io::Error, path: Option<&PathBuf>) -> PyErr {
+    let Some(number) = error.raw_os_error() else {
+        return error.into();
+    };
+    let text = error.to_string();
+    let reason = text
+        .split(" (os error")
+        .next()
+        .unwrap_or_default()
+        .to_owned();
+    match path {
+        Some(path) => pyo3::exceptions::PyOSError::new_err((number, reason, path.clone().into_os_string())),
+        None => pyo3::exceptions::PyOSError::new_err((number, reason)),
+    }
 }
 
 /// A pool of memory for snapshots.

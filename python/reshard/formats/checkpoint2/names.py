@@ -18,13 +18,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError
+from reshard.storage import filesystem
 from reshard.storage.location import locate
 from reshard.storage.names import component_fault
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Sequence
 
+    from reshard.storage.location import Location
     from reshard.storage.store import Kind
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
@@ -169,21 +172,33 @@ def read_tracker(root: str | os.PathLike[str]) -> tuple[int | None, str | None]:
     return int(match[1]), None
 
 
-def write_tracker(root: str | os.PathLike[str], iteration: int, mode: int = 0o666, *, durable: bool = True) -> None:
-    """Make the tracker name an iteration, whose folder must already be durable.
+def write_tracker(
+    root: str | os.PathLike[str],
+    iteration: int,
+    mode: int = 0o666,
+    *,
+    durable: bool = True,
+    unsynced: Sequence[Location] = (),
+) -> None:
+    """Make the tracker name an iteration, after its folder is durable.
 
     Args:
         root: the checkpoint root.
         iteration: the iteration that it names.
         mode: permission bits of the tracker, less the umask.
-        durable: sync the tracker and the root.
+        durable: sync the tracker's content before it gets its name, which becomes durable with the root.
+        unsynced: folders whose names are not durable yet; with `durable` they are synced at the same time.
 
     Raises:
         ArgumentError: the iteration is not an integer from 0 to 10**18 - 1.
         StorageError: the system failed; the tracker is unchanged.
     """
     iteration_folder_name(iteration)  # raises an error for a number that no folder name can hold
-    (locate(root) / TRACKER_FILE).replace(str(iteration), mode, durable=durable)
+    place, data = locate(root) / TRACKER_FILE, str(iteration).encode()
+    if durable:
+        filesystem.replace_after(place, data, mode, folders=unsynced)
+    else:
+        filesystem.replace_file(place, data, mode, durable=False)
 
 
 # -- which iterations there are
@@ -241,6 +256,19 @@ def resolve_candidates(root: str | os.PathLike[str]) -> Candidates:
         tracker, reason = None, f"it names iteration {tracker}, which has no folder"
     folders = sorted(found, key=lambda one: (one[0] != tracker, -one[0]))
     return Candidates(tracker, reason, tuple(folders), tuple(ignored))
+
+
+def tracked_iteration(root: str | os.PathLike[str]) -> int | None:
+    """The `tracker` of `resolve_candidates`, without listing the root where its folder has 8 digits.
+
+    Raises:
+        CheckpointNotFoundError: there is no such folder.
+        StorageError: it cannot be listed.
+    """
+    tracker, _ = read_tracker(root)
+    if tracker is None or (locate(root) / iteration_folder_name(tracker)).kind() == "folder":
+        return tracker
+    return resolve_candidates(root).tracker
 
 
 def _scan(root: str | os.PathLike[str]) -> tuple[list[tuple[int, str]], list[tuple[str, str]]]:

@@ -99,6 +99,7 @@ class Checkpoint2Save(SaveFormat):
         self._files: list[ShardFile] = []
         self._planned: _Planned | None = None  # this and what follows: on rank 0
         self._attempt: protocol.Attempt | None = None
+        self._unsynced: list[str] = []
         self._reads_back = task.options.verify.after_save
         self._manifest: Manifest | None = None  # once it is published
 
@@ -196,8 +197,11 @@ class Checkpoint2Save(SaveFormat):
             path = staging / state_files.file_name(self.rank)
             locate(path).replace(state[0], mode, durable=durable)
             names.append(path.name)
-        if task.durable and is_small:
-            filesystem.sync_files(staging, names)
+        if is_small:
+            self._unsynced = names
+        if task.durable and is_small and self.rank != 0:  # rank 0 syncs its files with those that describe the save
+            place = locate(staging)
+            filesystem.sync_together([place / name for name in names], [place])
         return records
 
     def publish(self, written: list[dict[str, WrittenFile]], *, durable: bool) -> Published:
@@ -217,7 +221,7 @@ class Checkpoint2Save(SaveFormat):
             self._attempt,
             records,
             world_size=self.world_size,
-            unsynced=[*described, checkpoint2.COMMON_FILE],
+            unsynced=[*self._unsynced, *described, checkpoint2.COMMON_FILE],
             passed_over=() if self._resumed is None else self._resumed.passed_over,
             ckpt_status=common.ckpt_status,
             metrics=self.own.record.metrics,
