@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 import reshard
-from reshard.cli.output import PATH, collected_warnings, counted, echo, echo_json, progress_bar, rate, shown, size, warn
+from reshard.cli.output import PATH, collected_warnings, echo, echo_json, progress_bar, rate, shown, size, warn
 from reshard.words import listed
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def run_conversion(src: str, dst: str, *, no_sync: bool, as_json: bool, share: s
     else:
         echo(f"wrote {shown(report.path)}")
     echo(
-        f"{report.to}, {report.n_tensors} tensors, {counted(report.n_files, 'file')}, "
+        f"{report.to}, {report.n_tensors} tensors, {report.n_files} file{'s' if report.n_files != 1 else ''}, "
         f"{size(report.n_bytes)} in {report.seconds:.1f} s, {rate(report.n_bytes, report.seconds)}"
     )
     warn(*warnings)
