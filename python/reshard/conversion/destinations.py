@@ -276,6 +276,40 @@ def destination_folder(
         yield folder
 
 
+def publish_folder(
+    job: Job,
+    files: list[File],
+    small: Mapping[str, bytes | str] | None = None,
+    *,
+    path: Location | None = None,
+    subfolders: Collection[str] = (),
+    is_ours: Callable[[Location], bool] | None = None,
+    warnings: Collection[str] = (),
+    finish: Produce = lambda _: {},
+) -> Written:
+    """Write all files of a conversion and publish the folder, unless other shares are still to be written.
+
+    Args:
+        job: the conversion.
+        files: the files with tensors.
+        small: further files and what they contain, by their paths in the folder.
+        path: the path in the report. Default: the folder.
+        subfolders: as for `destination_folder`.
+        is_ours: as for `destination_folder`.
+        warnings: of the report.
+        finish: called with the folder before it is published. It returns the files that it has written.
+    """
+    with produced(job, job.target, files, file_sizes(job, files)) as fill:
+        if isinstance(fill, Written):
+            return fill
+        with destination_folder(job, subfolders, is_ours) as folder:
+            written = dict(fill(folder))
+            for name, data in (small or {}).items():
+                (folder / name).replace(data, job.options.file_mode, durable=job.options.durable)
+            written |= finish(folder)
+    return Written(path or job.target, len(written), n_bytes_of(written), warnings=list(warnings))
+
+
 def is_our_file(entry: Location) -> bool:
     """Whether a file was written by an earlier conversion, by the writer that it records."""
     if entry.kind() != "file":

@@ -17,6 +17,9 @@ from reshard.words import listed, show
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable, Mapping
+
+    from reshard import _core
 
 _MAX_BYTES = 128 << 20
 _MAX_TENSORS = 1_000_000
@@ -65,6 +68,20 @@ def read(path: str | os.PathLike[str]) -> dict[str, str]:
             hint="the download or copy of the model is incomplete",
         )
     return weight_map
+
+
+def add_tensors(index: _core.Index, folder: Location, weight_map: Mapping[str, str], add: Callable[[str], int]) -> None:
+    """Add the tensors of a weight map, and their files, to an index.
+
+    Args:
+        index: of the checkpoint.
+        folder: the folder of the files.
+        weight_map: the file of each tensor, as `read` returns it.
+        add: adds a file to the index, and returns its number.
+    """
+    numbers = {name: add(str(folder / name)) for name in dict.fromkeys(weight_map.values())}
+    for key, name in weight_map.items():
+        index.add_whole(key, numbers[name])
 
 
 def writer(path: str | os.PathLike[str]) -> str | None:

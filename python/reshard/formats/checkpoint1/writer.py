@@ -19,11 +19,8 @@ from reshard.conversion.destinations import (
     Written,
     bind,
     check_folder_free,
-    destination_folder,
-    file_sizes,
     is_our_file,
-    n_bytes_of,
-    produced,
+    publish_folder,
     set_original_modes,
     whole_tensors,
 )
@@ -48,6 +45,7 @@ if TYPE_CHECKING:
     from reshard.layout import BoundLayout
     from reshard.layout.strategy import Strategy
     from reshard.storage.location import Location
+    from reshard.storage.protocol import FileRecord
     from reshard.write.iteration import WholeTensor
 
 _FILE = "net.safetensors"
@@ -107,29 +105,34 @@ def _write(
         job = replace(job, options=replace(job.options, metadata=job.options.metadata | {"remove_redundancy": "True"}))
     assignment = _assignment(tensors, bound, strategy) if dedup else ShardAssignment()
     subfolders = [checkpoint1.rank_folder_name(rank) for rank in ranks]
+
+    def finish(folder: Location) -> dict[str, FileRecord]:
+        mode, durable = job.options.file_mode, job.options.durable
+        if strategy is not None:
+            of_stages = range(0, strategy.world_size, strategy.devices_per_stage)
+            write_stage_files(strategy, folder / STRATEGY_FOLDER, ranks=of_stages, mode=mode, durable=durable)
+        if names is not None:
+            for rank, name in zip(ranks, subfolders, strict=True):
+                meta = Meta(names.epoch, names.step, names.of_rank(rank).name)
+                checkpoint1.write_meta(folder / name, meta, mode, durable=durable)
+        if original_modes:
+            for name in subfolders:
+                set_original_modes(folder / name)
+        return {}
+
     with _with_counters(job):
         files = [
             File(f"{folder}/{_name(names, rank)}", _request(job, bound, tensors, assignment, rank))
             for rank, folder in zip(ranks, subfolders, strict=True)
         ]
-        with produced(job, job.target, files, file_sizes(job, files)) as fill:
-            if isinstance(fill, Written):
-                return fill
-            more = [] if strategy is None else [STRATEGY_FOLDER]
-            with destination_folder(job, [*subfolders, *more], functools.partial(_is_ours, names=names)) as folder:
-                n_bytes = n_bytes_of(fill(folder))
-                if strategy is not None:
-                    of_stages = range(0, strategy.world_size, strategy.devices_per_stage)
-                    mode, durable = job.options.file_mode, job.options.durable
-                    write_stage_files(strategy, folder / STRATEGY_FOLDER, ranks=of_stages, mode=mode, durable=durable)
-                if names is not None:
-                    for rank, name in zip(ranks, subfolders, strict=True):
-                        meta = Meta(names.epoch, names.step, names.of_rank(rank).name)
-                        checkpoint1.write_meta(folder / name, meta, job.options.file_mode, durable=job.options.durable)
-                if original_modes:
-                    for name in subfolders:
-                        set_original_modes(folder / name)
-    return Written(job.target, len(files), n_bytes, warnings=list(bound.warnings))
+        return publish_folder(
+            job,
+            files,
+            subfolders=subfolders if strategy is None else [*subfolders, STRATEGY_FOLDER],
+            is_ours=functools.partial(_is_ours, names=names),
+            warnings=bound.warnings,
+            finish=finish,
+        )
 
 
 def _strategy(job: Job, bound: BoundLayout) -> Strategy | None:

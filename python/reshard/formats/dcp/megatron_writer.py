@@ -20,11 +20,8 @@ from reshard.conversion.destinations import (
     Written,
     bind,
     check_folder_free,
-    destination_folder,
-    file_sizes,
     is_our_file,
-    n_bytes_of,
-    produced,
+    publish_folder,
 )
 from reshard.conversion.writer import Settings, Writer
 from reshard.errors import ArgumentError
@@ -32,7 +29,6 @@ from reshard.formats.dcp import names
 from reshard.formats.dcp.metadata import encode
 from reshard.formats.dcp.writer import plan_folder
 from reshard.formats.torch_file.archive import object_archive
-from reshard.storage.location import locate
 
 if TYPE_CHECKING:
     from reshard.conversion.destinations import Job
@@ -73,21 +69,16 @@ class MegatronWriter(Writer):
         bound = bind(job, settings.layout)
         planned = plan_folder(job, bound, settings.max_bytes, {})
         files = [replace(file, name=f"{sub}/{file.name}") for file in planned.files]
-        with produced(job, job.target, files, file_sizes(job, files)) as fill:
-            if isinstance(fill, Written):
-                return fill
-            with destination_folder(job, [sub], _is_ours) as folder:
-                n_bytes = n_bytes_of(fill(folder))
-                common = object_archive({"checkpoint_version": 3.0, "iteration": iteration or 0}).container()[0]
-                small: dict[str, bytes] = {
-                    f"{sub}/{_COMMON_FILE}": common,
-                    f"{sub}/{names.METADATA_FILE}": encode(planned.tensors, {}),
-                    f"{sub}/{_FORMAT_FILE}": json.dumps(_FORMAT).encode(),
-                    names.TRACKER_FILE: (_RELEASE if iteration is None else str(iteration)).encode(),
-                }
-                for name, data in small.items():
-                    locate(folder / name).replace(data, job.options.file_mode, durable=job.options.durable)
-        return Written(job.target / sub, len(files), n_bytes, warnings=list(bound.warnings))
+        small = {
+            f"{sub}/{_COMMON_FILE}": object_archive(
+                {"checkpoint_version": 3.0, "iteration": iteration or 0}
+            ).container()[0],
+            f"{sub}/{names.METADATA_FILE}": encode(planned.tensors, {}),
+            f"{sub}/{_FORMAT_FILE}": json.dumps(_FORMAT),
+            names.TRACKER_FILE: _RELEASE if iteration is None else str(iteration),
+        }
+        path, warnings = job.target / sub, bound.warnings
+        return publish_folder(job, files, small, path=path, subfolders=[sub], is_ours=_is_ours, warnings=warnings)
 
 
 def _is_ours(entry: Location) -> bool:

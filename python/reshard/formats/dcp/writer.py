@@ -16,10 +16,7 @@ from reshard.conversion.destinations import (
     Written,
     bind,
     check_folder_free,
-    destination_folder,
-    file_sizes,
-    n_bytes_of,
-    produced,
+    publish_folder,
 )
 from reshard.conversion.writer import Settings, Writer
 from reshard.errors import ArgumentError, UnsupportedError
@@ -29,7 +26,6 @@ from reshard.formats.dcp.names import METADATA_FILE, data_file
 from reshard.formats.huggingface.names import plan_shards
 from reshard.formats.torch_file.archive import Composer, object_archive, tensor_archive
 from reshard.formats.torch_file.encode import NotPlainError, torch_dtype
-from reshard.storage.location import locate
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
@@ -62,17 +58,10 @@ class DcpWriter(Writer):
         bound = bind(job, settings.layout)
         values, paths, warnings = _state(job) if settings.with_state else ({}, {}, [])
         folder = plan_folder(job, bound, settings.max_bytes, values)
+        names = {key: (key,) for key in folder.tensors}
+        data = encode(folder.tensors, folder.objects, names | {name: paths[name] for name in folder.objects})
         warnings = [*bound.warnings, *warnings, *folder.warnings]
-        with produced(job, job.target, folder.files, file_sizes(job, folder.files)) as fill:
-            if isinstance(fill, Written):
-                return fill
-            with destination_folder(job) as published:
-                n_bytes = n_bytes_of(fill(published))
-                names = {key: (key,) for key in folder.tensors}
-                data = encode(folder.tensors, folder.objects, names | {name: paths[name] for name in folder.objects})
-                options = job.options
-                locate(published / METADATA_FILE).replace(data, options.file_mode, durable=options.durable)
-        return Written(job.target, len(folder.files), n_bytes, warnings=warnings)
+        return publish_folder(job, folder.files, {METADATA_FILE: data}, warnings=warnings)
 
 
 # -- tensors

@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.errors import DamagedFileError
 from reshard.formats import counter_tensors
+from reshard.formats import weight_map as maps
 from reshard.formats.base import CheckpointData, Format, Match, Traits
 from reshard.formats.full_weights import names as full_weights
 from reshard.outputs import load_all, whole_request
@@ -67,9 +69,7 @@ def open_full_weights(folder: Location, method: _core.ReadMethod) -> CheckpointD
         file = index.add_file(str(folder / full_weights.file_name(0)), method=method)
         index.add_whole_file(file)
     else:
-        files = {name: index.add_file(str(folder / name), method=method) for name in dict.fromkeys(weight_map.values())}
-        for key, name in weight_map.items():
-            index.add_whole(key, files[name])
+        maps.add_tensors(index, folder, weight_map, partial(index.add_file, method=method))
     path = folder / full_weights.HYPER_FILE
     names = _add_counters(index, path, method) if path.is_file() else []
     data = CheckpointData(traits=TRAITS, path=folder, index=index, method=method)

@@ -12,16 +12,12 @@ from reshard.conversion.destinations import (
     File,
     Written,
     check_folder_free,
-    destination_folder,
-    file_sizes,
-    n_bytes_of,
-    produced,
+    publish_folder,
     set_original_modes,
 )
 from reshard.conversion.writer import Settings, Writer
 from reshard.counters import OF_NO_PARAMETER
 from reshard.formats.full_weights import names as full_weights
-from reshard.storage.location import locate
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -29,6 +25,7 @@ if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint
     from reshard.conversion.destinations import Job
     from reshard.storage.location import Location
+    from reshard.storage.protocol import FileRecord
 
 
 class FullWeightsWriter(Writer):
@@ -64,25 +61,22 @@ def _write(job: Job, max_part_bytes: int | None, *, original_modes: bool) -> Wri
         File(full_weights.file_name(number), job.whole_request(sorted(names, key=order)))
         for number, names in enumerate(parts)
     ]
-    with produced(job, job.target, files, file_sizes(job, files)) as fill:
-        if isinstance(fill, Written):
-            return fill
-        with destination_folder(job) as folder:
-            n_bytes = n_bytes_of(fill(folder))
-            file_of = {key: file.name for file, names in zip(files, parts, strict=True) for key in names}
-            text = full_weights.map_text(file_of, sum(one[3] for one in arrays), _core.__version__)
-            options = job.options
-            locate(folder / full_weights.MAP_FILE).replace(text, options.file_mode, durable=options.durable)
-            n_bytes += _write_counters(job, folder / full_weights.HYPER_FILE)
-            if original_modes:
-                set_original_modes(folder)
-    return Written(job.target, len(files) + bool(job.counters), n_bytes)
+    file_of = {key: file.name for file, names in zip(files, parts, strict=True) for key in names}
+    text = full_weights.map_text(file_of, sum(one[3] for one in arrays), _core.__version__)
+
+    def finish(folder: Location) -> dict[str, FileRecord]:
+        written = _write_counters(job, folder / full_weights.HYPER_FILE)
+        if original_modes:
+            set_original_modes(folder)
+        return written
+
+    return publish_folder(job, files, {full_weights.MAP_FILE: text}, finish=finish)
 
 
-def _write_counters(job: Job, path: Location) -> int:
-    """Write the file of the counters, if there are any; returns its size in bytes."""
+def _write_counters(job: Job, path: Location) -> dict[str, FileRecord]:
+    """Write the file of the counters, if there are any. Returns what was written."""
     if not job.counters:
-        return 0
+        return {}
     counters = sorted(job.counters.items())
     written = _core.write_arrays(
         str(path),
@@ -91,4 +85,4 @@ def _write_counters(job: Job, path: Location) -> int:
         durable=job.options.durable,
         mode=job.options.file_mode,
     )
-    return written.n_bytes
+    return {path.name: written}

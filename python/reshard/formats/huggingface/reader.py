@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from reshard import _core
+from reshard.formats import weight_map as maps
 from reshard.formats.aliases import add_aliases
 from reshard.formats.base import CheckpointData, Format, Match, Traits
 from reshard.formats.huggingface import names as huggingface
@@ -39,9 +41,6 @@ def _open_huggingface(folder: Location, method: _core.ReadMethod) -> CheckpointD
         index.add_whole_file(file)
     else:
         # Files of a hub cache are symbolic links into its store, so links are followed.
-        names = dict.fromkeys(weight_map.values())
-        files = {name: index.add_file(str(folder / name), method=method) for name in names}
-        for key, name in weight_map.items():
-            index.add_whole(key, files[name])
+        maps.add_tensors(index, folder, weight_map, partial(index.add_file, method=method))
     aliases = add_aliases(index)
     return CheckpointData(traits=HuggingFace.traits, path=folder, index=index, method=method, aliases=aliases)

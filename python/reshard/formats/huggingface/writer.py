@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard import _core
-from reshard.conversion.destinations import (
-    File,
-    Written,
-    check_folder_free,
-    destination_folder,
-    file_sizes,
-    n_bytes_of,
-    produced,
-)
+from reshard.conversion.destinations import File, check_folder_free, publish_folder
 from reshard.conversion.model_files import ModelFiles, dtype_warning, find_model_files
 from reshard.conversion.writer import Settings, Writer
 from reshard.formats.huggingface import names as huggingface
@@ -23,7 +16,9 @@ from reshard.storage.location import locate
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reshard.conversion.destinations import Job, Produce
+    from reshard.conversion.destinations import Job, Written
+    from reshard.storage.location import Location
+    from reshard.storage.protocol import FileRecord
 
 _DEFAULT_BYTES = 4 << 30
 
@@ -88,29 +83,15 @@ def write_folder(job: Job, settings: Settings, style: Style) -> Written:
         name = style.file_name(number, len(shards))
         container = style.container and style.container(name, [by_name[key] for key in keys])
         files.append(File(name, job.whole_request(keys), container))
-    with produced(job, job.target, files, file_sizes(job, files)) as fill:
-        if isinstance(fill, Written):
-            return fill
-        return _publish(job, files, shards, sizes, fill, copies=copies, index_file=style.index_file)
+    small = {}
+    if len(files) > 1:
+        file_of = {key: file.name for file, keys in zip(files, shards, strict=True) for key in keys}
+        total = sum(n_bytes for _, n_bytes in sizes)
+        small[style.index_file] = huggingface.index_text(file_of, total, _core.__version__)
+    return publish_folder(job, files, small, warnings=copies.warnings, finish=functools.partial(_copy, copies, job))
 
 
-def _publish(
-    job: Job,
-    files: list[File],
-    shards: list[list[str]],
-    sizes: list[tuple[str, int]],
-    fill: Produce,
-    *,
-    copies: ModelFiles,
-    index_file: str,
-) -> Written:
+def _copy(copies: ModelFiles, job: Job, folder: Location) -> dict[str, FileRecord]:
     options = job.options
-    with destination_folder(job) as folder:
-        n_bytes = n_bytes_of(fill(folder))
-        copies.copy(folder, file_mode=options.file_mode, folder_mode=options.folder_mode, durable=options.durable)
-        if len(files) > 1:
-            file_of = {key: file.name for file, keys in zip(files, shards, strict=True) for key in keys}
-            total = sum(size for _, size in sizes)
-            text = huggingface.index_text(file_of, total, _core.__version__)
-            locate(folder / index_file).replace(text, options.file_mode, durable=options.durable)
-    return Written(job.target, len(files), n_bytes, warnings=copies.warnings)
+    copies.copy(folder, file_mode=options.file_mode, folder_mode=options.folder_mode, durable=options.durable)
+    return {}

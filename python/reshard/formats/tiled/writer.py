@@ -11,11 +11,10 @@ from reshard.conversion.destinations import (
     as_file,
     bind,
     check_folder_free,
-    destination_folder,
     file_sizes,
     is_our_file,
     n_bytes_of,
-    produced,
+    publish_folder,
     settled_mapping,
     whole_tensors,
     write_files,
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from reshard.checkpoint import LayoutLike
     from reshard.conversion.destinations import Job
     from reshard.storage.location import Location
+    from reshard.storage.protocol import FileRecord
 
 
 class SafetensorsWriter(Writer):
@@ -65,15 +65,14 @@ def _write(job: Job, layout: LayoutLike | None) -> Written:
             file = FileContent(f"rank_{rank}.safetensors", rank, tuple(ordered))
             describe_cut(builder, bound, tensors, file, tensors)
             files.append(as_file(bound, file))
-    with produced(job, job.target, files, file_sizes(job, files)) as fill:
-        if isinstance(fill, Written):
-            return fill
-        with destination_folder(job) as folder:
-            n_bytes = n_bytes_of(fill(folder))
-            if len(builder):
-                content = builder.build(None if layout is None else settled_mapping(job.source, layout))
-                tiles.write(folder / tiles.TILES_FILE, content, job.options.file_mode, durable=job.options.durable)
-    return Written(job.target, len(files), n_bytes, warnings=list(bound.warnings))
+
+    def finish(folder: Location) -> dict[str, FileRecord]:
+        if len(builder):
+            content = builder.build(None if layout is None else settled_mapping(job.source, layout))
+            tiles.write(folder / tiles.TILES_FILE, content, job.options.file_mode, durable=job.options.durable)
+        return {}
+
+    return publish_folder(job, files, warnings=bound.warnings, finish=finish)
 
 
 def write_one_file(job: Job, container: _core.Container | None = None) -> Written:

@@ -7,6 +7,7 @@ tensor has the empty path. No class of the file is imported; a value that is no 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from reshard import _core
@@ -91,9 +92,5 @@ def open_index(folder: Location, method: _core.ReadMethod) -> CheckpointData:
     index = _core.Index()
     file_of = weight_map.read(folder / names.INDEX_FILE)
     # Files of a hub cache are symbolic links into its store: here links are followed.
-    numbers = {
-        name: index.add_torch_file(str(folder / name), method=method) for name in dict.fromkeys(file_of.values())
-    }
-    for key, name in file_of.items():
-        index.add_whole(key, numbers[name])
+    weight_map.add_tensors(index, folder, file_of, partial(index.add_torch_file, method=method))
     return CheckpointData(traits=names.TRAITS, path=folder, index=index, method=method)
