@@ -360,7 +360,9 @@ def _print_rank_saves(facts: Contents, saves: Sequence[RankSaveState], *, everyt
 def _print_saves(saves: Sequence[SaveRecord], n_saves: int) -> None:
     """Print the save log, newest first."""
     metrics = list(dict.fromkeys(name for save in saves for name in save.metrics))
-    table = plain_table("saved at", "iteration", "size", "took", "training waited", *map(shown, metrics), right=("iteration",))
+    table = plain_table(
+        "saved at", "iteration", "size", "took", "training waited", *map(shown, metrics), right=("iteration",)
+    )
     for save in reversed(saves):
         values = (f"{save.metrics[name]:.6g}" if name in save.metrics else "" for name in metrics)
         took = (f"{save.wall_s:.1f} s", f"{save.stall_s:.1f} s")
