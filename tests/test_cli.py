@@ -296,7 +296,7 @@ def test_convert_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "layout": "l.yaml",
         "iteration": 7,
         "files": reshard.Files(
-            prefix="p", dedup=False, strict_format=True, max_shard_size="1MB", model_files="m", modes="original"
+            prefix="p", dedup=False, strict_format=True, max_shard_size="1MB", model_files="m", modes="mindspore"
         ),
         "commit": reshard.Commit(durable=False, private=True),
         "dtype": "bf16",

@@ -194,7 +194,7 @@ class _Inverter:
             raise LayoutError(
                 f"no rule matches {show(key)}",
                 key=key,
-                hint='a last rule `match: "*"` keeps all other tensors unsharded',
+                hint='a last rule `match: "*"` keeps the others unsharded',
             )
         rule = self.layout.rules[found[0]]
         partition = rule.partition

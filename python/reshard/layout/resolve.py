@@ -155,7 +155,7 @@ class _Resolver:
         if found is None:
             patterns = (text for rule in self.layout.rules for text in rule.match)
             near = ", ".join(show(text) for text in nearest(key, patterns, cutoff=0.0))
-            hint = f'the nearest patterns are {near}; a last rule `match: "*"` keeps all other tensors unsharded'
+            hint = f'the nearest patterns are {near}; a last rule `match: "*"` keeps the others unsharded'
             raise LayoutError(f"no rule matches {show(key)}", key=key, hint=hint)
         return found
 
