@@ -132,6 +132,7 @@ def test_inspect_names_the_damage_of_what_it_passes_over(tmp_path: Path) -> None
     assert (code, err) == (0, "")
     assert re.search(r"iteration_00000010  damaged \(tracker\): .*demo-model-0000003-0000008", out)
     assert "iteration_00000005  complete, unverified (selected)" in out
+    assert f"see what a restart does: reshard explain {root}" in out
     assert "checkpoint2, iteration 5" in out
     facts = json.loads(run("inspect", root, "--json").stdout)
     assert [(one["iteration"], one["complete"], one["taken"], one["tracker"]) for one in facts["iterations"]] == [

@@ -43,9 +43,9 @@ def split(
 ) -> None:
     """Split the full weights SRC into the shards of each rank, DST.
 
-    SRC is anything that `reshard convert` reads; a sharded checkpoint is resharded. The file of every rank also holds the
-    counters. A tensor that the strategy does not list is written in full for every rank, with a warning; --drop leaves
-    it out.
+    SRC is anything that `reshard convert` reads; a sharded checkpoint is resharded. The file of every rank also holds
+    the counters. A tensor that the strategy does not list is written in full for every rank, with a warning; --drop
+    leaves it out.
 
     \b
     Arguments of load_distributed_checkpoint of MindSpore:
