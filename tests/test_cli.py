@@ -283,7 +283,7 @@ def test_convert_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
     args = "a b --to checkpoint2 --part all --layout l.yaml --iteration 7 --prefix p --dtype bf16 --max-shard-size 1MB"
     more = "--strategy s --suffix 20_2 --drop a. --drop b. --rename =m. --rename c.= --names n --config c "
     more += "--model-files m --private "
-    more += "--no-dedup --memory 8MiB --threads 3 --no-sync --overwrite --strict-format --modes original --share 1/3"
+    more += "--no-dedup --memory 8MiB --threads 3 --no-sync --overwrite --strict-format --modes mindspore --share 1/3"
     assert run("convert", *args.split(), *more.split()).exit_code == 1
     assert seen == {
         "src": "a",
