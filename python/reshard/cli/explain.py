@@ -370,7 +370,9 @@ def _lines(decision: ResumeDecision, *, knows_epochs: bool) -> list[tuple[str, s
     elif decision.initial_epoch:
         # Without the length of an epoch it is not known whether that epoch is complete.
         lines.append(("epoch", f"{decision.initial_epoch} when it was saved"))
-    skip = f"the first {decision.data_skip_steps} steps are skipped" if decision.data_skip_steps else "from the start"
+    n_skipped = decision.data_skip_steps
+    skip = f"the first {n_skipped} steps are skipped" if n_skipped > 1 else "the first step is skipped"
+    skip = skip if n_skipped else "from the start"
     if decision.skip_micro_steps is not None:
         skip += f", {decision.skip_micro_steps} micro-steps"
     lines.append(("data", skip))
