@@ -2,8 +2,8 @@
 
     python .ci/readme_for_pypi.py https://github.com/OWNER/NAME v0.1.0
 
-Also adds the address to `[project.urls]` of pyproject.toml. `.ci/wheels build` calls this in its clone when GitHub
-Actions names the repository. uv and ruff do the same before a release.
+Also adds the address to `[project.urls]` of pyproject.toml. `.ci/wheels build` calls this in its clone if GitHub
+Actions sets the name of the repository. uv and ruff do the same before a release.
 """
 
 import re

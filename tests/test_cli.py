@@ -132,6 +132,7 @@ def test_inspect_names_the_damage_of_what_it_passes_over(tmp_path: Path) -> None
     assert (code, err) == (0, "")
     assert re.search(r"iteration_00000010  damaged \(tracker\): .*demo-model-0000003-0000008", out)
     assert "iteration_00000005  complete, unverified (selected)" in out
+    assert f"see what a restart does: reshard explain {root}" in out
     assert "checkpoint2, iteration 5" in out
     facts = json.loads(run("inspect", root, "--json").stdout)
     assert [(one["iteration"], one["complete"], one["taken"], one["tracker"]) for one in facts["iterations"]] == [
@@ -282,7 +283,7 @@ def test_convert_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
     args = "a b --to checkpoint2 --part all --layout l.yaml --iteration 7 --prefix p --dtype bf16 --max-shard-size 1MB"
     more = "--strategy s --suffix 20_2 --drop a. --drop b. --rename =m. --rename c.= --names n --config c "
     more += "--model-files m --private "
-    more += "--no-dedup --memory 8MiB --threads 3 --no-sync --overwrite --strict-format --modes original --share 1/3"
+    more += "--no-dedup --memory 8MiB --threads 3 --no-sync --overwrite --strict-format --modes mindspore --share 1/3"
     assert run("convert", *args.split(), *more.split()).exit_code == 1
     assert seen == {
         "src": "a",
@@ -296,7 +297,7 @@ def test_convert_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "layout": "l.yaml",
         "iteration": 7,
         "files": reshard.Files(
-            prefix="p", dedup=False, strict_format=True, max_shard_size="1MB", model_files="m", modes="original"
+            prefix="p", dedup=False, strict_format=True, max_shard_size="1MB", model_files="m", modes="mindspore"
         ),
         "commit": reshard.Commit(durable=False, private=True),
         "dtype": "bf16",

@@ -357,7 +357,7 @@ def test_who_moves_the_tracker_back_is_obeyed(tmp_path: Path) -> None:
     (tmp_path / TRACKER).write_text("100")
     _, verdicts = trail(tmp_path)
     assert [one[:2] for one in verdicts] == [(100, True), (200, False)]
-    assert "left behind on purpose" in verdicts[1][2]
+    assert "was moved back to" in verdicts[1][2]
 
 
 def test_what_a_run_passed_over_is_no_candidate_again(tmp_path: Path) -> None:

@@ -243,6 +243,7 @@ def test_a_forecast_is_printed_and_drawn(tmp_path: Path) -> None:
     printed = run(*given)
     assert re.search(r"m\.safetensors +64 B +64 B", printed), printed
     assert "64 B of memory on the largest rank, 1.00 times the mean; 128 B on all ranks" in printed
+    assert re.search(r"^ +0-1 +64 B +1$", printed, re.MULTILINE), printed
     run(*given, "--html", tmp_path / "p.html")
     text = (tmp_path / "p.html").read_text()
     data = data_of(text)

@@ -465,7 +465,7 @@ def test_explain_tells_the_rest_where_one_may_not_be_read(foreign: Path) -> None
         ["iteration_00000010", "not"],
     ]
     assert "Permission denied" in rows[0][2]
-    assert "not reached" in rows[1][2]
+    assert rows[1][2] == "reached  an earlier one could not be read"
     assert "hint: run this as the user of the training" in err
     assert (told["outcome"], told["error"]) == ("refused", "StorageError")
     assert [one["taken"] for one in told["verdicts"]] == [False, False, False]

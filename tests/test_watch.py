@@ -96,6 +96,8 @@ def test_a_damaged_newest_iteration_is_not_the_newest_complete_one(tmp_path: Pat
     state, _ = watch.look()
     assert state.newest is not None
     assert state.newest.iteration == 1
+    assert state.newest.skipped == ("iteration_00000002",)
+    assert "skipped      iteration_00000002; for the reasons run: reshard" in run("watch", root, "--once").output
 
 
 # -- the save in progress

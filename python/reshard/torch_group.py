@@ -299,7 +299,7 @@ class TorchSession:
         who = why or f"no answer of rank{'s' if len(missing) > 1 else ''} {listed(missing)} of {self.world_size}"
         raise GroupError(
             f"{name} in session `{self._label}`: {who} within {timeout:g} s",
-            hint="see the log of that rank for what it met, or allow more time",
+            hint="see the log of that rank for its error, or set a longer `timeout=`",
             ranks=tuple(missing),
         )
 

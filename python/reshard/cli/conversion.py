@@ -74,7 +74,7 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
         "--layout",
         type=PATH,
         metavar="FILE",
-        help="How DST is sharded: a layout file, a strategy file, or a folder of these. Default: whole tensors.",
+        help="How DST is sharded: a layout file, a strategy file, or a folder of these. Default: full tensors.",
     ),
     "iteration": click.option(
         "--iteration",
@@ -117,7 +117,7 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
     ),
     "modes": click.option(
         "--modes",
-        type=click.Choice(["original"]),
+        type=click.Choice(["mindspore"]),
         help="File permissions as MindSpore Transformers sets them (0400).",
     ),
     "private": click.option(

@@ -51,12 +51,14 @@ _STYLES = {"selected": "bold green", "skipped": "red", "unreadable": "red"}
 @click.option("--new-data", is_flag=True, help="The new run has another dataset.")
 @click.option("--compatible", is_flag=True, help="Compute counters as MindSpore Transformers does, with its rounding.")
 @click.option(
-    "--init-from", type=PATH, metavar="PATH", help="What the run starts from if ROOT holds no checkpoint yet."
+    "--init-from", type=PATH, metavar="PATH", help="Checkpoint from which the run starts if ROOT holds none yet."
 )
-@click.option("--names", metavar="MAP", help="Name map over what the run starts from: a file or a preset.")
-@click.option("--include", multiple=True, metavar="PATTERN", help="Tensors that the run takes from its start.")
-@click.option("--exclude", multiple=True, metavar="PATTERN", help="Tensors that keep their initial values.")
-@click.option("--verify", is_flag=True, help="Read the files that the run would read, and skip damaged checkpoints.")
+@click.option("--names", metavar="MAP", help="Name map for the checkpoint of --init-from: a file or a preset.")
+@click.option("--include", multiple=True, metavar="PATTERN", help="Load only these tensors from --init-from.")
+@click.option(
+    "--exclude", multiple=True, metavar="PATTERN", help="Do not load these tensors: they keep their initial values."
+)
+@click.option("--verify", is_flag=True, help="Compare the files that the run would read with their checksums.")
 @command
 def explain(
     root: str | None,
@@ -356,7 +358,9 @@ def _lines(decision: ResumeDecision, *, knows_epochs: bool) -> list[tuple[str, s
     elif decision.initial_epoch:
         # Without the length of an epoch it is not known whether that epoch is complete.
         lines.append(("epoch", f"{decision.initial_epoch} when it was saved"))
-    skip = f"the first {decision.data_skip_steps} steps are skipped" if decision.data_skip_steps else "from the start"
+    n_skipped = decision.data_skip_steps
+    skip = f"the first {n_skipped} steps are skipped" if n_skipped > 1 else "the first step is skipped"
+    skip = skip if n_skipped else "from the start"
     if decision.skip_micro_steps is not None:
         skip += f", {decision.skip_micro_steps} micro-steps"
     lines.append(("data", skip))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shlex
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -29,10 +30,12 @@ from reshard.cli.output import (
     echo_json,
     echo_more,
     echo_table,
+    facts_table,
     join_dims,
     plain_table,
     shown,
     size,
+    styled,
     without_numbers,
     write_page,
 )
@@ -41,6 +44,8 @@ from reshard.words import listed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+
+    from rich.text import Text
 
     from reshard.checkpoint import Checkpoint
     from reshard.cli.contents import Contents, Iteration, RankSaveState, TensorRow
@@ -319,14 +324,22 @@ def _print_iterations(facts: Contents, iterations: Sequence[Iteration], *, every
             )
             if is_so
         ]
-        text = f"{state} ({', '.join(marks)})" if marks else state
+        text = f" ({', '.join(marks)})" if marks else ""
         reason = one.reason or one.refused
-        lines.append((shown(one.folder), text if reason is None else f"{text}: {shown(reason)}"))
+        lines.append((shown(one.folder), _colored(state, text if reason is None else f"{text}: {shown(reason)}")))
     if len(listed) < len(iterations):
         lines.append(("...", f"and {len(iterations) - len(listed)} older; --all lists and checks them"))
     if facts.tracker_reason is not None:
         lines.append(("no tracker", shown(facts.tracker_reason)))
-    echo_facts(lines)
+    if listed and listed[0].complete is False:
+        lines.append(("next", f"see what a restart does: reshard explain {shlex.quote(shown(facts.path))}"))
+    echo_table(facts_table(lines))
+
+
+def _colored(state: str, rest: str) -> Text:
+    """A state in its colour, and text."""
+    color = {"complete": "green", "damaged": "red", "unreadable": "red"}.get(state.partition(",")[0])
+    return styled("", None).append(state, color).append(rest)
 
 
 def _print_leftovers(leftovers: Sequence[Leftover], *, everything: bool) -> None:

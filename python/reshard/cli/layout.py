@@ -64,8 +64,8 @@ def preset(family: str | None, *, lists: bool, tp: int, pp: int, ep: int, dp: in
     """Print the layout file of a Hugging Face model family: tensor, pipeline and expert parallel.
 
     FAMILY is a name such as llama, or a config.json or the folder of a model with one. With a config, the number of
-    heads is checked, and stages may have different numbers of layers. There are pp x dp x ep x tp ranks; neighbours
-    differ in tp.
+    heads is checked, and stages may have different numbers of layers. There are pp x dp x ep x tp ranks; along
+    tp they have consecutive numbers.
 
     \b
     Examples:

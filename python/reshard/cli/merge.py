@@ -24,11 +24,11 @@ from reshard.cli.output import PATH, command
 @options("model_files", "no_sync", "overwrite", "modes", "private")
 @command
 def merge(src: str, dst: str, **given: Any) -> None:
-    """Merge SRC, whose tensors are sharded over ranks, into the whole weights DST.
+    """Merge SRC, whose tensors are sharded over ranks, into the full weights DST.
 
     SRC is a folder of rank folders (Checkpoint 1.0 and others), for which --strategy says how they are sharded, or
-    anything else that `reshard convert` reads. A rank or a pipeline stage that is missing is an error. Files
-    without replicas are recognized.
+    anything else that `reshard convert` reads. It is an error if a rank or a pipeline
+    stage is missing. Rank folders may be without replicas.
 
     \b
     Arguments of unified_safetensors of MindSpore and of its script:

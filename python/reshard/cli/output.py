@@ -299,7 +299,7 @@ def styled(text: str, style: str | None) -> Text:
     return Text(text, style or "")
 
 
-def facts_table(facts: Sequence[tuple[str, str]]) -> Table:
+def facts_table(facts: Sequence[tuple[str, str | Text]]) -> Table:
     """Names and values as `echo_facts` prints them, to be drawn with other parts."""
     table = plain_table("", "", folds=("",), header=False)
     for name, text in facts:

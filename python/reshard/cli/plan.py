@@ -129,7 +129,8 @@ def _facts(found: Forecast, numbers: dict[str, Any], dst: str) -> list[tuple[str
     ]
     if found.files is not None:
         sizes = [file.n_bytes for file in found.files]
-        facts.append(("files", f"{len(sizes)}, {size(min(sizes, default=0))} to {size(max(sizes, default=0))} each"))
+        ends = dict.fromkeys((size(min(sizes, default=0)), size(max(sizes, default=0))))
+        facts.append(("files", f"{len(sizes)}, {' to '.join(ends)} each"))
     else:
         facts.append(("files", "not assigned: more than a million shards"))
     free = numbers["free_bytes"]
@@ -156,16 +157,26 @@ def _seconds(value: float) -> str:
 
 
 def _print_ranks(found: Forecast) -> None:
-    """The ranks with what they load, or the smallest and largest of many."""
-    ordered = sorted(found.rank_bytes, key=lambda rank: (-found.rank_bytes[rank], rank))
-    listed = sorted(ordered[:_MAX_ROWS])
-    table = plain_table("rank", "loads", "files read", right=("rank", "loads", "files read"))
-    for rank in listed:
-        n_files = str(len(found.transfers[rank])) if rank in found.transfers else ""
-        table.add_row(str(rank), size(found.rank_bytes[rank]), n_files)
+    """The ranks with what they load, consecutive equal ones in one line; of many lines those of the largest loads."""
+    are_all = len(found.transfers) == len(found.rank_bytes)
+    lines: list[tuple[int, int, int, str]] = []  # first and last rank, bytes, files
+    for rank, n_bytes in sorted(found.rank_bytes.items()):
+        n_files = str(len(found.transfers[rank])) if are_all else ""
+        if lines and lines[-1][1:] == (rank - 1, n_bytes, n_files):
+            lines[-1] = (lines[-1][0], rank, n_bytes, n_files)
+        else:
+            lines.append((rank, rank, n_bytes, n_files))
+    listed = sorted(sorted(lines, key=lambda line: (-line[2], line[0]))[:_MAX_ROWS])
+    names = ("ranks", "each loads", "files read") if are_all else ("ranks", "each loads")
+    table = plain_table(*names, right=names)
+    for first, last, n_bytes, n_files in listed:
+        table.add_row(
+            str(first) if first == last else f"{first}-{last}", size(n_bytes), *([n_files] if are_all else [])
+        )
     echo()
     echo_table(table)
-    echo_more(len(ordered) - len(listed), "ranks that load no more", "--json and --html have all")
+    n_left = len(found.rank_bytes) - sum(last - first + 1 for first, last, _, _ in listed)
+    echo_more(n_left, "ranks that load at most as much", "--json and --html list all")
 
 
 def _print_transfers(found: Forecast) -> None:

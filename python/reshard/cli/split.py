@@ -41,8 +41,8 @@ def split(
 ) -> None:
     """Split the full weights SRC into the shards of each rank, DST.
 
-    SRC is anything that `reshard convert` reads; a checkpoint that is sharded already is resharded. Every rank's file
-    holds the counters too. A tensor that the strategy does not name is whole on every rank, with a warning: --drop
+    SRC is anything that `reshard convert` reads; a sharded checkpoint is resharded. The file of every rank also holds
+    the counters. A tensor that the strategy does not list is written in full for every rank, with a warning; --drop
     leaves it out.
 
     \b

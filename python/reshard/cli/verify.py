@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 @click.command(short_help="Compare every byte with the checksums of the manifest.")
 @click.argument("path", type=PATH)
 @click.option("--strategy", type=PATH, metavar="PATH", help=STRATEGY_HELP)
-@click.option("--cached", is_flag=True, help="Read through the page cache: faster, but checks the disk less.")
+@click.option("--cached", is_flag=True, help="Read through the page cache: faster, but the disk may not be read.")
 @click.option(
     "--threads", type=click.IntRange(1, 1024), metavar="N", help="Number of read threads. Default: all processors."
 )

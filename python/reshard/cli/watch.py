@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import shlex
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -32,7 +33,7 @@ from reshard.cli.output import (
 from reshard.errors import ArgumentError, CheckpointNotFoundError
 from reshard.formats.event_log import EVENT_FILE
 from reshard.storage.location import locate
-from reshard.words import show
+from reshard.words import listed, show
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -165,6 +166,9 @@ def _facts(state: RunState) -> list[tuple[str, str]]:
         facts.append(("problem", shown(state.problem)))
     now = dt.datetime.now(dt.UTC)
     facts.append(("newest", _NONE_YET if state.newest is None else _newest(state.newest, now)))
+    if state.newest is not None and state.newest.skipped:
+        names = listed(map(shown, state.newest.skipped))
+        facts.append(("skipped", f"{names}; for the reasons run: reshard explain {shlex.quote(shown(state.root))}"))
     if state.newest is not None and state.newest.seconds is not None:
         facts.append(("last save", _last_save(state.newest)))
     facts.append(("in progress", "no save" if state.in_flight is None else _in_flight(state.in_flight, now)))

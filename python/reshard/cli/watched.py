@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import reshard
+from reshard.cli.output import collected_warnings
 from reshard.errors import ReshardError
 from reshard.events import Event
 from reshard.formats import event_log, save_log
@@ -40,6 +41,7 @@ class Newest:
         saved_at: when it was saved.
         seconds: how long the save took; None: not known.
         stall_seconds: how long the training waited; None: not known.
+        skipped: names of newer checkpoints that are not complete or damaged.
     """
 
     iteration: int | None
@@ -48,6 +50,7 @@ class Newest:
     saved_at: dt.datetime
     seconds: float | None = None
     stall_seconds: float | None = None
+    skipped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -235,7 +238,7 @@ class Watch:
         if key == self._newest[0]:
             return
         try:
-            with reshard.open(self._root) as checkpoint:
+            with collected_warnings(print_on_error=False), reshard.open(self._root) as checkpoint:
                 files, manifest = checkpoint.files(), checkpoint.manifest
                 place = self._root / files[0].name if saves else locate(checkpoint.path)
                 at = place.stat(follow_links=True).modified_ns
@@ -244,7 +247,8 @@ class Watch:
                     when = _time_of(manifest.saved_at) or when
                 name = saves[0].name if saves else place.name
                 n_bytes = sum(file.n_bytes for file in files) if manifest is None else manifest.n_bytes
-                newest = Newest(checkpoint.iteration, name, n_bytes, when)
+                skipped = tuple(one for one, _ in checkpoint.skipped)
+                newest = Newest(checkpoint.iteration, name, n_bytes, when, skipped=skipped)
         except ReshardError:
             newest = None
         self._newest = (key, newest)

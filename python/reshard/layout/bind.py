@@ -59,7 +59,7 @@ class BoundLayout:
         if unused:
             more = f", and {len(unused) - 1} more take no effect" if len(unused) > 1 else ""
             raise LayoutError(
-                f"{unused[0].text}{more}: what is written would not be cut as the layout says", hint=unused[0].hint
+                f"{unused[0].text}{more}: the files would not be sharded as the layout says", hint=unused[0].hint
             )
 
     def holds(self, rank: int) -> list[str]:

@@ -190,7 +190,9 @@ class _Inverter:
             if is_counter(key, shape):
                 return self._same(key, "a counter of one element, nor")
             raise LayoutError(
-                f"no rule matches {show(key)}", key=key, hint='a last rule `match: "*"` leaves the rest whole'
+                f"no rule matches {show(key)}",
+                key=key,
+                hint='a last rule `match: "*"` keeps the others unsharded',
             )
         rule = self.layout.rules[found[0]]
         partition = rule.partition

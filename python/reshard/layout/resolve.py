@@ -153,7 +153,7 @@ class _Resolver:
         if found is None:
             patterns = (text for rule in self.layout.rules for text in rule.match)
             near = ", ".join(show(text) for text in nearest(key, patterns, cutoff=0.0))
-            hint = f'the nearest patterns are {near}; a last rule `match: "*"` leaves the rest whole'
+            hint = f'the nearest patterns are {near}; a last rule `match: "*"` keeps the others unsharded'
             raise LayoutError(f"no rule matches {show(key)}", key=key, hint=hint)
         return found
 
@@ -197,7 +197,7 @@ class _Resolver:
 
     def _hint(self, pattern: str) -> str:
         near = ", ".join(show(key) for key in _nearest_keys(pattern, self.own))
-        return f"the nearest keys are {near}; where a model may be without it, write `optional: true`"
+        return f"the nearest keys are {near}; if a model may have none, write `optional: true`"
 
     # -- how it is divided
 

@@ -75,7 +75,7 @@ def decide(
     taken = next((n for n, verdict in enumerate(verdicts) if verdict.taken), None)
     if taken is None:
         if allow_fresh and facts.kind in ("root", "rank_folders"):
-            warnings.append("no checkpoint can be taken: the training starts from nothing, as `allow_fresh` says")
+            warnings.append("no checkpoint can be used: the training starts from nothing, as `allow_fresh` says")
             return start_fresh(config, facts, verdicts, [], warnings)
         raise no_usable_candidate(config, facts, verdicts)
     candidate = facts.candidates[taken]

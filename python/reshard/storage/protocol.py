@@ -485,7 +485,7 @@ def check_space(root: str | os.PathLike[str], planned_bytes: int, *, durable: bo
             f"{show(str(place))} has {free} bytes free; the save writes {planned_bytes}, with 5 % to spare {needed}",
             path=str(place),
             errno=errno.ENOSPC,
-            hint="free some space: `reshard prune` removes old iterations; nothing has been changed",
+            hint="free some space: `reshard prune` removes old iterations. Nothing was changed",
         )
 
 

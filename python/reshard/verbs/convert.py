@@ -250,7 +250,7 @@ def convert(
                 max_bytes=max_bytes,
                 dedup=written_as.dedup,
                 strict_format=written_as.strict_format,
-                original_modes=modes == "original",
+                original_modes=modes == "mindspore",
                 model_files=model_folder,
                 source=source,
                 with_state=part_written == "all",

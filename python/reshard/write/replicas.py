@@ -130,7 +130,7 @@ class Replicas:
             raise MismatchError(
                 f"{show(name)}: the copies on the ranks that hold it differ: {copies}{more}",
                 key=name,
-                hint="replicas must be equal: find out where they drifted apart. Arrays that differ on purpose are "
+                hint="replicas must be equal: find the step from which they differ. Arrays that differ on purpose are "
                 'listed in `verify=Verify(may_differ=["<pattern>"])`: then each rank\'s copy is kept',
             )
         return found

@@ -160,7 +160,7 @@ def order(
 def _fault_above(folder: Folder, tracker: int) -> str | None:
     """Why a folder above the tracker is not tried; None if a crash left it untracked."""
     if folder.is_tracked:
-        return f"the tracker named it once and names {tracker} now: it was left behind on purpose"
+        return f"the tracker named it before, and was moved back to {tracker}"
     if folder.generation is None:
         return f"above the tracker's {tracker} and without a valid manifest: nothing proves that its save ended"
     if folder.previous_tracker != tracker:
