@@ -160,10 +160,15 @@ def _family_and_config(name_or_config: str | os.PathLike[str] | Mapping[str, obj
 
 def _read_json(path: str) -> object:
     file = locate(path)
-    if file.is_folder():
+    is_in_folder = file.is_folder()
+    if is_in_folder:
         file /= "config.json"
     try:
-        data = read_input(file, _MAX_CONFIG_BYTES + 1)
+        # A pipe that a user passes is read, but one in a folder would block: it may have no writer.
+        if is_in_folder:
+            data = file.read_small(_MAX_CONFIG_BYTES, follow_links=True)
+        else:
+            data = read_input(file, _MAX_CONFIG_BYTES + 1)
     except CheckpointNotFoundError:
         near = nearest(path, FAMILIES, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
