@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from reshard.errors import ArgumentError, CheckpointNotFoundError, LayoutError, StorageError
+from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, LayoutError, StorageError
 from reshard.storage.inputs import read_input
 from reshard.storage.location import locate
 from reshard.words import nearest, show
@@ -177,6 +177,8 @@ def _read_json(path: str) -> object:
             path=path,
             hint=f"{hint}families are {', '.join(FAMILIES)}",
         ) from None
+    except DamagedFileError:
+        raise
     except ValueError as error:  # a null character in the path
         raise StorageError(f"reading {show(str(file))}: {error}", path=str(file)) from None
     if len(data) > _MAX_CONFIG_BYTES:
