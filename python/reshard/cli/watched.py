@@ -204,10 +204,11 @@ class Watch:
             try:
                 self._look_at_staging()
                 self._look_at_newest()
-                return
             except CheckpointNotFoundError:
                 if not left:
                     raise
+            else:
+                return
 
     def _look_at_staging(self) -> None:
         """The save in progress by its folder: whether its process is running, and without a log that it is there."""
