@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from reshard import _core
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from reshard.storage.location import Location
 
 __all__ = ["HUGGINGFACE"]
+
+_log = logging.getLogger("reshard")
 
 
 class HuggingFace(Format):
@@ -42,6 +45,12 @@ def _open_huggingface(folder: Location, method: _core.ReadMethod) -> CheckpointD
     else:
         # Files of a hub cache are symbolic links into its store, so links are followed.
         names = dict.fromkeys(weight_map.values())
+        if huggingface.SINGLE_FILE not in names and (folder / huggingface.SINGLE_FILE).is_file():
+            _log.warning(
+                "%s holds an index of several files, which is read, and %s, which is not: transformers reads that one",
+                folder,
+                huggingface.SINGLE_FILE,
+            )
         files = {name: index.add_file(str(folder / name), method=method) for name in names}
         for key, name in weight_map.items():
             index.add_whole(key, files[name])
