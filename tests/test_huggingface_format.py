@@ -126,7 +126,7 @@ def test_missing_files_are_counted(tmp_path: Path) -> None:
 
 
 def test_an_index_beside_a_single_file_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    several = huggingface.file_name(1, 1)
+    several = huggingface.file_name(1, 2)
     make(tmp_path, index={"w": several})
     for name, value in ((several, 1), ("model.safetensors", 2)):
         reshard.save_file({"w": np.full(2, value)}, tmp_path / name)
