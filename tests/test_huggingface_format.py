@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import reshard
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError
 from reshard.formats import weight_map as maps
 from reshard.formats.huggingface import names as huggingface
@@ -121,6 +123,21 @@ def test_missing_files_are_counted(tmp_path: Path) -> None:
     make(tmp_path, index={f"w{i}": huggingface.file_name(i, 9) for i in range(1, 10)})
     with pytest.raises(CheckpointNotFoundError, match=r"`model-00003-of-00009\.safetensors` and 6 more"):
         huggingface.read_weight_map(tmp_path)
+
+
+def test_an_index_beside_a_single_file_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    several = huggingface.file_name(1, 2)
+    make(tmp_path, index={"w": several})
+    for name, value in ((several, 1), ("model.safetensors", 2)):
+        reshard.save_file({"w": np.full(2, value)}, tmp_path / name)
+    with reshard.open(tmp_path) as opened:
+        assert opened.read("w").tolist() == [1, 1]
+    assert "and model.safetensors, which is not: transformers reads that one" in caplog.text
+    (tmp_path / several).unlink()
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"the index is of an earlier save if .*model\.safetensors` is newer"
+    ):
+        reshard.open(tmp_path)
 
 
 def test_our_index_is_known_again(tmp_path: Path) -> None:

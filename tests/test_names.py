@@ -385,6 +385,30 @@ def test_names_follow_drop_and_rename_and_come_before_the_layout(hf: Path, tmp_p
     assert list(reshard.load_file(tmp_path / "out.safetensors")) == ["qk"]
 
 
+def test_a_copy_with_other_values_is_not_left_out(tmp_path: Path) -> None:
+    w, part = np.arange(8, dtype=np.float32), np.array([-0.0, np.nan], np.float32)
+    tensors = {"embed.w": w, "head.w": w.copy(), "adam_m.embed.w": part, "adam_m.head.w": part.copy()}
+    names = {"rules": [{"from": "head.w", "tied": "embed.w"}, {"from": "embed.w", "to": "new.w"}]}
+    path = tmp_path / "m.safetensors"
+    reshard.save_file(tensors, path)
+    reshard.convert(path, tmp_path / "equal", names=names, part="all")
+    assert sorted(reshard.load_file(tmp_path / "equal")) == ["adam_m.new.w", "new.w"]
+    for key, at in (("head.w", 7), ("adam_m.head.w", 0)):
+        changed = {**tensors, key: tensors[key].copy()}
+        changed[key][at] += 1
+        reshard.save_file(changed, path)
+        with pytest.raises(NamesError, match=f"`{key}` is tied to .* but differs from it"):
+            reshard.convert(
+                path,
+                tmp_path / "different",
+                names={"rules": [{"from": "x.head.w", "tied": "x.embed.w"}]},
+                select={"rename": {"": "x."}},
+                part="all",
+                overwrite=True,
+            )
+        assert not (tmp_path / "different").exists()
+
+
 @pytest.mark.parametrize("to", ["checkpoint1", "checkpoint2", "mindspore", "safetensors"])
 def test_there_and_back_through_every_format(to: Any, hf: Path, tmp_path: Path) -> None:
     layout = {"mesh": {"tp": 2}, "rules": [{"match": "*linear_qkv*", "cut": ["tp"]}, {"match": "*"}]}

@@ -6,12 +6,13 @@ The keys and shapes are those of the models that transformers 4.57 makes of the 
 from __future__ import annotations
 
 import json
+import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from reshard.errors import ArgumentError, CheckpointNotFoundError, LayoutError, StorageError
+from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, LayoutError, StorageError
 from reshard.layout import ModelLayout
 from reshard.layout.presets import FAMILIES
 from reshard.layout.resolve import resolve
@@ -313,6 +314,12 @@ def test_a_config_can_be_a_file_or_a_folder(tmp_path: Path) -> None:
     path.write_text(json.dumps(CONFIGS["qwen3"]))
     wanted = ModelLayout.preset(CONFIGS["qwen3"], tp=2, pp=2)
     assert ModelLayout.preset(path, tp=2, pp=2) == ModelLayout.preset(str(tmp_path), tp=2, pp=2) == wanted
+
+
+def test_a_pipe_in_a_folder_is_refused_without_waiting_for_a_writer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(DamagedFileError, match="not a regular file"):
+        ModelLayout.preset(str(tmp_path), tp=2)
 
 
 def test_a_tied_head_is_what_the_config_says() -> None:

@@ -21,7 +21,7 @@ import reshard
 from reshard.cli.watched import Watch
 from reshard.events import Event
 from reshard.formats.event_log import EVENT_FILE, EventLog
-from reshard.storage import protocol
+from reshard.storage import claims, protocol
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -152,6 +152,24 @@ def test_without_a_log_the_staging_folder_shows_a_save(tmp_path: Path) -> None:
     assert (state.in_flight.iteration, state.in_flight.is_alive, new) == (200, True, [])
     protocol.abandon(attempt)
     assert watch.look()[0].in_flight is None
+
+
+def test_folders_that_go_after_they_were_listed_are_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "run"
+    save(root, 1)
+    watch, attempt = Watch(str(root)), protocol.begin(root, 2)
+    is_alive = claims.is_alive
+
+    def ends(of: Any, generation: int) -> bool | None:
+        if attempt.staging.exists():
+            protocol.abandon(attempt)
+        return is_alive(of, generation)
+
+    monkeypatch.setattr(claims, "is_alive", ends)
+    state, _ = watch.look()
+    assert (state.problem, state.in_flight) == (None, None)
+    assert state.newest is not None
+    assert state.newest.iteration == 1
 
 
 def test_without_a_log_differences_of_the_files_are_events(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import reshard
 from reshard.cli.output import collected_warnings
-from reshard.errors import ReshardError
+from reshard.errors import CheckpointNotFoundError, ReshardError
 from reshard.events import Event
 from reshard.formats import event_log, save_log
 from reshard.formats.checkpoint2 import names as checkpoint2
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
 _MAX_EVENTS = 1000
+_MAX_LOOKS = 3  # at folders that are removed meanwhile
 _MAX_SAVES = 8  # from which the interval between saves follows
 _ENDS = ("published", "failed")
 
@@ -138,8 +139,7 @@ class Watch:
                 new = self._new_events()
                 for event in new:
                     self._add(event)
-                self._look_at_staging()
-                self._look_at_newest()
+                self._look_at_folders()
         except (ReshardError, OSError) as error:
             problem = error.message if isinstance(error, ReshardError) else str(error)
         state = RunState(
@@ -196,6 +196,18 @@ class Watch:
         events += [Event("pruned", iteration, now) for iteration in sorted(self._seen_iterations - there)]
         self._seen_iterations = there
         return events
+
+    def _look_at_folders(self) -> None:
+        """Look at the folders; a few times, where one is published or removed after it was listed."""
+        for left in reversed(range(_MAX_LOOKS)):
+            try:
+                self._look_at_staging()
+                self._look_at_newest()
+            except CheckpointNotFoundError:
+                if not left:
+                    raise
+            else:
+                return
 
     def _look_at_staging(self) -> None:
         """The save in progress by its folder: whether its process is running, and without a log that it is there."""

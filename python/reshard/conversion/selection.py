@@ -15,6 +15,7 @@ from reshard.checkpoint import Checkpoint
 from reshard.errors import ArgumentError
 from reshard.formats import counter_tensors
 from reshard.formats.base import StoredTensor
+from reshard.names.resolve import copies_left_out
 from reshard.words import show
 
 if TYPE_CHECKING:
@@ -37,12 +38,14 @@ class Selection:
         keys: names of the tensors that are written.
         counters: counters that are not written as other tensors, including those of which the source has no tensor.
         left_out: names of tensors that `drop` leaves out, after `rename`.
+        copies: keys of the source that the name map leaves out as copies, and the key that each must be equal to.
     """
 
     source: Checkpoint
     keys: list[str]
     counters: dict[str, np.ndarray]
     left_out: list[str]
+    copies: dict[str, str]
 
 
 def select(
@@ -76,7 +79,7 @@ def select(
         selection = select(view, part, drop=drop, rename=rename, names=names, apart=apart)
         if selection.source is not view:
             view.close()
-        return selection
+        return replace(selection, copies={weights[a]: weights[b] for a, b in selection.copies.items()})
     keys = [key for key in source.keys(part) if not _is_apart(source, key, apart)]
     counters = {} if part == "model" else _counters(source, apart)
     tensors = [key for key in source if not _is_apart(source, key, apart)]
@@ -90,11 +93,16 @@ def select(
         )
     source._check_placed(*(key for key in tensors if key in new))  # noqa: SLF001  the check of a read
     view = _view(source, {key: new[key] for key in tensors if key in new})
+    copies: dict[str, str] = {}
     if names is not None:
+        old = {new[key]: key for key in tensors if key in new}
+        chosen = view.keys("model" if part == "model" else "all")
+        tied = copies_left_out(names, chosen, optimizer_keys=set(view.keys("optimizer")))
         # Tensors that are not written need not match the map.
         with contextlib.nullcontext() if view is source else view:
             view = view.renamed(names, part="model" if part == "model" else "all")
         written = view.keys(part)
+        copies = {old[a]: old[b] for a, b in tied.items()}
     if source.common is not None:
         # A counter that is left out must not be written to another file.
         left_out = [name for name in counter_tensors.NAMES if name.startswith(drop)]
@@ -102,7 +110,7 @@ def select(
     changes = dict(rename or {})
     longest_first = sorted(changes, key=len, reverse=True)
     left_out = [_renamed(key, changes, longest_first, set()) for key in tensors if key not in new]
-    return Selection(view, written, {new[name]: counters[name] for name in separate if name in new}, left_out)
+    return Selection(view, written, {new[name]: counters[name] for name in separate if name in new}, left_out, copies)
 
 
 def _is_apart(source: Checkpoint, key: str, apart: Collection[str]) -> bool:

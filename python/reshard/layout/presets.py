@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from reshard.errors import ArgumentError, CheckpointNotFoundError, LayoutError, StorageError
+from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, LayoutError, StorageError
 from reshard.storage.inputs import read_input
 from reshard.storage.location import locate
 from reshard.words import nearest, show
@@ -158,10 +158,15 @@ def _family_and_config(name_or_config: str | os.PathLike[str] | Mapping[str, obj
 
 def _read_json(path: str) -> object:
     file = locate(path)
-    if file.is_folder():
+    is_in_folder = file.is_folder()
+    if is_in_folder:
         file /= "config.json"
     try:
-        data = read_input(file, _MAX_CONFIG_BYTES + 1)
+        # A pipe that a user passes is read, but one in a folder would block: it may have no writer.
+        if is_in_folder:
+            data = file.read_small(_MAX_CONFIG_BYTES, follow_links=True)
+        else:
+            data = read_input(file, _MAX_CONFIG_BYTES + 1)
     except CheckpointNotFoundError:
         near = nearest(path, FAMILIES, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -170,6 +175,8 @@ def _read_json(path: str) -> object:
             path=path,
             hint=f"{hint}families are {', '.join(FAMILIES)}",
         ) from None
+    except DamagedFileError:
+        raise
     except ValueError as error:  # a null character in the path
         raise StorageError(f"reading {show(str(file))}: {error}", path=str(file)) from None
     if len(data) > _MAX_CONFIG_BYTES:

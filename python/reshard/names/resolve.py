@@ -145,8 +145,33 @@ def unnamed(names: NamesFile, keys: Collection[str], *, optimizer_keys: Collecti
     return _Resolver(names, dict.fromkeys(keys, ()), optimizer_keys, {}).groups()[1]
 
 
+def copies_left_out(names: NamesFile, keys: Collection[str], *, optimizer_keys: Collection[str] = ()) -> dict[str, str]:
+    """The keys that a name map leaves out as copies, and the key that each is a copy of, from side `from`.
+
+    Args:
+        names: the name map.
+        keys: the keys of the tensors.
+        optimizer_keys: those of optimizer state.
+
+    Example:
+        >>> from reshard.names.file import NamesFile
+        >>> copies_left_out(NamesFile.from_mapping({"rules": [{"from": "head", "tied": "embed"}]}), ["head", "embed"])
+        {'head': 'embed'}
+    """
+    groups, _ = _Resolver(names, dict.fromkeys(keys, ()), optimizer_keys, {}).groups()
+    return {
+        next(iter(found.values())): _tied_key(group, rule)
+        for group, found in groups.items()
+        if isinstance(rule := names.rules[group[1]], Tie)
+    }
+
+
 # A group is one application of a rule: its slot, the number of the rule, and the values of the indices on both sides.
 _Group: TypeAlias = tuple[str, int, tuple[tuple[str, int], ...]]
+
+
+def _tied_key(group: _Group, tie: Tie) -> str:
+    return group[0] + tie.tied.format(dict(group[2]))
 
 
 class _Resolver:
@@ -252,7 +277,7 @@ class _Resolver:
 
     def _leave_out(self, group: _Group, tie: Tie, key: str) -> None:
         """Drop a copy, after a check that the checkpoint has the tensor that it copies."""
-        tied = group[0] + tie.tied.format(dict(group[2]))
+        tied = _tied_key(group, tie)
         if tied not in self.shapes:
             raise NamesError(
                 f"{show(key)} is tied to {show(tied)}, which is missing: dropping it would lose its data", key=key

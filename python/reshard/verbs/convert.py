@@ -19,8 +19,9 @@ from reshard.conversion.destinations import SHARED_PREFIX, Job, Options
 from reshard.conversion.selection import select as selected
 from reshard.conversion.shares import Share, Shared, digest_of
 from reshard.conversion.writer import Settings
-from reshard.errors import ArgumentError, CheckpointNotFoundError
+from reshard.errors import ArgumentError, CheckpointNotFoundError, NamesError
 from reshard.formats import writer_mark
+from reshard.formats.base import StoredTensor
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1.reader import open_rank_files, strategy_for
 from reshard.formats.writers import WRITERS, writer_for
@@ -31,6 +32,7 @@ from reshard.options import Commit, Files, Select, explains_moved
 from reshard.storage.filling import staging_name
 from reshard.storage.location import Location, locate
 from reshard.storage.staging import STAGING_FOLDER
+from reshard.words import show
 
 if TYPE_CHECKING:
     import os
@@ -210,6 +212,7 @@ def convert(
             apart = writer.apart(whole)
             selection = selected(whole, part_written, drop=chosen.drop, rename=chosen.rename, names=known, apart=apart)
             opened = views.enter_context(selection.source)
+            _check_copies(whole, selection.copies, parse_size(memory), threads)
             job = Job(
                 opened,
                 selection.keys,
@@ -267,6 +270,28 @@ def convert(
         not_expressible=written.not_expressible,
         warnings=tuple(written.warnings),
     )
+
+
+def _check_copies(source: Checkpoint, copies: Mapping[str, str], max_bytes: int, threads: int | None) -> None:
+    """Refuse a name map that leaves out a tensor as the copy of another one with other values."""
+    if not copies:
+        return
+    from reshard.verbs.diff import diff_opened  # noqa: PLC0415  not needed without such copies
+
+    def view(keys: Mapping[str, str]) -> Checkpoint:
+        index = source.data.index
+        return source.view({key: StoredTensor(*index.info(of), index.stored(of)) for key, of in keys.items()})
+
+    with view({key: key for key in copies}) as left_out, view(copies) as kept:
+        report = diff_opened(left_out, kept, max_bytes=max_bytes, threads=threads)
+    if report.differences:
+        key = report.differences[0].key
+        raise NamesError(
+            f"{show(key)} is tied to {show(copies[key])} by the name map, but differs from it: leaving it out would "
+            "lose its data",
+            key=key,
+            hint="remove the rule from the map, which then keeps the tensor; `Select(drop=...)` leaves it out",
+        )
 
 
 def _open_source(

@@ -125,25 +125,57 @@ def diff(
         >>> report.n_equal, [(d.key, d.n_different, d.max_abs) for d in report.differences]
         (1, [('w', 1, 0.5)])
     """
-    half_bytes = max(parse_size(memory) // 2, 1)
     with opening.open(a, strategy=strategy_a) as left, opening.open(b, strategy=strategy_b) as right:
-        keys, other = left.keys(part), set(right.keys(part))
-        pairs = [_Pair(key, left, right) for key in keys if key in other]
-        n_bytes = sum(sum(pair.n_bytes) for pair in pairs if pair.is_comparable)
-        comparison = _Comparison(left, right, half_bytes, threads)
-        done = 0
-        for batch in _batches([pair for pair in pairs if pair.is_comparable], half_bytes):
-            comparison.compare(batch)
-            done += sum(sum(box.n_bytes) for box in batch)
-            if progress is not None:
-                progress(done, n_bytes)
-        found = {pair.key: difference for pair in pairs if (difference := pair.difference()) is not None}
-        unmatched = set(keys) - other
-        found |= {key: _unmatched(left, key, is_a=True) for key in keys if key in unmatched}
-        differences = [found[key] for key in keys if key in found]
-        known = set(keys)
-        differences += [_unmatched(right, key, is_a=False) for key in right.keys(part) if key not in known]
-        return DiffReport(str(left.path), str(right.path), len(keys) - len(found), n_bytes, tuple(differences))
+        return diff_opened(left, right, part=part, max_bytes=parse_size(memory), threads=threads, progress=progress)
+
+
+def diff_opened(
+    left: Checkpoint,
+    right: Checkpoint,
+    *,
+    part: Part = "all",
+    max_bytes: int,
+    threads: int | None = None,
+    progress: _core.Progress | None = None,
+) -> DiffReport:
+    """Compare the tensors of two opened checkpoints, as `diff`.
+
+    Args:
+        left: the first checkpoint.
+        right: the second checkpoint.
+        part: "model", "optimizer" or "all".
+        max_bytes: size of the buffers, in bytes.
+        threads: number of threads that copy.
+        progress: called as `progress(done_bytes, total_bytes)`.
+
+    Raises:
+        DamagedFileError, CoverageError, StorageError: a checkpoint cannot be read.
+
+    Example:
+        >>> import numpy as np, reshard
+        >>> reshard.save_file({"w": np.zeros(4)}, "w.safetensors")
+        >>> with reshard.open("w.safetensors") as opened:
+        ...     diff_opened(opened, opened, max_bytes=1 << 20).equal
+        True
+    """
+    half_bytes = max(max_bytes // 2, 1)
+    keys, other = left.keys(part), set(right.keys(part))
+    pairs = [_Pair(key, left, right) for key in keys if key in other]
+    n_bytes = sum(sum(pair.n_bytes) for pair in pairs if pair.is_comparable)
+    comparison = _Comparison(left, right, half_bytes, threads)
+    done = 0
+    for batch in _batches([pair for pair in pairs if pair.is_comparable], half_bytes):
+        comparison.compare(batch)
+        done += sum(sum(box.n_bytes) for box in batch)
+        if progress is not None:
+            progress(done, n_bytes)
+    found = {pair.key: difference for pair in pairs if (difference := pair.difference()) is not None}
+    unmatched = set(keys) - other
+    found |= {key: _unmatched(left, key, is_a=True) for key in keys if key in unmatched}
+    differences = [found[key] for key in keys if key in found]
+    known = set(keys)
+    differences += [_unmatched(right, key, is_a=False) for key in right.keys(part) if key not in known]
+    return DiffReport(str(left.path), str(right.path), len(keys) - len(found), n_bytes, tuple(differences))
 
 
 def _unmatched(opened: Checkpoint, key: str, *, is_a: bool) -> TensorDifference:

@@ -124,4 +124,12 @@ def read_weight_map(folder: str | os.PathLike[str]) -> dict[str, str] | None:
         )
     if kind == "single":
         return None
-    return maps.read(path)
+    single = path.with_name(SINGLE_FILE)
+    try:
+        return maps.read(path)
+    except CheckpointNotFoundError as error:
+        if single.is_file():  # as `save_pretrained` leaves a folder that held several files before
+            error.hint = (
+                f"the index is of an earlier save if {show(str(single))} is newer: open that file, or remove the index"
+            )
+        raise

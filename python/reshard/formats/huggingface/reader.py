@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,8 @@ from reshard.formats.huggingface import names as huggingface
 if TYPE_CHECKING:
     from reshard.formats.base import OpenOptions
     from reshard.storage.location import Location
+
+_log = logging.getLogger("reshard")
 
 
 class HuggingFace(Format):
@@ -41,6 +44,12 @@ def _open_huggingface(folder: Location, method: _core.ReadMethod) -> CheckpointD
         index.add_whole_file(file)
     else:
         # Files of a hub cache are symbolic links into its store, so links are followed.
+        if huggingface.SINGLE_FILE not in weight_map.values() and (folder / huggingface.SINGLE_FILE).is_file():
+            _log.warning(
+                "%s holds an index of several files, which is read, and %s, which is not: transformers reads that one",
+                folder,
+                huggingface.SINGLE_FILE,
+            )
         maps.add_tensors(index, folder, weight_map, partial(index.add_file, method=method))
     aliases = add_aliases(index)
     return CheckpointData(traits=HuggingFace.traits, path=folder, index=index, method=method, aliases=aliases)
