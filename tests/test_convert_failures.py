@@ -548,8 +548,7 @@ def calls_of(source: Path, target: Path, trace: Path, options: Any) -> list[str]
         call = re.search(r"(fsync|fdatasync)\(\d+<([^>]*)>", line)
         if call:
             found.append("sync " + call[2].removesuffix(" (deleted)"))
-        elif "rename" in line:
-            names = re.findall(r'"([^"]*)"', line)
+        elif "rename" in line and (names := re.findall(r'"([^"]*)"', line)):  # not the second line of a call
             found.append(f"rename {names[-1]}")
     return [re.sub(r"[0-9a-f]{16}", "#", entry).replace(str(target.parent), "") for entry in found]
 

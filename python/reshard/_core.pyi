@@ -549,6 +549,32 @@ class Index:
                 chunk that differs raises DamagedFileError with path, key and byte range when the plan is executed.
         """
 
+    def write_small(
+        self,
+        folder: str,
+        files: Sequence[tuple[str, Request]],
+        *,
+        dtype: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+        threads: int | None = None,
+        durable: bool = True,
+        mode: int = 0o640,
+    ) -> list[Written | None]:
+        """Write small safetensors files, several at a time, as `Plan.write` writes each.
+
+        Args:
+            folder: the folder.
+            files: the name of each, and the request for its arrays.
+            dtype: as in `plan`.
+            metadata: the `__metadata__` of each file.
+            threads: files that are written at the same time; None: as many as there are processors.
+            durable: sync each file and the folder.
+            mode: permission bits of the files, less the umask.
+
+        Returns:
+            The record of each file; None for a file that is not small and was not written.
+        """
+
     def request_bytes(self, request: Request, *, dtype: str | None = None) -> int:
         """Return the bytes of the arrays of a request, without a plan.
 

@@ -785,24 +785,34 @@ impl Index {
             return Err(closed());
         }
         // Keys and shapes are checked first, so that no file is opened for an invalid request.
-        for requested in &request.arrays {
-            self.check_requested(requested)?;
-        }
+        let found = request
+            .arrays
+            .iter()
+            .map(|requested| self.check_requested(requested))
+            .collect::<Result<Vec<_>>>()?;
         let mut chosen_bytes = vec![0; self.files.len()];
         let mut plan = Plan {
             verify,
             ..Plan::default()
         };
         let mut sources: HashMap<u32, u32> = HashMap::new();
-        for requested in &request.arrays {
+        for (requested, found) in request.arrays.iter().zip(&found) {
             let (first_key, _) = &requested.keys[0];
-            let selected = self.select(requested, &mut chosen_bytes)?;
-            for one in &selected {
-                if requested.keys.iter().any(|(key, _)| key == one.name) {
-                    self.set_dtype_from_file(one)?;
+            let selected = self.select(requested, found.as_ref(), &mut chosen_bytes)?;
+            let stored_dtype = match found {
+                Some(Found::InWholeFile(_, entry)) => entry.dtype,
+                Some(Found::Listed(stored)) if stored.dtype.get().is_some() => {
+                    self.dtype(stored)?
                 }
-            }
-            let stored_dtype = self.dtype_of(first_key)?;
+                _ => {
+                    for one in &selected {
+                        if requested.keys.iter().any(|(key, _)| key == one.name) {
+                            self.set_dtype_from_file(one)?;
+                        }
+                    }
+                    self.dtype_of(first_key)?
+                }
+            };
             for (key, _) in &requested.keys[1..] {
                 let dtype = self.dtype_of(key)?;
                 if dtype != stored_dtype {
@@ -916,12 +926,16 @@ impl Index {
     pub fn count_copy_ops(&self, request: &Request) -> Result<usize> {
         let mut chosen_bytes = vec![0; self.files.len()];
         request.arrays.iter().try_fold(0, |n, requested| {
-            self.check_requested(requested)?;
-            Ok(n + self.select(requested, &mut chosen_bytes)?.len())
+            let found = self.check_requested(requested)?;
+            Ok(n + self
+                .select(requested, found.as_ref(), &mut chosen_bytes)?
+                .len())
         })
     }
 
-    fn check_requested(&self, requested: &RequestedArray) -> Result<()> {
+    /// Checks keys, shapes and tiles. Returns the tensor if all tiles are of one.
+    fn check_requested(&self, requested: &RequestedArray) -> Result<Option<Found<'_>>> {
+        let mut last = None;
         for (key, shape) in &requested.keys {
             let found = self.found(key)?;
             if let Some(shape) = shape
@@ -935,9 +949,20 @@ impl Index {
                 );
                 return Err(Error::new(Kind::Mismatch, message).key(key));
             }
+            last = Some(found);
         }
+        let only = last.filter(|_| match requested.keys.as_slice() {
+            [(only, _)] => requested.tiles.iter().all(|(key, _)| key == only),
+            _ => false,
+        });
         for (key, tile) in &requested.tiles {
-            let found = self.found(key)?;
+            let looked_up;
+            let found = if let Some(found) = &only {
+                found
+            } else {
+                looked_up = self.found(key)?;
+                &looked_up
+            };
             if !tile.global.lies_in(found.shape()) {
                 let message = format!(
                     "{} has shape {}; {} is outside",
@@ -948,14 +973,15 @@ impl Index {
                 return Err(Error::new(Kind::Argument, message).key(key));
             }
         }
-        Ok(())
+        Ok(only)
     }
 
     /// Selects the copies of an array: each element once, with replicas chosen so that the bytes are spread over the
-    /// files.
+    /// files. `only` is the tensor of all its tiles, if there is one.
     fn select<'a>(
         &'a self,
         requested: &RequestedArray,
+        only: Option<&Found<'a>>,
         chosen_bytes: &mut [u64],
     ) -> Result<Vec<SelectedCopy<'a>>> {
         let mut selected = Vec::new();
@@ -963,9 +989,16 @@ impl Index {
             if tile.global.is_empty() {
                 continue;
             }
-            match self.found(key)? {
+            let looked_up;
+            let found = if let Some(found) = only {
+                found
+            } else {
+                looked_up = self.found(key)?;
+                &looked_up
+            };
+            match found {
                 Found::InWholeFile(file, entry) => {
-                    let grid = Grid::whole(&entry.shape, file);
+                    let grid = Grid::whole(&entry.shape, *file);
                     grid.select(entry.name, tile, chosen_bytes, &mut selected)?;
                 }
                 Found::Listed(stored) => match &stored.form {

@@ -56,6 +56,9 @@ _COMMITS = (
 )
 _INDEXES = (huggingface.INDEX_FILE, full_weights.MAP_FILE, torch_files.INDEX_FILE)
 
+_SMALL_BYTES = 1 << 20  # of files that may be written several at a time
+_FILES_AT_ONCE = 1024  # after which progress is reported and signals are handled
+
 _log = logging.getLogger("reshard")
 
 
@@ -166,19 +169,53 @@ def write_files(job: Job, folder: Location, files: list[File], sizes: list[int])
     progress = JointProgress(options.progress, sum(sizes))
     for name in {file.name.rpartition("/")[0] for file in files} - {""}:
         make_folders(folder / name, options.folder_mode)
-    return {
-        file.name: job.plan(file.request).write(
-            str(folder / file.name),
-            metadata=options.metadata,
-            container=file.container,
-            buffers=options.buffers,
-            threads=options.threads,
-            durable=options.durable,
-            mode=options.file_mode,
-            progress=progress.of_file(n_bytes),
-        )
+    written = {}
+    for first in range(0, len(files), _FILES_AT_ONCE):
+        some, of_some = files[first : first + _FILES_AT_ONCE], sizes[first : first + _FILES_AT_ONCE]
+        reports = [progress.of_file(n_bytes) for n_bytes in of_some]
+        if reports[0] is not None:
+            reports[0](0, of_some[0])
+        small = _write_small(job, folder, some, of_some)
+        for file, n_bytes, report in zip(some, of_some, reports, strict=True):
+            record = small.get(file.name)
+            if record is None:
+                record = job.plan(file.request).write(
+                    str(folder / file.name),
+                    metadata=options.metadata,
+                    container=file.container,
+                    buffers=options.buffers,
+                    threads=options.threads,
+                    durable=options.durable,
+                    mode=options.file_mode,
+                    progress=report,
+                )
+            elif report is not None:
+                report(n_bytes, n_bytes)
+            written[file.name] = record
+    return written
+
+
+def _write_small(job: Job, folder: Location, files: list[File], sizes: list[int]) -> dict[str, _core.Written | None]:
+    """Write the small ones of some files, several at a time; returns their records by name."""
+    small = [
+        (file.name, file.request)
         for file, n_bytes in zip(files, sizes, strict=True)
-    }
+        if n_bytes <= _SMALL_BYTES and file.container is None
+    ]
+    if len(small) <= 1:
+        return {}
+    options = job.options
+    job.source.data.check(job.keys)
+    records = job.source.data.index.write_small(
+        str(folder),
+        small,
+        dtype=options.dtype,
+        metadata=options.metadata,
+        threads=options.threads,
+        durable=options.durable,
+        mode=options.file_mode,
+    )
+    return {name: record for (name, _), record in zip(small, records, strict=True)}
 
 
 @contextlib.contextmanager

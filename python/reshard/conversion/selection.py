@@ -162,6 +162,8 @@ def new_names(keys: Sequence[str], drop: Sequence[str] = (), rename: Mapping[str
             raise ArgumentError(f"`drop` and `rename` take names of tensors or prefixes of names, not {text!r}")
     if "" in drop:
         raise ArgumentError("`drop` has the prefix '', which matches every name: no tensor would be left")
+    if not drop and not changes:
+        return {key: key for key in keys}
     kept = [key for key in keys if not key.startswith(tuple(drop))]
     unused = [text for text in drop if not any(key.startswith(text) for key in keys)]
     used: set[str] = set()

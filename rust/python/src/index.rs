@@ -6,11 +6,13 @@ use crate::plan::Plan;
 use crate::records::{
     DEVICE_LAYOUT, FileArray, FileTensor, STORED_ARRAY, STORED_REGION, tile_list,
 };
-use crate::run::run;
+use crate::run::{n_threads, run};
+use crate::write::Written;
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
 use pyo3::types::{PyBytes, PyTuple};
+use rayon::prelude::*;
 use reshard_core::checksum::Checksums;
 use reshard_core::control::Control;
 use reshard_core::dtype::{Dtype, n_elements};
@@ -20,7 +22,7 @@ use reshard_core::shard_file::{Format, ShardFile};
 use reshard_core::source::{Method, Source};
 use reshard_core::stored::StoredTensor;
 use reshard_core::tile::Tile;
-use reshard_core::{Error, Kind};
+use reshard_core::{Error, Kind, writer};
 use reshard_formats::metadata::{
     CellTable, Metadata, decode, decode_table, dtype_of, encode_table, index_of, index_of_table,
 };
@@ -521,6 +523,59 @@ impl Index {
         let dtype = raise(py, dtype.map(Dtype::parse).transpose())?;
         let result = py.detach(|| self.index.plan(&request.0, dtype, verify));
         raise(py, result).map(Plan)
+    }
+
+    /// Writes small files, several at a time; `None` for those that are not small.
+    #[pyo3(signature = (folder, files, *, dtype=None, metadata=None, threads=None, durable=true, mode=0o640))]
+    #[expect(clippy::too_many_arguments, reason = "the options of a file")]
+    fn write_small(
+        &self,
+        py: Python<'_>,
+        folder: PathBuf,
+        files: Vec<(PyBackedStr, PyRef<'_, Request>)>,
+        dtype: Option<&str>,
+        metadata: Option<BTreeMap<String, String>>,
+        threads: Option<i64>,
+        durable: bool,
+        mode: u32,
+    ) -> PyResult<Vec<Option<Written>>> {
+        let dtype = raise(py, dtype.map(Dtype::parse).transpose())?;
+        let options = writer::Options {
+            metadata: metadata.unwrap_or_default().into_iter().collect(),
+            container: None,
+            durable,
+            direct: false,
+            mode,
+        };
+        let files: Vec<_> = files
+            .iter()
+            .map(|(name, request)| (&**name, &request.0))
+            .collect();
+        let control = Control::default();
+        let n_threads = n_threads(py, threads)?;
+        // Writes wait for the disk, so signals are handled.
+        let written = run(py, threads, u64::MAX, None, &control, || {
+            // The requests of a thread follow each other, so that it has one buffer.
+            let shares = files.par_chunks(files.len().div_ceil(n_threads).max(1));
+            let written: Vec<Vec<_>> = shares
+                .map(|share| {
+                    let mut buffers = writer::Buffers::new(writer::MIN_MEMORY_BYTES)?;
+                    share
+                        .iter()
+                        .map(|&(name, request)| {
+                            let plan = self.index.plan(request, dtype, true)?;
+                            if !writer::is_small(&plan, &options) {
+                                return Ok(None);
+                            }
+                            let path = folder.join(name);
+                            writer::write(&path, &plan, &options, &mut buffers, &control).map(Some)
+                        })
+                        .collect::<reshard_core::Result<_>>()
+                })
+                .collect::<reshard_core::Result<_>>()?;
+            Ok(written.into_iter().flatten().collect::<Vec<_>>())
+        })?;
+        Ok(written.into_iter().map(|one| one.map(Written)).collect())
     }
 
     #[pyo3(signature = (request, *, dtype=None))]

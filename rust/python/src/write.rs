@@ -21,7 +21,7 @@ type Tensors<'py> = Vec<(String, String, Vec<u64>, Bound<'py, PyAny>)>;
 
 /// Size and checksums of a file that was written.
 #[pyclass(frozen, module = "reshard._core")]
-pub(crate) struct Written(Checksums);
+pub(crate) struct Written(pub(crate) Checksums);
 
 #[pymethods]
 impl Written {

@@ -80,9 +80,13 @@ class FolderData(CheckpointData):
 
     def part(self, key: str) -> PartName:
         """By the name of the file that holds the tensor."""
-        if not self.traits.has_metadata:
+        if not self.traits.has_metadata or not self._has_optimizer:
             return "model"
         return "optimizer" if self._parts[self.index.holders(key)[0]] == "optimizer" else "model"
+
+    @cached_property
+    def _has_optimizer(self) -> bool:
+        return "optimizer" in self._parts
 
     @cached_property
     def _parts(self) -> list[str | None]:
