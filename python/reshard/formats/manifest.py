@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Collection, Mapping, Sequence
 
+    from reshard.storage.location import Location
     from reshard.storage.store import Lock
 
 __all__ = [
@@ -59,6 +60,7 @@ __all__ = [
     "plain_entry",
     "read",
     "read_checksums",
+    "read_digest",
     "read_lock",
     "read_plain",
     "set_checksums",
@@ -253,15 +255,7 @@ def read(folder: str | os.PathLike[str]) -> Manifest:
     """
     place = locate(folder) / MANIFEST_FILE
     path = str(place)
-    data = place.read_small(_MAX_BYTES)
-    tail = _TAIL.search(data, max(0, len(data) - _TAIL_BYTES))
-    if tail is None:
-        raise DamagedFileError(f"{show(path)} does not end in a digest: it is torn or was altered", path=path)
-    found = digest_of(data[: tail.start()])
-    if found.encode() != tail[1]:
-        raise DamagedFileError(
-            f"{show(path)} was altered: its content has the digest {found}, expected {tail[1].decode()}", path=path
-        )
+    data, found = _read_text(place)
     content = parse_json(data, path)
     try:
         manifest = _parse(content)
@@ -280,6 +274,26 @@ def read(folder: str | os.PathLike[str]) -> Manifest:
             hint=f"if the folder was renamed, give it back the number {manifest.iteration}",
         )
     return manifest
+
+
+def read_digest(folder: str | os.PathLike[str]) -> str:
+    """The digest of the manifest of a folder, which is compared with its text and not parsed. Raises as `read`."""
+    return _read_text(locate(folder) / MANIFEST_FILE)[1]
+
+
+def _read_text(place: Location) -> tuple[bytes, str]:
+    """The content of a manifest and its digest, which the content has. Raises as `read`."""
+    path = str(place)
+    data = place.read_small(_MAX_BYTES)
+    tail = _TAIL.search(data, max(0, len(data) - _TAIL_BYTES))
+    if tail is None:
+        raise DamagedFileError(f"{show(path)} does not end in a digest: it is torn or was altered", path=path)
+    found = digest_of(data[: tail.start()])
+    if found.encode() != tail[1]:
+        raise DamagedFileError(
+            f"{show(path)} was altered: its content has the digest {found}, expected {tail[1].decode()}", path=path
+        )
+    return data, found
 
 
 def write(

@@ -185,12 +185,15 @@ class LocalStore(Store):
     @contextlib.contextmanager
     def writing(self, path: str, mode: int = 0o666, *, durable: bool) -> Iterator[BinaryIO]:
         """See `Store.writing`: a temporary file in the same folder, synced, then renamed."""
-        with failing("writing", path), _renamed(path, mode) as (handle, _):
-            with open(handle, "wb", buffering=1 << 20) as file:
-                yield file
-                file.flush()
-                if durable:
-                    os.fsync(handle)
+        with (
+            failing("writing", path),
+            _renamed(path, mode) as (handle, _),
+            open(handle, "wb", buffering=1 << 20) as file,
+        ):
+            yield file
+            file.flush()
+            if durable:
+                os.fsync(handle)
         if durable:
             self.sync_folder(os.path.dirname(path) or ".")
 

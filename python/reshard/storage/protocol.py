@@ -287,8 +287,7 @@ def publish(attempt: Attempt, manifest: Manifest) -> list[str]:
     try:
         with claims.locked(root):
             claims.check(claim)
-            found = manifests.read(attempt.staging)
-            if found.digest != manifest.digest:
+            if manifests.read_digest(attempt.staging) != manifest.digest:
                 raise DamagedFileError(
                     f"{show(str(attempt.staging))} holds another manifest than was sealed", path=str(attempt.staging)
                 )

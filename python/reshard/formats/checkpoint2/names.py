@@ -50,8 +50,8 @@ __all__ = [
     "parse_shard_file_name",
     "read_tracker",
     "resolve_candidates",
-    "tracked_iteration",
     "shard_file_name",
+    "tracked_iteration",
     "write_tracker",
 ]
 
