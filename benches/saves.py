@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from benches.table import Kind
 
 _CUTS: tuple[save_cases.Cut, ...] = ("whole", "rows", "columns")
-_SMALL_BYTES = {"1 MB": 10**6, "10 MB": 10**7, "100 MB": 10**8}
+_SMALL_BYTES = {"1 MB": 10**6, "10 MB": 10**7, "100 MB": 10**8, "1 GB": 10**9}
 
 
 def saves(sources: Sources) -> list[Table]:
@@ -54,10 +54,12 @@ def _saves(sources: Sources, n: int) -> list[Case]:
 
 
 def small_saves(sources: Sources) -> list[Table]:
-    """Durable saves of small models: what a save costs beyond its bytes."""
+    """Durable saves of models up to the size that is measured: what a save costs beyond its bytes."""
     sources.folder.mkdir()
     tables = []
     for size, n_bytes in _SMALL_BYTES.items():
+        if n_bytes > sources.size_gb * 1e9:
+            break
 
         def run(library: str, n_bytes: int = n_bytes) -> float:
             _remove(sources)

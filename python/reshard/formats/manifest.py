@@ -275,6 +275,26 @@ def read(folder: str | os.PathLike[str]) -> Manifest:
     return manifest
 
 
+def read_digest(folder: str | os.PathLike[str]) -> str:
+    """The digest of the manifest of a folder, which is compared with its text and not parsed. Raises as `read`."""
+    return _read_text(locate(folder) / MANIFEST_FILE)[1]
+
+
+def _read_text(place: Location) -> tuple[bytes, str]:
+    """The content of a manifest and its digest, which the content has. Raises as `read`."""
+    path = str(place)
+    data = place.read_small(_MAX_BYTES)
+    tail = _TAIL.search(data, max(0, len(data) - _TAIL_BYTES))
+    if tail is None:
+        raise DamagedFileError(f"{show(path)} does not end in a digest: it is torn or was altered", path=path)
+    found = digest_of(data[: tail.start()])
+    if found.encode() != tail[1]:
+        raise DamagedFileError(
+            f"{show(path)} was altered: its content has the digest {found}, expected {tail[1].decode()}", path=path
+        )
+    return data, found
+
+
 def write(
     folder: str | os.PathLike[str],
     manifest: Manifest,

@@ -53,14 +53,16 @@ def mount_of(path: str | os.PathLike[str]) -> Mount:
         return Mount("", _UNKNOWN, "")
     try:
         facts = Path(f"/proc/self/fdinfo/{handle}").read_bytes()
-        mounts = parse_mountinfo(Path("/proc/self/mountinfo").read_bytes())
+        lines = Path("/proc/self/mountinfo").read_bytes()
     except OSError:
         return Mount("", _UNKNOWN, "")
     finally:
         with contextlib.suppress(OSError):
             os.close(handle)
     number = re.search(rb"^mnt_id:\s*([0-9]{1,18})$", facts, re.MULTILINE)
-    return mounts.get(int(number[1]) if number else -1, Mount("", _UNKNOWN, ""))
+    line = number and re.search(rb"^%d .*$" % int(number[1]), lines, re.MULTILINE)  # of hundreds, in some containers
+    found = list(parse_mountinfo(line[0]).values()) if line else []
+    return found[0] if found else Mount("", _UNKNOWN, "")
 
 
 def parse_mountinfo(data: bytes) -> dict[int, Mount]:
