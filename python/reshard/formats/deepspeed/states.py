@@ -107,7 +107,7 @@ def read_files(folder: Location, names: Mapping[int, str]) -> list[StateFile]:
 
 
 def _sharing(first: StateFile, other: StateFile) -> StateFile:
-    """A file of another rank, with what is equal in the first one only once in memory: what the ranks have in common."""
+    """A file of another rank, in which what equals that of the first one is the same object: it is held once."""
     content = {key: value for key, value in other.content.items() if key not in _SHARED and key != _MODULE}
     for key in _SHARED:
         if key in other.content:
