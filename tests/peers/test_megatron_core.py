@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_megatron_core_loads_the_weights(source: Path, tmp_path: Path) -> None:
     try:
         assert dist_checkpointing.load_common_state_dict(report.path) == {"checkpoint_version": 3.0, "iteration": 120}
         layers, embedding = WEIGHTS
-        wanted = {  # other parts than those of the files
+        wanted: dict[Any, Any] = {  # other parts than those of the files
             part: ShardedTensor.from_rank_offsets(layers, torch.zeros(2, 6, 8).bfloat16(), (0, part, 2))
             for part in (0, 1)
         }
