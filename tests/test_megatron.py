@@ -93,7 +93,11 @@ def test_commands(name: str, tmp_path: Path) -> None:
         return result.output
 
     source, target = str(DATA / name / "checkpoint"), str(tmp_path / "hf")
-    assert "megatron, iteration" in run("inspect", source)
+    shown = run("inspect", source)
+    assert "megatron, iteration" in shown
+    if name == "mcore_mp_rank":
+        assert "mesh       tp 2, pp 2 (4 folders of ranks, by their names)" in shown
+        assert json.loads(run("inspect", source, "--json"))["mesh"] == {"tp": 2, "pp": 2}
     assert "complete" in run("verify", source)
     run("convert", source, target, "--to", "huggingface")
     run("diff", source, target, "--part", "model")

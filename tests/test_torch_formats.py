@@ -7,13 +7,24 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 import reshard
 from reshard import _core
@@ -351,3 +362,43 @@ def test_complex128_is_refused_by_name(tmp_path: Path) -> None:
     torch.save({"z": torch.zeros(2, dtype=torch.complex128)}, tmp_path / "z.pt")
     with pytest.raises(UnsupportedError, match="ComplexDoubleStorage"):
         reshard.open(tmp_path / "z.pt")
+
+
+def test_records_that_share_attributes_without_end_are_refused(tmp_path: Path) -> None:
+    n = 20_000
+    attributes = b"}q\0(" + b"".join(b"J" + i.to_bytes(4, "little") + b"N" for i in range(n)) + b"u"
+    one = b"ccollections\nOrderedDict\n)\x81h\0b"
+    (tmp_path / ".metadata").write_bytes(b"\x80\x02(" + attributes + one * n + b"t.")
+    (tmp_path / "__0_0.distcp").touch()
+    with pytest.raises(UnsupportedError, match="share attributes more often than any writer does"):
+        reshard.open(tmp_path)  # without the limit it would look at 4 * 10^8 names
+
+
+@pytest.mark.parametrize("is_grid", [True, False])
+def test_chunks_in_a_grid_and_others(tmp_path: Path, is_grid: bool) -> None:  # noqa: FBT001
+    """Rows and columns of unequal sizes, each in a file of its own; and a box across the grid."""
+    whole = torch.arange(60.0).reshape(6, 10)
+    boxes = [((0, 0), (4, 3)), ((0, 3), (4, 7)), ((4, 0), (2, 3)), ((4, 3), (2, 7))]
+    if not is_grid:
+        boxes = [((0, 0), (6, 3)), ((0, 3), (4, 7)), ((4, 3), (2, 7))]
+    folder, chunks, places = tmp_path / "step-5", [], {}
+    folder.mkdir()
+    for n, (offset, shape) in enumerate(boxes):
+        at, extent = torch.Size(offset), torch.Size(shape)
+        part = whole[tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))]
+        torch.save(part.t().contiguous().t() if n else part.contiguous(), folder / f"__{n}_0.distcp")  # strides differ
+        chunks.append(ChunkStorageMetadata(at, extent))
+        n_bytes = (folder / f"__{n}_0.distcp").stat().st_size
+        places[MetadataIndex("w", at, n)] = _StorageInfo(f"__{n}_0.distcp", 0, n_bytes)
+    described = TensorStorageMetadata(TensorProperties(torch.float32), whole.shape, chunks)
+    (folder / ".metadata").write_bytes(pickle.dumps(Metadata({"w": described}, {}, places)))
+    with reshard.open(folder) as checkpoint:
+        assert checkpoint.read("w").tolist() == whole.tolist()
+        assert checkpoint.read("w", np.s_[3:6, 2:9]).tolist() == whole[3:6, 2:9].tolist()
+        assert sorted((one.offset, one.shape) for one in checkpoint["w"].shards) == sorted(boxes)
+        layout = {"mesh": {"tp": 2}, "rules": [{"match": "*", "cut": [None, "tp"]}]}
+        assert checkpoint.load(layout, rank=1)["w"].tolist() == whole[:, 5:].tolist()
+    missing = Metadata({"w": replace(described, chunks=chunks[:-1])}, {}, places)
+    (folder / ".metadata").write_bytes(pickle.dumps(missing))
+    with pytest.raises(CoverageError, match="uncovered"):
+        reshard.open(folder)

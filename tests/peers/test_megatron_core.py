@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -46,14 +46,15 @@ def test_megatron_core_loads_the_weights(source: Path, tmp_path: Path) -> None:
     try:
         assert dist_checkpointing.load_common_state_dict(report.path) == {"checkpoint_version": 3.0, "iteration": 120}
         layers, embedding = WEIGHTS
-        for part in (0, 1):  # other parts than those of the files
-            wanted = {
-                "layers": ShardedTensor.from_rank_offsets(layers, torch.zeros(2, 6, 8).bfloat16(), (0, part, 2)),
-                "embedding": ShardedTensor.from_rank_offsets(embedding, torch.zeros(64, 8)),
-            }
-            found = dist_checkpointing.load(wanted, report.path, validate_access_integrity=False)
-            assert torch.equal(found["layers"], WEIGHTS[layers][2 * part : 2 * part + 2])
-            assert torch.equal(found["embedding"], WEIGHTS[embedding])
+        wanted: dict[Any, Any] = {  # other parts than those of the files
+            part: ShardedTensor.from_rank_offsets(layers, torch.zeros(2, 6, 8).bfloat16(), (0, part, 2))
+            for part in (0, 1)
+        }
+        whole = ShardedTensor.from_rank_offsets(embedding, torch.zeros(64, 8))
+        found = dist_checkpointing.load({**wanted, "embedding": whole}, report.path, validate_access_integrity=False)
+        for part in (0, 1):
+            assert torch.equal(found[part], WEIGHTS[layers][2 * part : 2 * part + 2])
+        assert torch.equal(found["embedding"], WEIGHTS[embedding])
     finally:
         dist.destroy_process_group()
 

@@ -164,7 +164,7 @@ def _json(facts: Contents, rows: list[TensorRow]) -> dict[str, Any]:
         "strings": list(checkpoint.strings),
         "common": None if checkpoint.common is None else dataclasses.asdict(checkpoint.common),
         "parts": facts.parts,
-        "mesh": None if layout is None else layout.mesh,
+        "mesh": dict(checkpoint.data.rank_axes()) or (None if layout is None else layout.mesh),
         "mesh_reason": facts.layout_reason,
         "files": [{"name": name, "n_bytes": n_bytes} for name, n_bytes in facts.files],
         "n_bytes": sum(row.n_bytes for row in facts.rows),
@@ -295,13 +295,19 @@ def _strategy(checkpoint: Checkpoint) -> str:
 
 
 def _mesh(facts: Contents) -> str:
+    if axes := facts.checkpoint.data.rank_axes():
+        return f"{_sizes(axes)} ({math.prod(axes.values())} folders of ranks, by their names)"
     if facts.layout is None:
         return f"{'unknown' if facts.checkpoint.unplaced() else 'no single one'}: {shown(facts.layout_reason)}"
     mesh = facts.layout.mesh
     n_ranks = math.prod(mesh.values())
     if n_ranks == 1:
         return "none, full tensors"
-    return f"{', '.join(f'{shown(axis)} {n}' for axis, n in mesh.items())} ({n_ranks} ranks)"
+    return f"{_sizes(mesh)} ({n_ranks} ranks)"
+
+
+def _sizes(mesh: Mapping[str, int]) -> str:
+    return ", ".join(f"{shown(axis)} {n}" for axis, n in mesh.items())
 
 
 def _print_iterations(facts: Contents, iterations: Sequence[Iteration], *, everything: bool) -> None:

@@ -225,6 +225,10 @@ class CheckpointData:
         """Number of ranks that saved it, if that is recorded."""
         return None if self.manifest is None else self.manifest.world_size
 
+    def rank_axes(self) -> Mapping[str, int]:
+        """Sizes of the axes of the ranks that saved it, where the names of its files say so; empty: they do not."""
+        return {}
+
     def extra_state(self, rank: int) -> dict[str, Any]:  # noqa: ARG002
         """The state saved beside the tensors, as `Checkpoint.extra` returns it."""
         return {}

@@ -712,8 +712,11 @@ pub fn index_of(dcp: &Arc<Dcp>, folder: &Path, method: Method) -> Result<Index> 
             continue;
         };
         let file = |n: usize| {
-            let unpacked = unpacked.get(&(number as u32, n as u32)).copied();
-            unpacked.unwrap_or(tensor.chunks.places[n].file)
+            let place = tensor.chunks.places[n];
+            if place.transforms == 0 {
+                return place.file;
+            }
+            unpacked[&(number as u32, n as u32)]
         };
         if let Some(cells) = grid {
             let n = cells.chunks.len();

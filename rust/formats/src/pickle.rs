@@ -527,7 +527,9 @@ impl Memo {
         match (number as usize).cmp(&n) {
             std::cmp::Ordering::Less => self.dense[number as usize] = id,
             std::cmp::Ordering::Equal => {
-                self.sparse.remove(&number);
+                if !self.sparse.is_empty() {
+                    self.sparse.remove(&number);
+                }
                 self.dense.push(id);
             }
             std::cmp::Ordering::Greater => {

@@ -21,7 +21,7 @@ from reshard.formats.base import CheckpointData, UnplacedTensor
 from reshard.formats.megatron import names
 from reshard.formats.megatron.common_state import argument, counters_of
 from reshard.formats.megatron.merge_rules import MergeRules
-from reshard.formats.megatron.rank_files import RankFile, Weight, open_rank_files
+from reshard.formats.megatron.rank_files import RankFile, RankSizes, Weight, open_rank_files
 from reshard.formats.megatron.rank_optimizer import optimizer_arrays
 from reshard.formats.megatron.rank_replicas import HeldArray, Replicas, are_equal
 from reshard.formats.own_files import own_index
@@ -64,6 +64,7 @@ class RankFoldersData(CheckpointData):
 
     Attributes:
         ranks: their files.
+        sizes: how many ranks of each kind there are.
         optimizer_files: number of the file of the optimizer of each rank.
         replicas: arrays that are read as copies of each other.
         all_keys: names of all tensors; None: those of the index.
@@ -71,6 +72,7 @@ class RankFoldersData(CheckpointData):
     """
 
     ranks: Sequence[RankFile]
+    sizes: RankSizes
     optimizer_files: Mapping[int, int]
     replicas: Replicas
     all_keys: tuple[str, ...] | None = None
@@ -103,6 +105,11 @@ class RankFoldersData(CheckpointData):
         """From the arguments of the run."""
         size = argument(self.ranks[0].state, "world_size")
         return size if isinstance(size, int) else None
+
+    def rank_axes(self) -> Mapping[str, int]:
+        """Tensor ranks and pipeline stages, and expert ranks if there are some: one folder for each."""
+        expert = {"ep": self.sizes.expert} if self.sizes.expert > 1 else {}
+        return {"tp": self.sizes.tensor, "pp": self.sizes.pipeline, **expert}
 
     def extra_state(self, rank: int) -> dict[str, Any]:
         """The state in the file of a rank, with the tensors of its random states as arrays."""
@@ -178,6 +185,7 @@ def open_rank_folders(folder: Location, options: OpenOptions) -> CheckpointData:
         iteration=iteration,
         common=counters_of(state, iteration),
         ranks=ranks,
+        sizes=sizes,
         optimizer_files=optimizer.files,
         replicas=Replicas(copies, _HINT),
         all_keys=tuple(key for key in (*held, *optimizer.arrays) if key in copies or key in unplaced),
