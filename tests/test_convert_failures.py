@@ -563,17 +563,24 @@ def in_order(found: list[str], *wanted: str) -> None:
 
 def test_what_is_durable_is_synced_before_it_is_named(source: Path, tmp_path: Path) -> None:
     found = calls_of(source, tmp_path / "new" / "root", tmp_path / "trace", {"to": "checkpoint2"})
-    # The commit record last, and with it the folder that it is in.
     manifest = next(i for i, entry in enumerate(found) if entry.startswith("rename") and "manifest.json" in entry)
-    staging = found[manifest + 1]
-    assert staging == "sync /root/.staging/0.1.##"
     publish, tracker = "rename /root/iteration_00000000", "rename /root/latest_checkpointed_iteration.txt"
-    for name in ("model-0000000-0000001.safetensors", "metadata.json", "common.json", "checksums.bin"):
-        is_file = [i for i, entry in enumerate(found) if name in entry and entry.startswith("sync")]
+    synced = [i for i, entry in enumerate(found) if entry.startswith("sync /root/.staging/0.1.##")]
+    for name in (
+        "model-0000000-0000001.safetensors",
+        "metadata.json",
+        "common.json",
+        "checksums.bin",
+        ".manifest.json",
+    ):
+        is_file = [i for i in synced if name in found[i]]
         assert is_file
         assert is_file[-1] < manifest < found.index(publish)
-    # The file, its folder, its name in the root, and only then the tracker.
-    in_order(found, staging, publish, "sync /root", tracker, "sync /root")
+    # The content of the manifest and the names beside it before its name; its name, and that of the folder, before the
+    # tracker has a name.
+    assert any(found[i] == "sync /root/.staging/0.1.##" for i in synced if i < manifest)
+    in_order(found, publish, "sync /root/iteration_00000000", tracker)
+    in_order(found, publish, "sync /root", tracker, "sync /root")
     # The folders that were made have names too.
     assert "sync " in found  # the folder `new`
     assert f"sync {tmp_path}" in found

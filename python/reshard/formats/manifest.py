@@ -222,26 +222,6 @@ def digest_of(data: bytes) -> str:
 # -- the file
 
 
-def read_digest(folder: str | os.PathLike[str]) -> str:
-    """The digest of the manifest of a folder, which is compared with its text but not parsed. Raises as `read`."""
-    return _read_text(locate(folder) / MANIFEST_FILE)[1]
-
-
-def _read_text(place: Location) -> tuple[bytes, str]:
-    """A manifest and its digest, which is verified."""
-    path = str(place)
-    data = place.read_small(_MAX_BYTES)
-    tail = _TAIL.search(data, max(0, len(data) - _TAIL_BYTES))
-    if tail is None:
-        raise DamagedFileError(f"{show(path)} does not end in a digest: it is torn or was altered", path=path)
-    found = digest_of(data[: tail.start()])
-    if found.encode() != tail[1]:
-        raise DamagedFileError(
-            f"{show(path)} was altered: its content has the digest {found}, expected {tail[1].decode()}", path=path
-        )
-    return data, found
-
-
 def read(folder: str | os.PathLike[str]) -> Manifest:
     """Read and verify the manifest of a folder; the files that it lists are not verified.
 
