@@ -69,7 +69,7 @@ class MegatronWriter(Writer):
         bound = bind(job, settings.layout)
         planned = plan_folder(job, bound, settings.max_bytes, {})
         files = [replace(file, name=f"{sub}/{file.name}") for file in planned.files]
-        small = {
+        small: dict[str, bytes | str] = {
             f"{sub}/{_COMMON_FILE}": object_archive(
                 {"checkpoint_version": 3.0, "iteration": iteration or 0}
             ).container()[0],
