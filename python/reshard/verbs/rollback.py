@@ -151,8 +151,9 @@ def _check(
     report = verify_checkpoint(folder, threads=threads, progress=progress)
     for one in report.checkpoints:
         for fault in one.faults:
+            name = "" if fault.file is None or fault.file in fault.message else f"{show(fault.file)}: "
             raise DamagedFileError(
-                f"{show(str(folder))} is damaged: {fault}",
+                f"{show(str(folder))} is damaged: {name}{fault.message}",
                 path=str(folder),
                 hint="choose another iteration: `reshard verify` shows which are undamaged",
             )
