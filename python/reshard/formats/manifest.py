@@ -20,7 +20,6 @@ markers that appear after publication, which is why no manifest lists them.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import re
@@ -325,7 +324,7 @@ def _body(manifest: Manifest) -> bytes:
             continue
         if one.name in ("shards", "files"):
             inner = ",\n".join(
-                f"{_dump(name)}:{_entry_text(type(entry)) % tuple(vars(entry).values())}"
+                f"{_dump(name)}:{_ENTRY_TEXTS[type(entry)] % tuple(vars(entry).values())}"
                 for name, entry in value.items()
             )
             lines.append(f'"{one.name}":{{\n{inner}}}')
@@ -373,21 +372,17 @@ def _parse(content: object) -> Manifest:
     return Manifest(**values)
 
 
-@functools.cache
-def _entry_text(kind: type[ShardEntry | PlainEntry]) -> str:
-    """The JSON of an entry, with places for its values: integers, and digests, which need no escapes."""
-    places = ('"%s"' if one.type == "str" else "%d" for one in fields(kind))
-    return "{" + ",".join(f'"{_key(one.name)}":{place}' for one, place in zip(fields(kind), places, strict=True)) + "}"
-
-
-@functools.cache
-def _entry_names(kind: type[ShardEntry | PlainEntry]) -> dict[str, str]:
-    """The names of the fields of an entry, by their names in the file."""
-    return {_key(one.name): one.name for one in fields(kind)}
+# The fields of an entry by their names in the file, and its JSON with places for its values. These are integers and
+# digests, which need no escapes.
+_ENTRY_NAMES = {kind: {_key(one.name): one.name for one in fields(kind)} for kind in (ShardEntry, PlainEntry)}
+_ENTRY_TEXTS = {
+    kind: "{" + ",".join(f'"{_key(one.name)}":' + ('"%s"' if one.type == "str" else "%d") for one in fields(kind)) + "}"
+    for kind in (ShardEntry, PlainEntry)
+}
 
 
 def _entry(name: str, value: object, kind: type[ShardEntry | PlainEntry]) -> ShardEntry | PlainEntry:
-    names = _entry_names(kind)
+    names = _ENTRY_NAMES[kind]
     try:
         found = _fields(value, "it", tuple(names))
         return kind(**{names[stored]: field for stored, field in found.items()})
