@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import marshal
 import multiprocessing
 import shutil
 import statistics
@@ -106,7 +105,7 @@ def coordinate(root: Path, n_ranks: int, n_tensors: int) -> Figures:
 
     reports = ranks.decoded(RankFacts, [json.loads(text)] * n_ranks)  # a group parses equal reports once
     lap("reports")
-    marshal.dumps(plan_key(reports), 2)
+    repr(plan_key(reports))
     lap("key of the plan")
     plan: IterationPlan = plan_iteration(reports, layout, prefix=None, dedup=True, strict=False)
     lap("plan")
