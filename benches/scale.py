@@ -1,4 +1,4 @@
-"""Checkpoints of many ranks and of many tensors: opening, the coordinator of a save, small tensors.
+"""Checkpoints of many ranks and of many tensors: opening, the coordinator of a save, many files, small tensors.
 
     python benches/scale.py [--dir DIR] [--rounds 3] [--ranks 256 1024] [--quick]
 
@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -103,7 +105,7 @@ def coordinate(root: Path, n_ranks: int, n_tensors: int) -> Figures:
 
     reports = ranks.decoded(RankFacts, [json.loads(text)] * n_ranks)  # a group parses equal reports once
     lap("reports")
-    json.dumps(plan_key(reports))
+    repr(plan_key(reports))
     lap("key of the plan")
     plan: IterationPlan = plan_iteration(reports, layout, prefix=None, dedup=True, strict=False)
     lap("plan")
@@ -123,7 +125,7 @@ class _Many(SingleProcess):
 
 
 def small_tensors(root: Path, n_ranks: int, n_tensors: int) -> Figures:  # noqa: ARG001
-    """Save, load and convert tensors of 4 KiB: microseconds a tensor, and those of a plain write of the bytes."""
+    """Save, load and convert tensors of 4 KiB: microseconds a tensor, each after what its bytes alone take."""
     data = np.random.default_rng(0).integers(0, 255, n_tensors * 4096, np.uint8).reshape(n_tensors, 4096)
     arrays = {key(i): data[i].view(np.float32) for i in range(n_tensors)}
     found: Figures = {}
@@ -137,11 +139,32 @@ def small_tensors(root: Path, n_ranks: int, n_tensors: int) -> Figures:  # noqa:
     case("write of the bytes", lambda: data.tofile(root.with_suffix(".raw")))
     case("save", lambda: reshard.save(root, 1, arrays, commit={"durable": False}))
     with reshard.open(root) as checkpoint:
+        case("copy of the bytes to new memory", data.copy)
         loaded = case("load", checkpoint.load)
     assert all(loaded[name].tobytes() == array.tobytes() for name, array in arrays.items())
     target = root.with_suffix(".hf")
+    case("copy of the file", lambda: shutil.copyfile(root.with_suffix(".raw"), root.with_suffix(".copy")))
     case("convert", lambda: reshard.convert(root, target, to="huggingface", commit={"durable": False}))
     return found
+
+
+def rank_files(root: Path, n_ranks: int, n_tensors: int) -> Figures:
+    """Divide a model into a file a rank, and copy the files: microseconds a file.
+
+    Nothing is removed before: ext4 does not reuse inodes for some minutes, and searches past them.
+    """
+    source = root.with_suffix(".safetensors")
+    reshard.save_file({key(i): tensor(i, n_ranks) for i in range(n_tensors)}, source)
+    start = time.perf_counter()
+    reshard.convert(source, root, layout=layout_of(n_ranks), commit={"durable": False})
+    converted = time.perf_counter()
+    folder = next(path for path in root.iterdir() if path.is_dir())
+    subprocess.run(["cp", "-r", folder, root.with_suffix(".copy")], check=True)
+    copied = time.perf_counter()
+    with reshard.open(root) as checkpoint:
+        assert all(np.array_equal(checkpoint.read(key(i)), tensor(i, n_ranks)) for i in range(n_tensors))
+    taken = {"convert": converted - start, "cp": copied - converted}
+    return {name: seconds / n_ranks * 1e6 for name, seconds in taken.items()}
 
 
 def _answer(function: Callable[..., Figures], arguments: tuple[Any, ...], pipe: Any) -> None:
@@ -171,10 +194,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[256, 1024])
     parser.add_argument("--tensors", type=int, default=1024)
     parser.add_argument("--small", type=int, default=100_000, help="tensors of 4 KiB")
+    parser.add_argument("--files", type=int, default=16_384, help="files of ranks, of 8 tensors each")
     parser.add_argument("--quick", action="store_true", help="a test of the script, not a measurement")
     options = parser.parse_args()
     if options.quick:
-        options.rounds, options.ranks, options.tensors, options.small = 1, [8, 72], 16, 100
+        options.rounds, options.ranks, options.tensors, options.small, options.files = 1, [8, 72], 16, 100, 16
     print("| case | median of | figures |\n|---|---:|---|")
 
     def report(name: str, function: Callable[..., Figures], path: Callable[[int], Path], *sizes: int) -> None:
@@ -197,6 +221,7 @@ def main() -> None:
             shape = f"{n_ranks} ranks x {options.tensors} tensors"
             report(f"open and load a rank of TP8, {shape} (s)", open_and_load, lambda _, root=root: root, *sizes)
             report(f"coordinator of a save, {shape} (s)", coordinate, new, *sizes)
+        report(f"{options.files} files of 8 tensors out of one (us each)", rank_files, new, options.files, 8)
         report(f"{options.small} tensors of 4 KiB (us each)", small_tensors, new, 1, options.small)
 
 

@@ -21,6 +21,7 @@ from tests import original_reader
 
 from reshard._core import Mesh
 from reshard.errors import ArgumentError, LayoutError, UnsupportedError
+from reshard.formats.checkpoint2 import metadata as metadata_module
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.common import CommonInfo
 from reshard.formats.checkpoint2.metadata import inexpressible, write_metadata
@@ -439,3 +440,10 @@ def test_a_name_in_both_parts_is_refused() -> None:
 def test_a_mesh_that_cannot_be(make: Any, message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         make()
+
+
+@pytest.mark.parametrize("key", ["a.b", "it's", 'say "a"', "back\\slash", "\u00e9", "tab\t", "100%", "\u200b", "{x}"])
+def test_the_short_ways_to_encode_a_name_have_the_same_result(key: str) -> None:
+    before, after = metadata_module._shard_texts(key)
+    assert f"{before}12{after}" == metadata_module._dump(shard_id(key, 12))
+    assert metadata_module._quoted(key) == metadata_module._dump(key)

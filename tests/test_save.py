@@ -869,3 +869,11 @@ def test_hosts_that_share_nothing_are_refused(tmp_path: Path, monkeypatch: pytes
         assert "SHARED_PATHS" in error.hint
     monkeypatch.setenv("SHARED_PATHS", f"/elsewhere,{tmp_path}")
     assert [report.iteration for report in in_threads(2, work)] == [1, 1]
+
+
+def test_a_name_of_a_subclass_of_text_is_saved_as_its_text(tmp_path: Path) -> None:
+    for iteration in (1, 2):  # the second save uses the plan of the first
+        reshard.save(tmp_path / "root", iteration, {np.str_("w"): np.arange(3.0)})
+    with reshard.open(tmp_path / "root") as checkpoint:
+        assert checkpoint.keys() == ["w"]
+        assert checkpoint.read("w").tolist() == [0, 1, 2]

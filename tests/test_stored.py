@@ -193,3 +193,29 @@ def test_a_file_of_two_ranks(tmp_path: Path) -> None:
             storage_ranks(text.encode(), "metadata.json")
     with pytest.raises(ArgumentError, match=r"nothing records which rank wrote `x.safetensors`"):
         own_files(locate(tmp_path), ["rank_0.safetensors", "x.safetensors"], None)
+
+
+def test_files_that_are_written_together_are_those_written_alone(tmp_path: Path) -> None:
+    arrays = {f"a{i}": np.arange(i + 1, dtype=np.float32) for i in range(3000)} | {"big": np.zeros(600_000, np.float32)}
+    reshard.save_file(arrays, tmp_path / "all.safetensors")
+    with reshard.open(tmp_path / "all.safetensors") as checkpoint:
+        index = checkpoint.data.index
+        requests = [index.whole_request([f"b{i}", "c"], [f"a{i}", f"a{i + 1}"]) for i in range(0, 2999, 37)]
+        requests.insert(1, index.whole_request(["big"]))
+        names = [f"{i}.safetensors" for i in range(len(requests))]
+        for folder in ("together", "alone"):
+            (tmp_path / folder).mkdir()
+        pairs = list(zip(names, requests, strict=True))
+        together = index.write_small(str(tmp_path / "together"), pairs, dtype="F16", metadata={"x": "y"}, durable=False)
+        assert [one is None for one in together] == [i == 1 for i in range(len(names))]
+        for (name, request), record in zip(pairs, together, strict=True):
+            plan = index.plan(request, dtype="F16")
+            assert index.request_bytes(request, dtype="F16") == plan.n_bytes
+            alone = plan.write(str(tmp_path / "alone" / name), metadata={"x": "y"}, durable=False)
+            if record is not None:
+                assert (tmp_path / "together" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
+                assert (record.n_bytes, record.checksums) == (alone.n_bytes, alone.checksums)
+        with pytest.raises(KeyNotFoundError, match="nothing"):
+            index.whole_request(["nothing"])
+        assert not (tmp_path / "together" / "1.safetensors").exists()
+    assert len(list((tmp_path / "together").iterdir())) == len(names) - 1

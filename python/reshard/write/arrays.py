@@ -188,7 +188,6 @@ def as_shape(value: Sequence[object], what: str) -> tuple[int, ...]:
 def _local_array(name: object, value: object, part: Part) -> LocalArray:
     _check_name(name)
     assert isinstance(name, str)
-    name = str.__str__(name)  # that of a subclass is plain text
     if type(value) is np.ndarray and (known := _PLAIN.get(value.dtype)) is not None:
         dtype, integer = known
         return LocalArray(name, part, dtype, value.shape, value.view(integer))
