@@ -33,6 +33,17 @@ fn options() -> Options {
     }
 }
 
+/// Drops a file from the page cache. File systems in memory keep it.
+#[cfg(target_os = "linux")]
+fn evict(path: &Path) {
+    let file = std::fs::File::open(path).unwrap();
+    file.sync_data().unwrap();
+    rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
+}
+
+#[cfg(not(target_os = "linux"))]
+fn evict(_path: &Path) {}
+
 /// Random bytes that differ from element to element.
 fn content(n_bytes: usize) -> Vec<u8> {
     (0..n_bytes as u32)
@@ -249,7 +260,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 600, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn any_layout_to_any_layout((from, to, dtype) in cases()) {
+    fn any_layout_to_any_layout((from, to, dtype) in cases(), is_cold in prop::bool::weighted(0.1)) {
         let size = (dtype.bits() / 8) as usize;
         let whole = content(from.shape().iter().product::<u64>() as usize * size);
         let folder = tempfile::tempdir().unwrap();
@@ -278,6 +289,9 @@ proptest! {
                 let mut request = Request::default();
                 request.add("w", "w", &to, position).unwrap();
                 let plan = index.plan(&request, None, true).unwrap();
+                for holder in (0..from.mesh().n_points()).filter(|holder| is_cold && from.holds(*holder)) {
+                    evict(&folder.path().join(format!("{holder}.safetensors")));
+                }
                 // The complete buffer, padding included, is overwritten.
                 let mut found = vec![0xA5; expected.len()];
                 let control = Control::default();

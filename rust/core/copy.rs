@@ -20,6 +20,7 @@ use crate::error::{Error, Kind, Result};
 use crate::fetch::{BoxCopy, Faulted, Run};
 use crate::memory::{Stores, finish_stores};
 use crate::plan::{Array, Plan};
+use crate::readahead::{Piece, Readahead};
 use crate::strided::restrict;
 use crate::tuning::Tuning;
 use crate::verify::{Checks, verify_files};
@@ -99,8 +100,15 @@ pub fn fill_tuned(
     verify_files(plan, control)?;
     let checks = Checks::new(plan);
     let measures = tuning.measures(plan.n_bytes());
-    bands.into_par_iter().try_for_each(|band| {
+    let pieces = bands
+        .iter()
+        .map(|band| band.iter().map(Band::piece).collect());
+    let readahead = Readahead::new(plan, &checks, pieces.collect());
+    // In the order of the requests: the iterator of a vector would begin with two bands that are far apart.
+    let bands = bands.into_iter().enumerate().par_bridge();
+    bands.try_for_each(|(number, band)| {
         control.check()?;
+        readahead.advance(number);
         let run = Run {
             plan,
             checks: &checks,
@@ -108,7 +116,8 @@ pub fn fill_tuned(
             control,
             faulted: &Faulted::default(),
             tuning,
-            measures,
+            // A copy that waits for the disk is no sample.
+            measures: measures && !readahead.is_cold(),
         };
         for Band { array, start, to } in band {
             let n_bytes = to.len() as u64;
@@ -125,6 +134,13 @@ struct Band<'a> {
     /// First unit.
     start: u64,
     to: &'a mut [u8],
+}
+
+impl<'a> Band<'a> {
+    fn piece(&self) -> Piece<'a> {
+        let end = self.start + self.to.len() as u64 / self.array.unit_bytes();
+        (self.array, self.start, end)
+    }
 }
 
 /// Fills a byte range of an array. The range may begin and end inside an element.

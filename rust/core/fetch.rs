@@ -6,6 +6,7 @@ use crate::control::Control;
 use crate::error::Result;
 use crate::memory::{Stores, copy_run};
 use crate::plan::{CopyOp, Plan, PlanSource};
+use crate::readahead::{MIN_GAP_BYTES, skips_gaps};
 use crate::shard_file::ShardFile;
 use crate::strided::{
     Dim, MIN_PREFETCHED_BYTES, PREFETCH_BYTES, copy_box, is_one_run, source_run, src_span, widest,
@@ -16,7 +17,7 @@ use crate::verify::{Checks, ResidentRange, read_chunks, verify_chunks};
 use std::cell::RefCell;
 use std::collections::HashMap;
 
-/// Gaps between runs are not fetched if the runs have at least this size.
+/// Gaps between runs are not fetched if the runs have at least this size. Behind shorter runs only large gaps are not.
 const LONG_RUN_BYTES: u64 = 4096;
 /// Runs with gaps between them are read instead of mapped up to this size.
 const SCATTERED_RUN_BYTES: u64 = 256 << 10;
@@ -333,9 +334,13 @@ impl<'a> BoxCopy<'a> {
         let useful = n * self.unit_bytes;
         let run = source_run(dims) * self.unit_bytes;
         let gapped = span > useful + useful / 20;
+        let skips_gaps = gapped
+            && (run >= LONG_RUN_BYTES
+                || source.is_file_map()
+                    && skips_gaps(dims, self.unit_bytes, MIN_GAP_BYTES).is_some());
         let is_split = if source.is_mapped() {
             // If the range is resident, one range is cheaper than many.
-            gapped && run >= LONG_RUN_BYTES && (is_part || !source.is_resident(start, span))
+            skips_gaps && (is_part || !source.is_resident(start, span))
         } else {
             gapped && (run >= LONG_RUN_BYTES || span / 8 > useful)
                 || span > SCRATCH_BYTES && !is_one_run(dims)
@@ -348,11 +353,7 @@ impl<'a> BoxCopy<'a> {
             return Ok(());
         }
         // Gaps of a resident range were not fetched.
-        let fetched = if gapped && run >= LONG_RUN_BYTES {
-            useful
-        } else {
-            span
-        };
+        let fetched = if skips_gaps { useful } else { span };
         self.run.control.fetched(fetched);
         // One system call per run, like faulting it in, and it copies the bytes as well.
         let is_scattered = is_one_run(dims)

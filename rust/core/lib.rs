@@ -37,6 +37,7 @@ pub mod control;
 pub mod copy;
 mod fetch;
 pub mod memory;
+mod readahead;
 pub mod strided;
 pub mod tuning;
 

@@ -269,6 +269,21 @@ impl Source {
         }
     }
 
+    /// Whether ranges can be requested by [`Self::will_need`]: the source is a mapped file.
+    pub(crate) fn is_file_map(&self) -> bool {
+        matches!(&self.store, Store::File(LocalFile { map: Some(_), .. }))
+    }
+
+    /// Starts to read the pages of a range of a mapped file, and no others, and returns at once.
+    pub(crate) fn will_need(&self, start: u64, len: u64) {
+        if let Store::File(LocalFile { map: Some(map), .. }) = &self.store
+            && let Ok(range) = self.range(start, len)
+        {
+            // An error of the disk is reported by the read that follows.
+            let _ = map.advise_range(memmap2::Advice::WillNeed, range.start, range.len());
+        }
+    }
+
     /// Handles a failed `MADV_POPULATE_READ`. Kernels before 5.14 do not support it; the size of the file is checked
     /// instead.
     #[cfg(target_os = "linux")]
