@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 __all__ = ["boot_id"]
 
 
+@functools.cache
 def boot_id() -> str:
     """A number that differs between hosts and changes when a host starts; empty where the system has none."""
     try:
