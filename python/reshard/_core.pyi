@@ -845,7 +845,7 @@ def rename(source: str, target: str, *, exchange: bool) -> None:
     """
 
 def sync_together(files: Sequence[str], folders: Sequence[str]) -> None:
-    """Make files and the entries of folders durable, each by a thread of its own: a journal commits them once.
+    """Make files and the entries of folders durable, at the same time: a journal commits them once.
 
     Args:
         files: regular files; a symbolic link is an error.

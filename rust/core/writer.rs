@@ -40,7 +40,6 @@ const PIECE_BYTES: usize = 4 << 20;
 /// Enough for the full throughput of disks.
 const PIECES_IN_FLIGHT: usize = 8;
 const BAND_BYTES: usize = 2 << 20;
-const SYNC_THREADS: usize = 8;
 /// In files of at least this size the data is page-aligned, for direct reads and maps.
 const PAGE_ALIGNED_FROM_BYTES: u64 = 1 << 20;
 /// The smallest budget: one piece is filled while another is written.
@@ -888,7 +887,8 @@ pub fn rename(from: &Path, to: &Path, exchange: bool) -> std::io::Result<()> {
     std::fs::rename(&old, from)
 }
 
-/// Makes files and the entries of folders durable, each by a thread: a journal commits once what is synced at one time.
+/// Makes files and the entries of folders durable, on the current thread pool: a journal commits once what is synced
+/// at one time.
 ///
 /// A symbolic link in the place of a file is an error. The error is that of the first path that failed, with its index
 /// in `files` followed by `folders`; after it none of them counts as durable, and none may be synced again.
@@ -896,39 +896,23 @@ pub fn sync_together(
     files: &[PathBuf],
     folders: &[PathBuf],
 ) -> std::result::Result<(), (usize, std::io::Error)> {
-    let sync = |index: usize| -> std::io::Result<()> {
-        let (path, flag) = match files.get(index) {
-            Some(path) => (path, OFlags::NOFOLLOW),
-            None => (&folders[index - files.len()], OFlags::DIRECTORY),
-        };
-        let flags = OFlags::RDONLY | OFlags::CLOEXEC | flag;
-        File::from(rustix::fs::open(path, flags, Mode::empty())?).sync_all()
-    };
-    let n_paths = files.len() + folders.len();
-    let n_threads = n_paths.min(SYNC_THREADS);
-    let sync_some = |first: usize| -> Vec<(usize, std::io::Error)> {
-        (first..n_paths)
-            .step_by(n_threads)
-            .filter_map(|index| sync(index).err().map(|error| (index, error)))
-            .collect()
-    };
-    let mut failed: Vec<_> = std::thread::scope(|scope| {
-        let others: Vec<_> = (1..n_threads)
-            .map(|first| {
-                // Without a thread the paths are synced below.
-                let sync_some = &sync_some;
-                let builder = std::thread::Builder::new();
-                (first, builder.spawn_scoped(scope, move || sync_some(first)))
-            })
-            .collect();
-        let own = sync_some(0);
-        let joined = others.into_iter().flat_map(|(first, thread)| match thread {
-            Ok(thread) => thread.join().expect("a sync does not panic"),
-            Err(_) => sync_some(first),
-        });
-        own.into_iter().chain(joined).collect()
-    });
-    failed.sort_by_key(|(index, _)| *index);
+    let paths = files.iter().map(|path| (path, OFlags::NOFOLLOW));
+    let paths: Vec<_> = paths
+        .chain(folders.iter().map(|path| (path, OFlags::DIRECTORY)))
+        .collect();
+    let failed: Vec<_> = paths
+        .par_iter()
+        .with_max_len(1)
+        .enumerate()
+        .filter_map(|(index, (path, flag))| {
+            let flags = OFlags::RDONLY | OFlags::CLOEXEC | *flag;
+            let opened = rustix::fs::open(*path, flags, Mode::empty());
+            let synced = opened
+                .map_err(std::io::Error::from)
+                .and_then(|handle| File::from(handle).sync_all());
+            synced.err().map(|error| (index, error))
+        })
+        .collect();
     failed.into_iter().next().map_or(Ok(()), Err)
 }
 

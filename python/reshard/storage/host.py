@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 __all__ = ["boot_id", "open_standard_streams"]
 
 
+@functools.cache
 def boot_id() -> str:
     """A number that differs between hosts and changes when a host starts; empty where the system has none."""
     try:

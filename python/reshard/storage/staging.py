@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
 import weakref
@@ -122,11 +121,13 @@ def mark_tracked(folder: Location, *, durable: bool) -> None:
     Raises:
         StorageError: the system failed.
     """
-    mark = folder / TRACKED_FILE
-    with contextlib.suppress(FileExistsError):
-        filesystem.make_file(mark, durable=False)
+    made = [folder / TRACKED_FILE]
+    try:
+        filesystem.make_file(made[0], durable=False)
+    except FileExistsError:
+        made = []
     if durable:
-        filesystem.sync_together([mark], [folder, folder.parent])
+        filesystem.sync_together(made, [folder, folder.parent])
 
 
 def put_back(root: Location, staging: Location, *, durable: bool) -> bool:

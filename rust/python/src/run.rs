@@ -91,7 +91,7 @@ pub(crate) fn n_threads(py: Python<'_>, threads: Option<i64>) -> PyResult<usize>
 ///
 /// The lock is held only with the interpreter attached, and the forking thread has the interpreter attached: the lock
 /// is never held in a new child process.
-fn pool(py: Python<'_>, threads: Option<i64>) -> PyResult<Arc<rayon::ThreadPool>> {
+pub(crate) fn pool(py: Python<'_>, threads: Option<i64>) -> PyResult<Arc<rayon::ThreadPool>> {
     type Pools = Mutex<HashMap<(u32, usize), Arc<rayon::ThreadPool>>>;
     static POOLS: OnceLock<Pools> = OnceLock::new();
     let n_threads = n_threads(py, threads)?;

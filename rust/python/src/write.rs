@@ -2,7 +2,7 @@
 
 use crate::buffer::Borrowed;
 use crate::errors::raise;
-use crate::run::{n_threads, run};
+use crate::run::{n_threads, pool, run};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use reshard_core::checksum::Checksums;
@@ -16,6 +16,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 const DEFAULT_MEMORY_BYTES: u64 = 256 << 20;
+const SYNC_THREADS: i64 = 8; // they wait for the disk
 
 type Tensors<'py> = Vec<(String, String, Vec<u64>, Bound<'py, PyAny>)>;
 
@@ -201,7 +202,8 @@ pub(crate) fn sync_together(
     files: Vec<PathBuf>,
     folders: Vec<PathBuf>,
 ) -> PyResult<()> {
-    py.detach(|| writer::sync_together(&files, &folders))
+    let pool = pool(py, Some(SYNC_THREADS))?;
+    py.detach(|| pool.install(|| writer::sync_together(&files, &folders)))
         .map_err(|(index, error)| os_error(error, files.iter().chain(&folders).nth(index)))
 }
 
@@ -217,7 +219,9 @@ fn os_error(error: std::io::Error, path: Option<&PathBuf>) -> PyErr {
         .unwrap_or_default()
         .to_owned();
     match path {
-        Some(path) => pyo3::exceptions::PyOSError::new_err((number, reason, path.clone().into_os_string())),
+        Some(path) => {
+            pyo3::exceptions::PyOSError::new_err((number, reason, path.clone().into_os_string()))
+        }
         None => pyo3::exceptions::PyOSError::new_err((number, reason)),
     }
 }
