@@ -213,6 +213,9 @@ def test_a_flipped_bit_of_a_large_storage_is_found(place: int, tmp_path: Path) -
     (tmp_path / "model.pt").write_bytes(content)
     with reshard.open(tmp_path / "model.pt") as checkpoint, pytest.raises(DamagedFileError, match="CRC"):
         checkpoint.read("w")
+    with pytest.raises(DamagedFileError, match="CRC"):  # and nothing is published
+        reshard.convert(tmp_path / "model.pt", tmp_path / "hf", to="huggingface", commit={"durable": False})
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["model.pt"]
 
 
 def test_a_flipped_bit_is_found_by_the_crc(tmp_path: Path) -> None:

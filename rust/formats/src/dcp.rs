@@ -274,7 +274,7 @@ struct Row {
 /// `storage_data`, sorted by name. The `index` of a key is a hint and not compared.
 struct Rows<'a> {
     by_name: HashMap<&'a str, u32>,
-    rows: Vec<Row>,
+    sorted: Vec<Row>,
     /// Where the rows of each name begin.
     starts: Vec<usize>,
 }
@@ -486,7 +486,7 @@ impl<'a> Decoder<'a> {
         Ok(Rows {
             starts: starts.collect(),
             by_name,
-            rows,
+            sorted: rows,
         })
     }
 
@@ -501,7 +501,7 @@ impl<'a> Decoder<'a> {
     /// # Errors
     /// One offset has two places.
     fn places(&self, rows: &Rows<'_>, name: u32) -> Result<Places> {
-        let rows_of = &rows.rows[rows.starts[name as usize]..rows.starts[name as usize + 1]];
+        let rows_of = &rows.sorted[rows.starts[name as usize]..rows.starts[name as usize + 1]];
         let mut found = Places::default();
         for row in rows_of {
             let from = found.dims.len();
@@ -572,9 +572,9 @@ impl<'a> Decoder<'a> {
         }
         Ok(Place {
             file,
+            transforms,
             offset,
             n_bytes,
-            transforms,
         })
     }
 
@@ -635,76 +635,27 @@ pub fn index_of(dcp: &Arc<Dcp>, folder: &Path, method: Method) -> Result<Index> 
         .iter()
         .map(|name| path_in(folder, name))
         .collect::<Result<_>>()?;
-    let mut items: Vec<Vec<Item>> = dcp.files.iter().map(|_| Vec::new()).collect();
-    let mut compressed = Vec::new();
-    let mut grids = Vec::with_capacity(dcp.tensors.len());
-    for (tensor, described) in dcp.tensors.iter().enumerate() {
-        let is_read = described.dtype.is_ok();
-        let is_stored_otherwise = dcp.original_shapes.contains_key(&described.name);
-        let grid = (is_read && !is_stored_otherwise)
-            .then(|| Cells::of(described))
-            .flatten();
-        for n in 0..if is_read { described.chunks.len() } else { 0 } {
-            let place = described.chunks.places[n];
-            let item = Item {
-                tensor: tensor as u32,
-                chunk: n as u32,
-                is_cell: grid.is_some(),
-            };
-            let transforms = &dcp.transforms[place.transforms as usize];
-            if transforms.is_empty() {
-                items[place.file as usize].push(item);
-            } else if is_zstd(transforms) {
-                compressed.push(item);
-            } else {
-                let message = format!(
-                    "`{}` is transformed by {}, which is not known",
-                    Printable(&described.name),
-                    Printable(&transforms.join(", "))
-                );
-                return Err(Error::new(Kind::Unsupported, message).key(&described.name));
-            }
-        }
-        grids.push(grid);
-    }
-    for (path, mut items) in paths.iter().zip(items) {
+    let Items {
+        by_file,
+        compressed,
+        grids,
+    } = Items::of(dcp)?;
+    for (path, mut items) in paths.iter().zip(by_file) {
         items.shrink_to_fit();
         let dcp = Arc::clone(dcp);
         let reader = move |source: &Source| {
             let placed = items.iter().map(|item| (*item, item.place(&dcp)));
             listed(source, &dcp, placed)
         };
-        index.add_local(
-            path.clone(),
-            false,
-            method,
-            Format::Listed(Arc::new(reader)),
-        );
+        let format = Format::Listed(Arc::new(reader));
+        index.add_local(path.clone(), false, method, format);
     }
     // The items of a compressed file are unpacked one by one: to the index each one is a file of its own.
     let mut unpacked: HashMap<(u32, u32), u32> = HashMap::new();
     for item in compressed {
-        let place = item.place(dcp);
-        let path = paths[place.file as usize].clone();
-        let (opened, most) = (path.clone(), item.max_bytes(dcp));
-        let open = move || {
-            let source = Source::open(&opened, false, method)?;
-            decompressed(source, place.offset, place.n_bytes, most)
-        };
-        let dcp = Arc::clone(dcp);
-        let format = Format::Listed(Arc::new(move |source: &Source| {
-            let place = Place {
-                file: 0,
-                transforms: 0,
-                offset: 0,
-                n_bytes: source.n_bytes(),
-            };
-            listed(source, &dcp, std::iter::once((item, place)))
-        }));
-        unpacked.insert(
-            (item.tensor, item.chunk),
-            index.add_source(path, format, open),
-        );
+        let path = paths[item.place(dcp).file as usize].clone();
+        let number = add_compressed(&mut index, dcp, item, path, method);
+        unpacked.insert((item.tensor, item.chunk), number);
     }
     let mut starts: HashMap<usize, Arc<[u32]>> = HashMap::new();
     for (number, (tensor, grid)) in dcp.tensors.iter().zip(grids).enumerate() {
@@ -721,25 +672,14 @@ pub fn index_of(dcp: &Arc<Dcp>, folder: &Path, method: Method) -> Result<Index> 
         if let Some(cells) = grid {
             let n = cells.chunks.len();
             let starts = starts.entry(n).or_insert_with(|| (0..=n as u32).collect());
-            let files: Vec<u32> = cells
-                .chunks
-                .iter()
-                .map(|chunk| file(*chunk as usize))
-                .collect();
+            let files = cells.chunks.iter().map(|chunk| file(*chunk as usize));
+            let files: Vec<u32> = files.collect();
             index.add_grid(&tensor.name, dtype, cells.bounds, Arc::clone(starts), files)?;
             continue;
         }
         let original = dcp.original_shapes.get(&tensor.name);
         let stored = tensor.chunks.iter().enumerate().map(|(n, chunk)| {
-            let tiles = match original {
-                Some(shape) => flattened_tiles(shape, &tensor.shape, chunk)
-                    .map_err(|error| error.key(&tensor.name))?,
-                None => vec![Tile {
-                    global: Region::new(chunk.offset.to_vec(), chunk.shape.to_vec())?,
-                    local_offset: 0,
-                    local_strides: row_major_strides(chunk.shape),
-                }],
-            };
+            let tiles = tiles_of(tensor, original, chunk)?;
             let stored = StoredTensor {
                 file: file(n),
                 name: item_name(n, &tensor.name),
@@ -748,16 +688,107 @@ pub fn index_of(dcp: &Arc<Dcp>, folder: &Path, method: Method) -> Result<Index> 
             Ok((stored, tiles))
         });
         let stored = stored.collect::<Result<Vec<_>>>()?;
-        index.add_tiles(
-            &tensor.name,
-            dtype,
-            original.unwrap_or(&tensor.shape).clone(),
-            BTreeMap::new(),
-            stored,
-            false,
-        )?;
+        let shape = original.unwrap_or(&tensor.shape).clone();
+        index.add_tiles(&tensor.name, dtype, shape, BTreeMap::new(), stored, false)?;
     }
     Ok(index)
+}
+
+/// The items with the chunks of all tensors.
+struct Items {
+    by_file: Vec<Vec<Item>>,
+    compressed: Vec<Item>,
+    /// For each tensor the grid of its chunks, if they form one.
+    grids: Vec<Option<Cells>>,
+}
+
+impl Items {
+    /// # Errors
+    /// An item is transformed in a way that is not known.
+    fn of(dcp: &Dcp) -> Result<Self> {
+        let mut found = Self {
+            by_file: dcp.files.iter().map(|_| Vec::new()).collect(),
+            compressed: Vec::new(),
+            grids: Vec::with_capacity(dcp.tensors.len()),
+        };
+        for (tensor, described) in dcp.tensors.iter().enumerate() {
+            let is_read = described.dtype.is_ok();
+            let is_stored_otherwise = dcp.original_shapes.contains_key(&described.name);
+            let grid = (is_read && !is_stored_otherwise)
+                .then(|| Cells::of(described))
+                .flatten();
+            let places = if is_read {
+                &described.chunks.places[..]
+            } else {
+                &[]
+            };
+            for (n, place) in places.iter().enumerate() {
+                let item = Item {
+                    tensor: tensor as u32,
+                    chunk: n as u32,
+                    is_cell: grid.is_some(),
+                };
+                let transforms = &dcp.transforms[place.transforms as usize];
+                if transforms.is_empty() {
+                    found.by_file[place.file as usize].push(item);
+                } else if is_zstd(transforms) {
+                    found.compressed.push(item);
+                } else {
+                    let message = format!(
+                        "`{}` is transformed by {}, which is not known",
+                        Printable(&described.name),
+                        Printable(&transforms.join(", "))
+                    );
+                    return Err(Error::new(Kind::Unsupported, message).key(&described.name));
+                }
+            }
+            found.grids.push(grid);
+        }
+        Ok(found)
+    }
+}
+
+/// Adds a compressed item as a file. Returns its number.
+fn add_compressed(
+    index: &mut Index,
+    dcp: &Arc<Dcp>,
+    item: Item,
+    path: PathBuf,
+    method: Method,
+) -> u32 {
+    let (opened, place, most) = (path.clone(), item.place(dcp), item.max_bytes(dcp));
+    let open = move || {
+        let source = Source::open(&opened, false, method)?;
+        decompressed(source, place.offset, place.n_bytes, most)
+    };
+    let dcp = Arc::clone(dcp);
+    let format = Format::Listed(Arc::new(move |source: &Source| {
+        let place = Place {
+            file: 0,
+            transforms: 0,
+            offset: 0,
+            n_bytes: source.n_bytes(),
+        };
+        listed(source, &dcp, std::iter::once((item, place)))
+    }));
+    index.add_source(path, format, open)
+}
+
+/// The tiles of a chunk; `original` is the shape of a tensor of Megatron-Core that is stored in another form.
+fn tiles_of(
+    tensor: &DcpTensor,
+    original: Option<&Vec<u64>>,
+    chunk: Chunk<'_>,
+) -> Result<Vec<Tile>> {
+    if let Some(shape) = original {
+        return flattened_tiles(shape, &tensor.shape, chunk)
+            .map_err(|error| error.key(&tensor.name));
+    }
+    Ok(vec![Tile {
+        global: Region::new(chunk.offset.to_vec(), chunk.shape.to_vec())?,
+        local_offset: 0,
+        local_strides: row_major_strides(chunk.shape),
+    }])
 }
 
 /// The chunks of a tensor that form a grid, each in a file of its own: the index then needs a number for each one.

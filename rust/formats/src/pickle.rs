@@ -232,12 +232,11 @@ impl Store {
 
     /// Adds items (0) or appended values (1) to a record.
     fn fill(&mut self, id: Id, which: usize, items: &[Id]) -> Result<()> {
-        match self.filled.get(&id).and_then(|numbers| numbers[which]) {
-            Some(number) => self.grown[number as usize].extend_from_slice(items),
-            None => {
-                let number = self.new_grown(items.to_vec())?;
-                self.filled.entry(id).or_default()[which] = Some(number);
-            }
+        if let Some(number) = self.filled.get(&id).and_then(|numbers| numbers[which]) {
+            self.grown[number as usize].extend_from_slice(items);
+        } else {
+            let number = self.new_grown(items.to_vec())?;
+            self.filled.entry(id).or_default()[which] = Some(number);
         }
         Ok(())
     }
@@ -695,11 +694,11 @@ impl<'a> Machine<'a> {
             }
             b')' => self.push_once(3, Node::Tuple(EMPTY)),
             0x85..=0x87 => {
-                let from = self.from_end(usize::from(opcode - 0x84))?;
+                let from = self.start_of_last(usize::from(opcode - 0x84))?;
                 self.tuple(from)
             }
             b't' => {
-                let from = self.from_mark()?;
+                let from = self.start_at_mark()?;
                 self.tuple(from)
             }
             b']' => self.push(Node::Many(Many::List, EMPTY)),
@@ -900,7 +899,7 @@ impl<'a> Machine<'a> {
     }
 
     /// Where the last `n` values of the stack begin.
-    fn from_end(&self, n: usize) -> Result<usize> {
+    fn start_of_last(&self, n: usize) -> Result<usize> {
         if self.stack.len() < self.floor() + n {
             return Err(damaged("it takes more from the stack than is there"));
         }
@@ -908,13 +907,13 @@ impl<'a> Machine<'a> {
     }
 
     /// Where the values behind the last mark begin; the mark is taken.
-    fn from_mark(&mut self) -> Result<usize> {
+    fn start_at_mark(&mut self) -> Result<usize> {
         let from = self.marks.pop();
         from.ok_or_else(|| damaged("there is no mark on the stack"))
     }
 
     fn pop_mark(&mut self) -> Result<Vec<Id>> {
-        let from = self.from_mark()?;
+        let from = self.start_at_mark()?;
         Ok(self.stack.split_off(from))
     }
 
