@@ -312,7 +312,7 @@ def _mesh(facts: Contents) -> str:
 def _print_iterations(facts: Contents, iterations: Sequence[Iteration], *, everything: bool) -> None:
     echo(f"root: {shown(facts.path)}")
     listed = iterations if everything else iterations[:_MAX_ITERATIONS]
-    lines = []
+    lines: list[tuple[str, str | Text]] = []
     for one in listed:
         state = _STATES[one.complete]
         if one.complete is None and one.reason is not None:

@@ -252,7 +252,7 @@ def convert(
                 max_bytes=max_bytes,
                 dedup=written_as.dedup,
                 strict_format=written_as.strict_format,
-                original_modes=modes == "mindspore",
+                original_modes=modes == "mindspore-transformers",
                 model_files=model_folder,
                 source=source,
                 with_state=part_written == "all",
