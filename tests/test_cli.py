@@ -283,7 +283,8 @@ def test_convert_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
     args = "a b --to checkpoint2 --part all --layout l.yaml --iteration 7 --prefix p --dtype bf16 --max-shard-size 1MB"
     more = "--strategy s --suffix 20_2 --drop a. --drop b. --rename =m. --rename c.= --names n --config c "
     more += "--model-files m --private "
-    more += "--no-dedup --memory 8MiB --threads 3 --no-sync --overwrite --strict-format --modes mindspore --share 1/3"
+    more += "--no-dedup --memory 8MiB --threads 3 --no-sync --overwrite --strict-format --share 1/3 "
+    more += "--modes mindspore-transformers"
     assert run("convert", *args.split(), *more.split()).exit_code == 1
     assert seen == {
         "src": "a",
@@ -297,7 +298,12 @@ def test_convert_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "layout": "l.yaml",
         "iteration": 7,
         "files": reshard.Files(
-            prefix="p", dedup=False, strict_format=True, max_shard_size="1MB", model_files="m", modes="mindspore"
+            prefix="p",
+            dedup=False,
+            strict_format=True,
+            max_shard_size="1MB",
+            model_files="m",
+            modes="mindspore-transformers",
         ),
         "commit": reshard.Commit(durable=False, private=True),
         "dtype": "bf16",

@@ -479,7 +479,7 @@ def test_memory_and_threads_make_no_difference(single: Path, tmp_path: Path, mem
         {"threads": 10**6},
         {"iteration": 3},
         {"files": {"prefix": "x"}},
-        {"files": {"modes": "mindspore"}},
+        {"files": {"modes": "mindspore-transformers"}},
         {"files": {"modes": "0777"}, "to": "checkpoint2"},
         {"iteration": -1, "to": "checkpoint2"},
         {"iteration": True, "to": "checkpoint2"},
@@ -568,7 +568,9 @@ def test_permissions(single: Path, tmp_path: Path, mask: int) -> None:
 def test_permissions_of_the_original(tmp_path: Path, mask: int) -> None:
     os.umask(mask)
     said = json.loads((SAMPLES / "ckpt2" / "modes_as_written.json").read_text())
-    reshard.convert(SAMPLES / "ckpt2" / "checkpoint", tmp_path / "root", to="checkpoint2", files={"modes": "mindspore"})
+    reshard.convert(
+        SAMPLES / "ckpt2" / "checkpoint", tmp_path / "root", to="checkpoint2", files={"modes": "mindspore-transformers"}
+    )
     modes = {Path(name).name: mode for name, mode in said.items()}
     ours = {"manifest.json", "checksums.bin"}
     for path in (tmp_path / "root").rglob("[!.]*"):

@@ -341,5 +341,9 @@ def test_private_makes_files_private_that_were_not(source: Path, tmp_path: Path)
     assert (mode_of(tmp_path / "out"), mode_of(tmp_path / "out" / "model.safetensors")) == ("0o755", "0o600")
     with pytest.raises(ArgumentError, match=re.escape("`modes` and `private`")):
         reshard.convert(
-            source, tmp_path / "c2", to="checkpoint2", files={"modes": "mindspore"}, commit={"private": True}
+            source,
+            tmp_path / "c2",
+            to="checkpoint2",
+            files={"modes": "mindspore-transformers"},
+            commit={"private": True},
         )

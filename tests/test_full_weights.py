@@ -281,7 +281,9 @@ def test_overwrite_replaces_an_earlier_conversion_and_nothing_else(tmp_path: Pat
 
 
 def test_permissions_of_the_original(tmp_path: Path) -> None:
-    reshard.convert(FULL, tmp_path / "out", to="mindspore", files={"modes": "mindspore"}, commit={"durable": False})
+    reshard.convert(
+        FULL, tmp_path / "out", to="mindspore", files={"modes": "mindspore-transformers"}, commit={"durable": False}
+    )
     modes = {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "out").iterdir()}
     assert modes == {
         "part0.safetensors": "0o400",

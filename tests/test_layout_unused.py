@@ -147,7 +147,7 @@ def test_nothing_is_written_by_a_layout_that_matches_nothing(
 ) -> None:
     named, near = told
     layout = {**TYPO, left_out: [{"match": "*"}] if left_out == "rules" else []}
-    with pytest.raises(LayoutError, match=rf"{named}.*matches no key.*would not be cut") as caught:
+    with pytest.raises(LayoutError, match=rf"{named}.*matches no key.*would not be sharded") as caught:
         reshard.convert(source, tmp_path / "out", to=to, layout=layout)
     assert caught.value.hint is not None
     assert near in caught.value.hint

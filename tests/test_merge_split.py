@@ -506,7 +506,11 @@ def test_every_folder_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, mon
 
 def test_permissions_of_the_original(tmp_path: Path) -> None:
     layout = LAYOUTS["replicas"]
-    options: dict[str, Any] = {"to": "checkpoint1", "layout": layout, "files": {"prefix": "x", "modes": "mindspore"}}
+    options: dict[str, Any] = {
+        "to": "checkpoint1",
+        "layout": layout,
+        "files": {"prefix": "x", "modes": "mindspore-transformers"},
+    }
     reshard.convert(STRATEGY / "unified", tmp_path / "out", **options)
     modes = {
         str(path.relative_to(tmp_path / "out")): oct(path.stat().st_mode & 0o777) for path in tmp_path.rglob("rank_0*")
@@ -575,7 +579,7 @@ def test_split_by_command(tmp_path: Path) -> None:
         (["merge", "SRC", "DST", "--rename", "a=b", "--rename", "a=c"], 2, "renamed to two names"),
         (["merge", "SRC", "DST", "--share", "1"], 2, "is not I/N"),
         (["merge", "SRC", "DST", "--suffix", "20_2"], 1, "no folders `rank_"),
-        (["merge", "SRC", "DST", "--to", "huggingface", "--modes", "mindspore"], 1, "modes"),
+        (["merge", "SRC", "DST", "--to", "huggingface", "--modes", "mindspore-transformers"], 1, "modes"),
         (["merge", "SRC/nothing", "DST"], 1, "there is nothing"),
     ],
 )

@@ -154,7 +154,7 @@ def test_both_forms_are_refused(tmp_path: Path) -> None:
 
 def test_options_of_another_function_are_refused(tmp_path: Path) -> None:
     reshard.save_file(W, tmp_path / "m.safetensors")
-    for field, value in (("max_shard_size", 100), ("model_files", tmp_path), ("modes", "mindspore")):
+    for field, value in (("max_shard_size", 100), ("model_files", tmp_path), ("modes", "mindspore-transformers")):
         with pytest.raises(ArgumentError, match=f"`{field}` of `Files` is an option of `convert`"):
             reshard.save(tmp_path / "run", 1, W, files={field: value})
     for field in ("rollback", "takeover"):

@@ -296,7 +296,7 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     "best": _metric_and_number,
     "max_shard_size": _size,
     "on_load": _choice("full", "touched", "structure"),
-    "modes": _choice("mindspore"),
+    "modes": _choice("mindspore-transformers"),
     "save_trainable_params": _trained,
     "drift": _count,
     "grace_s": check_seconds,

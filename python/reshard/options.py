@@ -279,8 +279,8 @@ class Files(Options):
         model_files: a folder whose other files (configuration, tokenizer, templates, code) are copied beside the
             weights of a Hugging Face folder. Default: the source, if it is such a folder. A file that the destination
             has already is left as it is if it is equal, and refused if it is not. For `convert` only.
-        modes: "mindspore" gives files the permissions that MindSpore Transformers gives (shard files 0400), in its
-            formats. Default: as the umask says. For `convert` only.
+        modes: "mindspore-transformers" gives files the permissions that MindSpore Transformers gives (shard files
+            0400), in its formats. Default: as the umask says. For `convert` only.
 
     Raises:
         ArgumentError: a value has the wrong type.
@@ -300,7 +300,7 @@ class Files(Options):
     strict_format: bool = False
     max_shard_size: str | int | None = None
     model_files: str | os.PathLike[str] | None = None
-    modes: Literal["mindspore"] | None = None
+    modes: Literal["mindspore-transformers"] | None = None
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)

@@ -117,7 +117,7 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
     ),
     "modes": click.option(
         "--modes",
-        type=click.Choice(["mindspore"]),
+        type=click.Choice(["mindspore-transformers"]),
         help="File permissions as MindSpore Transformers sets them (0400).",
     ),
     "private": click.option(

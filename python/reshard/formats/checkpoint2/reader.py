@@ -310,8 +310,8 @@ def unfinished(path: Location, name: str, locked: LockedManifest) -> DamagedFile
         locked: gives the fault of the manifest.
     """
     return DamagedFileError(
-        f"{show(str(path))} is not a complete checkpoint: {show(name)} was written by this package, which ends a "
-        f"save with a valid manifest, but {locked.fault}",
+        f"{show(str(path))} is not a complete checkpoint: {locked.fault}. This package wrote {show(name)}, and ends "
+        "a save with a valid manifest",
         path=str(path),
         hint="the save is unfinished, or its manifest is damaged or lost: use another iteration",
     )
