@@ -414,6 +414,16 @@ def test_arguments_are_named_as_options(tmp_path: Path, model: Path) -> None:
     assert "give --overwrite" in run("convert", model, tmp_path / "full").stderr
 
 
+def test_an_empty_path_is_not_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for iteration in (1, 2, 3):
+        reshard.save(tmp_path, iteration, {"w": np.zeros(2)}, commit={"durable": False})
+    monkeypatch.chdir(tmp_path)
+    for words in (("inspect", ""), ("prune", "", "--keep", 1), ("diff", ".", ""), ("explain", "")):
+        result = run(*words)
+        assert (result.exit_code, "is empty" in result.stderr) == (2, True), words
+    assert len(list(tmp_path.glob("iteration_*"))) == 3
+
+
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     with start("inspect", CKPT2) as process:
         assert process.stdout is not None

@@ -181,6 +181,11 @@ def test_a_file_is_read_in_memory_for_what_it_has(tmp_path: Path) -> None:
     try:
         assert locate(path).read_small(4 << 30) == b"x" * 5000
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        with (tmp_path / "sparse").open("wb") as file:
+            file.truncate(1 << 40)
+        with pytest.raises(DamagedFileError, match="larger than 268435456 bytes"):
+            locate(tmp_path / "sparse").read_small(1 << 28)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
     with pytest.raises(DamagedFileError, match="larger than 4999 bytes"):

@@ -360,6 +360,16 @@ def test_ranks_without_collectives(tmp_path: Path) -> None:
             reshard.open(tmp_path / name)
 
 
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_number_and_a_text_as_keys_do_not_replace_each_other(tmp_path: Path, *, zipped: bool) -> None:
+    torch = pytest.importorskip("torch")
+    for number, text in ((1, "1"), ((1, 2), ("1", "2"))):
+        state = {"w": {number: torch.zeros(2), text: torch.ones(2)}}
+        torch.save(state, tmp_path / "w.pt", _use_new_zipfile_serialization=zipped)
+        with pytest.raises(UnsupportedError, match="two values have the path"):
+            reshard.open(tmp_path / "w.pt")
+
+
 def test_complex128_is_refused_by_name(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     torch.save({"z": torch.zeros(2, dtype=torch.complex128)}, tmp_path / "z.pt")

@@ -52,9 +52,14 @@ _LINE_SECONDS = 5.0  # time between two lines of progress without a terminal
 
 
 class _PathType(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.5 on
-    """A path, passed on unchanged, with shell completion of file names."""
+    """A path, passed on unchanged, with shell completion of file names. An empty one is refused: it would be `.`."""
 
     name = "path"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not value:
+            self.fail("is empty; `.` is the current folder", param, ctx)
+        return value
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         del ctx, param

@@ -99,11 +99,8 @@ class LocalStore(Store):
 
     def read_small(self, path: str, max_bytes: int, *, follow_links: bool = False) -> bytes:
         """See `Store.read_small`."""
-        data = self.read_head(path, max_bytes + 1, follow_links=follow_links)
-        if len(data) > max_bytes:
-            raise DamagedFileError(
-                f"{show(path)} is larger than {max_bytes} bytes, more than such a file can be", path=path
-            )
+        data = _read_end(path, max_bytes + 1, os.SEEK_SET, follow_links=follow_links, max_size=max_bytes)
+        _check_size(path, len(data), max_bytes)
         return data
 
     def read_head(self, path: str, n_bytes: int, *, follow_links: bool = False) -> bytes:
@@ -562,9 +559,18 @@ def _open(path: str, flags: int = os.O_RDONLY, mode: int = 0, *, follow_links: b
     return handle, found.st_size
 
 
-def _read_end(path: str, n_bytes: int, whence: int, *, follow_links: bool) -> bytes:
+def _check_size(path: str, size: int, max_bytes: int) -> None:
+    if size > max_bytes:
+        raise DamagedFileError(
+            f"{show(path)} is larger than {max_bytes} bytes, more than such a file can be", path=path
+        )
+
+
+def _read_end(path: str, n_bytes: int, whence: int, *, follow_links: bool, max_size: int | None = None) -> bytes:
     handle, size = _open(path, follow_links=follow_links)
     try:
+        if max_size is not None:
+            _check_size(path, size, max_size)  # before gigabytes of a sparse file are read
         start = max(0, size - n_bytes) if whence == os.SEEK_END else 0
         with open(handle, "rb", buffering=0, closefd=False) as file:
             file.seek(start)

@@ -24,6 +24,7 @@ use reshard_core::region::row_major_strides;
 use reshard_core::shard_file::Format;
 use reshard_core::{Error, Kind, Result};
 use std::collections::{HashMap, HashSet};
+use std::mem::{Discriminant, discriminant};
 use std::sync::Arc;
 
 /// What a legacy file begins with.
@@ -633,16 +634,17 @@ impl Collector<'_> {
         }
         let is_size = pickle.call(id, "torch", "Size").is_some();
         if let Some(items) = pickle.items(id) {
-            // A key that is set again keeps its place and gets the last value.
-            let mut last = HashMap::new();
+            // A key that is set again keeps its place and gets the last value. The number 1 and the text "1" are two
+            // keys with one path, which `leaves` refuses.
+            let mut places = HashMap::new();
             let mut children: Vec<(String, Id)> = Vec::new();
             for [key, value] in items {
                 let name = key_text(pickle, *key)?;
-                match last.insert(name.clone(), children.len()) {
-                    Some(place) => {
-                        children[place].1 = *value;
-                        last.insert(name, place);
-                    }
+                let place = *places
+                    .entry((key_kinds(pickle, *key), name.clone()))
+                    .or_insert(children.len());
+                match children.get_mut(place) {
+                    Some(child) => child.1 = *value,
                     None => children.push((name, *value)),
                 }
             }
@@ -729,6 +731,19 @@ fn key_text(pickle: &Pickle, id: Id) -> Result<String> {
         }
         _ => return Err(unsupported_key()),
     })
+}
+
+/// The types of a key, or of the items of a tuple, which tell keys with the same text apart.
+fn key_kinds(pickle: &Pickle, id: Id) -> Vec<Discriminant<Value>> {
+    let own = [id];
+    let items = match pickle.get(id) {
+        Value::Tuple(items) => items,
+        _ => own.as_slice(),
+    };
+    items
+        .iter()
+        .map(|item| discriminant(pickle.get(*item)))
+        .collect()
 }
 
 fn unsupported_key() -> Error {
