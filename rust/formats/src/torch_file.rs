@@ -742,7 +742,7 @@ fn key_kinds(pickle: &Pickle, id: Id) -> Vec<Discriminant<Value>> {
     };
     items
         .iter()
-        .map(|item| discriminant(pickle.get(*item)))
+        .map(|item| discriminant(&pickle.get(*item)))
         .collect()
 }
 
