@@ -734,7 +734,7 @@ fn key_text(pickle: &Pickle, id: Id) -> Result<String> {
 }
 
 /// The types of a key, or of the items of a tuple, which tell keys with the same text apart.
-fn key_kinds(pickle: &Pickle, id: Id) -> Vec<Discriminant<Value>> {
+fn key_kinds(pickle: &Pickle, id: Id) -> Vec<Discriminant<Value<'_>>> {
     let own = [id];
     let items = match pickle.get(id) {
         Value::Tuple(items) => items,
