@@ -762,10 +762,8 @@ impl TemporaryFile {
             is_durable: options.durable,
             is_published: false,
         };
-        // A file of one piece is written at once: reserving its space takes longer than writing it.
-        if n_bytes > PIECE_BYTES as u64 {
-            this.reserve(n_bytes)?;
-        }
+        // Small files too: a network file system may report a full disk when a file is closed, which goes unseen.
+        this.reserve(n_bytes.max(1))?;
         if options.direct && n_bytes >= PIECE_BYTES as u64 {
             let flags = OFlags::WRONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
             // tmpfs and some network file systems do not support it. Then all writes are buffered.
