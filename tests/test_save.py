@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import enum
 import json
 import os
 import stat
@@ -872,8 +873,13 @@ def test_hosts_that_share_nothing_are_refused(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_name_of_a_subclass_of_text_is_saved_as_its_text(tmp_path: Path) -> None:
+    class Name(str, enum.Enum):  # noqa: UP042  not StrEnum, whose text is its value
+        W = "enumerated"
+
+    given = [np.str_("w"), np.str_("w\u00e9"), np.str_("it's"), Name.W]
     for iteration in (1, 2):  # the second save uses the plan of the first
-        reshard.save(tmp_path / "root", iteration, {np.str_("w"): np.arange(3.0)})
+        reshard.save(tmp_path / "root", iteration, {name: np.full(3, i) for i, name in enumerate(given)})
     with reshard.open(tmp_path / "root") as checkpoint:
-        assert checkpoint.keys() == ["w"]
-        assert checkpoint.read("w").tolist() == [0, 1, 2]
+        assert sorted(checkpoint.keys()) == ["enumerated", "it's", "w", "w\u00e9"]
+        for i, name in enumerate(["w", "w\u00e9", "it's", "enumerated"]):
+            assert checkpoint.read(name).tolist() == [i] * 3

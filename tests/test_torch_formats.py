@@ -387,6 +387,49 @@ def test_records_that_share_attributes_without_end_are_refused(tmp_path: Path) -
         reshard.open(tmp_path)  # without the limit it would look at 4 * 10^8 names
 
 
+def test_a_list_of_chunks_that_many_tensors_share_is_refused(tmp_path: Path) -> None:
+    at, extent = torch.Size((0,)), torch.Size((1,))
+    chunks = [ChunkStorageMetadata(at, extent)] * 1000
+    described = TensorStorageMetadata(TensorProperties(torch.float32), extent, chunks)
+    names = [f"w{i}" for i in range(1000)]
+    places = {MetadataIndex(name, at): _StorageInfo("__0_0.distcp", 0, 4) for name in names}
+    metadata = Metadata({name: replace(described) for name in names}, {}, places)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    (tmp_path / "__0_0.distcp").touch()
+    with pytest.raises(UnsupportedError, match="shared by more tensors than any writer does"):
+        reshard.open(tmp_path)
+
+
+def test_long_texts_that_many_entries_share_are_refused(tmp_path: Path) -> None:
+    text = "x" * 5000
+    torch.save({"w": {(text, i): i for i in range(9)}}, tmp_path / "w.pt")
+    with pytest.raises(UnsupportedError, match="a key of a dict has more than 4096 bytes"):
+        reshard.open(tmp_path / "w.pt")
+    (tmp_path / "__0_0.distcp").touch()
+    for places, what in (
+        ({MetadataIndex(text): _StorageInfo("__0_0.distcp", 0, 4)}, "the name of a tensor"),
+        ({MetadataIndex("w"): _StorageInfo(text, 0, 4)}, "the path of a file"),
+    ):
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({}, {}, places)))
+        with pytest.raises(UnsupportedError, match=f"{what} has 5000 bytes, at most 4096 are read"):
+            reshard.open(tmp_path)
+    place = _StorageInfo("__0_0.distcp", 0, 4, [text])
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({}, {}, {MetadataIndex("w"): place})))
+    with pytest.raises(UnsupportedError, match="a transform has 5000 bytes, at most 256 are read"):
+        reshard.open(tmp_path)
+
+
+def test_a_shared_dict_that_sets_a_key_often_is_walked_a_bounded_number_of_times(tmp_path: Path) -> None:
+    """The same key again and again makes one value, so that the number of values does not limit the time."""
+    n = 20_000
+    same = b"}q\0(" + b"K\1K\1" * n + b"u"
+    value = b"\x80\x02](" + same + b"h\0" * n + b"e."
+    heads = [pickle.dumps(head, 2) for head in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})]
+    (tmp_path / "w.pt").write_bytes(b"".join([*heads, value, pickle.dumps([], 2)]))
+    with pytest.raises(UnsupportedError, match="unfold into more than"):
+        reshard.open(tmp_path / "w.pt")
+
+
 @pytest.mark.parametrize("is_grid", [True, False])
 def test_chunks_in_a_grid_and_others(tmp_path: Path, is_grid: bool) -> None:  # noqa: FBT001
     """Rows and columns of unequal sizes, each in a file of its own; and a box across the grid."""

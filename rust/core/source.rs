@@ -21,6 +21,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 const DIRECT_BLOCK_BYTES: usize = 4096;
+const WILL_NEED_BYTES: usize = 128 << 10;
 
 /// How the bytes of a file are fetched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -279,8 +280,12 @@ impl Source {
         if let Store::File(LocalFile { map: Some(map), .. }) = &self.store
             && let Ok(range) = self.range(start, len)
         {
-            // An error of the disk is reported by the read that follows.
-            let _ = map.advise_range(memmap2::Advice::WillNeed, range.start, range.len());
+            // Linux cuts a request to the largest of the disk or its readahead, 128 KiB by default. An error of the disk
+            // is reported by the read that follows.
+            for at in range.clone().step_by(WILL_NEED_BYTES) {
+                let n_bytes = WILL_NEED_BYTES.min(range.end - at);
+                let _ = map.advise_range(memmap2::Advice::WillNeed, at, n_bytes);
+            }
         }
     }
 

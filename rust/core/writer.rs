@@ -890,28 +890,45 @@ pub fn rename(from: &Path, to: &Path, exchange: bool) -> std::io::Result<()> {
 ///
 /// A symbolic link in the place of a file is an error. The error is that of the first path that failed, with its index
 /// in `files` followed by `folders`; after it none of them counts as durable, and none may be synced again.
-pub fn sync_together(
-    files: &[PathBuf],
-    folders: &[PathBuf],
-) -> std::result::Result<(), (usize, std::io::Error)> {
-    let paths = files.iter().map(|path| (path, OFlags::NOFOLLOW));
-    let paths: Vec<_> = paths
-        .chain(folders.iter().map(|path| (path, OFlags::DIRECTORY)))
-        .collect();
-    let failed: Vec<_> = paths
-        .par_iter()
+pub fn sync_together(files: &[PathBuf], folders: &[PathBuf]) -> SyncResult {
+    let failed: Vec<_> = (0..files.len() + folders.len())
+        .into_par_iter()
         .with_max_len(1)
-        .enumerate()
-        .filter_map(|(index, (path, flag))| {
-            let flags = OFlags::RDONLY | OFlags::CLOEXEC | *flag;
-            let opened = rustix::fs::open(*path, flags, Mode::empty());
-            let synced = opened
-                .map_err(std::io::Error::from)
-                .and_then(|handle| File::from(handle).sync_all());
-            synced.err().map(|error| (index, error))
-        })
+        .filter_map(|index| sync_one(files, folders, index).err())
         .collect();
     failed.into_iter().next().map_or(Ok(()), Err)
+}
+
+/// As [`sync_together`], one after the other on the calling thread.
+///
+/// # Errors
+/// As [`sync_together`].
+pub fn sync_in_turn(files: &[PathBuf], folders: &[PathBuf]) -> SyncResult {
+    (0..files.len() + folders.len()).try_for_each(|index| sync_one(files, folders, index))
+}
+
+/// The number of the path that could not be synced, the folders after the files, and why.
+pub type SyncResult = std::result::Result<(), (usize, std::io::Error)>;
+
+fn sync_one(files: &[PathBuf], folders: &[PathBuf], index: usize) -> SyncResult {
+    let open = |path: &Path, flags| rustix::fs::open(path, flags | OFlags::CLOEXEC, Mode::empty());
+    let opened = match files.get(index) {
+        // Some network file systems sync only what is open for writing.
+        Some(file) => open(file, OFlags::RDWR | OFlags::NOFOLLOW).or_else(|errno| {
+            if matches!(errno, rustix::io::Errno::ACCESS | rustix::io::Errno::PERM) {
+                return open(file, OFlags::RDONLY | OFlags::NOFOLLOW);
+            }
+            Err(errno)
+        }),
+        None => open(
+            &folders[index - files.len()],
+            OFlags::RDONLY | OFlags::DIRECTORY,
+        ),
+    };
+    let synced = opened
+        .map_err(std::io::Error::from)
+        .and_then(|handle| File::from(handle).sync_all());
+    synced.map_err(|error| (index, error))
 }
 
 /// Syncs the entries of a folder.

@@ -192,7 +192,6 @@ def echo(text: str = "", *, err: bool = False) -> None:
     Args:
         text: the line.
         err: print to stderr.
-        end: text after the line.
     """
     if err or not _is_set(_QUIET):
         click.echo(text, err=err)

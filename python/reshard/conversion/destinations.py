@@ -334,7 +334,7 @@ def publish_folder(
         subfolders: as for `destination_folder`.
         is_ours: as for `destination_folder`.
         warnings: of the report.
-        finish: called with the folder before it is published. It returns the files that it has written.
+        finish: called with the folder before it is published. It returns the files that the report counts.
     """
     with produced(job, job.target, files, file_sizes(job, files)) as fill:
         if isinstance(fill, Written):

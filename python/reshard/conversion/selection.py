@@ -96,10 +96,10 @@ def select(
     copies: dict[str, str] = {}
     if names is not None:
         old = {new[key]: key for key in tensors if key in new}
-        chosen = view.keys("model" if part == "model" else "all")
-        tied = copies_left_out(names, chosen, optimizer_keys=set(view.keys("optimizer")))
         # Tensors that are not written need not match the map.
         with contextlib.nullcontext() if view is source else view:
+            chosen = view.keys("model" if part == "model" else "all")
+            tied = copies_left_out(names, chosen, optimizer_keys=set(view.keys("optimizer")))
             view = view.renamed(names, part="model" if part == "model" else "all")
         written = view.keys(part)
         copies = {old[a]: old[b] for a, b in tied.items()}

@@ -242,7 +242,7 @@ class LocalStore(Store):
         try:
             _core.sync_together(files, folders)
         except OSError as error:
-            raise _failed("syncing", error.filename or folders[0], error) from error
+            raise _failed("syncing", error.filename or (*files, *folders)[0], error) from error
 
     def rename(self, source: str, target: str, *, replace: bool = False) -> None:
         """See `Store.rename`.

@@ -148,6 +148,7 @@ def _finish_in_place(claim: Claim, *, durable: bool) -> list[str]:
             filesystem.remove_folder(folder, durable=durable)
             done.append(f"iteration {iteration} was being written or removed, and is removed")
         else:
+            staging.sync([folder], durable=durable)  # the name of its manifest, before it counts
             filesystem.remove_file(folder / UNFINISHED_FILE)
             staging.sync([folder], durable=durable)
     return done
@@ -167,7 +168,10 @@ def _track(root: Location, below: int | None, *, durable: bool) -> list[str]:
             manifest = _complete(folder)
             # Its save began with another tracker: it remained when a run resumed from an older iteration.
             if manifest is not None and manifest.previous_tracker == tracker:
-                staging.move_tracker(root, iteration, durable=durable)
+                # Their names may not be durable yet: the process may have ended right after the rename.
+                places = [folder, root, root / STAGING_FOLDER]
+                existing = [place for place in places if place.is_folder()]
+                staging.move_tracker(root, iteration, durable=durable, unsynced=existing)
                 staging.mark_tracked(folder, durable=durable)
                 return [f"iteration {iteration} was published but not tracked, and is now"]
     return []

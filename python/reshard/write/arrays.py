@@ -126,7 +126,8 @@ def local_arrays(model: Mapping[str, object] | None, optimizer: Mapping[str, obj
                     key=name,
                     hint="rename one of them: a reader could not tell which is meant",
                 )
-            made[name] = _local_array(name, value, part)
+            array = _local_array(name, value, part)
+            made[array.name] = array
     return made
 
 
@@ -188,6 +189,7 @@ def as_shape(value: Sequence[object], what: str) -> tuple[int, ...]:
 def _local_array(name: object, value: object, part: Part) -> LocalArray:
     _check_name(name)
     assert isinstance(name, str)
+    name = str.__str__(name)  # a subclass, such as of an enumeration, may print itself in another way
     if type(value) is np.ndarray and (known := _PLAIN.get(value.dtype)) is not None:
         dtype, integer = known
         return LocalArray(name, part, dtype, value.shape, value.view(integer))

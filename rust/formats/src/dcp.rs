@@ -32,6 +32,10 @@ use std::sync::Arc;
 
 /// Transforms of one item, and different ones in a folder. Each item has the same, at most a few.
 const MAX_TRANSFORMS: usize = 16;
+/// Of a transform. A text may be shared by all rows, and each one looks it up.
+const MAX_TRANSFORM_BYTES: usize = 256;
+/// Of the name of a tensor or of a file.
+const MAX_NAME_BYTES: usize = 4096;
 const METADATA: &str = "torch.distributed.checkpoint.metadata";
 
 /// A decoded `.metadata`. There can be millions of chunks, so a chunk takes a few numbers in long vectors.
@@ -136,6 +140,7 @@ impl Dcp {
             by_path: HashMap::new(),
             transforms: vec![Vec::new()],
             dims: Vec::new(),
+            n_listed: 0,
         }
         .metadata()
     }
@@ -246,13 +251,24 @@ pub fn paths(bytes: &[u8]) -> Result<Vec<(String, Vec<Step>)>> {
         Value::Int(int) => Some(Step::Number(int)),
         _ => None,
     };
-    let path = |[name, path]: &[Id; 2]| {
-        let name = pickle.text(*name)?.to_owned();
-        let steps = pickle.sequence(*path)?.iter().map(step);
-        Some((name, steps.collect::<Option<Vec<_>>>()?))
-    };
-    // What has another form belongs to another planner.
-    Ok(entries.iter().filter_map(path).collect())
+    // Names and lists of steps can be shared by many entries: the whole is limited.
+    let mut left = bytes.len().saturating_mul(16).saturating_add(8 << 20);
+    let mut found = Vec::new();
+    for [name, path] in entries {
+        // What has another form belongs to another planner.
+        let (Some(name), Some(path)) = (pickle.text(*name), pickle.sequence(*path)) else {
+            continue;
+        };
+        let texts = path.iter().filter_map(|id| pickle.text(*id));
+        let n_bytes = texts.fold(name.len(), |sum, text| sum.saturating_add(text.len()));
+        left = left
+            .checked_sub(n_bytes.saturating_add(32 * (path.len() + 1)))
+            .ok_or_else(|| Error::new(Kind::Unsupported, "its paths unfold into too much"))?;
+        if let Some(steps) = path.iter().map(step).collect::<Option<Vec<_>>>() {
+            found.push((name.to_owned(), steps));
+        }
+    }
+    Ok(found)
 }
 
 struct Decoder<'a> {
@@ -262,6 +278,16 @@ struct Decoder<'a> {
     transforms: Vec<Vec<String>>,
     /// For a size that is read and used at once.
     dims: Vec<u64>,
+    /// Chunks of all tensors. A list of chunks can be shared by many tensors, in a file that no writer writes.
+    n_listed: usize,
+}
+
+fn check_bytes(what: &str, text: &str, most: usize) -> Result<()> {
+    if text.len() <= most {
+        return Ok(());
+    }
+    let message = format!("{what} has {} bytes, at most {most} are read", text.len());
+    Err(Error::new(Kind::Unsupported, message))
 }
 
 /// An entry of `storage_data`: the number of its name, its offset and its place.
@@ -405,6 +431,11 @@ impl<'a> Decoder<'a> {
         let listed = pickle
             .sequence(chunks)
             .ok_or_else(|| Error::damaged("its chunks are no list"))?;
+        self.n_listed += listed.len();
+        if self.n_listed > pickle.len() {
+            let message = "its chunks are shared by more tensors than any writer does";
+            return Err(Error::new(Kind::Unsupported, message));
+        }
         let rank = shape.len();
         let mut chunks = Chunks {
             dims: Vec::with_capacity(2 * rank * listed.len().min(places.places.len())),
@@ -465,6 +496,7 @@ impl<'a> Decoder<'a> {
             let name = pickle
                 .text(name)
                 .ok_or_else(|| Error::damaged("the name of a tensor is no text"))?;
+            check_bytes("the name of a tensor", name, MAX_NAME_BYTES)?;
             let offset = pickle.attribute(index, "offset");
             let offset = offset.filter(|id| !matches!(pickle.get(*id), Value::None));
             let place = self.place(*value).map_err(|error| {
@@ -542,6 +574,7 @@ impl<'a> Decoder<'a> {
         let path = pickle
             .text(path)
             .ok_or_else(|| Error::damaged("the path of a file is no text"))?;
+        check_bytes("the path of a file", path, MAX_NAME_BYTES)?;
         let number = |name: &str| -> Result<u64> {
             let int = pickle.int(self.attribute(info, name)?);
             let int =
@@ -557,9 +590,13 @@ impl<'a> Decoder<'a> {
             let listed = pickle
                 .sequence(id)
                 .ok_or_else(|| Error::damaged("the transforms of a chunk are no list"))?;
-            let names = listed.iter().map(|id| pickle.text(*id).map(str::to_owned));
-            let names: Option<Vec<_>> = names.take(MAX_TRANSFORMS + 1).collect();
-            let names = names.ok_or_else(|| Error::damaged("a transform that is no text"))?;
+            let mut names = Vec::new();
+            for id in listed.iter().take(MAX_TRANSFORMS + 1) {
+                let name = pickle.text(*id);
+                let name = name.ok_or_else(|| Error::damaged("a transform that is no text"))?;
+                check_bytes("a transform", name, MAX_TRANSFORM_BYTES)?;
+                names.push(name.to_owned());
+            }
             transforms = number_of(&mut self.transforms, names);
             if listed.len() > MAX_TRANSFORMS || self.transforms.len() > MAX_TRANSFORMS {
                 return Err(Error::new(Kind::Unsupported, "it has too many transforms"));

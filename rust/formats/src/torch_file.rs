@@ -40,6 +40,8 @@ const MAX_DEPTH: usize = 200;
 const MORE_LEAVES: usize = 100_000;
 /// Bytes of a path.
 const MAX_PATH_BYTES: usize = 4096;
+/// Of a tuple that is the key of a dict.
+const MAX_KEY_ITEMS: usize = 16;
 /// Bytes of a tensor that repeats its elements by strides of 0.
 const MAX_EXPANDED_BYTES: u64 = 1 << 30;
 
@@ -548,6 +550,7 @@ impl TorchFile {
         let mut collector = Collector {
             file: self,
             leaves: Vec::new(),
+            n_items: 0,
             open: Vec::new(),
             path: String::new(),
         };
@@ -617,6 +620,8 @@ pub fn crc_ranges(storages: &[Storage]) -> Vec<CrcRange> {
 struct Collector<'a> {
     file: &'a TorchFile,
     leaves: Vec<(String, Leaf)>,
+    /// Items of the dicts that were walked.
+    n_items: usize,
     /// The containers around the value.
     open: Vec<Id>,
     path: String,
@@ -638,8 +643,14 @@ impl Collector<'_> {
             // keys with one path, which `leaves` refuses.
             let mut places = HashMap::new();
             let mut children: Vec<(String, Id)> = Vec::new();
+            // A dict that is shared is walked for each place.
+            self.n_items += items.len();
+            self.check_unfolded(self.n_items)?;
             for [key, value] in items {
                 let name = key_text(pickle, *key)?;
+                if name.len() > MAX_PATH_BYTES {
+                    return Err(long_key());
+                }
                 let place = *places
                     .entry((key_kinds(pickle, *key), name.clone()))
                     .or_insert(children.len());
@@ -662,13 +673,7 @@ impl Collector<'_> {
     }
 
     fn leaf(&mut self, leaf: Leaf) -> Result<()> {
-        let most = 4 * self.file.pickle.len() + MORE_LEAVES;
-        if self.leaves.len() >= most {
-            return Err(Error::new(
-                Kind::Unsupported,
-                format!("containers that are shared unfold into more than {most} values"),
-            ));
-        }
+        self.check_unfolded(self.leaves.len() + 1)?;
         if self.path.len() > MAX_PATH_BYTES {
             return Err(Error::new(
                 Kind::Unsupported,
@@ -680,6 +685,15 @@ impl Collector<'_> {
         }
         self.leaves.push((self.path.clone(), leaf));
         Ok(())
+    }
+
+    fn check_unfolded(&self, n: usize) -> Result<()> {
+        let most = 4 * self.file.pickle.len() + MORE_LEAVES;
+        if n <= most {
+            return Ok(());
+        }
+        let message = format!("containers that are shared unfold into more than {most} values");
+        Err(Error::new(Kind::Unsupported, message))
     }
 
     fn children(&mut self, id: Id, children: Vec<(String, Id)>) -> Result<()> {
@@ -715,7 +729,12 @@ impl Collector<'_> {
 
 /// A key of a dict as a part of a path.
 fn key_text(pickle: &Pickle, id: Id) -> Result<String> {
+    // Keys can share their text: each is copied.
+    let is_long = |text: &str| text.len() > MAX_PATH_BYTES;
     Ok(match pickle.get(id) {
+        Value::Text(text) if is_long(text) => return Err(long_key()),
+        Value::Global(module, name) if is_long(module) || is_long(name) => return Err(long_key()),
+        Value::Tuple(items) if items.len() > MAX_KEY_ITEMS => return Err(long_key()),
         Value::Text(text) => text.to_owned(),
         Value::Int(int) => int.to_string(),
         Value::Bool(true) => "True".to_owned(),
@@ -744,6 +763,13 @@ fn key_kinds(pickle: &Pickle, id: Id) -> Vec<Discriminant<Value<'_>>> {
         .iter()
         .map(|item| discriminant(&pickle.get(*item)))
         .collect()
+}
+
+fn long_key() -> Error {
+    let message = format!(
+        "a key of a dict has more than {MAX_PATH_BYTES} bytes, or more than {MAX_KEY_ITEMS} items"
+    );
+    Error::new(Kind::Unsupported, message)
 }
 
 fn unsupported_key() -> Error {

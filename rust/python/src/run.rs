@@ -92,20 +92,28 @@ pub(crate) fn n_threads(py: Python<'_>, threads: Option<i64>) -> PyResult<usize>
 /// The lock is held only with the interpreter attached, and the forking thread has the interpreter attached: the lock
 /// is never held in a new child process.
 pub(crate) fn pool(py: Python<'_>, threads: Option<i64>) -> PyResult<Arc<rayon::ThreadPool>> {
-    type Pools = Mutex<HashMap<(u32, usize), Arc<rayon::ThreadPool>>>;
+    named_pool(py, "reshard", n_threads(py, threads)?)
+}
+
+/// As [`pool`], for work that must not wait for other work: a pool for each name.
+pub(crate) fn named_pool(
+    py: Python<'_>,
+    name: &'static str,
+    n_threads: usize,
+) -> PyResult<Arc<rayon::ThreadPool>> {
+    type Pools = Mutex<HashMap<(u32, &'static str, usize), Arc<rayon::ThreadPool>>>;
     static POOLS: OnceLock<Pools> = OnceLock::new();
-    let n_threads = n_threads(py, threads)?;
     let mut pools = POOLS
         .get_or_init(Pools::default)
         .lock()
         .unwrap_or_else(PoisonError::into_inner);
-    let key = (std::process::id(), n_threads);
+    let key = (std::process::id(), name, n_threads);
     if let Some(pool) = pools.get(&key) {
         return Ok(Arc::clone(pool));
     }
     let built = rayon::ThreadPoolBuilder::new()
         .num_threads(n_threads)
-        .thread_name(|i| format!("reshard-{i}"))
+        .thread_name(move |i| format!("{name}-{i}"))
         .build()
         .map_err(|error| {
             Error::new(

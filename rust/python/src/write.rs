@@ -2,7 +2,7 @@
 
 use crate::buffer::Borrowed;
 use crate::errors::raise;
-use crate::run::{n_threads, pool, run};
+use crate::run::{n_threads, named_pool, run};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use reshard_core::checksum::Checksums;
@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 const DEFAULT_MEMORY_BYTES: u64 = 256 << 20;
-const SYNC_THREADS: i64 = 8; // they wait for the disk
+const SYNC_THREADS: usize = 8; // they wait for the disk
 
 type Tensors<'py> = Vec<(String, String, Vec<u64>, Bound<'py, PyAny>)>;
 
@@ -202,9 +202,13 @@ pub(crate) fn sync_together(
     files: Vec<PathBuf>,
     folders: Vec<PathBuf>,
 ) -> PyResult<()> {
-    let pool = pool(py, Some(SYNC_THREADS))?;
-    py.detach(|| pool.install(|| writer::sync_together(&files, &folders)))
-        .map_err(|(index, error)| os_error(error, files.iter().chain(&folders).nth(index)))
+    // Where no threads can be started, this thread syncs one after the other.
+    let pool = named_pool(py, "reshard-sync", SYNC_THREADS).ok();
+    py.detach(|| match pool {
+        Some(pool) => pool.install(|| writer::sync_together(&files, &folders)),
+        None => writer::sync_in_turn(&files, &folders),
+    })
+    .map_err(|(index, error)| os_error(error, files.iter().chain(&folders).nth(index)))
 }
 
 /// With the error number, by which callers distinguish errors, and the path if one is given.

@@ -16,8 +16,6 @@ from reshard import _core
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["Line", "Segment", "strides_of"]
-
 
 class Segment(NamedTuple):
     """A stored flat tensor.
@@ -67,13 +65,3 @@ class Line:
                 yield _core.StoredRange(first, first + stop - start, file, name, n, start - begin)
                 first, start = first + stop - start, stop
             number += 1
-
-
-def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """Row-major strides in elements.
-
-    Example:
-        >>> strides_of((2, 3, 4))
-        (12, 4, 1)
-    """
-    return tuple(reversed(list(accumulate(reversed(shape[1:]), int.__mul__, initial=1)))) if shape else ()

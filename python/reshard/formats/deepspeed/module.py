@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.errors import UnsupportedError
-from reshard.formats.deepspeed.flat import Line, Segment, strides_of
+from reshard.formats.deepspeed.flat import Line, Segment
 from reshard.formats.deepspeed.states import as_shape, damaged
+from reshard.indexing import row_major
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Tensors:
             tensor: its dtype and shape.
         """
         dtype, shape = tensor
-        tile = _core.Tile((0,) * len(shape), shape, 0, strides_of(shape))
+        tile = _core.Tile((0,) * len(shape), shape, 0, row_major(shape))
         self.index.add_tiles(key, dtype, shape, [_core.StoredArray(self.number(file), path, shape, [tile])])
 
     def add_pieces(self, key: str, dtype: str, shape: tuple[int, ...], pieces: Iterable[_core.StoredRange]) -> None:
