@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 INTERFACE = "cable"
 _ADDRESSES = {"host-a": "10.77.0.1", "host-b": "10.77.0.2"}
+_CLONE_FS = 0x200
 _KINDS = {"net": NEWNET, "uts": NEWUTS, "mnt": NEWNS, "pid": NEWPID}
 
 
@@ -99,6 +100,8 @@ class Host:
         """Go on in a process that lives on this host, which ends with the one that calls this."""
         here = Path.cwd()
         handles = {os.open(f"/proc/{self.pid}/ns/{name}", os.O_RDONLY): kind for name, kind in _KINDS.items()}
+        # A library may start threads in a forked child. Threads share the working folder, and may then not change mounts.
+        checked(LIBC.unshare(_CLONE_FS))
         for handle, kind in handles.items():
             checked(LIBC.setns(handle, kind))
             os.close(handle)
