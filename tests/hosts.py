@@ -100,7 +100,7 @@ class Host:
         """Go on in a process that lives on this host, which ends with the one that calls this."""
         here = Path.cwd()
         handles = {os.open(f"/proc/{self.pid}/ns/{name}", os.O_RDONLY): kind for name, kind in _KINDS.items()}
-        # A library may start threads in a forked child: these share the working folder, which prevents a change of mounts.
+        # A library may start threads in a forked child. Threads share the working folder: mounts cannot change then.
         checked(LIBC.unshare(_CLONE_FS))
         for handle, kind in handles.items():
             checked(LIBC.setns(handle, kind))
