@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from reshard.indexing import IndexedRegion
 
-__all__ = ["as_array", "as_arrays", "check_out", "check_outs", "fill", "keeps_order", "load_all", "whole_request"]
-
 
 def as_array(buffer: _core.Buffer, offset: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     """An array over memory of the core.

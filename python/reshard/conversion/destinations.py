@@ -57,7 +57,7 @@ _COMMITS = (
 _INDEXES = (huggingface.INDEX_FILE, full_weights.MAP_FILE, torch_files.INDEX_FILE)
 
 _SMALL_BYTES = 1 << 20  # of files that may be written several at a time
-_FILES_AT_ONCE = 1024  # after which progress is reported and signals are handled
+_FILES_AT_ONCE = 1024  # after which progress is reported
 
 _log = logging.getLogger("reshard")
 

@@ -20,22 +20,6 @@ if TYPE_CHECKING:
 
     from reshard.storage.location import Location
 
-__all__ = [
-    "MANIFEST_FILE",
-    "UNFINISHED_FILE",
-    "announce",
-    "exchange",
-    "make_file",
-    "make_folder",
-    "names",
-    "remove_file",
-    "remove_folder",
-    "rename",
-    "replace_after",
-    "replace_file",
-    "sync",
-    "sync_together",
-]
 
 MANIFEST_FILE = "manifest.json"
 UNFINISHED_FILE = ".unfinished"

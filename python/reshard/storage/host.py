@@ -7,8 +7,6 @@ import os
 import sys
 from pathlib import Path
 
-__all__ = ["boot_id", "open_standard_streams"]
-
 
 @functools.cache
 def boot_id() -> str:

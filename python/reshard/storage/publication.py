@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from reshard.storage.location import Location
 
-__all__ = ["made_folder", "published_file", "published_folder", "remove_staging", "sync_tree"]
 
 _log = logging.getLogger("reshard")
 

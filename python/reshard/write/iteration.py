@@ -137,7 +137,7 @@ def plan_layout(
     records = [
         TensorRecord(key, tensor.dtype, tensor.part, layouts.setdefault(layout, layout))
         for key, tensor in tensors.items()
-        if (layout := bound.tensor_layouts[key])
+        for layout in [bound.tensor_layouts[key]]
     ]
     joined = {key for join in bound.joins for key in join.keys}
     reasons = {key: "it is joined with others into one array" for key in tensors if key in joined}

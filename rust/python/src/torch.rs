@@ -14,7 +14,7 @@ use reshard_formats::pickle::{Id, Pickle, Record, Value};
 use reshard_formats::torch_file::{Leaf, TorchFile};
 use reshard_formats::zip::Window;
 use std::collections::HashMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Nesting of values.
@@ -385,6 +385,23 @@ fn converted<'py>(
 
 type TensorTuple<'py> = (String, &'static str, Bound<'py, PyTuple>);
 
+fn read_leaves(
+    py: Python<'_>,
+    path: &Path,
+    follow_links: bool,
+) -> PyResult<(TorchFile, Vec<(String, Leaf)>)> {
+    let read = py.detach(|| {
+        let source = Source::open(path, follow_links, reshard_core::source::Method::Read)?;
+        let file = TorchFile::read(Window::whole(&source))?;
+        let leaves = file.leaves()?;
+        Ok((file, leaves))
+    });
+    raise(
+        py,
+        read.map_err(|error: Error| error.within(path.display()).path(path)),
+    )
+}
+
 /// Tensors and other values of a file of `torch.save`, by path.
 #[pyfunction]
 #[pyo3(signature = (path, *, follow_links=true))]
@@ -393,14 +410,7 @@ pub(crate) fn read_torch_file(
     path: PathBuf,
     follow_links: bool,
 ) -> PyResult<(Vec<TensorTuple<'_>>, Vec<(String, Bound<'_, PyAny>)>)> {
-    let read = py.detach(|| {
-        let source = Source::open(&path, follow_links, reshard_core::source::Method::Read)?;
-        let file = TorchFile::read(Window::whole(&source))?;
-        let leaves = file.leaves()?;
-        Ok((file, leaves))
-    });
-    let read = read.map_err(|error: Error| error.within(path.display()).path(&path));
-    let (file, leaves) = raise(py, read)?;
+    let (file, leaves) = read_leaves(py, &path, follow_links)?;
     let mut tensors = Vec::new();
     let (mut names, mut ids) = (Vec::new(), Vec::new());
     for (name, leaf) in leaves {
@@ -426,14 +436,7 @@ pub(crate) fn read_torch_content(
     path: PathBuf,
     follow_links: bool,
 ) -> PyResult<(Vec<TensorTuple<'_>>, Bound<'_, PyAny>)> {
-    let read = py.detach(|| {
-        let source = Source::open(&path, follow_links, reshard_core::source::Method::Read)?;
-        let file = TorchFile::read(Window::whole(&source))?;
-        let leaves = file.leaves()?;
-        Ok((file, leaves))
-    });
-    let read = read.map_err(|error: Error| error.within(path.display()).path(&path));
-    let (file, leaves) = raise(py, read)?;
+    let (file, leaves) = read_leaves(py, &path, follow_links)?;
     let mut tensors = Vec::new();
     for (name, leaf) in leaves {
         if let Leaf::Tensor(tensor) = leaf {
