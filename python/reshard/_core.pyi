@@ -673,7 +673,7 @@ class Plan:
             buffers: memory to write through.
             threads: number of threads.
             durable: sync the file and its folder before this returns.
-            direct: write with `O_DIRECT` where the file system supports it.
+            direct: write with `O_DIRECT` where the file system supports it, and if not durable, where that is faster.
             mode: permission bits, reduced by the umask.
             progress: called as `progress(done_bytes, total_bytes)`.
 
@@ -830,7 +830,7 @@ def write_arrays(
         buffers: memory to write through; None: allocated for this file.
         threads: number of threads; None: `default_threads()`.
         durable: sync the file and its folder before this returns.
-        direct: write with `O_DIRECT` where the file system supports it.
+        direct: write with `O_DIRECT` where the file system supports it, and if not durable, where that is faster.
         mode: permission bits, reduced by the umask.
         progress: called as `progress(done_bytes, total_bytes)`.
     """

@@ -43,6 +43,7 @@ pub mod tuning;
 
 // Writing one file durably; verification of what is read.
 pub mod checksum;
+pub mod route;
 pub mod snapshot;
 pub mod verify;
 pub mod writer;

@@ -7,7 +7,8 @@
 //! folder, which is synced and then renamed: a file under its final name is complete.
 //!
 //! `O_DIRECT` gives the highest throughput of durable writes and does not fill the page cache. Writes are buffered
-//! where the file system does not support it, and for a tail that is not a multiple of the block size.
+//! where the file system does not support it, and for a tail that is not a multiple of the block size. A file that need
+//! not be durable takes the faster of both, see [`crate::route`].
 //!
 //! A file of another format is given as a [`Container`]: the bytes between the arrays, and the places of their CRC-32.
 //! A piece with such a sum is written when all pieces before it are filled: every byte is written once.
@@ -20,6 +21,7 @@ use crate::fetch::{Faulted, Run};
 use crate::header;
 use crate::memory::{Memory, Stores, finish_stores};
 use crate::plan::Plan;
+use crate::route::{Route, Routes};
 use crate::source::open_direct;
 use crate::tuning::Tuning;
 use crate::verify::{Checks, verifies_files, verify_files};
@@ -123,6 +125,7 @@ pub struct Options {
 pub struct Buffers {
     memory: Memory,
     max_pieces: usize,
+    routes: Routes,
 }
 
 impl Buffers {
@@ -137,11 +140,12 @@ impl Buffers {
         Ok(Self {
             memory: Memory::new(0)?,
             max_pieces: (memory_bytes / PIECE_BYTES as u64).min(PIECES_IN_FLIGHT as u64) as usize,
+            routes: Routes::default(),
         })
     }
 
-    /// Buffers of one piece each, as many as a file of this size uses.
-    fn for_file(&mut self, n_bytes: u64) -> Result<Vec<&mut [u8]>> {
+    /// Buffers of one piece each, as many as a file of this size uses, and the routes of its pieces.
+    fn for_file(&mut self, n_bytes: u64) -> Result<(Vec<&mut [u8]>, &Routes)> {
         let n = n_in_flight(n_bytes).min(self.max_pieces);
         if self.memory.len() < n * PIECE_BYTES {
             // The complete budget is allocated at once, so that files of growing sizes do not reallocate.
@@ -149,7 +153,7 @@ impl Buffers {
             self.memory = Memory::new(n * PIECE_BYTES)?;
         }
         let pieces = self.memory.as_mut_slice().chunks_mut(PIECE_BYTES);
-        Ok(pieces.take(n).collect())
+        Ok((pieces.take(n).collect(), &self.routes))
     }
 }
 
@@ -163,7 +167,12 @@ fn n_in_flight(n_bytes: u64) -> usize {
 /// that is removed, and an older file with the same name is unchanged.
 pub trait Sink: Sync + Sized {
     /// Writes bytes at a position. Several threads write disjoint ranges concurrently; every byte is written once.
-    fn write_at(&self, start: u64, bytes: &[u8]) -> Result<()>;
+    fn write_at(&self, start: u64, bytes: &[u8], route: Route) -> Result<()>;
+
+    /// Whether bytes may take either route. Otherwise all take [`Route::Direct`].
+    fn has_routes(&self) -> bool {
+        false
+    }
 
     /// Makes the file visible under its name. All bytes have been written.
     fn publish(self) -> Result<()>;
@@ -234,8 +243,9 @@ fn write_content<S: Sink>(
     verify_files(content.plan, control)?;
     let n_bytes = content.n_bytes();
     let sink = create(n_bytes)?;
-    let buffers = buffers.for_file(n_bytes)?;
-    let pieces = PieceWriter::new(&sink, Bytes::Planned(content), n_bytes, control);
+    let (buffers, routes) = buffers.for_file(n_bytes)?;
+    let routes = sink.has_routes().then_some(routes);
+    let pieces = PieceWriter::new(&sink, Bytes::Planned(content), n_bytes, routes, control);
     let chunks = pieces.write(buffers)?;
     sink.publish()?;
     content.checksums(chunks)
@@ -254,7 +264,7 @@ pub fn write_image(
 ) -> Result<Checksums> {
     let n_bytes = image.len() as u64;
     let temporary = TemporaryFile::create(path, n_bytes, options)?;
-    let pieces = PieceWriter::new(&temporary, Bytes::InMemory(image), n_bytes, control);
+    let pieces = PieceWriter::new(&temporary, Bytes::InMemory(image), n_bytes, None, control);
     let chunks = pieces.write(
         (0..n_in_flight(n_bytes))
             .map(|_| Default::default())
@@ -536,22 +546,38 @@ struct PieceWriter<'a, S> {
     sink: &'a S,
     bytes: Bytes<'a>,
     n_bytes: u64,
+    routes: Option<&'a Routes>,
     next: AtomicU64,
     checksums: Vec<AtomicU32>,
     /// For files with sums of arrays.
     array_sums: Option<ArraySums>,
+    /// How many pieces processors work on at a time.
+    n_at_once: usize,
     fill_permits: Semaphore,
     control: &'a Control,
 }
 
 impl<'a, S: Sink> PieceWriter<'a, S> {
     /// At most as many pieces are filled concurrently as the current pool has threads.
-    fn new(sink: &'a S, bytes: Bytes<'a>, n_bytes: u64, control: &'a Control) -> Self {
+    fn new(
+        sink: &'a S,
+        bytes: Bytes<'a>,
+        n_bytes: u64,
+        routes: Option<&'a Routes>,
+        control: &'a Control,
+    ) -> Self {
         let n_chunks = (n_bytes as usize).div_ceil(CHUNK_BYTES);
+        // `current_num_threads` starts the threads of a pool; a single piece needs none.
+        let n_at_once = if n_bytes > PIECE_BYTES as u64 {
+            rayon::current_num_threads()
+        } else {
+            1
+        };
         Self {
             sink,
             bytes,
             n_bytes,
+            routes,
             next: AtomicU64::new(0),
             checksums: (0..n_chunks).map(|_| AtomicU32::new(0)).collect(),
             array_sums: match bytes {
@@ -560,12 +586,8 @@ impl<'a, S: Sink> PieceWriter<'a, S> {
                 }
                 _ => None,
             },
-            // `current_num_threads` starts the threads of a pool; a single piece needs none.
-            fill_permits: Semaphore::new(if n_bytes > PIECE_BYTES as u64 {
-                rayon::current_num_threads()
-            } else {
-                1
-            }),
+            n_at_once,
+            fill_permits: Semaphore::new(n_at_once),
             control,
         }
     }
@@ -648,7 +670,11 @@ impl<'a, S: Sink> PieceWriter<'a, S> {
             checksum.store(crc32c(0, chunk), Ordering::Relaxed);
         }
         drop(permit);
-        self.sink.write_at(at, piece)?;
+        let write = |route| self.sink.write_at(at, piece, route);
+        match self.routes {
+            None => write(Route::Direct),
+            Some(routes) => routes.write(len as u64, self.n_at_once, write),
+        }?;
         if let Bytes::InMemory(_) = self.bytes {
             self.control.advance(len as u64); // `fill_band` counts the bytes of the other kind
         }
@@ -790,18 +816,23 @@ impl TemporaryFile {
 }
 
 impl Sink for TemporaryFile {
-    fn write_at(&self, at: u64, bytes: &[u8]) -> Result<()> {
+    fn has_routes(&self) -> bool {
+        self.direct.is_some() && !self.is_durable
+    }
+
+    fn write_at(&self, at: u64, bytes: &[u8], route: Route) -> Result<()> {
         let failed = |error: std::io::Error| {
             let error = Error::io("cannot write", &self.path, &error);
             error.hint("the destination is unchanged; if the disk is full, free disk space or choose another destination")
         };
-        let direct_len = if self.direct.is_some() {
+        let direct = self.direct.as_ref().filter(|_| route == Route::Direct);
+        let direct_len = if direct.is_some() {
             bytes.len() / DIRECT_BLOCK_BYTES * DIRECT_BLOCK_BYTES
         } else {
             0
         };
         let (aligned, tail) = bytes.split_at(direct_len);
-        if let Some(direct) = &self.direct
+        if let Some(direct) = direct
             && !aligned.is_empty()
         {
             match direct.write_all_at(aligned, at) {
