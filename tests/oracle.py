@@ -7,6 +7,7 @@ package. Which element lies where is found out by cutting arrays of element numb
 It knows nothing of `reshard`, does not check layouts (a layout that cannot be is undefined here), and is slow.
 """
 
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -60,7 +61,7 @@ def element_numbers(
     numbers: dict[str, Array] = {}
     first = 1
     for key, shape in shapes.items():
-        size = int(np.prod(shape, dtype=np.int64))
+        size = math.prod(shape)
         numbers[key] = np.arange(first, first + size, dtype=np.int64).reshape(shape)
         first += size
     return local_arrays(mapping, numbers, rank, optimizer_keys)
@@ -70,7 +71,7 @@ def key_of_element(shapes: Mapping[str, Shape], number: int) -> tuple[str, tuple
     """The key and the index in its tensor of an element number above 0."""
     first = 1
     for key, shape in shapes.items():
-        size = int(np.prod(shape, dtype=np.int64))
+        size = math.prod(shape)
         if number < first + size:
             return key, tuple(int(i) for i in np.unravel_index(number - first, shape))
         first += size
@@ -140,7 +141,7 @@ def element_tiles(
 
 def mesh_ranks(mapping: Mapping[str, Any]) -> list[int]:
     """The global rank at each mesh point, first axis slowest."""
-    n = int(np.prod(list(mapping["mesh"].values()), dtype=np.int64))
+    n = math.prod(mapping["mesh"].values())
     ranks = mapping.get("ranks")
     return list(range(n)) if ranks is None else list(ranks)
 
@@ -314,7 +315,7 @@ def _capture_of_any(patterns: object, key: str) -> int | str | None:
 
 def n_parts(axes: Sequence[str], mesh: Mapping[str, int]) -> int:
     """How many parts several axes make together."""
-    return int(np.prod([mesh[axis] for axis in axes], dtype=np.int64))
+    return math.prod(mesh[axis] for axis in axes)
 
 
 def folded(axes: Sequence[str], at: Point) -> int:
