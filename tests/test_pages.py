@@ -75,7 +75,7 @@ def test_a_page_shows_iterations_tensors_files_and_regions(tmp_path: Path) -> No
     data = data_of((tmp_path / "p.html").read_text())
     points = {one["iteration"]: one for one in data["saves"]["points"]}
     assert {n: one["state"] for n, one in points.items()} == {1: "deleted", 2: "damaged", 3: "complete"}
-    assert points[3]["marks"] == ["tracker", "pinned", "opened"]
+    assert points[3]["marks"] == ["tracker", "pinned", "selected"]
     assert data["saves"]["metrics"] == ["loss"]
     assert [one["values"] for one in points.values()] == [[3.0], [2.0], [1.0]]
     assert "0 bytes" in points[2]["reason"]

@@ -114,7 +114,8 @@ def rate(n_bytes: int, seconds: float) -> str:
 
 
 def _three_digits(value: float) -> str:
-    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
+    n = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{math.floor(value * 10**n + 0.5) / 10**n:.{n}f}"  # halves up, as the pages do: 64.25 MiB is 64.3 MiB
 
 
 def join_dims(shape: Sequence[int]) -> str:

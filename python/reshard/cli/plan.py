@@ -136,13 +136,14 @@ def _facts(found: Forecast, numbers: dict[str, Any], dst: str) -> list[tuple[str
     free = numbers["free_bytes"]
     enough = "" if free is None or free >= numbers["needed_bytes"] else ": NOT ENOUGH"
     here = "unknown" if free is None else size(free)
-    facts.append(("disk", f"{size(numbers['needed_bytes'])} needed with 5 % to spare, {here} free in {dst}{enough}"))
+    folder = "the current folder" if dst == "." else dst
+    facts.append(("disk", f"{size(numbers['needed_bytes'])} needed with 5 % to spare, {here} free in {folder}{enough}"))
     if numbers["seconds"] is not None:
         cached = f"{_seconds(numbers['seconds_cached'])} if the source is in the page cache"
         facts.append(("time", f"{_seconds(numbers['seconds'])} for convert in one process here, {cached}"))
         write, read = (f"{numbers[name] / 1e9:.2f} GB/s" for name in ("convert_bytes_per_s", "read_bytes_per_s"))
         facts.append(
-            ("measured", f"96 MiB in {dst}: {write} converting and syncing, {read} reading past the page cache")
+            ("measured", f"96 MiB in {folder}: {write} converting and syncing, {read} reading past the page cache")
         )
     if len(found.transfers) < len(found.rank_bytes):
         planned = f"planned for {len(found.transfers)} of {len(found.rank_bytes)} ranks, evenly chosen"

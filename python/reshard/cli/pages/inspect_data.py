@@ -111,7 +111,7 @@ def _state(one: Iteration | None) -> str:
 
 
 def _marks(one: Iteration) -> list[str]:
-    marks = {"tracker": one.tracker, "pinned": one.pinned, "opened": one.taken}
+    marks = {"tracker": one.tracker, "pinned": one.pinned, "selected": one.taken}
     return [name for name, is_so in marks.items() if is_so]
 
 
