@@ -70,7 +70,9 @@ _STATES = {True: "complete", False: "damaged", None: "not checked"}
 @click.argument("pattern", required=False)
 @click.option("--strategy", type=PATH, metavar="PATH", help=STRATEGY_HELP)
 @click.option("--layout", "as_layout", is_flag=True, help="Print the layout as a layout file, for `convert --layout`.")
-@click.option("--html", "html", type=PATH, metavar="FILE", help="Write a page for a browser: one file, no network.")
+@click.option(
+    "--html", "html", type=PATH, metavar="FILE", help="Write a page for a browser: one file, which uses no network."
+)
 @click.option("--all", "everything", is_flag=True, help="List every tensor and check every iteration.")
 @command
 def inspect(

@@ -457,14 +457,14 @@ def quiet_option(function: Callable[P, R]) -> Callable[P, R]:
         is_flag=True,
         expose_value=False,
         callback=set_quiet,
-        help="Print only warnings and errors, and requested files and JSON.",
+        help="Print only warnings, errors, JSON, and files that are printed.",
     )(function)
 
 
 def command(function: Callable[P, None]) -> Callable[P, None]:
     """Wrap a command: errors are printed, with `--json` as an object, and end it with exit code 1."""
 
-    @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, also for errors.")
+    @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON; an error is JSON, too.")
     @quiet_option
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:

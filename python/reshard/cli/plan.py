@@ -37,7 +37,7 @@ _SPARE = 20  # a save needs 1/20 more free space than it writes
 _BUFFERS = 256 << 20  # the default of `convert --memory`
 
 
-@click.command(short_help="Forecast a reshard: bytes by rank and file, transfers, memory, disk, seconds.")
+@click.command(short_help="Forecast a conversion: bytes by rank and file, transfers, memory, disk, seconds.")
 @click.argument("src", type=PATH)
 @click.option("--layout", type=PATH, required=True, metavar="FILE",
               help="The layout to reshard to: a layout file, a strategy file, or a folder of these.")  # fmt: skip
@@ -49,7 +49,9 @@ _BUFFERS = 256 << 20  # the default of `convert --memory`
               "Default: the current folder.")  # fmt: skip
 @click.option("--measure/--no-measure", default=True, show_default=True,
               help="Measure the speed in DIR, with 384 MiB that are written there and removed.")  # fmt: skip
-@click.option("--html", "html", type=PATH, metavar="FILE", help="Write a page for a browser: one file, no network.")
+@click.option(
+    "--html", "html", type=PATH, metavar="FILE", help="Write a page for a browser: one file, which uses no network."
+)
 @command
 def plan(
     src: str,
