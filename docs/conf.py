@@ -30,6 +30,7 @@ myst_heading_anchors = 3
 
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
+autodoc_mock_imports = ["accelerate", "jax", "lightning", "mindspore", "transformers"]  # a build needs torch only
 autodoc_default_options = {"members": True, "undoc-members": False, "show-inheritance": False}
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True

@@ -106,7 +106,7 @@ def test_inspect_shows_a_root() -> None:
 def test_inspect_draws_the_largest_modules(model: Path) -> None:
     lines = run("inspect", model).stdout.splitlines()
     first = next(n for n, line in enumerate(lines) if line.startswith("largest modules"))
-    assert lines[first + 1].split() == ["model.layers.{0-29}.w", "30", "5.62", "KiB", "100", "%", "█" * 20]
+    assert lines[first + 1].split() == ["model.layers.{0-29}.w", "30", "5.63", "KiB", "100", "%", "█" * 20]
     assert lines[first + 2].split() == ["model", "1", "8", "B", "0", "%"]
 
 
@@ -180,7 +180,7 @@ def test_inspect_of_no_tensors_and_of_one(tmp_path: Path) -> None:
 
 
 def test_inspect_groups_long_lists_and_a_pattern_or_all_lists_them(model: Path) -> None:
-    assert "model.layers.{0-29}.w.weight  30  F32    8 x 6  5.62 KiB" in run("inspect", model).stdout
+    assert "model.layers.{0-29}.w.weight  30  F32    8 x 6  5.63 KiB" in run("inspect", model).stdout
     everything = run("inspect", model, "--all").stdout
     assert all(f"model.layers.{i}.w.weight" in everything for i in range(30))
     some = run("inspect", model, "model.layers.1?.*").stdout

@@ -75,7 +75,7 @@ def test_a_page_shows_iterations_tensors_files_and_regions(tmp_path: Path) -> No
     data = data_of((tmp_path / "p.html").read_text())
     points = {one["iteration"]: one for one in data["saves"]["points"]}
     assert {n: one["state"] for n, one in points.items()} == {1: "deleted", 2: "damaged", 3: "complete"}
-    assert points[3]["marks"] == ["tracker", "pinned", "opened"]
+    assert points[3]["marks"] == ["tracker", "pinned", "selected"]
     assert data["saves"]["metrics"] == ["loss"]
     assert [one["values"] for one in points.values()] == [[3.0], [2.0], [1.0]]
     assert "0 bytes" in points[2]["reason"]
@@ -278,11 +278,19 @@ def test_the_forecast_of_many_ranks_is_bounded(tmp_path: Path, monkeypatch: pyte
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
-def dom(path: Path) -> str:
-    """The document after its script ran."""
+def dom(path: Path, *, width: int = 1200) -> str:
+    """The document after its script ran in a window of this width."""
     if CHROMIUM is None:
         pytest.skip("there is no Chromium")
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", path.as_uri()]
+    command = [
+        CHROMIUM,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--window-size={width},900",
+        "--dump-dom",
+        path.as_uri(),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
     return re.sub(r"<script.*?</script>", "", done.stdout, flags=re.DOTALL)
 
@@ -304,6 +312,17 @@ def test_a_browser_draws_the_page_and_runs_nothing_of_a_checkpoint(hostile: Path
     title = re.search("<title>(.*?)</title>", drawn)
     assert title is not None
     assert title[1].startswith("reshard inspect ")
+
+
+@pytest.mark.slow
+def test_drawings_are_made_for_the_width_of_the_window(tmp_path: Path) -> None:
+    """So that their text has the same size everywhere."""
+    run("inspect", a_run(tmp_path / "run"), "--html", tmp_path / "p.html")
+    found = {
+        width: set(re.findall(r'viewBox="0 0 (\d+) ', dom(tmp_path / "p.html", width=width))) for width in (520, 2000)
+    }
+    assert found[520] == {"438"}
+    assert found[2000] == {"1158", "772"}  # the map of tensors has its details beside it
 
 
 @pytest.mark.slow

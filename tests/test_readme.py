@@ -13,6 +13,7 @@ In what is printed, `...` stands for any text.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib.util
 import io
@@ -257,6 +258,18 @@ def test_every_page_is_in_the_table_of_contents() -> None:
     listed = (ROOT / "docs" / "index.md").read_text().splitlines()
     pages = [name.removeprefix("docs/").removesuffix(".md") for name in NAMES if name.startswith("docs/")]
     assert [page for page in pages if page not in listed] == ["index"]
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    reference = "".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
+    described = set(re.findall(r":: (reshard[\w.]*\.\w+)$", reference, re.MULTILINE))
+    names = {f"reshard.{name}" for name in reshard.__all__} - {"reshard.ReshardError", "reshard.__version__"}
+    for module in ("torch", "torch/dcp", "transformers", "accelerate", "jax", "mindspore"):
+        source = (ROOT / "python" / "reshard" / module / "__init__.py").read_text()
+        listed = re.search(r"^__all__ = (\[.*?\])", source, re.MULTILINE | re.DOTALL)
+        assert listed is not None, module
+        names |= {f"reshard.{module.replace('/', '.')}.{name}" for name in ast.literal_eval(listed[1])}
+    assert sorted(names - described) == []
 
 
 def test_every_source_file_is_in_the_description_of_the_architecture() -> None:

@@ -5,6 +5,7 @@ The expected tensors and values were taken from the live objects before they wer
 
 from __future__ import annotations
 
+import enum
 import json
 import math
 import pickle
@@ -17,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -375,6 +377,36 @@ def test_complex128_is_refused_by_name(tmp_path: Path) -> None:
     torch.save({"z": torch.zeros(2, dtype=torch.complex128)}, tmp_path / "z.pt")
     with pytest.raises(UnsupportedError, match="ComplexDoubleStorage"):
         reshard.open(tmp_path / "z.pt")
+
+
+class Kind(enum.Enum):
+    FIRST = 1
+
+
+def test_members_of_enums_are_read_as_python_3_11_2_pickles_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.11.0 to 3.11.3 pickles a member as `getattr(class, name)`; `.metadata` of DCP holds such members."""
+    monkeypatch.setattr(enum.Enum, "__reduce_ex__", lambda self, _protocol: (getattr, (type(self), self.name)))
+    torch.save({"w": torch.ones(2), "kind": Kind.FIRST}, tmp_path / "w.pt")
+    dcp.save({"w": torch.arange(6)}, checkpoint_id=tmp_path / "dcp")
+    assert b"getattr" in (tmp_path / "dcp" / ".metadata").read_bytes()
+    with reshard.open(tmp_path / "w.pt") as file, reshard.open(tmp_path / "dcp") as folder:
+        assert str(file.extra()["kind"]) == f"<opaque {__name__}.Kind>"
+        assert folder.read("w").tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    "arguments", ["()", "(Kind,)", "(Kind, 'mro', 1)", "(Kind, '__init__')", "(Kind, 'a.b')", "('x', 'y')"]
+)
+def test_other_uses_of_getattr_are_refused(arguments: str, tmp_path: Path) -> None:
+    class Call:
+        def __reduce__(self) -> tuple[object, ...]:
+            return getattr, eval(arguments)
+
+    torch.save({"w": torch.ones(2), "call": Call()}, tmp_path / "w.pt")
+    with pytest.raises(UnsupportedError, match="which no checkpoint needs"):
+        reshard.open(tmp_path / "w.pt")
 
 
 def test_records_that_share_attributes_without_end_are_refused(tmp_path: Path) -> None:

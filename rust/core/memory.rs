@@ -119,7 +119,7 @@ pub fn copy_run(to: &mut [u8], from: &[u8], streams: bool) {
         return;
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = stores;
+    let _ = streams;
     to.copy_from_slice(from);
 }
 

@@ -21,8 +21,8 @@ from reshard.cli.output import PATH, command
             *("torch", "dcp", "megatron", "deepspeed-universal"),
         ]
     ),
-    help="Format of DST. Default: checkpoint2 with --layout; safetensors if DST ends so; torch if DST ends with .bin, "
-    ".pt or .pth; else huggingface.",
+    help="Format of DST. Default: checkpoint2 with --layout; safetensors if DST ends with .safetensors; torch if it "
+    "ends with .bin, .pt or .pth; else huggingface.",
 )
 @options(*OPTIONS)
 @command
@@ -35,7 +35,7 @@ def convert(src: str, dst: str, **given: Any) -> None:
     \b
     Examples:
       reshard convert output/checkpoint hf/                  merge to Hugging Face
-      reshard convert output/checkpoint hf/ --model-files base/      and copy config.json, tokenizer and the like
+      reshard convert output/checkpoint hf/ --model-files base/      and copy config.json, the tokenizer and so on
       reshard convert hf/ tp4/ --layout tp4.yaml             split
       reshard convert output/checkpoint tp4/ --layout tp4.yaml --iteration 7
       reshard convert output/checkpoint all.safetensors

@@ -19,13 +19,17 @@ if TYPE_CHECKING:
     from reshard.verbs.demo import DemoStep
 
 
-@click.command(short_help="Split, reshard and merge a small model in a temporary folder, and compare every byte.")
+@click.command(short_help="Shard, reshard and merge a small model in a temporary folder, and compare every byte.")
 @click.option("--size", "model_size", default="200MB", show_default=True, metavar="SIZE",
-              help="Approximate size of the model, in MB without a unit. Four times this is written.")  # fmt: skip
+              help="Approximate size of the model; a number without a unit is in MB. "
+              "The demo writes four times as much.")  # fmt: skip
 @click.option("--keep", type=PATH, metavar="DIR", help="Use this empty or new folder, and keep it.")
 @command
 def demo(model_size: str, keep: str | None, *, as_json: bool) -> None:
-    """Create a small bf16 model, split it to TP 2 x PP 2, reshard it to TP 4, merge it, and compare every byte.
+    """Shard a small bf16 model, reshard it, merge it, and compare every byte.
+
+    The model is sharded over 2 x 2 ranks, tensor parallel and pipeline parallel (TP2 x PP2), and resharded to 4 ranks,
+    tensor parallel (TP4).
 
     \b
     Examples:
@@ -44,8 +48,8 @@ def demo(model_size: str, keep: str | None, *, as_json: bool) -> None:
             if as_json:
                 return
             if step.name == "make":
-                echo(f"in {shown(folder)}, files not synced")
-                echo("the layout (for TP4 with `mesh: {tp: 4}` and without `place`):\n")
+                echo(f"in {shown(folder)}; files are not synced to the disk")
+                echo("the layout for TP2 x PP2; for TP4 it has `mesh: {tp: 4}` and no `place`:\n")
                 echo("\n".join(f"  {line}" for line in str(layout_of({"pp": 2, "tp": 2})).splitlines()) + "\n")
             echo(_line(step))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import shlex
 import sys
 from collections import Counter
@@ -69,7 +70,9 @@ _STATES = {True: "complete", False: "damaged", None: "not checked"}
 @click.argument("pattern", required=False)
 @click.option("--strategy", type=PATH, metavar="PATH", help=STRATEGY_HELP)
 @click.option("--layout", "as_layout", is_flag=True, help="Print the layout as a layout file, for `convert --layout`.")
-@click.option("--html", "html", type=PATH, metavar="FILE", help="Write a page for a browser: one file, no network.")
+@click.option(
+    "--html", "html", type=PATH, metavar="FILE", help="Write a page for a browser: one file, which uses no network."
+)
 @click.option("--all", "everything", is_flag=True, help="List every tensor and check every iteration.")
 @command
 def inspect(
@@ -267,7 +270,7 @@ def _lines(facts: Contents) -> list[tuple[str, str]]:
     ends = dict.fromkeys((size(min(sizes)), size(max(sizes))))
     each = f", {' to '.join(ends)} each" if len(sizes) > 1 else ""
     if len(ends) > 1:
-        each += f", the largest {_times_mean(sizes)} times the mean"
+        each += f", {_balance(facts.files)}"
     lines.append(("files", f"{len(sizes)}, {size(sum(sizes))} in all{each}"))
     unique, stored = sum(row.n_bytes for row in facts.rows), sum(row.stored_bytes for row in facts.rows)
     if checkpoint.unplaced():
@@ -281,8 +284,19 @@ def _lines(facts: Contents) -> list[tuple[str, str]]:
     return lines
 
 
-def _times_mean(sizes: Sequence[int]) -> str:
-    return f"{max(sizes) * len(sizes) / max(sum(sizes), 1):.2f}"
+def _balance(files: Iterable[tuple[str, int]]) -> str:
+    """How much larger than the mean the largest file is: of all, or of those whose names differ in numbers only."""
+    kinds: dict[str, list[int]] = {}
+    for name, n_bytes in files:
+        kinds.setdefault(re.sub("[0-9]+", "", name), []).append(n_bytes)
+    if len(kinds) == 1 or all(len(sizes) == 1 for sizes in kinds.values()):
+        sizes = [n_bytes for sizes in kinds.values() for n_bytes in sizes]
+        return f"the largest {_times_mean(sizes):.2f} times the mean"
+    return f"at most {max(map(_times_mean, kinds.values())):.2f} times the mean of files with similar names"
+
+
+def _times_mean(sizes: Sequence[int]) -> float:
+    return max(sizes) * len(sizes) / max(sum(sizes), 1)
 
 
 def _strategy(checkpoint: Checkpoint) -> str:

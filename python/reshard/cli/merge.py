@@ -28,7 +28,7 @@ def merge(src: str, dst: str, **given: Any) -> None:
 
     SRC is a folder of rank folders (Checkpoint 1.0 and others), for which --strategy says how they are sharded, or
     anything else that `reshard convert` reads. It is an error if a rank or a pipeline
-    stage is missing. Rank folders may be without replicas.
+    stage is missing. The rank folders need not hold all replicas.
 
     \b
     Arguments of unified_safetensors of MindSpore and of its script:

@@ -61,8 +61,8 @@ def show(
 
     Without SRC, MAP is printed as a file. Tensor data is not read.
 
-    MAP is a file or a preset, FAMILY-NAMING; with the config.json of a model, NAMING is enough. MAP:reverse applies it
-    in reverse. Tensors whose names differ only in numbers are one line.
+    MAP is a file or a preset. The name of a preset is FAMILY-NAMING; with the config.json of a model, NAMING is
+    enough. MAP:reverse applies it in reverse. Tensors whose names differ only in numbers are one line.
 
     \b
     Examples:

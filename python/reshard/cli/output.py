@@ -114,7 +114,8 @@ def rate(n_bytes: int, seconds: float) -> str:
 
 
 def _three_digits(value: float) -> str:
-    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
+    n = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{math.floor(value * 10**n + 0.5) / 10**n:.{n}f}"  # halves up, as the pages do: 64.25 MiB is 64.3 MiB
 
 
 def join_dims(shape: Sequence[int]) -> str:
@@ -456,14 +457,14 @@ def quiet_option(function: Callable[P, R]) -> Callable[P, R]:
         is_flag=True,
         expose_value=False,
         callback=set_quiet,
-        help="Print only warnings and errors, and requested files and JSON.",
+        help="Print only warnings, errors, JSON, and files that are printed.",
     )(function)
 
 
 def command(function: Callable[P, None]) -> Callable[P, None]:
     """Wrap a command: errors are printed, with `--json` as an object, and end it with exit code 1."""
 
-    @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, also for errors.")
+    @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON; an error is JSON, too.")
     @quiet_option
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:

@@ -37,7 +37,7 @@ _SPARE = 20  # a save needs 1/20 more free space than it writes
 _BUFFERS = 256 << 20  # the default of `convert --memory`
 
 
-@click.command(short_help="Forecast a reshard: bytes by rank and file, transfers, memory, disk, seconds.")
+@click.command(short_help="Forecast a conversion: bytes by rank and file, transfers, memory, disk, seconds.")
 @click.argument("src", type=PATH)
 @click.option("--layout", type=PATH, required=True, metavar="FILE",
               help="The layout to reshard to: a layout file, a strategy file, or a folder of these.")  # fmt: skip
@@ -49,7 +49,9 @@ _BUFFERS = 256 << 20  # the default of `convert --memory`
               "Default: the current folder.")  # fmt: skip
 @click.option("--measure/--no-measure", default=True, show_default=True,
               help="Measure the speed in DIR, with 384 MiB that are written there and removed.")  # fmt: skip
-@click.option("--html", "html", type=PATH, metavar="FILE", help="Write a page for a browser: one file, no network.")
+@click.option(
+    "--html", "html", type=PATH, metavar="FILE", help="Write a page for a browser: one file, which uses no network."
+)
 @command
 def plan(
     src: str,
@@ -136,13 +138,14 @@ def _facts(found: Forecast, numbers: dict[str, Any], dst: str) -> list[tuple[str
     free = numbers["free_bytes"]
     enough = "" if free is None or free >= numbers["needed_bytes"] else ": NOT ENOUGH"
     here = "unknown" if free is None else size(free)
-    facts.append(("disk", f"{size(numbers['needed_bytes'])} needed with 5 % to spare, {here} free in {dst}{enough}"))
+    folder = "the current folder" if dst == "." else dst
+    facts.append(("disk", f"{size(numbers['needed_bytes'])} needed with 5 % to spare, {here} free in {folder}{enough}"))
     if numbers["seconds"] is not None:
         cached = f"{_seconds(numbers['seconds_cached'])} if the source is in the page cache"
         facts.append(("time", f"{_seconds(numbers['seconds'])} for convert in one process here, {cached}"))
         write, read = (f"{numbers[name] / 1e9:.2f} GB/s" for name in ("convert_bytes_per_s", "read_bytes_per_s"))
         facts.append(
-            ("measured", f"96 MiB in {dst}: {write} converting and syncing, {read} reading past the page cache")
+            ("measured", f"96 MiB in {folder}: {write} converting and syncing, {read} reading past the page cache")
         )
     if len(found.transfers) < len(found.rank_bytes):
         planned = f"planned for {len(found.transfers)} of {len(found.rank_bytes)} ranks, evenly chosen"

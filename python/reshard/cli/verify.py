@@ -30,18 +30,23 @@ if TYPE_CHECKING:
 @click.command(short_help="Compare every byte with the checksums of the manifest.")
 @click.argument("path", type=PATH)
 @click.option("--strategy", type=PATH, metavar="PATH", help=STRATEGY_HELP)
-@click.option("--cached", is_flag=True, help="Read through the page cache: faster, but the disk may not be read.")
+@click.option(
+    "--cached",
+    is_flag=True,
+    help="Read through the page cache. This is faster, and does not find damage on the disk if a file is in the cache.",
+)
 @click.option(
     "--threads", type=click.IntRange(1, 1024), metavar="N", help="Number of read threads. Default: all processors."
 )
 @command
 def verify(path: str, *, strategy: str | None, cached: bool, threads: int | None, as_json: bool) -> None:
-    """Compare every byte of a checkpoint with its manifest, and print the files, tensors and bytes that differ.
+    """Compare every byte of a checkpoint with its checksums, and print the files, tensors and bytes that differ.
 
-    PATH is a checkpoint root (all iterations are verified, newest first), an iteration folder, or any other path that
-    inspect accepts; of rank folders all saves are verified. Without a manifest (checkpoints of MindSpore Transformers)
-    only the structure is checked, and the result is "unverified". A .ckpt file with a CRC is compared with it. A file
-    without read permission is reported as unreadable, not as damaged.
+    PATH is an iteration folder or any other path that inspect accepts. In a checkpoint root all iterations are
+    verified, newest first, and in a folder of rank folders all saves. The manifest of an iteration holds the
+    checksums. Without one (checkpoints of MindSpore Transformers) only the structure is checked, and the result is
+    "unverified". A .ckpt file with a CRC is compared with it. A file without read permission is reported as
+    unreadable, not as damaged.
 
     The result for an iteration folder is recorded in a hidden file beside it, for retention: prune, and saves with
     `keep`, do not count a damaged iteration, and do not remove the last verified one.

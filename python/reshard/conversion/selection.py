@@ -171,7 +171,7 @@ def new_names(keys: Sequence[str], drop: Sequence[str] = (), rename: Mapping[str
     names = {key: _renamed(key, changes, longest_first, used) for key in kept}
     unused += [text for text in changes if text not in used]
     for text in unused:
-        _log.warning("no tensor's name begins with %s: nothing is left out or renamed", show(text))
+        _log.warning("no tensor name begins with %s: this prefix of `drop` or `rename` has no effect", show(text))
     seen: dict[str, str] = {}
     for old, new in names.items():
         if not new:

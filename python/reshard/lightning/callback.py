@@ -48,7 +48,7 @@ _PATIENCE_S = 60  # for a save in the background after an exception: other ranks
 class Saving:
     """A `ModelCheckpoint` of Lightning that saves Checkpoint 2.0 iterations, with checksums, and resumes bit-equal.
 
-    The words of `ModelCheckpoint` have the same meaning here. Iterations are numbered by `trainer.global_step`.
+    The arguments of `ModelCheckpoint` have the same meaning here. Iterations are numbered by `trainer.global_step`.
     `trainer.fit(model, ckpt_path="last")` resumes from the newest undamaged iteration of `dirpath`, or starts without a
     checkpoint if there is none; `trainer.test(model, ckpt_path="best")` loads the weights of the best one. Other paths
     are loaded by Lightning.
@@ -78,7 +78,7 @@ class Saving:
             see docs/watching.md.
 
     Raises:
-        ArgumentError: an option has a value that is not accepted. Lightning raises its own error for its words.
+        ArgumentError: an option has a value that is not accepted. Lightning raises its own errors for its arguments.
 
     Example:
         >>> from reshard.lightning import ReshardCheckpoint

@@ -452,29 +452,40 @@ const REFUSED_NAMES: &[(&str, &str)] = &[
     ("copyreg", "__newobj_ex__"),
 ];
 
+const BUILTIN_MODULES: &[&str] = &["builtins", "__builtin__"];
+
+/// The one builtin that is accepted as a function: only [`Machine::call`] decides with which arguments.
+const GETATTR: &str = "getattr";
+
+const RUNS_CODE: &str = "which no checkpoint needs and which can run code";
+
+fn refused_name(module: &str, name: &str, why: &str) -> Error {
+    let message = format!(
+        "it names `{}.{}`, {why}",
+        Printable(module),
+        Printable(name)
+    );
+    Error::new(Kind::Unsupported, message).hint(
+        "nothing was imported or called; do not load this file with a reader that executes pickles",
+    )
+}
+
+fn is_identifier(text: &str) -> bool {
+    !text.is_empty() && text.len() <= 256 && text.chars().all(|c| c.is_alphanumeric() || c == '_')
+}
+
 fn check_name(module: &str, name: &str) -> Result<()> {
-    let refuse = |why: &str| {
-        let message = format!(
-            "it names `{}.{}`, {why}",
-            Printable(module),
-            Printable(name)
-        );
-        Err(Error::new(Kind::Unsupported, message).hint("nothing was imported or called; do not load this file with a reader that executes pickles"))
-    };
-    let is_identifier = |text: &str| {
-        !text.is_empty()
-            && text.len() <= 256
-            && text.chars().all(|c| c.is_alphanumeric() || c == '_')
-    };
     if !is_identifier(name) || module.len() > 512 || !module.split('.').all(is_identifier) {
-        return refuse("which is not a plain name");
+        return Err(refused_name(module, name, "which is not a plain name"));
     }
     let top = module.split('.').next().unwrap_or_default();
     if REFUSED_MODULES.contains(&top) || REFUSED_NAMES.contains(&(module, name)) {
-        return refuse("which no checkpoint needs and which can run code");
+        return Err(refused_name(module, name, RUNS_CODE));
     }
-    if matches!(top, "builtins" | "__builtin__") && !BUILTINS.contains(&name) {
-        return refuse("which no checkpoint needs and which can run code");
+    let is_known =
+        BUILTINS.contains(&name) || (name == GETATTR && BUILTIN_MODULES.contains(&module));
+    if BUILTIN_MODULES.contains(&top) && !is_known {
+        return Err(refused_name(module, name, RUNS_CODE));
     }
     Ok(())
 }
@@ -981,14 +992,34 @@ impl<'a> Machine<'a> {
     }
 
     fn call(&mut self, function: Id, arguments: Id) -> Result<()> {
-        if !matches!(self.node(function), Node::Global(_)) {
+        let Value::Global(module, name) = self.store.get(function) else {
             return Err(Error::new(
                 Kind::Unsupported,
                 "it calls something that is not a name",
             ));
-        }
-        if !matches!(self.node(arguments), Node::Tuple(_)) {
+        };
+        let Value::Tuple(given) = self.store.get(arguments) else {
             return Err(damaged("the arguments of a call are no tuple"));
+        };
+        if name == GETATTR && BUILTIN_MODULES.contains(&module) {
+            // Python 3.11.0 to 3.11.3 pickles a member of an enum as `getattr(Class, "NAME")`; later ones as `Class(value)`,
+            // which this is read like. A record is never called, so nothing else can be reached through it.
+            let &[class, member] = given else {
+                return Err(refused_name(module, name, RUNS_CODE));
+            };
+            let is_member = matches!(self.store.get(class), Value::Global(_, class) if class != GETATTR)
+                && matches!(self.store.get(member), Value::Text(member) if is_identifier(member) && !member.starts_with('_'));
+            if !is_member {
+                return Err(refused_name(module, name, RUNS_CODE));
+            }
+            self.stack.push(member);
+            self.tuple(self.stack.len() - 1)?;
+            let arguments = self.pop()?;
+            return self.push(Node::Record {
+                function: class,
+                arguments,
+                state: NO_STATE,
+            });
         }
         self.push(Node::Record {
             function,

@@ -29,6 +29,23 @@ function drawing(width, height, label) {
   return svg("svg", {viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label});
 }
 
+// A box with a drawing as wide as a card, so that its text keeps its size; drawn again if the window gets another width.
+const fits = [];
+function cardWidth() { return Math.max(280, Math.min(1240, document.documentElement.clientWidth) - 82); }
+function fit(draw) {
+  const box = el("div");
+  box.redraw = () => box.replaceChildren(draw(cardWidth()));
+  fits.push(box);
+  box.redraw();
+  return box;
+}
+let widthNow = cardWidth();
+addEventListener("resize", () => {
+  if (cardWidth() === widthNow) return;
+  widthNow = cardWidth();
+  for (const box of fits) box.redraw();
+});
+
 function size(bytes) {
   if (bytes < 1024) return `${Math.round(bytes)} B`;
   const units = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
@@ -59,9 +76,12 @@ function tooltip(node, text) {
 
 // The text, or its beginning and an ellipsis, in at most `width` units of a drawing. Glyphs differ in width: it is measured.
 const pen = document.createElement("canvas").getContext("2d");
-function fitted(text, width, font = "11px system-ui, sans-serif") {
+function textWidth(text, font = "11px system-ui, sans-serif") {
   pen.font = font;
-  if (pen.measureText(text).width <= width) return text;
+  return pen.measureText(text).width;
+}
+function fitted(text, width, font) {
+  if (textWidth(text, font) <= width) return text;
   const letters = Array.from(text);
   let from = 0, to = letters.length;  // how many letters fit: at least `from`, fewer than `to`
   while (to - from > 1) {
@@ -102,9 +122,10 @@ function table(head, rows, right = []) {
   return el("table", {}, ...(head ? [cells("th", head)] : []), ...rows.map((row) => cells("td", row)));
 }
 
-// Vertical bars with a line at the mean. A bar: {label, parts: [[color, value]], tip, click}.
-function bars(items, options) {
-  const width = options.width || 1160, height = options.height || 170, left = 74, bottom = 20, top = 8;
+// Vertical bars, with a line at the mean of each kind. A bar: {label, kind, parts: [[color, value]], tip, click}.
+function bars(items, options) { return fit((width) => barsOf(width, items, options)); }
+function barsOf(width, items, options) {
+  const height = 170, left = 74, bottom = 20, top = 8;
   const node = drawing(width, height, options.label);
   const total = (item) => item.parts.reduce((sum, part) => sum + part[1], 0);
   if (!items.some(total)) return el("p", {text: "0 B"});
@@ -116,6 +137,7 @@ function bars(items, options) {
   }
   const step = Math.min((width - left) / Math.max(items.length, 1), 90);
   const gap = step > 6 ? 2 : step > 2 ? 0.5 : 0;
+  const every = Math.ceil((Math.max(...items.map((item) => item.label.length)) * 6.5 + 8) / step);  // bars for a label
   items.forEach((item, n) => {
     const group = svg("g", {"shape-rendering": "crispEdges", ...(item.click ? {class: "click", onclick: item.click} : {})});
     let at = 0;
@@ -126,17 +148,15 @@ function bars(items, options) {
       at += value;
     }
     group.append(svg("rect", {x: left + n * step, width: step, y: top, height: height - top - bottom, fill: "transparent"}));
-    if (step >= 26) group.append(svg("text", {class: "soft", x: left + n * step + step / 2, y: height - 5, "text-anchor": "middle"}, item.label));
+    if (n % every === 0) group.append(svg("text", {class: "soft", x: left + n * step + step / 2, y: height - 5, "text-anchor": "middle"}, item.label));
     tooltip(group, item.tip);
     node.append(group);
   });
-  if (step < 26 && items.length) {
-    node.append(svg("text", {class: "soft", x: left, y: height - 5}, items[0].label));
-    node.append(svg("text", {class: "soft", x: left + step * items.length, y: height - 5, "text-anchor": "end"}, items[items.length - 1].label));
-  }
-  if (items.length > 1) {
-    const mean = items.reduce((sum, item) => sum + total(item), 0) / items.length;
-    node.append(svg("line", {x1: left, x2: left + step * items.length, y1: y(mean), y2: y(mean), stroke: "var(--ink)", "stroke-dasharray": "4 3"}));
+  for (let from = 0, to; from < items.length; from = to) {
+    for (to = from; to < items.length && items[to].kind === items[from].kind;) to += 1;
+    if (to - from < 2) continue;
+    const mean = items.slice(from, to).reduce((sum, item) => sum + total(item), 0) / (to - from);
+    node.append(svg("line", {x1: left + step * from, x2: left + step * to, y1: y(mean), y2: y(mean), stroke: "var(--ink)", "stroke-dasharray": "4 3"}));
   }
   return node;
 }

@@ -18,23 +18,23 @@ card("Summary", "", table(null, data.facts.map(([name, value]) => [el("span", {c
 
 // -- the time line
 const STATES = {
-  complete: ["var(--ok)", "complete"], unverified: ["var(--warn)", "complete, no checksums"], damaged: ["var(--bad)", "damaged"],
-  unreadable: ["var(--bad)", "not readable"], "not checked": ["var(--soft)", "not checked"], deleted: ["var(--gone)", "no longer there (pruned or deleted)"],
+  complete: ["var(--ok)", "complete"], unverified: ["var(--warn)", "complete, unverified"], damaged: ["var(--bad)", "damaged"],
+  unreadable: ["var(--bad)", "unreadable"], "not checked": ["var(--soft)", "not checked"], deleted: ["var(--gone)", "no longer there (pruned or deleted)"],
 };
 function timeline() {
   const points = data.saves.points;
   if (!points.length) return;
-  const box = el("div"), detail = el("div", {class: "soft", text: "Click a save for its details."});
-  const choose = el("select", {"aria-label": "metric", onchange: () => draw(Number(choose.value))},
+  const detail = el("div");
+  const choose = el("select", {"aria-label": "metric", onchange: () => box.redraw()},
     ...data.saves.metrics.map((name, n) => el("option", {value: n, text: name})));
   const used = [...new Set(points.map((point) => point.state))];
-  card("Iterations", "Every save of this run, and what became of it. A restart begins with the iteration that the tracker names; opened is the one described on this page. The line is a metric that was saved with it.",
+  choose.value = String(Math.max(data.saves.metrics.indexOf("loss"), 0));
+  const box = fit(draw);
+  card("Iterations", "Every save of this run, and its state now. tracker marks the iteration that a restart tries first, selected the one that this page describes. The line shows a metric that was saved with them. Click a save for its details.",
     el("div", {class: "bar"}, ...(data.saves.metrics.length ? [el("span", {class: "soft", text: "metric"}), choose] : [])),
     legend(used.map((state) => STATES[state])), box, detail);
-  const loss = data.saves.metrics.indexOf("loss");
-  choose.value = String(Math.max(loss, 0));
-  function draw(metric) {
-    const width = 1160, height = data.saves.metrics.length ? 262 : 136, left = 74, right = 24, base = height - 92;
+  function draw(width) {
+    const metric = Number(choose.value) || 0, height = data.saves.metrics.length ? 262 : 136, left = 74, right = 24, base = height - 92;
     const node = drawing(width, height, "iterations on a time line");
     const first = points[0].iteration, last = points[points.length - 1].iteration;
     const x = (iteration) => left + (width - left - right) * (last === first ? 0.5 : (iteration - first) / (last - first));
@@ -84,7 +84,7 @@ function timeline() {
       node.append(svg("text", {class: "soft", x: at, y: base + 36, "text-anchor": "middle"}, label));
       lines.forEach((line, n) => node.append(svg("text", {x: at, y: base + 48 + n * 11, "text-anchor": "middle"}, line)));
     }
-    box.replaceChildren(node);
+    return node;
   }
   function show(point, words) {
     const rows = [["iteration", String(point.iteration)], ["state", STATES[point.state][1] + (words.length ? ` (${words.join(", ")})` : "")]];
@@ -92,10 +92,8 @@ function timeline() {
     if (point.saved_at) rows.push(["saved at", point.saved_at], ["size", size(point.n_bytes)],
       ["took", `${point.wall_s.toFixed(1)} s, of which training waited ${point.stall_s.toFixed(1)} s`]);
     data.saves.metrics.forEach((name, n) => { if (point.values[n] !== null) rows.push([name, String(point.values[n])]); });
-    detail.className = "";
     detail.replaceChildren(table(null, rows.map(([name, text]) => [el("span", {class: "soft", text: name}), text])));
   }
-  draw(Number(choose.value) || 0);
   const damaged = points.filter((point) => point.state === "damaged");
   const start = damaged[damaged.length - 1] || points[points.length - 1];
   show(start, start.marks);
@@ -172,17 +170,19 @@ function treemap() {
     card("Tensors", "There are no tensors in this checkpoint.");
     return;
   }
-  const whole = tree(), mapBox = el("div"), trail = el("div", {class: "bar"}), found = el("div", {class: "list"});
+  const whole = tree(), trail = el("div", {class: "bar"}), found = el("div", {class: "list"});
   const search = el("input", {type: "search", placeholder: "search tensors, for example q_proj", "aria-label": "search tensors", oninput: () => find()});
-  const width = 780, height = 540;
   let top = whole;
+  const mapBox = fit(draw);
   const bytesOf = new Map();
   for (const one of T) bytesOf.set(one.dtype, (bytesOf.get(one.dtype) || 0) + one.bytes);
   card("Tensors", "The area of a box is the bytes of a tensor; boxes are inside their module. Click a box for its shape and the files that hold it, or the name of a module to enlarge it.",
     el("div", {class: "bar"}, search),
     legend(DTYPES.map((name, n) => [DTYPE_COLORS[n % DTYPE_COLORS.length], `${name}, ${size(bytesOf.get(name))}`])),
     el("div", {class: "split"}, el("div", {}, trail, mapBox), el("div", {}, found, detail)));
-  function draw() {
+  function draw(room) {
+    const isBeside = room > 818;  // what is chosen is beside the map, as in the style
+    const width = isBeside ? room - 386 : room, height = isBeside ? 540 : 480;
     const node = drawing(width, height, "map of tensors by module");
     boxOf = new Map();
     const place = (item, x, y, w, h, depth) => {
@@ -208,15 +208,15 @@ function treemap() {
       for (const box of squarify(item.items, x + pad, y + head, w - 2 * pad, h - head - pad)) place(box.item, box.x, box.y, box.w, box.h, depth + 1);
     };
     place(top, 0, 0, width, height, 0);
-    mapBox.replaceChildren(node);
     const steps = [];
     for (let at = top; at; at = at === whole ? null : at.parent) steps.unshift(at);
     trail.replaceChildren(...steps.map((step) => el("button", {class: "link", text: step === whole ? "all tensors" : step.name, onclick: () => zoom(step)})),
       el("span", {class: "soft", text: `${size(top.bytes)}, ${count(top.tensors, "tensor")}`}));
     mark();
+    return node;
   }
-  const path = (item) => { const names = []; for (let at = item; at && at.name; at = at.parent) names.unshift(at.name); return names.join("."); };
-  const zoom = (item) => { top = item; draw(); };
+  function path(item) { const names = []; for (let at = item; at && at.name; at = at.parent) names.unshift(at.name); return names.join("."); }
+  function zoom(item) { top = item; mapBox.redraw(); }
   function find() {
     const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
     const hits = words.length ? T.filter((one) => words.every((word) => `${one.key} ${one.dtype}`.toLowerCase().includes(word))) : [];
@@ -225,7 +225,6 @@ function treemap() {
     const set = words.length ? new Set(hits.map((one) => one.number)) : null;
     for (const [number, rect] of boxOf) rect.classList.toggle("dim", set !== null && !set.has(number));
   }
-  draw();
   const inModel = T.filter((one) => one.part === "model");
   select((inModel.length ? inModel : T).reduce((a, b) => b.shards > a.shards || (b.shards === a.shards && b.bytes > a.bytes) ? b : a));
 }
@@ -267,7 +266,7 @@ function regions(one) {
     return node;
   };
   const box = el("div", {class: "scroll"});
-  const result = el("div", {}, el("p", {class: "soft", text: "Which rank wrote which region of the tensor, or which file holds it; rows and columns are elements of its dims:"}), box);
+  const result = el("div", {}, el("p", {class: "soft", text: "The rank that wrote each region of the tensor, or the file that holds it. Rows and columns are intervals of its dims, in elements."}), box);
   if (!rows.length) {
     box.append(el("table", {class: "cells"}, ...cells.slice(0, 200).map((one, n) => el("tr", {}, el("th", {text: `region ${n}`}), cell(one)))));
     return result;
@@ -289,14 +288,14 @@ function files() {
   const balance = parts.map((name) => {
     const held = FILES.filter((one) => one[name]).map((one) => one[name] / one.n);
     const mean = held.reduce((sum, bytes) => sum + bytes, 0) / held.length, largest = Math.max(...held);
-    return `${name}: the largest has ${size(largest)}, ${(largest / mean).toFixed(2)} times the mean`;
+    return `The largest file of the ${name} holds ${size(largest)}, ${(largest / mean).toFixed(2)} times the mean.`;
   });
   const items = FILES.map((one, n) => {
     const known = one.model + one.optimizer;
-    return {label: String(n), click: () => selectFile(n), tip: `${one.n > 1 ? "" : `file ${n}: `}${one.name}${one.ranks ? `, ${one.ranks}` : ""}\n${size(one.bytes)}${one.n > 1 ? ` in ${one.n} files` : ""}, ${count(one.tensors, "tensor")}`,
+    return {label: String(n), kind: parts.filter((name) => one[name]).join(), click: () => selectFile(n), tip: `${one.n > 1 ? "" : `file ${n}: `}${one.name}${one.ranks ? `, ${one.ranks}` : ""}\n${size(one.bytes)}${one.n > 1 ? ` in ${one.n} files` : ""}, ${count(one.tensors, "tensor")}`,
       parts: known ? parts.map((name) => [PART_COLORS[name], one[name]]) : [["var(--gone)", one.bytes]]};
   });
-  card("Files", `Bytes of each shard file; the dashed line is the mean. ${balance.length ? `${balance.join("; ")}. ` : ""}Click a bar to see what the file holds.`,
+  card("Files", `Bytes of each shard file. A dashed line is the mean of the files of one part. ${balance.map((line) => `${line} `).join("")}Click a bar to see what the file holds.`,
     legend(parts.map((name) => [PART_COLORS[name], name])), bars(items, {label: "bytes by file", format: size}), fileDetail);
   selectFile(0, true);
 }

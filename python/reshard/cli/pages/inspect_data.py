@@ -111,7 +111,7 @@ def _state(one: Iteration | None) -> str:
 
 
 def _marks(one: Iteration) -> list[str]:
-    marks = {"tracker": one.tracker, "pinned": one.pinned, "opened": one.taken}
+    marks = {"tracker": one.tracker, "pinned": one.pinned, "selected": one.taken}
     return [name for name, is_so in marks.items() if is_so]
 
 
@@ -207,20 +207,20 @@ def _tensors(
     drawings: dict[tuple[object, ...], int] = {}
     found = []
     n_merged = 0
-    # Many tensors of a model are stored alike. Each way is drawn once, as long as it is known.
-    known: dict[object, tuple[tuple[object, ...], bool, dict[int, int]]] = {}
+    # Many tensors of a model are stored alike. Each way is drawn once, as long as it is known. Lists are compared: a hash
+    # of many regions takes longer.
+    known: list[tuple[Sequence[int], Sequence[_core.StoredRegion], tuple[object, ...], bool, dict[int, int]]] = []
     drawn = {members[0].key for _, members in groups}
     drawing_of: dict[str, int | None] = {}
     for row in facts.rows:
         if not row.placed:
             continue
         regions = facts.checkpoint.data.index.shards(row.key)
-        stored = (row.shape, tuple((region.offset, region.shape, tuple(region.files)) for region in regions))
-        if stored not in known:
-            if len(known) == _MAX_KNOWN:
-                known.clear()
-            known[stored] = (*_drawing(row.shape, regions, files, max_cells), _held(regions, files))
-        drawing, merged, held = known[stored]
+        stored = next((one for one in known if one[0] == row.shape and one[1] == regions), None)
+        if stored is None:
+            stored = (row.shape, regions, *_drawing(row.shape, regions, files, max_cells), _held(regions, files))
+            known = [stored, *known[: _MAX_KNOWN - 1]]
+        _, _, drawing, merged, held = stored
         n_elements = max(math.prod(row.shape), 1)
         for mark, n in held.items():
             files.add(mark, row.part, row.n_bytes * n // n_elements)
