@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -211,38 +210,46 @@ def _texts(records: Sequence[TensorRecord], mesh: _core.Mesh, plan: FilePlan, pr
     files: dict[Part, dict[int, tuple[str, frozenset[str]]]] = {"model": {}, "optimizer": {}}
     for file in plan.files:
         files[file.part][file.rank] = _dump(file.name(prefix)), frozenset(file.keys)
-    cells: dict[tuple[Places, tuple[str, ...]], list[_Cell]] = {}
-    cells_of: dict[int, list[_Cell]] = {}  # by address of the layout
+    cells: dict[tuple[Places, tuple[str, ...], Part], list[_Cell]] = {}
+    cells_of: dict[tuple[int, Part], list[_Cell]] = {}  # by address of the layout
     before = ""
-    for record in records:
-        of_grid = cells_of.get(id(record.layout))
+    for key, _, part, layout in records:
+        of_grid = cells_of.get((id(layout), part))
         if of_grid is None:
-            place, axes = record.layout.place, record.layout.partition.axes
-            if (place, axes) not in cells:
-                cells[place, axes] = _cells(mesh, place, axes)
-            of_grid = cells_of[id(record.layout)] = cells[place, axes]
-        yield before + _storage(record, of_grid, files[record.part])
+            kind = layout.place, layout.partition.axes, part
+            if kind not in cells:
+                cells[kind] = _cells(mesh, layout.place, layout.partition.axes, files[part])
+            of_grid = cells_of[id(layout), part] = cells[kind]
+        yield before + _storage(key, of_grid)
         before = ","
     yield "}}\n"
 
 
 class _Cell(NamedTuple):
-    """A shard of the tensors of one grid.
+    """A shard of the tensors of one grid, in one part.
 
     Attributes:
         offset: its `global_offset`.
-        holders: each rank that holds it, and the text behind the name of the file.
+        entries: of each file in which it can be, the keys in the file and the text of the entry.
     """
 
     offset: int
-    holders: list[tuple[int, str]]
+    entries: list[tuple[frozenset[str], str]]
 
 
-def _cells(mesh: _core.Mesh, place: Places, axes: tuple[str, ...]) -> list[_Cell]:
+def _cells(
+    mesh: _core.Mesh, place: Places, axes: tuple[str, ...], files: Mapping[int, tuple[str, frozenset[str]]]
+) -> list[_Cell]:
+    """The cells of a grid, given the name, as JSON, and the keys of the file of each rank."""
     found = []
     for offset, holders in holders_of(mesh, place, axes).items():
         group = _dump(list(holders))
-        found.append(_Cell(offset, [(rank, f',"storage_rank":{rank},"rank_group":{group}}}') for rank in holders]))
+        entries = []
+        for rank in holders:
+            if rank in files:
+                name, keys = files[rank]
+                entries.append((keys, f'{{"file_name":{name},"storage_rank":{rank},"rank_group":{group}}}'))
+        found.append(_Cell(offset, entries))
     return found
 
 
@@ -299,24 +306,24 @@ def _tensor(record: TensorRecord, grid: _Grid) -> str:
     )
 
 
-def _storage(record: TensorRecord, cells: Sequence[_Cell], files: Mapping[int, tuple[str, frozenset[str]]]) -> str:
-    """The shards of a tensor, given the name and the keys of the file of each rank."""
-    key, none = record.key, ("", frozenset[str]())
+def _storage(key: str, cells: Sequence[_Cell]) -> str:
+    """The shards of a tensor."""
     before, after = _shard_texts(key)
     texts = []
-    for offset, holders in cells:
-        entries = [
-            f'{{"file_name":{file[0]}{rest}' for rank, rest in holders if key in (file := files.get(rank, none))[1]
-        ]
-        if not entries:
+    for offset, entries in cells:
+        if len(entries) == 1 and key in entries[0][0]:  # mostly
+            texts.append(f"\n{before}{offset}{after}:[{entries[0][1]}]")
+            continue
+        held = [text for keys, text in entries if key in keys]
+        if not held:
             raise ArgumentError(f"shard {offset} of {show(key)} is in no file of the plan", key=key)
-        texts.append(f"\n{before}{offset}{after}:[{','.join(entries)}]")
+        texts.append(f"\n{before}{offset}{after}:[{','.join(held)}]")
     return ",".join(texts)
 
 
 def _shard_texts(key: str) -> tuple[str, str]:
     """The texts of the shards of a tensor, before and after their number, in which alone they differ."""
-    if key.isascii() and key.isprintable() and not _ESCAPED.search(key):
+    if key.isascii() and key.isprintable() and "'" not in key and '"' not in key and "\\" not in key:
         return f"\"('{key}', (", ',))"'
     before, after = _dump(shard_id(key, 0)).rsplit("0", 1)
     return before, after
@@ -331,7 +338,6 @@ def _padded_cut(layout: TensorLayout) -> Cut:
 # One encoder: `json.dumps` with options makes one in each call, and it is called for every shard.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _quoted = json.encoder.encode_basestring  # as `_dump` of text
-_ESCAPED = re.compile(r"""['"\\]""")
 
 
 def _dump(value: object) -> str:
