@@ -270,8 +270,7 @@ def whole_tensors(job: Job) -> dict[str, WholeTensor]:
     arrays = job.arrays(job.whole_request(job.keys))
     optimizer = set(job.source.keys("optimizer"))
     return {
-        key: WholeTensor(dtype, shape, "optimizer" if key in optimizer else "model")
-        for key, dtype, shape, _ in arrays
+        key: WholeTensor(dtype, shape, "optimizer" if key in optimizer else "model") for key, dtype, shape, _ in arrays
     }
 
 

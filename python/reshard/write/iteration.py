@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from reshard import _core, dtypes
 from reshard.errors import ReshardError, UnsupportedError
 from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.formats.checkpoint2.metadata import reasons_of, write_metadata, write_table
+from reshard.formats.checkpoint2.metadata import reasons_of, write_metadata
 from reshard.formats.checkpoint2.shards import FilePlan, HeldShard, TensorRecord, assign, shards_of
 from reshard.formats.tiled import names as tiles
 from reshard.indexing import Box, row_major
@@ -250,7 +250,7 @@ def write_descriptions(plan: IterationPlan, folder: Location, *, mode: int) -> l
     Raises:
         StorageError: the system failed.
     """
-    write_metadata(
+    table = write_metadata(
         folder / checkpoint2.METADATA_FILE,
         plan.records,
         plan.mesh,
@@ -260,7 +260,8 @@ def write_descriptions(plan: IterationPlan, folder: Location, *, mode: int) -> l
         durable=False,
     )
     written = [checkpoint2.METADATA_FILE]
-    if write_table(folder, mode=mode):
+    if table is not None:
+        (folder / checkpoint2.METADATA_TABLE_FILE).replace(table, mode, durable=False)
         written.append(checkpoint2.METADATA_TABLE_FILE)
     if plan.tiles is not None:
         tiles.write(folder / tiles.TILES_FILE, plan.tiles, mode, durable=False)
