@@ -7,6 +7,7 @@ import struct
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -68,9 +69,14 @@ def test_the_table_of_any_file_has_its_content(
     mesh, records = model
     records = [record for record in records if metadata.inexpressible(record, mesh) is None]
     path = tmp_path_factory.mktemp("one") / "metadata.json"
-    write_metadata(path, records, mesh, assign(shards_of(records, mesh), mesh.ranks, dedup=dedup), durable=False)
-    from_text, from_table = both(path.read_bytes())
+    plan = assign(shards_of(records, mesh), mesh.ranks, dedup=dedup)
+    with mock.patch.object(metadata, "MIN_TABLE_BYTES", 0):
+        table = write_metadata(path, records, mesh, plan, durable=False)
+    data = path.read_bytes()
+    from_text, from_table = both(data)
     assert contents(from_table) == contents(from_text)
+    assert table == _core.metadata_table(data, manifests.digest_of(data))
+    assert write_metadata(path, records, mesh, plan, durable=False) is None
 
 
 def sample() -> bytes:

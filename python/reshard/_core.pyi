@@ -575,6 +575,16 @@ class Index:
             The record of each file; None for a file that is not small and was not written.
         """
 
+    def request_arrays(
+        self, request: Request, *, dtype: str | None = None
+    ) -> list[tuple[str, str, tuple[int, ...], int]]:
+        """Return `(name, dtype, shape, bytes)` of each array of a request, as those of a plan, without a plan.
+
+        Args:
+            request: the requested arrays.
+            dtype: as in `plan`.
+        """
+
     def request_bytes(self, request: Request, *, dtype: str | None = None) -> int:
         """Return the bytes of the arrays of a request, without a plan.
 

@@ -434,6 +434,11 @@ impl Index {
                 .any(|whole| whole.table.find(key).is_some())
     }
 
+    /// The number of a key among those that were added one by one, in their order.
+    pub fn number(&self, key: &str) -> Option<usize> {
+        self.by_key.get(key).map(|&i| i as usize)
+    }
+
     /// Number of files.
     pub fn n_files(&self) -> usize {
         self.files.len()
@@ -874,23 +879,33 @@ impl Index {
         Ok(plan)
     }
 
-    /// Bytes of the arrays of a request, without a plan. `cast` as in [`Self::plan`].
+    /// The dtype and the bytes of each array of a request, without a plan. `cast` as in [`Self::plan`].
     ///
     /// # Errors
-    /// There is no such key, it cannot be cast, or an array is not an integer number of bytes.
-    pub fn request_bytes(&self, request: &Request, cast: Option<Dtype>) -> Result<u64> {
-        request.arrays().try_fold(0_u64, |sum, (name, key, n)| {
+    /// There is no such key, it cannot be cast, an array is not an integer number of bytes, or all are too large.
+    pub fn request_sizes(
+        &self,
+        request: &Request,
+        cast: Option<Dtype>,
+    ) -> Result<Vec<(Dtype, u64)>> {
+        let mut sum = 0_u64;
+        let sizes = request.arrays.iter().map(|array| {
+            let key = &array.keys[0].0;
             let dtype = cast_target(self.dtype_of(key)?, cast)
                 .map_err(|error| error.key(key).within(named(key)))?;
-            let n_bytes = dtype.n_bytes(&[n]).and_then(|n| sum.checked_add(n));
-            n_bytes.ok_or_else(|| {
+            let n_bytes = dtype.n_bytes(&[array.shape.iter().product()]);
+            let total = n_bytes.and_then(|n| Some((n, sum.checked_add(n)?)));
+            let (n_bytes, next) = total.ok_or_else(|| {
                 let message = format!(
                     "{} is not an integer number of bytes, or too large",
-                    named(name)
+                    named(&array.name)
                 );
                 Error::new(Kind::Unsupported, message).key(key)
-            })
-        })
+            })?;
+            sum = next;
+            Ok((dtype, n_bytes))
+        });
+        sizes.collect()
     }
 
     /// A request for tensors as they are, each with its name and key.

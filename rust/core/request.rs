@@ -68,12 +68,9 @@ impl Request {
         Ok(())
     }
 
-    /// The name, the first key and the number of elements of each array.
-    pub fn arrays(&self) -> impl Iterator<Item = (&str, &str, u64)> {
-        self.arrays.iter().map(|array| {
-            let n: u64 = array.shape.iter().product();
-            (array.name.as_str(), array.keys[0].0.as_str(), n)
-        })
+    /// The arrays, in order.
+    pub fn arrays(&self) -> &[RequestedArray] {
+        &self.arrays
     }
 
     /// Requests a region of `key`.
@@ -195,6 +192,11 @@ impl Request {
 }
 
 impl RequestedArray {
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
     /// Its shape.
     pub fn shape(&self) -> &[u64] {
         &self.shape

@@ -117,6 +117,16 @@ class Job:
         """The request for some of the source's tensors, whole and in this order."""
         return self.source.data.index.whole_request(list(keys))
 
+    def arrays(self, request: _core.Request) -> list[tuple[str, str, tuple[int, ...], int]]:
+        """`(name, dtype, shape, bytes)` of each array of a request for some of the tensors that are written.
+
+        Raises:
+            MismatchError: ranks hold different bytes of a tensor that the strategy of rank folders does not list.
+            UnsupportedError: a tensor cannot be cast, or is not an integer number of bytes.
+        """
+        self.source.data.check(self.keys)
+        return self.source.data.index.request_arrays(request, dtype=self.options.dtype)
+
     def plan(self, request: _core.Request) -> _core.Plan:
         """The copies of a request for some of the tensors that are written."""
         return self.source.plan(request, dtype=self.options.dtype, keys=self.keys)
@@ -257,11 +267,10 @@ def n_bytes_of(written: Mapping[str, FileRecord]) -> int:
 
 def whole_tensors(job: Job) -> dict[str, WholeTensor]:
     """Dtype, shape and part of the tensors that are written, after a cast. Checks casts and keys of all of them."""
-    plan = job.plan(job.whole_request(job.keys))
+    arrays = job.arrays(job.whole_request(job.keys))
     optimizer = set(job.source.keys("optimizer"))
     return {
-        key: WholeTensor(dtype, job.source.shape(key), "optimizer" if key in optimizer else "model")
-        for key, dtype, _, _ in plan.arrays
+        key: WholeTensor(dtype, shape, "optimizer" if key in optimizer else "model") for key, dtype, shape, _ in arrays
     }
 
 

@@ -80,9 +80,10 @@ def select(
         if selection.source is not view:
             view.close()
         return replace(selection, copies={weights[a]: weights[b] for a, b in selection.copies.items()})
-    keys = [key for key in source.keys(part) if not _is_apart(source, key, apart)]
-    counters = {} if part == "model" else _counters(source, apart)
-    tensors = [key for key in source if not _is_apart(source, key, apart)]
+    alone = _alone(source, apart)
+    counters = {} if part == "model" else _counters(source, alone)
+    keys = [key for key in source.keys(part) if key not in alone]
+    tensors = keys if part == "all" else [key for key in source if key not in alone]
     separate = [name for name in counters if name not in source or name in apart]
     drop = (drop,) if isinstance(drop, str) else tuple(drop)
     new = new_names([*tensors, *separate], drop, rename)
@@ -92,7 +93,9 @@ def select(
             f"{source.path} has no tensors of this part: there is nothing to write", path=str(source.path)
         )
     source._check_placed(*(key for key in tensors if key in new))  # noqa: SLF001  the check of a read
-    view = _view(source, {key: new[key] for key in tensors if key in new})
+    view = source
+    if drop or rename or len(tensors) < len(source):
+        view = source.view({new[key]: _stored(source, key) for key in tensors if key in new})
     copies: dict[str, str] = {}
     if names is not None:
         old = {new[key]: key for key in tensors if key in new}
@@ -113,22 +116,18 @@ def select(
     return Selection(view, written, {new[name]: counters[name] for name in separate if name in new}, left_out, copies)
 
 
-def _is_apart(source: Checkpoint, key: str, apart: Collection[str]) -> bool:
-    return key in apart and math.prod(source.shape(key)) == 1
+def _alone(source: Checkpoint, apart: Collection[str]) -> list[str]:
+    """The tensors of these names that have one element, in the order of the source."""
+    if not any(name in source for name in apart):
+        return []
+    return [key for key in source if key in apart and math.prod(source.shape(key)) == 1]
 
 
-def _counters(source: Checkpoint, apart: Collection[str]) -> dict[str, np.ndarray]:
+def _counters(source: Checkpoint, alone: Collection[str]) -> dict[str, np.ndarray]:
     """The counters, from tensors of the source or from its `common`."""
     known = {} if source.common is None else counter_tensors.arrays_of(source.common)
     known = {name: array for name, array in known.items() if name not in source}
-    return known | {key: source.read(key) for key in source if _is_apart(source, key, apart)}
-
-
-def _view(source: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
-    """A view of a source with the tensors in `names`, under their new names."""
-    if list(names) == list(source) and all(old == new for old, new in names.items()):
-        return source
-    return source.view({new: _stored(source, old) for old, new in names.items()})
+    return known | {key: source.read(key) for key in alone}
 
 
 def _stored(source: Checkpoint, key: str) -> StoredTensor:

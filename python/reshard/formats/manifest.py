@@ -216,7 +216,12 @@ def digest_of(data: bytes) -> str:
         >>> digest_of(b"")
         'cae66941d9efbd404e4d88758ea67670'
     """
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+    return new_digest(data).hexdigest()
+
+
+def new_digest(data: bytes = b"") -> hashlib.blake2b:
+    """The digest of `digest_of` of these bytes, for content that comes in pieces."""
+    return hashlib.blake2b(data, digest_size=16)
 
 
 # -- the file

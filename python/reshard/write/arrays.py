@@ -94,7 +94,7 @@ class LocalArray(NamedTuple):
 
     def buffer(self) -> np.ndarray:
         """The memory as the core takes it, which goes forwards only; an array that runs backwards is copied."""
-        return self.array.copy() if any(stride < 0 for stride in self.array.strides) else self.array
+        return self.array.copy() if min(self.array.strides, default=0) < 0 else self.array
 
     def crc32c(self) -> int:
         """Sum of the bytes, in the order in which they are written."""
@@ -187,12 +187,14 @@ def as_shape(value: Sequence[object], what: str) -> tuple[int, ...]:
 
 
 def _local_array(name: object, value: object, part: Part) -> LocalArray:
-    _check_name(name)
-    assert isinstance(name, str)
-    name = str.__str__(name)  # a subclass, such as of an enumeration, may print itself in another way
+    if type(name) is not str or not _is_plain_name(name):
+        _check_name(name)
+        assert isinstance(name, str)
+        name = str.__str__(name)  # a subclass, such as of an enumeration, may print itself in another way
     if type(value) is np.ndarray and (known := _PLAIN.get(value.dtype)) is not None:
         dtype, integer = known
-        return LocalArray(name, part, dtype, value.shape, value.view(integer))
+        # Not by the constructor, which is a function of Python.
+        return tuple.__new__(LocalArray, (name, part, dtype, value.shape, value.view(integer), None, None))
     shard = value if isinstance(value, Shard) else None
     try:
         array, dtype = as_array(value if shard is None else shard.array)
@@ -232,10 +234,14 @@ def _of_tensor(tensor: Any, torch: Any) -> tuple[np.ndarray, str]:
     return array.view(dtypes.numpy_dtype(name)), name
 
 
+def _is_plain_name(name: str) -> bool:
+    return len(name) <= _MAX_NAME_BYTES and name.isascii() and name.isprintable() and name not in ("", "__metadata__")
+
+
 def _check_name(name: object) -> None:
     if not isinstance(name, str):
         raise ArgumentError(f"the name of a tensor must be text, found {type(name).__name__}")
-    if len(name) <= _MAX_NAME_BYTES and name.isascii() and name.isprintable() and name not in ("", "__metadata__"):
+    if _is_plain_name(name):
         return
     try:
         n_bytes = len(name.encode())

@@ -111,8 +111,9 @@ def facts_of(
     given = dict(shapes)
     facts = []
     for array in arrays:
-        facts.append(Fact(array.name, array.part, array.dtype, array.shape, array.offset, may_differ(array.name)))
-        if array.global_shape is None and array.offset is None:
+        name, part, dtype, shape, _, global_shape, offset = array
+        facts.append(tuple.__new__(Fact, (name, part, dtype, shape, offset, may_differ(name))))
+        if global_shape is None and offset is None:
             continue
         if array.offset is not None and has_layout:
             raise ArgumentError(
@@ -187,7 +188,12 @@ def _found(ranks: Sequence[RankFacts]) -> dict[str, dict[int, Fact]]:
         # Many tensors differ in the name alone.
         same: dict[object, dict[int, Fact]] = {}
         for fact in ranks[0].arrays:
-            found[fact.name] = same.setdefault(fact[1:], {0: fact})
+            kind = fact[1:]
+            if kind not in same:
+                same[kind] = {0: fact}
+            found[fact[0]] = same[kind]
+        if all(of_kind[0].part == "model" for of_kind in same.values()):
+            return found
     else:
         for rank, facts in enumerate(ranks):
             for fact in facts.arrays:

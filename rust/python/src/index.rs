@@ -2,7 +2,7 @@
 
 use crate::errors::raise;
 use crate::geometry::{Layout, Request};
-use crate::plan::Plan;
+use crate::plan::{ArrayInfo, Plan, array_infos};
 use crate::records::{
     DEVICE_LAYOUT, FileArray, FileTensor, STORED_ARRAY, STORED_REGION, tile_list,
 };
@@ -24,11 +24,11 @@ use reshard_core::stored::StoredTensor;
 use reshard_core::tile::Tile;
 use reshard_core::{Error, Kind, writer};
 use reshard_formats::metadata::{
-    CellTable, Metadata, decode, decode_table, dtype_of, encode_table, index_of, index_of_table,
+    CellTable, Metadata, MetadataTensor, decode, decode_table, dtype_of, encode_table, index_of, index_of_table,
 };
 use reshard_formats::torch_file;
 use std::borrow::Cow;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -37,8 +37,8 @@ type TileArguments = (Vec<u64>, Vec<u64>, u64, Vec<u64>);
 #[pyclass(module = "reshard._core")]
 pub(crate) struct Index {
     index: reshard_core::index::Index,
-    /// Layouts and dtypes from `metadata.json`, and the number of each key in them.
-    metadata: Option<(Metadata, HashMap<String, usize>)>,
+    /// Layouts and dtypes from `metadata.json`. Its tensors are the first of the index.
+    metadata: Option<Metadata>,
 }
 
 pub(crate) fn parse_method(method: &str) -> reshard_core::Result<Method> {
@@ -97,16 +97,17 @@ impl Index {
             // The index has its own copy of the table. Only layouts and dtypes are used later.
             tensor.cells = CellTable::default();
         }
-        let by_key = metadata
-            .tensors
-            .iter()
-            .enumerate()
-            .map(|(i, tensor)| (tensor.name.clone(), i))
-            .collect();
         Self {
             index,
-            metadata: Some((metadata, by_key)),
+            metadata: Some(metadata),
         }
+    }
+
+    /// The metadata, and a tensor in it.
+    fn in_metadata(&self, key: &str) -> Option<(&Metadata, &MetadataTensor)> {
+        let metadata = self.metadata.as_ref()?;
+        let tensor = metadata.tensors.get(self.index.number(key)?)?;
+        Some((metadata, tensor))
     }
 
     /// Opens a file with the interpreter released: parsing a `.ckpt` reads all over the file.
@@ -469,11 +470,10 @@ impl Index {
         py: Python<'py>,
         key: &str,
     ) -> PyResult<Option<Bound<'py, PyTuple>>> {
-        let Some((metadata, by_key)) = self.metadata.as_ref() else {
+        let Some((metadata, tensor)) = self.in_metadata(key) else {
             return Ok(None);
         };
-        let number = by_key.get(key).and_then(|&i| metadata.tensors[i].layout);
-        let Some(number) = number else {
+        let Some(number) = tensor.layout else {
             return Ok(None);
         };
         let layout = &metadata.layouts[number as usize];
@@ -487,8 +487,7 @@ impl Index {
     }
 
     fn metadata_dtype(&self, key: &str) -> Option<&str> {
-        let (metadata, by_key) = self.metadata.as_ref()?;
-        Some(&metadata.tensors[*by_key.get(key)?].dtype)
+        Some(&self.in_metadata(key)?.1.dtype)
     }
 
     fn check_coverage(&self, py: Python<'_>) -> PyResult<()> {
@@ -586,7 +585,22 @@ impl Index {
         dtype: Option<&str>,
     ) -> PyResult<u64> {
         let dtype = raise(py, dtype.map(Dtype::parse).transpose())?;
-        raise(py, self.index.request_bytes(&request.0, dtype))
+        let sizes = raise(py, self.index.request_sizes(&request.0, dtype))?;
+        Ok(sizes.iter().map(|(_, n_bytes)| n_bytes).sum())
+    }
+
+    #[pyo3(signature = (request, *, dtype=None))]
+    fn request_arrays<'py>(
+        &self,
+        py: Python<'py>,
+        request: &Request,
+        dtype: Option<&str>,
+    ) -> PyResult<Vec<ArrayInfo<'py>>> {
+        let dtype = raise(py, dtype.map(Dtype::parse).transpose())?;
+        let sizes = py.detach(|| self.index.request_sizes(&request.0, dtype));
+        let arrays = request.0.arrays().iter().zip(raise(py, sizes)?);
+        let arrays = arrays.map(|(a, (dtype, n))| (a.name(), dtype, a.shape(), n));
+        array_infos(py, arrays)
     }
 
     #[pyo3(signature = (names, keys=None))]

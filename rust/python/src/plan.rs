@@ -5,9 +5,10 @@ use crate::errors::raise;
 use crate::run::run;
 use crate::write::{Buffers, Written, write_plan};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyTuple};
+use pyo3::types::{PyBytes, PyString, PyTuple};
 use reshard_core::control::Control;
 use reshard_core::copy::fill;
+use reshard_core::dtype::Dtype;
 use reshard_core::memory::{Memory, Stores};
 use reshard_core::plan::{Plan as CorePlan, PlanSource};
 use reshard_core::verify::verify;
@@ -24,27 +25,48 @@ const ALIGN_BYTES: u64 = 64;
 /// Literal bytes, the start of each array, and `(position, array)` of each CRC-32.
 type Container<'py> = (Bound<'py, PyBytes>, Vec<u64>, Vec<(u64, usize)>);
 
+/// Name, dtype, shape and bytes of an array.
+pub(crate) type ArrayInfo<'py> = (
+    Bound<'py, PyString>,
+    Bound<'py, PyString>,
+    Bound<'py, PyTuple>,
+    u64,
+);
+
+/// The arrays as Python takes them. Arrays that follow each other often have one dtype and one shape, made once.
+pub(crate) fn array_infos<'py, 'a>(
+    py: Python<'py>,
+    arrays: impl Iterator<Item = (&'a str, Dtype, &'a [u64], u64)>,
+) -> PyResult<Vec<ArrayInfo<'py>>> {
+    let mut last: Option<(Dtype, &[u64], Bound<'py, PyString>, Bound<'py, PyTuple>)> = None;
+    arrays
+        .map(|(name, dtype, shape, n_bytes)| {
+            let known = last.take_if(|known| known.0 == dtype && known.1 == shape);
+            let (_, _, dtype_name, tuple) = &*last.insert(match known {
+                Some(known) => known,
+                None => (
+                    dtype,
+                    shape,
+                    PyString::intern(py, dtype.name()),
+                    PyTuple::new(py, shape)?,
+                ),
+            });
+            let name = PyString::new(py, name);
+            Ok((name, dtype_name.clone(), tuple.clone(), n_bytes))
+        })
+        .collect()
+}
+
 #[pyclass(frozen, module = "reshard._core")]
 pub(crate) struct Plan(pub(crate) CorePlan<'static>);
 
 #[pymethods]
 impl Plan {
     #[getter]
-    fn arrays<'py>(
-        &self,
-        py: Python<'py>,
-    ) -> PyResult<Vec<(String, &'static str, Bound<'py, PyTuple>, u64)>> {
+    fn arrays<'py>(&self, py: Python<'py>) -> PyResult<Vec<ArrayInfo<'py>>> {
         let arrays = self.0.arrays().iter();
-        arrays
-            .map(|a| {
-                Ok((
-                    a.name.clone(),
-                    a.dtype.name(),
-                    PyTuple::new(py, &a.shape)?,
-                    a.n_bytes(),
-                ))
-            })
-            .collect()
+        let arrays = arrays.map(|a| (a.name.as_str(), a.dtype, a.shape.as_slice(), a.n_bytes()));
+        array_infos(py, arrays)
     }
 
     #[getter]

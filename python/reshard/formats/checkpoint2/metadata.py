@@ -13,26 +13,25 @@ from __future__ import annotations
 
 import json
 import math
-import re
+import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from reshard import _core
 from reshard.errors import ArgumentError, UnsupportedError
-from reshard.formats.checkpoint2.names import METADATA_FILE, METADATA_TABLE_FILE
 from reshard.formats.checkpoint2.shards import FilePlan, TensorRecord, holders_of, shard_id
-from reshard.formats.manifest import digest_of
-from reshard.formats.own_files import MAX_METADATA_BYTES
+from reshard.formats.manifest import new_digest
 from reshard.storage.location import locate
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
+    import hashlib
     import os
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from typing import BinaryIO
 
+    from reshard import _core
     from reshard.formats.checkpoint2.names import Part
     from reshard.layout.partition import Cut, Places, TensorLayout
-    from reshard.storage.location import Location
 
 MIN_TABLE_BYTES = 1 << 20  # a smaller file is decoded in some milliseconds
 
@@ -125,7 +124,7 @@ def write_metadata(
     prefix: str | None = None,
     mode: int = 0o666,
     durable: bool = True,
-) -> None:
+) -> bytes | None:
     """Write `metadata.json` atomically and in pieces: a large file is never in memory as a whole.
 
     It is written without indentation: the copies of replicated shards make the file grow with the square of the number
@@ -140,6 +139,10 @@ def write_metadata(
         mode: permission bits before the umask is applied.
         durable: whether the file and its folder are synced.
 
+    Returns:
+        The binary table of a large file, which is stored beside it, so that ranks need not read and decode the text;
+        its form is in `rust/formats/src/metadata/table.rs`. None: the file is small.
+
     Raises:
         UnsupportedError: a record is inexpressible.
         ArgumentError: two records have one name, or a shard is in no file.
@@ -153,43 +156,38 @@ def write_metadata(
         if record.key in seen:
             raise ArgumentError(f"{show(record.key)} is described twice", key=record.key)
         seen.add(record.key)
+    table, digest, n_bytes = _Table(), new_digest(), 0
     with locate(path).writing(mode, durable=durable) as file:
-        piece, n_chars = [], 0
-        for text in _texts(records, mesh, plan, prefix):
+        piece: list[str] = []
+        n_chars = 0
+        for text in _texts(records, mesh, plan, prefix, table):
             piece.append(text)
             n_chars += len(text)
             if n_chars >= _PIECE_CHARS:
-                file.write("".join(piece).encode())
+                n_bytes += _write(file, piece, digest)
                 piece, n_chars = [], 0
-        file.write("".join(piece).encode())
+        n_bytes += _write(file, piece, digest)
+    return table.encoded(digest.hexdigest()) if n_bytes >= MIN_TABLE_BYTES else None
 
 
-def write_table(folder: Location, *, mode: int) -> bool:
-    """Write the binary table of a large `metadata.json` beside it, so that ranks need not read and decode the text.
+def _write(file: BinaryIO, piece: list[str], digest: hashlib.blake2b) -> int:
+    data = "".join(piece).encode()
+    digest.update(data)
+    return file.write(data)
 
-    The table is decoded from the file, so it cannot say anything else. The manifest lists both. It is not synced.
+
+def _texts(
+    records: Sequence[TensorRecord], mesh: _core.Mesh, plan: FilePlan, prefix: str | None, table: _Table
+) -> Iterator[str]:
+    """The file, in pieces. Thousands of tensors share a few grids, whose long lists are encoded once.
 
     Args:
-        folder: the folder of the `metadata.json`.
-        mode: permission bits of the table, less the umask.
-
-    Returns:
-        Whether it is large, so that there is a table.
-
-    Raises:
-        StorageError: the system failed.
+        records: as in `write_metadata`.
+        mesh: as there.
+        plan: as there.
+        prefix: as there.
+        table: gets the same content.
     """
-    place = folder / METADATA_FILE
-    if place.stat().n_bytes < MIN_TABLE_BYTES:
-        return False
-    data = place.read_small(MAX_METADATA_BYTES)
-    table = _core.metadata_table(data, digest_of(data))
-    (folder / METADATA_TABLE_FILE).replace(table, mode, durable=False)
-    return True
-
-
-def _texts(records: Sequence[TensorRecord], mesh: _core.Mesh, plan: FilePlan, prefix: str | None) -> Iterator[str]:
-    """The file, in pieces. Thousands of tensors share a few grids, whose long lists are encoded once."""
     grids: dict[object, _Grid] = {}
     texts: dict[tuple[str, int], str] = {}  # by dtype and address of the layout, which `records` keeps
     before = ""
@@ -202,6 +200,7 @@ def _texts(records: Sequence[TensorRecord], mesh: _core.Mesh, plan: FilePlan, pr
             grid = grids.get((place, cut))
             if grid is None:
                 grid = grids[place, cut] = _grid(layout, cut, mesh)
+            table.add_kind(record, grid)
             if len(texts) == _MAX_TEXTS:  # a text can have megabytes
                 texts.clear()
             text = texts[dtype, id(layout)] = _tensor(record, grid)
@@ -210,39 +209,65 @@ def _texts(records: Sequence[TensorRecord], mesh: _core.Mesh, plan: FilePlan, pr
     yield '},\n"storage_data":{'
     files: dict[Part, dict[int, tuple[str, frozenset[str]]]] = {"model": {}, "optimizer": {}}
     for file in plan.files:
-        files[file.part][file.rank] = _dump(file.name(prefix)), frozenset(file.keys)
-    cells: dict[tuple[Places, tuple[str, ...]], list[_Cell]] = {}
-    cells_of: dict[int, list[_Cell]] = {}  # by address of the layout
+        files[file.part][file.rank] = file.name(prefix), frozenset(file.keys)
+    cells: dict[tuple[Places, tuple[str, ...], Part], list[_Cell]] = {}
+    cells_of: dict[tuple[int, Part], list[_Cell]] = {}  # by address of the layout
     before = ""
     for record in records:
-        of_grid = cells_of.get(id(record.layout))
+        key, _, part, layout = record
+        of_grid = cells_of.get((id(layout), part))
         if of_grid is None:
-            place, axes = record.layout.place, record.layout.partition.axes
-            if (place, axes) not in cells:
-                cells[place, axes] = _cells(mesh, place, axes)
-            of_grid = cells_of[id(record.layout)] = cells[place, axes]
-        yield before + _storage(record, of_grid, files[record.part])
+            kind = layout.place, layout.partition.axes, part
+            if kind not in cells:
+                cells[kind] = _cells(mesh, layout.place, layout.partition.axes, files[part])
+            of_grid = cells_of[id(layout), part] = cells[kind]
+        text, held = _storage(key, of_grid)
+        yield before + text
+        table.add(record, of_grid, held)
         before = ","
     yield "}}\n"
 
 
+class _Entry(NamedTuple):
+    """A file in which a shard can be.
+
+    Attributes:
+        keys: what is in the file.
+        text: the entry.
+        names: the name of the file.
+    """
+
+    keys: frozenset[str]
+    text: str
+    names: tuple[str]
+
+
 class _Cell(NamedTuple):
-    """A shard of the tensors of one grid.
+    """A shard of the tensors of one grid, in one part.
 
     Attributes:
         offset: its `global_offset`.
-        holders: each rank that holds it, and the text behind the name of the file.
+        entries: the files in which it can be.
     """
 
     offset: int
-    holders: list[tuple[int, str]]
+    entries: list[_Entry]
 
 
-def _cells(mesh: _core.Mesh, place: Places, axes: tuple[str, ...]) -> list[_Cell]:
+def _cells(
+    mesh: _core.Mesh, place: Places, axes: tuple[str, ...], files: Mapping[int, tuple[str, frozenset[str]]]
+) -> list[_Cell]:
+    """The cells of a grid, given the name and the keys of the file of each rank."""
     found = []
     for offset, holders in holders_of(mesh, place, axes).items():
         group = _dump(list(holders))
-        found.append(_Cell(offset, [(rank, f',"storage_rank":{rank},"rank_group":{group}}}') for rank in holders]))
+        entries = []
+        for rank in holders:
+            if rank in files:
+                name, keys = files[rank]
+                text = f'{{"file_name":{_quoted(name)},"storage_rank":{rank},"rank_group":{group}}}'
+                entries.append(_Entry(keys, text, (name,)))
+        found.append(_Cell(offset, entries))
     return found
 
 
@@ -299,24 +324,114 @@ def _tensor(record: TensorRecord, grid: _Grid) -> str:
     )
 
 
-def _storage(record: TensorRecord, cells: Sequence[_Cell], files: Mapping[int, tuple[str, frozenset[str]]]) -> str:
-    """The shards of a tensor, given the name and the keys of the file of each rank."""
-    key, none = record.key, ("", frozenset[str]())
+def _storage(key: str, cells: Sequence[_Cell]) -> tuple[str, tuple[tuple[str, ...], ...]]:
+    """The shards of a tensor, and the names of the files that hold each of them."""
     before, after = _shard_texts(key)
-    texts = []
-    for offset, holders in cells:
-        entries = [
-            f'{{"file_name":{file[0]}{rest}' for rank, rest in holders if key in (file := files.get(rank, none))[1]
-        ]
-        if not entries:
+    texts: list[str] = []
+    files: list[tuple[str, ...]] = []
+    for offset, entries in cells:
+        if len(entries) == 1 and key in entries[0][0]:  # mostly
+            _, text, names = entries[0]
+            texts.append(f"\n{before}{offset}{after}:[{text}]")
+            files.append(names)
+            continue
+        held = [entry for entry in entries if key in entry.keys]
+        if not held:
             raise ArgumentError(f"shard {offset} of {show(key)} is in no file of the plan", key=key)
-        texts.append(f"\n{before}{offset}{after}:[{','.join(entries)}]")
-    return ",".join(texts)
+        texts.append(f"\n{before}{offset}{after}:[{','.join([entry.text for entry in held])}]")
+        files.append(tuple([entry.names[0] for entry in held]))
+    return ",".join(texts), tuple(files)
+
+
+class _Table:
+    """The binary table, gathered while the text is written. Equal lists are stored once."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[tuple[str, int], bytes] = {}  # by dtype and address of the layout, as `_texts`
+        self._layouts: dict[str, tuple[int, bytes]] = {}
+        self._files: dict[str, int] = {}
+        self._holders: dict[bytes, int] = {}
+        self._numbers: dict[tuple[int, tuple[tuple[str, ...], ...]], bytes] = {}  # by address of the cells
+        self._tensors: list[bytes] = []
+
+    def add_kind(self, record: TensorRecord, grid: _Grid) -> None:
+        """Tensors with this dtype and layout follow."""
+        if grid.layout not in self._layouts:
+            fields = json.loads(grid.layout)
+            axes = [one if isinstance(one, list) else [one] if one >= 0 else [] for one in fields["tensor_map"]]
+            self._layouts[grid.layout] = (
+                len(self._layouts),
+                b"".join(
+                    (
+                        _longs(fields["device_matrix"]),
+                        _U32.pack(len(axes)),
+                        *map(_longs, axes),
+                        _counted_texts(fields["alias_name"]),
+                        _longs(fields["rank_list"]),
+                    )
+                ),
+            )
+        self._kinds[record.dtype, id(record.layout)] = b"".join(
+            (
+                _counted_text(_DTYPES[record.dtype]),
+                _longs(record.layout.shape),
+                _longs(grid.fragmentations),
+                _U32.pack(self._layouts[grid.layout][0] + 1),
+            )
+        )
+
+    def add(self, record: TensorRecord, cells: Sequence[_Cell], held: tuple[tuple[str, ...], ...]) -> None:
+        """A tensor, and the files that hold each of its cells."""
+        number = self._numbers.get((id(cells), held))
+        if number is None:
+            for names in held:
+                for name in names:
+                    self._files.setdefault(name, len(self._files))
+            starts, files = [0], []
+            for _, names in sorted(zip((cell.offset for cell in cells), held, strict=True)):
+                files += sorted(self._files[name] for name in names)
+                starts.append(len(files))
+            encoded = b"".join(_U32.pack(len(some)) + struct.pack(f"<{len(some)}I", *some) for some in (starts, files))
+            number = _U32.pack(self._holders.setdefault(encoded, len(self._holders)))
+            self._numbers[id(cells), held] = number
+        self._tensors += (_counted_text(record.key), self._kinds[record.dtype, id(record.layout)], number)
+
+    def encoded(self, digest: str) -> bytes:
+        """The table of a `metadata.json` with this digest."""
+        return b"".join(
+            (
+                b"RSMETA01",
+                _counted_text(digest),
+                _counted_texts(self._files),
+                _U32.pack(len(self._layouts)),
+                *(text for _, text in self._layouts.values()),
+                _U32.pack(len(self._holders)),
+                *self._holders,
+                _U32.pack(len(self._tensors) // 3),
+                *self._tensors,
+            )
+        )
+
+
+_U32 = struct.Struct("<I")
+
+
+def _counted_text(text: str) -> bytes:
+    data = text.encode()
+    return _U32.pack(len(data)) + data
+
+
+def _counted_texts(texts: Collection[str]) -> bytes:
+    return _U32.pack(len(texts)) + b"".join(map(_counted_text, texts))
+
+
+def _longs(numbers: Sequence[int]) -> bytes:
+    return _U32.pack(len(numbers)) + struct.pack(f"<{len(numbers)}Q", *numbers)
 
 
 def _shard_texts(key: str) -> tuple[str, str]:
     """The texts of the shards of a tensor, before and after their number, in which alone they differ."""
-    if key.isascii() and key.isprintable() and not _ESCAPED.search(key):
+    if key.isascii() and key.isprintable() and "'" not in key and '"' not in key and "\\" not in key:
         return f"\"('{key}', (", ',))"'
     before, after = _dump(shard_id(key, 0)).rsplit("0", 1)
     return before, after
@@ -331,7 +446,6 @@ def _padded_cut(layout: TensorLayout) -> Cut:
 # One encoder: `json.dumps` with options makes one in each call, and it is called for every shard.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _quoted = json.encoder.encode_basestring  # as `_dump` of text
-_ESCAPED = re.compile(r"""['"\\]""")
 
 
 def _dump(value: object) -> str:

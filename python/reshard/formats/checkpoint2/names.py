@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 COMMON_FILE = "common.json"
 METADATA_FILE = "metadata.json"
-METADATA_TABLE_FILE = "metadata.bin"  # derived from it, see metadata.write_table
+METADATA_TABLE_FILE = "metadata.bin"  # the same content, see `metadata.write_metadata`
 
 Part = Literal["model", "optimizer"]
 

@@ -104,7 +104,7 @@ def plan_folder(job: Job, bound: BoundLayout, max_bytes: int | None, values: Map
         UnsupportedError: torch has no such dtype, or regions of a tensor overlap.
     """
     folder = Folder()
-    for key, dtype, shape, _ in job.plan(job.whole_request(job.keys)).arrays:
+    for key, dtype, shape, _ in job.arrays(job.whole_request(job.keys)):
         torch_dtype(key, dtype)
         folder.tensors[key] = Tensor(dtype, tuple(shape))
     of_rank = _regions(folder, bound)

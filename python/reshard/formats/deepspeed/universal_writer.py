@@ -89,7 +89,7 @@ class UniversalWriter(Writer):
         for name, slots in content.tensors.items():
             for slot, key in slots.items():
                 request = job.whole_request([key])
-                ((_, dtype, shape, n_bytes),) = job.plan(request).arrays
+                ((_, dtype, shape, n_bytes),) = job.arrays(request)
                 torch_dtype(key, dtype)
                 container = archive.state_dict(slot, [("param", dtype, shape, n_bytes)])
                 files.append(File(f"{zero}/{name}/{slot}.pt", request, container))

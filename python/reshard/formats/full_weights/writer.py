@@ -53,7 +53,7 @@ def _write(job: Job, max_part_bytes: int | None, *, original_modes: bool) -> Wri
         DestinationExistsError, UnsupportedError, StorageError: as `convert`.
     """
     check_folder_free(job)
-    arrays = job.plan(job.whole_request(job.keys)).arrays
+    arrays = job.arrays(job.whole_request(job.keys))
     dtype_of = {name: dtype for name, dtype, _, _ in arrays}
     parts = full_weights.plan_parts([(name, n_bytes) for name, _, _, n_bytes in arrays], max_part_bytes)
     order = {name: dtypes.file_order(name, dtype) for name, dtype in dtype_of.items()}.__getitem__

@@ -74,15 +74,15 @@ def write_folder(job: Job, settings: Settings, style: Style) -> Written:
         warning = dtype_warning(model_files, job.options.dtype)
         copies.warnings += [] if warning is None else [warning]
     request = job.whole_request(job.keys)
-    arrays = job.plan(request).arrays
+    arrays = job.arrays(request)
     sizes = [(name, n_bytes) for name, _, _, n_bytes in arrays]
     shards = huggingface.plan_shards(sizes, settings.max_bytes or _DEFAULT_BYTES)
     files = []
-    by_name = {array[0]: array for array in arrays}
+    by_name = {array[0]: array for array in arrays} if style.container else {}
     for number, keys in enumerate(shards, 1):
         name = style.file_name(number, len(shards))
         container = style.container and style.container(name, [by_name[key] for key in keys])
-        files.append(File(name, job.whole_request(keys), container))
+        files.append(File(name, request if keys == job.keys else job.whole_request(keys), container))
     small = {}
     if len(files) > 1:
         file_of = {key: file.name for file, keys in zip(files, shards, strict=True) for key in keys}

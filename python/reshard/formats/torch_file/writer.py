@@ -39,7 +39,7 @@ class TorchWriter(Writer):
         for name, value in (("model_files", settings.model_files), ("max_shard_size", settings.max_bytes)):
             if value is not None:
                 raise ArgumentError(f"{job.target} is one file: `{name}` has no meaning", path=str(job.target))
-        return write_one_file(job, _container(job.target.name, job.plan(job.whole_request(job.keys)).arrays))
+        return write_one_file(job, _container(job.target.name, job.arrays(job.whole_request(job.keys))))
 
 
 def _container(file_name: str, arrays: Sequence[tuple[str, str, tuple[int, ...], int]]) -> _core.Container:
