@@ -75,7 +75,7 @@ fn name() -> PathBuf {
     PathBuf::from("store://bucket/model.safetensors")
 }
 
-const SHAPE: [u64; 2] = [600, 1000];
+const SHAPE: [u64; 2] = [300, 2000];
 
 /// A shard file with a matrix and a vector, and its checksums.
 fn shard_file() -> (Vec<u8>, Checksums) {
@@ -118,14 +118,14 @@ fn with_plan<T>(action: impl FnOnce(&Plan<'_>) -> T) -> T {
     action(&Plan::of_memory(tensors).unwrap())
 }
 
-/// Boxes of the matrix that are dense, strided and single columns, and the vector.
+/// Boxes of the matrix that are dense, with long runs, with short runs and single columns, and the vector.
 fn request() -> Request {
     let mut request = Request::default();
     for (i, (offset, shape)) in [
         ([0, 0], SHAPE),
-        ([100, 0], [300, 1000]),
-        ([7, 3], [500, 40]),
-        ([0, 999], [600, 1]),
+        ([100, 500], [150, 1300]),
+        ([7, 3], [250, 40]),
+        ([0, 1999], [300, 1]),
     ]
     .into_iter()
     .enumerate()

@@ -4,6 +4,7 @@
 //! bits and every error of up to 3 bits in a chunk. It does not protect against deliberate changes.
 
 use crate::error::{Error, Kind, Result};
+use crate::memory::{copy_lines, copy_run};
 use crc_fast::{CrcAlgorithm, Digest};
 
 /// Bytes of a chunk; the last chunk of a file may be shorter.
@@ -15,6 +16,31 @@ pub fn crc32c(before: u32, bytes: &[u8]) -> u32 {
     let mut digest = Digest::new_with_init_state(CrcAlgorithm::Crc32Iscsi, u64::from(!before));
     digest.update(bytes);
     digest.finalize() as u32
+}
+
+/// Bytes that are summed and then copied out of the first-level cache, where the processor cannot do both at once. A
+/// multiple of what the sum processes at once.
+const BLOCK_BYTES: usize = 12 << 10;
+
+/// Copies a run of bytes, with non-temporal stores if `streams`, and computes the crc32c of the bytes that were copied,
+/// continued from `before`. Both slices have the same length.
+pub fn copy_summed(mut before: u32, to: &mut [u8], from: &[u8], streams: bool) -> u32 {
+    assert_eq!(to.len(), from.len());
+    let head = to.as_ptr().align_offset(64).min(to.len());
+    let (to_head, to) = to.split_at_mut(head);
+    let (from_head, from) = from.split_at(head);
+    to_head.copy_from_slice(from_head);
+    before = crc32c(before, from_head);
+    let (n, state) = copy_lines(to, from, streams, !before).unwrap_or((0, !before));
+    before = !state;
+    for (to, from) in to[n..]
+        .chunks_mut(BLOCK_BYTES)
+        .zip(from[n..].chunks(BLOCK_BYTES))
+    {
+        before = crc32c(before, from);
+        copy_run(to, from, streams);
+    }
+    before
 }
 
 /// The expected size and checksums of a shard file.
@@ -139,5 +165,33 @@ impl Checksums {
     /// Whether a chunk has this checksum.
     pub fn is(&self, number: usize, checksum: u32) -> bool {
         checksum == self.chunks[number]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_summed_copy_has_the_bytes_and_the_sum_of_the_source() {
+        let from: Vec<u8> = (0..70_000_u64).map(|i| (i * i % 251) as u8).collect();
+        let lengths = (0..1500).step_by(7).chain([4096, 12_288, 12_289, 60_000]);
+        for (i, len) in lengths.enumerate() {
+            let (to_at, from_at) = (i * 5 % 64, i * 11 % 70);
+            for streams in [false, true] {
+                let source = &from[from_at..from_at + len];
+                let mut to = vec![0_u8; len + 200];
+                let sum = copy_summed(i as u32, &mut to[to_at..to_at + len], source, streams);
+                crate::memory::finish_stores();
+                assert_eq!(sum, crc32c(i as u32, source), "{len} bytes");
+                assert_eq!(&to[to_at..to_at + len], source);
+                assert!(
+                    to[..to_at]
+                        .iter()
+                        .chain(&to[to_at + len..])
+                        .all(|b| *b == 0)
+                );
+            }
+        }
     }
 }

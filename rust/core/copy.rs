@@ -1,9 +1,9 @@
 //! Execution of a plan: bands of the destination are filled in parallel.
 //!
-//! The destination is divided into bands of about 2 MiB, independently of tensors and files. A band is a slice that one
-//! worker owns. The copies that overlap a band are restricted to it, the source range of each is faulted in or read,
-//! and its strided runs are copied. A dense source range is fetched at once; a range with large gaps is fetched run by
-//! run.
+//! The destination is divided into bands of about 2 MiB, independently of tensors and files; only bands of one verified
+//! run end where its chunks end. A band is a slice that one worker owns. The copies that overlap a band are restricted
+//! to it, the source range of each is faulted in or read, and its strided runs are copied. A dense source range is
+//! fetched at once; a range with large gaps is fetched run by run.
 //!
 //! ```text
 //! for each band in parallel:
@@ -15,11 +15,12 @@
 //! ```
 
 use crate::cast::cast;
+use crate::checksum::CHUNK_BYTES;
 use crate::control::Control;
 use crate::error::{Error, Kind, Result};
 use crate::fetch::{BoxCopy, Faulted, Run};
 use crate::memory::{Stores, finish_stores};
-use crate::plan::{Array, Plan};
+use crate::plan::{Array, Plan, PlanSource};
 use crate::readahead::{Piece, Readahead};
 use crate::strided::restrict;
 use crate::tuning::Tuning;
@@ -57,6 +58,7 @@ pub fn fill_tuned(
             ),
         ));
     }
+    let checks = Checks::new(plan);
     let mut bands: Vec<Vec<Band<'_>>> = vec![Vec::new()];
     let mut free_bytes = BAND_BYTES;
     for (array, mut rest) in plan.arrays().iter().zip(out) {
@@ -69,6 +71,7 @@ pub fn fill_tuned(
             );
             return Err(Error::new(Kind::Argument, message).key(&array.name));
         }
+        let verified_from = verified_run(plan, &checks, array);
         let mut start = 0;
         while !rest.is_empty() {
             let whole_units = |bytes: u64| bytes / array.unit_bytes() * array.unit_bytes();
@@ -76,6 +79,11 @@ pub fn fill_tuned(
                 // Two threads that fault in the same huge page wait for each other: bands of large arrays end at page
                 // boundaries.
                 free_bytes = BAND_BYTES - rest.as_ptr() as u64 % BAND_BYTES;
+                if let Some(from) = verified_from {
+                    // Bands that share a chunk would both read it. They begin at most one chunk behind a page boundary.
+                    let at = from + start * array.unit_bytes();
+                    free_bytes = (at + free_bytes).next_multiple_of(CHUNK_BYTES as u64) - at;
+                }
                 if !bands.last().is_some_and(Vec::is_empty) {
                     bands.push(Vec::new());
                 }
@@ -98,7 +106,6 @@ pub fn fill_tuned(
         }
     }
     verify_files(plan, control)?;
-    let checks = Checks::new(plan);
     let measures = tuning.measures(plan.n_bytes());
     let pieces = bands
         .iter()
@@ -141,6 +148,16 @@ impl<'a> Band<'a> {
         let end = self.start + self.to.len() as u64 / self.array.unit_bytes();
         (self.array, self.start, end)
     }
+}
+
+/// First byte in its file of an array that is one run of a verified file.
+fn verified_run(plan: &Plan<'_>, checks: &Checks, array: &Array) -> Option<u64> {
+    let copy_op = array.contiguous()?;
+    match plan.source(copy_op) {
+        PlanSource::File(_, file) => checks.checksums(copy_op.source, file)?,
+        PlanSource::Memory(_) => return None,
+    };
+    Some(copy_op.src_start_bytes)
 }
 
 /// Fills a byte range of an array. The range may begin and end inside an element.

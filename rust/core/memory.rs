@@ -2,7 +2,7 @@
     target_arch = "x86_64",
     expect(unsafe_code, reason = "non-temporal stores are processor intrinsics")
 )]
-//! Destination memory: allocation on huge pages, and non-temporal stores.
+//! Destination memory: allocation on huge pages, non-temporal stores, and copies that compute a checksum.
 //!
 //! Page faults cost more than the copy itself. New destinations are therefore mapped on 2 MiB boundaries with the
 //! advice to use huge pages, and the threads that fill them touch them first. Non-temporal stores avoid the read of
@@ -121,6 +121,149 @@ pub fn copy_run(to: &mut [u8], from: &[u8], streams: bool) {
     #[cfg(not(target_arch = "x86_64"))]
     let _ = streams;
     to.copy_from_slice(from);
+}
+
+/// Lines that [`copy_lines`] folds together.
+#[cfg(target_arch = "x86_64")]
+const FOLDED_LINES: usize = 3;
+
+/// Copies the first complete lines of a run and continues the state of a crc32c (the inverted checksum) with them, in
+/// one pass: each byte is loaded once, stored and summed. Returns the number of bytes and the state, or `None` where
+/// the processor cannot do it or the run is short.
+#[cfg(target_arch = "x86_64")]
+pub(crate) fn copy_lines(
+    to: &mut [u8],
+    from: &[u8],
+    streams: bool,
+    state: u32,
+) -> Option<(usize, u32)> {
+    let (to_lines, _) = to.as_chunks_mut::<64>();
+    let (from_lines, _) = from.as_chunks::<64>();
+    let n_lines = to_lines.len().min(from_lines.len()) / FOLDED_LINES * FOLDED_LINES;
+    if n_lines < MIN_STREAMED_BYTES / 64 || !has_wide_multiplication() {
+        return None;
+    }
+    let (to, from) = (&mut to_lines[..n_lines], &from_lines[..n_lines]);
+    let state = if streams && to.as_ptr().cast::<u8>().align_offset(64) == 0 {
+        // SAFETY: the processor has the instructions, as checked above; the stores are aligned to lines.
+        unsafe { fold_lines::<true>(to, from, state) }
+    } else {
+        // SAFETY: the processor has the instructions, as checked above.
+        unsafe { fold_lines::<false>(to, from, state) }
+    };
+    Some((n_lines * 64, state))
+}
+
+/// Other processors copy block by block.
+#[cfg(not(target_arch = "x86_64"))]
+pub(crate) fn copy_lines(_: &mut [u8], _: &[u8], _: bool, _: u32) -> Option<(usize, u32)> {
+    None
+}
+
+#[cfg(target_arch = "x86_64")]
+fn has_wide_multiplication() -> bool {
+    std::arch::is_x86_feature_detected!("avx512f")
+        && std::arch::is_x86_feature_detected!("avx512vl")
+        && std::arch::is_x86_feature_detected!("vpclmulqdq")
+        && std::arch::is_x86_feature_detected!("sse4.2")
+}
+
+/// Copies lines and folds them into the state of a crc32c by carry-less multiplication; their number is a multiple of
+/// [`FOLDED_LINES`]. With `STREAMS` the destination begins on a line boundary.
+///
+/// A CRC is linear: bytes can be multiplied by x^n modulo the polynomial and added to those n bits later. Three lines
+/// are folded into the next three until three are left; these are reduced to one, to 16 bytes, and to the state. The
+/// algorithm and its constants are those of <https://github.com/corsix/fast-crc32> (`-i avx512_vpclmulqdq -p crc32c -a
+/// v3x2`), which the crate `crc-fast` uses as well.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512vl,vpclmulqdq,pclmulqdq,sse4.2")]
+fn fold_lines<const STREAMS: bool>(to: &mut [[u8; 64]], from: &[[u8; 64]], state: u32) -> u32 {
+    use std::arch::x86_64::{
+        __m512i, _mm_crc32_u64, _mm_cvtsi32_si128, _mm_extract_epi64, _mm_set_epi64x,
+        _mm_ternarylogic_epi64, _mm_xor_si128, _mm512_broadcast_i32x4, _mm512_castsi512_si128,
+        _mm512_clmulepi64_epi128, _mm512_extracti32x4_epi32, _mm512_set_epi64,
+        _mm512_ternarylogic_epi64, _mm512_xor_si512, _mm512_zextsi128_si512,
+    };
+    const XOR_OF_THREE: i32 = 0x96;
+    // Bits by which lines are shifted: three lines, one line, and the 16-byte lanes of a line to its last one.
+    let by_three = _mm512_broadcast_i32x4(_mm_set_epi64x(0xab7a_ff2a, 0xa87a_b8a8));
+    let by_one = _mm512_broadcast_i32x4(_mm_set_epi64x(0x9e4a_ddf8, 0x740e_ef02));
+    let by_lane = _mm512_set_epi64(
+        0,
+        0,
+        0x493c_7d27,
+        0xf20c_0dfe,
+        0xba4f_c28e,
+        0x3da6_d0cb,
+        0xddc0_152b,
+        0x1c29_1d04,
+    );
+    let fold = |sum: __m512i, by: __m512i, line: __m512i| {
+        let low = _mm512_clmulepi64_epi128::<0>(sum, by);
+        let high = _mm512_clmulepi64_epi128::<17>(sum, by);
+        _mm512_ternarylogic_epi64::<XOR_OF_THREE>(low, high, line)
+    };
+    let (from_groups, _) = from.as_chunks::<FOLDED_LINES>();
+    let (to_groups, _) = to.as_chunks_mut::<FOLDED_LINES>();
+    let mut groups = from_groups.iter().zip(to_groups);
+    let Some((from, to)) = groups.next() else {
+        return state;
+    };
+    let copy = |to: &mut [[u8; 64]; FOLDED_LINES], from: &[[u8; 64]; FOLDED_LINES]| {
+        let [to0, to1, to2] = to;
+        [
+            copy_line::<STREAMS>(to0, &from[0]),
+            copy_line::<STREAMS>(to1, &from[1]),
+            copy_line::<STREAMS>(to2, &from[2]),
+        ]
+    };
+    let [x0, mut x1, mut x2] = copy(to, from);
+    let state = _mm512_zextsi128_si512(_mm_cvtsi32_si128(state.cast_signed()));
+    let mut x0 = _mm512_xor_si512(x0, state);
+    for (from, to) in groups {
+        let [line0, line1, line2] = copy(to, from);
+        x0 = fold(x0, by_three, line0);
+        x1 = fold(x1, by_three, line1);
+        x2 = fold(x2, by_three, line2);
+    }
+    let line = fold(fold(x0, by_one, x1), by_one, x2);
+    let low = _mm512_clmulepi64_epi128::<0>(line, by_lane);
+    let high = _mm512_clmulepi64_epi128::<17>(line, by_lane);
+    let lanes = _mm512_xor_si512(low, high);
+    let three = _mm_ternarylogic_epi64::<XOR_OF_THREE>(
+        _mm512_castsi512_si128(lanes),
+        _mm512_extracti32x4_epi32::<1>(lanes),
+        _mm512_extracti32x4_epi32::<2>(lanes),
+    );
+    let lane = _mm_xor_si128(three, _mm512_extracti32x4_epi32::<3>(line));
+    let state = _mm_crc32_u64(0, _mm_extract_epi64::<0>(lane).cast_unsigned());
+    _mm_crc32_u64(state, _mm_extract_epi64::<1>(lane).cast_unsigned()) as u32
+}
+
+/// Copies a line, and returns it. With `STREAMS` the destination is on a line boundary.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn copy_line<const STREAMS: bool>(
+    to: &mut [u8; 64],
+    from: &[u8; 64],
+) -> std::arch::x86_64::__m512i {
+    use std::arch::x86_64::{
+        _MM_HINT_T0, _mm_prefetch, _mm512_loadu_si512, _mm512_storeu_si512, _mm512_stream_si512,
+    };
+    // Hardware prefetchers do not cross pages. A prefetch cannot fault, whatever the address.
+    _mm_prefetch::<_MM_HINT_T0>(from.as_ptr().wrapping_add(2048).cast());
+    // SAFETY: `from` is 64 readable bytes, and the load requires no alignment.
+    let line = unsafe { _mm512_loadu_si512(from.as_ptr().cast()) };
+    if STREAMS {
+        debug_assert_eq!(to.as_ptr().align_offset(64), 0);
+        // SAFETY: `to` is 64 writable bytes on a 64-byte boundary, as the caller checks.
+        unsafe { _mm512_stream_si512(to.as_mut_ptr().cast(), line) };
+    } else {
+        // SAFETY: `to` is 64 writable bytes, and the store requires no alignment.
+        unsafe { _mm512_storeu_si512(to.as_mut_ptr().cast(), line) };
+    }
+    line
 }
 
 /// Prefetches bytes that are read soon into the second-level cache.

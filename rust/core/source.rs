@@ -289,6 +289,30 @@ impl Source {
         }
     }
 
+    /// Unmaps the pages of a range of a mapped file that was copied; they stay in the page cache, and the next access
+    /// maps them again. The threads that copy do this concurrently. When a map is closed, one thread does it.
+    pub(crate) fn release(&self, start: u64, len: u64) {
+        #[cfg(target_os = "linux")]
+        if let Store::File(LocalFile { map: Some(map), .. }) = &self.store
+            && let Ok(range) = self.range(start, len)
+        {
+            let page = rustix::param::page_size();
+            let (first, end) = (range.start.next_multiple_of(page), range.end / page * page);
+            if first < end {
+                // SAFETY: the map is shared and never written, so that it has no content that is not in the file.
+                let _ = unsafe {
+                    map.unchecked_advise_range(
+                        memmap2::UncheckedAdvice::DontNeed,
+                        first,
+                        end - first,
+                    )
+                };
+            }
+        }
+        #[cfg(not(target_os = "linux"))]
+        let _ = (start, len);
+    }
+
     /// Handles a failed `MADV_POPULATE_READ`. Kernels before 5.14 do not support it; the size of the file is checked
     /// instead.
     #[cfg(target_os = "linux")]
@@ -641,6 +665,25 @@ mod tests {
             assert_eq!(error.kind(), Kind::Damaged, "{error}");
             assert!(error.message().contains("has 4096 now"), "{error}");
         }
+    }
+
+    #[test]
+    fn a_released_range_can_be_borrowed_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        let content: Vec<u8> = (0..1_000_001_u32).map(|i| (i % 251) as u8).collect();
+        std::fs::write(&path, &content).unwrap();
+        let source = Source::open(&path, true, Method::Map).unwrap();
+        let all = source.bytes(0, content.len() as u64).unwrap().unwrap();
+        for (start, len) in [(0, 1_000_001), (5000, 100), (4096, 4096), (999_000, 1001)] {
+            source.release(start, len);
+            assert!(all == content, "{start}");
+            assert_eq!(
+                source.bytes(start, len).unwrap().unwrap(),
+                &content[start as usize..(start + len) as usize]
+            );
+        }
+        source.release(1_000_000, 2);
     }
 
     #[test]

@@ -10,7 +10,7 @@
 //! when all samples exist: keep the way with the least time; small executions never measure
 //! ```
 //!
-//! A sample is one copy of at least 256 KiB whose source is in memory. Each way has eight samples, in two groups, and
+//! A sample is one copy of at least 256 KiB whose source is in memory. Each way has four samples, in two groups, and
 //! the second smallest of them counts: the first access to unbacked memory disturbs some samples. The time is that of
 //! the thread, without the time in which other processes run.
 //! The first way of a case is used before all samples exist, and afterwards unless another is 5% faster.
@@ -24,10 +24,11 @@ const LARGE_BYTES: u64 = 128 << 20;
 /// Shorter copies are no samples.
 const SAMPLE_BYTES: u64 = 256 << 10;
 /// Samples of one way.
-const N_SAMPLES: usize = 8;
+const N_SAMPLES: usize = 4;
 /// Copies in sequence that use the same way: threads that run concurrently then use the same one in most cases.
-const GROUP: usize = 4;
+const GROUP: usize = 2;
 const MAX_WAYS: usize = 4;
+const N_CASES: usize = 5;
 
 /// How the bytes of a copy reach its destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,7 +44,6 @@ impl Way {
     fn describe(self) -> String {
         let fetch = match self.fetch {
             Fetch::Map => "map",
-            Fetch::MapAtOnce => "map, verified first",
             Fetch::Read => "read",
         };
         let stores = if self.streams { ", non-temporal" } else { "" };
@@ -55,10 +55,8 @@ impl Way {
 /// How the bytes of a file are fetched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fetch {
-    /// Out of a map; if they are verified, block by block.
+    /// Out of a map; if they are verified, in the same pass.
     Map,
-    /// Out of a map; they are verified first, and copied by one call.
-    MapAtOnce,
     /// By positioned reads into the destination, and verified there. Sources that cannot be read use their map.
     Read,
 }
@@ -74,6 +72,8 @@ pub(crate) enum Case {
     Memory,
     /// Runs with gaps between them.
     Strided,
+    /// Runs of at least a page with gaps as long as they are between them, not verified.
+    LongRuns,
 }
 
 /// Plain stores out of a map.
@@ -96,10 +96,6 @@ const NO_PREFETCH_STREAM: Way = Way {
     streams: true,
     ..NO_PREFETCH
 };
-const AT_ONCE: Way = Way {
-    fetch: Fetch::MapAtOnce,
-    ..MAP
-};
 const READ: Way = Way {
     fetch: Fetch::Read,
     ..MAP
@@ -112,16 +108,18 @@ const READ_STREAM: Way = Way {
 /// The ways of a case. The first one is the default.
 const fn ways(case: Case, stores: Stores) -> &'static [Way] {
     match (case, stores) {
-        (Case::Run, Stores::Fresh) => &[MAP, MAP_STREAM, READ],
+        (Case::Run | Case::VerifiedRun, Stores::Fresh) => &[MAP, MAP_STREAM, READ],
         (Case::Run | Case::VerifiedRun, Stores::Streaming) => &[MAP_STREAM, MAP, READ_STREAM],
         (Case::Run | Case::VerifiedRun, Stores::Plain) => &[MAP, READ],
-        (Case::VerifiedRun, Stores::Fresh) => &[AT_ONCE, MAP, MAP_STREAM, READ],
         (Case::Memory, Stores::Fresh) => &[MAP, MAP_STREAM],
         (Case::Memory, Stores::Streaming) => &[MAP_STREAM, MAP],
         (Case::Memory, Stores::Plain) => &[MAP],
         (Case::Strided, Stores::Fresh) => &[MAP, NO_PREFETCH, MAP_STREAM],
         (Case::Strided, Stores::Streaming) => &[MAP_STREAM, MAP, NO_PREFETCH_STREAM, NO_PREFETCH],
         (Case::Strided, Stores::Plain) => &[MAP, NO_PREFETCH],
+        (Case::LongRuns, Stores::Fresh) => &[READ, MAP],
+        (Case::LongRuns, Stores::Streaming) => &[READ_STREAM, MAP, MAP_STREAM],
+        (Case::LongRuns, Stores::Plain) => &[READ, MAP],
     }
 }
 
@@ -130,7 +128,7 @@ const fn ways(case: Case, stores: Stores) -> &'static [Way] {
 /// There is no lock: a child process that is forked during a measurement finishes it by itself.
 #[derive(Debug)]
 pub struct Tuning {
-    choices: [[Choice; 3]; 4],
+    choices: [[Choice; 3]; N_CASES],
     /// The number of the way that is always used, or of the last one if there are fewer.
     forced: Option<usize>,
 }
@@ -193,7 +191,7 @@ impl Choice {
 impl Tuning {
     const fn new(forced: Option<usize>) -> Self {
         Self {
-            choices: [const { [const { Choice::new() }; 3] }; 4],
+            choices: [const { [const { Choice::new() }; 3] }; N_CASES],
             forced,
         }
     }
@@ -211,7 +209,13 @@ impl Tuning {
 
     /// What was measured so far: a line for each way of each case that has samples.
     pub fn report(&self) -> Vec<Measured> {
-        let cases = [Case::Run, Case::VerifiedRun, Case::Memory, Case::Strided];
+        let cases = [
+            Case::Run,
+            Case::VerifiedRun,
+            Case::Memory,
+            Case::Strided,
+            Case::LongRuns,
+        ];
         let memories = [Stores::Fresh, Stores::Plain, Stores::Streaming];
         let mut lines = Vec::new();
         for (case, memory) in cases.into_iter().flat_map(|c| memories.map(|m| (c, m))) {
@@ -356,7 +360,7 @@ mod tests {
         let counts = measure(&tuning, |way, i| match way.fetch {
             Fetch::Read if i % 3 == 0 => 900_000, // disturbed
             Fetch::Read => 100_000,
-            _ if i == 5 => 1_000, // a sample out of the cache
+            _ if i == 2 => 1_000, // a sample out of the cache
             _ => 200_000,
         });
         assert_eq!(counts.len(), 3);

@@ -1,13 +1,13 @@
 //! Verification: of every chunk that a plan reads, and of complete files past the page cache.
 //!
-//! A chunk of a map is verified once per execution of a plan, by the first band that reads it, directly before it is
-//! copied: it is read from memory once and copied out of the cache. Bytes of a positioned read are verified after every
-//! read, because another read can return other bytes.
+//! A chunk of a map is verified once per execution of a plan, by the first band that reads it, while it is copied: it
+//! is read from memory once. Bytes of a positioned read are verified after every read, because another read can return
+//! other bytes.
 
-use crate::checksum::{CHUNK_BYTES, Checksums, crc32c};
+use crate::checksum::{CHUNK_BYTES, Checksums, copy_summed, crc32c};
 use crate::control::Control;
 use crate::error::{Error, Printable, Result};
-use crate::memory::{Memory, copy_run};
+use crate::memory::Memory;
 use crate::plan::{Plan, PlanSource};
 use crate::shard_file::ShardFile;
 use crate::source::Source;
@@ -17,8 +17,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Bytes that a scrub reads at once.
 const PIECE_BYTES: usize = 4 << 20;
-/// Bytes of a run that are checksummed and then copied; they fit into the first-level cache.
-const BLOCK_BYTES: usize = 4 << 10;
 
 /// A range of a mapped file that is faulted in.
 #[derive(Debug, Clone, Copy)]
@@ -79,9 +77,8 @@ impl Checks {
             .is_some_and(|bits| bits[chunk / 64].fetch_or(bit, Ordering::Relaxed) & bit == 0)
     }
 
-    /// Verifies a chunk of a mapped file and copies a run of it in the same pass, block by block: each block is still
-    /// in the first-level cache when it is copied. False if another thread verifies the chunk, or the file is not
-    /// mapped.
+    /// Verifies a chunk of a mapped file and copies a run of it in the same pass. False if another thread verifies the
+    /// chunk, or the file is not mapped.
     pub(crate) fn copy_run(
         &self,
         source: u32,
@@ -102,11 +99,7 @@ impl Checks {
         control.fetched(n as u64);
         let (before, rest) = bytes.split_at((start - at) as usize);
         let (run, after) = rest.split_at(to.len());
-        let mut checksum = crc32c(0, before);
-        for (from, to) in run.chunks(BLOCK_BYTES).zip(to.chunks_mut(BLOCK_BYTES)) {
-            checksum = crc32c(checksum, from);
-            copy_run(to, from, streams);
-        }
+        let checksum = copy_summed(crc32c(0, before), to, run, streams);
         if !checksums.is(chunks.start, crc32c(checksum, after)) {
             return Err(differs(file.source(), at, n));
         }
