@@ -33,7 +33,16 @@ _barrier: Barrier
 _CONTEXT = multiprocessing.get_context("forkserver")
 # Modules that many cases use. Those of peers are imported by the case that needs them, before its clock starts.
 _CONTEXT.set_forkserver_preload(
-    ["numpy", "torch", "safetensors", "reshard.opening", "reshard.verbs.convert", "reshard.torch"]
+    [
+        "numpy",
+        "torch",
+        "torch.distributed.checkpoint",
+        "torch.testing._internal.distributed.fake_pg",
+        "safetensors",
+        "reshard.opening",
+        "reshard.verbs.convert",
+        "reshard.torch",
+    ]
 )
 # Not in Python's mmap yet.
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
