@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -27,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.state_dict_saver import save
 
 import reshard
 from reshard import _core
@@ -389,7 +389,7 @@ def test_members_of_enums_are_read_as_python_3_11_2_pickles_them(
     """Python 3.11.0 to 3.11.3 pickles a member as `getattr(class, name)`; `.metadata` of DCP holds such members."""
     monkeypatch.setattr(enum.Enum, "__reduce_ex__", lambda self, _protocol: (getattr, (type(self), self.name)))
     torch.save({"w": torch.ones(2), "kind": Kind.FIRST}, tmp_path / "w.pt")
-    dcp.save({"w": torch.arange(6)}, checkpoint_id=tmp_path / "dcp")
+    save({"w": torch.arange(6)}, checkpoint_id=tmp_path / "dcp")
     assert b"getattr" in (tmp_path / "dcp" / ".metadata").read_bytes()
     with reshard.open(tmp_path / "w.pt") as file, reshard.open(tmp_path / "dcp") as folder:
         assert str(file.extra()["kind"]) == f"<opaque {__name__}.Kind>"

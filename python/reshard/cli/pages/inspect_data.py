@@ -207,8 +207,8 @@ def _tensors(
     drawings: dict[tuple[object, ...], int] = {}
     found = []
     n_merged = 0
-    # Many tensors of a model are stored alike. Each way is drawn once, as long as it is known. Lists are compared: a hash
-    # of many regions takes longer.
+    # Many tensors of a model are stored alike. Each way is drawn once, as long as it is known. The lists are compared,
+    # because a hash of many regions takes longer.
     known: list[tuple[Sequence[int], Sequence[_core.StoredRegion], tuple[object, ...], bool, dict[int, int]]] = []
     drawn = {members[0].key for _, members in groups}
     drawing_of: dict[str, int | None] = {}
