@@ -24,7 +24,8 @@ use reshard_core::stored::StoredTensor;
 use reshard_core::tile::Tile;
 use reshard_core::{Error, Kind, writer};
 use reshard_formats::metadata::{
-    CellTable, Metadata, MetadataTensor, decode, decode_table, dtype_of, encode_table, index_of, index_of_table,
+    CellTable, Metadata, MetadataTensor, decode, decode_table, dtype_of, encode_table, index_of,
+    index_of_table,
 };
 use reshard_formats::torch_file;
 use std::borrow::Cow;
