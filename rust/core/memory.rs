@@ -1,6 +1,6 @@
 #![cfg_attr(
     target_arch = "x86_64",
-    expect(unsafe_code, reason = "non-temporal stores are processor intrinsics")
+    expect(unsafe_code, reason = "vector instructions are intrinsics")
 )]
 //! Destination memory: allocation on huge pages, non-temporal stores, and copies that compute a checksum.
 //!
