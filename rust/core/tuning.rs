@@ -349,7 +349,7 @@ mod tests {
             Fetch::Read if i % 3 == 0 => 900_000, // disturbed
             Fetch::Read => 100_000,
             _ if i == 2 => 1_000, // a sample out of the cache
-            _ => 200_000,
+            Fetch::Map => 200_000,
         });
         assert_eq!(counts.len(), 3);
         assert!(counts.iter().all(|(_, n)| *n == N_SAMPLES), "{counts:?}");
