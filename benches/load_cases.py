@@ -44,7 +44,9 @@ Into = Literal["fresh", "huge", "4 KiB"]
 _BAND_BYTES = 8 << 20
 
 
-def reshard_(sources: Sources, cut: Cut, into: Into, method: Literal["map", "read"] = "map", **options: bool) -> float:
+def reshard_(
+    sources: Sources, cut: Cut, into: Into, method: Literal["auto", "read"] = "auto", **options: bool
+) -> float:
     """By `Checkpoint.load`, into fresh memory or `out`."""
 
     def load(at: Sources, given: dict[str, np.ndarray] | None) -> dict[str, Any]:

@@ -9,8 +9,8 @@ use crate::plan::{CopyOp, Plan, PlanSource};
 use crate::readahead::{MIN_GAP_BYTES, skips_gaps};
 use crate::shard_file::ShardFile;
 use crate::strided::{
-    Dim, MIN_PREFETCHED_BYTES, PREFETCH_BYTES, copy_box, for_each_row, is_one_run, source_run,
-    src_span, widest, without,
+    Dim, MIN_PREFETCHED_BYTES, PREFETCH_BYTES, copy_box, is_one_run, source_run, src_span, widest,
+    without,
 };
 use crate::tuning::{Case, DEFAULT_WAY, Fetch, Tuning, Way};
 use crate::verify::{Checks, ResidentRange, read_chunks, verify_chunks};
@@ -138,20 +138,15 @@ impl<'a> BoxCopy<'a> {
     }
 
     fn case(&self, dims: &[Dim]) -> Case {
-        let is_one_run = is_one_run(dims);
-        let PlanSource::File(_, file) = self.source else {
-            return if is_one_run {
-                Case::Memory
-            } else {
-                Case::Strided
-            };
-        };
-        let checksums = self.run.checks.checksums(self.copy_op.source, file);
-        match checksums {
-            Some(_) if is_one_run => Case::VerifiedRun,
-            None if is_one_run => Case::Run,
-            None if long_run(dims, self.unit_bytes).is_some() => Case::LongRuns,
-            _ => Case::Strided,
+        match self.source {
+            _ if !is_one_run(dims) => Case::Strided,
+            PlanSource::Memory(_) => Case::Memory,
+            PlanSource::File(_, file) => {
+                match self.run.checks.checksums(self.copy_op.source, file) {
+                    Some(_) => Case::VerifiedRun,
+                    None => Case::Run,
+                }
+            }
         }
     }
 
@@ -189,39 +184,7 @@ impl<'a> BoxCopy<'a> {
             }
             return self.verified_parts(file, checksums, dims, src, dst);
         }
-        if self.way.fetch == Fetch::Read
-            && let PlanSource::File(_, file) = self.source
-            && let Some((run, outer)) = long_run(dims, self.unit_bytes)
-            && self.is_read(file, src_span(dims) * self.unit_bytes)
-        {
-            return self.read_runs(file, run, outer, src, dst);
-        }
         self.dense_parts(dims, src, dst, false)
-    }
-
-    /// Reads each run of `run` units into its destination: the pages of the gaps are not mapped.
-    fn read_runs(
-        &mut self,
-        file: &ShardFile,
-        run: u64,
-        outer: &[Dim],
-        src: u64,
-        dst: u64,
-    ) -> Result<()> {
-        let unit = self.unit_bytes;
-        let (start, _) = self.source_range(outer, src);
-        let to = &mut self.to[(dst * unit) as usize..];
-        let run_bytes = run * unit;
-        let control = self.run.control;
-        let mut result = Ok(());
-        for_each_row(outer, unit, &mut |from, at| {
-            if result.is_ok() {
-                control.fetched(run_bytes);
-                let to = &mut to[at..at + run_bytes as usize];
-                result = file.source().read_at(start + from as u64, to);
-            }
-        });
-        result
     }
 
     /// First byte in the source and span in bytes of a box that begins at unit `src` of the copy.
@@ -422,13 +385,4 @@ impl<'a> BoxCopy<'a> {
         let to = &mut self.to[(dst * self.unit_bytes) as usize..];
         copy_box(from, to, dims, self.unit_bytes, self.way);
     }
-}
-
-/// The length of the runs of a box in units, and the dims of their starts, if the runs have at least a page and the gaps
-/// between them are as long.
-fn long_run(dims: &[Dim], unit_bytes: u64) -> Option<(u64, &[Dim])> {
-    let (run, outer) = dims.split_last()?;
-    let n: u64 = dims.iter().map(|dim| dim.len).product();
-    let is_long = (run.src, run.dst) == (1, 1) && run.len * unit_bytes >= LONG_RUN_BYTES;
-    (is_long && !outer.is_empty() && src_span(dims) >= 2 * n - run.len).then_some((run.len, outer))
 }

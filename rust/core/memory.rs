@@ -1,6 +1,6 @@
 #![cfg_attr(
     target_arch = "x86_64",
-    expect(unsafe_code, reason = "non-temporal stores are processor intrinsics")
+    expect(unsafe_code, reason = "vector instructions are intrinsics")
 )]
 //! Destination memory: allocation on huge pages, non-temporal stores, and copies that compute a checksum.
 //!
@@ -235,9 +235,9 @@ fn fold_lines<const STREAMS: bool>(to: &mut [[u8; 64]], from: &[[u8; 64]], state
         _mm512_extracti32x4_epi32::<1>(lanes),
         _mm512_extracti32x4_epi32::<2>(lanes),
     );
-    let lane = _mm_xor_si128(three, _mm512_extracti32x4_epi32::<3>(line));
-    let state = _mm_crc32_u64(0, _mm_extract_epi64::<0>(lane).cast_unsigned());
-    _mm_crc32_u64(state, _mm_extract_epi64::<1>(lane).cast_unsigned()) as u32
+    let sixteen = _mm_xor_si128(three, _mm512_extracti32x4_epi32::<3>(line));
+    let state = _mm_crc32_u64(0, _mm_extract_epi64::<0>(sixteen).cast_unsigned());
+    _mm_crc32_u64(state, _mm_extract_epi64::<1>(sixteen).cast_unsigned()) as u32
 }
 
 /// Copies a line, and returns it. With `STREAMS` the destination is on a line boundary.

@@ -100,9 +100,9 @@ impl Routes {
     /// Writes a piece with `write`, when its route is free.
     ///
     /// Args:
-    ///     n_bytes: of the piece.
-    ///     n_cached: how many pieces may be written into the page cache at a time.
-    ///     write: writes it by the route that it is given.
+    ///     `n_bytes`: of the piece.
+    ///     `n_cached`: how many pieces may be written into the page cache at a time.
+    ///     `write`: writes it by the route that it is given.
     pub(crate) fn write<T>(
         &self,
         n_bytes: u64,
@@ -169,13 +169,15 @@ impl Measured {
         if self.n_bytes < expected {
             return route;
         }
+        // Exact: the bytes of one measurement fit.
+        #[expect(clippy::cast_precision_loss)]
         let cost = self.time.as_secs_f64() / self.n_bytes as f64;
         (self.time, self.n_bytes) = (Duration::ZERO, 0);
         let is_trial = route == Route::PageCache && self.n_past > 0;
         // One slow measurement may be due to another process.
         let smoothed = known
             .filter(|_| !is_trial)
-            .map_or(cost, |old| (old + cost) / 2.0);
+            .map_or(cost, |old| f64::midpoint(old, cost));
         self.costs[route as usize] = Some(smoothed);
         let [Some(cached), Some(direct)] = self.costs else {
             return route.other();

@@ -180,7 +180,7 @@ pub(crate) fn copy_box(from: &[u8], to: &mut [u8], dims: &[Dim], unit_bytes: u64
 }
 
 /// Calls `row` with the byte offsets of every element of a box.
-pub(crate) fn for_each_row(dims: &[Dim], unit_bytes: u64, row: &mut impl FnMut(usize, usize)) {
+fn for_each_row(dims: &[Dim], unit_bytes: u64, row: &mut impl FnMut(usize, usize)) {
     for_each_row_from(dims, unit_bytes, (0, 0), row);
 }
 

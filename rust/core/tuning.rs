@@ -28,7 +28,6 @@ const N_SAMPLES: usize = 4;
 /// Copies in sequence that use the same way: threads that run concurrently then use the same one in most cases.
 const GROUP: usize = 2;
 const MAX_WAYS: usize = 4;
-const N_CASES: usize = 5;
 
 /// How the bytes of a copy reach its destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -72,8 +71,6 @@ pub(crate) enum Case {
     Memory,
     /// Runs with gaps between them.
     Strided,
-    /// Runs of at least a page with gaps as long as they are between them, not verified.
-    LongRuns,
 }
 
 /// Plain stores out of a map.
@@ -117,9 +114,6 @@ const fn ways(case: Case, stores: Stores) -> &'static [Way] {
         (Case::Strided, Stores::Fresh) => &[MAP, NO_PREFETCH, MAP_STREAM],
         (Case::Strided, Stores::Streaming) => &[MAP_STREAM, MAP, NO_PREFETCH_STREAM, NO_PREFETCH],
         (Case::Strided, Stores::Plain) => &[MAP, NO_PREFETCH],
-        (Case::LongRuns, Stores::Fresh) => &[READ, MAP],
-        (Case::LongRuns, Stores::Streaming) => &[READ_STREAM, MAP, MAP_STREAM],
-        (Case::LongRuns, Stores::Plain) => &[READ, MAP],
     }
 }
 
@@ -128,7 +122,7 @@ const fn ways(case: Case, stores: Stores) -> &'static [Way] {
 /// There is no lock: a child process that is forked during a measurement finishes it by itself.
 #[derive(Debug)]
 pub struct Tuning {
-    choices: [[Choice; 3]; N_CASES],
+    choices: [[Choice; 3]; 4],
     /// The number of the way that is always used, or of the last one if there are fewer.
     forced: Option<usize>,
 }
@@ -191,7 +185,7 @@ impl Choice {
 impl Tuning {
     const fn new(forced: Option<usize>) -> Self {
         Self {
-            choices: [const { [const { Choice::new() }; 3] }; N_CASES],
+            choices: [const { [const { Choice::new() }; 3] }; 4],
             forced,
         }
     }
@@ -209,13 +203,7 @@ impl Tuning {
 
     /// What was measured so far: a line for each way of each case that has samples.
     pub fn report(&self) -> Vec<Measured> {
-        let cases = [
-            Case::Run,
-            Case::VerifiedRun,
-            Case::Memory,
-            Case::Strided,
-            Case::LongRuns,
-        ];
+        let cases = [Case::Run, Case::VerifiedRun, Case::Memory, Case::Strided];
         let memories = [Stores::Fresh, Stores::Plain, Stores::Streaming];
         let mut lines = Vec::new();
         for (case, memory) in cases.into_iter().flat_map(|c| memories.map(|m| (c, m))) {
@@ -361,7 +349,7 @@ mod tests {
             Fetch::Read if i % 3 == 0 => 900_000, // disturbed
             Fetch::Read => 100_000,
             _ if i == 2 => 1_000, // a sample out of the cache
-            _ => 200_000,
+            Fetch::Map => 200_000,
         });
         assert_eq!(counts.len(), 3);
         assert!(counts.iter().all(|(_, n)| *n == N_SAMPLES), "{counts:?}");
