@@ -12,6 +12,7 @@ use reshard_core::memory::Stores;
 use reshard_core::plan::{MemoryTensor, Plan};
 use reshard_core::region::Region;
 use reshard_core::request::Request;
+use reshard_core::route::Route;
 use reshard_core::shard_file::{Format, ShardFile};
 use reshard_core::source::{Method, Ranges, Source};
 use reshard_core::tuning::Tuning;
@@ -360,7 +361,7 @@ struct Upload<'a> {
 }
 
 impl Sink for Upload<'_> {
-    fn write_at(&self, start: u64, bytes: &[u8]) -> Result<()> {
+    fn write_at(&self, start: u64, bytes: &[u8], _: Route) -> Result<()> {
         if start >= self.fails_from {
             return Err(Error::new(Kind::Io, "the store does not answer"));
         }
