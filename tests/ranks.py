@@ -17,6 +17,7 @@ import json
 import os
 import select
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -135,6 +136,9 @@ class Job:
                 if host is not None:
                     host.enter()
                 do(writer)
+            except BaseException:  # noqa: BLE001  nothing above this line in a forked child may go on
+                traceback.print_exc()
+                sys.stderr.flush()
             finally:
                 os._exit(0)
         os.close(writer)
