@@ -55,7 +55,7 @@ struct State {
     n_writing: usize,
     /// The other route is to be taken as soon as no piece is being written.
     changes: bool,
-    /// When the first of the pieces that are being written began.
+    /// Until when the time is counted, while pieces are being written.
     since: Instant,
     measured: Measured,
 }

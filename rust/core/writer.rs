@@ -745,6 +745,7 @@ struct TemporaryFile {
     target: PathBuf,
     buffered: File,
     direct: Option<File>,
+    has_routes: bool,
     is_durable: bool,
     is_published: bool,
 }
@@ -785,26 +786,29 @@ impl TemporaryFile {
             target: path.to_owned(),
             buffered: File::from(buffered),
             direct: None,
+            has_routes: false,
             is_durable: options.durable,
             is_published: false,
         };
         // Small files too: a network file system may report a full disk when a file is closed, which goes unseen.
-        this.reserve(n_bytes.max(1))?;
+        let is_reserved = this.reserve(n_bytes.max(1))?;
         if options.direct && n_bytes >= PIECE_BYTES as u64 {
             let flags = OFlags::WRONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
             // tmpfs and some network file systems do not support it. Then all writes are buffered.
             this.direct = open_direct(&this.path, flags);
         }
+        // Without reserved space, a full disk may only be seen when the page cache is written, after the last write.
+        this.has_routes = is_reserved && this.direct.is_some() && !options.durable;
         Ok(this)
     }
 
-    /// Reserves space: a full disk is an error before anything is written.
-    fn reserve(&self, n_bytes: u64) -> Result<()> {
+    /// Reserves space: a full disk is an error before anything is written. False if the file system cannot do it.
+    fn reserve(&self, n_bytes: u64) -> Result<bool> {
         match rustix::fs::fallocate(&self.buffered, FallocateFlags::empty(), 0, n_bytes) {
-            Ok(())
-            | Err(
+            Ok(()) => Ok(true),
+            Err(
                 rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS | rustix::io::Errno::INVAL,
-            ) => Ok(()),
+            ) => Ok(false),
             Err(errno) => Err(Error::io(
                 &format!("cannot reserve {n_bytes} bytes for"),
                 &self.target,
@@ -817,7 +821,7 @@ impl TemporaryFile {
 
 impl Sink for TemporaryFile {
     fn has_routes(&self) -> bool {
-        self.direct.is_some() && !self.is_durable
+        self.has_routes
     }
 
     fn write_at(&self, at: u64, bytes: &[u8], route: Route) -> Result<()> {
