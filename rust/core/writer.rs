@@ -745,6 +745,7 @@ struct TemporaryFile {
     target: PathBuf,
     buffered: File,
     direct: Option<File>,
+    /// Whether pieces may take either route.
     has_routes: bool,
     is_durable: bool,
     is_published: bool,
