@@ -77,9 +77,12 @@ def train(root: Path, n_layers: int, n_steps: int) -> dict[str, float]:
         Seconds by the name of the case.
     """
     loop = _Loop(n_layers, max(1, N_THREADS - 1))
+    made = {"": _checkpointer(root / "plain", loop), ", overlap": _checkpointer(root / "overlap", loop, overlap=True)}
     for _ in range(3):
         loop.step()
-    made = {"": _checkpointer(root / "plain", loop), ", overlap": _checkpointer(root / "overlap", loop, overlap=True)}
+        for one in made.values():
+            one.step(loop.n)
+    loop.step()
     found: dict[str, list[float]] = collections.defaultdict(list)
     for name, one in made.items():
         first = _save(loop, one)

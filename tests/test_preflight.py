@@ -10,7 +10,8 @@ import re
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
+import time
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from tests.ranks import Job
 from torch import nn
 
 import reshard
+from reshard import _core
 from reshard.errors import (
     ArgumentError,
     ClaimedError,
@@ -35,6 +37,7 @@ from reshard.storage import protocol
 from reshard.torch import Checkpointer, ElasticSampler
 from reshard.torch.state import describe
 from reshard.verbs.load import Wanted, load_with
+from reshard.write import background
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -133,6 +136,50 @@ def test_dry_run_refuses_what_a_save_would_refuse_and_changes_nothing(tmp_path: 
         with pytest.raises(ReshardError):
             save(root, 5, **({"model": good} | wrong), format=format, dry_run=True)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, 20 << 20), ({"save_every": 2}, 20 << 20), ({"overlap": True}, 0), ({"async_save": False}, 0)],
+    ids=str,
+)
+def test_memory_of_the_first_save_in_the_background_is_allocated_after_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], expected: int
+) -> None:
+    pool = _core.SnapshotPool()
+    monkeypatch.setattr(background, "snapshot_pool", lambda: pool)
+    model = nn.Linear(1024, 1024)
+    optimizer = torch.optim.Adam(model.parameters())
+    made = Checkpointer(tmp_path, signals=(), commit={"durable": False}, **options)
+    made.resume(model=model, optimizer=optimizer, allow_fresh=True)
+    assert pool.free_bytes == 0
+    model(torch.ones(1024)).sum().backward()
+    optimizer.step()
+    made.step(1)
+    deadline = time.monotonic() + 30
+    while pool.free_bytes < expected and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert pool.free_bytes == expected  # the files of 4 and 8 MiB have headers, and sizes are rounded up to 4 MiB
+    made.save(2)
+    made.close()
+    assert pool.free_bytes == expected
+
+
+def test_state_that_the_first_step_made_and_that_cannot_be_saved_is_told_after_it(tmp_path: Path) -> None:
+    class Odd(torch.optim.SGD):
+        def step(self, *_: Any) -> None:  # type: ignore[override]
+            for one in self.param_groups[0]["params"]:
+                self.state[one]["odd"] = object()
+
+    for options, error in (({"save_every": 100}, ArgumentError), ({}, None)):
+        model = nn.Linear(2, 2)
+        optimizer = Odd(model.parameters(), lr=0.1)
+        made = Checkpointer(tmp_path / str(error), signals=(), **options)  # type: ignore[arg-type]
+        made.resume(model=model, optimizer=optimizer, allow_fresh=True)
+        optimizer.step()
+        with pytest.raises(error) if error else nullcontext():
+            made.step(1)
+        made.step(2)
 
 
 def test_root_of_another_number_of_ranks_is_refused_by_resume(tmp_path: Path) -> None:

@@ -711,6 +711,9 @@ class SnapshotPool:
     def __new__(cls, max_free_bytes: int | None = None) -> SnapshotPool: ...
     @property
     def free_bytes(self) -> int: ...
+    def reserve(self, image_bytes: Sequence[int]) -> None:
+        """Allocate and touch memory for images of these sizes in bytes, by a thread; `take` waits for it."""
+
     def take(
         self,
         tensors: Sequence[tuple[str, str, Sequence[int], object]],

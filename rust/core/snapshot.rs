@@ -2,7 +2,7 @@
 //!
 //! An image is the complete file, header included, so that it is written from its memory without another copy. The
 //! memory comes from a pool, because page faults cost more than the copy and a training run saves the same state
-//! repeatedly.
+//! repeatedly. Memory for the first save can be reserved: a thread allocates and touches it before it is needed.
 
 use crate::checksum::Checksums;
 use crate::control::Control;
@@ -11,18 +11,29 @@ use crate::memory::{Memory, Stores};
 use crate::plan::Plan;
 use crate::writer::{Content, Options, write_image};
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 /// Sizes are rounded up to a multiple of this, so that a state that grows slightly can reuse memory.
 const ROUND_BYTES: u64 = 4 << 20;
+/// More threads do not clear memory faster.
+const MAX_TOUCHING_THREADS: usize = 8;
 
 /// A pool of memory for snapshots.
 #[derive(Debug)]
 pub struct Pool {
     max_free_bytes: u64,
-    free: Mutex<Vec<Memory>>,
+    unused: Mutex<Unused>,
+    /// Notified when memory that was reserved has come.
+    has_come: Condvar,
     /// The process that may use the memory; child processes do not inherit it.
     pid: u32,
+}
+
+#[derive(Debug, Default)]
+struct Unused {
+    free: Vec<Memory>,
+    /// Sizes of the memory that is being touched.
+    coming: Vec<usize>,
 }
 
 impl Pool {
@@ -30,7 +41,8 @@ impl Pool {
     pub fn new(max_free_bytes: u64) -> Self {
         Self {
             max_free_bytes,
-            free: Mutex::new(Vec::new()),
+            unused: Mutex::default(),
+            has_come: Condvar::new(),
             pid: std::process::id(),
         }
     }
@@ -40,46 +52,140 @@ impl Pool {
         if self.pid != std::process::id() {
             return 0;
         }
-        let free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        free.iter().map(|memory| memory.len() as u64).sum()
+        total_bytes(&self.unused().free)
+    }
+
+    /// Allocates and touches memory in the background, so that images of these sizes in bytes find memory. What is free
+    /// or coming already counts; an image that is taken before its memory has come waits for it.
+    pub fn reserve(self: &Arc<Self>, image_bytes: &[u64]) {
+        if self.pid != std::process::id() {
+            return;
+        }
+        let mut unused = self.unused();
+        let mut known: Vec<usize> = unused.free.iter().map(Memory::len).collect();
+        known.extend(&unused.coming);
+        let mut missing = Vec::new();
+        for n_bytes in image_bytes {
+            let size = rounded(*n_bytes);
+            match smallest_fit(known.iter().copied(), size) {
+                Some(i) => {
+                    known.swap_remove(i);
+                }
+                None => missing.push(size),
+            }
+        }
+        unused.coming.extend(&missing);
+        drop(unused);
+        let pool = Arc::clone(self);
+        let sizes = missing.clone();
+        let touch = move || {
+            for size in sizes {
+                // Without memory the save that needs it reports the error.
+                let memory = touched(size);
+                pool.come(size, memory.ok());
+            }
+        };
+        let thread = std::thread::Builder::new().name("reshard memory".into());
+        if thread.spawn(touch).is_err() {
+            for size in missing {
+                self.come(size, None);
+            }
+        }
+    }
+
+    /// Adds memory that was reserved.
+    fn come(&self, size: usize, memory: Option<Memory>) {
+        let mut unused = self.unused();
+        if let Some(i) = unused.coming.iter().position(|other| *other == size) {
+            unused.coming.swap_remove(i);
+        }
+        unused.free.extend(memory);
+        self.shrink(unused);
+        self.has_come.notify_all();
     }
 
     /// Acquires the smallest free memory of one to two times the size, or allocates memory, with the matching kind of
     /// stores.
     fn acquire(&self, n_bytes: u64) -> Result<(Memory, Stores)> {
-        let size = n_bytes.next_multiple_of(ROUND_BYTES) as usize;
-        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        let fits = free
-            .iter()
-            .enumerate()
-            .filter(|(_, memory)| (size..=2 * size).contains(&memory.len()))
-            .min_by_key(|(_, memory)| memory.len())
-            .map(|(i, _)| i);
-        if let Some(i) = fits {
-            return Ok((free.swap_remove(i), Stores::Streaming));
+        let size = rounded(n_bytes);
+        let mut unused = self.unused();
+        loop {
+            if let Some(i) = smallest_fit(unused.free.iter().map(Memory::len), size) {
+                return Ok((unused.free.swap_remove(i), Stores::Streaming));
+            }
+            if smallest_fit(unused.coming.iter().copied(), size).is_none() {
+                break;
+            }
+            let waited = self.has_come.wait(unused);
+            unused = waited.unwrap_or_else(PoisonError::into_inner);
         }
-        drop(free);
+        drop(unused);
         let memory = Memory::new(size)?;
         memory.exclude_from_fork();
         Ok((memory, Stores::Fresh))
     }
 
     fn release(&self, memory: Memory) {
-        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        free.push(memory);
-        // The oldest memory is freed first.
-        while free.iter().map(|memory| memory.len() as u64).sum::<u64>() > self.max_free_bytes {
-            free.remove(0);
+        let mut unused = self.unused();
+        unused.free.push(memory);
+        self.shrink(unused);
+    }
+
+    /// Frees the oldest memory first.
+    fn shrink(&self, mut unused: MutexGuard<'_, Unused>) {
+        while total_bytes(&unused.free) > self.max_free_bytes {
+            unused.free.remove(0);
         }
     }
+
+    fn unused(&self) -> MutexGuard<'_, Unused> {
+        self.unused.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn rounded(n_bytes: u64) -> usize {
+    n_bytes.next_multiple_of(ROUND_BYTES) as usize
+}
+
+/// The position of the smallest of one to two times a size.
+fn smallest_fit(sizes: impl Iterator<Item = usize>, size: usize) -> Option<usize> {
+    let fits = sizes
+        .enumerate()
+        .filter(|(_, other)| (size..=2 * size).contains(other));
+    fits.min_by_key(|(_, other)| *other).map(|(i, _)| i)
+}
+
+fn total_bytes(free: &[Memory]) -> u64 {
+    free.iter().map(|memory| memory.len() as u64).sum()
+}
+
+/// New memory, all of it resident.
+fn touched(size: usize) -> Result<Memory> {
+    let mut memory = Memory::new(size)?;
+    memory.exclude_from_fork();
+    let n_threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let part = size.div_ceil(n_threads.min(MAX_TOUCHING_THREADS));
+    std::thread::scope(|scope| {
+        for part in memory.as_mut_slice().chunks_mut(part) {
+            let touch = || {
+                for page in part.chunks_mut(rustix::param::page_size()) {
+                    page[0] = 1; // a page that is only read stays unallocated
+                }
+            };
+            // Without a thread the part is touched by the copy.
+            let _ = std::thread::Builder::new().spawn_scoped(scope, touch);
+        }
+    });
+    Ok(memory)
 }
 
 impl Drop for Pool {
     fn drop(&mut self) {
         if self.pid != std::process::id() {
             // A child process does not have this memory; its addresses may be in use for something else.
-            let free = self.free.get_mut().unwrap_or_else(PoisonError::into_inner);
-            free.drain(..).for_each(std::mem::forget);
+            let unused = self.unused.get_mut();
+            let unused = unused.unwrap_or_else(PoisonError::into_inner);
+            unused.free.drain(..).for_each(std::mem::forget);
         }
     }
 }
@@ -209,5 +315,26 @@ mod tests {
         }
         // 4 MiB for the small snapshot, and 12 MiB for the large one and the last one.
         assert_eq!(pool.free_bytes(), 16 << 20);
+    }
+
+    #[test]
+    fn reserved_memory_is_waited_for_and_reserved_once() {
+        let pool = Arc::new(Pool::new(u64::MAX));
+        for _ in 0..2 {
+            pool.reserve(&[5 << 20, 5 << 20, 1 << 20]); // the second time nothing is missing
+        }
+        let found: Vec<_> = (0..4).map(|_| pool.acquire(5 << 20).unwrap()).collect();
+        let reserved: Vec<_> = found.iter().map(|(_, stores)| *stores).collect();
+        let (fresh, streaming) = (Stores::Fresh, Stores::Streaming);
+        assert_eq!(reserved, [streaming, streaming, fresh, fresh]);
+        assert_eq!(pool.acquire(1).unwrap().1, streaming);
+    }
+
+    #[test]
+    fn a_reservation_without_memory_ends() {
+        let pool = Arc::new(Pool::new(u64::MAX));
+        pool.reserve(&[1 << 60, 1 << 20]);
+        assert!(pool.acquire(1 << 60).is_err());
+        assert_eq!(pool.acquire(1).unwrap().1, Stores::Streaming);
     }
 }

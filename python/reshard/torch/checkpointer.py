@@ -45,7 +45,7 @@ from reshard.torch.exports import Exports
 from reshard.torch.health import LossHealth
 from reshard.torch.leaving import exit_process, save_after, save_and_exit
 from reshard.torch.loading import read_for
-from reshard.torch.preflight import check_has_content, check_state, claim, dry_run
+from reshard.torch.preflight import check_has_content, check_state, claim, dry_run, reserve
 from reshard.torch.resuming import (
     RestoreOptions,
     check_has_optimizer,
@@ -116,7 +116,8 @@ class Checkpointer:
         keep: number of newest iterations that are kept; short for `retention=Retention(keep=...)`. Default 5. None:
             all.
         retention: which iterations are kept, instead of `keep`: a `Retention` or a mapping of its fields.
-        async_save: write in the background; the step waits only until its tensors are copied. A group without a method
+        async_save: write in the background; the step waits only until its tensors are copied. The memory of the copies
+            has the size of this rank's files; a thread allocates it after the first step. A group without a method
             `session` does not support two threads: with such a group, saves block, and a warning is logged.
         overlap: with `async_save`, `step` does not wait for copies of the parameters and state of optimizers: a hook
             makes the next step of the optimizer wait. They must then change only in that step, not in a step that is
@@ -688,6 +689,9 @@ class Checkpointer:
         run.metrics = {name: number_of(value) for name, value in (metrics or {}).items()}
         run.healthy = self._health(step, run.loss, run.metrics)
         is_due = save or (self._every_steps is not None and step % self._every_steps == 0)
+        if not (is_due or saver.is_reserved):
+            saver.is_reserved = True
+            self._reserve(saver, step)
         if run.rendezvous is None:
             if is_due:
                 self._step_without_board(saver, step)
@@ -780,6 +784,18 @@ class Checkpointer:
         if self._saver is not None:
             self._saver.run.unwatch()
             self._saver.close()
+
+    def _reserve(self, saver: Saver, step: int) -> None:
+        """Reserve memory for the first save in the background. A failure is one of that save, told earlier."""
+        if not self._async or self._overlap or self._one_channel:
+            return
+        try:
+            warnings = self._expected_to_work(lambda: reserve(saver, step))
+        except GroupError as error:
+            saver.failed(error, "the ranks did not prepare the first save")
+        else:
+            for warning in warnings:
+                _log.warning("%s", warning)
 
     def _step_without_board(self, saver: Saver, step: int) -> None:
         """For a group without messages: handle signals at steps with a due save, which are the same on all ranks."""

@@ -72,14 +72,15 @@ def _check_one(state: object, name: str) -> None:
         raise ArgumentError(f"`{name}` has state that cannot be saved: {error.message}", hint=error.hint) from error
 
 
-def dry_run(saver: Saver, described: Described, extra: Mapping[str, Any], step: int) -> None:
+def dry_run(saver: Saver, described: Described, extra: Mapping[str, Any], step: int, *, blocking: bool = True) -> None:
     """Do what a save does before it writes, all ranks collectively, without the contents of tensors.
 
     Args:
         saver: the saver of the run.
         described: the state of the trainer.
-        extra: the value that `check_state` returned.
+        extra: the state besides tensors.
         step: the iteration that would be saved.
+        blocking: False: memory for the copies of a save in the background is allocated by a thread.
 
     Raises:
         ReshardError: as `reshard.save`.
@@ -102,6 +103,7 @@ def dry_run(saver: Saver, described: Described, extra: Mapping[str, Any], step: 
         group=saver.group,
         timeout=saver.timeout,
         dry_run=True,
+        blocking=blocking,
         retention=options.retention,
         verify=options.verify,
         commit=replace(options.commit, rollback=False, takeover=False),
@@ -109,6 +111,25 @@ def dry_run(saver: Saver, described: Described, extra: Mapping[str, Any], step: 
         format=saver.format_of(described, saving),
         threads=options.threads,
     )
+
+
+def reserve(saver: Saver, step: int) -> None:
+    """Check what a save in the background would write, and let a thread allocate the memory for its copies.
+
+    Once the first step has made the state of the optimizer, its size is known. Without this the first save would wait
+    for the system, which clears new memory, and on some virtual machines fetches it from the host.
+
+    Args:
+        saver: the saver of the run.
+        step: the iteration that would be saved.
+
+    Raises:
+        ReshardError: as `reshard.save`.
+    """
+    described = saver.described()
+    if not any(tensor.is_cuda for tensor in described.to_save().values()):  # they are copied into pinned memory
+        extra = saver.beside_tensors(described, step, interrupted=False)
+        dry_run(saver, described, extra, step, blocking=False)
 
 
 def _placeholder(tensor: torch.Tensor) -> torch.Tensor:

@@ -68,6 +68,7 @@ class Saver:
         exports: what is made of each save.
         observers: called with the events of each save.
         record: creates the record of the environment; called once, on rank 0.
+        is_reserved: whether memory for the copies of tensors was reserved.
     """
 
     run: Run
@@ -84,6 +85,7 @@ class Saver:
     exports: Exports
     observers: Observers
     record: Callable[[], dict[str, Any]]
+    is_reserved: bool = False
     _staging: Staging = field(default_factory=Staging)
     _hooks: list[Any] = field(default_factory=list)
 
@@ -106,17 +108,7 @@ class Saver:
         Raises:
             ReshardError: as `reshard.save`.
         """
-        run = self.run
-        described = describe(
-            run.model,
-            run.optimizer if self.with_optimizer else None,
-            objects={name: one for name, one in run.objects.items() if self._is_saved(name)},
-            mesh=self.mesh,
-            group=self.group,
-            timeout=self.timeout,
-            lifts=not self.has_rank_folders,
-            object_name=object_name,
-        )
+        run, described = self.run, self.described()
         extra = self.beside_tensors(described, step, interrupted=interrupted)
         staged = self._staged(described, blocking=blocking)
         saving = described.saving(None if staged is None else staged.tensors)
@@ -147,6 +139,19 @@ class Saver:
         run.pending = None if blocking else saved
         result: SaveReport | PendingSave[SaveReport] = saved
         return result
+
+    def described(self) -> Described:
+        """What a save holds."""
+        return describe(
+            self.run.model,
+            self.run.optimizer if self.with_optimizer else None,
+            objects={name: one for name, one in self.run.objects.items() if self._is_saved(name)},
+            mesh=self.mesh,
+            group=self.group,
+            timeout=self.timeout,
+            lifts=not self.has_rank_folders,
+            object_name=object_name,
+        )
 
     def save_due(self, step: int) -> None:
         """Save a step that is due. A temporary failure is logged and does not end the training.

@@ -29,10 +29,10 @@ from reshard.events import Observers
 from reshard.formats import save_log
 from reshard.storage import mounts
 from reshard.write import background
-from reshard.write.shard_files import shard_file
+from reshard.write.shard_files import reserved_bytes, shard_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from reshard import _core
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from reshard.write.background import PendingSave
     from reshard.write.rank_facts import RankFacts
     from reshard.write.replicas import Copies, Replicas, State
-    from reshard.write.shard_files import ShardFileMaker
+    from reshard.write.shard_files import ShardFile, ShardFileMaker
 
 _log = logging.getLogger("reshard")
 
@@ -283,7 +283,7 @@ def save_collectively(
         channel: the session of this save.
         started: when `reshard.save` was called, on the monotonic clock.
         blocking: whether to wait for the end.
-        dry_run: check without claiming the root or writing.
+        dry_run: check without claiming the root or writing; with `blocking=False` memory is reserved for the copies.
         ready: as in `reshard.save`.
         progress: as in `reshard.save`.
         after: as in `reshard.save`.
@@ -303,10 +303,13 @@ def save_collectively(
         ranks.combine(save, None)  # raises it, and an error on the other ranks
         raise save
     report = capture(save.report)
-    if dry_run:
+    if dry_run and (blocking or ready is not None):
         ranks.combine(report, functools.partial(_check, save), save.report_type, None)
         return None
     plan = ranks.combine(report, save.plan, save.report_type, save.plan_type)
+    if dry_run:
+        _reserve(save, plan)
+        return None
     save.own.copies.replicas = plan.replicas
     make = functools.partial(shard_file, threads=task.options.threads, blocking=blocking, ready=ready)
     error = capture(lambda: save.prepare(plan, make))
@@ -345,6 +348,18 @@ def save_failed(observers: Observers, iteration: int, error: BaseException, star
     reason = error.message if isinstance(error, ReshardError) else str(error)
     seconds = time.monotonic() - started
     observers("failed", iteration, error=type(error).__name__, reason=reason, seconds=seconds)
+
+
+def _reserve(save: SaveFormat, plan: Any) -> None:
+    """Reserve memory for the copies of this rank's files."""
+    sizes = []
+
+    def measured(name: str, arrays: Sequence[LocalArray], metadata: Mapping[str, str]) -> ShardFile:
+        sizes.append(reserved_bytes(arrays))
+        return shard_file(name, arrays, metadata, blocking=True)
+
+    save.prepare(plan, measured)
+    background.snapshot_pool().reserve(sizes)
 
 
 def _check(save: SaveFormat, reports: list[Any]) -> None:

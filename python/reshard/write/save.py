@@ -120,6 +120,7 @@ def save(
     layout: LayoutLike | None = None,
     *,
     dry_run: Literal[True],
+    blocking: bool = True,
     **options: Unpack[_Keywords],
 ) -> None: ...
 @explains_moved
@@ -205,7 +206,9 @@ def save(  # noqa: PLR0917  what is saved is often given by position
         on_event: a function, or a list of functions, called with each `Event` of the save on this rank, such as
             `EventLog(root)`; see docs/watching.md. An error of it is logged once and does not fail the save.
         dry_run: check everything that is known before anything is written: options, arrays, layout, state, and that
-            the ranks agree. The root is neither made nor claimed, and nothing is written.
+            the ranks agree. The root is neither made nor claimed, and nothing is written. With `blocking=False` and
+            without `ready`, memory for the copies is allocated by a thread, so that the first save does not wait for
+            it; it is kept until the end of the process, as that of a save is.
 
     Returns:
         What was saved; with `blocking=False` a `PendingSave`, whose `result()` returns that; with `dry_run` None.

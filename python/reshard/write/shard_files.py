@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 
     ShardFileMaker: TypeAlias = Callable[[str, Sequence[LocalArray], Mapping[str, str]], "ShardFile"]
 
-__all__ = ["ShardFile", "ShardFileMaker", "WrittenFile", "read_back", "shard_file", "tensors_of"]
+__all__ = ["ShardFile", "ShardFileMaker", "WrittenFile", "read_back", "reserved_bytes", "shard_file", "tensors_of"]
 
 _BUFFERS_BYTES = 32 << 20
+_HEADER_BYTES = 512  # at most of an array in a header, without its name
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,11 @@ def shard_file(
         )
 
     return ShardFile(name, sum(array.n_bytes for array in arrays), write)
+
+
+def reserved_bytes(arrays: Iterable[LocalArray]) -> int:
+    """Upper bound of the size of a shard file, to reserve memory for its copy."""
+    return sum(array.n_bytes + len(array.name) + _HEADER_BYTES for array in arrays)
 
 
 def read_back(path: str, written: _core.Written, threads: int | None) -> None:

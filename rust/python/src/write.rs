@@ -249,6 +249,11 @@ impl SnapshotPool {
         self.0.free_bytes()
     }
 
+    #[expect(clippy::needless_pass_by_value, reason = "converted from a list")]
+    fn reserve(&self, image_bytes: Vec<u64>) {
+        self.0.reserve(&image_bytes);
+    }
+
     #[pyo3(signature = (tensors, *, metadata=None, threads=None))]
     fn take(
         &self,
