@@ -765,8 +765,7 @@ def set_checksums(index: _core.Index, folder: str | os.PathLike[str], manifest: 
         DamagedFileError: the manifest does not list a file.
     """
 
-    def entry_of(path: str) -> ShardEntry:
-        name = locate(path).name
+    def entry_of(name: str) -> ShardEntry:
         try:
             return manifest.shards[name]
         except KeyError:
@@ -776,17 +775,15 @@ def set_checksums(index: _core.Index, folder: str | os.PathLike[str], manifest: 
             ) from None
 
     def read(paths: list[str], with_chunks: bool) -> list[tuple[int, int, int, bytes | None]]:  # noqa: FBT001
-        entries = [entry_of(path) for path in paths]
-        names = [locate(path).name for path in paths]
-        checksums = read_checksums(folder, manifest, names) if with_chunks else {}
+        entries = [(name, entry_of(name)) for name in (locate(path).name for path in paths)]
+        checksums = read_checksums(folder, manifest, dict(entries)) if with_chunks else {}
         return [
-            (entry.n_bytes, entry.header_bytes, entry.header_checksum, checksums.get(name))
-            for name, entry in zip(names, entries, strict=True)
+            (entry.n_bytes, entry.header_bytes, entry.header_checksum, checksums.get(name)) for name, entry in entries
         ]
 
     if not isinstance(manifest.shards, _Entries):
-        for file in range(index.n_files):
-            entry = entry_of(index.file_path(file))
+        for file, name in enumerate(index.file_names):
+            entry = entry_of(name)
             index.set_checksums(file, entry.n_bytes, entry.header_bytes, entry.header_checksum, None)
     index.set_checksums_reader(read)
 

@@ -11,7 +11,7 @@ use crate::write::Written;
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::pybacked::{PyBackedBytes, PyBackedStr};
-use pyo3::types::{PyBytes, PyTuple};
+use pyo3::types::{PyBytes, PyString, PyTuple};
 use rayon::prelude::*;
 use reshard_core::checksum::Checksums;
 use reshard_core::control::Control;
@@ -268,6 +268,19 @@ impl Index {
         };
         self.index
             .set_checksums_reader(ReadChecksums(Arc::new(read)));
+    }
+
+    #[getter]
+    fn file_names<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyString>>> {
+        (0..self.index.n_files() as u32)
+            .map(|file| {
+                let path = raise(py, self.index.file_path(file))?;
+                path.file_name()
+                    .unwrap_or_default()
+                    .into_pyobject(py)
+                    .map_err(Into::into)
+            })
+            .collect()
     }
 
     fn file_path(&self, py: Python<'_>, file: u32) -> PyResult<PathBuf> {

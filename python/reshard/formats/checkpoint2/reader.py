@@ -93,11 +93,12 @@ class FolderData(CheckpointData):
     @cached_property
     def _parts(self) -> list[str | None]:
         """The part in the name of each file."""
-        return [_part_of_file(self.index.file_path(file)) for file in range(self.index.n_files)]
+        parsed = map(checkpoint2.parse_shard_file_name, self.index.file_names)
+        return [None if one is None else one.part for one in parsed]
 
     def rank_files(self) -> Mapping[int, list[int]] | None:
         """From the manifest, metadata.json, or the names of the files."""
-        numbers = {locate(self.index.file_path(file)).name: file for file in range(self.index.n_files)}
+        numbers = {name: file for file, name in enumerate(self.index.file_names)}
         found = own_files(self.path, numbers, self.manifest)
         return {rank: [numbers[name] for name in names] for rank, names in found.items()}
 
@@ -249,11 +250,6 @@ def _check_parts(data: FolderData) -> None:
             raise DamagedFileError(
                 f"`{key}` is both in model and in optimizer files of {data.path}", path=str(data.path), key=key
             )
-
-
-def _part_of_file(path: str) -> str | None:
-    parsed = checkpoint2.parse_shard_file_name(locate(path).name)
-    return None if parsed is None else parsed.part
 
 
 def marks(folder: str | os.PathLike[str]) -> tuple[bool, bool]:
@@ -416,7 +412,7 @@ def _index(
     elif described.metadata is not None:
         path = str(folder / checkpoint2.METADATA_FILE)
         index = _core.Index.from_metadata(path, data=described.metadata, method=method)
-    files = {locate(index.file_path(file)).name for file in range(index.n_files)}
+    files = set(index.file_names)
     if described.tiles is not None:
         for tensor in described.tiles.tensors.values():
             for stored in tensor.stored:
@@ -442,7 +438,7 @@ def _index(
 
 
 def _add_tiles(index: _core.Index, folder: Location, described: tiles.TilesFile) -> None:
-    files = {locate(index.file_path(file)).name: file for file in range(index.n_files)}
+    files = {name: file for file, name in enumerate(index.file_names)}
     for key, tensor in described.tensors.items():
         stored = [_core.StoredArray(files[one.file], one.name, one.shape, one.tiles) for one in tensor.stored]
         try:
@@ -528,7 +524,9 @@ def _unlisted(index: _core.Index, folder: Location, rest: list[int]) -> Unlisted
 
 
 def _add_unlisted(index: _core.Index, unlisted: Unlisted) -> None:
-    numbers = {locate(index.file_path(file)).name: file for file in range(index.n_files)}
+    if not unlisted:
+        return
+    numbers = {name: file for file, name in enumerate(index.file_names)}
     for name, dtype, shape, files in unlisted:
         strides = [1] * len(shape)
         for dim in range(len(shape) - 1, 0, -1):
