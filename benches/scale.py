@@ -1,4 +1,4 @@
-"""Checkpoints of many ranks and of many tensors: opening, the coordinator of a save, many files, small tensors.
+"""Checkpoints of many ranks, of many tensors and of large files: opening, the coordinator of a save, many files.
 
     python benches/scale.py [--dir DIR] [--rounds 3] [--ranks 256 1024] [--quick]
 
@@ -277,10 +277,12 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, default=1024)
     parser.add_argument("--small", type=int, default=100_000, help="tensors of 4 KiB")
     parser.add_argument("--files", type=int, default=16_384, help="files of ranks, of 8 tensors each")
+    parser.add_argument("--file-gb", type=float, default=10, help="of files that consist of a hole")
     parser.add_argument("--quick", action="store_true", help="a test of the script, not a measurement")
     options = parser.parse_args()
     if options.quick:
         options.rounds, options.ranks, options.tensors, options.small, options.files = 1, [8, 72], 16, 100, 16
+        options.file_gb = 0.002
     print("| case | median of | figures |\n|---|---:|---|")
 
     def report(name: str, function: Callable[..., Figures], path: Callable[[int], Path], *sizes: int) -> None:
@@ -303,6 +305,12 @@ def main() -> None:
             shape = f"{n_ranks} ranks x {options.tensors} tensors"
             report(f"open and load a rank of TP8, {shape} (s)", open_and_load, lambda _, root=root: root, *sizes)
             report(f"coordinator of a save, {shape} (s)", coordinate, new, *sizes)
+            large = folder / f"large{n_ranks}"
+            write_large(large, n_ranks, int(options.file_gb * 1e9))
+            for n_parts, is_first in ((8, 1), (n_ranks, 1), (8, 0), (n_ranks, 0)):
+                shape = f"{n_ranks // n_parts} of {n_ranks} files of {options.file_gb:g} GB"
+                name = f"open and load from {shape}{'' if is_first else ', after rank 0'} (s)"
+                report(name, load_of_large, lambda _, large=large: large, n_ranks, n_parts, is_first)
         report(f"{options.files} files of 8 tensors out of one (us each)", rank_files, new, options.files, 8)
         report(f"{options.small} tensors of 4 KiB (us each)", small_tensors, new, 1, options.small)
 

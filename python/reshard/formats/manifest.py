@@ -14,6 +14,9 @@ not authenticity: a process that can write to the folder can also write a matchi
 `epoch` in the file is the generation of the claim. `checksums.bin` holds the crc32c of each 256 KiB of each shard file,
 from its first byte on, 4 bytes each and little-endian, all shard files end to end in the order of the manifest.
 
+Both can be read in parts. The entry of a shard file holds the position and the digest of its checksums. An `Outline`,
+which one rank makes and sends, holds the positions and the digests of pieces of the manifest.
+
 This module does not decide which checkpoint is read or which process may write one. `.tracked` and `.pinned` are empty
 markers that appear after publication, which is why no manifest lists them.
 """
