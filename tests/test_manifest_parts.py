@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from tests import sealed
+from tests.threads import in_threads
 
 import reshard
 from reshard import _core, messages, opening
@@ -207,6 +208,27 @@ def test_a_rank_loads_what_another_rank_has_chosen_from_parts_of_the_manifest(tr
     others = (folder / described).stat().st_size
     assert (folder / "manifest.json").stat().st_size > 50_000
     assert n_read - others < 36 << 10  # 2 of 4 pieces
+
+
+def test_ranks_that_load_together_read_one_manifest(tree: Path, copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    real = manifests._read_text
+
+    def count(place: Any) -> Any:
+        read.append(place.name)
+        return real(place)
+
+    monkeypatch.setattr(manifests, "_read_text", count)
+    layout = divided(3)
+    loaded = in_threads(3, lambda group: reshard.load(tree, layout, group=group, timeout=60))
+    for rank, one in enumerate(loaded):
+        expected = np.arange(N_RANKS * 4, dtype=np.float32).reshape(3, -1, 4)[rank]
+        assert np.array_equal(one.state["w"], expected)
+        assert np.array_equal(one.state["v"], expected + 1)
+    assert len(read) == 1
+    alter(copied / "iteration_00000000" / "checksums.bin", 4 * 295)  # of rank 2
+    for error in in_threads(3, lambda group: reshard.load(copied, layout, group=group, timeout=60)):
+        assert "the checksums of" in str(error)
 
 
 @pytest.fixture
