@@ -1,4 +1,4 @@
-"""Checkpoints of many ranks and of many tensors: opening, the coordinator of a save, many files, small tensors.
+"""Checkpoints of many ranks, of many tensors and of large files: opening, the coordinator of a save, many files.
 
     python benches/scale.py [--dir DIR] [--rounds 3] [--ranks 256 1024] [--quick]
 
@@ -23,13 +23,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import reshard
-from reshard import messages
+from reshard import messages, opening
+from reshard.checkpoint import Checkpoint
 from reshard.collective import Collective
+from reshard.formats.manifest import CHUNK_BYTES
 from reshard.group import SingleProcess
 from reshard.layout import ModelLayout
+from reshard.storage import protocol
 from reshard.storage.location import locate
 from reshard.write.iteration import write_descriptions
 from reshard.write.rank_facts import Fact, RankFacts, plan_iteration, plan_key
+from reshard.write.shard_files import WrittenFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
 
 Figures = dict[str, float]
 
+LARGE_TENSORS = 8  # beside a hole
 ROW = 16  # elements of a tensor that a rank holds
 TP8 = {"mesh": {"tp": 8}, "rules": [{"match": "*", "cut": ["tp"]}]}
 
@@ -87,6 +92,83 @@ def open_and_load(root: Path, n_ranks: int, n_tensors: int) -> Figures:
     for i in range(n_tensors):
         assert np.array_equal(found[key(i)], tensor(i, n_ranks)[n_ranks // 8 : n_ranks // 4])
     return {"open": opened - start, "load": end - opened, "total": end - start, "peak MiB": peak}
+
+
+def write_large(root: Path, n_ranks: int, file_bytes: int) -> None:
+    """An iteration of a large file a rank: small tensors, and one that consists of a hole."""
+    layout = ModelLayout.from_mapping(layout_of(n_ranks))
+    hole_bytes = file_bytes - LARGE_TENSORS * ROW * 4
+    arrays = [Fact(key(i), "model", "F32", (1, ROW)) for i in range(LARGE_TENSORS)]
+    arrays.append(Fact("hole", "model", "U8", (1, hole_bytes)))
+    reports = [RankFacts("host", {}, tuple(arrays))] * n_ranks
+    plan = plan_iteration(reports, layout, prefix=None, dedup=True, strict=False)
+    attempt = protocol.begin(root, 1, durable=False)
+    header: dict[str, Any] = {}
+    at = 0
+    for name, _, dtype, shape, *_ in arrays:
+        n_bytes = ROW * 4 if dtype == "F32" else hole_bytes
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + n_bytes]}
+        at += n_bytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    table = len(text).to_bytes(8, "little") + text
+    tensors = [tensor(i, n_ranks) for i in range(LARGE_TENSORS)]
+    n_bytes = len(table) + file_bytes
+    n_chunks = -(-n_bytes // CHUNK_BYTES)
+    empty = bytes(CHUNK_BYTES)
+    last = reshard._core.crc32c(empty[: n_bytes - (n_chunks - 1) * CHUNK_BYTES])
+    rest = np.full(n_chunks - 1, reshard._core.crc32c(empty), "<u4")
+    rest[-1] = last
+    records = {}
+    for file in plan.files:
+        content = table + b"".join(one[file.rank].tobytes() for one in tensors)
+        with (Path(str(attempt.staging)) / file.name).open("wb") as out:
+            out.write(content)
+            out.truncate(n_bytes)
+        first = reshard._core.crc32c(content + empty[: CHUNK_BYTES - len(content)])
+        checksums = first.to_bytes(4, "little") + rest.tobytes()
+        written = WrittenFile(n_bytes, len(table), reshard._core.crc32c(table), checksums)
+        records[file.name] = (written, file.rank)
+    write_descriptions(plan, attempt.staging, mode=0o644)
+    protocol.publish(attempt, protocol.seal(attempt, records, world_size=n_ranks))
+    protocol.release(root)
+
+
+def load_of_large(root: Path, n_ranks: int, n_parts: int, is_first: int) -> Figures:
+    """Open and load what one of `n_parts` ranks needs of the small tensors, alone or after rank 0 has chosen."""
+    warm = root.parent / "warm"
+    if not warm.exists():
+        reshard.save(warm, 1, {"w": np.zeros(8, np.float32)})
+    with reshard.open(warm) as checkpoint:
+        checkpoint.load(TP8, 1)
+    known = None
+    if not is_first:
+        with reshard.open(root) as checkpoint:
+            # What rank 0 sends, in a process of its own, so that its memory is not counted.
+            known = opening.chosen(checkpoint)
+    figures: Figures = fresh(_load_of_large, root, n_ranks, n_parts, known)
+    return figures
+
+
+def _load_of_large(root: Path, n_ranks: int, n_parts: int, known: opening.Chosen | None) -> Figures:
+    names = [key(i) for i in range(LARGE_TENSORS)]
+    before, read, start = memory_mib("VmHWM"), bytes_read(), time.perf_counter()
+    with reshard.open(root) if known is None else Checkpoint(opening.open_chosen(known)) as checkpoint:
+        opened, read_open = time.perf_counter(), bytes_read()
+        found = checkpoint.load(layout_of(n_parts), 1, keys=names)
+    end = time.perf_counter()
+    size = n_ranks // n_parts
+    for i, name in enumerate(names):
+        assert np.array_equal(found[name], tensor(i, n_ranks)[size : 2 * size])
+    peak = memory_mib("VmHWM") - before
+    read_all = bytes_read() - read
+    return {"open": opened - start, "total": end - start, "peak MiB": peak,
+            "read by open MB": (read_open - read) / 1e6, "read MB": read_all / 1e6}  # fmt: skip
+
+
+def bytes_read() -> int:
+    """Bytes that this process has read by system calls."""
+    return int(Path("/proc/self/io").read_text().split()[1])
 
 
 def coordinate(root: Path, n_ranks: int, n_tensors: int) -> Figures:
@@ -195,10 +277,12 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, default=1024)
     parser.add_argument("--small", type=int, default=100_000, help="tensors of 4 KiB")
     parser.add_argument("--files", type=int, default=16_384, help="files of ranks, of 8 tensors each")
+    parser.add_argument("--file-gb", type=float, default=10, help="of files that consist of a hole")
     parser.add_argument("--quick", action="store_true", help="a test of the script, not a measurement")
     options = parser.parse_args()
     if options.quick:
         options.rounds, options.ranks, options.tensors, options.small, options.files = 1, [8, 72], 16, 100, 16
+        options.file_gb = 0.002
     print("| case | median of | figures |\n|---|---:|---|")
 
     def report(name: str, function: Callable[..., Figures], path: Callable[[int], Path], *sizes: int) -> None:
@@ -221,6 +305,12 @@ def main() -> None:
             shape = f"{n_ranks} ranks x {options.tensors} tensors"
             report(f"open and load a rank of TP8, {shape} (s)", open_and_load, lambda _, root=root: root, *sizes)
             report(f"coordinator of a save, {shape} (s)", coordinate, new, *sizes)
+            large = folder / f"large{n_ranks}"
+            write_large(large, n_ranks, int(options.file_gb * 1e9))
+            for n_parts, is_first in ((8, 1), (n_ranks, 1), (8, 0), (n_ranks, 0)):
+                shape = f"{n_ranks // n_parts} of {n_ranks} files of {options.file_gb:g} GB"
+                name = f"open and load from {shape}{'' if is_first else ', after rank 0'} (s)"
+                report(name, load_of_large, lambda _, large=large: large, n_ranks, n_parts, is_first)
         report(f"{options.files} files of 8 tensors out of one (us each)", rank_files, new, options.files, 8)
         report(f"{options.small} tensors of 4 KiB (us each)", small_tensors, new, 1, options.small)
 

@@ -204,11 +204,11 @@ def test_a_link_that_leads_nowhere_is_no_fresh_start(work: Path) -> None:
 def test_older_candidates_are_not_opened_once_one_is_taken(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
 
-    def watched(path: Location, *rest: Any) -> Any:
+    def watched(path: Location, *rest: Any, **more: Any) -> Any:
         opened.append(path.name)
-        return open_folder(path, *rest)
+        return open_folder(path, *rest, **more)
 
-    monkeypatch.setattr("reshard.opening.gather.open_folder", watched)
+    monkeypatch.setattr("reshard.formats.checkpoint2.root.open_folder", watched)
     config = Config(str(work / "root"), resume=True)
     facts = gather(config)
     assert opened == ["iteration_00000010"]

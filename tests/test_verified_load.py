@@ -480,12 +480,12 @@ def test_a_root_that_changes_while_it_is_looked_at(root: Path, monkeypatch: pyte
 
     real = rooms.open_folder
 
-    def late(folder: Location, *args: Any) -> CheckpointData:
+    def late(folder: Location, *args: Any, **more: Any) -> CheckpointData:
         if not (root / "iteration_00000015").exists():
             sealed.make(root, 15, previous_tracker=10)
             shutil.rmtree(root / "iteration_00000010")
             shutil.rmtree(root / "iteration_00000005")
-        return real(folder, *args)
+        return real(folder, *args, **more)
 
     monkeypatch.setattr(module, "open_folder", late)
     with reshard.open(root) as opened:

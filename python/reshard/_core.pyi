@@ -407,7 +407,9 @@ class Index:
     def files_again(self, numbers: Sequence[int]) -> Index:
         """Return an index of the same files without tensors: the files with these numbers become 0, 1, ..."""
 
-    def set_checksums(self, file: int, n_bytes: int, header_bytes: int, header_checksum: int, checksums: bytes) -> None:
+    def set_checksums(
+        self, file: int, n_bytes: int, header_bytes: int, header_checksum: int, checksums: bytes | None
+    ) -> None:
         """Set the expected size and checksums of a file that is not open yet.
 
         Opening the file then verifies its size and header. Plans verify the chunks that they read.
@@ -417,9 +419,23 @@ class Index:
             n_bytes: its size in bytes.
             header_bytes: bytes before the data: the length field and the header.
             header_checksum: crc32c of these bytes.
-            checksums: crc32c of each 256 KiB chunk of the file, the last chunk may be shorter; 4 bytes each, little-endian.
+            checksums: crc32c of each 256 KiB chunk of the file, the last chunk may be shorter; 4 bytes each,
+                little-endian. None: a plan that verifies the file asks the function of `set_checksums_reader` for them.
         """
 
+    def set_checksums_reader(
+        self, read: Callable[[list[str], bool], Sequence[tuple[int, int, int, bytes | None]]]
+    ) -> None:
+        """Set the function that gives the sizes and checksums of files when they are needed.
+
+        Args:
+            read: called with paths of files, and whether the checksums of their chunks are needed. Returns the
+                arguments of `set_checksums` after the file for each path. An error of it is raised by the method that
+                needed the file. It is called from several threads.
+        """
+
+    @property
+    def file_names(self) -> list[str]: ...  # without their folders
     def file_path(self, file: int) -> str: ...
     def file_bytes(self, file: int) -> int: ...
     def file_metadata(self, file: int) -> dict[str, str] | None: ...

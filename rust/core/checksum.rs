@@ -6,6 +6,7 @@
 use crate::error::{Error, Kind, Result};
 use crate::memory::{copy_lines, copy_run};
 use crc_fast::{CrcAlgorithm, Digest};
+use std::sync::OnceLock;
 
 /// Bytes of a chunk; the last chunk of a file may be shorter.
 pub const CHUNK_BYTES: usize = 256 << 10;
@@ -43,13 +44,14 @@ pub fn copy_summed(mut before: u32, to: &mut [u8], from: &[u8], streams: bool) -
     before
 }
 
-/// The expected size and checksums of a shard file.
+/// The expected size and checksums of a shard file. The checksums of the chunks can be given later: a file of 10 GB has
+/// 160 KB of them, and a plan uses a part of the files.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Checksums {
     n_bytes: u64,
     header_bytes: u64,
     header_checksum: u32,
-    chunks: Vec<u32>,
+    chunks: OnceLock<Vec<u32>>,
 }
 
 impl Checksums {
@@ -63,19 +65,62 @@ impl Checksums {
         header_checksum: u32,
         chunks: Vec<u32>,
     ) -> Result<Self> {
-        if n_bytes.div_ceil(CHUNK_BYTES as u64) != chunks.len() as u64 || header_bytes > n_bytes {
-            let message = format!(
-                "{} checksums and {header_bytes} header bytes do not match a file of {n_bytes} bytes",
-                chunks.len()
-            );
+        let this = Self::without_chunks(n_bytes, header_bytes, header_checksum)?;
+        this.set_chunks(chunks)?;
+        Ok(this)
+    }
+
+    /// The size and the header of a file whose chunks have checksums that are not read yet.
+    ///
+    /// # Errors
+    /// The header is larger than the file.
+    pub fn without_chunks(n_bytes: u64, header_bytes: u64, header_checksum: u32) -> Result<Self> {
+        if header_bytes > n_bytes {
+            let message =
+                format!("{header_bytes} header bytes do not match a file of {n_bytes} bytes");
             return Err(Error::new(Kind::Argument, message));
         }
         Ok(Self {
             n_bytes,
             header_bytes,
             header_checksum,
-            chunks,
+            chunks: OnceLock::new(),
         })
+    }
+
+    fn set_chunks(&self, chunks: Vec<u32>) -> Result<()> {
+        if self.n_bytes.div_ceil(CHUNK_BYTES as u64) != chunks.len() as u64 {
+            let message = format!(
+                "{} checksums do not match a file of {} bytes",
+                chunks.len(),
+                self.n_bytes
+            );
+            return Err(Error::new(Kind::Argument, message));
+        }
+        // Another thread may have read the same.
+        let _ = self.chunks.set(chunks);
+        Ok(())
+    }
+
+    /// Takes the checksums of the chunks from what was read later of the same file.
+    ///
+    /// # Errors
+    /// It is of another file, or has no checksums either.
+    pub fn complete(&self, read: Self) -> Result<()> {
+        let is_same = self.n_bytes == read.n_bytes
+            && self.header_bytes == read.header_bytes
+            && self.header_checksum == read.header_checksum;
+        match read.chunks.into_inner() {
+            Some(chunks) if is_same => self.set_chunks(chunks),
+            _ => Err(Error::damaged(
+                "the checksums are of a file with another size or header",
+            )),
+        }
+    }
+
+    /// Whether the checksums of the chunks are known.
+    pub fn has_chunks(&self) -> bool {
+        self.chunks.get().is_some()
     }
 
     /// Decodes stored checksums: 4 bytes each, little-endian.
@@ -105,10 +150,8 @@ impl Checksums {
 
     /// Encodes the checksums as they are stored.
     pub fn to_bytes(&self) -> Vec<u8> {
-        self.chunks
-            .iter()
-            .flat_map(|checksum| checksum.to_le_bytes())
-            .collect()
+        let chunks = self.chunks.get().into_iter().flatten();
+        chunks.flat_map(|checksum| checksum.to_le_bytes()).collect()
     }
 
     /// Size of the file.
@@ -128,7 +171,7 @@ impl Checksums {
 
     /// Number of chunks.
     pub fn n_chunks(&self) -> usize {
-        self.chunks.len()
+        self.n_bytes.div_ceil(CHUNK_BYTES as u64) as usize
     }
 
     /// First byte and length of a chunk, in bytes.
@@ -162,9 +205,11 @@ impl Checksums {
         self.is(number, crc32c(0, bytes))
     }
 
-    /// Whether a chunk has this checksum.
+    /// Whether a chunk has this checksum. False while the checksums are not known: a plan that verifies reads them first.
     pub fn is(&self, number: usize, checksum: u32) -> bool {
-        checksum == self.chunks[number]
+        self.chunks
+            .get()
+            .is_some_and(|chunks| checksum == chunks[number])
     }
 }
 

@@ -2,8 +2,10 @@
 //!
 //! Layers add context ([`Error::path`], [`Error::key`], [`Error::hint`]) and keep the message of the lower layer.
 
+use std::any::Any;
 use std::fmt;
 use std::path::Path;
+use std::sync::Arc;
 
 /// The class of an error. Callers handle different kinds differently.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -39,7 +41,26 @@ pub struct Error {
     key: Option<String>,
     hint: Option<String>,
     errno: Option<i32>,
+    cause: Option<Cause>,
 }
+
+/// An error of the caller that passes through the core.
+#[derive(Clone)]
+struct Cause(Arc<dyn Any + Send + Sync>);
+
+impl fmt::Debug for Cause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Cause")
+    }
+}
+
+impl PartialEq for Cause {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl Eq for Cause {}
 
 /// A result with the error of the core.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -54,7 +75,20 @@ impl Error {
             key: None,
             hint: None,
             errno: None,
+            cause: None,
         }
+    }
+
+    /// Creates an error for one that a function of the caller returned; the caller gets it back from [`Self::cause`].
+    pub fn caused_by(message: impl Into<String>, cause: impl Any + Send + Sync) -> Self {
+        let mut this = Self::new(Kind::Io, message);
+        this.cause = Some(Cause(Arc::new(cause)));
+        this
+    }
+
+    /// The error that a function of the caller returned.
+    pub fn cause<T: Any>(&self) -> Option<&T> {
+        self.cause.as_ref()?.0.downcast_ref()
     }
 
     /// Creates an error for a file that violates its format.

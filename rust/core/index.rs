@@ -37,6 +37,20 @@ pub struct Index {
     by_key: HashMap<String, u32>,
     whole_files: Vec<WholeFile>,
     is_closed: std::sync::atomic::AtomicBool,
+    read_checksums: Option<ReadChecksums>,
+}
+
+/// Reads the expected sizes and headers of files, and on request the checksums of their chunks.
+#[derive(Clone)]
+pub struct ReadChecksums(pub ReadsChecksums);
+
+/// A function of the paths, and of whether the checksums of the chunks are needed.
+type ReadsChecksums = Arc<dyn Fn(&[&Path], bool) -> Result<Vec<Checksums>> + Send + Sync>;
+
+impl fmt::Debug for ReadChecksums {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("ReadChecksums")
+    }
 }
 
 /// A function that opens a file.
@@ -46,7 +60,7 @@ struct FileSlot {
     path: PathBuf,
     open: Opener,
     format: Format,
-    checksums: Option<Arc<Checksums>>,
+    checksums: OnceLock<Arc<Checksums>>,
     opened: Mutex<Option<Arc<ShardFile>>>,
 }
 
@@ -125,7 +139,7 @@ impl Index {
             path,
             open: Arc::new(open),
             format,
-            checksums: None,
+            checksums: OnceLock::new(),
             opened: Mutex::new(None),
         });
         self.files.len() as u32 - 1
@@ -137,6 +151,7 @@ impl Index {
     /// There is no such file.
     pub fn files_again(&self, numbers: &[u32]) -> Result<Self> {
         let mut index = Self::new();
+        index.read_checksums.clone_from(&self.read_checksums);
         for &number in numbers {
             let slot = self.slot(number)?;
             index.files.push(FileSlot {
@@ -174,7 +189,57 @@ impl Index {
             );
             return Err(Error::new(Kind::Argument, message));
         }
-        slot.checksums = Some(Arc::new(checksums));
+        slot.checksums = OnceLock::from(Arc::new(checksums));
+        Ok(())
+    }
+
+    /// Sets what reads the sizes, headers and checksums of safetensors files that [`Self::set_checksums`] did not set,
+    /// when they are opened, and the checksums of chunks that it did not give, when a plan verifies them.
+    pub fn set_checksums_reader(&mut self, read: ReadChecksums) {
+        self.read_checksums = Some(read);
+    }
+
+    /// Reads what is not known yet of files. Holds no lock: what reads may wait for another thread.
+    fn read_checksums(
+        &self,
+        files: impl IntoIterator<Item = u32>,
+        with_chunks: bool,
+    ) -> Result<()> {
+        let mut missing = Vec::new();
+        for file in files {
+            let slot = self.slot(file)?;
+            let is_known = match slot.checksums.get() {
+                Some(checksums) => !with_chunks || checksums.has_chunks(),
+                None => {
+                    self.read_checksums.is_none() || !matches!(slot.format, Format::Safetensors)
+                }
+            };
+            if !is_known {
+                missing.push(file);
+            }
+        }
+        if missing.is_empty() {
+            return Ok(());
+        }
+        missing.sort_unstable();
+        missing.dedup();
+        let slots: Vec<&FileSlot> = missing.iter().map(|&i| &self.files[i as usize]).collect();
+        let paths: Vec<&Path> = slots.iter().map(|slot| slot.path.as_path()).collect();
+        let found = match &self.read_checksums {
+            Some(read) => (read.0)(&paths, with_chunks)?,
+            None => Vec::new(),
+        };
+        if found.len() != slots.len() {
+            let message = format!("{} of {} checksums were read", found.len(), slots.len());
+            return Err(Error::new(Kind::Argument, message));
+        }
+        for (slot, found) in slots.into_iter().zip(found) {
+            let known = slot.checksums.get_or_init(|| Arc::new(found.clone()));
+            if with_chunks && !known.has_chunks() {
+                let completed = known.complete(found);
+                completed.map_err(|error| error.within(slot.path.display()).path(&slot.path))?;
+            }
+        }
         Ok(())
     }
 
@@ -462,6 +527,7 @@ impl Index {
 
     /// Opens a file, or returns the opened file.
     pub fn open(&self, file: u32) -> Result<Arc<ShardFile>> {
+        self.read_checksums([file], false)?;
         let slot = self.slot(file)?;
         let mut opened = slot
             .opened
@@ -473,7 +539,8 @@ impl Index {
         if let Some(opened) = &*opened {
             return Ok(Arc::clone(opened));
         }
-        let shard_file = ShardFile::open((slot.open)()?, &slot.format, slot.checksums.clone())?;
+        let checksums = slot.checksums.get().cloned();
+        let shard_file = ShardFile::open((slot.open)()?, &slot.format, checksums)?;
         let shard_file = Arc::new(shard_file);
         *opened = Some(Arc::clone(&shard_file));
         Ok(shard_file)
@@ -688,7 +755,7 @@ impl Index {
     ) -> Result<Vec<(u32, String)>> {
         let described = self.described_bytes(dtype_of);
         let is_filled = |(slot, described): (&FileSlot, &Option<u64>)| {
-            let checksums = slot.checksums.as_ref();
+            let checksums = slot.checksums.get();
             checksums.is_some_and(|one| *described == Some(one.n_bytes() - one.header_bytes()))
         };
         if !self.files.iter().zip(&described).all(is_filled) {
@@ -697,7 +764,7 @@ impl Index {
         self.check_coverage()?;
         self.files
             .par_iter()
-            .try_for_each(|slot| match &slot.checksums {
+            .try_for_each(|slot| match slot.checksums.get() {
                 Some(checksums) => verify_header(&(slot.open)()?, checksums),
                 None => Ok(()),
             })?;
@@ -804,6 +871,9 @@ impl Index {
         for (requested, found) in request.arrays.iter().zip(&found) {
             let (first_key, _) = &requested.keys[0];
             let selected = self.select(requested, found.as_ref(), &mut chosen_bytes)?;
+            if verify {
+                self.read_checksums(selected.iter().map(|one| one.file), true)?;
+            }
             let stored_dtype = match found {
                 Some(Found::InWholeFile(_, entry)) => entry.dtype,
                 Some(Found::Listed(stored)) if stored.dtype.get().is_some() => {

@@ -50,7 +50,7 @@ def own_files(folder: Location, names: Iterable[str], manifest: Manifest | None)
     """
     parsed = {name: checkpoint2.parse_shard_file_name(name) for name in names}
     if manifest is not None:
-        rank_of = {name: entry.rank for name, entry in manifest.shards.items()}
+        rank_of = {name: manifest.shards[name].rank for name in parsed if name in manifest.shards}
         found: dict[int, list[str]] = {rank: [] for rank in range(manifest.world_size)}
     else:
         path = folder / checkpoint2.METADATA_FILE

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from reshard.checkpoint import Checkpoint
@@ -14,8 +15,7 @@ from reshard.config import split_iteration
 from reshard.errors import CheckpointNotFoundError, EmptyRootError, ReshardError
 from reshard.formats import registry
 from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.formats.checkpoint2.reader import open_folder
-from reshard.formats.checkpoint2.root import MAX_LOOKS, order_of
+from reshard.formats.checkpoint2.root import MAX_LOOKS, Look
 from reshard.formats.newest import reason_of
 from reshard.formats.scrub import is_damage
 from reshard.layout import ModelLayout
@@ -26,11 +26,11 @@ from reshard.resume.choose import is_settled
 from reshard.storage.location import Location, locate
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from reshard import _core
     from reshard.config import Config
-    from reshard.formats.base import RootEntry
+    from reshard.formats.base import CheckpointData, RootEntry
     from reshard.resume import Candidate, Order
     from reshard.resume.facts import Kind
 
@@ -123,18 +123,20 @@ class _Gatherer:
         before: Order | None = None
         facts = replace(self.facts, path=str(root), kind="root")
         for _ in range(MAX_LOOKS):
-            order = order_of(root, exact=exact)
-            if order == before:
-                break
-            before = order
-            found: list[CandidateFacts] = []
-            refused = tuple(replace(_unopened(root, one), refusal=one.reason) for one in order.refused)
-            for n, one in enumerate(order.candidates):
-                found.append(self._candidate(root / one.name, one.iteration, one.reason, "root"))
-                facts = replace(facts, candidates=tuple(found), warnings=order.warnings)
-                if is_settled(evaluate(self.config, facts)):
-                    older = tuple(_unopened(root, one) for one in order.candidates[n + 1 :])
-                    return replace(facts, candidates=(*found, *older, *refused))
+            with Look(root, exact=exact) as look:
+                order = look.order
+                if order == before:
+                    break
+                before = order
+                found: list[CandidateFacts] = []
+                refused = tuple(replace(_unopened(root, one), refusal=one.reason) for one in order.refused)
+                for n, one in enumerate(order.candidates):
+                    opening = partial(look.open, one, self.method)
+                    found.append(self._candidate(root / one.name, one.iteration, one.reason, "root", opening))
+                    facts = replace(facts, candidates=tuple(found), warnings=order.warnings)
+                    if is_settled(evaluate(self.config, facts)):
+                        older = tuple(_unopened(root, one) for one in order.candidates[n + 1 :])
+                        return replace(facts, candidates=(*found, *older, *refused))
             facts = replace(facts, candidates=(*found, *refused), warnings=order.warnings)
             # A save may have finished, and retention deleted iterations meanwhile: list the root again.
         return facts
@@ -146,25 +148,26 @@ class _Gatherer:
         found: list[CandidateFacts] = []
         while rest:
             one = rest.pop(0)
-            found.append(self._candidate(locate(one.path), one.iteration, one.why, "root", is_own=False))
+            found.append(self._candidate(locate(one.path), one.iteration, one.why, "root"))
             facts = replace(facts, candidates=tuple(found))
             if is_settled(evaluate(self.config, facts)):
                 break
         return replace(facts, candidates=(*found, *rest))
 
     def _candidate(
-        self, path: Location, iteration: int | None, why: str, kind: Kind, *, is_own: bool = True
+        self,
+        path: Location,
+        iteration: int | None,
+        why: str,
+        kind: Kind,
+        opening: Callable[[], CheckpointData] | None = None,
     ) -> CandidateFacts:
-        """The content of a candidate, or its fault. `is_own`: a root is one of Checkpoint 2.0."""
+        """The content of a candidate, or its fault. `opening` opens it; None: `open` does."""
         if str(path) in self.faults:
             number = split_iteration(str(path))[1] if iteration is None else iteration
             return CandidateFacts(str(path), number, why, fault=self.faults[str(path)])
         try:
-            checkpoint = (
-                open_path(path, method=self.method)
-                if kind != "root" or not is_own
-                else Checkpoint(open_folder(path, self.method, iteration))
-            )
+            checkpoint = open_path(path, method=self.method) if opening is None else Checkpoint(opening())
             checkpoint.common = checkpoint.data.read_common()
         except ReshardError as error:
             number = split_iteration(str(path))[1] if iteration is None else iteration

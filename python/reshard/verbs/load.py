@@ -469,7 +469,8 @@ def _choose(
             return _Choice(tree)
         facts = gather(terms.config, terms.run, method=terms.method, faults=faults, opened=opened)
         path = _decide(terms, facts).path
-        return _Choice(None, facts, None if path is None else opening.chosen(opened[path]))
+        is_sent = path is not None and ranks.world_size > 1
+        return _Choice(None, facts, opening.chosen(opened[str(path)]) if is_sent else None)
 
     choice = ranks.first(look, _Choice)
     if choice.facts is None:

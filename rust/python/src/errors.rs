@@ -9,7 +9,15 @@ pub(crate) fn raise<T>(py: Python<'_>, result: reshard_core::Result<T>) -> PyRes
     result.map_err(|error| to_python(py, &error))
 }
 
+/// Passes an exception of a Python function through the core.
+pub(crate) fn of_python(error: PyErr) -> Error {
+    Error::caused_by(error.to_string(), error)
+}
+
 fn to_python(py: Python<'_>, error: &Error) -> PyErr {
+    if let Some(cause) = error.cause::<PyErr>() {
+        return cause.clone_ref(py);
+    }
     let class = match error.kind() {
         Kind::Io => "StorageError",
         Kind::Damaged => "DamagedFileError",

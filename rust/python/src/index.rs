@@ -1,6 +1,6 @@
 //! The index.
 
-use crate::errors::raise;
+use crate::errors::{of_python, raise};
 use crate::geometry::{Layout, Request};
 use crate::plan::{ArrayInfo, Plan, array_infos};
 use crate::records::{
@@ -10,13 +10,14 @@ use crate::run::{n_threads, run};
 use crate::write::Written;
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
-use pyo3::pybacked::PyBackedStr;
-use pyo3::types::{PyBytes, PyTuple};
+use pyo3::pybacked::{PyBackedBytes, PyBackedStr};
+use pyo3::types::{PyBytes, PyString, PyTuple};
 use rayon::prelude::*;
 use reshard_core::checksum::Checksums;
 use reshard_core::control::Control;
 use reshard_core::dtype::{Dtype, n_elements};
 use reshard_core::error::Printable;
+use reshard_core::index::ReadChecksums;
 use reshard_core::region::{Region, flat_range_boxes, row_major_strides};
 use reshard_core::shard_file::{Format, ShardFile};
 use reshard_core::source::{Method, Source};
@@ -70,6 +71,18 @@ fn read_whole(path: &Path) -> reshard_core::Result<Vec<u8>> {
     text.resize(n_bytes as usize, 0);
     source.read_at(0, &mut text)?;
     Ok(text)
+}
+
+fn checksums_of(
+    n_bytes: u64,
+    header_bytes: u64,
+    header_checksum: u32,
+    checksums: Option<&[u8]>,
+) -> reshard_core::Result<Checksums> {
+    match checksums {
+        Some(bytes) => Checksums::from_bytes(n_bytes, header_bytes, header_checksum, bytes),
+        None => Checksums::without_chunks(n_bytes, header_bytes, header_checksum),
+    }
 }
 
 /// The binary table of the content of a `metadata.json` with this digest.
@@ -230,13 +243,44 @@ impl Index {
         n_bytes: u64,
         header_bytes: u64,
         header_checksum: u32,
-        checksums: &[u8],
+        checksums: Option<&[u8]>,
     ) -> PyResult<()> {
-        let checksums = raise(
-            py,
-            Checksums::from_bytes(n_bytes, header_bytes, header_checksum, checksums),
-        )?;
-        raise(py, self.index.set_checksums(file, checksums))
+        let checksums = checksums_of(n_bytes, header_bytes, header_checksum, checksums);
+        raise(py, self.index.set_checksums(file, raise(py, checksums)?))
+    }
+
+    fn set_checksums_reader(&mut self, read: Py<PyAny>) {
+        type Recorded = (u64, u64, u32, Option<PyBackedBytes>);
+        let read = move |paths: &[&Path], with_chunks: bool| {
+            let found = Python::attach(|py| {
+                let paths: Vec<_> = paths.iter().map(|path| path.as_os_str()).collect();
+                read.bind(py)
+                    .call1((paths, with_chunks))?
+                    .extract::<Vec<Recorded>>()
+                    .map_err(PyErr::from)
+            });
+            let found = found.map_err(of_python)?.into_iter();
+            found
+                .map(|(n_bytes, header_bytes, header_checksum, checksums)| {
+                    checksums_of(n_bytes, header_bytes, header_checksum, checksums.as_deref())
+                })
+                .collect()
+        };
+        self.index
+            .set_checksums_reader(ReadChecksums(Arc::new(read)));
+    }
+
+    #[getter]
+    fn file_names<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyString>>> {
+        (0..self.index.n_files() as u32)
+            .map(|file| {
+                let path = raise(py, self.index.file_path(file))?;
+                path.file_name()
+                    .unwrap_or_default()
+                    .into_pyobject(py)
+                    .map_err(Into::into)
+            })
+            .collect()
     }
 
     fn file_path(&self, py: Python<'_>, file: u32) -> PyResult<PathBuf> {

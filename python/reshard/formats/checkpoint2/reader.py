@@ -54,12 +54,14 @@ class Chosen:
         iteration: the iteration in its name.
         digest: digest of its manifest, or without a manifest of the files that describe it.
         unlisted: tensors in shard files that no file describes: `(name, dtype, shape, file names)`.
+        outline: of a large manifest, so that the other ranks read only the entries that they use.
     """
 
     folder: str
     iteration: int | None
     digest: str
     unlisted: Unlisted = ()
+    outline: manifests.Outline | None = None
 
 
 CHECKPOINT2 = Traits("checkpoint2", expects_manifest=True, has_metadata=True)
@@ -91,11 +93,12 @@ class FolderData(CheckpointData):
     @cached_property
     def _parts(self) -> list[str | None]:
         """The part in the name of each file."""
-        return [_part_of_file(self.index.file_path(file)) for file in range(self.index.n_files)]
+        parsed = map(checkpoint2.parse_shard_file_name, self.index.file_names)
+        return [None if one is None else one.part for one in parsed]
 
     def rank_files(self) -> Mapping[int, list[int]] | None:
         """From the manifest, metadata.json, or the names of the files."""
-        numbers = {locate(self.index.file_path(file)).name: file for file in range(self.index.n_files)}
+        numbers = {name: file for file, name in enumerate(self.index.file_names)}
         found = own_files(self.path, numbers, self.manifest)
         return {rank: [numbers[name] for name in names] for rank, names in found.items()}
 
@@ -142,11 +145,18 @@ def open_chosen(chosen: Chosen, *, method: _core.ReadMethod = "auto") -> Checkpo
 
 def chosen(checkpoint: Checkpoint) -> Chosen | None:
     """What other ranks need to open the same checkpoint; None if it is not an iteration folder."""
-    return checkpoint.data.chosen if isinstance(checkpoint.data, FolderData) else None
+    data = checkpoint.data
+    if not isinstance(data, FolderData) or data.chosen is None or data.manifest is None:
+        return data.chosen if isinstance(data, FolderData) else None
+    return replace(data.chosen, outline=manifests.outline(data.manifest))
 
 
 def open_folder(
-    folder: Location, method: _core.ReadMethod, iteration: int | None = None, known: Chosen | None = None
+    folder: Location,
+    method: _core.ReadMethod,
+    iteration: int | None = None,
+    known: Chosen | None = None,
+    locked: LockedManifest | None = None,
 ) -> CheckpointData:
     """Open an iteration folder, or any folder of shard files.
 
@@ -156,6 +166,7 @@ def open_folder(
         iteration: the iteration; None: from the name of the folder.
         known: the result of the rank that checked it. The folder must have this digest, and shard files are opened when
             they are first used.
+        locked: its manifest, which is then not read again. The caller releases it.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint, or one of its files is missing.
@@ -169,13 +180,16 @@ def open_folder(
         5
     """
     for n_left in reversed(range(_MAX_TRIES)):
-        with locked_manifest(folder) as locked:
+        with contextlib.ExitStack() as stack:
+            if locked is None:
+                locked = stack.enter_context(locked_manifest(folder, None if known is None else known.outline))
             try:
                 return _open_locked(folder, locked, method, iteration, known)
             except ReshardError:
                 # If the folder was replaced meanwhile, files of two saves were mixed: try again.
                 if n_left == 0 or locked.is_unchanged(folder):
                     raise
+        locked = None
     raise AssertionError  # not reached
 
 
@@ -195,7 +209,8 @@ def _open_locked(
             f"{show(str(folder))} has digest {digest} on this rank, but {known.digest} on the rank that selected it",
             path=str(folder),
         )
-    index, rest = _index(folder, described, manifest, method)
+    used = None if known is None else {file for *_, files in known.unlisted for file in files}
+    index, rest = _index(folder, described, manifest, method, used)
     if manifest is not None:
         manifests.set_checksums(index, folder, manifest)
     if described.tiles is not None:
@@ -237,11 +252,6 @@ def _check_parts(data: FolderData) -> None:
             )
 
 
-def _part_of_file(path: str) -> str | None:
-    parsed = checkpoint2.parse_shard_file_name(locate(path).name)
-    return None if parsed is None else parsed.part
-
-
 def marks(folder: str | os.PathLike[str]) -> tuple[bool, bool]:
     """Whether the tracker has ever named an iteration folder, and whether the folder is pinned."""
     tracked, pinned = ((locate(folder) / name).exists() for name in (manifests.TRACKED_FILE, manifests.PINNED_FILE))
@@ -254,7 +264,7 @@ def marks(folder: str | os.PathLike[str]) -> tuple[bool, bool]:
 class LockedManifest:
     """The manifest of a folder that is locked against removal, or why there is none."""
 
-    def __init__(self, folder: Location) -> None:
+    def __init__(self, folder: Location, outline: manifests.Outline | None = None) -> None:
         self.manifest: Manifest | None = None
         self.fault = ""
         self.is_damaged = False
@@ -262,7 +272,7 @@ class LockedManifest:
         try:
             # The lock comes first: files that are read afterwards stay until it is released.
             self._lock = manifests.read_lock(folder)
-            self.manifest = manifests.read(folder)
+            self.manifest = manifests.read(folder) if outline is None else manifests.read_part(folder, outline)
         except CheckpointNotFoundError:
             self.fault = f"there is no {MANIFEST_FILE}"
         except DamagedFileError as error:
@@ -279,7 +289,7 @@ class LockedManifest:
     def is_unchanged(self, folder: Location) -> bool:
         """Whether the folder still has the manifest that was read, or still has none."""
         try:
-            now = manifests.read(folder).digest
+            now = manifests.read_digest(folder)
         except ReshardError:
             now = None
         return now == (None if self.manifest is None else self.manifest.digest)
@@ -292,9 +302,14 @@ class LockedManifest:
 
 
 @contextlib.contextmanager
-def locked_manifest(folder: Location) -> Iterator[LockedManifest]:
-    """Lock a folder and read its manifest. The lock is released at the end, unless `keep_lock` returned it."""
-    locked = LockedManifest(folder)
+def locked_manifest(folder: Location, outline: manifests.Outline | None = None) -> Iterator[LockedManifest]:
+    """Lock a folder and read its manifest. The lock is released at the end, unless `keep_lock` returned it.
+
+    Args:
+        folder: the folder.
+        outline: of the manifest that another rank has read; then only a part of it is read.
+    """
+    locked = LockedManifest(folder, outline)
     try:
         yield locked
     finally:
@@ -378,9 +393,16 @@ def _read_table(folder: Location, manifest: Manifest) -> bytes | None:
 
 
 def _index(
-    folder: Location, described: _Description, manifest: Manifest | None, method: _core.ReadMethod
+    folder: Location,
+    described: _Description,
+    manifest: Manifest | None,
+    method: _core.ReadMethod,
+    used: Collection[str] | None,
 ) -> tuple[_core.Index, list[int]]:
-    """An index of the shard files with the tensors of metadata.json, and the files that nothing describes."""
+    """An index of the shard files with the tensors of metadata.json, and the files that nothing describes.
+
+    `used`: of the files that the manifest lists and nothing describes, only these; None: all.
+    """
     index = _core.Index()
     if described.table is not None and manifest is not None:
         path = str(folder / checkpoint2.METADATA_TABLE_FILE)
@@ -390,7 +412,7 @@ def _index(
     elif described.metadata is not None:
         path = str(folder / checkpoint2.METADATA_FILE)
         index = _core.Index.from_metadata(path, data=described.metadata, method=method)
-    files = {locate(index.file_path(file)).name for file in range(index.n_files)}
+    files = set(index.file_names)
     if described.tiles is not None:
         for tensor in described.tiles.tensors.values():
             for stored in tensor.stored:
@@ -399,7 +421,8 @@ def _index(
                     index.add_file(str(folder / stored.file), follow_links=False, method=method)
     names: list[str] = []
     if manifest is not None:
-        parsed = {name: checkpoint2.parse_shard_file_name(name) for name in manifest.shards}
+        listed = manifest.shards if used is None else used
+        parsed = {name: checkpoint2.parse_shard_file_name(name) for name in listed}
         # Files of the model come first, as without a manifest.
         known = sorted((one.part != "model", one.index, name) for name, one in parsed.items() if one is not None)
         names = [name for *_, name in known if name not in files]
@@ -415,7 +438,7 @@ def _index(
 
 
 def _add_tiles(index: _core.Index, folder: Location, described: tiles.TilesFile) -> None:
-    files = {locate(index.file_path(file)).name: file for file in range(index.n_files)}
+    files = {name: file for file, name in enumerate(index.file_names)}
     for key, tensor in described.tensors.items():
         stored = [_core.StoredArray(files[one.file], one.name, one.shape, one.tiles) for one in tensor.stored]
         try:
@@ -501,7 +524,9 @@ def _unlisted(index: _core.Index, folder: Location, rest: list[int]) -> Unlisted
 
 
 def _add_unlisted(index: _core.Index, unlisted: Unlisted) -> None:
-    numbers = {locate(index.file_path(file)).name: file for file in range(index.n_files)}
+    if not unlisted:
+        return
+    numbers = {name: file for file, name in enumerate(index.file_names)}
     for name, dtype, shape, files in unlisted:
         strides = [1] * len(shape)
         for dim in range(len(shape) - 1, 0, -1):

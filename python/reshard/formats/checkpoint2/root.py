@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from reshard.errors import ReshardError
 from reshard.formats import manifest as manifests
@@ -17,7 +17,7 @@ from reshard.formats.base import Format, Match
 from reshard.formats.checkpoint2 import candidates
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2 import reader as folder
-from reshard.formats.checkpoint2.reader import marks, open_folder
+from reshard.formats.checkpoint2.reader import LockedManifest, marks, open_folder
 from reshard.formats.newest import nothing_complete, open_newest
 from reshard.formats.tiled import names as tiles
 from reshard.storage.location import Location, locate
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from reshard import _core
     from reshard.formats.base import CheckpointData, OpenOptions
+    from reshard.formats.manifest import Manifest
 
 _log = logging.getLogger("reshard")
 
@@ -48,8 +49,8 @@ def order_of(root: str | os.PathLike[str], *, exact: int | None = None) -> candi
         >>> [one.name for one in order_of("output/checkpoint").candidates]
         ['iteration_00000400']
     """
-    tracker, fault = checkpoint2.read_tracker(root)
-    return candidates.order(_folders(locate(root)), tracker, fault, exact=exact)
+    with Look(locate(root), exact=exact) as look:
+        return look.order
 
 
 def newer_than(root: str | os.PathLike[str], iteration: int) -> tuple[int, ...]:
@@ -63,23 +64,82 @@ def newer_than(root: str | os.PathLike[str], iteration: int) -> tuple[int, ...]:
         >>> newer_than("output/checkpoint", 300)
         (400,)
     """
-    folders = _folders(locate(root))
+    listed = checkpoint2.list_iterations(root)
+    if all(number <= iteration for number, _ in listed):
+        return ()  # without reading the manifests
+    folders = tuple(_folder_facts(locate(root), number, name) for number, name in listed)
     recorded = candidates.left_behind(folders, checkpoint2.read_tracker(root)[0])
     return tuple(one.iteration for one in folders if one.iteration > iteration and one.iteration not in recorded)
 
 
-def _folders(root: Location) -> tuple[candidates.Folder, ...]:
-    return tuple(_folder_facts(root, iteration, name) for iteration, name in checkpoint2.list_iterations(root))
+class Look:
+    """The order of the iterations of a root, with the manifest of the one that is probably opened.
+
+    That manifest is read once, under the lock. Of the others, only what decides the order is parsed.
+
+    Attributes:
+        order: the order in which the iterations are tried.
+
+    Example:
+        >>> with Look(locate("output/checkpoint")) as look:
+        ...     look.open(look.order.candidates[0], "auto").iteration
+        400
+    """
+
+    def __init__(self, root: Location, *, exact: int | None = None) -> None:
+        self._root = root
+        tracker, fault = checkpoint2.read_tracker(root)
+        listed = checkpoint2.list_iterations(root)
+        wanted = tracker if exact is None else exact
+        self._probable = next((name for one, name in listed if one == wanted), listed[-1][1] if listed else "")
+        self._locked = self._lock()
+        try:
+            folders = tuple(self._facts(iteration, name) for iteration, name in listed)
+            self.order = candidates.order(folders, tracker, fault, exact=exact)
+        except BaseException:
+            self.close()
+            raise
+
+    def open(self, one: candidates.Candidate, method: _core.ReadMethod) -> CheckpointData:
+        """Open a candidate. Raises as `reader.open_folder`."""
+        locked = self._locked if one.name == self._probable else None
+        return open_folder(self._root / one.name, method, one.iteration, locked=locked)
+
+    def close(self) -> None:
+        """Release the lock, unless its iteration was opened."""
+        if self._locked is not None:
+            self._locked.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _lock(self) -> LockedManifest | None:
+        try:
+            return LockedManifest(self._root / self._probable) if self._probable else None
+        except ReshardError:
+            return None  # if it is opened, it raises again
+
+    def _facts(self, iteration: int, name: str) -> candidates.Folder:
+        if name != self._probable or self._locked is None or self._locked.manifest is None:
+            return _folder_facts(self._root, iteration, name)
+        return _folder(iteration, name, self._root, self._locked.manifest)
 
 
 def _folder_facts(root: Location, iteration: int, name: str) -> candidates.Folder:
-    is_tracked, _ = marks(root / name)
     try:
-        manifest = manifests.read(root / name)
+        head = manifests.read_head(root / name)
     except ReshardError:
-        return candidates.Folder(iteration, name, is_tracked)
+        return candidates.Folder(iteration, name, marks(root / name)[0])
+    return _folder(iteration, name, root, head)
+
+
+def _folder(iteration: int, name: str, root: Location, head: manifests.Head | Manifest) -> candidates.Folder:
+    is_tracked, _ = marks(root / name)
     return candidates.Folder(
-        iteration, name, is_tracked, manifest.generation, manifest.previous_tracker, tuple(manifest.passed_over)
+        iteration, name, is_tracked, head.generation, head.previous_tracker, tuple(head.passed_over)
     )
 
 
@@ -101,14 +161,15 @@ def best_of(root: Location, method: _core.ReadMethod = "auto") -> CheckpointData
     """
     before: candidates.Order | None = None
     for _ in range(MAX_LOOKS):
-        order = order_of(root)
-        if order == before:
-            break
-        before = order
-        faults: dict[str, str] = {}
-        folders = {one.name: partial(open_folder, root / one.name, method, one.iteration) for one in order.candidates}
-        if (opened := open_newest(root, folders, faults, order.warnings)) is not None:
-            return opened
+        with Look(root) as look:
+            order = look.order
+            if order == before:
+                break
+            before = order
+            faults: dict[str, str] = {}
+            folders = {one.name: partial(look.open, one, method) for one in order.candidates}
+            if (opened := open_newest(root, folders, faults, order.warnings)) is not None:
+                return opened
         # A save may have ended meanwhile and retention may have removed iterations: list again until nothing changes.
     lines = [*order.warnings, *(f"{name}: {reason}" for name, reason in faults.items())]
     raise nothing_complete(root, [*lines, *(f"{one.name}: {one.reason}" for one in order.refused)])
