@@ -786,13 +786,22 @@ impl Index {
         cast: Option<Dtype>,
         verify: bool,
     ) -> Result<Plan<'static>> {
+        self.plan_together(&[request], cast, verify)
+    }
+
+    /// One plan of several requests, with their arrays one after the other. See [`Self::plan`].
+    pub fn plan_together(
+        &self,
+        requests: &[&Request],
+        cast: Option<Dtype>,
+        verify: bool,
+    ) -> Result<Plan<'static>> {
+        let arrays = || requests.iter().flat_map(|request| &request.arrays);
         if self.is_closed.load(std::sync::atomic::Ordering::Relaxed) {
             return Err(closed());
         }
         // Keys and shapes are checked first, so that no file is opened for an invalid request.
-        let found = request
-            .arrays
-            .iter()
+        let found = arrays()
             .map(|requested| self.check_requested(requested))
             .collect::<Result<Vec<_>>>()?;
         let mut chosen_bytes = vec![0; self.files.len()];
@@ -801,7 +810,7 @@ impl Index {
             ..Plan::default()
         };
         let mut sources: HashMap<u32, u32> = HashMap::new();
-        for (requested, found) in request.arrays.iter().zip(&found) {
+        for (requested, found) in arrays().zip(&found) {
             let (first_key, _) = &requested.keys[0];
             let selected = self.select(requested, found.as_ref(), &mut chosen_bytes)?;
             let stored_dtype = match found {

@@ -1,6 +1,6 @@
 #![expect(
     unsafe_code,
-    reason = "mapping a file is unsafe; `LocalFile` documents the risk"
+    reason = "mapping a file is unsafe; `LocalFile` documents the risk. `close` reports errors"
 )]
 //! Sources of stored bytes: an opened file that is mapped or read by positioned reads, or ranges of a remote object.
 //!
@@ -16,6 +16,7 @@ use std::fmt;
 use std::fs::File;
 #[cfg(target_os = "linux")]
 use std::os::fd::AsRawFd;
+use std::os::fd::IntoRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -543,6 +544,13 @@ fn open_regular(path: &Path, follow_links: bool) -> Result<(File, (u64, u64), u6
         return Err(Error::damaged(format!("{} is not a regular file", show(path))).path(path));
     }
     Ok((file, (status.dev(), status.ino()), status.len()))
+}
+
+/// Closes a file that was written. Network file systems send what was written, and report what fails.
+pub(crate) fn close(file: File) -> std::io::Result<()> {
+    let fd = file.into_raw_fd();
+    // SAFETY: `into_raw_fd` gives up the ownership of an open descriptor: it is valid, and nothing else closes it.
+    unsafe { rustix::io::try_close(fd) }.map_err(Into::into)
 }
 
 /// Opens a file for transfers that bypass the page cache; none where the system or the file system has none.

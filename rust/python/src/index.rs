@@ -12,7 +12,6 @@ use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
 use pyo3::types::{PyBytes, PyTuple};
-use rayon::prelude::*;
 use reshard_core::checksum::Checksums;
 use reshard_core::control::Control;
 use reshard_core::dtype::{Dtype, n_elements};
@@ -22,7 +21,7 @@ use reshard_core::shard_file::{Format, ShardFile};
 use reshard_core::source::{Method, Source};
 use reshard_core::stored::StoredTensor;
 use reshard_core::tile::Tile;
-use reshard_core::{Error, Kind, writer};
+use reshard_core::{Error, Kind, small_files, writer};
 use reshard_formats::metadata::{
     CellTable, Metadata, MetadataTensor, decode, decode_table, dtype_of, encode_table, index_of,
     index_of_table,
@@ -555,25 +554,7 @@ impl Index {
         let n_threads = n_threads(py, threads)?;
         // Writes wait for the disk, so signals are handled.
         let written = run(py, threads, u64::MAX, None, &control, || {
-            // The requests of a thread follow each other, so that it has one buffer.
-            let shares = files.par_chunks(files.len().div_ceil(n_threads).max(1));
-            let written: Vec<Vec<_>> = shares
-                .map(|share| {
-                    let mut buffers = writer::Buffers::new(writer::MIN_MEMORY_BYTES)?;
-                    share
-                        .iter()
-                        .map(|&(name, request)| {
-                            let plan = self.index.plan(request, dtype, true)?;
-                            if !writer::is_small(&plan, &options) {
-                                return Ok(None);
-                            }
-                            let path = folder.join(name);
-                            writer::write(&path, &plan, &options, &mut buffers, &control).map(Some)
-                        })
-                        .collect::<reshard_core::Result<_>>()
-                })
-                .collect::<reshard_core::Result<_>>()?;
-            Ok(written.into_iter().flatten().collect::<Vec<_>>())
+            small_files::write_small(&self.index, &folder, &files, dtype, &options, n_threads, &control)
         })?;
         Ok(written.into_iter().map(|one| one.map(Written)).collect())
     }
