@@ -16,7 +16,7 @@ use crate::layout::{Cuts, Layout};
 use crate::local_array::{LocalArray, Part};
 use crate::plan::{Array, Plan, PlanSource};
 use crate::region::{Dims, Region};
-use crate::request::{Request, RequestedArray};
+use crate::request::{Request, Requested, RequestedArray};
 use crate::shard_file::{Format, ShardFile, Table, verify_header};
 use crate::source::{Method, Source, closed};
 use crate::stored::{
@@ -24,6 +24,7 @@ use crate::stored::{
 };
 use crate::tile::Tile;
 use rayon::prelude::*;
+use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -786,13 +787,13 @@ impl Index {
         cast: Option<Dtype>,
         verify: bool,
     ) -> Result<Plan<'static>> {
-        self.plan_together(&[request], cast, verify)
+        self.plan_together(&[Cow::Borrowed(request)], cast, verify)
     }
 
     /// One plan of several requests, with their arrays one after the other. See [`Self::plan`].
     pub fn plan_together(
         &self,
-        requests: &[&Request],
+        requests: &[Cow<'_, Request>],
         cast: Option<Dtype>,
         verify: bool,
     ) -> Result<Plan<'static>> {
@@ -897,24 +898,53 @@ impl Index {
         request: &Request,
         cast: Option<Dtype>,
     ) -> Result<Vec<(Dtype, u64)>> {
-        let mut sum = 0_u64;
+        let mut sum = 0;
         let sizes = request.arrays.iter().map(|array| {
-            let key = &array.keys[0].0;
-            let dtype = cast_target(self.dtype_of(key)?, cast)
-                .map_err(|error| error.key(key).within(named(key)))?;
-            let n_bytes = dtype.n_bytes(&[array.shape.iter().product()]);
-            let total = n_bytes.and_then(|n| Some((n, sum.checked_add(n)?)));
-            let (n_bytes, next) = total.ok_or_else(|| {
-                let message = format!(
-                    "{} is not an integer number of bytes, or too large",
-                    named(&array.name)
-                );
-                Error::new(Kind::Unsupported, message).key(key)
-            })?;
-            sum = next;
-            Ok((dtype, n_bytes))
+            let n = array.shape.iter().product();
+            self.add_size((&array.keys[0].0, &array.name, n), cast, &mut sum)
         });
         sizes.collect()
+    }
+
+    /// The bytes of all arrays of a request. `cast` and errors as [`Self::request_sizes`].
+    pub fn request_bytes(&self, requested: &Requested, cast: Option<Dtype>) -> Result<u64> {
+        let mut sum = 0;
+        match requested {
+            Requested::Listed(request) => {
+                self.request_sizes(request, cast)?
+                    .iter()
+                    .for_each(|(_, n_bytes)| sum += n_bytes);
+            }
+            Requested::OfRank(request) => {
+                for array in request.n_elements() {
+                    let (key, n) = array?;
+                    self.add_size((key, key, n), cast, &mut sum)?;
+                }
+            }
+        }
+        Ok(sum)
+    }
+
+    /// The dtype and the bytes of an array of a key, which are added to `sum`.
+    fn add_size(
+        &self,
+        (key, name, n): (&str, &str, u64),
+        cast: Option<Dtype>,
+        sum: &mut u64,
+    ) -> Result<(Dtype, u64)> {
+        let dtype = cast_target(self.dtype_of(key)?, cast)
+            .map_err(|error| error.key(key).within(named(key)))?;
+        let n_bytes = dtype.n_bytes(&[n]);
+        let total = n_bytes.and_then(|n| Some((n, sum.checked_add(n)?)));
+        let (n_bytes, next) = total.ok_or_else(|| {
+            let message = format!(
+                "{} is not an integer number of bytes, or too large",
+                named(name)
+            );
+            Error::new(Kind::Unsupported, message).key(key)
+        })?;
+        *sum = next;
+        Ok((dtype, n_bytes))
     }
 
     /// A request for tensors as they are, each with its name and key.

@@ -7,7 +7,7 @@
 //! The caller publishes the folder as a whole: a file under its name is not complete before the call returns. A file
 //! that exists is left from a call that did not end. It is replaced as [`crate::writer`] replaces files.
 //!
-//! The files of a thread have one plan, so that a chunk of a source is verified once for all of them.
+//! Some hundred files have one plan, so that a chunk of a source is verified once for all of them.
 
 use crate::checksum::{CHUNK_BYTES, Checksums, crc32c};
 use crate::control::Control;
@@ -18,7 +18,7 @@ use crate::fetch::{Faulted, Run};
 use crate::index::Index;
 use crate::memory::Stores;
 use crate::plan::Array;
-use crate::request::Request;
+use crate::request::Requested;
 use crate::route::Route;
 use crate::source::close;
 use crate::tuning::Tuning;
@@ -27,11 +27,17 @@ use crate::writer::{FULL_DISK_HINT, Options, Sink, TemporaryFile, header_of, are
 use rayon::prelude::*;
 use rustix::fs::{AtFlags, Mode, OFlags};
 use rustix::io::Errno;
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-/// Files that are open at a time, to be synced one after the other: a journal commits them once.
+/// Arrays of one plan.
+const MAX_ARRAYS: usize = 4096;
+/// Files that a thread writes before it closes them. If they are durable they are synced first, one after the other: a
+/// journal commits most of them at once.
+const N_OPEN: usize = 32;
+/// Files that all threads have open at most.
 const MAX_OPEN: usize = 256;
 
 /// Writes small safetensors files, on the current pool.
@@ -52,7 +58,7 @@ const MAX_OPEN: usize = 256;
 pub fn write_small(
     index: &Index,
     folder: &Path,
-    files: &[(&str, &Request)],
+    files: &[(&str, &Requested)],
     cast: Option<Dtype>,
     options: &Options,
     n_threads: usize,
@@ -64,17 +70,23 @@ pub fn write_small(
         path: folder,
         opened: &opened,
     };
-    let n_open = if options.durable {
-        (MAX_OPEN / n_threads).max(1)
-    } else {
-        1
+    let task = Task {
+        index,
+        folder: &folder,
+        cast,
+        options,
+        n_open: (MAX_OPEN / n_threads).clamp(1, N_OPEN),
+        control,
     };
     let shares = files.par_chunks(files.len().div_ceil(n_threads).max(1));
     let written: Vec<Vec<_>> = shares
-        .map(|share| write_share(index, &folder, share, cast, options, n_open, control))
+        .map(|share| task.write_share(share))
         .collect::<Result<_>>()?;
     if options.durable {
-        sync_folder(folder.path)?;
+        let subfolders = files.iter().map(|(name, _)| Path::new(name).parent());
+        for subfolder in subfolders.collect::<BTreeSet<_>>().into_iter().flatten() {
+            sync_folder(&folder.path.join(subfolder))?;
+        }
     }
     Ok(written.into_iter().flatten().collect())
 }
@@ -84,63 +96,83 @@ struct Folder<'a> {
     opened: &'a File,
 }
 
-/// Writes the files of one thread.
-fn write_share(
-    index: &Index,
-    folder: &Folder<'_>,
-    files: &[(&str, &Request)],
+/// What the threads share.
+struct Task<'a> {
+    index: &'a Index,
+    folder: &'a Folder<'a>,
     cast: Option<Dtype>,
-    options: &Options,
+    options: &'a Options,
     n_open: usize,
-    control: &Control,
-) -> Result<Vec<Option<Checksums>>> {
-    let requests: Vec<_> = files.iter().map(|(_, request)| *request).collect();
-    let plan = index.plan_together(&requests, cast, true)?;
-    if verifies_files(&plan) {
-        // All of a source is read before: that is done once for all files, on all threads.
-        return Ok(vec![None; files.len()]);
+    control: &'a Control,
+}
+
+impl Task<'_> {
+    /// Writes the files of one thread.
+    fn write_share(&self, files: &[(&str, &Requested)]) -> Result<Vec<Option<Checksums>>> {
+        let mut written = Vec::with_capacity(files.len());
+        while written.len() < files.len() {
+            let rest = &files[written.len()..];
+            let mut n_arrays = 0;
+            let n = rest.iter().take_while(|(_, requested)| {
+                n_arrays += requested.len();
+                n_arrays <= MAX_ARRAYS
+            });
+            let some = &rest[..n.count().max(1)];
+            written.extend(self.write_planned(some)?);
+        }
+        Ok(written)
     }
-    let checks = Checks::new(&plan);
-    let tuning = Tuning::of_process();
-    let run = Run {
-        plan: &plan,
-        checks: &checks,
-        stores: Stores::Plain,
-        control,
-        faulted: &Faulted::default(),
-        tuning,
-        measures: false,
-    };
-    let mut arrays = plan.arrays();
-    let mut written = Vec::with_capacity(files.len());
-    let mut image = Vec::new();
-    for some in files.chunks(n_open) {
-        let mut opened = Vec::new();
-        for &(name, request) in some {
-            control.check()?;
-            let own;
-            (own, arrays) = arrays.split_at(request.len());
-            if !are_small(own, options) {
-                written.push(None);
-                continue;
+
+    /// Writes files with one plan.
+    fn write_planned(&self, files: &[(&str, &Requested)]) -> Result<Vec<Option<Checksums>>> {
+        let requests = files.iter().map(|(_, requested)| requested.request());
+        let requests = requests.collect::<Result<Vec<_>>>()?;
+        let plan = self.index.plan_together(&requests, self.cast, true)?;
+        if verifies_files(&plan) {
+            // All of a source is read before: that is done once for all files, on all threads.
+            return Ok(vec![None; files.len()]);
+        }
+        let checks = Checks::new(&plan);
+        let mut arrays = plan.arrays();
+        let mut written = Vec::with_capacity(files.len());
+        let mut image = Vec::new();
+        for some in files.chunks(self.n_open) {
+            let run = Run {
+                plan: &plan,
+                checks: &checks,
+                stores: Stores::Plain,
+                control: self.control,
+                faulted: &Faulted::default(), // of a short time: the pages must still be there
+                tuning: Tuning::of_process(),
+                measures: false,
+            };
+            let mut opened = Vec::new();
+            for &(name, requested) in some {
+                self.control.check()?;
+                let own;
+                (own, arrays) = arrays.split_at(requested.len());
+                if !are_small(own, self.options) {
+                    written.push(None);
+                    continue;
+                }
+                let header_bytes = fill_image(run, own, self.options, &mut image)
+                    .map_err(|error| error.path(&self.folder.path.join(name)))?;
+                let file = create(self.folder, name, &image, self.options)?;
+                opened.extend(file.map(|file| (name, file)));
+                let sums = image.chunks(CHUNK_BYTES).map(|chunk| crc32c(0, chunk));
+                written.push(Some(Checksums::new(
+                    image.len() as u64,
+                    header_bytes as u64,
+                    crc32c(0, &image[..header_bytes]),
+                    sums.collect(),
+                )?));
             }
-            let header_bytes = fill_image(run, own, options, &mut image)
-                .map_err(|error| error.path(&folder.path.join(name)))?;
-            let file = create(folder, name, &image, options)?;
-            opened.extend(file.map(|file| (name, file)));
-            let sums = image.chunks(CHUNK_BYTES).map(|chunk| crc32c(0, chunk));
-            written.push(Some(Checksums::new(
-                image.len() as u64,
-                header_bytes as u64,
-                crc32c(0, &image[..header_bytes]),
-                sums.collect(),
-            )?));
+            for (name, file) in opened {
+                self.folder.finish(name, file, self.options.durable)?;
+            }
         }
-        for (name, file) in opened {
-            folder.finish(name, file, options.durable)?;
-        }
+        Ok(written)
     }
-    Ok(written)
 }
 
 /// Makes the content of a file. Returns the bytes of its header.
