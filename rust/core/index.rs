@@ -20,7 +20,7 @@ use crate::request::{Request, Requested, RequestedArray};
 use crate::shard_file::{Format, ShardFile, Table, verify_header};
 use crate::source::{Method, Source, closed};
 use crate::stored::{
-    Form, Grid, Holders, SelectedCopy, Stored, StoredTensor, Tiles, named, no_holder,
+    Form, Grid, Holders, SelectedCopy, Stored, StoredTensor, Tiles, named, no_holder, select_whole,
 };
 use crate::tile::Tile;
 use rayon::prelude::*;
@@ -77,7 +77,25 @@ enum Found<'a> {
     InWholeFile(u32, Entry<'a>),
 }
 
-impl Found<'_> {
+impl<'a> Found<'a> {
+    fn name(&self) -> &'a str {
+        match self {
+            Self::Listed(stored) => &stored.key,
+            Self::InWholeFile(_, entry) => entry.name,
+        }
+    }
+
+    /// The file that holds it completely, if there is one and no other.
+    fn only_file(&self) -> Option<u32> {
+        match self {
+            Self::Listed(stored) => match &stored.form {
+                Form::Grid(grid) => grid.only_file(&stored.shape),
+                Form::Tiles(_) => None,
+            },
+            Self::InWholeFile(file, _) => Some(*file),
+        }
+    }
+
     fn shape(&self) -> &[u64] {
         match self {
             Self::Listed(stored) => &stored.shape,
@@ -854,6 +872,7 @@ impl Index {
                 } = one;
                 let opened = self.open(file)?;
                 if let Some(strides) = opened.table().strides(name) {
+                    let boxes = boxes.expect("a safetensors file has no strides");
                     let strided = boxes.strided(&stored_shape, strides);
                     (src, copy_op.dims) =
                         strided.map_err(|error| error.key(name).within(named(name)))?;
@@ -1050,6 +1069,13 @@ impl Index {
                 looked_up = self.found(key)?;
                 &looked_up
             };
+            if let Some(file) = found.only_file()
+                && matches!(self.file_format(file)?, Format::Safetensors)
+            {
+                let stored = (found.name(), found.shape());
+                select_whole(stored, file, tile, chosen_bytes, &mut selected);
+                continue;
+            }
             match found {
                 Found::InWholeFile(file, entry) => {
                     let grid = Grid::whole(&entry.shape, *file);

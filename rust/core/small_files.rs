@@ -23,7 +23,9 @@ use crate::route::Route;
 use crate::source::close;
 use crate::tuning::Tuning;
 use crate::verify::{Checks, verifies_files};
-use crate::writer::{FULL_DISK_HINT, Options, Sink, TemporaryFile, header_of, are_small, sync_folder};
+use crate::writer::{
+    FULL_DISK_HINT, Options, Sink, TemporaryFile, are_small, header_of, sync_folder,
+};
 use rayon::prelude::*;
 use rustix::fs::{AtFlags, Mode, OFlags};
 use rustix::io::Errno;

@@ -7,6 +7,7 @@ that ranks hold. It knows neither the bytes of the arrays nor how folders are pu
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -369,14 +370,15 @@ def _inexpressible(reasons: Mapping[str, str], *, strict: bool) -> tuple[str, ..
 def _files(assigned: FilePlan, prefix: str | None, dtype_of: Mapping[str, str]) -> tuple[FileContent, ...]:
     widths = {dtype: dtypes.bits(dtype) for dtype in set(dtype_of.values())}
 
-    def in_order(names: Iterable[str]) -> Iterator[str]:
+    @functools.cache  # thousands of ranks hold parts of the same tensors
+    def in_order(names: tuple[str, ...]) -> tuple[str, ...]:
         """As by `dtypes.file_order`; text is sorted much faster than tuples with text."""
         of_width: dict[int, list[str]] = {}
         for name in names:
             of_width.setdefault(widths[dtype_of[name]], []).append(name)
-        return (name for width in sorted(of_width, reverse=True) for name in sorted(of_width[width]))
+        return tuple(name for width in sorted(of_width, reverse=True) for name in sorted(of_width[width]))
 
-    return tuple(FileContent(file.name(prefix), file.rank, tuple(in_order(file.keys))) for file in assigned.files)
+    return tuple(FileContent(file.name(prefix), file.rank, in_order(file.keys)) for file in assigned.files)
 
 
 def _holders(shards: Iterable[HeldShard]) -> dict[str, list[tuple[int, ...]]]:

@@ -318,7 +318,12 @@ impl Request {
             .iter()
             .map(|(key, layout)| (key.to_string(), Arc::clone(&layout.get().0)))
             .collect();
-        let request = |rank| Ok(Self(Requested::OfRank(RankRequest::new(Arc::clone(&keys), rank)?)));
+        let request = |rank| {
+            Ok(Self(Requested::OfRank(RankRequest::new(
+                Arc::clone(&keys),
+                rank,
+            )?)))
+        };
         let requests: reshard_core::Result<_> = ranks.into_iter().map(request).collect();
         raise(py, requests)
     }

@@ -556,7 +556,15 @@ impl Index {
         let n_threads = n_threads(py, threads)?;
         // Writes wait for the disk, so signals are handled.
         let written = run(py, threads, u64::MAX, None, &control, || {
-            small_files::write_small(&self.index, &folder, &files, dtype, &options, n_threads, &control)
+            small_files::write_small(
+                &self.index,
+                &folder,
+                &files,
+                dtype,
+                &options,
+                n_threads,
+                &control,
+            )
         })?;
         Ok(written.into_iter().map(|one| one.map(Written)).collect())
     }
@@ -601,7 +609,8 @@ impl Index {
             return raise(py, Err(Error::new(Kind::Argument, message)));
         }
         let arrays = names.iter().zip(keys).map(|(name, key)| (&**name, &**key));
-        raise(py, self.index.whole_request(arrays)).map(|request| Request(Requested::Listed(request)))
+        raise(py, self.index.whole_request(arrays))
+            .map(|request| Request(Requested::Listed(request)))
     }
 
     fn close(&self) {
