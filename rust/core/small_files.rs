@@ -20,7 +20,7 @@ use crate::memory::Stores;
 use crate::plan::Array;
 use crate::request::Requested;
 use crate::route::Route;
-use crate::source::close;
+use crate::source::{close, flush_pages};
 use crate::tuning::Tuning;
 use crate::verify::{Checks, verifies_files};
 use crate::writer::{
@@ -168,6 +168,11 @@ impl Task<'_> {
                     crc32c(0, &image[..header_bytes]),
                     sums.collect(),
                 )?));
+            }
+            if self.options.durable {
+                // The space of a file is allocated when its bytes are sent to the disk. If that has begun for all, the
+                // first sync commits it for all.
+                opened.iter().for_each(|(_, file)| flush_pages(file));
             }
             for (name, file) in opened {
                 self.folder.finish(name, file, self.options.durable)?;

@@ -387,7 +387,7 @@ impl Source {
         let direct = open_direct(&self.path, flags);
         if direct.is_none() {
             file.with_opened(&self.path, |file| {
-                drop_clean_pages(file);
+                flush_pages(file);
                 Ok(())
             })?;
         }
@@ -565,8 +565,9 @@ pub(crate) fn open_direct(path: &Path, flags: OFlags) -> Option<File> {
     opened.ok().map(File::from)
 }
 
-/// Dirty pages stay: they are the only copy.
-fn drop_clean_pages(file: &File) {
+/// Starts to write the dirty pages of a file to the disk, and drops the clean ones from the page cache. Dirty pages stay:
+/// they are the only copy.
+pub(crate) fn flush_pages(file: &File) {
     #[cfg(target_os = "linux")]
     let _ = rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed);
     #[cfg(not(target_os = "linux"))]
