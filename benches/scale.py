@@ -240,7 +240,7 @@ def rank_files(root: Path, n_ranks: int, n_tensors: int) -> Figures:
     start = time.perf_counter()
     reshard.convert(source, root, layout=layout_of(n_ranks), commit={"durable": False})
     converted = time.perf_counter()
-    folder = next(path for path in root.iterdir() if path.is_dir())
+    folder = next(root.glob("iteration_*"))
     subprocess.run(["cp", "-r", folder, root.with_suffix(".copy")], check=True)
     copied = time.perf_counter()
     with reshard.open(root) as checkpoint:

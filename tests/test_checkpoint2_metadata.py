@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from reshard.formats.checkpoint2 import metadata as metadata_module
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.common import CommonInfo
 from reshard.formats.checkpoint2.metadata import inexpressible, write_metadata
-from reshard.formats.checkpoint2.shards import FilePlan, HeldShard, TensorRecord, assign, shard_id, shards_of
+from reshard.formats.checkpoint2.shards import FilePlan, HeldGrid, HeldShard, TensorRecord, assign, shard_id, shards_of
 from reshard.layout import Partition, TensorLayout
 
 if TYPE_CHECKING:
@@ -396,6 +396,26 @@ def test_shards_of_one_holder_are_assigned_by_the_same_rule(drawn: list[tuple[se
     assert {file.rank: sorted(file.keys) for file in plan.files} == sorted_by_the_rule(shards, list(range(5)))
 
 
+@given(
+    grids=st.lists(st.lists(st.sets(st.integers(0, 4), min_size=1), min_size=1, max_size=3), min_size=1, max_size=3),
+    drawn=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.booleans()), max_size=12),
+    dedup=st.booleans(),
+)
+def test_a_grid_of_shards_is_assigned_as_its_shards(
+    grids: list[list[set[int]]], drawn: list[tuple[int, int, bool]], *, dedup: bool
+) -> None:
+    shared = [{offset: tuple(sorted(ranks)) for offset, ranks in enumerate(grid)} for grid in grids]
+    of_grids = [
+        HeldGrid(f"w{i}", "optimizer" if is_other else "model", shared[number % len(shared)], n_bits)
+        for i, (number, n_bits, is_other) in enumerate(drawn)
+    ]
+    alone = [HeldShard(key, part, *one, n_bits) for key, part, grid, n_bits in of_grids for one in grid.items()]
+    found, expected = (assign(one, list(range(5)), dedup=dedup) for one in (of_grids, alone))
+    assert [replace(file, keys=sorted(file.keys)) for file in found.files] == [
+        replace(file, keys=sorted(file.keys)) for file in expected.files
+    ]
+
+
 def test_a_shard_weighs_what_the_original_says() -> None:
     mesh = Mesh([("dp", 2)])
     records = [
@@ -413,7 +433,7 @@ def test_a_rank_that_gets_nothing_has_no_file() -> None:
     mesh = Mesh([("pp", 2), ("tp", 2)])
     records = [record_of("w", "F32", (8,), cut=(("tp",),), place=((("pp",), 1),))]
     shards = shards_of(records, mesh)
-    assert [(s.offset, s.holders) for s in shards] == [(0, (2,)), (1, (3,))]
+    assert [shard.grid for shard in shards] == [{0: (2,), 1: (3,)}]
     assert [(f.rank, f.index, f.count) for f in assign(shards, mesh.ranks, dedup=True).files] == [(2, 0, 2), (3, 1, 2)]
     assert [(f.rank, f.index, f.count) for f in assign(shards, mesh.ranks, dedup=False).files] == [(2, 2, 4), (3, 3, 4)]
 

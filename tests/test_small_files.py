@@ -1,196 +1,160 @@
-"""Small files: whole or not at all, one open; and sizes in bytes."""
+"""Many small files of one conversion: written together, each under its name, from requests of ranks that are made late."""
 
 from __future__ import annotations
 
 import os
-import stat
-import tracemalloc
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 
-from reshard.arguments import parse_size
-from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
-from reshard.storage.location import locate
-from reshard.storage.names import component_fault
+import reshard
+from reshard import _core
+from reshard.errors import ArgumentError, DamagedFileError, LayoutError, StorageError
+from reshard.layout import ModelLayout
 
+if TYPE_CHECKING:
+    from pathlib import Path
 
-def test_a_file_is_written_whole_with_its_mode(tmp_path: Path) -> None:
-    path = tmp_path / "common.json"
-    old = os.umask(0o027)
-    try:
-        locate(path).replace("one", 0o666)
-        assert stat.S_IMODE(path.stat().st_mode) == 0o640
-        locate(path).replace(b"two", 0o400)
-        locate(path).replace(b"three", 0o400)
-    finally:
-        os.umask(old)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o400
-    assert path.read_bytes() == b"three"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["common.json"]
+    from reshard.layout import BoundLayout
 
-
-def test_a_write_that_fails_leaves_everything_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "common.json"
-    path.write_text("old")
-
-    class StopError(Exception):
-        pass
-
-    def write_half() -> None:
-        with locate(path).writing() as file:
-            file.write(b"half")
-            raise StopError
-
-    with pytest.raises(StopError):
-        write_half()
-    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
-    with pytest.raises(StorageError, match="Input/output error") as caught:
-        locate(path).replace("new")
-    assert caught.value.errno == 5
-    assert path.read_text() == "old"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["common.json"]
-    monkeypatch.undo()
-    with pytest.raises(StorageError, match="No such file or directory"):
-        locate(tmp_path / "absent" / "x").replace("new")
+LAYOUT = {
+    "mesh": {"dp": 2, "tp": 3},
+    "rules": [
+        {"match": "a*", "cut": ["tp"]},
+        {"match": "b*", "cut": [["dp", "tp"]], "uneven": "ceil"},
+        {"match": "c*", "cut": [None, "dp"]},
+        {"match": "*"},
+    ],
+}
+N_RANKS = 6
+NAMES = ("a0", "a1", "b", "c", "d")
 
 
-def test_the_file_is_synced_before_it_is_renamed_and_the_folder_after(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.standard_normal((6, 4), np.float32) for name in NAMES}
+    save_file(arrays, tmp_path / "m.safetensors")
+    return tmp_path / "m.safetensors"
+
+
+def bound_to(checkpoint: reshard.Checkpoint) -> BoundLayout:
+    return checkpoint.bind(ModelLayout.from_mapping(LAYOUT))
+
+
+def test_files_that_a_stopped_conversion_left_are_replaced(source: Path, tmp_path: Path) -> None:
+    """As after a share that was interrupted. What still has them open sees no other bytes."""
+    folder = tmp_path / "out"
+    for rank in range(0, N_RANKS, 2):
+        (folder / f"rank_{rank}").mkdir(parents=True)
+        (folder / f"rank_{rank}" / "w").write_bytes(b"cut off")
+        os.link(folder / f"rank_{rank}" / "w", tmp_path / f"kept-{rank}")
+    with reshard.open(source) as checkpoint:
+        bound = bound_to(checkpoint)
+        requests = bound.requests_of([(rank, NAMES) for rank in range(N_RANKS)])
+        names = [f"rank_{rank // 2 * 2}/{'wx'[rank % 2]}" for rank in range(N_RANKS)]
+        index = checkpoint.data.index
+        written = index.write_small(str(folder), list(zip(names, requests, strict=True)), mode=0o600)
+    for rank, (name, record) in enumerate(zip(names, written, strict=True)):
+        with reshard.open(source) as checkpoint:
+            expected = checkpoint.load(LAYOUT, rank)
+        found = load_file(folder / name)
+        assert found.keys() == expected.keys()
+        assert all(np.array_equal(found[key], expected[key]) for key in found)
+        assert record is not None
+        assert record.n_bytes == (folder / name).stat().st_size
+        assert (folder / name).stat().st_mode & 0o777 == 0o600
+    assert sorted(path.name for path in folder.rglob("*") if path.is_file()) == ["w", "w", "w", "x", "x", "x"]
+    assert {path.read_bytes() for path in tmp_path.glob("kept-*")} == {b"cut off"}
+
+
+def test_a_file_that_cannot_be_written_is_removed(source: Path, tmp_path: Path) -> None:
+    """All of it: no file is left under its name without its bytes."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    (tmp_path / "out").mkdir()
+    with reshard.open(source) as checkpoint:
+        requests = bound_to(checkpoint).requests_of([(0, NAMES), (1, ("d",))])
+        pairs = [("0.safetensors", requests[0]), ("1.safetensors", requests[1])]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        try:
+            with pytest.raises(StorageError, match="File too large") as caught:
+                checkpoint.data.index.write_small(str(tmp_path / "out"), pairs, durable=False)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert str(caught.value.path).startswith(str(tmp_path / "out"))
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_damage_is_found_though_files_are_planned_together(tmp_path: Path) -> None:
+    arrays = {f"w{i}": np.full((64, 600), i, np.float32) for i in range(4)}
+    reshard.save(tmp_path / "root", 1, arrays, commit={"durable": False})
+    (shard,) = (tmp_path / "root").glob("iteration_*/model-*.safetensors")
+    data = bytearray(shard.read_bytes())
+    data[-5] ^= 1
+    shard.write_bytes(data)
+    layout = {"mesh": {"tp": 64}, "rules": [{"match": "*", "cut": ["tp"]}]}
+    with pytest.raises(DamagedFileError, match="differ from what was written"):
+        reshard.convert(tmp_path / "root", tmp_path / "out", layout=layout, commit={"durable": False})
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_request_that_is_made_late_is_that_of_the_rank(source: Path) -> None:
+    with reshard.open(source) as checkpoint:
+        bound, index = bound_to(checkpoint), checkpoint.data.index
+        late = bound.requests_of([(rank, NAMES[::-1]) for rank in range(N_RANKS)])
+        made = [bound.request_of(rank, NAMES[::-1]) for rank in range(N_RANKS)]
+        assert [len(request) for request in late] == [len(NAMES)] * N_RANKS
+        assert index.request_bytes(late, dtype="BF16") == index.request_bytes(made, dtype="BF16")
+        for one, other in zip(late, made, strict=True):
+            assert index.request_arrays(one) == index.request_arrays(other) == index.plan(one).arrays
+            assert one.last() == other.last()
+            for request in (one, other):
+                request.add_region("more", "a0", (1, 1), (2, 2))
+            assert index.plan(one).arrays == index.plan(other).arrays
+            assert index.plan(one).n_bytes == index.plan(other).n_bytes
+        with pytest.raises(LayoutError, match="rank 6 is not in the mesh") as caught:
+            _core.Request.of_ranks([("a0", bound.layouts["a0"])], [0, N_RANKS])
+        assert caught.value.key == "a0"
+    placed = {"mesh": {"pp": 2}, "rules": [{"match": "*"}], "place": [{"match": "*", "axis": "pp", "at": 1}]}
+    with reshard.open(source) as checkpoint:
+        layout = checkpoint.bind(ModelLayout.from_mapping(placed)).layouts["d"]
+        with pytest.raises(ArgumentError, match="rank 0 holds no part of `d`"):
+            _core.Request.of_ranks([("d", layout)], [1, 0])
+
+
+@given(
+    shapes=st.lists(st.lists(st.integers(1, 6), max_size=3).map(tuple), min_size=1, max_size=4),
+    cut=st.integers(0, 2),
+    n_ranks=st.integers(1, 5),
+)
+def test_rank_files_hold_what_numpy_cuts(
+    tmp_path_factory: pytest.TempPathFactory, shapes: list[tuple[int, ...]], cut: int, n_ranks: int
 ) -> None:
-    steps: list[str] = []
-    real_fsync, real_replace = os.fsync, os.replace
-
-    def fsync(handle: int) -> None:
-        steps.append("folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "file")
-        real_fsync(handle)
-
-    def replace(source: str, target: str) -> None:
-        steps.append("rename")
-        assert Path(source).name.startswith(".")
-        assert not source.endswith((".safetensors", ".safetensor"))
-        real_replace(source, target)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(os, "replace", replace)
-    locate(tmp_path / "model.safetensors").replace(b"x")
-    assert steps == ["file", "rename", "folder"]
-    steps.clear()
-    locate(tmp_path / "x").replace(b"x", durable=False)
-    assert steps == ["rename"]
-
-
-@pytest.mark.parametrize(
-    ("make", "error"),
-    [
-        (lambda path: None, CheckpointNotFoundError),
-        (lambda path: path.symlink_to("elsewhere"), DamagedFileError),
-        (lambda path: path.mkdir(), DamagedFileError),
-        (os.mkfifo, DamagedFileError),
-    ],
-)
-def test_only_regular_files_are_read(make: Any, error: type[ReshardError], tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").write_text("{}")
-    path = tmp_path / "file"
-    make(path)
-    with pytest.raises(error):
-        locate(path).read_small(10)
-
-
-# -- sizes and names
-
-
-@pytest.mark.parametrize(
-    ("size", "n_bytes"),
-    [
-        (1, 1),
-        ("1", 1),
-        ("512B", 512),
-        ("4GiB", 4 * 2**30),
-        ("500MB", 500 * 10**6),
-        ("5GB", 5 * 10**9),
-        ("1.5 KiB", 1536),
-        ("0.1GB", 10**8),
-        ("2TiB", 2**41),
-        ("3 KB", 3000),
-        ("5G", 5 * 2**30),
-        ("512M", 512 * 2**20),
-        ("1.5k", 1536),
-        ("9223372036854775807", 2**63 - 1),
-    ],
-)
-def test_sizes(size: str | int, n_bytes: int) -> None:
-    assert parse_size(size) == n_bytes
-
-
-@pytest.mark.parametrize(
-    ("size", "message"),
-    [
-        ("", "is not a size"),
-        ("4X", "is not a size"),
-        ("GiB", "is not a size"),
-        ("4 gigabytes", "`4 gigabytes` is not a size"),
-        ("4Gb", "is not a size"),
-        ("4gib", "is not a size"),
-        ("4iB", "is not a size"),
-        ("-4GiB", "is not a size"),
-        ("+4GiB", "is not a size"),
-        ("1e9", "is not a size"),
-        ("4  GiB", "is not a size"),
-        ("4GiB\n", "is not a size"),
-        ("\u0664GiB", "is not a size"),
-        (".5GiB", "is not a size"),
-        ("nan", "is not a size"),
-        ("9" * 5000, "is not a size"),
-        ("0", "from 1 to"),
-        ("0.5B", "from 1 to"),
-        ("9223372036854775808", "from 1 to"),
-        ("99999999TiB", "from 1 to"),
-        (0, "from 1 to"),
-        (-1, "from 1 to"),
-        (True, "not bool"),
-        (1.5, "not float"),
-        (None, "not NoneType"),
-    ],
-)
-def test_what_is_no_size(size: Any, message: str) -> None:
-    with pytest.raises(ArgumentError) as caught:
-        parse_size(size)
-    assert message in str(caught.value)
-    assert 'write it as "4GiB"' in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["a", "model-00001-of-00002.safetensors", "spåce d", "a..b", "...", "x" * 255, "-rf"])
-def test_plain_components(name: str) -> None:
-    assert component_fault(name) is None
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["", ".", "..", "/", "a/b", "/a", "a/", "..\\a", "a\0", "a\n", "a\x7f", "a\x85", "x" * 256, "é" * 128, "\udcff"],
-)
-def test_what_is_no_plain_component(name: str) -> None:
-    assert component_fault(name) is not None
-
-
-def test_a_file_is_read_in_memory_for_what_it_has(tmp_path: Path) -> None:
-    path = tmp_path / "f"
-    path.write_bytes(b"x" * 5000)
-    tracemalloc.start()
-    try:
-        assert locate(path).read_small(4 << 30) == b"x" * 5000
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
-        with (tmp_path / "sparse").open("wb") as file:
-            file.truncate(1 << 40)
-        with pytest.raises(DamagedFileError, match="larger than 268435456 bytes"):
-            locate(tmp_path / "sparse").read_small(1 << 28)
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    finally:
-        tracemalloc.stop()
-    with pytest.raises(DamagedFileError, match="larger than 4999 bytes"):
-        locate(path).read_small(4999)
-    assert locate(path).read_head(10) == b"x" * 10
-    assert locate(path).read_tail(10) == b"x" * 10
-    # The size of such a file is told as 0: it is read as one that grew.
-    assert locate("/proc/self/status").read_small(1 << 20).startswith(b"Name:")
+    tmp_path = tmp_path_factory.mktemp("cut")
+    arrays = {f"w{i}": np.random.default_rng(i).random(shape) for i, shape in enumerate(shapes)}
+    save_file(arrays, tmp_path / "m.safetensors")
+    rules = [
+        {"match": name, "cut": [*[None] * min(cut, array.ndim - 1), "tp"], "uneven": "ceil"}
+        if array.ndim
+        else {"match": name}
+        for name, array in arrays.items()
+    ]
+    layout = {"mesh": {"tp": n_ranks}, "rules": rules}
+    reshard.convert(
+        tmp_path / "m.safetensors", tmp_path / "out", to="safetensors", layout=layout, commit={"durable": False}
+    )
+    for rank in range(n_ranks):
+        found = load_file(tmp_path / "out" / f"rank_{rank}.safetensors")
+        for name, array in arrays.items():
+            expected = array
+            if array.ndim:
+                dim = min(cut, array.ndim - 1)
+                size = -(-array.shape[dim] // n_ranks)
+                expected = array.take(range(size * rank, min(size * (rank + 1), array.shape[dim])), dim)
+            assert found[name].shape == expected.shape
+            assert np.array_equal(found[name], expected)

@@ -210,7 +210,7 @@ def test_files_that_are_written_together_are_those_written_alone(tmp_path: Path)
         assert [one is None for one in together] == [i == 1 for i in range(len(names))]
         for (name, request), record in zip(pairs, together, strict=True):
             plan = index.plan(request, dtype="F16")
-            assert index.request_bytes(request, dtype="F16") == plan.n_bytes
+            assert index.request_bytes([request], dtype="F16") == [plan.n_bytes]
             alone = plan.write(str(tmp_path / "alone" / name), metadata={"x": "y"}, durable=False)
             if record is not None:
                 assert (tmp_path / "together" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()

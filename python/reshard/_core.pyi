@@ -321,6 +321,15 @@ class Request:
             rank: the global rank; it must hold a part.
         """
 
+    @staticmethod
+    def of_ranks(keys: Sequence[tuple[str, Layout]], ranks: Sequence[int]) -> list[Request]:
+        """Return for each rank a request for the parts of several tensors that it holds, each under its key.
+
+        Args:
+            keys: each tensor, and the layout of the requested array.
+            ranks: the global ranks; each must hold a part of each tensor.
+        """
+
     def add_all(self, keys: Sequence[tuple[str, Layout]], rank: int) -> None:
         """Request the parts of several tensors that a rank holds, each under its key.
 
@@ -601,11 +610,11 @@ class Index:
             dtype: as in `plan`.
         """
 
-    def request_bytes(self, request: Request, *, dtype: str | None = None) -> int:
-        """Return the bytes of the arrays of a request, without a plan.
+    def request_bytes(self, requests: Sequence[Request], *, dtype: str | None = None) -> list[int]:
+        """Return the bytes of the arrays of each request, without a plan.
 
         Args:
-            request: the requested arrays.
+            requests: the requested arrays.
             dtype: as in `plan`.
         """
 

@@ -15,7 +15,8 @@ use crate::strided::{
 use crate::tuning::{Case, DEFAULT_WAY, Fetch, Tuning, Way};
 use crate::verify::{Checks, ResidentRange, read_chunks, verify_chunks};
 use std::cell::RefCell;
-use std::collections::HashMap;
+use std::collections::HashSet;
+use std::ops::Range;
 
 /// Gaps between runs are not fetched if the runs have at least this size. Behind shorter runs only large gaps are not.
 const LONG_RUN_BYTES: u64 = 4096;
@@ -25,6 +26,8 @@ const SCATTERED_RUN_BYTES: u64 = 256 << 10;
 const LONG_READ_BYTES: u64 = 64 << 10;
 /// The pages of larger copies are unmapped afterwards.
 const RELEASED_BYTES: u64 = 256 << 10;
+/// Copies of up to this size fault in the chunk around them, if it is in memory.
+const MAX_AROUND_BYTES: u64 = 64 << 10;
 /// The most that a positioned read fetches into scratch memory at once.
 const SCRATCH_BYTES: u64 = 1 << 20;
 
@@ -46,33 +49,73 @@ pub(crate) struct Run<'a> {
     pub(crate) measures: bool,
 }
 
-/// The last range of each source that a band has faulted in: first byte and length. Many small copies of a band read from
+/// The chunks of each source that were faulted in shortly before, by its number and theirs. Many small copies read from
 /// the same chunk, and each call of the system takes longer than such a copy.
 #[derive(Default)]
-pub(crate) struct Faulted(RefCell<HashMap<u32, (u64, u64)>>);
+pub(crate) struct Faulted(RefCell<HashSet<(u32, u64)>>);
 
 impl Faulted {
-    /// The chunks around a range of a mapped file, faulted in; `None` if the file is not mapped.
+    /// The chunks around a range of a mapped file that is verified, faulted in; `None` if the file is not mapped.
     fn around<'a>(
         &self,
         source: u32,
         file: &'a ShardFile,
-        checksums: &Checksums,
         range: (u64, u64),
     ) -> Result<Option<ResidentRange<'a>>> {
-        let mut known = self.0.borrow_mut();
-        let (first, len) = checksums.span_of_chunks(range.0, range.1);
-        if let Some(&(known_first, known_len)) = known.get(&source)
-            && known_first <= first
-            && first + len <= known_first + known_len
-        {
-            let bytes = file.source().faulted_bytes(first, len)?;
-            return Ok(bytes.map(|bytes| ResidentRange::new(first, bytes)));
-        }
-        known.insert(source, (first, len));
-        let bytes = file.source().bytes(first, len)?;
+        let (first, len) = chunks_around(file, range);
+        let bytes = if self.has((source, first, len)) {
+            file.source().faulted_bytes(first, len)?
+        } else {
+            let bytes = file.source().bytes(first, len)?;
+            self.add((source, first, len));
+            bytes
+        };
         Ok(bytes.map(|bytes| ResidentRange::new(first, bytes)))
     }
+
+    /// A range, faulted in; `None` if the file is not mapped. With a short range, the rest of its chunk is faulted in
+    /// as well, if it is in memory.
+    fn bytes<'a>(
+        &self,
+        source: u32,
+        file: &'a ShardFile,
+        range: (u64, u64),
+    ) -> Result<Option<&'a [u8]>> {
+        let of_file = file.source();
+        if range.1 > MAX_AROUND_BYTES || !of_file.is_file_map() {
+            return of_file.bytes(range.0, range.1);
+        }
+        let (first, len) = chunks_around(file, range);
+        if !self.has((source, first, len)) {
+            if !of_file.is_resident(first, len) {
+                return of_file.bytes(range.0, range.1);
+            }
+            of_file.bytes(first, len)?;
+            self.add((source, first, len));
+        }
+        of_file.faulted_bytes(range.0, range.1)
+    }
+
+    fn has(&self, (source, first, len): (u32, u64, u64)) -> bool {
+        let known = self.0.borrow();
+        chunk_numbers(first, len).all(|chunk| known.contains(&(source, chunk)))
+    }
+
+    fn add(&self, (source, first, len): (u32, u64, u64)) {
+        let chunks = chunk_numbers(first, len).map(|chunk| (source, chunk));
+        self.0.borrow_mut().extend(chunks);
+    }
+}
+
+/// First byte and length of the chunks that hold a range of a file.
+fn chunks_around(file: &ShardFile, (start, len): (u64, u64)) -> (u64, u64) {
+    let first = start / CHUNK_BYTES as u64 * CHUNK_BYTES as u64;
+    let end = (start + len).next_multiple_of(CHUNK_BYTES as u64);
+    (first, end.min(file.source().n_bytes()) - first)
+}
+
+fn chunk_numbers(first: u64, len: u64) -> Range<u64> {
+    first / CHUNK_BYTES as u64..(first + len).div_ceil(CHUNK_BYTES as u64)
 }
 
 /// Executes one copy of a plan, box by box, into a part of an array.
@@ -180,7 +223,7 @@ impl<'a> BoxCopy<'a> {
             if is_dense && file.source().is_mapped() {
                 let range = self.source_range(dims, src);
                 let faulted = self.run.faulted;
-                self.resident = faulted.around(self.copy_op.source, file, checksums, range)?;
+                self.resident = faulted.around(self.copy_op.source, file, range)?;
             }
             return self.verified_parts(file, checksums, dims, src, dst);
         }
@@ -365,7 +408,8 @@ impl<'a> BoxCopy<'a> {
         let mapped = if is_scattered {
             None
         } else {
-            source.bytes(start, span)?
+            let (number, faulted) = (self.copy_op.source, self.run.faulted);
+            faulted.bytes(number, file, (start, span))?
         };
         if let Some(from) = mapped {
             self.copy_from(from, dims, dst);

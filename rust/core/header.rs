@@ -567,7 +567,8 @@ pub fn check_name(name: &str) -> Result<()> {
             "the name has {n_bytes} bytes; at most {MAX_NAME_BYTES} are allowed"
         )));
     }
-    if name.chars().any(char::is_control) {
+    let is_plain = name.bytes().all(|byte| (b' '..=b'~').contains(&byte)); // mostly, and faster
+    if !is_plain && name.chars().any(char::is_control) {
         return Err(Error::damaged("the name contains a control character"));
     }
     Ok(())

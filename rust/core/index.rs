@@ -16,14 +16,15 @@ use crate::layout::{Cuts, Layout};
 use crate::local_array::{LocalArray, Part};
 use crate::plan::{Array, Plan, PlanSource};
 use crate::region::{Dims, Region};
-use crate::request::{Request, RequestedArray};
+use crate::request::{Request, Requested, RequestedArray};
 use crate::shard_file::{Format, ShardFile, Table, verify_header};
 use crate::source::{Method, Source, closed};
 use crate::stored::{
-    Form, Grid, Holders, SelectedCopy, Stored, StoredTensor, Tiles, named, no_holder,
+    Form, Grid, Holders, SelectedCopy, Stored, StoredTensor, Tiles, named, no_holder, select_whole,
 };
 use crate::tile::Tile;
 use rayon::prelude::*;
+use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -90,7 +91,25 @@ enum Found<'a> {
     InWholeFile(u32, Entry<'a>),
 }
 
-impl Found<'_> {
+impl<'a> Found<'a> {
+    fn name(&self) -> &'a str {
+        match self {
+            Self::Listed(stored) => &stored.key,
+            Self::InWholeFile(_, entry) => entry.name,
+        }
+    }
+
+    /// The file that holds it completely, if there is one and no other.
+    fn only_file(&self) -> Option<u32> {
+        match self {
+            Self::Listed(stored) => match &stored.form {
+                Form::Grid(grid) => grid.only_file(&stored.shape),
+                Form::Tiles(_) => None,
+            },
+            Self::InWholeFile(file, _) => Some(*file),
+        }
+    }
+
     fn shape(&self) -> &[u64] {
         match self {
             Self::Listed(stored) => &stored.shape,
@@ -853,13 +872,22 @@ impl Index {
         cast: Option<Dtype>,
         verify: bool,
     ) -> Result<Plan<'static>> {
+        self.plan_together(&[Cow::Borrowed(request)], cast, verify)
+    }
+
+    /// One plan of several requests, with their arrays one after the other. See [`Self::plan`].
+    pub fn plan_together(
+        &self,
+        requests: &[Cow<'_, Request>],
+        cast: Option<Dtype>,
+        verify: bool,
+    ) -> Result<Plan<'static>> {
+        let arrays = || requests.iter().flat_map(|request| &request.arrays);
         if self.is_closed.load(std::sync::atomic::Ordering::Relaxed) {
             return Err(closed());
         }
         // Keys and shapes are checked first, so that no file is opened for an invalid request.
-        let found = request
-            .arrays
-            .iter()
+        let found = arrays()
             .map(|requested| self.check_requested(requested))
             .collect::<Result<Vec<_>>>()?;
         let mut chosen_bytes = vec![0; self.files.len()];
@@ -868,7 +896,7 @@ impl Index {
             ..Plan::default()
         };
         let mut sources: HashMap<u32, u32> = HashMap::new();
-        for (requested, found) in request.arrays.iter().zip(&found) {
+        for (requested, found) in arrays().zip(&found) {
             let (first_key, _) = &requested.keys[0];
             let selected = self.select(requested, found.as_ref(), &mut chosen_bytes)?;
             if verify {
@@ -914,6 +942,7 @@ impl Index {
                 } = one;
                 let opened = self.open(file)?;
                 if let Some(strides) = opened.table().strides(name) {
+                    let boxes = boxes.expect("a safetensors file has no strides");
                     let strided = boxes.strided(&stored_shape, strides);
                     (src, copy_op.dims) =
                         strided.map_err(|error| error.key(name).within(named(name)))?;
@@ -958,24 +987,53 @@ impl Index {
         request: &Request,
         cast: Option<Dtype>,
     ) -> Result<Vec<(Dtype, u64)>> {
-        let mut sum = 0_u64;
+        let mut sum = 0;
         let sizes = request.arrays.iter().map(|array| {
-            let key = &array.keys[0].0;
-            let dtype = cast_target(self.dtype_of(key)?, cast)
-                .map_err(|error| error.key(key).within(named(key)))?;
-            let n_bytes = dtype.n_bytes(&[array.shape.iter().product()]);
-            let total = n_bytes.and_then(|n| Some((n, sum.checked_add(n)?)));
-            let (n_bytes, next) = total.ok_or_else(|| {
-                let message = format!(
-                    "{} is not an integer number of bytes, or too large",
-                    named(&array.name)
-                );
-                Error::new(Kind::Unsupported, message).key(key)
-            })?;
-            sum = next;
-            Ok((dtype, n_bytes))
+            let n = array.shape.iter().product();
+            self.add_size((&array.keys[0].0, &array.name, n), cast, &mut sum)
         });
         sizes.collect()
+    }
+
+    /// The bytes of all arrays of a request. `cast` and errors as [`Self::request_sizes`].
+    pub fn request_bytes(&self, requested: &Requested, cast: Option<Dtype>) -> Result<u64> {
+        let mut sum = 0;
+        match requested {
+            Requested::Listed(request) => {
+                self.request_sizes(request, cast)?
+                    .iter()
+                    .for_each(|(_, n_bytes)| sum += n_bytes);
+            }
+            Requested::OfRank(request) => {
+                for array in request.n_elements() {
+                    let (key, n) = array?;
+                    self.add_size((key, key, n), cast, &mut sum)?;
+                }
+            }
+        }
+        Ok(sum)
+    }
+
+    /// The dtype and the bytes of an array of a key, which are added to `sum`.
+    fn add_size(
+        &self,
+        (key, name, n): (&str, &str, u64),
+        cast: Option<Dtype>,
+        sum: &mut u64,
+    ) -> Result<(Dtype, u64)> {
+        let dtype = cast_target(self.dtype_of(key)?, cast)
+            .map_err(|error| error.key(key).within(named(key)))?;
+        let n_bytes = dtype.n_bytes(&[n]);
+        let total = n_bytes.and_then(|n| Some((n, sum.checked_add(n)?)));
+        let (n_bytes, next) = total.ok_or_else(|| {
+            let message = format!(
+                "{} is not an integer number of bytes, or too large",
+                named(name)
+            );
+            Error::new(Kind::Unsupported, message).key(key)
+        })?;
+        *sum = next;
+        Ok((dtype, n_bytes))
     }
 
     /// A request for tensors as they are, each with its name and key.
@@ -1081,6 +1139,13 @@ impl Index {
                 looked_up = self.found(key)?;
                 &looked_up
             };
+            if let Some(file) = found.only_file()
+                && matches!(self.file_format(file)?, Format::Safetensors)
+            {
+                let stored = (found.name(), found.shape());
+                select_whole(stored, file, tile, chosen_bytes, &mut selected);
+                continue;
+            }
             match found {
                 Found::InWholeFile(file, entry) => {
                     let grid = Grid::whole(&entry.shape, *file);

@@ -302,6 +302,11 @@ impl Layout {
                 .all(|dim| !matches!(dim.cuts, Cuts::Blocks(..)))
     }
 
+    /// Whether arrays are stored in the order of the dims.
+    fn is_in_order(&self) -> bool {
+        self.order.iter().enumerate().all(|(j, &d)| j == d)
+    }
+
     /// Whether the rank at a position holds a part.
     pub fn holds(&self, position: u64) -> bool {
         self.mesh.is_at(position, &self.fixed)
@@ -350,16 +355,11 @@ impl Layout {
 
     /// Shape of the block after `cut`, in storage order.
     pub fn block_shape(&self, position: u64) -> Vec<u64> {
-        let extents: Vec<u64> = self
-            .dims
-            .iter()
-            .map(|dim| {
-                dim.segments(&self.mesh, position)
-                    .iter()
-                    .map(|(_, len)| len)
-                    .sum()
-            })
-            .collect();
+        let extents = self.dims.iter().map(|dim| dim.extent(&self.mesh, position));
+        let extents: Vec<u64> = extents.collect();
+        if self.is_in_order() {
+            return extents;
+        }
         self.order.iter().map(|&d| extents[d]).collect()
     }
 
@@ -394,6 +394,37 @@ impl Layout {
         if !self.holds(position) {
             return Vec::new();
         }
+        if let Some(tile) = self.only_tile(position) {
+            return vec![tile];
+        }
+        self.all_tiles(position, span)
+    }
+
+    /// The tile of a rank of a plain layout, which holds one box. As [`Self::all_tiles`], which makes a dozen lists for
+    /// each of 100,000 arrays.
+    fn only_tile(&self, position: u64) -> Option<Tile> {
+        if self.flat.is_some() || !self.is_grid() || !self.is_in_order() {
+            return None;
+        }
+        let n = self.dims.len();
+        let (mut offset, mut shape) = (Vec::with_capacity(n), Vec::with_capacity(n));
+        for dim in &self.dims {
+            let (start, end) = dim.cuts.part(self.mesh.fold(position, &dim.axes));
+            if start == end {
+                return None;
+            }
+            offset.push(start);
+            shape.push(end - start);
+        }
+        let local_strides = row_major_strides(&shape);
+        Some(Tile {
+            global: Region::new(offset, shape).expect("inside a tensor whose size fits"),
+            local_offset: 0,
+            local_strides,
+        })
+    }
+
+    fn all_tiles(&self, position: u64, span: FlatSpan) -> Vec<Tile> {
         let segments: Vec<_> = self
             .dims
             .iter()
@@ -574,6 +605,16 @@ impl DimCut {
         Ok(Self { axes, cuts })
     }
 
+    /// Extent of the part of a position.
+    fn extent(&self, mesh: &Mesh, position: u64) -> u64 {
+        if let Cuts::Blocks(..) = self.cuts {
+            let segments = self.segments(mesh, position);
+            return segments.iter().map(|(_, len)| len).sum();
+        }
+        let (start, end) = self.cuts.part(mesh.fold(position, &self.axes));
+        end - start
+    }
+
     fn segments(&self, mesh: &Mesh, position: u64) -> Vec<(u64, u64)> {
         self.cuts.segments(mesh.fold(position, &self.axes))
     }
@@ -625,6 +666,33 @@ mod tests {
             .map(|(o, s)| Region::new(vec![o], vec![s]).unwrap())
             .into();
         assert_eq!(parts, expected);
+    }
+
+    #[test]
+    fn the_only_tile_is_found_as_all_tiles_are() {
+        let cuts: [&[&[usize]]; 4] = [
+            &[&[0], &[1]],
+            &[&[1, 0], &[]],
+            &[&[], &[1]],
+            &[&[], &[0, 1]],
+        ];
+        let mut n_found = 0;
+        for (shape, cut) in [[6, 9], [7, 4], [12, 6], [1, 1]]
+            .iter()
+            .flat_map(|shape| cuts.iter().map(move |cut| (shape, cut)))
+        {
+            let layout = layout(shape, cut, Uneven::Ceil, None);
+            for position in 0..6 {
+                let all = layout.all_tiles(position, layout.own_span(position));
+                if let Some(tile) = layout.only_tile(position) {
+                    n_found += 1;
+                    assert_eq!(all, [tile]);
+                } else {
+                    assert!(all.is_empty(), "{shape:?} {cut:?} {position}");
+                }
+            }
+        }
+        assert!(n_found > 60, "{n_found}");
     }
 
     #[test]

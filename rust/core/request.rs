@@ -4,10 +4,11 @@ use crate::error::{Error, Kind, Printable, Result};
 use crate::layout::{FlatSpan, Layout};
 use crate::region::{Region, row_major_strides};
 use crate::tile::Tile;
+use std::borrow::Cow;
 use std::sync::Arc;
 
 /// One requested array, made of tiles of keys.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct RequestedArray {
     pub(crate) name: String,
     pub(crate) shape: Vec<u64>,
@@ -18,9 +19,122 @@ pub struct RequestedArray {
 }
 
 /// The local arrays that are requested.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct Request {
     pub(crate) arrays: Vec<RequestedArray>,
+}
+
+/// The parts of several keys that a rank holds, each under the name of its key: a [`Request`] that is made when it is
+/// used. Thousands of ranks request parts of the same keys.
+#[derive(Debug)]
+pub struct RankRequest {
+    keys: Arc<[(String, Arc<Layout>)]>,
+    rank: u64,
+}
+
+impl RankRequest {
+    /// The request of a rank.
+    ///
+    /// # Errors
+    /// A mesh has no such rank, or the rank holds no part of a key.
+    pub fn new(keys: Arc<[(String, Arc<Layout>)]>, rank: u64) -> Result<Self> {
+        let this = Self { keys, rank };
+        this.parts().try_for_each(|part| {
+            let (key, layout, position) = part?;
+            check_holds(key, layout, position)
+        })?;
+        Ok(this)
+    }
+
+    fn request(&self) -> Result<Request> {
+        let mut request = Request {
+            arrays: Vec::with_capacity(self.keys.len()),
+        };
+        for part in self.parts() {
+            let (key, layout, position) = part?;
+            request.add(key, key, layout, position)?;
+        }
+        Ok(request)
+    }
+
+    /// The key of each array and the number of its elements.
+    pub(crate) fn n_elements(&self) -> impl Iterator<Item = Result<(&str, u64)>> {
+        self.parts().map(|part| {
+            let (key, layout, position) = part?;
+            Ok((key, layout.local_shape(position).iter().product()))
+        })
+    }
+
+    fn parts(&self) -> impl Iterator<Item = Result<(&str, &Layout, u64)>> {
+        self.keys.iter().map(|(key, layout)| {
+            let position = layout.mesh().position(self.rank);
+            let position = position
+                .map_err(|error| error.within(format_args!("`{}`", Printable(key))).key(key));
+            Ok((key.as_str(), &**layout, position?))
+        })
+    }
+}
+
+/// A request, or how it is made.
+#[derive(Debug)]
+pub enum Requested {
+    /// All of its arrays.
+    Listed(Request),
+    /// Those of a rank.
+    OfRank(RankRequest),
+}
+
+impl Requested {
+    /// Number of arrays.
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Listed(request) => request.len(),
+            Self::OfRank(request) => request.keys.len(),
+        }
+    }
+
+    /// Whether there is no array.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The request.
+    pub fn request(&self) -> Result<Cow<'_, Request>> {
+        match self {
+            Self::Listed(request) => Ok(Cow::Borrowed(request)),
+            Self::OfRank(request) => request.request().map(Cow::Owned),
+        }
+    }
+
+    /// The request, to add arrays to it.
+    pub fn listed(&mut self) -> Result<&mut Request> {
+        *self = Self::Listed(match std::mem::take(self) {
+            Self::Listed(request) => request,
+            Self::OfRank(request) => request.request()?,
+        });
+        match self {
+            Self::Listed(request) => Ok(request),
+            Self::OfRank(_) => unreachable!("it is listed"),
+        }
+    }
+}
+
+impl Default for Requested {
+    fn default() -> Self {
+        Self::Listed(Request::default())
+    }
+}
+
+fn check_holds(key: &str, layout: &Layout, position: u64) -> Result<()> {
+    if layout.holds(position) {
+        return Ok(());
+    }
+    let message = format!(
+        "rank {} holds no part of `{}`",
+        layout.mesh().rank_at(position),
+        Printable(key)
+    );
+    Err(Error::new(Kind::Argument, message).key(key))
 }
 
 impl Request {
@@ -39,14 +153,7 @@ impl Request {
     /// # Errors
     /// The rank holds no part.
     pub fn add(&mut self, name: &str, key: &str, layout: &Layout, position: u64) -> Result<()> {
-        if !layout.holds(position) {
-            let message = format!(
-                "rank {} holds no part of `{}`",
-                layout.mesh().rank_at(position),
-                Printable(key)
-            );
-            return Err(Error::new(Kind::Argument, message).key(key));
-        }
+        check_holds(key, layout, position)?;
         let tiles = layout.tiles(position);
         let shape = layout.local_shape(position);
         let filled: u64 = tiles.iter().map(|tile| tile.global.n_elements()).sum();

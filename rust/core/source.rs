@@ -1,6 +1,6 @@
 #![expect(
     unsafe_code,
-    reason = "mapping a file is unsafe; `LocalFile` documents the risk"
+    reason = "mapping a file is unsafe; `LocalFile` documents the risk. `close` reports errors"
 )]
 //! Sources of stored bytes: an opened file that is mapped or read by positioned reads, or ranges of a remote object.
 //!
@@ -16,6 +16,7 @@ use std::fmt;
 use std::fs::File;
 #[cfg(target_os = "linux")]
 use std::os::fd::AsRawFd;
+use std::os::fd::IntoRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -386,7 +387,7 @@ impl Source {
         let direct = open_direct(&self.path, flags);
         if direct.is_none() {
             file.with_opened(&self.path, |file| {
-                drop_clean_pages(file);
+                flush_pages(file);
                 Ok(())
             })?;
         }
@@ -545,6 +546,13 @@ fn open_regular(path: &Path, follow_links: bool) -> Result<(File, (u64, u64), u6
     Ok((file, (status.dev(), status.ino()), status.len()))
 }
 
+/// Closes a file that was written. Network file systems send what was written, and report what fails.
+pub(crate) fn close(file: File) -> std::io::Result<()> {
+    let fd = file.into_raw_fd();
+    // SAFETY: `into_raw_fd` gives up the ownership of an open descriptor: it is valid, and nothing else closes it.
+    unsafe { rustix::io::try_close(fd) }.map_err(Into::into)
+}
+
 /// Opens a file for transfers that bypass the page cache; none where the system or the file system has none.
 pub(crate) fn open_direct(path: &Path, flags: OFlags) -> Option<File> {
     #[cfg(target_os = "linux")]
@@ -557,8 +565,9 @@ pub(crate) fn open_direct(path: &Path, flags: OFlags) -> Option<File> {
     opened.ok().map(File::from)
 }
 
-/// Dirty pages stay: they are the only copy.
-fn drop_clean_pages(file: &File) {
+/// Starts to write the dirty pages of a file to the disk, and drops the clean ones from the page cache. Dirty pages stay:
+/// they are the only copy.
+pub(crate) fn flush_pages(file: &File) {
     #[cfg(target_os = "linux")]
     let _ = rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed);
     #[cfg(not(target_os = "linux"))]

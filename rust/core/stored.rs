@@ -11,7 +11,7 @@ use crate::factors::Factors;
 use crate::layout::{Cuts, Layout};
 use crate::plan::{CopyOp, strided_copy};
 use crate::region::{Dims, Region, row_major_strides};
-use crate::strided::Dim;
+use crate::strided::{Dim, merge_dims};
 use crate::tile::Tile;
 use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
@@ -105,7 +105,8 @@ pub(crate) struct SelectedCopy<'a> {
     /// First element in the stored tensor.
     pub(crate) src: u64,
     pub(crate) copy_op: CopyOp,
-    pub(crate) boxes: Boxes,
+    /// `None`: see [`select_whole`].
+    pub(crate) boxes: Option<Boxes>,
 }
 
 /// The box that is copied, in the global tensor, and the tiles around it.
@@ -148,6 +149,26 @@ impl Grid {
             cuts: cuts.collect(),
             order: (0..shape.len()).collect(),
             holders: Holders::File(file),
+        }
+    }
+
+    /// The file that holds a tensor of this shape completely and in row-major order, if there is one and no other.
+    pub(crate) fn only_file(&self, shape: &[u64]) -> Option<u32> {
+        let is_whole = self.order.iter().enumerate().all(|(j, &d)| j == d)
+            && self.cuts.iter().zip(shape).all(|(cuts, &extent)| {
+                let has_one = matches!(cuts, Cuts::Even { .. } | Cuts::Listed(_));
+                has_one && cuts.n_parts() == 1 && cuts.part(0) == (0, extent)
+            });
+        match &self.holders {
+            _ if !is_whole => None,
+            Holders::File(file) => Some(*file),
+            Holders::Table { starts, files } => {
+                match files[..][starts[0] as usize..starts[1] as usize] {
+                    [file] => Some(file),
+                    _ => None,
+                }
+            }
+            Holders::Mesh(..) => None,
         }
     }
 
@@ -670,6 +691,44 @@ fn choose(files: &[u32], chosen: &mut [u64], n: u64) -> Option<u32> {
     Some(file)
 }
 
+/// Selects the copy of a tile out of a tensor of a shape that a file holds in row-major order, without gaps. As
+/// [`Grid::select`] of [`Grid::whole`], which makes a dozen lists for each of 100,000 tensors.
+pub(crate) fn select_whole<'a>(
+    (key, shape): (&'a str, &[u64]),
+    file: u32,
+    tile: &Tile,
+    chosen: &mut [u64],
+    selected: &mut Vec<SelectedCopy<'a>>,
+) {
+    let (offset, extents) = (tile.global.offset(), tile.global.shape());
+    let mut dims = Vec::with_capacity(shape.len());
+    let (mut src, mut stride) = (0, 1);
+    for d in (0..shape.len()).rev() {
+        dims.push(Dim {
+            len: extents[d],
+            src: stride,
+            dst: tile.local_strides[d],
+        });
+        src += offset[d] * stride;
+        stride *= shape[d];
+    }
+    dims.reverse();
+    chosen[file as usize] += tile.global.n_elements();
+    selected.push(SelectedCopy {
+        file,
+        name: key,
+        stored_shape: shape.to_vec(),
+        src,
+        copy_op: CopyOp {
+            source: 0,
+            src_start_bytes: 0,
+            dst: tile.local_offset,
+            dims: merge_dims(dims),
+        },
+        boxes: None,
+    });
+}
+
 fn selected_copy<'a>(
     file: u32,
     name: &'a str,
@@ -693,7 +752,7 @@ fn selected_copy<'a>(
             dst,
             dims,
         },
-        boxes: Boxes { common, source, to },
+        boxes: Some(Boxes { common, source, to }),
     }
 }
 
@@ -707,4 +766,69 @@ pub(crate) fn no_holder(key: &str, region: &Region) -> Error {
 
 pub(crate) fn named(key: &str) -> String {
     format!("`{}`", Printable(key))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_whole_tensor_is_selected_as_a_grid_of_one_cell() {
+        let shapes: [&[u64]; 5] = [&[], &[7], &[3, 5], &[1, 4, 1], &[2, 3, 4, 5]];
+        for shape in shapes {
+            let mut tiles = vec![Region::whole(shape)];
+            for d in 0..shape.len() {
+                for (from, to) in [(0, shape[d] - 1), (1, shape[d]), (shape[d] / 2, shape[d])] {
+                    if from < to {
+                        let (mut offset, mut extents) = (vec![0; shape.len()], shape.to_vec());
+                        (offset[d], extents[d]) = (from, to - from);
+                        tiles.push(Region::new(offset, extents).unwrap());
+                    }
+                }
+            }
+            for global in tiles {
+                let mut local_strides = row_major_strides(global.shape());
+                local_strides.iter_mut().for_each(|stride| *stride *= 2);
+                let tile = Tile {
+                    global,
+                    local_offset: 3,
+                    local_strides,
+                };
+                let (mut fast, mut slow) = (Vec::new(), Vec::new());
+                let (mut of_fast, mut of_slow) = ([0; 2], [0; 2]);
+                select_whole(("k", shape), 1, &tile, &mut of_fast, &mut fast);
+                let grid = Grid::whole(shape, 1);
+                assert_eq!(grid.only_file(shape), Some(1));
+                grid.select("k", &tile, &mut of_slow, &mut slow).unwrap();
+                let of = |one: &[SelectedCopy<'_>]| {
+                    let [one] = one else { panic!("one copy") };
+                    (
+                        one.file,
+                        one.stored_shape.clone(),
+                        one.src,
+                        one.copy_op.clone(),
+                    )
+                };
+                assert_eq!(of(&fast), of(&slow), "{shape:?} {}", tile.global);
+                assert_eq!(of_fast, of_slow);
+            }
+        }
+    }
+
+    #[test]
+    fn a_tensor_in_parts_or_in_another_order_has_no_only_file() {
+        let mut grid = Grid::whole(&[4, 6], 0);
+        grid.order = vec![1, 0];
+        assert_eq!(grid.only_file(&[4, 6]), None);
+        grid = Grid::whole(&[4, 6], 0);
+        grid.cuts[1] = Cuts::Listed(vec![0, 2, 6]);
+        assert_eq!(grid.only_file(&[4, 6]), None);
+        grid = Grid::whole(&[4, 6], 0);
+        assert_eq!(grid.only_file(&[4, 8]), None);
+        grid.holders = Holders::Table {
+            starts: [0, 2].into(),
+            files: [3, 4].into(),
+        };
+        assert_eq!(grid.only_file(&[4, 6]), None, "replicas are chosen among");
+    }
 }

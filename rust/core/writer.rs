@@ -20,7 +20,7 @@ use crate::error::{Error, Kind, Result};
 use crate::fetch::{Faulted, Run};
 use crate::header;
 use crate::memory::{Memory, Stores, finish_stores};
-use crate::plan::Plan;
+use crate::plan::{Array, Plan};
 use crate::route::{Route, Routes};
 use crate::source::open_direct;
 use crate::tuning::Tuning;
@@ -46,6 +46,8 @@ const BAND_BYTES: usize = 2 << 20;
 const PAGE_ALIGNED_FROM_BYTES: u64 = 1 << 20;
 /// The smallest budget: one piece is filled while another is written.
 pub const MIN_MEMORY_BYTES: u64 = 2 * PIECE_BYTES as u64;
+
+pub(crate) const FULL_DISK_HINT: &str = "the destination is unchanged; if the disk is full, free disk space or choose another destination";
 
 /// Where the arrays of a plan and all other bytes lie in a file.
 #[derive(Debug, Clone, Default)]
@@ -180,6 +182,11 @@ pub trait Sink: Sync + Sized {
 
 /// Whether a file is small enough to be written by the calling thread without a pool. Such a file is one piece.
 pub fn is_small(plan: &Plan<'_>, options: &Options) -> bool {
+    are_small(plan.arrays(), options) && !verifies_files(plan)
+}
+
+/// Whether a file of some arrays is one piece.
+pub(crate) fn are_small(arrays: &[Array], options: &Options) -> bool {
     const MAX_ARRAYS: usize = 256;
     const MAX_BYTES: usize = 1 << 20;
     // Header bytes of one array: a name, with up to six bytes per escaped character, and at most 32 extents.
@@ -192,10 +199,10 @@ pub fn is_small(plan: &Plan<'_>, options: &Options) -> bool {
         .container
         .as_ref()
         .map_or(0, |container| container.literals.len());
-    plan.n_bytes() + literals as u64 <= MAX_BYTES as u64
-        && plan.arrays().len() <= MAX_ARRAYS
+    let n_bytes: u64 = arrays.iter().map(Array::n_bytes).sum();
+    n_bytes + literals as u64 <= MAX_BYTES as u64
+        && arrays.len() <= MAX_ARRAYS
         && metadata_bytes <= 64 << 10
-        && !verifies_files(plan)
 }
 
 /// Writes the arrays of a plan into one shard file, in their order and under their names.
@@ -275,6 +282,28 @@ pub fn write_image(
     Checksums::new(n_bytes, header_bytes, crc32c(0, header), chunks)
 }
 
+/// The header of a safetensors file, and the first byte of each array in the file.
+pub(crate) fn header_of(
+    arrays: &[Array],
+    metadata: &[(String, String)],
+) -> Result<(Vec<u8>, Vec<u64>)> {
+    let n_bytes: u64 = arrays.iter().map(Array::n_bytes).sum();
+    let align = if n_bytes >= PAGE_ALIGNED_FROM_BYTES {
+        DIRECT_BLOCK_BYTES as u64
+    } else {
+        64
+    };
+    let tensors: Vec<_> = arrays
+        .iter()
+        .map(|a| (a.name.as_str(), a.dtype, a.shape.as_slice()))
+        .collect();
+    let (header, mut starts) = header::build(&tensors, metadata, align)?;
+    for start in &mut starts {
+        *start += header.len() as u64;
+    }
+    Ok((header, starts))
+}
+
 /// The content of a file: the arrays of a plan and the bytes between them.
 pub(crate) struct Content<'a> {
     plan: &'a Plan<'a>,
@@ -289,21 +318,8 @@ pub(crate) struct Content<'a> {
 impl<'a> Content<'a> {
     /// A safetensors file.
     pub(crate) fn new(plan: &'a Plan<'a>, metadata: &[(String, String)]) -> Result<Self> {
-        let align = if plan.n_bytes() >= PAGE_ALIGNED_FROM_BYTES {
-            DIRECT_BLOCK_BYTES as u64
-        } else {
-            64
-        };
-        let tensors: Vec<_> = plan
-            .arrays()
-            .iter()
-            .map(|a| (a.name.as_str(), a.dtype, a.shape.as_slice()))
-            .collect();
-        let (header, mut starts) = header::build(&tensors, metadata, align)?;
+        let (header, starts) = header_of(plan.arrays(), metadata)?;
         let header_bytes = header.len() as u64;
-        for start in &mut starts {
-            *start += header_bytes;
-        }
         let container = Container {
             literals: header,
             starts,
@@ -739,7 +755,7 @@ impl Semaphore {
 }
 
 /// A file under a temporary name. It is removed on drop unless it was published.
-struct TemporaryFile {
+pub(crate) struct TemporaryFile {
     path: PathBuf,
     /// The name under which it is published.
     target: PathBuf,
@@ -752,7 +768,7 @@ struct TemporaryFile {
 }
 
 impl TemporaryFile {
-    fn create(path: &Path, n_bytes: u64, options: &Options) -> Result<Self> {
+    pub(crate) fn create(path: &Path, n_bytes: u64, options: &Options) -> Result<Self> {
         static COUNTER: AtomicU64 = AtomicU64::new(0);
         let name = path.file_name().ok_or_else(|| {
             Error::new(
@@ -828,7 +844,7 @@ impl Sink for TemporaryFile {
     fn write_at(&self, at: u64, bytes: &[u8], route: Route) -> Result<()> {
         let failed = |error: std::io::Error| {
             let error = Error::io("cannot write", &self.path, &error);
-            error.hint("the destination is unchanged; if the disk is full, free disk space or choose another destination")
+            error.hint(FULL_DISK_HINT)
         };
         let direct = self.direct.as_ref().filter(|_| route == Route::Direct);
         let direct_len = if direct.is_some() {

@@ -28,7 +28,7 @@ from reshard.storage.publication import made_folder, published_folder
 from reshard.write.iteration import FileContent, JointProgress, WholeTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     import numpy as np
 
@@ -163,7 +163,7 @@ def settled_mapping(source: Checkpoint, layout: LayoutLike) -> dict[str, object]
 def file_sizes(job: Job, files: list[File]) -> list[int]:
     """Bytes of the arrays of each file."""
     # A plan keeps files open: it is created when it is executed.
-    return [job.source.data.index.request_bytes(file.request, dtype=job.options.dtype) for file in files]
+    return job.source.data.index.request_bytes([file.request for file in files], dtype=job.options.dtype)
 
 
 def write_files(job: Job, folder: Location, files: list[File], sizes: list[int]) -> dict[str, _core.Written]:
@@ -274,9 +274,10 @@ def whole_tensors(job: Job) -> dict[str, WholeTensor]:
     }
 
 
-def as_file(bound: BoundLayout, file: FileContent) -> File:
-    """A planned file with the request for its arrays."""
-    return File(file.name, bound.request_of(file.rank, file.arrays))
+def as_files(bound: BoundLayout, files: Sequence[FileContent]) -> list[File]:
+    """Planned files with the requests for their arrays."""
+    requests = bound.requests_of([(file.rank, file.arrays) for file in files])
+    return [File(file.name, request) for file, request in zip(files, requests, strict=True)]
 
 
 # -- the destination

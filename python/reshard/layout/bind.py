@@ -14,7 +14,7 @@ from reshard.layout.resolve import Join, resolve
 from reshard.words import nearest, show
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from reshard.layout.file import LayoutFile
     from reshard.layout.partition import Places, TensorLayout
@@ -103,6 +103,19 @@ class BoundLayout:
         """The request for some arrays of a rank, in the order of `names`; joined keys have the name of their join."""
         arrays = {one[0]: one for one in self._arrays(rank, None)}
         return self._request((arrays[name] for name in names), rank)
+
+    def requests_of(self, arrays: Sequence[tuple[int, tuple[str, ...]]]) -> list[_core.Request]:
+        """As `request_of`, for each of several ranks and the names of its arrays."""
+        if self.joins:
+            return [self.request_of(rank, names) for rank, names in arrays]
+        by_names: dict[tuple[str, ...], list[int]] = {}
+        for rank, names in arrays:
+            by_names.setdefault(names, []).append(rank)
+        made = {
+            names: iter(_core.Request.of_ranks([(name, self.layouts[name]) for name in names], ranks))
+            for names, ranks in by_names.items()
+        }
+        return [next(made[names]) for _, names in arrays]
 
     def _request(self, arrays: Iterable[tuple[str, list[str], Join | None]], rank: int) -> _core.Request:
         request = _core.Request()

@@ -97,6 +97,18 @@ class LocalStore(Store):
             except FileNotFoundError:
                 raise CheckpointNotFoundError(f"there is no folder {show(path)}", path=path) from None
 
+    def sizes(self, path: str) -> list[tuple[str, Kind, int]]:
+        """See `Store.sizes`."""
+        with failing("listing", path):
+            try:
+                with os.scandir(path) as entries:
+                    found = ((entry.name, entry.stat(follow_symlinks=False)) for entry in entries)
+                    return sorted(
+                        (name, _KINDS.get(modes.S_IFMT(stat.st_mode), "other"), stat.st_size) for name, stat in found
+                    )
+            except FileNotFoundError:
+                raise CheckpointNotFoundError(f"there is no folder {show(path)}", path=path) from None
+
     def read_small(self, path: str, max_bytes: int, *, follow_links: bool = False) -> bytes:
         """See `Store.read_small`."""
         data = _read_end(path, max_bytes + 1, os.SEEK_SET, follow_links=follow_links, max_size=max_bytes)

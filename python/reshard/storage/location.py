@@ -175,6 +175,10 @@ class Location:
         """Names and kinds of what is in this folder, sorted by name. Raises CheckpointNotFoundError, StorageError."""
         return self.store.entries(self.path)
 
+    def sizes(self) -> list[tuple[str, Kind, int]]:
+        """Name, kind and bytes of what is in this folder, see `Store.sizes`."""
+        return self.store.sizes(self.path)
+
     # -- reading
 
     def read_small(self, max_bytes: int, *, follow_links: bool = False) -> bytes:

@@ -518,25 +518,26 @@ def _check_sound(attempt: Attempt) -> None:
 def _check_staged(attempt: Attempt, shards: Mapping[str, tuple[FileRecord, int]]) -> list[str]:
     """Check the entries of the folder; returns the names of files that are not shard files."""
     plain, missing = [], set(shards)
-    for name in filesystem.names(attempt.staging):
-        path = attempt.staging / name
+    for name, kind, n_bytes in attempt.staging.sizes():
         if name.startswith("."):
             if name.endswith(".tmp"):  # of a write that failed and was repeated
-                filesystem.remove_file(path)
+                filesystem.remove_file(attempt.staging / name)
             continue
-        found = path.stat()
-        if found.kind != "file":
+        if kind != "file":
+            path = attempt.staging / name
             raise DamagedFileError(
                 f"{show(str(path))} is not a regular file; a checkpoint holds no other", path=str(path)
             )
         if name in shards:
             missing.discard(name)
             expected_bytes = shards[name][0].n_bytes
-            if found.n_bytes != expected_bytes:
+            if n_bytes != expected_bytes:
+                path = attempt.staging / name
                 raise DamagedFileError(
-                    f"{show(str(path))} has {found.n_bytes} bytes, its writer reported {expected_bytes}", path=str(path)
+                    f"{show(str(path))} has {n_bytes} bytes, its writer reported {expected_bytes}", path=str(path)
                 )
         elif name.endswith(".safetensors"):
+            path = attempt.staging / name
             raise DamagedFileError(
                 f"{show(str(path))} is an unexpected shard file", path=str(path), hint="was it written twice?"
             )

@@ -263,6 +263,11 @@ class Store(abc.ABC):
         """The names in a folder, sorted."""
         return [entry.name for entry in self.entries(path)]
 
+    def sizes(self, path: str) -> list[tuple[str, Kind, int]]:
+        """Name, kind and bytes of each entry of a folder, sorted by name. Links are not followed."""
+        found = ((name, self.stat(join(path, name))) for name in self.names(path))
+        return [(name, stat.kind, stat.n_bytes) for name, stat in found]
+
     def kind(self, path: str, *, follow_links: bool = False) -> Kind | None:
         """The kind of a path, or None if it does not exist or is not accessible. Never raises."""
         try:

@@ -7,6 +7,7 @@ that ranks hold. It knows neither the bytes of the arrays nor how folders are pu
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,14 +16,14 @@ from reshard import _core, dtypes
 from reshard.errors import ReshardError, UnsupportedError
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.metadata import reasons_of, write_metadata
-from reshard.formats.checkpoint2.shards import FilePlan, HeldShard, TensorRecord, assign, shards_of
+from reshard.formats.checkpoint2.shards import FilePlan, HeldGrid, HeldShard, TensorRecord, assign, shards_of
 from reshard.formats.tiled import names as tiles
 from reshard.indexing import Box, row_major
 from reshard.layout.partition import TensorLayout
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
     from typing import Any
 
     from reshard.formats.checkpoint2.names import Part
@@ -143,8 +144,10 @@ def plan_layout(
     reasons = {key: "it is joined with others into one array" for key in tensors if key in joined}
     reasons |= _reasons((record for record in records if record.key not in joined), mesh)
     warnings = (*bound.warnings, *_inexpressible(reasons, strict=strict))
-    shards = shards_of((record for record in records if record.key not in joined), mesh)
-    shards += _joined_shards(tensors, bound)
+    shards: list[HeldShard | HeldGrid] = [
+        *shards_of((record for record in records if record.key not in joined), mesh),
+        *_joined_shards(tensors, bound),
+    ]
     assigned = assign(shards, bound.ranks, dedup=dedup)
     dtype_of = {key: tensor.dtype for key, tensor in tensors.items()}
     dtype_of |= {join.name: dtype_of[join.keys[0]] for join in bound.joins if join.keys[0] in dtype_of}
@@ -369,20 +372,21 @@ def _inexpressible(reasons: Mapping[str, str], *, strict: bool) -> tuple[str, ..
 def _files(assigned: FilePlan, prefix: str | None, dtype_of: Mapping[str, str]) -> tuple[FileContent, ...]:
     widths = {dtype: dtypes.bits(dtype) for dtype in set(dtype_of.values())}
 
-    def in_order(names: Iterable[str]) -> Iterator[str]:
+    @functools.cache  # thousands of ranks hold parts of the same tensors
+    def in_order(names: tuple[str, ...]) -> tuple[str, ...]:
         """As by `dtypes.file_order`; text is sorted much faster than tuples with text."""
         of_width: dict[int, list[str]] = {}
         for name in names:
             of_width.setdefault(widths[dtype_of[name]], []).append(name)
-        return (name for width in sorted(of_width, reverse=True) for name in sorted(of_width[width]))
+        return tuple(name for width in sorted(of_width, reverse=True) for name in sorted(of_width[width]))
 
-    return tuple(FileContent(file.name(prefix), file.rank, tuple(in_order(file.keys))) for file in assigned.files)
+    return tuple(FileContent(file.name(prefix), file.rank, in_order(file.keys)) for file in assigned.files)
 
 
-def _holders(shards: Iterable[HeldShard]) -> dict[str, list[tuple[int, ...]]]:
+def _holders(shards: Iterable[HeldShard | HeldGrid]) -> dict[str, list[tuple[int, ...]]]:
     holders: dict[str, list[tuple[int, ...]]] = {}
     for shard in shards:
-        holders.setdefault(shard.key, []).append(shard.holders)
+        holders.setdefault(shard.key, []).extend(shard.grid.values())
     return holders
 
 

@@ -9,6 +9,7 @@ use reshard_core::error::Printable;
 use reshard_core::layout::{Block, DimPartition, Uneven};
 use reshard_core::mesh::Place;
 use reshard_core::region::Region;
+use reshard_core::request::{RankRequest, Requested};
 use reshard_core::{Error, Kind};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -269,14 +270,24 @@ pub(crate) fn tile_tuple<'py>(
     TILE.of(py, values)
 }
 
+/// The position of a rank; an error names the key.
+fn position_of(
+    layout: &reshard_core::layout::Layout,
+    key: &str,
+    rank: u64,
+) -> reshard_core::Result<u64> {
+    let position = layout.mesh().position(rank);
+    position.map_err(|error| error.within(format_args!("`{}`", Printable(key))).key(key))
+}
+
 #[pyclass(module = "reshard._core")]
-pub(crate) struct Request(pub(crate) reshard_core::request::Request);
+pub(crate) struct Request(pub(crate) Requested);
 
 #[pymethods]
 impl Request {
     #[new]
     fn new() -> Self {
-        Self(reshard_core::request::Request::default())
+        Self(Requested::Listed(reshard_core::request::Request::default()))
     }
 
     fn __len__(&self) -> usize {
@@ -292,7 +303,29 @@ impl Request {
         rank: u64,
     ) -> PyResult<()> {
         let position = layout.position(py, rank)?;
-        raise(py, self.0.add(name, key, &layout.0, position))
+        let request = raise(py, self.0.listed())?;
+        raise(py, request.add(name, key, &layout.0, position))
+    }
+
+    /// For each rank a request for the parts of several keys that it holds, each under the name of its key.
+    #[staticmethod]
+    fn of_ranks(
+        py: Python<'_>,
+        keys: Vec<(PyBackedStr, Bound<'_, Layout>)>,
+        ranks: Vec<u64>,
+    ) -> PyResult<Vec<Self>> {
+        let keys: Arc<[_]> = keys
+            .iter()
+            .map(|(key, layout)| (key.to_string(), Arc::clone(&layout.get().0)))
+            .collect();
+        let request = |rank| {
+            Ok(Self(Requested::OfRank(RankRequest::new(
+                Arc::clone(&keys),
+                rank,
+            )?)))
+        };
+        let requests: reshard_core::Result<_> = ranks.into_iter().map(request).collect();
+        raise(py, requests)
     }
 
     /// The parts of several keys that a rank holds, each under the name of its key.
@@ -302,13 +335,11 @@ impl Request {
         keys: Vec<(PyBackedStr, Bound<'_, Layout>)>,
         rank: u64,
     ) -> PyResult<()> {
+        let request = raise(py, self.0.listed())?;
         for (key, layout) in &keys {
-            let layout = layout.get();
-            let position = layout.0.mesh().position(rank);
-            let position = position
-                .map_err(|error| error.within(format_args!("`{}`", Printable(key))).key(key));
-            let position = raise(py, position)?;
-            raise(py, self.0.add(key, key, &layout.0, position))?;
+            let layout = &layout.get().0;
+            let position = raise(py, position_of(layout, key, rank))?;
+            raise(py, request.add(key, key, layout, position))?;
         }
         Ok(())
     }
@@ -325,7 +356,7 @@ impl Request {
             py,
             Region::new(offset, shape).map_err(|error| error.key(key)),
         )?;
-        self.0.add_region(name, key, region);
+        raise(py, self.0.listed())?.add_region(name, key, region);
         Ok(())
     }
 
@@ -341,7 +372,12 @@ impl Request {
             .iter()
             .map(|(key, layout)| (key.clone(), Arc::clone(&layout.get().0)))
             .collect();
-        raise(py, self.0.add_joined(name, &members, rank, align))
+        raise(
+            py,
+            self.0
+                .listed()
+                .and_then(|request| request.add_joined(name, &members, rank, align)),
+        )
     }
 
     /// Shape of the array that was added last, and its tiles with their keys.
@@ -349,7 +385,8 @@ impl Request {
         &self,
         py: Python<'py>,
     ) -> PyResult<Option<(Bound<'py, PyTuple>, Vec<(String, Bound<'py, PyTuple>)>)>> {
-        let Some(wanted) = self.0.last() else {
+        let request = raise(py, self.0.request())?;
+        let Some(wanted) = request.last() else {
             return Ok(None);
         };
         let tiles = wanted.tiles().iter();

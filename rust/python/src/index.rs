@@ -19,11 +19,12 @@ use reshard_core::dtype::{Dtype, n_elements};
 use reshard_core::error::Printable;
 use reshard_core::index::ReadChecksums;
 use reshard_core::region::{Region, flat_range_boxes, row_major_strides};
+use reshard_core::request::Requested;
 use reshard_core::shard_file::{Format, ShardFile};
 use reshard_core::source::{Method, Source};
 use reshard_core::stored::StoredTensor;
 use reshard_core::tile::Tile;
-use reshard_core::{Error, Kind, writer};
+use reshard_core::{Error, Kind, small_files, writer};
 use reshard_formats::metadata::{
     CellTable, Metadata, MetadataTensor, decode, decode_table, dtype_of, encode_table, index_of,
     index_of_table,
@@ -565,7 +566,8 @@ impl Index {
         verify: bool,
     ) -> PyResult<Plan> {
         let dtype = raise(py, dtype.map(Dtype::parse).transpose())?;
-        let result = py.detach(|| self.index.plan(&request.0, dtype, verify));
+        let request = raise(py, request.0.request())?;
+        let result = py.detach(|| self.index.plan(&request, dtype, verify));
         raise(py, result).map(Plan)
     }
 
@@ -599,39 +601,29 @@ impl Index {
         let n_threads = n_threads(py, threads)?;
         // Writes wait for the disk, so signals are handled.
         let written = run(py, threads, u64::MAX, None, &control, || {
-            // The requests of a thread follow each other, so that it has one buffer.
-            let shares = files.par_chunks(files.len().div_ceil(n_threads).max(1));
-            let written: Vec<Vec<_>> = shares
-                .map(|share| {
-                    let mut buffers = writer::Buffers::new(writer::MIN_MEMORY_BYTES)?;
-                    share
-                        .iter()
-                        .map(|&(name, request)| {
-                            let plan = self.index.plan(request, dtype, true)?;
-                            if !writer::is_small(&plan, &options) {
-                                return Ok(None);
-                            }
-                            let path = folder.join(name);
-                            writer::write(&path, &plan, &options, &mut buffers, &control).map(Some)
-                        })
-                        .collect::<reshard_core::Result<_>>()
-                })
-                .collect::<reshard_core::Result<_>>()?;
-            Ok(written.into_iter().flatten().collect::<Vec<_>>())
+            small_files::write_small(
+                &self.index,
+                &folder,
+                &files,
+                dtype,
+                &options,
+                n_threads,
+                &control,
+            )
         })?;
         Ok(written.into_iter().map(|one| one.map(Written)).collect())
     }
 
-    #[pyo3(signature = (request, *, dtype=None))]
+    #[pyo3(signature = (requests, *, dtype=None))]
     fn request_bytes(
         &self,
         py: Python<'_>,
-        request: &Request,
+        requests: Vec<PyRef<'_, Request>>,
         dtype: Option<&str>,
-    ) -> PyResult<u64> {
+    ) -> PyResult<Vec<u64>> {
         let dtype = raise(py, dtype.map(Dtype::parse).transpose())?;
-        let sizes = raise(py, self.index.request_sizes(&request.0, dtype))?;
-        Ok(sizes.iter().map(|(_, n_bytes)| n_bytes).sum())
+        let n_bytes = |request: PyRef<'_, Request>| self.index.request_bytes(&request.0, dtype);
+        raise(py, requests.into_iter().map(n_bytes).collect())
     }
 
     #[pyo3(signature = (request, *, dtype=None))]
@@ -642,8 +634,9 @@ impl Index {
         dtype: Option<&str>,
     ) -> PyResult<Vec<ArrayInfo<'py>>> {
         let dtype = raise(py, dtype.map(Dtype::parse).transpose())?;
-        let sizes = py.detach(|| self.index.request_sizes(&request.0, dtype));
-        let arrays = request.0.arrays().iter().zip(raise(py, sizes)?);
+        let request = raise(py, request.0.request())?;
+        let sizes = py.detach(|| self.index.request_sizes(&request, dtype));
+        let arrays = request.arrays().iter().zip(raise(py, sizes)?);
         let arrays = arrays.map(|(a, (dtype, n))| (a.name(), dtype, a.shape(), n));
         array_infos(py, arrays)
     }
@@ -661,7 +654,8 @@ impl Index {
             return raise(py, Err(Error::new(Kind::Argument, message)));
         }
         let arrays = names.iter().zip(keys).map(|(name, key)| (&**name, &**key));
-        raise(py, self.index.whole_request(arrays)).map(Request)
+        raise(py, self.index.whole_request(arrays))
+            .map(|request| Request(Requested::Listed(request)))
     }
 
     fn close(&self) {

@@ -11,17 +11,20 @@ import math
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from reshard.errors import ArgumentError
 from reshard.formats.checkpoint2.names import Part, shard_file_name
 from reshard.words import show
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from reshard import _core
     from reshard.layout.partition import Places, TensorLayout
+
+
+_Holders: TypeAlias = "Mapping[int, tuple[int, ...]]"
 
 
 class TensorRecord(NamedTuple):
@@ -61,6 +64,27 @@ class HeldShard(NamedTuple):
     holders: tuple[int, ...]
     n_bits: int
 
+    @property
+    def grid(self) -> Mapping[int, tuple[int, ...]]:
+        """As of a `HeldGrid`."""
+        return {self.offset: self.holders}
+
+
+class HeldGrid(NamedTuple):
+    """The shards of a tensor, all of one size, and the ranks that hold each of them.
+
+    Attributes:
+        key: the name under which they are stored.
+        part: "model" or "optimizer".
+        grid: the holders of each shard, ascending, by its `global_offset`. Tensors that lie alike share the object.
+        n_bits: size of a shard, as of a `HeldShard`.
+    """
+
+    key: str
+    part: Part
+    grid: Mapping[int, tuple[int, ...]]
+    n_bits: int
+
 
 def shard_id(key: str, offset: int) -> str:
     """The name of a shard in `metadata.json`. MindSpore Transformers makes it with Python's `str`, quotes included.
@@ -76,8 +100,8 @@ def shard_id(key: str, offset: int) -> str:
     return str((key, (offset,)))
 
 
-def shards_of(records: Iterable[TensorRecord], mesh: _core.Mesh) -> list[HeldShard]:
-    """The shards of tensors, by tensor and then in the order in which ascending ranks first hold them.
+def shards_of(records: Iterable[TensorRecord], mesh: _core.Mesh) -> list[HeldGrid]:
+    """The shards of tensors, those of each in the order in which ascending ranks first hold them.
 
     Args:
         records: the tensors.
@@ -96,7 +120,7 @@ def shards_of(records: Iterable[TensorRecord], mesh: _core.Mesh) -> list[HeldSha
             grid = grids[place, axes] = holders_of(mesh, place, axes)
         n_parts = math.prod(sizes[axis] for axis in axes)
         n_bits = -(-math.prod(record.layout.shape) // n_parts) * _element_bits(record.dtype)
-        shards += [HeldShard(record.key, record.part, offset, holders, n_bits) for offset, holders in grid.items()]
+        shards.append(HeldGrid(record.key, record.part, grid, n_bits))
     return shards
 
 
@@ -164,7 +188,7 @@ class FilePlan:
         return {(file.part, file.rank): file for file in self.files}
 
 
-def assign(shards: Sequence[HeldShard], ranks: Sequence[int], *, dedup: bool) -> FilePlan:
+def assign(shards: Sequence[HeldShard | HeldGrid], ranks: Sequence[int], *, dedup: bool) -> FilePlan:
     """Choose the files of shards.
 
     With `dedup` each shard is written once, by the rule of MindSpore Transformers. Shards are assigned in this order:
@@ -198,36 +222,61 @@ def assign(shards: Sequence[HeldShard], ranks: Sequence[int], *, dedup: bool) ->
             )
     files: list[PlannedFile] = []
     world_size = max(ranks) + 1
+    same: dict[tuple[str, ...], tuple[str, ...]] = {}  # equal ones are one object
     for part in ("model", "optimizer"):
         of_part = [shard for shard in shards if shard.part == part]
-        writers = _balanced(of_part, ranks) if dedup else [shard.holders for shard in of_part]
+        grids = [shard.grid for shard in of_part]
+        if dedup:
+            grids = _balanced(of_part, grids, ranks)
         keys: dict[int, list[str]] = {}
-        for shard, own in zip(of_part, writers, strict=True):
-            for rank in own:
-                keys.setdefault(rank, []).append(shard.key)
+        for grid, names in _runs(grids, of_part):
+            for holders in grid.values():
+                for rank in holders:
+                    keys.setdefault(rank, []).extend(names)
         for number, rank in enumerate(sorted(keys)):
             index, count = (number, len(keys)) if dedup else (rank, world_size)
-            files.append(PlannedFile(part, index, count, rank, tuple(keys[rank])))
+            of_rank = tuple(keys[rank])
+            files.append(PlannedFile(part, index, count, rank, same.setdefault(of_rank, of_rank)))
     return FilePlan(tuple(files))
 
 
-def _balanced(shards: Sequence[HeldShard], ranks: Sequence[int]) -> list[tuple[int]]:
-    """The one rank that writes each shard."""
+def _runs(grids: Sequence[_Holders], shards: Sequence[HeldShard | HeldGrid]) -> Iterator[tuple[_Holders, list[str]]]:
+    """The grids of shards, and the keys of adjacent ones that share a grid."""
+    names: list[str] = []
+    before: _Holders = {}
+    for grid, shard in zip(grids, shards, strict=True):
+        if grid is not before:
+            yield before, names
+            before, names = grid, []
+        names.append(shard.key)
+    yield before, names
+
+
+def _balanced(
+    shards: Sequence[HeldShard | HeldGrid], grids: Sequence[_Holders], ranks: Sequence[int]
+) -> list[_Holders]:
+    """The grids, with the one rank that writes each shard."""
+    n_most: dict[int, int] = {}  # by address of the grid
+    for grid in grids:
+        if id(grid) not in n_most:
+            n_most[id(grid)] = max(map(len, grid.values()), default=0)
+    writers = list(grids)
+    several = [i for i, grid in enumerate(grids) if n_most[id(grid)] > 1]
+    if not several:
+        return writers
     loads = dict.fromkeys(ranks, 0)
-    writers: list[tuple[int]] = [(0,)] * len(shards)
-    several = []
-    for i, shard in enumerate(shards):
-        if len(shard.holders) > 1:
-            several.append(i)
-        else:  # they come first in the order, and have no choice
-            loads[shard.holders[0]] += shard.n_bits
-            writers[i] = (shard.holders[0],)
-    order = sorted(
-        several,
-        key=lambda i: (len(shards[i].holders), -shards[i].n_bits, shard_id(shards[i].key, shards[i].offset)),
-    )
-    for i in order:
-        rank = min(shards[i].holders, key=loads.__getitem__)  # the first of equals, and holders ascend
-        loads[rank] += shards[i].n_bits
-        writers[i] = (rank,)
+    order = []
+    for i, grid in enumerate(grids):
+        n_bits = shards[i].n_bits
+        for offset, holders in grid.items():
+            if len(holders) == 1:  # they come first in the order, and have no choice
+                loads[holders[0]] += n_bits
+            else:
+                order.append(((len(holders), -n_bits, shard_id(shards[i].key, offset)), i, offset))
+    for i in several:
+        writers[i] = dict(grids[i])
+    for (_, negative_bits, _), i, offset in sorted(order):
+        rank = min(grids[i][offset], key=loads.__getitem__)  # the first of equals, and holders ascend
+        loads[rank] -= negative_bits
+        writers[i][offset] = (rank,)
     return writers

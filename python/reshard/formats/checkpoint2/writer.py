@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from reshard.conversion.destinations import (
     Written,
-    as_file,
+    as_files,
     bind,
     file_sizes,
     produced,
@@ -98,7 +98,7 @@ def _write(
         strict=strict_format,
         mapping=None if layout is None else settled_mapping(job.source, layout),
     )
-    files = [as_file(bound, file) for file in plan.files]
+    files = as_files(bound, plan.files)
     for warning in plan.warnings[len(bound.warnings) :]:  # warnings of the layout are already logged
         _log.warning("%s", warning)
     sizes = file_sizes(job, files)

@@ -8,7 +8,7 @@ from reshard import dtypes
 from reshard.conversion.destinations import (
     File,
     Written,
-    as_file,
+    as_files,
     bind,
     check_folder_free,
     file_sizes,
@@ -57,14 +57,14 @@ def _write(job: Job, layout: LayoutLike | None) -> Written:
     dtype_of = {key: tensor.dtype for key, tensor in tensors.items()}
     dtype_of |= {join.name: dtype_of[join.keys[0]] for join in bound.joins if join.keys[0] in dtype_of}
     builder = tiles.Builder()
-    files = []
+    contents = []
     for rank in bound.ranks:
         names = bound.local_names(rank, job.keys)
         if names:
             ordered = sorted(names, key=lambda name: dtypes.file_order(name, dtype_of[name]))
             file = FileContent(f"rank_{rank}.safetensors", rank, tuple(ordered))
             describe_cut(builder, bound, tensors, file, tensors)
-            files.append(as_file(bound, file))
+            contents.append(file)
 
     def finish(folder: Location) -> dict[str, FileRecord]:
         if len(builder):
@@ -72,7 +72,7 @@ def _write(job: Job, layout: LayoutLike | None) -> Written:
             tiles.write(folder / tiles.TILES_FILE, content, job.options.file_mode, durable=job.options.durable)
         return {}
 
-    return publish_folder(job, files, warnings=bound.warnings, finish=finish)
+    return publish_folder(job, as_files(bound, contents), warnings=bound.warnings, finish=finish)
 
 
 def write_one_file(job: Job, container: _core.Container | None = None) -> Written:

@@ -1,0 +1,253 @@
+//! Writes many small shard files into one folder.
+//!
+//! To create a file takes longer than to write its bytes, and each further call of the system adds to that. So a small
+//! file is created under its name, written at once, and closed. No space is reserved: a full disk is an error of the
+//! write, or of the close, with which network file systems send what was written.
+//!
+//! The caller publishes the folder as a whole: a file under its name is not complete before the call returns. A file
+//! that exists is left from a call that did not end. It is replaced as [`crate::writer`] replaces files.
+//!
+//! Some hundred files have one plan, so that a chunk of a source is verified once for all of them.
+
+use crate::checksum::{CHUNK_BYTES, Checksums, crc32c};
+use crate::control::Control;
+use crate::copy::fill_bytes;
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
+use crate::fetch::{Faulted, Run};
+use crate::index::Index;
+use crate::memory::Stores;
+use crate::plan::Array;
+use crate::request::Requested;
+use crate::route::Route;
+use crate::source::{close, flush_pages};
+use crate::tuning::Tuning;
+use crate::verify::{Checks, verifies_files};
+use crate::writer::{
+    FULL_DISK_HINT, Options, Sink, TemporaryFile, are_small, header_of, sync_folder,
+};
+use rayon::prelude::*;
+use rustix::fs::{AtFlags, Mode, OFlags};
+use rustix::io::Errno;
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+/// Arrays of one plan.
+const MAX_ARRAYS: usize = 4096;
+/// Files that a thread writes before it closes them. If they are durable they are synced first, one after the other: a
+/// journal commits most of them at once.
+const N_OPEN: usize = 32;
+/// Files that all threads have open at most.
+const MAX_OPEN: usize = 256;
+
+/// Writes small safetensors files, on the current pool.
+///
+/// Returns the checksums of each file, in order; `None` for one that is not small, which is not written.
+///
+/// Args:
+///     `index`: the sources.
+///     `folder`: the folder. Nothing else writes files of these names into it.
+///     `files`: the name of each file, below the folder, and the request for its arrays.
+///     `cast`: as in [`Index::plan`].
+///     `options`: of the files; `container` and `direct` have no effect.
+///     `n_threads`: threads of the pool that are used.
+///
+/// # Errors
+/// A source cannot be read or is damaged, a file cannot be written, or the run was cancelled. Complete files may be
+/// left in the folder.
+pub fn write_small(
+    index: &Index,
+    folder: &Path,
+    files: &[(&str, &Requested)],
+    cast: Option<Dtype>,
+    options: &Options,
+    n_threads: usize,
+    control: &Control,
+) -> Result<Vec<Option<Checksums>>> {
+    let opened = File::open(folder);
+    let opened = opened.map_err(|error| Error::io("cannot open folder", folder, &error))?;
+    let folder = Folder {
+        path: folder,
+        opened: &opened,
+    };
+    let task = Task {
+        index,
+        folder: &folder,
+        cast,
+        options,
+        n_open: (MAX_OPEN / n_threads).clamp(1, N_OPEN),
+        control,
+    };
+    let shares = files.par_chunks(files.len().div_ceil(n_threads).max(1));
+    let written: Vec<Vec<_>> = shares
+        .map(|share| task.write_share(share))
+        .collect::<Result<_>>()?;
+    if options.durable {
+        let subfolders = files.iter().map(|(name, _)| Path::new(name).parent());
+        for subfolder in subfolders.collect::<BTreeSet<_>>().into_iter().flatten() {
+            sync_folder(&folder.path.join(subfolder))?;
+        }
+    }
+    Ok(written.into_iter().flatten().collect())
+}
+
+struct Folder<'a> {
+    path: &'a Path,
+    opened: &'a File,
+}
+
+/// What the threads share.
+struct Task<'a> {
+    index: &'a Index,
+    folder: &'a Folder<'a>,
+    cast: Option<Dtype>,
+    options: &'a Options,
+    n_open: usize,
+    control: &'a Control,
+}
+
+impl Task<'_> {
+    /// Writes the files of one thread.
+    fn write_share(&self, files: &[(&str, &Requested)]) -> Result<Vec<Option<Checksums>>> {
+        let mut written = Vec::with_capacity(files.len());
+        while written.len() < files.len() {
+            let rest = &files[written.len()..];
+            let mut n_arrays = 0;
+            let n = rest.iter().take_while(|(_, requested)| {
+                n_arrays += requested.len();
+                n_arrays <= MAX_ARRAYS
+            });
+            let some = &rest[..n.count().max(1)];
+            written.extend(self.write_planned(some)?);
+        }
+        Ok(written)
+    }
+
+    /// Writes files with one plan.
+    fn write_planned(&self, files: &[(&str, &Requested)]) -> Result<Vec<Option<Checksums>>> {
+        let requests = files.iter().map(|(_, requested)| requested.request());
+        let requests = requests.collect::<Result<Vec<_>>>()?;
+        let plan = self.index.plan_together(&requests, self.cast, true)?;
+        if verifies_files(&plan) {
+            // All of a source is read before: that is done once for all files, on all threads.
+            return Ok(vec![None; files.len()]);
+        }
+        let checks = Checks::new(&plan);
+        let mut arrays = plan.arrays();
+        let mut written = Vec::with_capacity(files.len());
+        let mut image = Vec::new();
+        for some in files.chunks(self.n_open) {
+            let run = Run {
+                plan: &plan,
+                checks: &checks,
+                stores: Stores::Plain,
+                control: self.control,
+                faulted: &Faulted::default(), // of a short time: the pages must still be there
+                tuning: Tuning::of_process(),
+                measures: false,
+            };
+            let mut opened = Vec::new();
+            for &(name, requested) in some {
+                self.control.check()?;
+                let own;
+                (own, arrays) = arrays.split_at(requested.len());
+                if !are_small(own, self.options) {
+                    written.push(None);
+                    continue;
+                }
+                let header_bytes = fill_image(run, own, self.options, &mut image)
+                    .map_err(|error| error.path(&self.folder.path.join(name)))?;
+                let file = create(self.folder, name, &image, self.options)?;
+                opened.extend(file.map(|file| (name, file)));
+                let sums = image.chunks(CHUNK_BYTES).map(|chunk| crc32c(0, chunk));
+                written.push(Some(Checksums::new(
+                    image.len() as u64,
+                    header_bytes as u64,
+                    crc32c(0, &image[..header_bytes]),
+                    sums.collect(),
+                )?));
+            }
+            if self.options.durable {
+                // The space of a file is allocated when its bytes are sent to the disk. If that has begun for all, the
+                // first sync commits it for all.
+                opened.iter().for_each(|(_, file)| flush_pages(file));
+            }
+            for (name, file) in opened {
+                self.folder.finish(name, file, self.options.durable)?;
+            }
+        }
+        Ok(written)
+    }
+}
+
+/// Makes the content of a file. Returns the bytes of its header.
+fn fill_image(
+    run: Run<'_>,
+    arrays: &[Array],
+    options: &Options,
+    image: &mut Vec<u8>,
+) -> Result<usize> {
+    let (header, starts) = header_of(arrays, &options.metadata)?;
+    let header_bytes = header.len();
+    let n_bytes: u64 = arrays.iter().map(Array::n_bytes).sum();
+    image.clear();
+    image.extend(header);
+    image.resize(header_bytes + n_bytes as usize, 0);
+    for (array, start) in arrays.iter().zip(starts) {
+        let to = &mut image[start as usize..(start + array.n_bytes()) as usize];
+        fill_bytes(run, array, 0, to)?;
+    }
+    run.control.advance(n_bytes);
+    Ok(header_bytes)
+}
+
+/// Creates a file with its content. `None`: the name existed; the file was replaced, and synced if it is durable.
+fn create(
+    folder: &Folder<'_>,
+    name: &str,
+    image: &[u8],
+    options: &Options,
+) -> Result<Option<File>> {
+    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+    // The type has 16 bits on macOS.
+    let mode = Mode::from_raw_mode(options.mode as rustix::fs::RawMode);
+    let file = match rustix::fs::openat(folder.opened, name, flags, mode) {
+        Ok(file) => File::from(file),
+        Err(Errno::EXIST) => {
+            let path = folder.path.join(name);
+            let file = TemporaryFile::create(&path, image.len() as u64, options)?;
+            file.write_at(0, image, Route::PageCache)?;
+            file.publish()?;
+            return Ok(None);
+        }
+        Err(errno) => {
+            let path = folder.path.join(name);
+            return Err(Error::io("cannot create", &path, &errno.into()));
+        }
+    };
+    let written = file.write_all_at(image, 0);
+    written.map_err(|error| folder.failed(name, "cannot write", &error))?;
+    Ok(Some(file))
+}
+
+impl Folder<'_> {
+    /// Syncs a file if it is durable, and closes it.
+    fn finish(&self, name: &str, file: File, durable: bool) -> Result<()> {
+        if durable {
+            // After a failed sync the state of the pages is undefined. The file is removed and never synced again.
+            let synced = file.sync_all();
+            synced.map_err(|error| self.failed(name, "cannot sync", &error))?;
+        }
+        close(file).map_err(|error| self.failed(name, "cannot write", &error))
+    }
+
+    /// The error of a file, which is removed.
+    fn failed(&self, name: &str, what: &str, error: &std::io::Error) -> Error {
+        // The caller gets the first error; an error of the removal is ignored.
+        let _ = rustix::fs::unlinkat(self.opened, name, AtFlags::empty());
+        let error = Error::io(what, &self.path.join(name), error);
+        error.hint(FULL_DISK_HINT)
+    }
+}
