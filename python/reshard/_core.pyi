@@ -24,6 +24,7 @@ __all__ = [
     "IndexPattern",
     "Layout",
     "Mesh",
+    "MetadataEncoder",
     "Opaque",
     "Patterns",
     "Plan",
@@ -43,7 +44,6 @@ __all__ = [
     "default_threads",
     "dtype_bits",
     "encode_strategy",
-    "metadata_table",
     "open_dcp",
     "open_dcp_ranks",
     "read_dcp_paths",
@@ -381,7 +381,7 @@ class Index:
 
         Args:
             path: the path of the table. The shard files are in the same folder and are not opened yet.
-            data: its content, as `metadata_table` made it.
+            data: its content, as `MetadataEncoder.table` made it.
             digest: the digest of the `metadata.json`; a table of another one raises DamagedFileError.
             method: how the shard files are read.
         """
@@ -761,13 +761,58 @@ StrategyLayoutItem: TypeAlias = tuple[
 """A parameter of a strategy file: param_name, dev_matrix, tensor_map, param_split_shape and indices_offset as lists of
 messages, field, opt_weight_shard_step, opt_weight_shard_size."""
 
-def metadata_table(data: bytes, digest: str) -> bytes:
-    """Make the binary table of a `metadata.json`.
+MetadataKind: TypeAlias = tuple[str, Sequence[int], int, int]
+"""dtype in the spelling of the file, global shape, number of the grid, number of the list of cells."""
 
-    Args:
-        data: its content.
-        digest: its digest, which the table records.
+MetadataGrid: TypeAlias = tuple[Sequence[int], Sequence[int], int, Sequence[int]]
+"""replica_id, axis_fragmentations, number of the layout, `global_offset` of each shard."""
+
+MetadataLayout: TypeAlias = tuple[Sequence[int], Sequence[Sequence[int]], Sequence[str], Sequence[int]]
+"""device_matrix, tensor_map (the axes of each dim), alias_name, rank_list."""
+
+MetadataCell: TypeAlias = tuple[int, Sequence[int], Sequence[int]]
+"""`global_offset` of a shard, the ranks that hold it, numbers of their files."""
+
+@final
+class MetadataEncoder:
+    """The text of a `metadata.json` in pieces, and its binary table.
+
+    Iteration raises ArgumentError for a shard that is in no file.
     """
+
+    def __new__(
+        cls,
+        keys: Sequence[str],
+        kind_of: Sequence[int],
+        kinds: Sequence[MetadataKind],
+        grids: Sequence[MetadataGrid],
+        layouts: Sequence[MetadataLayout],
+        cells: Sequence[Sequence[MetadataCell]],
+        files: Sequence[tuple[str, int, Sequence[int | None]]],
+        shard_names: Mapping[int, tuple[str, str]],
+    ) -> MetadataEncoder:
+        """Begin the text.
+
+        Args:
+            keys: the names of the tensors, each once.
+            kind_of: the number of the kind of each.
+            kinds: the kinds.
+            grids: the distinct grids.
+            layouts: the distinct layouts, in the order in which tensors first have them.
+            cells: the distinct lists of cells, each in the order of the text.
+            files: name and rank of each file, and the numbers of the tensors in it; None is skipped.
+            shard_names: for tensors whose name is not printable ASCII without quotes and backslashes: the JSON of the
+                name of a shard before and after its number.
+        """
+
+    def __iter__(self) -> MetadataEncoder: ...
+    def __next__(self) -> bytes: ...
+    def table(self, digest: str) -> bytes:
+        """Return the table of the text, once, after its end.
+
+        Args:
+            digest: that of the text, which the table records.
+        """
 
 def decode_strategy(data: bytes) -> tuple[int, list[StrategyItem], list[StrategyLayoutItem]]:
     """Return current_stage, operators and parameters of a strategy file in protobuf.

@@ -15,7 +15,8 @@ from reshard import _core, dtypes
 from reshard.errors import ReshardError, UnsupportedError
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.metadata import reasons_of, write_metadata
-from reshard.formats.checkpoint2.shards import FilePlan, HeldShard, TensorRecord, assign, shards_of
+from reshard.formats.checkpoint2.shards import FilePlan, HeldShard, Records, TensorRecord, assign, shards_of
+from reshard.formats.manifest import PlainEntry, digest_of
 from reshard.formats.tiled import names as tiles
 from reshard.indexing import Box, row_major
 from reshard.layout.partition import TensorLayout
@@ -89,7 +90,7 @@ class IterationPlan:
     """
 
     files: tuple[FileContent, ...]
-    records: tuple[TensorRecord, ...]
+    records: Records
     mesh: _core.Mesh
     assigned: FilePlan
     prefix: str | None
@@ -134,16 +135,17 @@ def plan_layout(
     checkpoint2.check_prefix(prefix)
     mesh = bound.mesh
     layouts: dict[TensorLayout, TensorLayout] = {}  # equal ones are one object
-    records = [
+    joined = {key for join in bound.joins for key in join.keys}
+    records = Records.of(
         TensorRecord(key, tensor.dtype, tensor.part, layouts.setdefault(layout, layout))
         for key, tensor in tensors.items()
+        if key not in joined
         for layout in [bound.tensor_layouts[key]]
-    ]
-    joined = {key for join in bound.joins for key in join.keys}
+    )
     reasons = {key: "it is joined with others into one array" for key in tensors if key in joined}
-    reasons |= _reasons((record for record in records if record.key not in joined), mesh)
+    reasons |= _reasons(records, mesh)
     warnings = (*bound.warnings, *_inexpressible(reasons, strict=strict))
-    shards = shards_of((record for record in records if record.key not in joined), mesh)
+    shards = shards_of(records, mesh)
     shards += _joined_shards(tensors, bound)
     assigned = assign(shards, bound.ranks, dedup=dedup)
     dtype_of = {key: tensor.dtype for key, tensor in tensors.items()}
@@ -154,7 +156,7 @@ def plan_layout(
         describe_cut(builder, bound, tensors, file, reasons)
     return IterationPlan(
         files,
-        tuple(record for record in records if record.key not in reasons),
+        records.without(reasons),
         mesh,
         assigned,
         prefix,
@@ -197,7 +199,7 @@ def plan_boxes(
     checkpoint2.check_prefix(prefix)
     mesh = _core.Mesh([("dp", n_ranks)])
     reasons: dict[str, str] = {}
-    records: list[TensorRecord] = []
+    listed_records: list[TensorRecord] = []
     shards: list[HeldShard] = []
     # Of tensors that share the objects of both mappings: what is the same, found once.
     same: dict[tuple[int, int], tuple[TensorLayout | None, list[tuple[tuple[int, ...], int]]]] = {}
@@ -212,11 +214,12 @@ def plan_boxes(
         layout, sizes = same[kind]
         # Not by the constructors, which are functions of Python.
         if layout is not None:
-            records.append(tuple.__new__(TensorRecord, (key, tensor.dtype, tensor.part, layout)))
+            listed_records.append(tuple.__new__(TensorRecord, (key, tensor.dtype, tensor.part, layout)))
         else:
             reasons[key] = "each rank holds a box of it, and no layout says which"
         for number, (ranks, n_bits) in enumerate(sizes):
             shards.append(tuple.__new__(HeldShard, (key, tensor.part, number, ranks, n_bits)))
+    records = Records.of(listed_records)
     reasons |= _reasons(records, mesh)
     assigned = assign(shards, range(n_ranks), dedup=dedup)
     files = _files(assigned, prefix, {key: tensor.dtype for key, tensor in tensors.items()})
@@ -231,12 +234,12 @@ def plan_boxes(
     content = builder.build() if len(builder) else None
     _check_coverage(content)
     warnings = _inexpressible(reasons, strict=strict)
-    described = tuple(record for record in records if record.key not in reasons)
+    described = records.without(reasons)
     holders = _holders(shards) if n_ranks > 1 else {}
     return IterationPlan(files, described, mesh, assigned, prefix, content, holders, reasons, warnings)
 
 
-def write_descriptions(plan: IterationPlan, folder: Location, *, mode: int) -> list[str]:
+def write_descriptions(plan: IterationPlan, folder: Location, *, mode: int) -> dict[str, PlainEntry | None]:
     """Write metadata.json with its table, and tiles.json where the plan has one. They are not synced.
 
     Args:
@@ -245,12 +248,12 @@ def write_descriptions(plan: IterationPlan, folder: Location, *, mode: int) -> l
         mode: permission bits of the files, less the umask.
 
     Returns:
-        Their names.
+        Size and digest of each, by name; None: they are not known.
 
     Raises:
         StorageError: the system failed.
     """
-    table = write_metadata(
+    metadata = write_metadata(
         folder / checkpoint2.METADATA_FILE,
         plan.records,
         plan.mesh,
@@ -259,13 +262,13 @@ def write_descriptions(plan: IterationPlan, folder: Location, *, mode: int) -> l
         mode=mode,
         durable=False,
     )
-    written = [checkpoint2.METADATA_FILE]
-    if table is not None:
-        (folder / checkpoint2.METADATA_TABLE_FILE).replace(table, mode, durable=False)
-        written.append(checkpoint2.METADATA_TABLE_FILE)
+    written: dict[str, PlainEntry | None] = {checkpoint2.METADATA_FILE: metadata.entry}
+    if metadata.table is not None:
+        (folder / checkpoint2.METADATA_TABLE_FILE).replace(metadata.table, mode, durable=False)
+        written[checkpoint2.METADATA_TABLE_FILE] = PlainEntry(len(metadata.table), digest_of(metadata.table))
     if plan.tiles is not None:
         tiles.write(folder / tiles.TILES_FILE, plan.tiles, mode, durable=False)
-        written.append(tiles.TILES_FILE)
+        written[tiles.TILES_FILE] = None
     return written
 
 
@@ -325,8 +328,12 @@ class JointProgress:
 # -- helpers
 
 
-def _reasons(records: Iterable[TensorRecord], mesh: _core.Mesh) -> dict[str, str]:
-    return {record.key: reason for record, reason in reasons_of(records, mesh) if reason is not None}
+def _reasons(records: Records, mesh: _core.Mesh) -> dict[str, str]:
+    reasons = reasons_of(records, mesh)
+    if not any(reasons):
+        return {}
+    found = ((key, reasons[kind]) for key, kind in zip(records.keys, records.kind_of, strict=True))
+    return {key: reason for key, reason in found if reason is not None}
 
 
 def _joined_shards(tensors: Mapping[str, WholeTensor], bound: BoundLayout) -> list[HeldShard]:

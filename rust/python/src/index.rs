@@ -11,7 +11,7 @@ use crate::write::Written;
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
-use pyo3::types::{PyBytes, PyTuple};
+use pyo3::types::PyTuple;
 use rayon::prelude::*;
 use reshard_core::checksum::Checksums;
 use reshard_core::control::Control;
@@ -24,8 +24,7 @@ use reshard_core::stored::StoredTensor;
 use reshard_core::tile::Tile;
 use reshard_core::{Error, Kind, writer};
 use reshard_formats::metadata::{
-    CellTable, Metadata, MetadataTensor, decode, decode_table, dtype_of, encode_table, index_of,
-    index_of_table,
+    CellTable, Metadata, MetadataTensor, decode, decode_table, dtype_of, index_of, index_of_table,
 };
 use reshard_formats::torch_file;
 use std::borrow::Cow;
@@ -70,17 +69,6 @@ fn read_whole(path: &Path) -> reshard_core::Result<Vec<u8>> {
     text.resize(n_bytes as usize, 0);
     source.read_at(0, &mut text)?;
     Ok(text)
-}
-
-/// The binary table of the content of a `metadata.json` with this digest.
-#[pyfunction]
-pub(crate) fn metadata_table<'py>(
-    py: Python<'py>,
-    data: &[u8],
-    digest: &str,
-) -> PyResult<Bound<'py, PyBytes>> {
-    let table = py.detach(|| encode_table(&decode(data)?, digest));
-    Ok(PyBytes::new(py, &raise(py, table)?))
 }
 
 impl Index {

@@ -222,6 +222,7 @@ class Checkpoint2Save(SaveFormat):
             records,
             world_size=self.world_size,
             unsynced=[*self._unsynced, *described, checkpoint2.COMMON_FILE],
+            known=described,
             passed_over=() if self._resumed is None else self._resumed.passed_over,
             ckpt_status=common.ckpt_status,
             metrics=self.own.record.metrics,
