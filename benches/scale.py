@@ -29,7 +29,7 @@ from reshard.group import SingleProcess
 from reshard.layout import ModelLayout
 from reshard.storage.location import locate
 from reshard.write.iteration import write_descriptions
-from reshard.write.rank_facts import Fact, RankFacts, plan_iteration, plan_key
+from reshard.write.rank_facts import Fact, Facts, RankFacts, plan_iteration, plan_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,7 +91,7 @@ def open_and_load(root: Path, n_ranks: int, n_tensors: int) -> Figures:
 
 def coordinate(root: Path, n_ranks: int, n_tensors: int) -> Figures:
     """What rank 0 does in a save by many ranks beyond bytes: decode the reports, plan, answer, describe."""
-    own = RankFacts("host", {}, tuple(Fact(key(i), "model", "F32", (1, ROW)) for i in range(n_tensors)))
+    own = RankFacts("host", {}, Facts.of(Fact(key(i), "model", "F32", (1, ROW)) for i in range(n_tensors)))
     text = json.dumps(messages.encode(own))
     layout = ModelLayout.from_mapping(layout_of(n_ranks))
     ranks = Collective(_Many(n_ranks), 1.0)

@@ -4,7 +4,7 @@ Offsets, shapes and strides are in elements unless a name ends in `_bytes`. A dt
 ("BF16", "F8_E4M3", ...).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias, final
 
 from reshard.layout.partition import Place, TensorLayout
@@ -713,7 +713,7 @@ class SnapshotPool:
     def free_bytes(self) -> int: ...
     def take(
         self,
-        tensors: Sequence[tuple[str, str, Sequence[int], object]],
+        tensors: Iterable[tuple[str, str, Sequence[int], object]],
         *,
         metadata: Mapping[str, str] | None = None,
         threads: int | None = None,
@@ -866,7 +866,7 @@ def scrub(
 
 def write_arrays(
     path: str,
-    tensors: Sequence[tuple[str, str, Sequence[int], object]],
+    tensors: Iterable[tuple[str, str, Sequence[int], object]],
     *,
     metadata: Mapping[str, str] | None = None,
     buffers: Buffers | None = None,
@@ -880,7 +880,8 @@ def write_arrays(
 
     Args:
         path: the file.
-        tensors: `(name, dtype, shape, buffer)` of each array, in the order of the data. Buffers may be strided.
+        tensors: `(name, dtype, shape, buffer)` of each array, in the order of the data. Buffers may be strided; an
+            array that runs backwards is copied.
         metadata: `__metadata__` of the header.
         buffers: memory to write through; None: allocated for this file.
         threads: number of threads; None: `default_threads()`.

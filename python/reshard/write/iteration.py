@@ -14,8 +14,17 @@ from typing import TYPE_CHECKING
 from reshard import _core, dtypes
 from reshard.errors import ReshardError, UnsupportedError
 from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.formats.checkpoint2.metadata import reasons_of, write_metadata
-from reshard.formats.checkpoint2.shards import FilePlan, HeldShard, Records, TensorRecord, assign, shards_of
+from reshard.formats.checkpoint2.metadata import inexpressible, reasons_of, write_metadata
+from reshard.formats.checkpoint2.shards import (
+    FilePlan,
+    HeldShard,
+    RecordKind,
+    Records,
+    TensorRecord,
+    assign,
+    assigned_to_one,
+    shards_of,
+)
 from reshard.formats.manifest import PlainEntry, digest_of
 from reshard.formats.tiled import names as tiles
 from reshard.indexing import Box, row_major
@@ -23,7 +32,7 @@ from reshard.layout.partition import TensorLayout
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from typing import Any
 
     from reshard.formats.checkpoint2.names import Part
@@ -168,8 +177,9 @@ def plan_layout(
 
 
 def plan_boxes(
-    tensors: Mapping[str, WholeTensor],
-    boxes: Mapping[str, Mapping[int, Box]],
+    keys: Sequence[str],
+    kind_of: Sequence[int],
+    kinds: Sequence[tuple[WholeTensor, Mapping[int, Box]]],
     n_ranks: int,
     *,
     prefix: str | None = None,
@@ -179,8 +189,9 @@ def plan_boxes(
     """Plan tensors of which each rank holds a box, without a layout. metadata.json describes those that are whole.
 
     Args:
-        tensors: those that are written, by key.
-        boxes: what each rank holds of a key. Equal boxes are replicas; others must not overlap.
+        keys: the tensors that are written, each once.
+        kind_of: the number of the kind of each.
+        kinds: a tensor, and what each rank holds of it. Equal boxes are replicas; others must not overlap.
         n_ranks: the world size.
         prefix: as in `plan_layout`.
         dedup: as in `plan_layout`.
@@ -191,52 +202,60 @@ def plan_boxes(
         UnsupportedError, ArgumentError: as `plan_layout`.
 
     Example:
-        >>> tensors = {"w": WholeTensor("F32", (4,), "model")}
-        >>> plan = plan_boxes(tensors, {"w": {0: ((0,), (1,)), 1: ((1,), (3,))}}, 2)
+        >>> kind = WholeTensor("F32", (4,), "model"), {0: ((0,), (1,)), 1: ((1,), (3,))}
+        >>> plan = plan_boxes(["w"], [0], [kind], 2)
         >>> [file.rank for file in plan.files], list(plan.not_expressible)
         ([0, 1], ['w'])
     """
     checkpoint2.check_prefix(prefix)
     mesh = _core.Mesh([("dp", n_ranks)])
+    held = [_by_box(boxes) for _, boxes in kinds]
+    of_kinds = [RecordKind(tensor.dtype, tensor.part, TensorLayout(tensor.shape)) for tensor, _ in kinds]
+    faults: list[str | None] = []
+    for (tensor, _), ranks_of, kind in zip(kinds, held, of_kinds, strict=True):
+        whole = ((0,) * len(tensor.shape), tensor.shape)
+        is_whole = set(ranks_of) == {whole} and len(ranks_of[whole]) == n_ranks
+        not_whole = "each rank holds a box of it, and no layout says which"
+        faults.append(inexpressible(kind, mesh) if is_whole else not_whole)
     reasons: dict[str, str] = {}
-    listed_records: list[TensorRecord] = []
-    shards: list[HeldShard] = []
-    # Of tensors that share the objects of both mappings: what is the same, found once.
-    same: dict[tuple[int, int], tuple[TensorLayout | None, list[tuple[tuple[int, ...], int]]]] = {}
-    for key, tensor in tensors.items():
-        kind = (id(tensor), id(boxes[key]))
-        if kind not in same:
-            held, bits = _by_box(boxes[key]), dtypes.bits(tensor.dtype)
-            whole = ((0,) * len(tensor.shape), tensor.shape)
-            is_whole = set(held) == {whole} and len(held[whole]) == n_ranks
-            sizes = [(ranks, math.prod(shape) * bits) for (_, shape), ranks in held.items()]
-            same[kind] = TensorLayout(tensor.shape) if is_whole else None, sizes
-        layout, sizes = same[kind]
-        # Not by the constructors, which are functions of Python.
-        if layout is not None:
-            listed_records.append(tuple.__new__(TensorRecord, (key, tensor.dtype, tensor.part, layout)))
-        else:
-            reasons[key] = "each rank holds a box of it, and no layout says which"
-        for number, (ranks, n_bits) in enumerate(sizes):
-            shards.append(tuple.__new__(HeldShard, (key, tensor.part, number, ranks, n_bits)))
-    records = Records.of(listed_records)
-    reasons |= _reasons(records, mesh)
-    assigned = assign(shards, range(n_ranks), dedup=dedup)
-    files = _files(assigned, prefix, {key: tensor.dtype for key, tensor in tensors.items()})
+    described = Records(keys, of_kinds, kind_of)
+    if any(faults):
+        of_keys = zip(keys, map(faults.__getitem__, kind_of), strict=True)
+        reasons = {key: reason for key, reason in of_keys if reason is not None}
+        described = described.without(reasons)
+    if n_ranks == 1:
+        shards: list[HeldShard] = []
+        is_model = [tensor.part == "model" for tensor, _ in kinds]
+        model = keys if all(is_model) else [key for key, n in zip(keys, kind_of, strict=True) if is_model[n]]
+        optimizer = () if all(is_model) else [key for key, n in zip(keys, kind_of, strict=True) if not is_model[n]]
+        assigned = assigned_to_one({"model": model, "optimizer": optimizer})
+    else:
+        sizes = [
+            [(ranks, math.prod(shape) * dtypes.bits(tensor.dtype)) for (_, shape), ranks in ranks_of.items()]
+            for (tensor, _), ranks_of in zip(kinds, held, strict=True)
+        ]
+        shards = [
+            HeldShard(key, kinds[kind][0].part, number, ranks, n_bits)
+            for key, kind in zip(keys, kind_of, strict=True)
+            for number, (ranks, n_bits) in enumerate(sizes[kind])
+        ]
+        assigned = assign(shards, range(n_ranks), dedup=dedup)
+    of_dtypes = [tensor.dtype for tensor, _ in kinds]
+    files = _files(assigned, prefix, dict(zip(keys, map(of_dtypes.__getitem__, kind_of), strict=True)))
     builder = tiles.Builder()
+    numbers = dict(zip(keys, kind_of, strict=True)) if reasons else {}
     for file in files if reasons else ():
         for key in file.arrays:
             if key in reasons:
-                offset, shape = boxes[key][file.rank]
+                tensor, boxes = kinds[numbers[key]]
+                offset, shape = boxes[file.rank]
                 own = (_core.Tile(offset, shape, 0, row_major(shape)),) if 0 not in shape else ()
                 stored = tiles.TiledArray(file.name, key, shape, own)
-                builder.add(key, tensors[key].dtype, tensors[key].shape, stored)
+                builder.add(key, tensor.dtype, tensor.shape, stored)
     content = builder.build() if len(builder) else None
     _check_coverage(content)
     warnings = _inexpressible(reasons, strict=strict)
-    described = records.without(reasons)
-    holders = _holders(shards) if n_ranks > 1 else {}
-    return IterationPlan(files, described, mesh, assigned, prefix, content, holders, reasons, warnings)
+    return IterationPlan(files, described, mesh, assigned, prefix, content, _holders(shards), reasons, warnings)
 
 
 def write_descriptions(plan: IterationPlan, folder: Location, *, mode: int) -> dict[str, PlainEntry | None]:
@@ -378,6 +397,8 @@ def _files(assigned: FilePlan, prefix: str | None, dtype_of: Mapping[str, str]) 
 
     def in_order(names: Iterable[str]) -> Iterator[str]:
         """As by `dtypes.file_order`; text is sorted much faster than tuples with text."""
+        if len(set(widths.values())) == 1:
+            return iter(sorted(names))
         of_width: dict[int, list[str]] = {}
         for name in names:
             of_width.setdefault(widths[dtype_of[name]], []).append(name)

@@ -181,7 +181,9 @@ def _encoder(
         if (place, axes, part) not in cells:
             held = holders_of(mesh, place, axes).items()
             files = of_rank[part]
-            found = [(offset, ranks, [files[rank] for rank in ranks if rank in files]) for offset, ranks in held]
+            found: list[_core.MetadataCell] = [
+                (offset, ranks, [files[rank] for rank in ranks if rank in files]) for offset, ranks in held
+            ]
             cells[place, axes, part] = len(cells), found
         kinds.append((_DTYPES[dtype], layout.shape, grids[place, cut][0], cells[place, axes, part][0]))
     text = "".join(records.keys)

@@ -267,6 +267,20 @@ def assign(shards: Sequence[HeldShard], ranks: Sequence[int], *, dedup: bool) ->
     return FilePlan(tuple(files))
 
 
+def assigned_to_one(keys: Mapping[Part, Sequence[str]]) -> FilePlan:
+    """The files of one rank that holds everything, as `assign` chooses them.
+
+    Args:
+        keys: the names of the arrays of each part.
+
+    Example:
+        >>> shards = [HeldShard("a", "model", 0, (0,), 64), HeldShard("b", "optimizer", 0, (0,), 32)]
+        >>> assigned_to_one({"model": ["a"], "optimizer": ["b"]}) == assign(shards, [0], dedup=True)
+        True
+    """
+    return FilePlan(tuple(PlannedFile(part, 0, 1, 0, tuple(of_part)) for part, of_part in keys.items() if of_part))
+
+
 def _balanced(shards: Sequence[HeldShard], ranks: Sequence[int]) -> list[tuple[int]]:
     """The one rank that writes each shard."""
     loads = dict.fromkeys(ranks, 0)
