@@ -23,6 +23,7 @@ __all__ = [
     "Index",
     "IndexPattern",
     "Layout",
+    "Loaded",
     "Mesh",
     "MetadataEncoder",
     "Opaque",
@@ -549,6 +550,15 @@ class Index:
                 chunk that differs raises DamagedFileError with path, key and byte range when the plan is executed.
         """
 
+    def plan_whole(self, keys: Sequence[str], *, dtype: str | None = None, verify: bool = True) -> Plan:
+        """Plan the copies of whole tensors, as `plan` of `whole_request` does, in less time.
+
+        Args:
+            keys: the tensors; each array has the name of its key.
+            dtype: as in `plan`.
+            verify: as in `plan`.
+        """
+
     def write_small(
         self,
         folder: str,
@@ -641,7 +651,7 @@ class Plan:
     def only(self, arrays: Sequence[int]) -> Plan:
         """Return the plan of some of the arrays, given by number."""
 
-    def load(self, *, threads: int | None = None, progress: Progress | None = None) -> list[tuple[Buffer, int]]:
+    def load(self, *, threads: int | None = None, progress: Progress | None = None) -> Loaded:
         """Allocate and fill memory. Return a buffer and a byte offset for each array.
 
         Args:
@@ -690,6 +700,16 @@ class Plan:
         Raises:
             ArgumentError: the container does not fit the arrays.
         """
+
+@final
+class Loaded:
+    """The memory of the arrays of a plan: the buffer of each, and its first byte there."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, number: int, /) -> tuple[Buffer, int]: ...
+    @property
+    def stacks(self) -> list[tuple[Buffer, int, int, str, tuple[int, ...], Sequence[int]]]:
+        """The same by kind: buffer, first byte, distance in bytes, dtype and shape, and the numbers of the arrays."""
 
 @final
 class Written:

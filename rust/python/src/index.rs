@@ -608,6 +608,22 @@ impl Index {
         raise(py, self.index.whole_request(arrays)).map(Request)
     }
 
+    #[pyo3(signature = (keys, *, dtype=None, verify=true))]
+    fn plan_whole(
+        &self,
+        py: Python<'_>,
+        keys: Vec<PyBackedStr>,
+        dtype: Option<&str>,
+        verify: bool,
+    ) -> PyResult<Plan> {
+        let dtype = raise(py, dtype.map(Dtype::parse).transpose())?;
+        let plan = py.detach(|| {
+            let arrays = keys.iter().map(|key| (&**key, &**key));
+            self.index.plan_whole(arrays, dtype, verify)
+        });
+        raise(py, plan).map(Plan)
+    }
+
     fn close(&self) {
         self.index.close();
     }

@@ -34,7 +34,7 @@ mod _core {
         index::Index,
         metadata::MetadataEncoder,
         patterns::{Expression, IndexPattern, Patterns},
-        plan::Plan,
+        plan::{Loaded, Plan},
         records::{FileArray, FileTensor},
         strategy::{decode_strategy, encode_strategy},
         torch::{
