@@ -32,7 +32,7 @@ from reshard.layout import ModelLayout
 from reshard.storage import protocol
 from reshard.storage.location import locate
 from reshard.write.iteration import write_descriptions
-from reshard.write.rank_facts import Fact, RankFacts, plan_iteration, plan_key
+from reshard.write.rank_facts import Fact, Facts, RankFacts, plan_iteration, plan_key
 from reshard.write.shard_files import WrittenFile
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def write_large(root: Path, n_ranks: int, file_bytes: int) -> None:
     hole_bytes = file_bytes - LARGE_TENSORS * ROW * 4
     arrays = [Fact(key(i), "model", "F32", (1, ROW)) for i in range(LARGE_TENSORS)]
     arrays.append(Fact("hole", "model", "U8", (1, hole_bytes)))
-    reports = [RankFacts("host", {}, tuple(arrays))] * n_ranks
+    reports = [RankFacts("host", {}, Facts.of(arrays))] * n_ranks
     plan = plan_iteration(reports, layout, prefix=None, dedup=True, strict=False)
     attempt = protocol.begin(root, 1, durable=False)
     header: dict[str, Any] = {}
@@ -173,7 +173,7 @@ def bytes_read() -> int:
 
 def coordinate(root: Path, n_ranks: int, n_tensors: int) -> Figures:
     """What rank 0 does in a save by many ranks beyond bytes: decode the reports, plan, answer, describe."""
-    own = RankFacts("host", {}, tuple(Fact(key(i), "model", "F32", (1, ROW)) for i in range(n_tensors)))
+    own = RankFacts("host", {}, Facts.of(Fact(key(i), "model", "F32", (1, ROW)) for i in range(n_tensors)))
     text = json.dumps(messages.encode(own))
     layout = ModelLayout.from_mapping(layout_of(n_ranks))
     ranks = Collective(_Many(n_ranks), 1.0)

@@ -7,6 +7,7 @@ hostile trees are in `test_hostile_trees`.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import logging
 import os
@@ -490,6 +491,80 @@ def test_a_cast_is_numpys(small: reshard.Checkpoint) -> None:
 @pytest.mark.parametrize("threads", [1, 2, 7])
 def test_threads_make_no_difference(small: reshard.Checkpoint, threads: int) -> None:
     assert_same(small.load(threads=threads), TENSORS)
+
+
+def interleaved() -> Arrays:
+    """Small arrays of a few kinds in turn, more than share a memory, and large ones between them."""
+    random = np.random.default_rng(3)
+    kinds = [
+        ((), np.float64),
+        ((3,), np.float32),
+        ((2, 5), ml_dtypes.bfloat16),
+        ((0, 3), np.int16),
+        ((150_000,), np.float32),
+    ]
+    arrays = {
+        f"{i}.{number}": random.integers(0, 100, shape).astype(dtype)
+        for i in range(20)
+        for number, (shape, dtype) in enumerate(kinds)
+        if i != 7 or number != 1
+    }
+    return arrays | {"large": np.arange(600_000.0), "last": np.ones((), np.int8)}
+
+
+def test_many_small_arrays_are_arrays_of_their_own(tmp_path: Path) -> None:
+    expected = interleaved()
+    _ = reshard.save(tmp_path / "run", 1, expected, commit={"durable": False})
+    with reshard.open(tmp_path / "run") as opened:
+        found = opened.load()
+    assert list(found) == list(expected)
+    assert_same(found, expected)
+    places = []
+    for name, array in found.items():
+        assert array.flags.c_contiguous, name
+        assert array.flags.writeable, name
+        assert array.ctypes.data % 64 == 0 or not array.nbytes, name
+        places.append((array.ctypes.data, array.nbytes))
+    places = sorted(place for place in places if place[1])
+    assert all(start + n_bytes <= after for (start, n_bytes), (after, _) in itertools.pairwise(places))
+
+
+SOURCES: dict[str, dict[str, Any]] = {
+    "one file": {},
+    "whole in a file": {"mesh": {"tp": 1}, "rules": [{"match": "*"}]},
+    "replicas": {"mesh": {"dp": 3}, "rules": [{"match": "*"}]},
+    "parts": {"mesh": {"tp": 2}, "rules": [{"match": "*.2", "cut": ["tp"]}, {"match": "*"}]},
+    "tiles": {"mesh": {"dp": 2}, "rules": [{"match": "*.2", "flat": ["dp"]}, {"match": "*"}]},
+    "stored in another order": {"mesh": {"dp": 2}, "rules": [{"match": "*.2", "stored": [1, 0]}, {"match": "*"}]},
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("dtype", [None, "F32"])
+def test_whole_tensors_are_planned_as_a_request_for_them_is(name: str, dtype: str | None, tmp_path: Path) -> None:
+    arrays = {key: array for key, array in interleaved().items() if array.size < 100}
+    path = tmp_path / "all.safetensors"
+    reshard.save_file(arrays, path)
+    if SOURCES[name]:
+        options: dict[str, Any] = {"files": {"dedup": False}, "commit": {"durable": False}}
+        reshard.convert(path, tmp_path / "tree", to="checkpoint2", layout=SOURCES[name], **options)
+        path = tmp_path / "tree"
+    ordered = list(arrays)
+    for keys in (ordered, ordered[::-1], ordered[::3], ordered[5:9] + ordered[1:3], []):
+        with reshard.open(path) as one, reshard.open(path) as other:  # neither knows what the other has read
+            whole = one.data.index.plan_whole(keys, dtype=dtype)
+            index = other.data.index
+            request = index.plan(index.whole_request(keys), dtype=dtype)
+            assert whole.arrays == request.arrays
+            assert (whole.n_copies, whole.source_bytes) == (request.n_copies, request.source_bytes)
+            for (buffer, start), (same, at), (_, _, _, n) in zip(
+                whole.load(), request.load(), whole.arrays, strict=True
+            ):
+                assert memoryview(buffer)[start : start + n] == memoryview(same)[at : at + n]
+            with pytest.raises(KeyNotFoundError, match="`nothing`"):
+                one.data.index.plan_whole([*keys, "nothing"])
+    with pytest.raises(ArgumentError, match="closed"):
+        one.data.index.plan_whole(ordered)
 
 
 def test_joined_keys_come_as_one_array(small: reshard.Checkpoint) -> None:

@@ -230,7 +230,7 @@ def test_mindformers_4_metadata_comes_before_the_shards(root: Path, monkeypatch:
     seen: list[set[str]] = []
     real = plans.write_descriptions
 
-    def spy(plan: Any, staging: Location, **options: Any) -> list[str]:
+    def spy(plan: Any, staging: Location, **options: Any) -> Any:
         seen.append(set(staging.names()))
         return real(plan, staging, **options)
 

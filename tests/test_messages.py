@@ -26,7 +26,7 @@ from reshard.torch import common_layout, state
 from reshard.torch.placements import DigitLayout, Row
 from reshard.verbs import load
 from reshard.write.collective_save import Published
-from reshard.write.rank_facts import Fact, RankFacts, plan_key
+from reshard.write.rank_facts import Fact, FactKind, Facts, RankFacts, plan_key
 from reshard.write.replicas import Replicas
 from reshard.write.shard_files import WrittenFile
 
@@ -103,10 +103,11 @@ class NotJson:
 FACTS: Any = {
     "host": "a",
     "options": {"durable": True},
-    "arrays": [
-        ["w", "model", "F32", [2, 3], None, False],
-        ["v", "optimizer", "F32", [2], [4], True],
-    ],
+    "arrays": {
+        "names": ["w", "v"],
+        "kinds": [["model", "F32", [2, 3], None, False], ["optimizer", "F32", [2], [4], True]],
+        "kind_of": [0, 1],
+    },
     "shapes": {"w": [2, 3]},
     "state": {"run": "0f"},
     "copies": ["x"],
@@ -117,15 +118,17 @@ PATHS = [
     "host",
     "options",
     "arrays",
-    "arrays[0]",
-    "arrays[0].name",
-    "arrays[0].part",
-    "arrays[0].dtype",
-    "arrays[0].shape",
-    "arrays[1].shape[0]",
-    "arrays[0].offset",
-    "arrays[1].offset[0]",
-    "arrays[0].may_differ",
+    "arrays.names",
+    "arrays.names[0]",
+    "arrays.kind_of[1]",
+    "arrays.kinds[0]",
+    "arrays.kinds[0].part",
+    "arrays.kinds[0].dtype",
+    "arrays.kinds[0].shape",
+    "arrays.kinds[1].shape[0]",
+    "arrays.kinds[0].offset",
+    "arrays.kinds[1].offset[0]",
+    "arrays.kinds[0].may_differ",
     "shapes",
     "shapes['w']",
     "shapes['w'][1]",
@@ -140,7 +143,7 @@ PATHS = [
 def test_a_field_of_another_type_is_refused_by_its_name(path: str) -> None:
     assert sent(decode(RankFacts, FACTS)) == FACTS
     message = json.loads(json.dumps(FACTS))
-    number_of = {name: number for number, name in enumerate(Fact._fields)} if path.startswith("arrays") else {}
+    number_of = {name: number for number, name in enumerate(FactKind._fields)} if path.startswith("arrays") else {}
     steps = re.findall(r"\w+", path)
     *above, last = [int(step) if step.isdigit() else number_of.get(step, step) for step in steps]
     place = message
@@ -227,7 +230,7 @@ def test_equal_messages_are_decoded_once_and_others_each() -> None:
 
 
 def test_the_key_of_a_plan_counts_equal_ranks() -> None:
-    a, b = (RankFacts("host", {}, (Fact("w", "model", "F32", (n,)),)) for n in (1, 2))
+    a, b = (RankFacts("host", {}, Facts.of([Fact("w", "model", "F32", (n,))])) for n in (1, 2))
     lists = [[a], [a, a], [a, b], [b, a], [a, a, b], [a, b, b], [a, b, a]]
     keys = [json.dumps(plan_key(ranks)) for ranks in lists]
     assert len(set(keys)) == len(keys)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import logging
 import struct
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import numpy as np
@@ -22,7 +24,7 @@ from reshard.errors import DamagedFileError, ReshardError
 from reshard.formats import manifest as manifests
 from reshard.formats.checkpoint2 import metadata, reader
 from reshard.formats.checkpoint2.metadata import write_metadata
-from reshard.formats.checkpoint2.shards import assign, shards_of
+from reshard.formats.checkpoint2.shards import Records, assign, shards_of
 
 if TYPE_CHECKING:
     from reshard._core import Mesh
@@ -50,8 +52,60 @@ def contents(index: _core.Index) -> object:
     return files, tensors
 
 
+def text_of(value: str) -> bytes:
+    data = value.encode()
+    return struct.pack("<I", len(data)) + data
+
+
+def numbers_of(values: Any, form: str = "Q") -> bytes:
+    return struct.pack(f"<I{len(values)}{form}", len(values), *values)
+
+
+def count_of(parts: Any) -> bytes:
+    parts = list(parts)
+    return struct.pack("<I", len(parts)) + b"".join(parts)
+
+
+def table_of(data: bytes, digest: str) -> bytes:
+    """The oracle: the table of a metadata.json, from the parsed text."""
+    content = json.loads(data)
+    holders: dict[str, dict[int, list[str]]] = {}
+    for name, entries in content["storage_data"].items():
+        key, (offset,) = ast.literal_eval(name)
+        holders.setdefault(key, {})[offset] = [entry["file_name"] for entry in entries]
+    names = dict.fromkeys(
+        name for of_key in holders.values() for of_cell in of_key.values() for name in of_cell
+    )  # in the order of their first mention
+    number_of = {name: number for number, name in enumerate(names)}
+    layouts: dict[bytes, int] = {}
+    distinct: dict[bytes, int] = {}
+    tensors = []
+    for key, tensor in content["state_dict_metadata"].items():
+        layout, number = tensor["layout"], 0
+        if layout is not None:
+            axes = [one if isinstance(one, list) else [one] if one >= 0 else [] for one in layout["tensor_map"]]
+            encoded = (
+                numbers_of(layout["device_matrix"])
+                + count_of(map(numbers_of, axes))
+                + count_of(map(text_of, layout["alias_name"]))
+                + numbers_of(layout["rank_list"])
+            )
+            number = layouts.setdefault(encoded, len(layouts)) + 1
+        files = [sorted(number_of[name] for name in holders[key][cell]) for cell in sorted(holders[key])]
+        starts = [sum(map(len, files[:cell])) for cell in range(len(files) + 1)]
+        held = numbers_of(starts, "I") + numbers_of([one for of_cell in files for one in of_cell], "I")
+        tensors.append(
+            text_of(key)
+            + text_of(tensor["properties"]["dtype"])
+            + numbers_of(tensor["global_shape"])
+            + numbers_of(tensor["axis_fragmentations"])
+            + struct.pack("<II", number, distinct.setdefault(held, len(distinct)))
+        )
+    return b"RSMETA01" + text_of(digest) + b"".join(map(count_of, (map(text_of, names), layouts, distinct, tensors)))
+
+
 def both(data: bytes) -> tuple[_core.Index, _core.Index]:
-    table = _core.metadata_table(data, "d")
+    table = table_of(data, "d")
     return _core.Index.from_metadata("metadata.json", data=data), _core.Index.from_metadata_table(TABLE, table, "d")
 
 
@@ -71,12 +125,13 @@ def test_the_table_of_any_file_has_its_content(
     path = tmp_path_factory.mktemp("one") / "metadata.json"
     plan = assign(shards_of(records, mesh), mesh.ranks, dedup=dedup)
     with mock.patch.object(metadata, "MIN_TABLE_BYTES", 0):
-        table = write_metadata(path, records, mesh, plan, durable=False)
+        entry, table = write_metadata(path, Records.of(records), mesh, plan, durable=False)
     data = path.read_bytes()
+    assert entry == manifests.PlainEntry(len(data), manifests.digest_of(data))
     from_text, from_table = both(data)
     assert contents(from_table) == contents(from_text)
-    assert table == _core.metadata_table(data, manifests.digest_of(data))
-    assert write_metadata(path, records, mesh, plan, durable=False) is None
+    assert table == table_of(data, manifests.digest_of(data))
+    assert write_metadata(path, Records.of(records), mesh, plan, durable=False).table is None
 
 
 def sample() -> bytes:
@@ -84,7 +139,7 @@ def sample() -> bytes:
 
 
 def test_a_truncated_or_extended_table_is_refused() -> None:
-    table = _core.metadata_table(sample(), "d")
+    table = table_of(sample(), "d")
     for damaged in [table[:n] for n in range(len(table))] + [table + b"\0"]:
         with pytest.raises(DamagedFileError):
             _core.Index.from_metadata_table(TABLE, damaged, "d")
@@ -93,18 +148,15 @@ def test_a_truncated_or_extended_table_is_refused() -> None:
 def test_tensors_that_share_a_long_list_of_holders_are_bounded() -> None:
     """A table of 5 MB that stands for 2 * 10^8 shards."""
 
-    def text(value: str) -> bytes:
-        return struct.pack("<I", len(value)) + value.encode()
-
     n_cells, n_tensors = 1 << 19, 400
-    table = b"RSMETA01" + text("d") + struct.pack("<I", 1) + text("a.safetensors")
+    table = b"RSMETA01" + text_of("d") + struct.pack("<I", 1) + text_of("a.safetensors")
     lists = [struct.pack("<I", 1), struct.pack("<Q", n_cells), struct.pack("<II", 1, 1), struct.pack("<Q", 0)]
     ranks = struct.pack("<I", n_cells) + np.arange(n_cells, dtype="<u8").tobytes()
-    table += struct.pack("<I", 1) + b"".join(lists) + struct.pack("<I", 1) + text("tp") + ranks
+    table += struct.pack("<I", 1) + b"".join(lists) + struct.pack("<I", 1) + text_of("tp") + ranks
     starts = struct.pack("<I", n_cells + 1) + np.arange(n_cells + 1, dtype="<u4").tobytes()
     table += struct.pack("<I", 1) + starts + struct.pack("<I", n_cells) + bytes(4 * n_cells)
     numbers = struct.pack("<IQIQ", 1, n_cells, 1, n_cells)
-    tensors = [text(f"w{i}") + text("Float32") + numbers + struct.pack("<II", 1, 0) for i in range(n_tensors)]
+    tensors = [text_of(f"w{i}") + text_of("Float32") + numbers + struct.pack("<II", 1, 0) for i in range(n_tensors)]
     table += struct.pack("<I", n_tensors) + b"".join(tensors)
     with pytest.raises(DamagedFileError, match="more than 134217728 holders"):
         _core.Index.from_metadata_table(TABLE, table, "d")
@@ -113,7 +165,7 @@ def test_tensors_that_share_a_long_list_of_holders_are_bounded() -> None:
 @settings(max_examples=300, deadline=None)
 @given(at=st.integers(0, 1 << 20), value=st.sampled_from([0, 1, 2, 0x7F, 0x80, 0xFF]), width=st.sampled_from([1, 4]))
 def test_an_altered_table_is_refused_or_read_without_a_crash(at: int, value: int, width: int) -> None:
-    table = bytearray(_core.metadata_table(sample(), "d"))
+    table = bytearray(table_of(sample(), "d"))
     at %= len(table) - width
     table[at : at + width] = bytes([value]) * width
     try:
@@ -126,7 +178,7 @@ def test_an_altered_table_is_refused_or_read_without_a_crash(at: int, value: int
 
 def test_the_table_of_another_file_is_refused() -> None:
     with pytest.raises(DamagedFileError, match=r"expected [0-9a-f]+"):
-        _core.Index.from_metadata_table(TABLE, _core.metadata_table(sample(), "d"), "e")
+        _core.Index.from_metadata_table(TABLE, table_of(sample(), "d"), "e")
 
 
 @pytest.fixture
@@ -170,7 +222,7 @@ def test_an_altered_table_is_replaced_by_the_file_with_a_warning(
 def test_a_table_that_the_manifest_lists_for_another_file_is_refused(folder: Path) -> None:
     """Stale: the digest in the manifest is that of the table, but the table was made from another metadata.json."""
     text = (folder / "metadata.json").read_bytes()
-    (folder / TABLE).write_bytes(_core.metadata_table(text + b"\n", manifests.digest_of(text + b"\n")))
+    (folder / TABLE).write_bytes(table_of(text + b"\n", manifests.digest_of(text + b"\n")))
     manifest = manifests.read(folder)
     files = {**manifest.files, TABLE: manifests.plain_entry(folder, TABLE)}
     manifests.write(folder, replace(manifest, files=files, digest=""))

@@ -151,6 +151,11 @@ def check_rank(checkpoint: Checkpoint, index: Index, mapping: Mapping[str, Any],
             assert (
                 differing({name: memoryview(buffer)[offset : offset + n_bytes].tobytes()}, {name: expected[name]}) == []
             )
+    keys = list(checkpoint.shapes)[:: -1 if rank % 2 else 1]
+    whole = index.plan_whole(keys)
+    request = index.plan(index.whole_request(keys))
+    assert (whole.arrays, whole.n_copies) == (request.arrays, request.n_copies)
+    assert differing(loaded(whole), checkpoint.tensors) == []
     return plan
 
 

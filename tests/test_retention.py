@@ -220,7 +220,7 @@ def test_iterations_of_the_original_count_if_their_files_are_there(root: Path) -
 
 def test_with_metadata_the_files_that_it_names_must_be_there(root: Path) -> None:
     from reshard.formats.checkpoint2.metadata import write_metadata
-    from reshard.formats.checkpoint2.shards import TensorRecord, assign, shards_of
+    from reshard.formats.checkpoint2.shards import Records, TensorRecord, assign, shards_of
     from reshard.layout import Partition, TensorLayout
 
     mesh = _core.Mesh([("tp", 2)])
@@ -228,7 +228,7 @@ def test_with_metadata_the_files_that_it_names_must_be_there(root: Path) -> None
     for iteration in (100, 200, 300):
         folder = original(root, iteration)
         plan = assign(shards_of(records, mesh), mesh.ranks, dedup=True)
-        write_metadata(folder / "metadata.json", records, mesh, plan)
+        write_metadata(folder / "metadata.json", Records.of(records), mesh, plan)
     (root / "iteration_00000200" / "model-0000001-0000002.safetensors").unlink()
     write_tracker(root, 300)
     done = retention.apply(root, Retention(keep=1))

@@ -4,7 +4,7 @@ Offsets, shapes and strides are in elements unless a name ends in `_bytes`. A dt
 ("BF16", "F8_E4M3", ...).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias, final
 
 from reshard.layout.partition import Place, TensorLayout
@@ -23,7 +23,9 @@ __all__ = [
     "Index",
     "IndexPattern",
     "Layout",
+    "Loaded",
     "Mesh",
+    "MetadataEncoder",
     "Opaque",
     "Patterns",
     "Plan",
@@ -43,7 +45,6 @@ __all__ = [
     "default_threads",
     "dtype_bits",
     "encode_strategy",
-    "metadata_table",
     "open_dcp",
     "open_dcp_ranks",
     "read_dcp_paths",
@@ -390,7 +391,7 @@ class Index:
 
         Args:
             path: the path of the table. The shard files are in the same folder and are not opened yet.
-            data: its content, as `metadata_table` made it.
+            data: its content, as `MetadataEncoder.table` made it.
             digest: the digest of the `metadata.json`; a table of another one raises DamagedFileError.
             method: how the shard files are read.
         """
@@ -574,6 +575,15 @@ class Index:
                 chunk that differs raises DamagedFileError with path, key and byte range when the plan is executed.
         """
 
+    def plan_whole(self, keys: Sequence[str], *, dtype: str | None = None, verify: bool = True) -> Plan:
+        """Plan the copies of whole tensors, as `plan` of `whole_request` does, in less time.
+
+        Args:
+            keys: the tensors; each array has the name of its key.
+            dtype: as in `plan`.
+            verify: as in `plan`.
+        """
+
     def write_small(
         self,
         folder: str,
@@ -666,7 +676,7 @@ class Plan:
     def only(self, arrays: Sequence[int]) -> Plan:
         """Return the plan of some of the arrays, given by number."""
 
-    def load(self, *, threads: int | None = None, progress: Progress | None = None) -> list[tuple[Buffer, int]]:
+    def load(self, *, threads: int | None = None, progress: Progress | None = None) -> Loaded:
         """Allocate and fill memory. Return a buffer and a byte offset for each array.
 
         Args:
@@ -717,6 +727,16 @@ class Plan:
         """
 
 @final
+class Loaded:
+    """The memory of the arrays of a plan: the buffer of each, and its first byte there."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, number: int, /) -> tuple[Buffer, int]: ...
+    @property
+    def stacks(self) -> list[tuple[Buffer, int, int, str, tuple[int, ...], Sequence[int]]]:
+        """The same by kind: buffer, first byte, distance in bytes, dtype and shape, and the numbers of the arrays."""
+
+@final
 class Written:
     """Size and checksums of a file that was written: the arguments of `Index.set_checksums`."""
 
@@ -741,7 +761,7 @@ class SnapshotPool:
 
     def take(
         self,
-        tensors: Sequence[tuple[str, str, Sequence[int], object]],
+        tensors: Iterable[tuple[str, str, Sequence[int], object]],
         *,
         metadata: Mapping[str, str] | None = None,
         threads: int | None = None,
@@ -789,13 +809,58 @@ StrategyLayoutItem: TypeAlias = tuple[
 """A parameter of a strategy file: param_name, dev_matrix, tensor_map, param_split_shape and indices_offset as lists of
 messages, field, opt_weight_shard_step, opt_weight_shard_size."""
 
-def metadata_table(data: bytes, digest: str) -> bytes:
-    """Make the binary table of a `metadata.json`.
+MetadataKind: TypeAlias = tuple[str, Sequence[int], int, int]
+"""dtype in the spelling of the file, global shape, number of the grid, number of the list of cells."""
 
-    Args:
-        data: its content.
-        digest: its digest, which the table records.
+MetadataGrid: TypeAlias = tuple[Sequence[int], Sequence[int], int, Sequence[int]]
+"""replica_id, axis_fragmentations, number of the layout, `global_offset` of each shard."""
+
+MetadataLayout: TypeAlias = tuple[Sequence[int], Sequence[Sequence[int]], Sequence[str], Sequence[int]]
+"""device_matrix, tensor_map (the axes of each dim), alias_name, rank_list."""
+
+MetadataCell: TypeAlias = tuple[int, Sequence[int], Sequence[int]]
+"""`global_offset` of a shard, the ranks that hold it, numbers of their files."""
+
+@final
+class MetadataEncoder:
+    """The text of a `metadata.json` in pieces, and its binary table.
+
+    Iteration raises ArgumentError for a shard that is in no file.
     """
+
+    def __new__(
+        cls,
+        keys: Sequence[str],
+        kind_of: Sequence[int],
+        kinds: Sequence[MetadataKind],
+        grids: Sequence[MetadataGrid],
+        layouts: Sequence[MetadataLayout],
+        cells: Sequence[Sequence[MetadataCell]],
+        files: Sequence[tuple[str, int, Sequence[int | None]]],
+        shard_names: Mapping[int, tuple[str, str]],
+    ) -> MetadataEncoder:
+        """Begin the text.
+
+        Args:
+            keys: the names of the tensors, each once.
+            kind_of: the number of the kind of each.
+            kinds: the kinds.
+            grids: the distinct grids.
+            layouts: the distinct layouts, in the order in which tensors first have them.
+            cells: the distinct lists of cells, each in the order of the text.
+            files: name and rank of each file, and the numbers of the tensors in it; None is skipped.
+            shard_names: for tensors whose name is not printable ASCII without quotes and backslashes: the JSON of the
+                name of a shard before and after its number.
+        """
+
+    def __iter__(self) -> MetadataEncoder: ...
+    def __next__(self) -> bytes: ...
+    def table(self, digest: str) -> bytes:
+        """Return the table of the text, once, after its end.
+
+        Args:
+            digest: that of the text, which the table records.
+        """
 
 def decode_strategy(data: bytes) -> tuple[int, list[StrategyItem], list[StrategyLayoutItem]]:
     """Return current_stage, operators and parameters of a strategy file in protobuf.
@@ -849,7 +914,7 @@ def scrub(
 
 def write_arrays(
     path: str,
-    tensors: Sequence[tuple[str, str, Sequence[int], object]],
+    tensors: Iterable[tuple[str, str, Sequence[int], object]],
     *,
     metadata: Mapping[str, str] | None = None,
     buffers: Buffers | None = None,
@@ -863,7 +928,8 @@ def write_arrays(
 
     Args:
         path: the file.
-        tensors: `(name, dtype, shape, buffer)` of each array, in the order of the data. Buffers may be strided.
+        tensors: `(name, dtype, shape, buffer)` of each array, in the order of the data. Buffers may be strided; an
+            array that runs backwards is copied.
         metadata: `__metadata__` of the header.
         buffers: memory to write through; None: allocated for this file.
         threads: number of threads; None: `default_threads()`.

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, overload
 
 import numpy as np
 
@@ -96,6 +96,13 @@ class TensorInfo:
     n_bytes: int
     shards: tuple[StoredShard, ...]
     part: Literal["model", "optimizer"]
+
+
+class _PlanOptions(TypedDict):
+    """The options of a plan of the index."""
+
+    dtype: str | None
+    verify: bool
 
 
 class _Keys(Sequence[str]):
@@ -409,34 +416,37 @@ class Checkpoint:
             >>> reshard.open("load.safetensors").load(layout, rank=3)
             {'w': array([6, 7])}
         """
-        request, names, wanted = self._request(layout, rank, part, keys)
-        plan = self.plan(request, dtype, verify=verify, keys=wanted)
-        arrays = plan.arrays
-        if out is not None:
-            check_outs(out, names, arrays)
-            if not copy:
-                raise ArgumentError("`out` and `copy=False` exclude each other: a view has its own memory")
-            fill(plan, [out[name] for name in names], threads, progress)
-            return {name: out[name] for name in names}
-        if copy:
-            return as_arrays(arrays, plan.load(threads=threads, progress=progress))
-        views = plan.views()
-        copied = [i for i, view in enumerate(views) if view is None]
-        if copied:
-            for i, place in zip(copied, plan.only(copied).load(threads=threads, progress=progress), strict=True):
-                views[i] = place
-        return as_arrays(arrays, views)
-
-    def _request(
-        self, layout: LayoutLike | None, rank: int | None, part: Part, keys: Collection[str] | None
-    ) -> tuple[_core.Request, list[str], list[str]]:
-        """The request of a load, the names of its arrays in order, and the keys that they consist of."""
         wanted = self._wanted(part, keys)
         if layout is None:
             if rank is not None:
                 raise ArgumentError("`rank` was given without `layout`: whole tensors are the same on every rank")
             self._check_placed(*wanted)
-            return self._index.whole_request(wanted), wanted, wanted
+            names = wanted
+            plan = self._index.plan_whole(wanted, **self._plan_options(dtype, verify, wanted))
+        else:
+            request, names, wanted = self._request(layout, rank, wanted)
+            plan = self.plan(request, dtype, verify=verify, keys=wanted)
+        if out is not None:
+            check_outs(out, names, plan.arrays)
+            if not copy:
+                raise ArgumentError("`out` and `copy=False` exclude each other: a view has its own memory")
+            fill(plan, [out[name] for name in names], threads, progress)
+            return {name: out[name] for name in names}
+        if copy:
+            return as_arrays(names, plan.load(threads=threads, progress=progress))
+        views = plan.views()
+        copied = [i for i, view in enumerate(views) if view is None]
+        if copied:
+            others = plan.only(copied).load(threads=threads, progress=progress)
+            for i, number in enumerate(copied):
+                views[number] = others[i]
+        arrays = zip(plan.arrays, views, strict=True)
+        return {name: as_array(*view, dtype, shape) for (name, dtype, shape, _), view in arrays if view is not None}
+
+    def _request(
+        self, layout: LayoutLike, rank: int | None, wanted: list[str]
+    ) -> tuple[_core.Request, list[str], list[str]]:
+        """The request of a load, the names of its arrays in order, and the keys that they consist of."""
         bound = self.bind(layout)
         if rank is None:
             if len(bound.ranks) != 1:
@@ -490,17 +500,17 @@ class Checkpoint:
             >>> checkpoint.plan(checkpoint.bind(layout).request(1)).n_bytes
             16
         """
+        return self._index.plan(request, **self._plan_options(dtype, verify, keys))
+
+    def _plan_options(self, dtype: object, verify: VerifyMode, keys: Collection[str] | None) -> _PlanOptions:
+        """The options of a plan of the index, after what must be checked before it."""
         check_given(verify=verify)
         if verify not in ("full", "touched", "structure"):
             raise ArgumentError(f'`verify` is {verify!r}; "full", "touched" or "structure" are accepted')
         if verify == "full":
             self.scrub()
         self.data.check(keys)
-        return self._index.plan(
-            request,
-            dtype=None if dtype is None else dtypes.parse_dtype(dtype),
-            verify=verify != "structure",
-        )
+        return {"dtype": None if dtype is None else dtypes.parse_dtype(dtype), "verify": verify != "structure"}
 
     @checked
     def scrub(self, share: tuple[int, int] = (0, 1), *, threads: int | None = None) -> None:
@@ -697,7 +707,7 @@ class Checkpoint:
                     f"rank {rank} of {self.path} holds no {show(missing[0])}", key=missing[0], path=str(self.path)
                 )
             wanted = [key for key in wanted if key in chosen]
-        return load_all(index.plan(index.whole_request(wanted), verify=verify != "structure"))
+        return load_all(index.plan_whole(wanted, verify=verify != "structure"))
 
     def stored_info(self, rank: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Dtype and shape in elements of the arrays that `stored` loads; reads headers only. Raises as `stored`.

@@ -166,11 +166,7 @@ def save_file(
             array, dtype = as_array(value)
         except (ArgumentError, UnsupportedError) as error:
             raise type(error)(f"saving `{key}`: {error.message}", key=key, hint=error.hint) from error
-        # The buffer protocol has no format for bfloat16 and the narrow floats: pass the bytes as integers.
-        buffer = array.view(f"u{array.itemsize}")
-        if any(stride < 0 for stride in array.strides):
-            buffer = buffer.copy()
-        entries.append((key, dtype, dtypes.tensor_shape(dtype, array.shape), buffer))
+        entries.append((key, dtype, dtypes.tensor_shape(dtype, array.shape), array))
     for key, text in (metadata or {}).items():
         check_text(key, "key of the metadata")
         check_text(text, f"value of the metadata `{key}`")

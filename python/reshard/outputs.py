@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from reshard import _core, dtypes
 from reshard.errors import ArgumentError, MismatchError, ReshardError
+from reshard.indexing import row_major
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping, Sequence
 
     from reshard.indexing import IndexedRegion
 
@@ -27,31 +28,30 @@ def as_array(buffer: _core.Buffer, offset: int, dtype: str, shape: tuple[int, ..
     return np.ndarray(dtypes.array_shape(dtype, shape), dtypes.numpy_dtype(dtype), memoryview(buffer), offset)
 
 
-def as_arrays(
-    arrays: Iterable[tuple[str, str, tuple[int, ...], int]], places: Iterable[tuple[_core.Buffer, int] | None]
-) -> dict[str, np.ndarray]:
-    """Arrays over memory of the core, by name; those without a place are left out.
+def as_arrays(names: Sequence[str], loaded: _core.Loaded) -> dict[str, np.ndarray]:
+    """Arrays over memory of the core, by name.
 
     Args:
-        arrays: `(name, dtype, shape, bytes)` of each array of a plan.
-        places: the memory of each, and the position of its first byte there.
+        names: the names of the arrays of the plan, in its order.
+        loaded: their memory.
     """
-    # Thousands of small arrays share a buffer, and have few shapes.
-    memories: dict[int, tuple[_core.Buffer, memoryview]] = {}
-    kinds: dict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], np.dtype[np.generic]]] = {}
-    made = {}
-    for (name, dtype, shape, _), place in zip(arrays, places, strict=True):
-        if place is None:
-            continue
-        buffer, offset = place
+    made: list[Any] = [None] * len(names)
+    memories: dict[int, memoryview] = {}  # by address, which `loaded` keeps
+    for buffer, start, step_bytes, dtype, shape, numbers in loaded.stacks:
         memory = memories.get(id(buffer))
         if memory is None:
-            memory = memories[id(buffer)] = buffer, memoryview(buffer)  # it stays, and with it its address
-        kind = kinds.get((dtype, shape))
-        if kind is None:
-            kind = kinds[dtype, shape] = dtypes.array_shape(dtype, shape), dtypes.numpy_dtype(dtype)
-        made[name] = np.ndarray(*kind, memory[1], offset)
-    return made
+            memory = memories[id(buffer)] = memoryview(buffer)
+        of_dtype, own_shape = dtypes.numpy_dtype(dtype), dtypes.array_shape(dtype, shape)
+        if len(numbers) == 1:
+            made[numbers[0]] = np.ndarray(own_shape, of_dtype, memory, start)
+            continue
+        # The rows of one array are made four times as fast as arrays one by one.
+        strides = (step_bytes, *(n * of_dtype.itemsize for n in row_major(own_shape)))
+        stack: np.ndarray = np.ndarray((len(numbers), *own_shape), of_dtype, memory, start, strides)
+        rows = stack if own_shape else (stack[row, ...] for row in range(len(numbers)))
+        for number, array in zip(numbers, rows, strict=True):
+            made[number] = array
+    return dict(zip(names, made, strict=True))
 
 
 def whole_request(shapes: Mapping[str, tuple[int, ...]], keys: Mapping[str, str] | None = None) -> _core.Request:
@@ -69,7 +69,7 @@ def whole_request(shapes: Mapping[str, tuple[int, ...]], keys: Mapping[str, str]
 
 def load_all(plan: _core.Plan) -> dict[str, np.ndarray]:
     """Execute a plan into new arrays, by name. Raises DamagedFileError and StorageError as the plan does."""
-    return as_arrays(plan.arrays, plan.load())
+    return as_arrays([name for name, *_ in plan.arrays], plan.load())
 
 
 def keeps_order(box: IndexedRegion) -> bool:

@@ -44,9 +44,9 @@ pub struct Error {
     cause: Option<Cause>,
 }
 
-/// An error of the caller that passes through the core.
+/// An error of the caller that passes through the core, behind one pointer: results stay small.
 #[derive(Clone)]
-struct Cause(Arc<dyn Any + Send + Sync>);
+struct Cause(Arc<Box<dyn Any + Send + Sync>>);
 
 impl fmt::Debug for Cause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -82,7 +82,7 @@ impl Error {
     /// Creates an error for one that a function of the caller returned; the caller gets it back from [`Self::cause`].
     pub fn caused_by(message: impl Into<String>, cause: impl Any + Send + Sync) -> Self {
         let mut this = Self::new(Kind::Io, message);
-        this.cause = Some(Cause(Arc::new(cause)));
+        this.cause = Some(Cause(Arc::new(Box::new(cause))));
         this
     }
 

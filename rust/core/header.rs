@@ -280,6 +280,15 @@ impl Header {
             .find(|&i| self.name(i) == name.as_bytes())
     }
 
+    /// As [`Self::find`]; tensor `near` is tried first.
+    pub(crate) fn find_near(&self, name: &str, near: usize) -> Option<usize> {
+        let slot = self.slots.get(near);
+        if slot.is_some_and(|slot| self.text[slot.name.range()] == *name.as_bytes()) {
+            return Some(near);
+        }
+        self.find(name)
+    }
+
     /// Keys and values of `__metadata__`, sorted by key; `None` if the header has none.
     pub fn metadata(&self) -> Option<impl ExactSizeIterator<Item = (&str, &str)>> {
         Some(

@@ -14,14 +14,16 @@ use crate::factors::Factors;
 use crate::header::Entry;
 use crate::layout::{Cuts, Layout};
 use crate::local_array::{LocalArray, Part};
-use crate::plan::{Array, Plan, PlanSource};
+use crate::plan::{Array, CopyOp, Plan, PlanSource};
 use crate::region::{Dims, Region};
 use crate::request::{Request, Requested, RequestedArray};
 use crate::shard_file::{Format, ShardFile, Table, verify_header};
 use crate::source::{Method, Source, closed};
 use crate::stored::{
-    Form, Grid, Holders, SelectedCopy, Stored, StoredTensor, Tiles, named, no_holder, select_whole,
+    Form, Grid, Holders, SelectedCopy, Stored, StoredTensor, Tiles, choose, named, no_holder,
+    select_whole,
 };
+use crate::strided::Dim;
 use crate::tile::Tile;
 use rayon::prelude::*;
 use std::borrow::Cow;
@@ -115,6 +117,43 @@ impl<'a> Found<'a> {
             Self::Listed(stored) => &stored.shape,
             Self::InWholeFile(_, entry) => &entry.shape,
         }
+    }
+}
+
+/// A plan that is being made.
+struct Planning {
+    plan: Plan<'static>,
+    cast: Option<Dtype>,
+    /// The elements that are copied from each file.
+    chosen: Vec<u64>,
+    /// The number in the plan of each file.
+    sources: HashMap<u32, u32>,
+    /// The file of the last run, and the number after that of its tensor there.
+    last: Option<(u32, Arc<ShardFile>, usize)>,
+}
+
+impl Planning {
+    fn new(n_files: usize, cast: Option<Dtype>, verify: bool) -> Self {
+        let plan = Plan {
+            verify,
+            ..Plan::default()
+        };
+        Self {
+            plan,
+            cast,
+            chosen: vec![0; n_files],
+            sources: HashMap::new(),
+            last: None,
+        }
+    }
+
+    /// The number of a file among the sources of the plan.
+    fn source(&mut self, file: u32, opened: &Arc<ShardFile>) -> u32 {
+        *self.sources.entry(file).or_insert_with(|| {
+            let source = PlanSource::File(file, Arc::clone(opened));
+            self.plan.sources.push(source);
+            self.plan.sources.len() as u32 - 1
+        })
     }
 }
 
@@ -589,6 +628,28 @@ impl Index {
         Err(Error::new(Kind::Key, format!("there is no tensor {}", named(key))).key(key))
     }
 
+    /// As [`Self::found`]. `next` is the number after that of the tensor before: keys are often requested in the order of
+    /// the index, and then no key is hashed.
+    fn found_near(&self, key: &str, next: &mut usize) -> Result<Found<'_>> {
+        let found = match self.tensors.get(*next) {
+            Some(stored) if stored.key == key => Found::Listed(stored),
+            _ => self.found(key)?,
+        };
+        *next += 1;
+        if let Found::Listed(stored) = &found
+            && self
+                .tensors
+                .get(*next - 1)
+                .is_none_or(|at| !std::ptr::eq(at, *stored))
+        {
+            *next = self
+                .by_key
+                .get(key)
+                .map_or(0, |&number| number as usize + 1);
+        }
+        Ok(found)
+    }
+
     /// dtype and global shape of a key. Opens a file if the dtype is not known yet.
     pub fn info(&self, key: &str) -> Result<(Dtype, Vec<u64>)> {
         match self.found(key)? {
@@ -890,92 +951,197 @@ impl Index {
         let found = arrays()
             .map(|requested| self.check_requested(requested))
             .collect::<Result<Vec<_>>>()?;
-        let mut chosen_bytes = vec![0; self.files.len()];
-        let mut plan = Plan {
-            verify,
-            ..Plan::default()
-        };
-        let mut sources: HashMap<u32, u32> = HashMap::new();
+        let mut planning = Planning::new(self.files.len(), cast, verify);
         for (requested, found) in arrays().zip(&found) {
-            let (first_key, _) = &requested.keys[0];
-            let selected = self.select(requested, found.as_ref(), &mut chosen_bytes)?;
-            if verify {
-                self.read_checksums(selected.iter().map(|one| one.file), true)?;
-            }
-            let stored_dtype = match found {
-                Some(Found::InWholeFile(_, entry)) => entry.dtype,
-                Some(Found::Listed(stored)) if stored.dtype.get().is_some() => {
-                    self.dtype(stored)?
-                }
-                _ => {
-                    for one in &selected {
-                        if requested.keys.iter().any(|(key, _)| key == one.name) {
-                            self.set_dtype_from_file(one)?;
-                        }
-                    }
-                    self.dtype_of(first_key)?
-                }
-            };
-            for (key, _) in &requested.keys[1..] {
-                let dtype = self.dtype_of(key)?;
-                if dtype != stored_dtype {
-                    let message = format!(
-                        "`{}` joins {} of {stored_dtype} and {} of {dtype}; expected the same dtype",
-                        Printable(&requested.name),
-                        named(first_key),
-                        named(key),
-                    );
-                    return Err(Error::new(Kind::Mismatch, message).key(key));
-                }
-            }
-            let dtype = cast_target(stored_dtype, cast)
-                .map_err(|error| error.key(first_key).within(named(first_key)))?;
-            let mut copy_ops = Vec::new();
-            for one in selected {
-                let SelectedCopy {
-                    file,
-                    name,
-                    stored_shape,
-                    mut src,
-                    mut copy_op,
-                    boxes,
-                } = one;
-                let opened = self.open(file)?;
-                if let Some(strides) = opened.table().strides(name) {
-                    let boxes = boxes.expect("a safetensors file has no strides");
-                    let strided = boxes.strided(&stored_shape, strides);
-                    (src, copy_op.dims) =
-                        strided.map_err(|error| error.key(name).within(named(name)))?;
-                }
-                let (found, shape, start) = opened
-                    .tensor(name)
-                    .ok_or_else(|| self.missing_in(file, name))?;
-                self.check_stored(file, name, (found, &shape), (stored_dtype, &stored_shape))?;
-                copy_op.source = *sources.entry(file).or_insert_with(|| {
-                    plan.sources.push(PlanSource::File(file, opened.clone()));
-                    plan.sources.len() as u32 - 1
-                });
-                let (per_unit, unit_bytes) = stored_dtype.unit();
-                if !src.is_multiple_of(per_unit) {
-                    let message = format!(
-                        "a shard of {} ({stored_dtype}) does not begin or end at a byte boundary",
-                        named(name)
-                    );
-                    return Err(Error::new(Kind::Unsupported, message).key(name));
-                }
-                copy_op.src_start_bytes = start + src / per_unit * unit_bytes;
-                copy_ops.push(copy_op);
-            }
-            let array = Array::new(
-                requested.name.clone(),
-                (stored_dtype, dtype),
-                requested.shape.clone(),
-                copy_ops,
-                requested.padding.clone(),
-            )?;
-            plan.arrays.push(array);
+            self.plan_array(&mut planning, requested, found.as_ref())?;
         }
-        Ok(plan)
+        Ok(planning.plan)
+    }
+
+    /// The plan of a request for tensors as they are, each with its name and key: what [`Self::plan`] makes of
+    /// [`Self::whole_request`]. Most of 100,000 tensors lie in one file each, as one run: they need no geometry.
+    ///
+    /// # Errors
+    /// As [`Self::plan`].
+    pub fn plan_whole<'a>(
+        &self,
+        arrays: impl IntoIterator<Item = (&'a str, &'a str)>,
+        cast: Option<Dtype>,
+        verify: bool,
+    ) -> Result<Plan<'static>> {
+        if self.is_closed.load(std::sync::atomic::Ordering::Relaxed) {
+            return Err(closed());
+        }
+        // Keys are checked first, so that no file is opened for an invalid request.
+        let mut next = 0;
+        let found = arrays.into_iter();
+        let found = found.map(|(name, key)| Ok((name, key, self.found_near(key, &mut next)?)));
+        let found = found.collect::<Result<Vec<_>>>()?;
+        let mut planning = Planning::new(self.files.len(), cast, verify);
+        planning.plan.arrays.reserve_exact(found.len());
+        for (name, key, found) in &found {
+            if !self.plan_one_run(&mut planning, name, found)? {
+                let mut request = Request::default();
+                request.add_region(name, key, Region::whole(found.shape()));
+                self.plan_array(&mut planning, &request.arrays[0], Some(found))?;
+            }
+        }
+        Ok(planning.plan)
+    }
+
+    /// Adds a tensor that is one run of bytes of one safetensors file. `false`: it is not, or there is something wrong
+    /// with it, and [`Self::plan_array`] must plan it.
+    fn plan_one_run(&self, planning: &mut Planning, name: &str, found: &Found<'_>) -> Result<bool> {
+        let (key, files) = match found {
+            Found::InWholeFile(file, entry) => (entry.name, std::slice::from_ref(file)),
+            Found::Listed(stored) => match stored.only_cell() {
+                Some(files) => (&*stored.key, files),
+                None => return Ok(false),
+            },
+        };
+        let shape = found.shape();
+        let n: u64 = shape.iter().product();
+        if n == 0 {
+            return Ok(false);
+        }
+        let Some(file) = choose(files, &mut planning.chosen, n) else {
+            return Ok(false);
+        };
+        let opened = match &planning.last {
+            Some((last, opened, _)) if *last == file => Arc::clone(opened),
+            _ => {
+                if planning.plan.verify {
+                    self.read_checksums([file], true)?;
+                }
+                self.open(file)?
+            }
+        };
+        let Table::Header(header) = &**opened.table() else {
+            return Ok(false);
+        };
+        let near = planning.last.take_if(|last| last.0 == file);
+        let Some(number) = header.find_near(key, near.map_or(0, |last| last.2)) else {
+            return Ok(false);
+        };
+        let Entry {
+            dtype: stored_dtype,
+            shape: stored_shape,
+            start,
+            ..
+        } = header.entry(number);
+        let expected = match found {
+            Found::InWholeFile(_, entry) => entry.dtype,
+            Found::Listed(stored) => *stored.dtype.get_or_init(|| stored_dtype),
+        };
+        if (stored_dtype, &stored_shape[..]) != (expected, shape) {
+            return Ok(false);
+        }
+        let dtype = cast_target(stored_dtype, planning.cast)
+            .map_err(|error| error.key(key).within(named(key)))?;
+        let run = Dim {
+            len: n,
+            src: 1,
+            dst: 1,
+        };
+        let copy_op = CopyOp {
+            source: planning.source(file, &opened),
+            src_start_bytes: header.data_start() + start,
+            dst: 0,
+            dims: if n == 1 { Vec::new() } else { vec![run] },
+        };
+        let dtypes = (stored_dtype, dtype);
+        let array = Array::new(
+            name.to_owned(),
+            dtypes,
+            stored_shape,
+            vec![copy_op],
+            Vec::new(),
+        )?;
+        planning.plan.arrays.push(array);
+        planning.last = Some((file, opened, number + 1));
+        Ok(true)
+    }
+
+    /// Plans one array of a request. `found` is the tensor of all its tiles, if there is one.
+    fn plan_array(
+        &self,
+        planning: &mut Planning,
+        requested: &RequestedArray,
+        found: Option<&Found<'_>>,
+    ) -> Result<()> {
+        let (first_key, _) = &requested.keys[0];
+        let selected = self.select(requested, found, &mut planning.chosen)?;
+        if planning.plan.verify {
+            self.read_checksums(selected.iter().map(|one| one.file), true)?;
+        }
+        let stored_dtype = match found {
+            Some(Found::InWholeFile(_, entry)) => entry.dtype,
+            Some(Found::Listed(stored)) if stored.dtype.get().is_some() => self.dtype(stored)?,
+            _ => {
+                for one in &selected {
+                    if requested.keys.iter().any(|(key, _)| key == one.name) {
+                        self.set_dtype_from_file(one)?;
+                    }
+                }
+                self.dtype_of(first_key)?
+            }
+        };
+        for (key, _) in &requested.keys[1..] {
+            let dtype = self.dtype_of(key)?;
+            if dtype != stored_dtype {
+                let message = format!(
+                    "`{}` joins {} of {stored_dtype} and {} of {dtype}; expected the same dtype",
+                    Printable(&requested.name),
+                    named(first_key),
+                    named(key),
+                );
+                return Err(Error::new(Kind::Mismatch, message).key(key));
+            }
+        }
+        let dtype = cast_target(stored_dtype, planning.cast)
+            .map_err(|error| error.key(first_key).within(named(first_key)))?;
+        let mut copy_ops = Vec::new();
+        for one in selected {
+            let SelectedCopy {
+                file,
+                name,
+                stored_shape,
+                mut src,
+                mut copy_op,
+                boxes,
+            } = one;
+            let opened = self.open(file)?;
+            if let Some(strides) = opened.table().strides(name) {
+                let boxes = boxes.expect("a safetensors file has no strides");
+                let strided = boxes.strided(&stored_shape, strides);
+                (src, copy_op.dims) =
+                    strided.map_err(|error| error.key(name).within(named(name)))?;
+            }
+            let (found, shape, start) = opened
+                .tensor(name)
+                .ok_or_else(|| self.missing_in(file, name))?;
+            self.check_stored(file, name, (found, &shape), (stored_dtype, &stored_shape))?;
+            copy_op.source = planning.source(file, &opened);
+            let (per_unit, unit_bytes) = stored_dtype.unit();
+            if !src.is_multiple_of(per_unit) {
+                let message = format!(
+                    "a shard of {} ({stored_dtype}) does not begin or end at a byte boundary",
+                    named(name)
+                );
+                return Err(Error::new(Kind::Unsupported, message).key(name));
+            }
+            copy_op.src_start_bytes = start + src / per_unit * unit_bytes;
+            copy_ops.push(copy_op);
+        }
+        let array = Array::new(
+            requested.name.clone(),
+            (stored_dtype, dtype),
+            requested.shape.clone(),
+            copy_ops,
+            requested.padding.clone(),
+        )?;
+        planning.plan.arrays.push(array);
+        Ok(())
     }
 
     /// The dtype and the bytes of each array of a request, without a plan. `cast` as in [`Self::plan`].

@@ -139,6 +139,26 @@ impl Boxes {
     }
 }
 
+impl Stored {
+    /// The files that hold all of it, in row-major order, as listed; `None` if it is stored otherwise.
+    pub(crate) fn only_cell(&self) -> Option<&[u32]> {
+        let Form::Grid(grid) = &self.form else {
+            return None;
+        };
+        let is_whole = |(cuts, &shape): (&Cuts, &u64)| matches!(cuts, Cuts::Even { extent, n_parts: 1 } if *extent == shape);
+        let is_only = grid.cuts.len() == self.shape.len()
+            && grid.cuts.iter().zip(&self.shape).all(is_whole)
+            && grid.order.is_sorted();
+        match &grid.holders {
+            Holders::File(file) if is_only => Some(std::slice::from_ref(file)),
+            Holders::Table { starts, files } if is_only => {
+                files.get(*starts.first()? as usize..*starts.get(1)? as usize)
+            }
+            _ => None,
+        }
+    }
+}
+
 impl Grid {
     /// A grid of one cell: the complete tensor in one file.
     pub(crate) fn whole(shape: &[u64], file: u32) -> Self {
@@ -682,7 +702,7 @@ fn too_irregular() -> Error {
 }
 
 /// Chooses the file with the fewest elements so far and adds `n` to it.
-fn choose(files: &[u32], chosen: &mut [u64], n: u64) -> Option<u32> {
+pub(crate) fn choose(files: &[u32], chosen: &mut [u64], n: u64) -> Option<u32> {
     let file = files
         .iter()
         .copied()

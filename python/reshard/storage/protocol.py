@@ -207,6 +207,7 @@ def seal(
     *,
     world_size: int,
     unsynced: Sequence[str] = (),
+    known: Mapping[str, manifests.PlainEntry | None] | None = None,
     passed_over: Sequence[int] = (),
     ckpt_status: int | None = None,
     metrics: Mapping[str, int | float] | None = None,
@@ -220,6 +221,7 @@ def seal(
         world_size: number of ranks that the checkpoint is written for.
         unsynced: names of files in the folder that this process wrote and did not sync. They are synced before the
             manifest gets its name.
+        known: size and digest of other files, by name, as their writer computed them; those of the rest are read.
         passed_over: iterations that the run skipped when it resumed below them.
         ckpt_status: the status that the health monitor reports, or None.
         metrics: numbers by name that are stored with the iteration.
@@ -240,7 +242,13 @@ def seal(
         plain = _check_staged(attempt, shards)
         checksums = b"".join(shards[name][0].checksums for name in sorted(shards))
         filesystem.replace_file(attempt.staging / CHECKSUMS_FILE, checksums, file_mode, durable=False)
-        files = {name: manifests.plain_entry(attempt.staging, name) for name in sorted({*plain, CHECKSUMS_FILE})}
+        entries = dict(known or {}) | {
+            CHECKSUMS_FILE: manifests.PlainEntry(len(checksums), manifests.digest_of(checksums))
+        }
+        files = {
+            name: entries.get(name) or manifests.plain_entry(attempt.staging, name)
+            for name in sorted({*plain, CHECKSUMS_FILE})
+        }
         manifest = Manifest(
             iteration=attempt.iteration,
             generation=attempt.generation,

@@ -148,7 +148,8 @@ def _arrays(wanted: _Wanted, rank: int, verify: VerifyMode, threads: int | None)
     live = wanted.described.out()
     direct: list[int] = []
     other: list[int] = []
-    for number, (name, dtype, shape, _) in enumerate(plan.arrays):
+    planned = plan.arrays
+    for number, (name, dtype, shape, _) in enumerate(planned):
         is_alike = (
             name in live
             and live[name].dtype == dtypes.numpy_dtype(dtype)
@@ -157,12 +158,12 @@ def _arrays(wanted: _Wanted, rank: int, verify: VerifyMode, threads: int | None)
         (direct if is_alike else other).append(number)
     arrays: dict[str, np.ndarray] = {}
     if direct:
-        names = [plan.arrays[number][0] for number in direct]
+        names = [planned[number][0] for number in direct]
         fill(plan.only(direct), [live[name] for name in names], threads)
         arrays |= {name: live[name] for name in names}
     if other:
         for number, place in zip(other, plan.only(other).load(threads=threads), strict=True):
-            name, dtype, shape, _ = plan.arrays[number]
+            name, dtype, shape, _ = planned[number]
             arrays[name] = as_array(*place, dtype, shape)
     return arrays | wanted.grown(arrays)
 

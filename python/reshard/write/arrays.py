@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 import operator
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -20,14 +22,14 @@ from reshard.errors import ArgumentError, MismatchError, UnsupportedError
 from reshard.words import show
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from reshard.formats.checkpoint2.names import Part
 
 _MAX_NAME_BYTES = 1024
-# Of the dtypes of ordinary numpy arrays their names, and the unsigned integers of their width.
+# The names of the dtypes of ordinary numpy arrays.
 _PLAIN = {
-    dtype: (dtypes.name_of(dtype), np.dtype(f"u{dtype.itemsize}"))
+    dtype: dtypes.name_of(dtype)
     for name in dtypes.NAMES
     if not dtypes.is_packed(name) and (dtype := dtypes.numpy_dtype(name)).itemsize in (1, 2, 4, 8)
 }
@@ -64,17 +66,30 @@ class Shard:
                 )
 
 
+class ArrayKind(NamedTuple):
+    """What arrays have in common: a `LocalArray` without its name and its memory."""
+
+    part: Part
+    dtype: str
+    shape: tuple[int, ...]
+    global_shape: tuple[int, ...] | None = None
+    offset: tuple[int, ...] | None = None
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes that an array takes in a file."""
+        return math.prod(self.shape) * dtypes.bits(self.dtype) // 8
+
+
 class LocalArray(NamedTuple):
     """One array of this rank, ready to be written.
-
-    A tuple: a rank can have 100,000 of them, and making another object takes three times as long.
 
     Attributes:
         name: its key, or the name of a join.
         part: "model" or "optimizer".
         dtype: its safetensors name.
         shape: in elements.
-        array: the memory, as unsigned integers of the element's width: the buffer protocol has no word for bfloat16.
+        array: the memory, in any dtype with elements of that width.
         global_shape: that of a `Shard`, or None.
         offset: that of a `Shard`, or None.
     """
@@ -87,21 +102,73 @@ class LocalArray(NamedTuple):
     global_shape: tuple[int, ...] | None = None
     offset: tuple[int, ...] | None = None
 
-    @property
-    def n_bytes(self) -> int:
-        """Bytes that it takes in a file."""
-        return math.prod(self.shape) * dtypes.bits(self.dtype) // 8
-
-    def buffer(self) -> np.ndarray:
-        """The memory as the core takes it, which goes forwards only; an array that runs backwards is copied."""
-        return self.array.copy() if min(self.array.strides, default=0) < 0 else self.array
-
     def crc32c(self) -> int:
         """Sum of the bytes, in the order in which they are written."""
         return _core.crc32c(np.ascontiguousarray(self.array).reshape(-1).view(np.uint8))
 
 
-def local_arrays(model: Mapping[str, object] | None, optimizer: Mapping[str, object] | None) -> dict[str, LocalArray]:
+@dataclass(frozen=True, eq=False)
+class LocalArrays(Mapping[str, LocalArray]):
+    """The arrays of this rank by name.
+
+    A rank can have 100,000 of them, which differ in name and memory alone: one object for each would take longer than
+    to write them.
+
+    Attributes:
+        memory: the memory of each, by name.
+        kinds: what they have in common.
+        kind_of: the number of the kind of each.
+    """
+
+    memory: dict[str, np.ndarray]
+    kinds: Sequence[ArrayKind]
+    kind_of: Sequence[int]
+
+    @classmethod
+    def of(cls, arrays: Iterable[LocalArray]) -> LocalArrays:
+        """Those of single arrays, each name once."""
+        numbers: dict[ArrayKind, int] = {}
+        memory, kind_of = {}, []
+        for name, part, dtype, shape, array, global_shape, offset in arrays:
+            memory[name] = array
+            kind_of.append(numbers.setdefault(ArrayKind(part, dtype, shape, global_shape, offset), len(numbers)))
+        return cls(memory, tuple(numbers), kind_of)
+
+    def __len__(self) -> int:
+        return len(self.memory)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.memory)
+
+    def __getitem__(self, name: str) -> LocalArray:
+        part, dtype, shape, *place = self.kinds[self._numbers[name]]
+        return LocalArray(name, part, dtype, shape, self.memory[name], *place)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.memory
+
+    @cached_property
+    def _numbers(self) -> Mapping[str, int]:
+        return dict(zip(self.memory, self.kind_of, strict=True))
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes that they take in files."""
+        return sum(n * self.kinds[kind].n_bytes for kind, n in Counter(self.kind_of).items())
+
+    def only(self, names: Sequence[str]) -> LocalArrays:
+        """Some of them, in this order."""
+        memory = dict(zip(names, map(self.memory.__getitem__, names), strict=True))
+        return LocalArrays(memory, self.kinds, list(map(self._numbers.__getitem__, names)))
+
+    def tensors(self) -> Iterable[tuple[str, str, tuple[int, ...], np.ndarray]]:
+        """As the core writes them: name, dtype, shape and memory of each."""
+        of_kind = [kind.dtype for kind in self.kinds], [kind.shape for kind in self.kinds]
+        columns = (map(column.__getitem__, self.kind_of) for column in of_kind)
+        return zip(self.memory, *columns, self.memory.values(), strict=True)
+
+
+def local_arrays(model: Mapping[str, object] | None, optimizer: Mapping[str, object] | None) -> LocalArrays:
     """The arrays of this rank by name: those of the model, then those of the optimizer.
 
     Raises:
@@ -111,24 +178,40 @@ def local_arrays(model: Mapping[str, object] | None, optimizer: Mapping[str, obj
 
     Example:
         >>> arrays = local_arrays({"w": np.zeros((2, 3), np.float32)}, None)
-        >>> arrays["w"].dtype, arrays["w"].n_bytes
+        >>> arrays["w"].dtype, arrays.n_bytes
         ('F32', 24)
     """
-    made: dict[str, LocalArray] = {}
+    memory: dict[str, np.ndarray] = {}
+    numbers: dict[ArrayKind, int] = {}
+    kind_of: list[int] = []
     parts: tuple[tuple[Part, object], ...] = (("model", model), ("optimizer", optimizer))
     for part, given in parts:
         if not isinstance(given, Mapping | None):
             raise ArgumentError(f"`{part}` is a {type(given).__name__}, expected a mapping of names to arrays")
-        for name, value in (given or {}).items():
-            if name in made:
+        are_plain = _are_plain_names(list(given or ()))
+        plain: dict[tuple[object, object], int] = {}  # numbers of kinds, by dtype and shape of plain numpy arrays
+        for key, value in (given or {}).items():
+            name = key if are_plain else _checked_name(key)
+            if name in memory:
                 raise ArgumentError(
                     f"{show(name)} names a tensor of the model and one of the optimizer",
                     key=name,
                     hint="rename one of them: a reader could not tell which is meant",
                 )
-            array = _local_array(name, value, part)
-            made[array.name] = array
-    return made
+            if type(value) is np.ndarray:
+                kind = value.dtype, value.shape
+                number = plain.get(kind)
+                if number is None and value.dtype in _PLAIN:
+                    own = ArrayKind(part, _PLAIN[value.dtype], value.shape)
+                    number = plain[kind] = numbers.setdefault(own, len(numbers))
+                if number is not None:
+                    memory[name] = value
+                    kind_of.append(number)
+                    continue
+            array, own = _array(name, value, part)
+            memory[name] = array
+            kind_of.append(numbers.setdefault(own, len(numbers)))
+    return LocalArrays(memory, tuple(numbers), kind_of)
 
 
 def as_array(value: object) -> tuple[np.ndarray, str]:
@@ -186,15 +269,7 @@ def as_shape(value: Sequence[object], what: str) -> tuple[int, ...]:
     return numbers
 
 
-def _local_array(name: object, value: object, part: Part) -> LocalArray:
-    if type(name) is not str or not _is_plain_name(name):
-        _check_name(name)
-        assert isinstance(name, str)
-        name = str.__str__(name)  # a subclass, such as of an enumeration, may print itself in another way
-    if type(value) is np.ndarray and (known := _PLAIN.get(value.dtype)) is not None:
-        dtype, integer = known
-        # Not by the constructor, which is a function of Python.
-        return tuple.__new__(LocalArray, (name, part, dtype, value.shape, value.view(integer), None, None))
+def _array(name: str, value: object, part: Part) -> tuple[np.ndarray, ArrayKind]:
     shard = value if isinstance(value, Shard) else None
     try:
         array, dtype = as_array(value if shard is None else shard.array)
@@ -209,9 +284,8 @@ def _local_array(name: object, value: object, part: Part) -> LocalArray:
                 f"{shard.global_shape}",
                 key=name,
             )
-    integers = array.view(f"u{array.itemsize}")
     place = (None, None) if shard is None else (shard.global_shape, shard.offset)
-    return LocalArray(name, part, dtype, shape, integers, *place)
+    return array, ArrayKind(part, dtype, shape, *place)
 
 
 def _of_tensor(tensor: Any, torch: Any) -> tuple[np.ndarray, str]:
@@ -234,15 +308,20 @@ def _of_tensor(tensor: Any, torch: Any) -> tuple[np.ndarray, str]:
     return array.view(dtypes.numpy_dtype(name)), name
 
 
-def _is_plain_name(name: str) -> bool:
-    return len(name) <= _MAX_NAME_BYTES and name.isascii() and name.isprintable() and name not in ("", "__metadata__")
+def _are_plain_names(names: Sequence[object]) -> bool:
+    """Whether these are names that need no further check: short, of printable ASCII, and of class `str`."""
+    if not set(map(type, names)) <= {str}:
+        return False
+    text = "".join(names)  # type: ignore[arg-type]
+    if not names or not text.isascii() or not text.isprintable() or "__metadata__" in names:
+        return not names
+    lengths = list(map(len, names))  # type: ignore[arg-type]
+    return min(lengths) > 0 and max(lengths) <= _MAX_NAME_BYTES
 
 
-def _check_name(name: object) -> None:
+def _checked_name(name: object) -> str:
     if not isinstance(name, str):
         raise ArgumentError(f"the name of a tensor must be text, found {type(name).__name__}")
-    if _is_plain_name(name):
-        return
     try:
         n_bytes = len(name.encode())
     except UnicodeEncodeError as error:
@@ -255,3 +334,4 @@ def _check_name(name: object) -> None:
         )
     if any(c < " " or "\x7f" <= c < "\xa0" for c in name):
         raise ArgumentError(f"{show(name)} has a control character in it", key=name)
+    return str.__str__(name)  # a subclass, such as of an enumeration, may print itself in another way

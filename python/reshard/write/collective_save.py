@@ -32,7 +32,7 @@ from reshard.write import background
 from reshard.write.shard_files import reserved_bytes, shard_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from reshard import _core
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from reshard.group import Group
     from reshard.layout import ModelLayout
     from reshard.options import SaveOptions
-    from reshard.write.arrays import LocalArray
+    from reshard.write.arrays import LocalArrays
     from reshard.write.background import PendingSave
     from reshard.write.rank_facts import RankFacts
     from reshard.write.replicas import Copies, Replicas, State
@@ -119,7 +119,7 @@ class RankInput:
         observers: called with the events of this rank.
     """
 
-    arrays: dict[str, LocalArray]
+    arrays: LocalArrays
     facts: RankFacts
     layout: ModelLayout | None
     common: CommonInfo
@@ -297,7 +297,7 @@ def save_collectively(
     """
     ranks = Collective(channel, task.timeout)
     if not dry_run and not isinstance(save, BaseException):
-        n_bytes = sum(one.array.nbytes for one in save.own.arrays.values())
+        n_bytes = save.own.arrays.n_bytes
         save.own.observers("begun", task.iteration, n_bytes=n_bytes, n_ranks=channel.world_size, blocking=blocking)
     if isinstance(save, BaseException):
         ranks.combine(save, None)  # raises it, and an error on the other ranks
@@ -354,7 +354,7 @@ def _reserve(save: SaveFormat, plan: Any) -> None:
     """Reserve memory for the copies of this rank's files."""
     sizes = []
 
-    def measured(name: str, arrays: Sequence[LocalArray], metadata: Mapping[str, str]) -> ShardFile:
+    def measured(name: str, arrays: LocalArrays, metadata: Mapping[str, str]) -> ShardFile:
         sizes.append(reserved_bytes(arrays))
         return shard_file(name, arrays, metadata, blocking=True)
 

@@ -15,15 +15,26 @@ from typing import TYPE_CHECKING
 from reshard import _core, dtypes
 from reshard.errors import ReshardError, UnsupportedError
 from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.formats.checkpoint2.metadata import reasons_of, write_metadata
-from reshard.formats.checkpoint2.shards import FilePlan, HeldGrid, HeldShard, TensorRecord, assign, shards_of
+from reshard.formats.checkpoint2.metadata import inexpressible, reasons_of, write_metadata
+from reshard.formats.checkpoint2.shards import (
+    FilePlan,
+    HeldGrid,
+    HeldShard,
+    RecordKind,
+    Records,
+    TensorRecord,
+    assign,
+    assigned_to_one,
+    shards_of,
+)
+from reshard.formats.manifest import PlainEntry, digest_of
 from reshard.formats.tiled import names as tiles
 from reshard.indexing import Box, row_major
 from reshard.layout.partition import TensorLayout
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from typing import Any
 
     from reshard.formats.checkpoint2.names import Part
@@ -90,7 +101,7 @@ class IterationPlan:
     """
 
     files: tuple[FileContent, ...]
-    records: tuple[TensorRecord, ...]
+    records: Records
     mesh: _core.Mesh
     assigned: FilePlan
     prefix: str | None
@@ -135,19 +146,17 @@ def plan_layout(
     checkpoint2.check_prefix(prefix)
     mesh = bound.mesh
     layouts: dict[TensorLayout, TensorLayout] = {}  # equal ones are one object
-    records = [
+    joined = {key for join in bound.joins for key in join.keys}
+    records = Records.of(
         TensorRecord(key, tensor.dtype, tensor.part, layouts.setdefault(layout, layout))
         for key, tensor in tensors.items()
+        if key not in joined
         for layout in [bound.tensor_layouts[key]]
-    ]
-    joined = {key for join in bound.joins for key in join.keys}
+    )
     reasons = {key: "it is joined with others into one array" for key in tensors if key in joined}
-    reasons |= _reasons((record for record in records if record.key not in joined), mesh)
+    reasons |= _reasons(records, mesh)
     warnings = (*bound.warnings, *_inexpressible(reasons, strict=strict))
-    shards: list[HeldShard | HeldGrid] = [
-        *shards_of((record for record in records if record.key not in joined), mesh),
-        *_joined_shards(tensors, bound),
-    ]
+    shards: list[HeldShard | HeldGrid] = [*shards_of(records, mesh), *_joined_shards(tensors, bound)]
     assigned = assign(shards, bound.ranks, dedup=dedup)
     dtype_of = {key: tensor.dtype for key, tensor in tensors.items()}
     dtype_of |= {join.name: dtype_of[join.keys[0]] for join in bound.joins if join.keys[0] in dtype_of}
@@ -157,7 +166,7 @@ def plan_layout(
         describe_cut(builder, bound, tensors, file, reasons)
     return IterationPlan(
         files,
-        tuple(record for record in records if record.key not in reasons),
+        records.without(reasons),
         mesh,
         assigned,
         prefix,
@@ -169,8 +178,9 @@ def plan_layout(
 
 
 def plan_boxes(
-    tensors: Mapping[str, WholeTensor],
-    boxes: Mapping[str, Mapping[int, Box]],
+    keys: Sequence[str],
+    kind_of: Sequence[int],
+    kinds: Sequence[tuple[WholeTensor, Mapping[int, Box]]],
     n_ranks: int,
     *,
     prefix: str | None = None,
@@ -180,8 +190,9 @@ def plan_boxes(
     """Plan tensors of which each rank holds a box, without a layout. metadata.json describes those that are whole.
 
     Args:
-        tensors: those that are written, by key.
-        boxes: what each rank holds of a key. Equal boxes are replicas; others must not overlap.
+        keys: the tensors that are written, each once.
+        kind_of: the number of the kind of each.
+        kinds: a tensor, and what each rank holds of it. Equal boxes are replicas; others must not overlap.
         n_ranks: the world size.
         prefix: as in `plan_layout`.
         dedup: as in `plan_layout`.
@@ -192,54 +203,63 @@ def plan_boxes(
         UnsupportedError, ArgumentError: as `plan_layout`.
 
     Example:
-        >>> tensors = {"w": WholeTensor("F32", (4,), "model")}
-        >>> plan = plan_boxes(tensors, {"w": {0: ((0,), (1,)), 1: ((1,), (3,))}}, 2)
+        >>> kind = WholeTensor("F32", (4,), "model"), {0: ((0,), (1,)), 1: ((1,), (3,))}
+        >>> plan = plan_boxes(["w"], [0], [kind], 2)
         >>> [file.rank for file in plan.files], list(plan.not_expressible)
         ([0, 1], ['w'])
     """
     checkpoint2.check_prefix(prefix)
     mesh = _core.Mesh([("dp", n_ranks)])
+    held = [_by_box(boxes) for _, boxes in kinds]
+    of_kinds = [RecordKind(tensor.dtype, tensor.part, TensorLayout(tensor.shape)) for tensor, _ in kinds]
+    faults: list[str | None] = []
+    for (tensor, _), ranks_of, kind in zip(kinds, held, of_kinds, strict=True):
+        whole = ((0,) * len(tensor.shape), tensor.shape)
+        is_whole = set(ranks_of) == {whole} and len(ranks_of[whole]) == n_ranks
+        not_whole = "each rank holds a box of it, and no layout says which"
+        faults.append(inexpressible(kind, mesh) if is_whole else not_whole)
     reasons: dict[str, str] = {}
-    records: list[TensorRecord] = []
-    shards: list[HeldShard] = []
-    # Of tensors that share the objects of both mappings: what is the same, found once.
-    same: dict[tuple[int, int], tuple[TensorLayout | None, list[tuple[tuple[int, ...], int]]]] = {}
-    for key, tensor in tensors.items():
-        kind = (id(tensor), id(boxes[key]))
-        if kind not in same:
-            held, bits = _by_box(boxes[key]), dtypes.bits(tensor.dtype)
-            whole = ((0,) * len(tensor.shape), tensor.shape)
-            is_whole = set(held) == {whole} and len(held[whole]) == n_ranks
-            sizes = [(ranks, math.prod(shape) * bits) for (_, shape), ranks in held.items()]
-            same[kind] = TensorLayout(tensor.shape) if is_whole else None, sizes
-        layout, sizes = same[kind]
-        # Not by the constructors, which are functions of Python.
-        if layout is not None:
-            records.append(tuple.__new__(TensorRecord, (key, tensor.dtype, tensor.part, layout)))
-        else:
-            reasons[key] = "each rank holds a box of it, and no layout says which"
-        for number, (ranks, n_bits) in enumerate(sizes):
-            shards.append(tuple.__new__(HeldShard, (key, tensor.part, number, ranks, n_bits)))
-    reasons |= _reasons(records, mesh)
-    assigned = assign(shards, range(n_ranks), dedup=dedup)
-    files = _files(assigned, prefix, {key: tensor.dtype for key, tensor in tensors.items()})
+    described = Records(keys, of_kinds, kind_of)
+    if any(faults):
+        of_keys = zip(keys, map(faults.__getitem__, kind_of), strict=True)
+        reasons = {key: reason for key, reason in of_keys if reason is not None}
+        described = described.without(reasons)
+    if n_ranks == 1:
+        shards: list[HeldShard] = []
+        is_model = [tensor.part == "model" for tensor, _ in kinds]
+        model = keys if all(is_model) else [key for key, n in zip(keys, kind_of, strict=True) if is_model[n]]
+        optimizer = () if all(is_model) else [key for key, n in zip(keys, kind_of, strict=True) if not is_model[n]]
+        assigned = assigned_to_one({"model": model, "optimizer": optimizer})
+    else:
+        sizes = [
+            [(ranks, math.prod(shape) * dtypes.bits(tensor.dtype)) for (_, shape), ranks in ranks_of.items()]
+            for (tensor, _), ranks_of in zip(kinds, held, strict=True)
+        ]
+        shards = [
+            HeldShard(key, kinds[kind][0].part, number, ranks, n_bits)
+            for key, kind in zip(keys, kind_of, strict=True)
+            for number, (ranks, n_bits) in enumerate(sizes[kind])
+        ]
+        assigned = assign(shards, range(n_ranks), dedup=dedup)
+    of_dtypes = [tensor.dtype for tensor, _ in kinds]
+    files = _files(assigned, prefix, dict(zip(keys, map(of_dtypes.__getitem__, kind_of), strict=True)))
     builder = tiles.Builder()
+    numbers = dict(zip(keys, kind_of, strict=True)) if reasons else {}
     for file in files if reasons else ():
         for key in file.arrays:
             if key in reasons:
-                offset, shape = boxes[key][file.rank]
+                tensor, boxes = kinds[numbers[key]]
+                offset, shape = boxes[file.rank]
                 own = (_core.Tile(offset, shape, 0, row_major(shape)),) if 0 not in shape else ()
                 stored = tiles.TiledArray(file.name, key, shape, own)
-                builder.add(key, tensors[key].dtype, tensors[key].shape, stored)
+                builder.add(key, tensor.dtype, tensor.shape, stored)
     content = builder.build() if len(builder) else None
     _check_coverage(content)
     warnings = _inexpressible(reasons, strict=strict)
-    described = tuple(record for record in records if record.key not in reasons)
-    holders = _holders(shards) if n_ranks > 1 else {}
-    return IterationPlan(files, described, mesh, assigned, prefix, content, holders, reasons, warnings)
+    return IterationPlan(files, described, mesh, assigned, prefix, content, _holders(shards), reasons, warnings)
 
 
-def write_descriptions(plan: IterationPlan, folder: Location, *, mode: int) -> list[str]:
+def write_descriptions(plan: IterationPlan, folder: Location, *, mode: int) -> dict[str, PlainEntry | None]:
     """Write metadata.json with its table, and tiles.json where the plan has one. They are not synced.
 
     Args:
@@ -248,12 +268,12 @@ def write_descriptions(plan: IterationPlan, folder: Location, *, mode: int) -> l
         mode: permission bits of the files, less the umask.
 
     Returns:
-        Their names.
+        Size and digest of each, by name; None: they are not known.
 
     Raises:
         StorageError: the system failed.
     """
-    table = write_metadata(
+    metadata = write_metadata(
         folder / checkpoint2.METADATA_FILE,
         plan.records,
         plan.mesh,
@@ -262,13 +282,13 @@ def write_descriptions(plan: IterationPlan, folder: Location, *, mode: int) -> l
         mode=mode,
         durable=False,
     )
-    written = [checkpoint2.METADATA_FILE]
-    if table is not None:
-        (folder / checkpoint2.METADATA_TABLE_FILE).replace(table, mode, durable=False)
-        written.append(checkpoint2.METADATA_TABLE_FILE)
+    written: dict[str, PlainEntry | None] = {checkpoint2.METADATA_FILE: metadata.entry}
+    if metadata.table is not None:
+        (folder / checkpoint2.METADATA_TABLE_FILE).replace(metadata.table, mode, durable=False)
+        written[checkpoint2.METADATA_TABLE_FILE] = PlainEntry(len(metadata.table), digest_of(metadata.table))
     if plan.tiles is not None:
         tiles.write(folder / tiles.TILES_FILE, plan.tiles, mode, durable=False)
-        written.append(tiles.TILES_FILE)
+        written[tiles.TILES_FILE] = None
     return written
 
 
@@ -328,8 +348,12 @@ class JointProgress:
 # -- helpers
 
 
-def _reasons(records: Iterable[TensorRecord], mesh: _core.Mesh) -> dict[str, str]:
-    return {record.key: reason for record, reason in reasons_of(records, mesh) if reason is not None}
+def _reasons(records: Records, mesh: _core.Mesh) -> dict[str, str]:
+    reasons = reasons_of(records, mesh)
+    if not any(reasons):
+        return {}
+    found = ((key, reasons[kind]) for key, kind in zip(records.keys, records.kind_of, strict=True))
+    return {key: reason for key, reason in found if reason is not None}
 
 
 def _joined_shards(tensors: Mapping[str, WholeTensor], bound: BoundLayout) -> list[HeldShard]:
@@ -375,6 +399,8 @@ def _files(assigned: FilePlan, prefix: str | None, dtype_of: Mapping[str, str]) 
     @functools.cache  # thousands of ranks hold parts of the same tensors
     def in_order(names: tuple[str, ...]) -> tuple[str, ...]:
         """As by `dtypes.file_order`; text is sorted much faster than tuples with text."""
+        if len(set(widths.values())) == 1:
+            return tuple(sorted(names))
         of_width: dict[int, list[str]] = {}
         for name in names:
             of_width.setdefault(widths[dtype_of[name]], []).append(name)

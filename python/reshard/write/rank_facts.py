@@ -8,7 +8,10 @@ and plans. All functions are pure. Where ranks disagree, the error names the key
 from __future__ import annotations
 
 import hashlib
+import json
 import math
+from array import array
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
@@ -22,12 +25,12 @@ from reshard.words import ranks_named, show
 from reshard.write.iteration import WholeTensor, plan_boxes, plan_layout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from reshard.indexing import Box
     from reshard.layout import ModelLayout
     from reshard.layout.strategy import Strategy
-    from reshard.write.arrays import LocalArray
+    from reshard.write.arrays import LocalArrays
     from reshard.write.iteration import IterationPlan
 
 Shape = tuple[int, ...]
@@ -36,10 +39,18 @@ T = TypeVar("T")
 _MAX_NAMED = 3
 
 
+class FactKind(NamedTuple):
+    """What a rank reports of several arrays: a `Fact` without its name."""
+
+    part: Part
+    dtype: str
+    shape: Shape
+    offset: Shape | None = None
+    may_differ: bool = False
+
+
 class Fact(NamedTuple):
     """What a rank reports of one array.
-
-    A tuple: a rank can have 100,000 of them, and making another object takes three times as long.
 
     Attributes:
         name: its key, or the name of a join.
@@ -59,6 +70,39 @@ class Fact(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Facts:
+    """What a rank reports of its arrays, by kind: most of 100,000 arrays differ in their name alone.
+
+    Attributes:
+        names: their names, each once.
+        kinds: what they have in common.
+        kind_of: the number of the kind of each.
+
+    Example:
+        >>> facts = Facts.of([Fact("a", "model", "F32", (2,)), Fact("b", "model", "F32", (2,))])
+        >>> facts.names, len(facts.kinds), facts.kind_of
+        (('a', 'b'), 1, (0, 0))
+    """
+
+    names: tuple[str, ...] = ()
+    kinds: tuple[FactKind, ...] = ()
+    kind_of: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, facts: Iterable[Fact]) -> Facts:
+        """Those of single arrays."""
+        numbers: dict[FactKind, int] = {}
+        names, kind_of = [], []
+        for name, part, dtype, shape, offset, may_differ in facts:
+            names.append(name)
+            kind_of.append(numbers.setdefault(FactKind(part, dtype, shape, offset, may_differ), len(numbers)))
+        return cls(tuple(names), tuple(numbers), tuple(kind_of))
+
+    def __iter__(self) -> Iterator[Fact]:
+        return (Fact(name, *self.kinds[kind]) for name, kind in zip(self.names, self.kind_of, strict=True))
+
+
+@dataclass(frozen=True)
 class RankFacts:
     """What one rank reports.
 
@@ -73,20 +117,20 @@ class RankFacts:
 
     host: str
     options: dict[str, Any]
-    arrays: tuple[Fact, ...]
+    arrays: Facts
     shapes: dict[str, Shape] = field(default_factory=dict)
     state: dict[str, str] = field(default_factory=dict)
     copies: tuple[str, ...] = ()
 
 
 def facts_of(
-    arrays: Iterable[LocalArray],
+    arrays: LocalArrays,
     shapes: Mapping[str, Shape],
     *,
     host: str,
     options: Mapping[str, object],
     has_layout: bool,
-    may_differ: Callable[[str], bool],
+    may_differ: Callable[[str], bool] | None,
     state: Mapping[str, str],
     copies: Iterable[str],
 ) -> RankFacts:
@@ -98,7 +142,7 @@ def facts_of(
         host: the machine.
         options: what must be the same on all ranks.
         has_layout: whether a layout gives the offsets of arrays; else their shards do.
-        may_differ: whether copies of an array may differ between ranks, by its name.
+        may_differ: whether copies of an array may differ between ranks, by its name; None: of no array.
         state: a digest of each value of `extra` that all ranks share.
         copies: names of arrays of which it has copies that another rank saves.
 
@@ -109,12 +153,10 @@ def facts_of(
     if shapes and not has_layout:
         raise ArgumentError("`shapes` was given without `layout`", hint="give `reshard.Shard(array, shape, offset)`")
     given = dict(shapes)
-    facts = []
-    for array in arrays:
-        name, part, dtype, shape, _, global_shape, offset = array
-        facts.append(tuple.__new__(Fact, (name, part, dtype, shape, offset, may_differ(name))))
-        if global_shape is None and offset is None:
-            continue
+    # Of plain arrays there is nothing to check.
+    is_plain = [kind.global_shape is None and kind.offset is None for kind in arrays.kinds]
+    for name in () if all(is_plain) else arrays:
+        array = arrays[name]
         if array.offset is not None and has_layout:
             raise ArgumentError(
                 f"{show(array.name)} is a shard with an offset, and the layout says where it lies",
@@ -134,7 +176,13 @@ def facts_of(
                     "shard",
                     key=array.name,
                 )
-    return RankFacts(host, dict(options), tuple(facts), given, dict(state), tuple(copies))
+    if may_differ is None:
+        kinds = tuple(FactKind(kind.part, kind.dtype, kind.shape, kind.offset) for kind in arrays.kinds)
+        facts = Facts(tuple(arrays.memory), kinds, tuple(arrays.kind_of))
+    else:
+        of = arrays.values()
+        facts = Facts.of(Fact(one.name, one.part, one.dtype, one.shape, one.offset, may_differ(one.name)) for one in of)
+    return RankFacts(host, dict(options), facts, given, dict(state), tuple(copies))
 
 
 def plan_iteration(
@@ -154,7 +202,7 @@ def plan_iteration(
             complete tensors, or the ranks disagree; the message names key and ranks.
 
     Example:
-        >>> facts = RankFacts("host", {}, (Fact("w", "model", "F32", (2, 3)),))
+        >>> facts = RankFacts("host", {}, Facts.of([Fact("w", "model", "F32", (2, 3))]))
         >>> plan_iteration([facts], None, prefix=None, dedup=True, strict=False).files[0].name
         'model-0000000-0000001.safetensors'
     """
@@ -185,22 +233,16 @@ def _found(ranks: Sequence[RankFacts]) -> dict[str, dict[int, Fact]]:
     """
     found: dict[str, dict[int, Fact]] = {}
     if len(ranks) == 1:
-        # Many tensors differ in the name alone.
-        same: dict[object, dict[int, Fact]] = {}
-        for fact in ranks[0].arrays:
-            kind = fact[1:]
-            if kind not in same:
-                same[kind] = {0: fact}
-            found[fact[0]] = same[kind]
-        if all(of_kind[0].part == "model" for of_kind in same.values()):
-            return found
+        facts = ranks[0].arrays
+        of_kind = [{0: Fact("", *kind)} for kind in facts.kinds]
+        found = dict(zip(facts.names, map(of_kind.__getitem__, facts.kind_of), strict=True))
     else:
-        for rank, facts in enumerate(ranks):
-            for fact in facts.arrays:
+        for rank, one in enumerate(ranks):
+            for fact in one.arrays:
                 found.setdefault(fact.name, {})[rank] = fact
-    is_model = {name: next(iter(of_ranks.values())).part == "model" for name, of_ranks in found.items()}
-    if all(is_model.values()):
+    if all(kind.part == "model" for one in ranks for kind in one.arrays.kinds):
         return found
+    is_model = {name: next(iter(of_ranks.values())).part == "model" for name, of_ranks in found.items()}
     return {name: found[name] for name in sorted(found, key=is_model.__getitem__, reverse=True)}
 
 
@@ -208,29 +250,28 @@ def _by_boxes(
     found: Mapping[str, Mapping[int, Fact]], shapes: Mapping[str, Shape], n_ranks: int, *,
     prefix: str | None, dedup: bool, strict: bool,
 ) -> IterationPlan:  # fmt: skip
-    tensors: dict[str, WholeTensor] = {}
-    boxes: dict[str, Mapping[int, Box]] = {}
-    same: dict[object, tuple[WholeTensor, Mapping[int, Box]]] = {}
+    numbers: dict[tuple[int, Shape | None], int] = {}  # arrays that share their facts and their shape are of one kind
+    kinds: list[tuple[WholeTensor, Mapping[int, Box]]] = []
+    kind_of: list[int] = []
     for name, of_ranks in found.items():
-        kind = (shapes.get(name), id(of_ranks))
-        known = same.get(kind)
-        if known is not None:
-            tensors[name], boxes[name] = known
-            continue
-        own: dict[int, Box] = {}
-        for rank, fact in of_ranks.items():
-            if fact.offset is None and fact.shape and n_ranks > 1:
-                raise ArgumentError(
-                    f"rank {rank} of {n_ranks} gave {show(name)} as a plain array: whole, or a part of a tensor?",
-                    key=name,
-                    hint="give `layout=`, or `reshard.Shard(array, global_shape, offset)`",
-                )
-            offset = (0,) * len(fact.shape) if fact.offset is None else fact.offset
-            own[rank] = (offset, fact.shape)
-        first = next(iter(of_ranks.values()))
-        whole = WholeTensor(first.dtype, shapes.get(name, first.shape), first.part)
-        same[kind] = tensors[name], boxes[name] = whole, own
-    return plan_boxes(tensors, boxes, n_ranks, prefix=prefix, dedup=dedup, strict=strict)
+        kind = id(of_ranks), shapes.get(name)
+        number = numbers.get(kind)
+        if number is None:
+            number = numbers[kind] = len(kinds)
+            own: dict[int, Box] = {}
+            for rank, fact in of_ranks.items():
+                if fact.offset is None and fact.shape and n_ranks > 1:
+                    raise ArgumentError(
+                        f"rank {rank} of {n_ranks} gave {show(name)} as a plain array: whole, or a part of a tensor?",
+                        key=name,
+                        hint="give `layout=`, or `reshard.Shard(array, global_shape, offset)`",
+                    )
+                offset = (0,) * len(fact.shape) if fact.offset is None else fact.offset
+                own[rank] = (offset, fact.shape)
+            first = next(iter(of_ranks.values()))
+            kinds.append((WholeTensor(first.dtype, shapes.get(name, first.shape), first.part), own))
+        kind_of.append(number)
+    return plan_boxes(list(found), kind_of, kinds, n_ranks, prefix=prefix, dedup=dedup, strict=strict)
 
 
 def _by_layout(
@@ -417,8 +458,13 @@ def plan_key(ranks: Sequence[RankFacts]) -> list[Any]:
     for number, one in enumerate(ranks):
         if number > 0 and one is ranks[number - 1]:
             key[-1][-1] += 1
-        else:
-            key.append([list(map(tuple, one.arrays)), list(one.shapes.items()), one.copies, 1])
+            continue
+        facts = one.arrays
+        names = json.dumps(facts.names, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        digest = hashlib.blake2b(names)
+        digest.update(array("Q", facts.kind_of).tobytes())
+        kinds = [list(kind) for kind in facts.kinds]
+        key.append([len(facts.names), digest.hexdigest(), kinds, list(one.shapes.items()), one.copies, 1])
     return key
 
 
@@ -426,11 +472,16 @@ def planned_bytes(plan: IterationPlan, ranks: Sequence[RankFacts]) -> int:
     """Bytes of all arrays that the plan writes.
 
     Example:
-        >>> facts = [RankFacts("host", {}, (Fact("w", "model", "F32", (2, 3)),))]
+        >>> facts = [RankFacts("host", {}, Facts.of([Fact("w", "model", "F32", (2, 3))]))]
         >>> planned_bytes(plan_iteration(facts, None, prefix=None, dedup=True, strict=False), facts)
         24
     """
-    sizes = [
-        {fact.name: math.prod(fact.shape) * dtypes.bits(fact.dtype) // 8 for fact in facts.arrays} for facts in ranks
-    ]
-    return sum(sizes[file.rank][name] for file in plan.files for name in file.arrays)
+    n_bytes = 0
+    for rank, facts in enumerate(ranks):
+        arrays = facts.arrays
+        number_of = dict(zip(arrays.names, arrays.kind_of, strict=True))
+        counts = Counter(number_of[name] for file in plan.files if file.rank == rank for name in file.arrays)
+        for number, n in counts.items():
+            kind = arrays.kinds[number]
+            n_bytes += n * (math.prod(kind.shape) * dtypes.bits(kind.dtype) // 8)
+    return n_bytes

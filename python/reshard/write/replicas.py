@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from reshard.group import Group
-    from reshard.write.arrays import LocalArray
+    from reshard.write.arrays import LocalArray, LocalArrays
     from reshard.write.rank_facts import RankFacts
 
 State: TypeAlias = "tuple[str, Mapping[str, np.ndarray]] | None"
@@ -73,12 +73,15 @@ class Replicas:
         """The replicas of a plan, and the further copies that ranks have reported.
 
         Example:
-            >>> from reshard.write.rank_facts import Fact, RankFacts
-            >>> facts = [RankFacts("host", {}, (Fact("w", "model", "F32", (2,)),))] * 2
+            >>> from reshard.write.rank_facts import Fact, Facts, RankFacts
+            >>> facts = [RankFacts("host", {}, Facts.of([Fact("w", "model", "F32", (2,))]))] * 2
             >>> Replicas.of({"w": [(0, 1)], "v": [(0,), (1,)]}, facts).rows
             ((('w',), ((0, 1),), False),)
         """
-        may_differ = {fact.name for one in ranks for fact in one.arrays if fact.may_differ}
+        may_differ: set[str] = set()
+        for one in ranks:
+            if any(kind.may_differ for kind in one.arrays.kinds):
+                may_differ |= {fact.name for fact in one.arrays if fact.may_differ}
         groups = {name: tuple(tuple(group) for group in of_name) for name, of_name in holders.items()}
         more: dict[str, set[int]] = {}
         for rank, one in enumerate(ranks):
@@ -150,7 +153,7 @@ class Copies:
         threads: threads that compute checksums.
     """
 
-    arrays: dict[str, LocalArray]
+    arrays: Mapping[str, LocalArray]
     extra: State = None
     own: Mapping[str, object] | None = None
     is_alone: bool = False
@@ -160,7 +163,7 @@ class Copies:
     _sums: dict[str, int] | BaseException | None = None
 
     @classmethod
-    def of(cls, arrays: dict[str, LocalArray], rank_local: RankLocal | None, **options: Any) -> Copies:
+    def of(cls, arrays: LocalArrays, rank_local: RankLocal | None, **options: Any) -> Copies:
         """Those of a save.
 
         Raises:
@@ -173,7 +176,9 @@ class Copies:
             raise ArgumentError(f"{show(both[0])} is in `copies`, and this rank saves it", key=both[0])
         if given.state:
             state.dump(given.state, "rank_local.state")  # refused before anything is written
-        return cls(arrays | copies, own=None if rank_local is None else rank_local.state, **options)
+        return cls(
+            {**arrays, **copies} if copies else arrays, own=None if rank_local is None else rank_local.state, **options
+        )
 
     def freeze(self, rank: int) -> None:
         """Compute checksums and copy what the caller may change after the call."""
@@ -182,7 +187,8 @@ class Copies:
             self.own = state.load(text, {name: array.copy() for name, array in arrays.items()})
         self._sums = capture(lambda: self._summed(rank))
         may = {name for names, _, may in self.replicas.rows if may for name in names}
-        self.arrays = {name: one._replace(array=one.array.copy()) for name, one in self.arrays.items() if name in may}
+        own = [(name, self.arrays[name]) for name in may if name in self.arrays]
+        self.arrays = {name: one._replace(array=one.array.copy()) for name, one in own}
 
     def settle(self, channel: Group, timeout: float) -> State | BaseException:
         """Compare the copies of all ranks, and make the state that this rank writes.

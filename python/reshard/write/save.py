@@ -293,12 +293,12 @@ def save(  # noqa: PLR0917  what is saved is often given by position
         )
         allowed = (*options.verify.may_differ, *(() if rank_local is None else rank_local.may_differ))
         facts = facts_of(
-            arrays.values(),
+            arrays,
             {key: as_shape(shape, f"the shape of {show(str(key))}") for key, shape in (shapes or {}).items()},
             host=_host(),
             options=agreed | {"layout": None if own_layout is None else _digest(str(own_layout))},
             has_layout=own_layout is not None,
-            may_differ=is_any_of(allowed),
+            may_differ=is_any_of(allowed) if allowed else None,
             state=_digests(extra) if members.world_size > 1 else {},
             copies=() if rank_local is None else rank_local.copies,
         )
@@ -348,7 +348,7 @@ def _check_is_written_as_it_is(given: object, array: LocalArray) -> None:
     place = one.data_ptr() if callable(getattr(one, "data_ptr", None)) else None
     if isinstance(one, np.ndarray):
         place = one.ctypes.data
-    if array.n_bytes and place != array.array.ctypes.data:
+    if array.array.nbytes and place != array.array.ctypes.data:
         raise ArgumentError(
             f"saving {show(array.name)}: with `ready` only numpy arrays and tensors of the host are taken, in the byte "
             "order of the machine",

@@ -17,16 +17,14 @@ from reshard.words import show
 from reshard.write import background
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    import numpy as np
+    from collections.abc import Callable, Mapping
 
     from reshard.storage.protocol import FileRecord
-    from reshard.write.arrays import LocalArray
+    from reshard.write.arrays import LocalArrays
 
-    ShardFileMaker: TypeAlias = Callable[[str, Sequence[LocalArray], Mapping[str, str]], "ShardFile"]
+    ShardFileMaker: TypeAlias = Callable[[str, LocalArrays, Mapping[str, str]], "ShardFile"]
 
-__all__ = ["ShardFile", "ShardFileMaker", "WrittenFile", "read_back", "reserved_bytes", "shard_file", "tensors_of"]
+__all__ = ["ShardFile", "ShardFileMaker", "WrittenFile", "read_back", "reserved_bytes", "shard_file"]
 
 _BUFFERS_BYTES = 32 << 20
 _HEADER_BYTES = 512  # at most of an array in a header, without its name
@@ -65,7 +63,7 @@ class ShardFile:
 
 def shard_file(
     name: str,
-    arrays: Sequence[LocalArray],
+    arrays: LocalArrays,
     metadata: Mapping[str, str],
     *,
     threads: int | None = None,
@@ -83,7 +81,7 @@ def shard_file(
         ready: waits until the arrays have their content. With it the arrays belong to the save and are not copied.
     """
     if not blocking and ready is None:
-        snapshot = background.snapshot_pool().take(tensors_of(arrays), metadata=metadata, threads=threads)
+        snapshot = background.snapshot_pool().take(arrays.tensors(), metadata=metadata, threads=threads)
         return ShardFile(name, snapshot.n_bytes, functools.partial(snapshot.write, threads=threads))
 
     def write(path: str, **options: Any) -> _core.Written:
@@ -91,15 +89,15 @@ def shard_file(
             ready()
         # Arrays that must be copied to be written are copied here, a file at a time.
         return _core.write_arrays(
-            path, tensors_of(arrays), metadata=metadata, buffers=_buffers(), threads=threads, **options
+            path, arrays.tensors(), metadata=metadata, buffers=_buffers(), threads=threads, **options
         )
 
-    return ShardFile(name, sum(array.n_bytes for array in arrays), write)
+    return ShardFile(name, arrays.n_bytes, write)
 
 
-def reserved_bytes(arrays: Iterable[LocalArray]) -> int:
+def reserved_bytes(arrays: LocalArrays) -> int:
     """Upper bound of the size of a shard file, to reserve memory for its copy."""
-    return sum(array.n_bytes + len(array.name) + _HEADER_BYTES for array in arrays)
+    return arrays.n_bytes + sum(map(len, arrays)) + _HEADER_BYTES * len(arrays)
 
 
 def read_back(path: str, written: _core.Written, threads: int | None) -> None:
@@ -132,8 +130,3 @@ def _buffers() -> _core.Buffers:
         _kept.buffers = _core.Buffers(_BUFFERS_BYTES)
     buffers: _core.Buffers = _kept.buffers
     return buffers
-
-
-def tensors_of(arrays: Iterable[LocalArray]) -> list[tuple[str, str, tuple[int, ...], np.ndarray]]:
-    """The arrays as the core writes them."""
-    return [(array.name, array.dtype, array.shape, array.buffer()) for array in arrays]

@@ -13,9 +13,10 @@ mod json;
 mod records;
 mod storage_key;
 mod table;
+pub mod write;
 
 pub use storage_key::{parse_storage_key, storage_key};
-pub use table::{Holders, MetadataTable, decode_table, encode_table, index_of_table};
+pub use table::{Holders, MetadataTable, decode_table, index_of_table};
 
 use json::{Map, Members, Object, Record, Records, Skip};
 use records::{ChunkRecord, HolderRecord, LayoutRecord, TensorRecord};

@@ -7,6 +7,7 @@
 use crate::errors::raise;
 use memmap2::MmapMut;
 use pyo3::ffi;
+use pyo3::intern;
 use pyo3::prelude::*;
 use reshard_core::memory::Memory;
 use reshard_core::{Error, Kind};
@@ -116,16 +117,13 @@ impl Borrowed {
         Self::get(object, ffi::PyBUF_WRITABLE | ffi::PyBUF_C_CONTIGUOUS)
     }
 
-    /// Readable, with strides, of any format.
-    pub(crate) fn readable(object: &Bound<'_, PyAny>) -> PyResult<Self> {
+    /// Readable, with strides of at least 0, of any format. An array that runs backwards is copied.
+    pub(crate) fn forwards(object: &Bound<'_, PyAny>) -> PyResult<Self> {
         let this = Self::get(object, ffi::PyBUF_STRIDES)?;
         if this.strides().iter().any(|stride| *stride < 0) {
-            let error = Error::new(
-                Kind::Argument,
-                "an array with negative strides cannot be written without a copy",
-            )
-            .hint("pass a contiguous copy of it");
-            return raise(object.py(), Err(error));
+            // The buffer keeps the copy alive.
+            let copy = object.call_method0(intern!(object.py(), "copy"))?;
+            return Self::get(&copy, ffi::PyBUF_C_CONTIGUOUS);
         }
         Ok(this)
     }

@@ -26,8 +26,7 @@ use reshard_core::stored::StoredTensor;
 use reshard_core::tile::Tile;
 use reshard_core::{Error, Kind, small_files, writer};
 use reshard_formats::metadata::{
-    CellTable, Metadata, MetadataTensor, decode, decode_table, dtype_of, encode_table, index_of,
-    index_of_table,
+    CellTable, Metadata, MetadataTensor, decode, decode_table, dtype_of, index_of, index_of_table,
 };
 use reshard_formats::torch_file;
 use std::borrow::Cow;
@@ -84,17 +83,6 @@ fn checksums_of(
         Some(bytes) => Checksums::from_bytes(n_bytes, header_bytes, header_checksum, bytes),
         None => Checksums::without_chunks(n_bytes, header_bytes, header_checksum),
     }
-}
-
-/// The binary table of the content of a `metadata.json` with this digest.
-#[pyfunction]
-pub(crate) fn metadata_table<'py>(
-    py: Python<'py>,
-    data: &[u8],
-    digest: &str,
-) -> PyResult<Bound<'py, PyBytes>> {
-    let table = py.detach(|| encode_table(&decode(data)?, digest));
-    Ok(PyBytes::new(py, &raise(py, table)?))
 }
 
 impl Index {
@@ -656,6 +644,22 @@ impl Index {
         let arrays = names.iter().zip(keys).map(|(name, key)| (&**name, &**key));
         raise(py, self.index.whole_request(arrays))
             .map(|request| Request(Requested::Listed(request)))
+    }
+
+    #[pyo3(signature = (keys, *, dtype=None, verify=true))]
+    fn plan_whole(
+        &self,
+        py: Python<'_>,
+        keys: Vec<PyBackedStr>,
+        dtype: Option<&str>,
+        verify: bool,
+    ) -> PyResult<Plan> {
+        let dtype = raise(py, dtype.map(Dtype::parse).transpose())?;
+        let plan = py.detach(|| {
+            let arrays = keys.iter().map(|key| (&**key, &**key));
+            self.index.plan_whole(arrays, dtype, verify)
+        });
+        raise(py, plan).map(Plan)
     }
 
     fn close(&self) {

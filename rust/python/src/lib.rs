@@ -11,6 +11,7 @@ mod buffer;
 mod errors;
 mod geometry;
 mod index;
+mod metadata;
 mod patterns;
 mod plan;
 mod records;
@@ -30,9 +31,10 @@ mod _core {
         buffer::Buffer,
         copy_ways, default_threads, dtype_bits,
         geometry::{Layout, Mesh, Request},
-        index::{Index, metadata_table},
+        index::Index,
+        metadata::MetadataEncoder,
         patterns::{Expression, IndexPattern, Patterns},
-        plan::Plan,
+        plan::{Loaded, Plan},
         records::{FileArray, FileTensor},
         strategy::{decode_strategy, encode_strategy},
         torch::{

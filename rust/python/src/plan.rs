@@ -4,8 +4,9 @@ use crate::buffer::{Borrowed, Buffer, disjoint};
 use crate::errors::raise;
 use crate::run::run;
 use crate::write::{Buffers, Written, write_plan};
+use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyString, PyTuple};
+use pyo3::types::{PyBytes, PyList, PyString, PyTuple};
 use reshard_core::control::Control;
 use reshard_core::copy::fill;
 use reshard_core::dtype::Dtype;
@@ -21,6 +22,18 @@ const OWN_MEMORY_BYTES: u64 = 2 << 20;
 /// Smaller arrays share memory of this size.
 const SHARED_MEMORY_BYTES: u64 = 8 << 20;
 const ALIGN_BYTES: u64 = 64;
+/// As many small arrays with one dtype and shape have memory of their own, in which they lie at equal distances.
+const MIN_STACK: usize = 16;
+
+/// Buffer, first byte, distance in bytes, dtype and shape, numbers of the arrays.
+type StackInfo<'py> = (
+    Bound<'py, Buffer>,
+    u64,
+    u64,
+    Bound<'py, PyString>,
+    Bound<'py, PyTuple>,
+    Bound<'py, PyAny>,
+);
 
 /// Literal bytes, the start of each array, and `(position, array)` of each CRC-32.
 type Container<'py> = (Bound<'py, PyBytes>, Vec<u64>, Vec<(u64, usize)>);
@@ -57,6 +70,145 @@ pub(crate) fn array_infos<'py, 'a>(
         .collect()
 }
 
+/// Arrays with this dtype and shape, by number. All are in one memory each, in this order and `step` bytes apart.
+struct Stack {
+    dtype: Dtype,
+    shape: Vec<u64>,
+    step: u64,
+    numbers: Vec<usize>,
+}
+
+/// Where arrays are put: sizes of memories, number of the memory of each array and its first byte there.
+struct Places {
+    sizes: Vec<u64>,
+    places: Vec<(usize, u64)>,
+    kinds: Vec<Stack>,
+}
+
+impl Places {
+    fn of(plan: &CorePlan<'_>) -> Self {
+        let arrays = plan.arrays();
+        let mut numbers: HashMap<(Dtype, &[u64]), usize> = HashMap::new();
+        let mut kinds: Vec<Stack> = Vec::new();
+        let mut kind_of = Vec::with_capacity(arrays.len());
+        for (i, array) in arrays.iter().enumerate() {
+            let known = kind_of.last().copied().filter(|&last: &usize| {
+                let last = &kinds[last];
+                last.dtype == array.dtype && last.shape == array.shape
+            });
+            let number = known.unwrap_or_else(|| {
+                *numbers
+                    .entry((array.dtype, &array.shape))
+                    .or_insert_with(|| {
+                        kinds.push(Stack {
+                            dtype: array.dtype,
+                            shape: array.shape.clone(),
+                            step: array.n_bytes().next_multiple_of(ALIGN_BYTES),
+                            numbers: Vec::new(),
+                        });
+                        kinds.len() - 1
+                    })
+            });
+            kinds[number].numbers.push(i);
+            kind_of.push(number);
+        }
+        let mut sizes: Vec<u64> = Vec::new();
+        let mut shared: Option<usize> = None;
+        let mut of_kind: Vec<Option<usize>> = vec![None; kinds.len()];
+        let mut places = Vec::with_capacity(arrays.len());
+        for (array, number) in arrays.iter().zip(kind_of) {
+            let n_bytes = array.n_bytes();
+            if n_bytes >= OWN_MEMORY_BYTES {
+                places.push((sizes.len(), 0));
+                sizes.push(n_bytes);
+                continue;
+            }
+            let Stack { step, numbers, .. } = &kinds[number];
+            let last = if numbers.len() >= MIN_STACK {
+                &mut of_kind[number]
+            } else {
+                &mut shared
+            };
+            let fits = |i: &usize| sizes[*i] + step <= SHARED_MEMORY_BYTES;
+            let memory = last.filter(fits).unwrap_or(sizes.len());
+            if memory == sizes.len() {
+                sizes.push(0);
+            }
+            *last = Some(memory);
+            places.push((memory, sizes[memory]));
+            sizes[memory] += step;
+        }
+        Self {
+            sizes,
+            places,
+            kinds,
+        }
+    }
+}
+
+/// The memory of the arrays of a plan: a sequence of `(buffer, first byte)`.
+#[pyclass(frozen, module = "reshard._core")]
+pub(crate) struct Loaded {
+    buffers: Vec<Py<Buffer>>,
+    places: Vec<(usize, u64)>,
+    kinds: Vec<Stack>,
+}
+
+#[pymethods]
+impl Loaded {
+    fn __len__(&self) -> usize {
+        self.places.len()
+    }
+
+    fn __getitem__<'py>(
+        &self,
+        py: Python<'py>,
+        number: usize,
+    ) -> PyResult<(Bound<'py, Buffer>, u64)> {
+        let place = self.places.get(number);
+        let (memory, start) =
+            place.ok_or_else(|| PyIndexError::new_err("there is no array with this number"))?;
+        Ok((self.buffers[*memory].bind(py).clone(), *start))
+    }
+
+    /// Arrays with one dtype and shape that lie at equal distances in one buffer.
+    #[getter]
+    fn stacks<'py>(&self, py: Python<'py>) -> PyResult<Vec<StackInfo<'py>>> {
+        let range = py.import("builtins")?.getattr("range")?;
+        let mut found = Vec::new();
+        for Stack {
+            dtype,
+            shape,
+            step,
+            numbers,
+        } in &self.kinds
+        {
+            let shape = PyTuple::new(py, shape)?;
+            let is_stack = |pair: &[usize]| {
+                let ((memory, start), after) = (self.places[pair[0]], self.places[pair[1]]);
+                *step > 0 && (memory, start + step) == after
+            };
+            let mut rest = &numbers[..];
+            while let Some(&first) = rest.first() {
+                let n = 1 + rest.windows(2).take_while(|pair| is_stack(pair)).count();
+                let (stack, after) = rest.split_at(n);
+                let end = first + n;
+                let stack = if stack.last() == Some(&(end - 1)) {
+                    range.call1((first, end))?
+                } else {
+                    PyList::new(py, stack)?.into_any()
+                };
+                let (memory, start) = self.places[first];
+                let buffer = self.buffers[memory].bind(py).clone();
+                let dtype = PyString::intern(py, dtype.name());
+                found.push((buffer, start, *step, dtype, shape.clone(), stack));
+                rest = after;
+            }
+        }
+        Ok(found)
+    }
+}
+
 #[pyclass(frozen, module = "reshard._core")]
 pub(crate) struct Plan(pub(crate) CorePlan<'static>);
 
@@ -89,33 +241,17 @@ impl Plan {
     }
 
     #[pyo3(signature = (*, threads=None, progress=None))]
-    fn load<'py>(
+    fn load(
         &self,
-        py: Python<'py>,
+        py: Python<'_>,
         threads: Option<i64>,
-        progress: Option<&Bound<'py, PyAny>>,
-    ) -> PyResult<Vec<(Bound<'py, Buffer>, u64)>> {
-        // For each array the number of its memory and its offset.
-        let mut sizes: Vec<u64> = Vec::new();
-        let mut shared: Option<usize> = None;
-        let mut places = Vec::with_capacity(self.0.arrays().len());
-        for array in self.0.arrays() {
-            let n_bytes = array.n_bytes();
-            if n_bytes >= OWN_MEMORY_BYTES {
-                places.push((sizes.len(), 0));
-                sizes.push(n_bytes);
-                continue;
-            }
-            let aligned_bytes = n_bytes.next_multiple_of(ALIGN_BYTES);
-            let fits = |i: &usize| sizes[*i] + aligned_bytes <= SHARED_MEMORY_BYTES;
-            let memory = shared.filter(fits).unwrap_or(sizes.len());
-            if memory == sizes.len() {
-                sizes.push(0);
-            }
-            shared = Some(memory);
-            places.push((memory, sizes[memory]));
-            sizes[memory] += aligned_bytes;
-        }
+        progress: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Loaded> {
+        let Places {
+            sizes,
+            places,
+            kinds,
+        } = Places::of(&self.0);
         let mut memories = raise(
             py,
             sizes
@@ -139,14 +275,15 @@ impl Plan {
             }
             fill(&self.0, out, Stores::Fresh, &control)
         })?;
-        let buffers: Vec<_> = memories
+        let buffers = memories
             .into_iter()
-            .map(|memory| Bound::new(py, Buffer::of_memory(memory)))
+            .map(|memory| Py::new(py, Buffer::of_memory(memory)))
             .collect::<PyResult<_>>()?;
-        Ok(places
-            .into_iter()
-            .map(|(memory, start)| (buffers[memory].clone(), start))
-            .collect())
+        Ok(Loaded {
+            buffers,
+            places,
+            kinds,
+        })
     }
 
     #[pyo3(signature = (out, *, threads=None, progress=None))]

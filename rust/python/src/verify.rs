@@ -14,7 +14,7 @@ use std::path::PathBuf;
 #[pyfunction]
 #[pyo3(signature = (data, before=0))]
 pub(crate) fn crc32c(py: Python<'_>, data: &Bound<'_, PyAny>, before: u32) -> PyResult<u32> {
-    let data = Borrowed::readable(data)?;
+    let data = Borrowed::forwards(data)?;
     if data.bytes().len() != data.range().1 {
         let error = Error::new(
             Kind::Argument,

@@ -4,6 +4,7 @@ use crate::buffer::Borrowed;
 use crate::errors::raise;
 use crate::run::{n_threads, named_pool, run};
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedStr;
 use pyo3::types::PyBytes;
 use reshard_core::checksum::Checksums;
 use reshard_core::control::Control;
@@ -18,7 +19,13 @@ use std::sync::{Arc, Mutex};
 const DEFAULT_MEMORY_BYTES: u64 = 256 << 20;
 const SYNC_THREADS: usize = 8; // they wait for the disk
 
-type Tensors<'py> = Vec<(String, String, Vec<u64>, Bound<'py, PyAny>)>;
+/// Name, dtype, shape and buffer.
+type InputTensor<'py> = (
+    PyBackedStr,
+    PyBackedStr,
+    Bound<'py, PyAny>,
+    Bound<'py, PyAny>,
+);
 
 /// Size and checksums of a file that was written.
 #[pyclass(frozen, module = "reshard._core")]
@@ -114,14 +121,25 @@ pub(crate) fn write_plan(
 }
 
 /// Borrowed buffers, with names, dtypes and shapes.
-struct InputTensors(Vec<(String, Dtype, Vec<u64>, Borrowed)>);
+struct InputTensors(Vec<(PyBackedStr, Dtype, Vec<u64>, Borrowed)>);
 
 impl InputTensors {
-    fn new(py: Python<'_>, tensors: Tensors<'_>) -> PyResult<Self> {
-        let mut inputs = Vec::with_capacity(tensors.len());
-        for (name, dtype, shape, object) in tensors {
+    fn new(py: Python<'_>, tensors: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let mut inputs = Vec::with_capacity(tensors.len().unwrap_or_default());
+        // Arrays that follow each other often share the object of their shape.
+        let mut last: Option<(Bound<'_, PyAny>, Vec<u64>)> = None;
+        for item in tensors.try_iter()? {
+            let (name, dtype, shape, object): InputTensor<'_> = item?.extract()?;
             let dtype = raise(py, Dtype::parse(&dtype))?;
-            let buffer = Borrowed::readable(&object)?;
+            let shape = match &last {
+                Some((known, extents)) if known.is(&shape) => extents.clone(),
+                _ => {
+                    let extents: Vec<u64> = shape.extract()?;
+                    last = Some((shape, extents.clone()));
+                    extents
+                }
+            };
+            let buffer = Borrowed::forwards(&object)?;
             let (per_unit, unit_bytes) = dtype.unit();
             let n_bytes = dtype.n_bytes(&shape).unwrap_or(u64::MAX);
             let agrees = if per_unit == 1 && !buffer.strides_bytes().is_empty() {
@@ -147,7 +165,7 @@ impl InputTensors {
             .0
             .iter()
             .map(|(name, dtype, shape, buffer)| MemoryTensor {
-                name: name.clone(),
+                name: name.to_string(),
                 dtype: *dtype,
                 shape: shape.clone(),
                 bytes: buffer.bytes(),
@@ -163,7 +181,7 @@ impl InputTensors {
 pub(crate) fn write_arrays(
     py: Python<'_>,
     path: PathBuf,
-    tensors: Tensors<'_>,
+    tensors: &Bound<'_, PyAny>,
     metadata: Option<BTreeMap<String, String>>,
     buffers: Option<&Buffers>,
     threads: Option<i64>,
@@ -258,7 +276,7 @@ impl SnapshotPool {
     fn take(
         &self,
         py: Python<'_>,
-        tensors: Tensors<'_>,
+        tensors: &Bound<'_, PyAny>,
         metadata: Option<BTreeMap<String, String>>,
         threads: Option<i64>,
     ) -> PyResult<Snapshot> {

@@ -22,9 +22,9 @@ from reshard.storage import filesystem, protocol
 from reshard.storage.changes import remove_file
 from reshard.storage.location import locate
 from reshard.words import show
-from reshard.write.arrays import local_arrays
+from reshard.write.arrays import LocalArrays, local_arrays
 from reshard.write.iteration import JointProgress
-from reshard.write.shard_files import read_back, tensors_of
+from reshard.write.shard_files import read_back
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -103,7 +103,7 @@ def look(root: Path, rank: int, n_ranks: int, prefix: str, at: tuple[int, int]) 
 
 def arrays_by_kind(
     own: RankInput, naming: Naming, left_out: set[str], *, network: bool, trainable: frozenset[str] | None
-) -> dict[FileKind, list[LocalArray]]:
+) -> dict[FileKind, LocalArrays]:
     """The arrays in each file of this rank; the file of all arrays first.
 
     Args:
@@ -123,7 +123,7 @@ def arrays_by_kind(
     if trainable is not None:
         found["trainable"] = [array for array in weights if array.name in trainable]
     return {
-        kind: sorted(of_kind, key=lambda array: dtypes.file_order(array.name, array.dtype))
+        kind: LocalArrays.of(sorted(of_kind, key=lambda array: dtypes.file_order(array.name, array.dtype)))
         for kind, of_kind in found.items()
     }
 
@@ -201,7 +201,7 @@ class RankSide:
         if arrays:
             path = folder / checkpoint1_state.arrays_file_name(self.file)
             self._begin(path)
-            tensors = tensors_of(local_arrays(arrays, None).values())
+            tensors = local_arrays(arrays, None).tensors()
             _core.write_arrays(str(path), tensors, durable=task.durable, mode=task.file_mode)
         path = folder / checkpoint1_state.file_name(self.file)
         self._begin(path)

@@ -36,7 +36,7 @@ from reshard.write.rank_facts import (
     planned_bytes,
 )
 from reshard.write.replicas import Replicas
-from reshard.write.shard_files import WrittenFile, read_back, tensors_of
+from reshard.write.shard_files import WrittenFile, read_back
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -139,9 +139,7 @@ class Checkpoint2Save(SaveFormat):
         """Make this rank's shard files."""
         own = self.own.arrays
         self._files = [
-            make(file.name, [own[name] for name in file.arrays], _METADATA)
-            for file in plan.files
-            if file.rank == self.rank
+            make(file.name, own.only(file.arrays), _METADATA) for file in plan.files if file.rank == self.rank
         ]
 
     # -- 4
@@ -180,9 +178,9 @@ class Checkpoint2Save(SaveFormat):
             records[path.name] = WrittenFile.of(written)
 
         n_bytes = sum(file.n_bytes for file in self._files)
-        own = [] if state is None or not state[1] else list(local_arrays(state[1], None).values())
+        own = local_arrays(None if state is None else state[1], None)
         # Files that are read back must be on the disk by then.
-        is_small = n_bytes + sum(array.n_bytes for array in own) <= _SYNCED_TOGETHER_BYTES and not begun.reads_back
+        is_small = n_bytes + own.n_bytes <= _SYNCED_TOGETHER_BYTES and not begun.reads_back
         durable, mode = task.durable and not is_small, task.file_mode
         joint = JointProgress(progress, n_bytes)
         for file in self._files:
@@ -191,7 +189,7 @@ class Checkpoint2Save(SaveFormat):
             record(path, file.write(str(path), durable=durable, mode=mode, progress=report))
         if own:
             path = staging / state_files.arrays_file_name(self.rank)
-            record(path, _core.write_arrays(str(path), tensors_of(own), durable=durable, mode=mode))
+            record(path, _core.write_arrays(str(path), own.tensors(), durable=durable, mode=mode))
         names = list(records)
         if state is not None:
             path = staging / state_files.file_name(self.rank)
@@ -222,6 +220,7 @@ class Checkpoint2Save(SaveFormat):
             records,
             world_size=self.world_size,
             unsynced=[*self._unsynced, *described, checkpoint2.COMMON_FILE],
+            known=described,
             passed_over=() if self._resumed is None else self._resumed.passed_over,
             ckpt_status=common.ckpt_status,
             metrics=self.own.record.metrics,

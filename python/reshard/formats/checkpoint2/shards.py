@@ -18,7 +18,7 @@ from reshard.formats.checkpoint2.names import Part, shard_file_name
 from reshard.words import show
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
     from reshard import _core
     from reshard.layout.partition import Places, TensorLayout
@@ -43,6 +43,62 @@ class TensorRecord(NamedTuple):
     dtype: str
     part: Part
     layout: TensorLayout
+
+
+class RecordKind(NamedTuple):
+    """What tensors have in common: a `TensorRecord` without its key."""
+
+    dtype: str
+    part: Part
+    layout: TensorLayout
+
+
+@dataclass(frozen=True)
+class Records:
+    """The tensors of a checkpoint, by kind: most of 100,000 tensors differ in their name alone.
+
+    Attributes:
+        keys: their names.
+        kinds: what they have in common, each kind once, in the order in which tensors first have it.
+        kind_of: the number of the kind of each tensor.
+
+    Example:
+        >>> from reshard.layout import TensorLayout
+        >>> records = Records.of(TensorRecord(key, "F32", "model", TensorLayout((4,))) for key in "ab")
+        >>> records.keys, records.kind_of, [record.key for record in records.without({"a"})]
+        (['a', 'b'], [0, 0], ['b'])
+    """
+
+    keys: Sequence[str]
+    kinds: Sequence[RecordKind]
+    kind_of: Sequence[int]
+
+    @classmethod
+    def of(cls, records: Iterable[TensorRecord]) -> Records:
+        """Those of single records."""
+        keys: list[str] = []
+        kind_of: list[int] = []
+        kinds: list[RecordKind] = []
+        numbers: dict[tuple[str, Part, int], int] = {}  # the layout by its address, which `kinds` keeps
+        equal: dict[RecordKind, int] = {}
+        for key, dtype, part, layout in records:
+            number = numbers.get((dtype, part, id(layout)))
+            if number is None:
+                kind = RecordKind(dtype, part, layout)
+                number = equal.setdefault(kind, len(kinds))
+                if number == len(kinds):
+                    kinds.append(kind)
+                    numbers[dtype, part, id(layout)] = number
+            keys.append(key)
+            kind_of.append(number)
+        return cls(keys, kinds, kind_of)
+
+    def __iter__(self) -> Iterator[TensorRecord]:
+        return (TensorRecord(key, *self.kinds[kind]) for key, kind in zip(self.keys, self.kind_of, strict=True))
+
+    def without(self, keys: Container[str]) -> Records:
+        """Those with other names."""
+        return Records.of(record for record in self if record.key not in keys) if keys else self
 
 
 class HeldShard(NamedTuple):
@@ -238,6 +294,20 @@ def assign(shards: Sequence[HeldShard | HeldGrid], ranks: Sequence[int], *, dedu
             of_rank = tuple(keys[rank])
             files.append(PlannedFile(part, index, count, rank, same.setdefault(of_rank, of_rank)))
     return FilePlan(tuple(files))
+
+
+def assigned_to_one(keys: Mapping[Part, Sequence[str]]) -> FilePlan:
+    """The files of one rank that holds everything, as `assign` chooses them.
+
+    Args:
+        keys: the names of the arrays of each part.
+
+    Example:
+        >>> shards = [HeldShard("a", "model", 0, (0,), 64), HeldShard("b", "optimizer", 0, (0,), 32)]
+        >>> assigned_to_one({"model": ["a"], "optimizer": ["b"]}) == assign(shards, [0], dedup=True)
+        True
+    """
+    return FilePlan(tuple(PlannedFile(part, 0, 1, 0, tuple(of_part)) for part, of_part in keys.items() if of_part))
 
 
 def _runs(grids: Sequence[_Holders], shards: Sequence[HeldShard | HeldGrid]) -> Iterator[tuple[_Holders, list[str]]]:

@@ -147,6 +147,7 @@ def _publish(
                 {name: (one, rank_of[name]) for name, one in written.items()},
                 world_size=n_ranks,
                 unsynced=[*described, checkpoint2.COMMON_FILE],
+                known=described,
                 ckpt_status=common.ckpt_status,
                 file_mode=options.file_mode,
             )

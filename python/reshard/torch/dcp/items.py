@@ -15,7 +15,7 @@ from reshard import dtypes
 from reshard.errors import MismatchError, UnsupportedError
 from reshard.formats.dcp.names import is_optimizer
 from reshard.words import show
-from reshard.write.rank_facts import Fact, RankFacts
+from reshard.write.rank_facts import Fact, Facts, RankFacts
 from reshard.write.replicas import Replicas
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def rank_facts(ranks: Sequence[LocalFacts], planned: Sequence[SavePlan]) -> tupl
     host_of = {number: ranks[rank].host for rank, of_rank in enumerate(numbers) for number in of_rank}
     made = []
     for number, facts in enumerate(held):
-        arrays = tuple(
+        arrays = Facts.of(
             Fact(one.key[0], "optimizer" if is_optimizer(one.key[0]) else "model", one.dtype, one.shape, one.key[1])
             for one in facts
         )

@@ -46,7 +46,7 @@ from reshard.torch.dcp.items import LocalFacts
 from reshard.words import show
 from reshard.write.arrays import Shard, local_arrays
 from reshard.write.collective_save import RankInput, SaveTask, log_once, save_failed
-from reshard.write.rank_facts import RankFacts
+from reshard.write.rank_facts import Facts, RankFacts
 from reshard.write.replicas import Copies, is_any_of
 from reshard.write.shard_files import shard_file
 
@@ -426,7 +426,7 @@ class Writer(StorageWriter):
         record = SaveRecord(iteration, _EPOCH, 0, 0, 0)
         member: Any = _Member(rank, n_ranks)
         observers = Observers.of(self._on_event, rank)
-        facts = RankFacts("", {}, ())
+        facts = RankFacts("", {}, Facts())
         return _Save(task, member, RankInput(own, facts, None, common, record, Copies(own), observers))
 
     def _sum(

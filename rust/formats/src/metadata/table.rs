@@ -24,11 +24,11 @@ use reshard_core::error::{Error, Printable, Result};
 use reshard_core::header::{MAX_RANK, NUMBER_END, check_name};
 use reshard_core::index::Index;
 use reshard_core::source::Method;
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::path::Path;
 use std::sync::Arc;
 
-const MAGIC: &[u8; 8] = b"RSMETA01";
+pub(super) const MAGIC: &[u8; 8] = b"RSMETA01";
 /// Most holders of all tensors. The text of 4 GiB has fewer; tensors that share a list could otherwise have any number.
 const MAX_HOLDERS: u64 = 1 << 27;
 
@@ -47,54 +47,6 @@ pub struct MetadataTable {
 
 /// Start of the holders of each cell, and the end of the last; the files that hold the cells.
 pub type Holders = (Arc<[u32]>, Arc<[u32]>);
-
-/// Encodes the table of a `metadata.json` with this digest.
-///
-/// # Errors
-/// [`reshard_core::Kind::Damaged`] if a list has more than 2^32 entries.
-pub fn encode_table(metadata: &Metadata, digest: &str) -> Result<Vec<u8>> {
-    let mut numbers: HashMap<(&[u32], Vec<u32>), u32> = HashMap::new();
-    let mut distinct: Vec<&CellTable> = Vec::new();
-    let mut holders_of = Vec::with_capacity(metadata.tensors.len());
-    for MetadataTensor { cells, .. } in &metadata.tensors {
-        let next = distinct.len() as u32;
-        let files = cells.holders.iter().map(|(file, _)| *file).collect();
-        let number = *numbers.entry((&cells.starts, files)).or_insert(next);
-        if number == next {
-            distinct.push(cells);
-        }
-        holders_of.push(number);
-    }
-    drop(numbers);
-    let mut out = Writer(MAGIC.to_vec());
-    out.text(digest)?;
-    out.texts(&metadata.files)?;
-    out.len(metadata.layouts.len())?;
-    for layout in &metadata.layouts {
-        out.longs(&layout.device_matrix)?;
-        out.len(layout.tensor_map.len())?;
-        for axes in &layout.tensor_map {
-            out.longs(axes)?;
-        }
-        out.texts(&layout.alias_name)?;
-        out.longs(&layout.rank_list)?;
-    }
-    out.len(distinct.len())?;
-    for cells in distinct {
-        out.shorts(cells.starts.iter().copied())?;
-        out.shorts(cells.holders.iter().map(|(file, _)| *file))?;
-    }
-    out.len(metadata.tensors.len())?;
-    for (tensor, holders) in metadata.tensors.iter().zip(holders_of) {
-        out.text(&tensor.name)?;
-        out.text(&tensor.dtype)?;
-        out.longs(&tensor.shape)?;
-        out.longs(&tensor.fragmentations)?;
-        out.short(tensor.layout.map_or(0, |layout| layout + 1));
-        out.short(holders);
-    }
-    Ok(out.0)
-}
 
 /// Decodes and checks a table. Memory is bounded by a small multiple of its size.
 ///
@@ -200,38 +152,41 @@ fn check_holders(starts: &[u32], files: &[u32], n_files: usize) -> Result<()> {
     ))
 }
 
-struct Writer(Vec<u8>);
+pub(super) struct Writer(pub(super) Vec<u8>);
 
 impl Writer {
-    fn short(&mut self, number: u32) {
+    pub(super) fn short(&mut self, number: u32) {
         self.0.extend(number.to_le_bytes());
     }
 
-    fn len(&mut self, len: usize) -> Result<()> {
+    pub(super) fn len(&mut self, len: usize) -> Result<()> {
         let len = u32::try_from(len)
             .map_err(|_| Error::damaged("a list of metadata has more than 2^32 entries"))?;
         self.short(len);
         Ok(())
     }
 
-    fn text(&mut self, text: &str) -> Result<()> {
+    pub(super) fn text(&mut self, text: &str) -> Result<()> {
         self.len(text.len())?;
         self.0.extend(text.as_bytes());
         Ok(())
     }
 
-    fn texts(&mut self, texts: &[String]) -> Result<()> {
+    pub(super) fn texts<'a>(
+        &mut self,
+        mut texts: impl ExactSizeIterator<Item = &'a String>,
+    ) -> Result<()> {
         self.len(texts.len())?;
-        texts.iter().try_for_each(|text| self.text(text))
+        texts.try_for_each(|text| self.text(text))
     }
 
-    fn longs(&mut self, numbers: &[u64]) -> Result<()> {
+    pub(super) fn longs(&mut self, numbers: &[u64]) -> Result<()> {
         self.len(numbers.len())?;
         self.0.extend(numbers.iter().flat_map(|n| n.to_le_bytes()));
         Ok(())
     }
 
-    fn shorts(&mut self, numbers: impl ExactSizeIterator<Item = u32>) -> Result<()> {
+    pub(super) fn shorts(&mut self, numbers: impl ExactSizeIterator<Item = u32>) -> Result<()> {
         self.len(numbers.len())?;
         self.0.extend(numbers.flat_map(u32::to_le_bytes));
         Ok(())

@@ -1,0 +1,94 @@
+//! Writing `metadata.json`.
+
+use crate::errors::raise;
+use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedStr;
+use pyo3::types::PyBytes;
+use reshard_formats::metadata::DeviceLayout;
+use reshard_formats::metadata::write::{Cell, Description, Encoder, File, Grid, Kind};
+use std::collections::HashMap;
+
+type KindArguments = (String, Vec<u64>, usize, usize);
+type GridArguments = (Vec<u64>, Vec<u64>, usize, Vec<u64>);
+type LayoutArguments = (Vec<u64>, Vec<Vec<u64>>, Vec<String>, Vec<u64>);
+type CellArguments = (u64, Vec<u64>, Vec<usize>);
+type FileArguments = (String, u64, Vec<Option<u32>>);
+
+/// The pieces of a text, and the table of it.
+#[pyclass(module = "reshard._core")]
+pub(crate) struct MetadataEncoder(Encoder<PyBackedStr>);
+
+#[pymethods]
+impl MetadataEncoder {
+    #[new]
+    #[expect(clippy::too_many_arguments, reason = "the lists of a description")]
+    fn new(
+        py: Python<'_>,
+        keys: Vec<PyBackedStr>,
+        kind_of: Vec<u32>,
+        kinds: Vec<KindArguments>,
+        grids: Vec<GridArguments>,
+        layouts: Vec<LayoutArguments>,
+        cells: Vec<Vec<CellArguments>>,
+        files: Vec<FileArguments>,
+        shard_names: HashMap<u32, (String, String)>,
+    ) -> PyResult<Self> {
+        let kind = |(dtype, shape, grid, cells): KindArguments| Kind {
+            dtype,
+            shape,
+            grid,
+            cells,
+        };
+        let grid = |(replica_id, fragmentations, layout, offsets): GridArguments| Grid {
+            replica_id,
+            fragmentations,
+            layout,
+            offsets,
+        };
+        let layout =
+            |(device_matrix, tensor_map, alias_name, rank_list): LayoutArguments| DeviceLayout {
+                device_matrix,
+                tensor_map,
+                alias_name,
+                rank_list,
+                interleaved_parallel: false,
+            };
+        let cell = |(offset, rank_group, files): CellArguments| Cell {
+            offset,
+            rank_group,
+            files,
+        };
+        let file = |(name, rank, tensors): FileArguments| File {
+            name,
+            rank,
+            tensors: tensors.into_iter().flatten().collect(),
+        };
+        let description = Description {
+            keys,
+            kind_of,
+            kinds: kinds.into_iter().map(kind).collect(),
+            grids: grids.into_iter().map(grid).collect(),
+            layouts: layouts.into_iter().map(layout).collect(),
+            cells: cells
+                .into_iter()
+                .map(|list| list.into_iter().map(cell).collect())
+                .collect(),
+            files: files.into_iter().map(file).collect(),
+            shard_names,
+        };
+        raise(py, Encoder::new(description)).map(Self)
+    }
+
+    fn __iter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
+        slf
+    }
+
+    fn __next__<'py>(&mut self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyBytes>>> {
+        let piece = raise(py, self.0.piece())?;
+        Ok(piece.map(|piece| PyBytes::new(py, &piece)))
+    }
+
+    fn table<'py>(&mut self, py: Python<'py>, digest: &str) -> PyResult<Bound<'py, PyBytes>> {
+        Ok(PyBytes::new(py, &raise(py, self.0.table(digest))?))
+    }
+}
