@@ -8,14 +8,16 @@ use crate::memory::{Stores, copy_run};
 use crate::plan::{CopyOp, Plan, PlanSource};
 use crate::readahead::{MIN_GAP_BYTES, skips_gaps};
 use crate::shard_file::ShardFile;
+use crate::source::Source;
 use crate::strided::{
     Dim, MIN_PREFETCHED_BYTES, PREFETCH_BYTES, copy_box, is_one_run, source_run, src_span, widest,
     without,
 };
 use crate::tuning::{Case, DEFAULT_WAY, Fetch, Tuning, Way};
 use crate::verify::{Checks, ResidentRange, read_chunks, verify_chunks};
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
+use std::time::{Duration, Instant};
 
 /// Gaps between runs are not fetched if the runs have at least this size. Behind shorter runs only large gaps are not.
 const LONG_RUN_BYTES: u64 = 4096;
@@ -23,8 +25,11 @@ const LONG_RUN_BYTES: u64 = 4096;
 const SCATTERED_RUN_BYTES: u64 = 256 << 10;
 /// Runs of a mapped file are read from this size on, where that is faster than a copy out of the map.
 const LONG_READ_BYTES: u64 = 64 << 10;
-/// The pages of larger copies are unmapped afterwards.
+/// The range of a larger copy is unmapped by the thread that copied it, if it took at least [`SLOW_TO_MAP`] to map it.
 const RELEASED_BYTES: u64 = 256 << 10;
+/// To unmap a range interrupts the other processors, which takes 30 to 60 microseconds on a virtual machine. Large folios
+/// are mapped in less, and unmapped in even less when the map is closed.
+const SLOW_TO_MAP: Duration = Duration::from_micros(64);
 /// The most that a positioned read fetches into scratch memory at once.
 const SCRATCH_BYTES: u64 = 1 << 20;
 
@@ -46,12 +51,27 @@ pub(crate) struct Run<'a> {
     pub(crate) measures: bool,
 }
 
-/// The last range of each source that a band has faulted in: first byte and length. Many small copies of a band read from
-/// the same chunk, and each call of the system takes longer than such a copy.
+/// What a band has faulted in.
 #[derive(Default)]
-pub(crate) struct Faulted(RefCell<HashMap<u32, (u64, u64)>>);
+pub(crate) struct Faulted {
+    /// The last range of each verified source: first byte and length. Many small copies of a band read from the same
+    /// chunk, and each call of the system takes longer than such a copy.
+    last: RefCell<HashMap<u32, (u64, u64)>>,
+    /// Whether a range of the current copy took long.
+    was_slow: Cell<bool>,
+}
 
 impl Faulted {
+    /// As [`Source::bytes`].
+    fn bytes<'a>(&self, source: &'a Source, start: u64, len: u64) -> Result<Option<&'a [u8]>> {
+        let begin = Instant::now();
+        let bytes = source.bytes(start, len)?;
+        if begin.elapsed() >= SLOW_TO_MAP {
+            self.was_slow.set(true);
+        }
+        Ok(bytes)
+    }
+
     /// The chunks around a range of a mapped file, faulted in; `None` if the file is not mapped.
     fn around<'a>(
         &self,
@@ -60,7 +80,7 @@ impl Faulted {
         checksums: &Checksums,
         range: (u64, u64),
     ) -> Result<Option<ResidentRange<'a>>> {
-        let mut known = self.0.borrow_mut();
+        let mut known = self.last.borrow_mut();
         let (first, len) = checksums.span_of_chunks(range.0, range.1);
         if let Some(&(known_first, known_len)) = known.get(&source)
             && known_first <= first
@@ -70,7 +90,7 @@ impl Faulted {
             return Ok(bytes.map(|bytes| ResidentRange::new(first, bytes)));
         }
         known.insert(source, (first, len));
-        let bytes = file.source().bytes(first, len)?;
+        let bytes = self.bytes(file.source(), first, len)?;
         Ok(bytes.map(|bytes| ResidentRange::new(first, bytes)))
     }
 }
@@ -127,8 +147,10 @@ impl<'a> BoxCopy<'a> {
         let (tuning, stores) = (self.run.tuning, self.run.stores);
         let picked = tuning.pick(case, stores, n * self.unit_bytes, may_measure);
         self.way = picked.way;
+        self.run.faulted.was_slow.set(false);
         self.copy_by_way(dims, src, dst)?;
-        if n * self.unit_bytes >= RELEASED_BYTES
+        if self.run.faulted.was_slow.get()
+            && n * self.unit_bytes >= RELEASED_BYTES
             && let PlanSource::File(_, file) = source
         {
             file.source().release(start, span);
@@ -365,7 +387,7 @@ impl<'a> BoxCopy<'a> {
         let mapped = if is_scattered {
             None
         } else {
-            source.bytes(start, span)?
+            self.run.faulted.bytes(source, start, span)?
         };
         if let Some(from) = mapped {
             self.copy_from(from, dims, dst);
