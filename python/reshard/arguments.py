@@ -139,7 +139,7 @@ def check_shapes(name: str, value: object) -> None:
     _mapping(name, value)
     for key, shape in value.items():  # type: ignore[attr-defined]
         check_text(key, f"key of `{name}`")
-        is_list = isinstance(shape, Sequence) and not isinstance(shape, str | bytes)
+        is_list = type(shape) is tuple or (isinstance(shape, Sequence) and not isinstance(shape, str | bytes))
         if not is_list or not all(type(extent) is int and 0 <= extent < _MAX_INTEGER for extent in shape):
             raise ArgumentError(f"`{name}` gives {show(key)} no shape: expected whole numbers from 0 on", key=key)
 

@@ -4,7 +4,7 @@
 //! bits and every error of up to 3 bits in a chunk. It does not protect against deliberate changes.
 
 use crate::error::{Error, Kind, Result};
-use crate::memory::{copy_lines, copy_run};
+use crate::memory::{copy_lines, copy_run, sum_lines};
 use crc_fast::{CrcAlgorithm, Digest};
 use std::sync::OnceLock;
 
@@ -17,6 +17,12 @@ pub fn crc32c(before: u32, bytes: &[u8]) -> u32 {
     let mut digest = Digest::new_with_init_state(CrcAlgorithm::Crc32Iscsi, u64::from(!before));
     digest.update(bytes);
     digest.finalize() as u32
+}
+
+/// As [`crc32c`], faster for bytes that are in no cache.
+pub(crate) fn crc32c_of_memory(before: u32, bytes: &[u8]) -> u32 {
+    let (n, state) = sum_lines(bytes, !before).unwrap_or((0, !before));
+    crc32c(!state, &bytes[n..])
 }
 
 /// Bytes that are summed and then copied out of the first-level cache, where the processor cannot do both at once. A
@@ -229,6 +235,7 @@ mod tests {
                 let sum = copy_summed(i as u32, &mut to[to_at..to_at + len], source, streams);
                 crate::memory::finish_stores();
                 assert_eq!(sum, crc32c(i as u32, source), "{len} bytes");
+                assert_eq!(sum, crc32c_of_memory(i as u32, source), "{len} bytes");
                 assert_eq!(&to[to_at..to_at + len], source);
                 assert!(
                     to[..to_at]

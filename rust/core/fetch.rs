@@ -8,15 +8,17 @@ use crate::memory::{Stores, copy_run};
 use crate::plan::{CopyOp, Plan, PlanSource};
 use crate::readahead::{MIN_GAP_BYTES, skips_gaps};
 use crate::shard_file::ShardFile;
+use crate::source::Source;
 use crate::strided::{
     Dim, MIN_PREFETCHED_BYTES, PREFETCH_BYTES, copy_box, is_one_run, source_run, src_span, widest,
     without,
 };
 use crate::tuning::{Case, DEFAULT_WAY, Fetch, Tuning, Way};
 use crate::verify::{Checks, ResidentRange, read_chunks, verify_chunks};
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::HashSet;
 use std::ops::Range;
+use std::time::{Duration, Instant};
 
 /// Gaps between runs are not fetched if the runs have at least this size. Behind shorter runs only large gaps are not.
 const LONG_RUN_BYTES: u64 = 4096;
@@ -24,10 +26,13 @@ const LONG_RUN_BYTES: u64 = 4096;
 const SCATTERED_RUN_BYTES: u64 = 256 << 10;
 /// Runs of a mapped file are read from this size on, where that is faster than a copy out of the map.
 const LONG_READ_BYTES: u64 = 64 << 10;
-/// The pages of larger copies are unmapped afterwards.
+/// The range of a larger copy is unmapped by the thread that copied it, if it took at least [`SLOW_TO_MAP`] to map it.
 const RELEASED_BYTES: u64 = 256 << 10;
 /// Copies of up to this size fault in the chunk around them, if it is in memory.
 const MAX_AROUND_BYTES: u64 = 64 << 10;
+/// To unmap a range interrupts the other processors, which takes 30 to 60 microseconds on a virtual machine. Large folios
+/// are mapped in less, and unmapped in even less when the map is closed.
+const SLOW_TO_MAP: Duration = Duration::from_micros(64);
 /// The most that a positioned read fetches into scratch memory at once.
 const SCRATCH_BYTES: u64 = 1 << 20;
 
@@ -49,12 +54,27 @@ pub(crate) struct Run<'a> {
     pub(crate) measures: bool,
 }
 
-/// The chunks of each source that were faulted in shortly before, by its number and theirs. Many small copies read from
-/// the same chunk, and each call of the system takes longer than such a copy.
+/// What a band has faulted in.
 #[derive(Default)]
-pub(crate) struct Faulted(RefCell<HashSet<(u32, u64)>>);
+pub(crate) struct Faulted {
+    /// The chunks of each source that were faulted in shortly before, by its number and theirs. Many small copies read
+    /// from the same chunk, and each call of the system takes longer than such a copy.
+    chunks: RefCell<HashSet<(u32, u64)>>,
+    /// Whether a range of the current copy took long.
+    was_slow: Cell<bool>,
+}
 
 impl Faulted {
+    /// As [`Source::bytes`].
+    fn map<'a>(&self, source: &'a Source, start: u64, len: u64) -> Result<Option<&'a [u8]>> {
+        let begin = Instant::now();
+        let bytes = source.bytes(start, len)?;
+        if begin.elapsed() >= SLOW_TO_MAP {
+            self.was_slow.set(true);
+        }
+        Ok(bytes)
+    }
+
     /// The chunks around a range of a mapped file that is verified, faulted in; `None` if the file is not mapped.
     fn around<'a>(
         &self,
@@ -66,7 +86,7 @@ impl Faulted {
         let bytes = if self.has((source, first, len)) {
             file.source().faulted_bytes(first, len)?
         } else {
-            let bytes = file.source().bytes(first, len)?;
+            let bytes = self.map(file.source(), first, len)?;
             self.add((source, first, len));
             bytes
         };
@@ -83,27 +103,27 @@ impl Faulted {
     ) -> Result<Option<&'a [u8]>> {
         let of_file = file.source();
         if range.1 > MAX_AROUND_BYTES || !of_file.is_file_map() {
-            return of_file.bytes(range.0, range.1);
+            return self.map(of_file, range.0, range.1);
         }
         let (first, len) = chunks_around(file, range);
         if !self.has((source, first, len)) {
             if !of_file.is_resident(first, len) {
-                return of_file.bytes(range.0, range.1);
+                return self.map(of_file, range.0, range.1);
             }
-            of_file.bytes(first, len)?;
+            self.map(of_file, first, len)?;
             self.add((source, first, len));
         }
         of_file.faulted_bytes(range.0, range.1)
     }
 
     fn has(&self, (source, first, len): (u32, u64, u64)) -> bool {
-        let known = self.0.borrow();
+        let known = self.chunks.borrow();
         chunk_numbers(first, len).all(|chunk| known.contains(&(source, chunk)))
     }
 
     fn add(&self, (source, first, len): (u32, u64, u64)) {
         let chunks = chunk_numbers(first, len).map(|chunk| (source, chunk));
-        self.0.borrow_mut().extend(chunks);
+        self.chunks.borrow_mut().extend(chunks);
     }
 }
 
@@ -170,8 +190,10 @@ impl<'a> BoxCopy<'a> {
         let (tuning, stores) = (self.run.tuning, self.run.stores);
         let picked = tuning.pick(case, stores, n * self.unit_bytes, may_measure);
         self.way = picked.way;
+        self.run.faulted.was_slow.set(false);
         self.copy_by_way(dims, src, dst)?;
-        if n * self.unit_bytes >= RELEASED_BYTES
+        if self.run.faulted.was_slow.get()
+            && n * self.unit_bytes >= RELEASED_BYTES
             && let PlanSource::File(_, file) = source
         {
             file.source().release(start, span);

@@ -127,6 +127,15 @@ pub fn copy_run(to: &mut [u8], from: &[u8], streams: bool) {
 #[cfg(target_arch = "x86_64")]
 const FOLDED_LINES: usize = 3;
 
+/// How far ahead of a copy its source is prefetched.
+#[cfg(target_arch = "x86_64")]
+const COPY_PREFETCH_BYTES: usize = 2048;
+
+/// The same for a sum, which takes less time: 27 GB/s without prefetches, 27 at 2 KiB, 33 from 4 KiB on (AMD EPYC, two
+/// threads).
+#[cfg(target_arch = "x86_64")]
+const SUM_PREFETCH_BYTES: usize = 8192;
+
 /// Copies the first complete lines of a run and continues the state of a crc32c (the inverted checksum) with them, in
 /// one pass: each byte is loaded once, stored and summed. Returns the number of bytes and the state, or `None` where
 /// the processor cannot do it or the run is short.
@@ -154,9 +163,28 @@ pub(crate) fn copy_lines(
     Some((n_lines * 64, state))
 }
 
+/// As [`copy_lines`], without a copy: of bytes that are in no cache, prefetched far ahead.
+#[cfg(target_arch = "x86_64")]
+pub(crate) fn sum_lines(from: &[u8], state: u32) -> Option<(usize, u32)> {
+    let (lines, _) = from.as_chunks::<64>();
+    let n_lines = lines.len() / FOLDED_LINES * FOLDED_LINES;
+    if n_lines < MIN_STREAMED_BYTES / 64 || !has_wide_multiplication() {
+        return None;
+    }
+    // SAFETY: the processor has the instructions, as checked above.
+    let state = unsafe { fold_lines::<false>(&mut [], &lines[..n_lines], state) };
+    Some((n_lines * 64, state))
+}
+
 /// Other processors copy block by block.
 #[cfg(not(target_arch = "x86_64"))]
 pub(crate) fn copy_lines(_: &mut [u8], _: &[u8], _: bool, _: u32) -> Option<(usize, u32)> {
+    None
+}
+
+/// Other processors sum by the crate.
+#[cfg(not(target_arch = "x86_64"))]
+pub(crate) fn sum_lines(_: &[u8], _: u32) -> Option<(usize, u32)> {
     None
 }
 
@@ -169,7 +197,7 @@ fn has_wide_multiplication() -> bool {
 }
 
 /// Copies lines and folds them into the state of a crc32c by carry-less multiplication; their number is a multiple of
-/// [`FOLDED_LINES`]. With `STREAMS` the destination begins on a line boundary.
+/// [`FOLDED_LINES`]. With `STREAMS` the destination begins on a line boundary. An empty destination gets no copy.
 ///
 /// A CRC is linear: bytes can be multiplied by x^n modulo the polynomial and added to those n bits later. Three lines
 /// are folded into the next three until three are left; these are reduced to one, to 16 bytes, and to the state. The
@@ -205,23 +233,28 @@ fn fold_lines<const STREAMS: bool>(to: &mut [[u8; 64]], from: &[[u8; 64]], state
     };
     let (from_groups, _) = from.as_chunks::<FOLDED_LINES>();
     let (to_groups, _) = to.as_chunks_mut::<FOLDED_LINES>();
-    let mut groups = from_groups.iter().zip(to_groups);
-    let Some((from, to)) = groups.next() else {
+    let mut to_groups = to_groups.iter_mut();
+    let mut groups = from_groups.iter();
+    let Some(from) = groups.next() else {
         return state;
     };
-    let copy = |to: &mut [[u8; 64]; FOLDED_LINES], from: &[[u8; 64]; FOLDED_LINES]| {
-        let [to0, to1, to2] = to;
-        [
+    let mut take = |from: &[[u8; 64]; FOLDED_LINES]| match to_groups.next() {
+        Some([to0, to1, to2]) => [
             copy_line::<STREAMS>(to0, &from[0]),
             copy_line::<STREAMS>(to1, &from[1]),
             copy_line::<STREAMS>(to2, &from[2]),
-        ]
+        ],
+        None => [
+            load_line::<SUM_PREFETCH_BYTES>(&from[0]),
+            load_line::<SUM_PREFETCH_BYTES>(&from[1]),
+            load_line::<SUM_PREFETCH_BYTES>(&from[2]),
+        ],
     };
-    let [x0, mut x1, mut x2] = copy(to, from);
+    let [x0, mut x1, mut x2] = take(from);
     let state = _mm512_zextsi128_si512(_mm_cvtsi32_si128(state.cast_signed()));
     let mut x0 = _mm512_xor_si512(x0, state);
-    for (from, to) in groups {
-        let [line0, line1, line2] = copy(to, from);
+    for from in groups {
+        let [line0, line1, line2] = take(from);
         x0 = fold(x0, by_three, line0);
         x1 = fold(x1, by_three, line1);
         x2 = fold(x2, by_three, line2);
@@ -248,13 +281,8 @@ fn copy_line<const STREAMS: bool>(
     to: &mut [u8; 64],
     from: &[u8; 64],
 ) -> std::arch::x86_64::__m512i {
-    use std::arch::x86_64::{
-        _MM_HINT_T0, _mm_prefetch, _mm512_loadu_si512, _mm512_storeu_si512, _mm512_stream_si512,
-    };
-    // Hardware prefetchers do not cross pages. A prefetch cannot fault, whatever the address.
-    _mm_prefetch::<_MM_HINT_T0>(from.as_ptr().wrapping_add(2048).cast());
-    // SAFETY: `from` is 64 readable bytes, and the load requires no alignment.
-    let line = unsafe { _mm512_loadu_si512(from.as_ptr().cast()) };
+    use std::arch::x86_64::{_mm512_storeu_si512, _mm512_stream_si512};
+    let line = load_line::<COPY_PREFETCH_BYTES>(from);
     if STREAMS {
         debug_assert_eq!(to.as_ptr().align_offset(64), 0);
         // SAFETY: `to` is 64 writable bytes on a 64-byte boundary, as the caller checks.
@@ -264,6 +292,18 @@ fn copy_line<const STREAMS: bool>(
         unsafe { _mm512_storeu_si512(to.as_mut_ptr().cast(), line) };
     }
     line
+}
+
+/// Loads a line, and prefetches one that follows it.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn load_line<const AHEAD_BYTES: usize>(from: &[u8; 64]) -> std::arch::x86_64::__m512i {
+    use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch, _mm512_loadu_si512};
+    // Hardware prefetchers do not cross pages. A prefetch cannot fault, whatever the address.
+    _mm_prefetch::<_MM_HINT_T0>(from.as_ptr().wrapping_add(AHEAD_BYTES).cast());
+    // SAFETY: `from` is 64 readable bytes, and the load requires no alignment.
+    unsafe { _mm512_loadu_si512(from.as_ptr().cast()) }
 }
 
 /// Prefetches bytes that are read soon into the second-level cache.

@@ -4,7 +4,7 @@
 //! is read from memory once. Bytes of a positioned read are verified after every read, because another read can return
 //! other bytes.
 
-use crate::checksum::{CHUNK_BYTES, Checksums, copy_summed, crc32c};
+use crate::checksum::{CHUNK_BYTES, Checksums, copy_summed, crc32c_of_memory};
 use crate::control::Control;
 use crate::error::{Error, Printable, Result};
 use crate::memory::Memory;
@@ -99,8 +99,8 @@ impl Checks {
         control.fetched(n as u64);
         let (before, rest) = bytes.split_at((start - at) as usize);
         let (run, after) = rest.split_at(to.len());
-        let checksum = copy_summed(crc32c(0, before), to, run, streams);
-        if !checksums.is(chunks.start, crc32c(checksum, after)) {
+        let checksum = copy_summed(crc32c_of_memory(0, before), to, run, streams);
+        if !checksums.is(chunks.start, crc32c_of_memory(checksum, after)) {
             return Err(differs(file.source(), at, n));
         }
         Ok(true)
@@ -126,7 +126,7 @@ impl Checks {
                 return Ok(None);
             };
             control.fetched(n as u64);
-            if !checksums.matches(chunk, bytes) {
+            if !checksums.is(chunk, crc32c_of_memory(0, bytes)) {
                 return Err(differs(file.source(), at, n));
             }
             if at <= start && start + len <= at + n as u64 {

@@ -194,12 +194,14 @@ def bound_of(mesh: _core.Mesh, resolved: Resolved, *, strict: bool = False) -> B
     for warning in resolved.warnings:
         _log_once(warning)
     made: dict[TensorLayout, _core.Layout] = {}
+    of_object: dict[int, _core.Layout] = {}  # most keys share an object, and hashing one takes longer than a lookup
     layouts: dict[str, _core.Layout] = {}
     for key, layout in resolved.layouts.items():
-        if layout not in made:
+        geometry = of_object.get(id(layout)) or made.get(layout)
+        if geometry is None:
             with _naming(key):
-                made[layout] = _core.Layout(mesh, layout)
-        layouts[key] = made[layout]
+                geometry = made[layout] = _core.Layout(mesh, layout)
+        layouts[key] = of_object[id(layout)] = geometry
     return BoundLayout(
         mesh,
         list(mesh.ranks),

@@ -34,7 +34,7 @@ from reshard.layout.partition import TensorLayout
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from typing import Any
 
     from reshard.formats.checkpoint2.names import Part
