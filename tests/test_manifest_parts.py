@@ -379,6 +379,17 @@ def test_a_plan_asks_for_checksums_once(written: tuple[_core.Index, _core.Writte
     assert asked[1:] == [(["f.safetensors"], True)]
 
 
+def test_the_function_is_for_the_files_so_far(written: tuple[_core.Index, _core.Written], tmp_path: Path) -> None:
+    index, record = written
+    index.set_checksums_reader(lambda paths, _: [facts(record, record.checksums)] * len(paths))
+    _core.write_arrays(str(tmp_path / "g"), [("v", "U8", (3,), np.arange(3, dtype=np.uint8))])
+    for one in (index, index.files_again([0])):
+        one.add_whole("w", 0)
+        one.add_whole("v", one.add_file(str(tmp_path / "g")))
+        plan = one.plan(one.whole_request(["v", "w"]))
+        assert [bytes(buffer)[start : start + 3] for buffer, start in plan.load()] == [b"\0\1\2"] * 2
+
+
 def test_wrong_checksums_from_the_function_are_refused(written: tuple[_core.Index, _core.Written]) -> None:
     index, record = written
     index.add_whole("w", 0)

@@ -436,7 +436,7 @@ class Index:
     def set_checksums_reader(
         self, read: Callable[[list[str], bool], Sequence[tuple[int, int, int, bytes | None]]]
     ) -> None:
-        """Set the function that gives the sizes and checksums of files when they are needed.
+        """Set the function that gives the sizes and checksums of the safetensors files so far when they are needed.
 
         Args:
             read: called with paths of files, and whether the checksums of their chunks are needed. Returns the

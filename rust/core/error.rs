@@ -41,12 +41,11 @@ pub struct Error {
     key: Option<String>,
     hint: Option<String>,
     errno: Option<i32>,
-    cause: Option<Cause>,
+    cause: Option<Arc<Cause>>,
 }
 
-/// An error of the caller that passes through the core, behind one pointer: results stay small.
-#[derive(Clone)]
-struct Cause(Arc<Box<dyn Any + Send + Sync>>);
+/// An error of the caller that passes through the core.
+struct Cause(Box<dyn Any + Send + Sync>);
 
 impl fmt::Debug for Cause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -56,7 +55,7 @@ impl fmt::Debug for Cause {
 
 impl PartialEq for Cause {
     fn eq(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
+        std::ptr::addr_eq(&raw const *self.0, &raw const *other.0)
     }
 }
 
@@ -82,7 +81,7 @@ impl Error {
     /// Creates an error for one that a function of the caller returned; the caller gets it back from [`Self::cause`].
     pub fn caused_by(message: impl Into<String>, cause: impl Any + Send + Sync) -> Self {
         let mut this = Self::new(Kind::Io, message);
-        this.cause = Some(Cause(Arc::new(Box::new(cause))));
+        this.cause = Some(Arc::new(Cause(Box::new(cause))));
         this
     }
 

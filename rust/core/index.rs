@@ -64,6 +64,8 @@ struct FileSlot {
     open: Opener,
     format: Format,
     checksums: OnceLock<Arc<Checksums>>,
+    /// Whether `read_checksums` of the index is for this file: files that are added later have no checksums.
+    is_recorded: bool,
     opened: Mutex<Option<Arc<ShardFile>>>,
 }
 
@@ -198,6 +200,7 @@ impl Index {
             open: Arc::new(open),
             format,
             checksums: OnceLock::new(),
+            is_recorded: false,
             opened: Mutex::new(None),
         });
         self.files.len() as u32 - 1
@@ -217,6 +220,7 @@ impl Index {
                 open: Arc::clone(&slot.open),
                 format: slot.format.clone(),
                 checksums: slot.checksums.clone(),
+                is_recorded: slot.is_recorded,
                 opened: Mutex::new(None),
             });
         }
@@ -251,10 +255,14 @@ impl Index {
         Ok(())
     }
 
-    /// Sets what reads the sizes, headers and checksums of safetensors files that [`Self::set_checksums`] did not set,
-    /// when they are opened, and the checksums of chunks that it did not give, when a plan verifies them.
+    /// Sets what reads the sizes, headers and checksums of the safetensors files of the index for which
+    /// [`Self::set_checksums`] was not called, when they are opened, and the checksums of chunks that it did not give,
+    /// when a plan verifies them.
     pub fn set_checksums_reader(&mut self, read: ReadChecksums) {
         self.read_checksums = Some(read);
+        for slot in &mut self.files {
+            slot.is_recorded = matches!(slot.format, Format::Safetensors);
+        }
     }
 
     /// Reads what is not known yet of files. Holds no lock: what reads may wait for another thread.
@@ -268,9 +276,7 @@ impl Index {
             let slot = self.slot(file)?;
             let is_known = match slot.checksums.get() {
                 Some(checksums) => !with_chunks || checksums.has_chunks(),
-                None => {
-                    self.read_checksums.is_none() || !matches!(slot.format, Format::Safetensors)
-                }
+                None => !slot.is_recorded,
             };
             if !is_known {
                 missing.push(file);

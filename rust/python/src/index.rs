@@ -246,7 +246,6 @@ impl Index {
                 read.bind(py)
                     .call1((paths, with_chunks))?
                     .extract::<Vec<Recorded>>()
-                    .map_err(PyErr::from)
             });
             let found = found.map_err(of_python)?.into_iter();
             found
