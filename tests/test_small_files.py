@@ -1,4 +1,4 @@
-"""Many small files of one conversion: written together, each under its name, from requests of ranks that are made late."""
+"""Many small files of one conversion: written together, each under its name, from requests made when they are written."""
 
 from __future__ import annotations
 
