@@ -1,4 +1,4 @@
-"""Many small files of one conversion: written together, each under its name, from requests made when they are written."""
+"""Many small files of one conversion: written together, each under its name, from requests that are made late."""
 
 from __future__ import annotations
 
