@@ -595,15 +595,18 @@ class Index:
         durable: bool = True,
         mode: int = 0o640,
     ) -> list[Written | None]:
-        """Write small safetensors files, several at a time, as `Plan.write` writes each.
+        """Write small safetensors files, several at a time, with the bytes that `Plan.write` writes.
+
+        Each is created under its name and written at once: until this returns, a file under its name can be incomplete,
+        so the folder must not be in use. A file that exists is replaced when the new one is complete.
 
         Args:
             folder: the folder.
-            files: the name of each, and the request for its arrays.
+            files: the path of each below the folder, and the request for its arrays.
             dtype: as in `plan`.
             metadata: the `__metadata__` of each file.
             threads: files that are written at the same time; None: as many as there are processors.
-            durable: sync each file and the folder.
+            durable: sync each file and its folder.
             mode: permission bits of the files, less the umask.
 
         Returns:

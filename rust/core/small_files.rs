@@ -172,7 +172,9 @@ impl Task<'_> {
             if self.options.durable {
                 // The space of a file is allocated when its bytes are sent to the disk. If that has begun for all, the
                 // first sync commits it for all.
-                opened.iter().for_each(|(_, file)| flush_pages(file));
+                for (_, file) in &opened {
+                    flush_pages(file);
+                }
             }
             for (name, file) in opened {
                 self.folder.finish(name, file, self.options.durable)?;

@@ -808,7 +808,9 @@ mod tests {
             }
             for global in tiles {
                 let mut local_strides = row_major_strides(global.shape());
-                local_strides.iter_mut().for_each(|stride| *stride *= 2);
+                for stride in &mut local_strides {
+                    *stride *= 2;
+                }
                 let tile = Tile {
                     global,
                     local_offset: 3,

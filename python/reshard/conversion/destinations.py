@@ -171,7 +171,7 @@ def write_files(job: Job, folder: Location, files: list[File], sizes: list[int])
 
     Args:
         job: the conversion.
-        folder: the folder to write into.
+        folder: the folder to write into. Several files are complete only when this returns: it is published afterwards.
         files: the files.
         sizes: bytes of the arrays of each file.
     """

@@ -330,10 +330,9 @@ def _balanced(
     for grid in grids:
         if id(grid) not in n_most:
             n_most[id(grid)] = max(map(len, grid.values()), default=0)
-    writers = list(grids)
     several = [i for i, grid in enumerate(grids) if n_most[id(grid)] > 1]
     if not several:
-        return writers
+        return list(grids)
     loads = dict.fromkeys(ranks, 0)
     order = []
     for i, grid in enumerate(grids):
@@ -343,10 +342,9 @@ def _balanced(
                 loads[holders[0]] += n_bits
             else:
                 order.append(((len(holders), -n_bits, shard_id(shards[i].key, offset)), i, offset))
-    for i in several:
-        writers[i] = dict(grids[i])
+    chosen: dict[int, dict[int, tuple[int, ...]]] = {i: dict(grids[i]) for i in several}
     for (_, negative_bits, _), i, offset in sorted(order):
         rank = min(grids[i][offset], key=loads.__getitem__)  # the first of equals, and holders ascend
         loads[rank] -= negative_bits
-        writers[i][offset] = (rank,)
-    return writers
+        chosen[i][offset] = (rank,)
+    return [chosen.get(i, grid) for i, grid in enumerate(grids)]
