@@ -102,12 +102,20 @@ pub fn build(
             out.push(b',');
         }
         push_json(&mut out, name);
-        out.extend_from_slice(format!(r#":{{"dtype":"{dtype}","shape":["#).as_bytes());
-        for (dim, extent) in shape.iter().enumerate() {
-            let comma = if dim == 0 { "" } else { "," };
-            out.extend_from_slice(format!("{comma}{extent}").as_bytes());
+        out.extend_from_slice(b":{\"dtype\":\"");
+        out.extend_from_slice(dtype.name().as_bytes());
+        out.extend_from_slice(b"\",\"shape\":[");
+        for (dim, &extent) in shape.iter().enumerate() {
+            if dim > 0 {
+                out.push(b',');
+            }
+            push_number(&mut out, extent);
         }
-        out.extend_from_slice(format!(r#"],"data_offsets":[{start},{end}]}}"#).as_bytes());
+        out.extend_from_slice(b"],\"data_offsets\":[");
+        push_number(&mut out, start);
+        out.push(b',');
+        push_number(&mut out, end);
+        out.extend_from_slice(b"]}");
         starts.push(start);
         start = end;
     }
@@ -122,6 +130,20 @@ pub fn build(
     out.resize(n_bytes as usize, b' ');
     out[..LENGTH_BYTES as usize].copy_from_slice(&header_bytes.to_le_bytes());
     Ok((out, starts))
+}
+
+fn push_number(out: &mut Vec<u8>, number: u64) {
+    // Formatting takes longer than writing a small tensor.
+    let (mut digits, mut at, mut rest) = ([0; 20], 20, number);
+    loop {
+        at -= 1;
+        digits[at] = b'0' + (rest % 10) as u8;
+        rest /= 10;
+        if rest == 0 {
+            break;
+        }
+    }
+    out.extend_from_slice(&digits[at..]);
 }
 
 fn push_json(out: &mut Vec<u8>, text: &str) {

@@ -6,7 +6,7 @@ use crate::run::run;
 use crate::write::{Buffers, Written, write_plan};
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyList, PyString, PyTuple};
+use pyo3::types::{PyBytes, PyIterator, PyList, PyString, PyTuple};
 use reshard_core::control::Control;
 use reshard_core::copy::fill;
 use reshard_core::dtype::Dtype;
@@ -169,6 +169,11 @@ impl Loaded {
         let (memory, start) =
             place.ok_or_else(|| PyIndexError::new_err("there is no array with this number"))?;
         Ok((self.buffers[*memory].bind(py).clone(), *start))
+    }
+
+    fn __iter__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyIterator>> {
+        let places = (0..self.places.len()).map(|number| self.__getitem__(py, number));
+        PyList::new(py, places.collect::<PyResult<Vec<_>>>()?)?.try_iter()
     }
 
     /// Arrays with one dtype and shape that lie at equal distances in one buffer.
