@@ -81,7 +81,7 @@ struct Stack {
 /// Where arrays are put: sizes of memories, number of the memory of each array and its first byte there.
 struct Places {
     sizes: Vec<u64>,
-    places: Vec<(usize, u64)>,
+    of_arrays: Vec<(usize, u64)>,
     kinds: Vec<Stack>,
 }
 
@@ -140,7 +140,7 @@ impl Places {
         }
         Self {
             sizes,
-            places,
+            of_arrays: places,
             kinds,
         }
     }
@@ -254,7 +254,7 @@ impl Plan {
     ) -> PyResult<Loaded> {
         let Places {
             sizes,
-            places,
+            of_arrays: places,
             kinds,
         } = Places::of(&self.0);
         let mut memories = raise(
