@@ -4,7 +4,7 @@ Offsets, shapes and strides are in elements unless a name ends in `_bytes`. A dt
 ("BF16", "F8_E4M3", ...).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias, final
 
 from reshard.layout.partition import Place, TensorLayout
@@ -735,6 +735,7 @@ class Loaded:
 
     def __len__(self) -> int: ...
     def __getitem__(self, number: int, /) -> tuple[Buffer, int]: ...
+    def __iter__(self) -> Iterator[tuple[Buffer, int]]: ...
     @property
     def stacks(self) -> list[tuple[Buffer, int, int, str, tuple[int, ...], Sequence[int]]]:
         """The same by kind: buffer, first byte, distance in bytes, dtype and shape, and the numbers of the arrays."""

@@ -115,12 +115,14 @@ class LocalArrays(Mapping[str, LocalArray]):
     to write them.
 
     Attributes:
-        memory: the memory of each, by name.
+        names: their names, each once.
+        memory: the memory of each.
         kinds: what they have in common.
         kind_of: the number of the kind of each.
     """
 
-    memory: dict[str, np.ndarray]
+    names: Sequence[str]
+    memory: Sequence[np.ndarray]
     kinds: Sequence[ArrayKind]
     kind_of: Sequence[int]
 
@@ -128,28 +130,35 @@ class LocalArrays(Mapping[str, LocalArray]):
     def of(cls, arrays: Iterable[LocalArray]) -> LocalArrays:
         """Those of single arrays, each name once."""
         numbers: dict[ArrayKind, int] = {}
-        memory, kind_of = {}, []
+        names, memory, kind_of = [], [], []
         for name, part, dtype, shape, array, global_shape, offset in arrays:
-            memory[name] = array
+            names.append(name)
+            memory.append(array)
             kind_of.append(numbers.setdefault(ArrayKind(part, dtype, shape, global_shape, offset), len(numbers)))
-        return cls(memory, tuple(numbers), kind_of)
+        return cls(names, memory, tuple(numbers), kind_of)
 
     def __len__(self) -> int:
-        return len(self.memory)
+        return len(self.names)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.memory)
+        return iter(self.names)
 
     def __getitem__(self, name: str) -> LocalArray:
-        part, dtype, shape, *place = self.kinds[self._numbers[name]]
-        return LocalArray(name, part, dtype, shape, self.memory[name], *place)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.memory
+        number = self._numbers[name]
+        part, dtype, shape, *place = self.kinds[self.kind_of[number]]
+        return LocalArray(name, part, dtype, shape, self.memory[number], *place)
 
     @cached_property
     def _numbers(self) -> Mapping[str, int]:
-        return dict(zip(self.memory, self.kind_of, strict=True))
+        return dict(zip(self.names, range(len(self.names)), strict=True))
+
+    @property
+    def twin(self) -> str | None:
+        """A name that two arrays have; None: there is none."""
+        numbers = self._numbers
+        if len(numbers) == len(self.names):
+            return None
+        return next(name for number, name in enumerate(self.names) if numbers[name] != number)
 
     @property
     def n_bytes(self) -> int:
@@ -158,14 +167,15 @@ class LocalArrays(Mapping[str, LocalArray]):
 
     def only(self, names: Sequence[str]) -> LocalArrays:
         """Some of them, in this order."""
-        memory = dict(zip(names, map(self.memory.__getitem__, names), strict=True))
-        return LocalArrays(memory, self.kinds, list(map(self._numbers.__getitem__, names)))
+        numbers = list(map(self._numbers.__getitem__, names))
+        memory = list(map(self.memory.__getitem__, numbers))
+        return LocalArrays(names, memory, self.kinds, list(map(self.kind_of.__getitem__, numbers)))
 
     def tensors(self) -> Iterable[tuple[str, str, tuple[int, ...], np.ndarray]]:
         """As the core writes them: name, dtype, shape and memory of each."""
         of_kind = [kind.dtype for kind in self.kinds], [kind.shape for kind in self.kinds]
         columns = (map(column.__getitem__, self.kind_of) for column in of_kind)
-        return zip(self.memory, *columns, self.memory.values(), strict=True)
+        return zip(self.names, *columns, self.memory, strict=True)
 
 
 def local_arrays(model: Mapping[str, object] | None, optimizer: Mapping[str, object] | None) -> LocalArrays:
@@ -181,23 +191,18 @@ def local_arrays(model: Mapping[str, object] | None, optimizer: Mapping[str, obj
         >>> arrays["w"].dtype, arrays.n_bytes
         ('F32', 24)
     """
-    memory: dict[str, np.ndarray] = {}
+    names: list[str] = []
+    memory: list[np.ndarray] = []
     numbers: dict[ArrayKind, int] = {}
     kind_of: list[int] = []
     parts: tuple[tuple[Part, object], ...] = (("model", model), ("optimizer", optimizer))
     for part, given in parts:
         if not isinstance(given, Mapping | None):
             raise ArgumentError(f"`{part}` is a {type(given).__name__}, expected a mapping of names to arrays")
-        are_plain = _are_plain_names(list(given or ()))
+        own_names: list[Any] = list(given or ())
+        names += own_names if _are_plain_names(own_names) else map(_checked_name, own_names)
         plain: dict[tuple[object, object], int] = {}  # numbers of kinds, by dtype and shape of plain numpy arrays
-        for key, value in (given or {}).items():
-            name = key if are_plain else _checked_name(key)
-            if name in memory:
-                raise ArgumentError(
-                    f"{show(name)} names a tensor of the model and one of the optimizer",
-                    key=name,
-                    hint="rename one of them: a reader could not tell which is meant",
-                )
+        for name, value in (given or {}).items():
             if type(value) is np.ndarray:
                 kind = value.dtype, value.shape
                 number = plain.get(kind)
@@ -205,13 +210,21 @@ def local_arrays(model: Mapping[str, object] | None, optimizer: Mapping[str, obj
                     own = ArrayKind(part, _PLAIN[value.dtype], value.shape)
                     number = plain[kind] = numbers.setdefault(own, len(numbers))
                 if number is not None:
-                    memory[name] = value
+                    memory.append(value)
                     kind_of.append(number)
                     continue
             array, own = _array(name, value, part)
-            memory[name] = array
+            memory.append(array)
             kind_of.append(numbers.setdefault(own, len(numbers)))
-    return LocalArrays(memory, tuple(numbers), kind_of)
+    made = LocalArrays(names, memory, tuple(numbers), kind_of)
+    if made.twin is not None:
+        name = made.twin
+        raise ArgumentError(
+            f"{show(name)} names a tensor of the model and one of the optimizer",
+            key=name,
+            hint="rename one of them: a reader could not tell which is meant",
+        )
+    return made
 
 
 def as_array(value: object) -> tuple[np.ndarray, str]:

@@ -221,8 +221,8 @@ def plan_boxes(
     reasons: dict[str, str] = {}
     described = Records(keys, of_kinds, kind_of)
     if any(faults):
-        of_keys = zip(keys, map(faults.__getitem__, kind_of), strict=True)
-        reasons = {key: reason for key, reason in of_keys if reason is not None}
+        found = zip(keys, map(faults.__getitem__, kind_of), strict=True)
+        reasons = {key: reason for key, reason in found if reason is not None}
         described = described.without(reasons)
     if n_ranks == 1:
         shards: list[HeldShard] = []
@@ -242,7 +242,9 @@ def plan_boxes(
         ]
         assigned = assign(shards, range(n_ranks), dedup=dedup)
     of_dtypes = [tensor.dtype for tensor, _ in kinds]
-    files = _files(assigned, prefix, dict(zip(keys, map(of_dtypes.__getitem__, kind_of), strict=True)))
+    is_one_width = len(set(map(dtypes.bits, of_dtypes))) <= 1
+    of_keys = None if is_one_width else dict(zip(keys, map(of_dtypes.__getitem__, kind_of), strict=True))
+    files = _files(assigned, prefix, of_keys)
     builder = tiles.Builder()
     numbers = dict(zip(keys, kind_of, strict=True)) if reasons else {}
     for file in files if reasons else ():
@@ -393,13 +395,14 @@ def _inexpressible(reasons: Mapping[str, str], *, strict: bool) -> tuple[str, ..
     return (text,)
 
 
-def _files(assigned: FilePlan, prefix: str | None, dtype_of: Mapping[str, str]) -> tuple[FileContent, ...]:
-    widths = {dtype: dtypes.bits(dtype) for dtype in set(dtype_of.values())}
+def _files(assigned: FilePlan, prefix: str | None, dtype_of: Mapping[str, str] | None) -> tuple[FileContent, ...]:
+    """The content of the files, given the dtype of each array; None: the elements of all have one width."""
+    widths = {dtype: dtypes.bits(dtype) for dtype in set((dtype_of or {}).values())}
 
     @functools.cache  # thousands of ranks hold parts of the same tensors
     def in_order(names: tuple[str, ...]) -> tuple[str, ...]:
         """As by `dtypes.file_order`; text is sorted much faster than tuples with text."""
-        if len(set(widths.values())) == 1:
+        if dtype_of is None:
             return tuple(sorted(names))
         of_width: dict[int, list[str]] = {}
         for name in names:

@@ -178,7 +178,7 @@ def facts_of(
                 )
     if may_differ is None:
         kinds = tuple(FactKind(kind.part, kind.dtype, kind.shape, kind.offset) for kind in arrays.kinds)
-        facts = Facts(tuple(arrays.memory), kinds, tuple(arrays.kind_of))
+        facts = Facts(tuple(arrays.names), kinds, tuple(arrays.kind_of))
     else:
         of = arrays.values()
         facts = Facts.of(Fact(one.name, one.part, one.dtype, one.shape, one.offset, may_differ(one.name)) for one in of)
@@ -206,6 +206,8 @@ def plan_iteration(
         >>> plan_iteration([facts], None, prefix=None, dedup=True, strict=False).files[0].name
         'model-0000000-0000001.safetensors'
     """
+    if len(ranks) == 1 and layout is None and not ranks[0].shapes:
+        return _of_one(ranks[0].arrays, prefix=prefix, dedup=dedup, strict=strict)
     found = _found(ranks)
     for name, of_ranks in found.items():
         if len(of_ranks) == 1 or len({(fact.part, fact.dtype) for fact in of_ranks.values()}) == 1:
@@ -227,49 +229,59 @@ def plan_iteration(
 
 
 def _found(ranks: Sequence[RankFacts]) -> dict[str, dict[int, Fact]]:
-    """The facts of each array by rank; the names in them are not those of the arrays where arrays share the facts.
+    """The facts of each array by rank.
 
     The model's arrays are first, in the order in which ascending ranks first name them.
     """
     found: dict[str, dict[int, Fact]] = {}
-    if len(ranks) == 1:
-        facts = ranks[0].arrays
-        of_kind = [{0: Fact("", *kind)} for kind in facts.kinds]
-        found = dict(zip(facts.names, map(of_kind.__getitem__, facts.kind_of), strict=True))
-    else:
-        for rank, one in enumerate(ranks):
-            for fact in one.arrays:
-                found.setdefault(fact.name, {})[rank] = fact
+    for rank, one in enumerate(ranks):
+        for fact in one.arrays:
+            found.setdefault(fact.name, {})[rank] = fact
     if all(kind.part == "model" for one in ranks for kind in one.arrays.kinds):
         return found
     is_model = {name: next(iter(of_ranks.values())).part == "model" for name, of_ranks in found.items()}
     return {name: found[name] for name in sorted(found, key=is_model.__getitem__, reverse=True)}
 
 
+def _of_one(facts: Facts, *, prefix: str | None, dedup: bool, strict: bool) -> IterationPlan:
+    """The plan of one rank that holds whole tensors: as `_by_boxes` makes it, without an object for each tensor."""
+    names, kind_of = facts.names, facts.kind_of
+    is_model = [kind.part == "model" for kind in facts.kinds]
+    if not all(is_model):
+        # The model's arrays are first.
+        order = sorted(range(len(names)), key=lambda number: not is_model[kind_of[number]])
+        names = tuple(map(names.__getitem__, order))
+        kind_of = tuple(map(kind_of.__getitem__, order))
+    kinds: list[tuple[WholeTensor, Mapping[int, Box]]] = []
+    for part, dtype, shape, offset, _ in facts.kinds:
+        box = (0,) * len(shape) if offset is None else offset, shape
+        kinds.append((WholeTensor(dtype, shape, part), {0: box}))
+    return plan_boxes(names, kind_of, kinds, 1, prefix=prefix, dedup=dedup, strict=strict)
+
+
 def _by_boxes(
     found: Mapping[str, Mapping[int, Fact]], shapes: Mapping[str, Shape], n_ranks: int, *,
     prefix: str | None, dedup: bool, strict: bool,
 ) -> IterationPlan:  # fmt: skip
-    numbers: dict[tuple[int, Shape | None], int] = {}  # arrays that share their facts and their shape are of one kind
+    numbers: dict[object, int] = {}
     kinds: list[tuple[WholeTensor, Mapping[int, Box]]] = []
     kind_of: list[int] = []
     for name, of_ranks in found.items():
-        kind = id(of_ranks), shapes.get(name)
-        number = numbers.get(kind)
-        if number is None:
-            number = numbers[kind] = len(kinds)
-            own: dict[int, Box] = {}
-            for rank, fact in of_ranks.items():
-                if fact.offset is None and fact.shape and n_ranks > 1:
-                    raise ArgumentError(
-                        f"rank {rank} of {n_ranks} gave {show(name)} as a plain array: whole, or a part of a tensor?",
-                        key=name,
-                        hint="give `layout=`, or `reshard.Shard(array, global_shape, offset)`",
-                    )
-                offset = (0,) * len(fact.shape) if fact.offset is None else fact.offset
-                own[rank] = (offset, fact.shape)
-            first = next(iter(of_ranks.values()))
-            kinds.append((WholeTensor(first.dtype, shapes.get(name, first.shape), first.part), own))
+        own: dict[int, Box] = {}
+        for rank, fact in of_ranks.items():
+            if fact.offset is None and fact.shape and n_ranks > 1:
+                raise ArgumentError(
+                    f"rank {rank} of {n_ranks} gave {show(name)} as a plain array: whole, or a part of a tensor?",
+                    key=name,
+                    hint="give `layout=`, or `reshard.Shard(array, global_shape, offset)`",
+                )
+            offset = (0,) * len(fact.shape) if fact.offset is None else fact.offset
+            own[rank] = (offset, fact.shape)
+        first = next(iter(of_ranks.values()))
+        whole = WholeTensor(first.dtype, shapes.get(name, first.shape), first.part)
+        number = numbers.setdefault((whole, tuple(own.items())), len(kinds))
+        if number == len(kinds):
+            kinds.append((whole, own))
         kind_of.append(number)
     return plan_boxes(list(found), kind_of, kinds, n_ranks, prefix=prefix, dedup=dedup, strict=strict)
 
@@ -479,8 +491,11 @@ def planned_bytes(plan: IterationPlan, ranks: Sequence[RankFacts]) -> int:
     n_bytes = 0
     for rank, facts in enumerate(ranks):
         arrays = facts.arrays
-        number_of = dict(zip(arrays.names, arrays.kind_of, strict=True))
-        counts = Counter(number_of[name] for file in plan.files if file.rank == rank for name in file.arrays)
+        written = [name for file in plan.files if file.rank == rank for name in file.arrays]
+        counts = Counter(arrays.kind_of)
+        if len(written) < len(arrays.names):
+            number_of = dict(zip(arrays.names, arrays.kind_of, strict=True))
+            counts = Counter(map(number_of.__getitem__, written))
         for number, n in counts.items():
             kind = arrays.kinds[number]
             n_bytes += n * (math.prod(kind.shape) * dtypes.bits(kind.dtype) // 8)

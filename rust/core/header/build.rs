@@ -102,16 +102,16 @@ pub fn build(
             out.push(b',');
         }
         push_json(&mut out, name);
-        for part in [r#":{"dtype":""#, dtype.name(), r#"","shape":["#] {
-            out.extend_from_slice(part.as_bytes());
-        }
+        out.extend_from_slice(b":{\"dtype\":\"");
+        out.extend_from_slice(dtype.name().as_bytes());
+        out.extend_from_slice(b"\",\"shape\":[");
         for (dim, &extent) in shape.iter().enumerate() {
             if dim > 0 {
                 out.push(b',');
             }
             push_number(&mut out, extent);
         }
-        out.extend_from_slice(br#"],"data_offsets":["#);
+        out.extend_from_slice(b"],\"data_offsets\":[");
         push_number(&mut out, start);
         out.push(b',');
         push_number(&mut out, end);
@@ -132,18 +132,18 @@ pub fn build(
     Ok((out, starts))
 }
 
-fn push_number(out: &mut Vec<u8>, mut number: u64) {
-    let mut digits = [0; 20];
-    let mut first = digits.len();
+fn push_number(out: &mut Vec<u8>, number: u64) {
+    // Formatting takes longer than writing a small tensor.
+    let (mut digits, mut at, mut rest) = ([0; 20], 20, number);
     loop {
-        first -= 1;
-        digits[first] = b'0' + (number % 10) as u8;
-        number /= 10;
-        if number == 0 {
+        at -= 1;
+        digits[at] = b'0' + (rest % 10) as u8;
+        rest /= 10;
+        if rest == 0 {
             break;
         }
     }
-    out.extend_from_slice(&digits[first..]);
+    out.extend_from_slice(&digits[at..]);
 }
 
 fn push_json(out: &mut Vec<u8>, text: &str) {

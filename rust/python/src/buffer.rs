@@ -140,7 +140,7 @@ impl Borrowed {
         unsafe { std::slice::from_raw_parts(values, self.view.ndim.cast_unsigned() as usize) }
     }
 
-    fn strides(&self) -> &[ffi::Py_ssize_t] {
+    pub(crate) fn strides(&self) -> &[ffi::Py_ssize_t] {
         self.dims(self.view.strides)
     }
 
@@ -151,11 +151,9 @@ impl Borrowed {
             .collect()
     }
 
-    pub(crate) fn shape(&self) -> Vec<u64> {
-        self.dims(self.view.shape)
-            .iter()
-            .map(|extent| extent.cast_unsigned() as u64)
-            .collect()
+    pub(crate) fn shape(&self) -> impl Iterator<Item = u64> {
+        let extents = self.dims(self.view.shape).iter();
+        extents.map(|extent| extent.cast_unsigned() as u64)
     }
 
     /// All bytes from the first to the last element.
@@ -165,9 +163,8 @@ impl Borrowed {
         }
         let reach = self
             .shape()
-            .iter()
-            .zip(self.strides_bytes())
-            .map(|(extent, stride)| (extent - 1) * stride)
+            .zip(self.strides())
+            .map(|(extent, stride)| (extent - 1) * stride.cast_unsigned() as u64)
             .sum::<u64>();
         let len = if self.strides().is_empty() {
             self.view.len.cast_unsigned() as u64

@@ -6,7 +6,7 @@ use crate::run::run;
 use crate::write::{Buffers, Written, write_plan};
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyList, PyString, PyTuple};
+use pyo3::types::{PyBytes, PyIterator, PyList, PyString, PyTuple};
 use reshard_core::control::Control;
 use reshard_core::copy::fill;
 use reshard_core::dtype::Dtype;
@@ -81,7 +81,7 @@ struct Stack {
 /// Where arrays are put: sizes of memories, number of the memory of each array and its first byte there.
 struct Places {
     sizes: Vec<u64>,
-    places: Vec<(usize, u64)>,
+    of_arrays: Vec<(usize, u64)>,
     kinds: Vec<Stack>,
 }
 
@@ -140,7 +140,7 @@ impl Places {
         }
         Self {
             sizes,
-            places,
+            of_arrays: places,
             kinds,
         }
     }
@@ -169,6 +169,11 @@ impl Loaded {
         let (memory, start) =
             place.ok_or_else(|| PyIndexError::new_err("there is no array with this number"))?;
         Ok((self.buffers[*memory].bind(py).clone(), *start))
+    }
+
+    fn __iter__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyIterator>> {
+        let places = (0..self.places.len()).map(|number| self.__getitem__(py, number));
+        PyList::new(py, places.collect::<PyResult<Vec<_>>>()?)?.try_iter()
     }
 
     /// Arrays with one dtype and shape that lie at equal distances in one buffer.
@@ -249,7 +254,7 @@ impl Plan {
     ) -> PyResult<Loaded> {
         let Places {
             sizes,
-            places,
+            of_arrays: places,
             kinds,
         } = Places::of(&self.0);
         let mut memories = raise(

@@ -142,8 +142,10 @@ impl InputTensors {
             let buffer = Borrowed::forwards(&object)?;
             let (per_unit, unit_bytes) = dtype.unit();
             let n_bytes = dtype.n_bytes(&shape).unwrap_or(u64::MAX);
-            let agrees = if per_unit == 1 && !buffer.strides_bytes().is_empty() {
-                buffer.shape() == *shape && buffer.range().1 as u64 == n_bytes && unit_bytes > 0
+            let agrees = if per_unit == 1 && !buffer.strides().is_empty() {
+                buffer.shape().eq(shape.iter().copied())
+                    && buffer.range().1 as u64 == n_bytes
+                    && unit_bytes > 0
             } else {
                 buffer.range().1 as u64 == n_bytes
             };
@@ -151,7 +153,7 @@ impl InputTensors {
                 let message = format!(
                     "`{name}` is {dtype} of shape {shape:?}, but its buffer has {} bytes of shape {:?}",
                     buffer.range().1,
-                    buffer.shape()
+                    buffer.shape().collect::<Vec<_>>()
                 );
                 return raise(py, Err(Error::new(Kind::Mismatch, message).key(&name)));
             }

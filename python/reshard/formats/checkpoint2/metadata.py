@@ -186,16 +186,20 @@ def _encoder(
             ]
             cells[place, axes, part] = len(cells), found
         kinds.append((_DTYPES[dtype], layout.shape, grids[place, cut][0], cells[place, axes, part][0]))
-    text = "".join(records.keys)
+    keys = tuple(records.keys)
+    text = "".join(keys)
     is_plain = text.isascii() and text.isprintable() and not any(char in text for char in "'\"\\")
     return _core.MetadataEncoder(
-        records.keys,
+        keys,
         records.kind_of,
         kinds,
         [grid for _, grid in grids.values()],
         list(layouts),
         [of_kind for _, of_kind in cells.values()],
-        [(file.name(prefix), file.rank, list(map(numbers.get, file.keys))) for file in plan.files],
+        [
+            (file.name(prefix), file.rank, range(len(keys)) if file.keys == keys else list(map(numbers.get, file.keys)))
+            for file in plan.files
+        ],
         {} if is_plain else {number: _shard_texts(key) for key, number in numbers.items()},
     )
 
