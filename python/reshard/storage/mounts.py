@@ -137,11 +137,11 @@ def volatile(path: str | os.PathLike[str]) -> str | None:
         found = Path(path).stat()
     except OSError:
         return _volatile(path)
-    return _volatile_folder(path, found.st_dev, found.st_ino)
+    return _volatile_folder(os.fspath(path), found.st_dev, found.st_ino)
 
 
 @functools.lru_cache(maxsize=64)
-def _volatile_folder(path: str | os.PathLike[str], device: int, inode: int) -> str | None:  # noqa: ARG001  the key
+def _volatile_folder(path: str, device: int, inode: int) -> str | None:  # noqa: ARG001  the key
     """Reading the mounts takes half a millisecond. What is mounted later has another device or inode."""
     return _volatile(path)
 
