@@ -48,6 +48,8 @@ def path(tmp_path: Path) -> Path:
         pytest.param((slice(None), slice(5000, 5100)), id="one page of four in each row"),
         pytest.param((slice(None), slice(4000, 14000)), id="nearly the complete rows"),
         pytest.param((slice(100, 300), slice(None)), id="rows"),
+        pytest.param((slice(10, 450), slice(None)), id="rows of several bands and of complete blocks of 2 MiB"),
+        pytest.param((slice(None), slice(None)), id="all"),
         pytest.param((slice(300, 700), slice(8192, 16384)), id="a box"),
     ],
 )

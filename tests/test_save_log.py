@@ -12,11 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import reshard
 from reshard.errors import ArgumentError, DamagedFileError, StorageError
 from reshard.formats.save_log import SAVE_LOG_FILE, SaveRecord, append, read
+from reshard.storage import filesystem
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
+
+    from reshard.storage.location import Location
 
 TIME = "2025-03-01T12:00:00+00:00"
 
@@ -214,3 +219,19 @@ def test_a_root_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="opening"):
         append(tmp_path / "absent", record())
     assert read(tmp_path / "absent") == []
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_the_line_of_a_save_is_synced_with_the_name_of_the_tracker(
+    durable: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = []
+
+    def sync(files: Sequence[Location], folders: Sequence[Location]) -> None:
+        synced.append(([file.name for file in files], {folder.name for folder in folders}))
+
+    monkeypatch.setattr(filesystem, "sync_together", sync)
+    reshard.save(tmp_path, 1, {"w": np.zeros(4)}, commit={"durable": durable})
+    last = ([".tracked", SAVE_LOG_FILE], {"iteration_00000001", tmp_path.name})
+    assert synced[-1:] == ([last] if durable else [])
+    assert [record.iteration for record in read(tmp_path)] == [1]

@@ -8,6 +8,7 @@ every FUSE file system. If the system does not report the type, it is "unknown",
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 from dataclasses import dataclass
@@ -132,6 +133,20 @@ def volatile(path: str | os.PathLike[str]) -> str | None:
         >>> volatile("/proc") is None
         True
     """
+    try:
+        found = Path(path).stat()
+    except OSError:
+        return _volatile(path)
+    return _volatile_folder(os.fspath(path), found.st_dev, found.st_ino)
+
+
+@functools.lru_cache(maxsize=64)
+def _volatile_folder(path: str, device: int, inode: int) -> str | None:  # noqa: ARG001  the key
+    """Reading the mounts takes half a millisecond. What is mounted later has another device or inode."""
+    return _volatile(path)
+
+
+def _volatile(path: str | os.PathLike[str]) -> str | None:
     mount = mount_of(path)
     if mount.type in ("tmpfs", "ramfs"):
         return mount.type

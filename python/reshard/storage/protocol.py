@@ -48,7 +48,7 @@ from reshard.storage.trash import TRASH_FOLDER
 from reshard.words import show
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from reshard.storage.claims import Claim
 
@@ -274,8 +274,14 @@ def seal(
     return manifest
 
 
-def publish(attempt: Attempt, manifest: Manifest) -> list[str]:
+def publish(attempt: Attempt, manifest: Manifest, log: Callable[[], Sequence[Location]] = tuple) -> list[str]:
     """Rename a sealed iteration to its final name, and update the tracker.
+
+    Args:
+        attempt: what `begin` returned.
+        manifest: what `seal` returned.
+        log: called when the tracker names the iteration. Returns files of the root that it has changed; they are synced
+            together with the name of the tracker.
 
     When this returns, a restart finds the iteration; with `durable` it survives a power failure.
 
@@ -306,7 +312,7 @@ def publish(attempt: Attempt, manifest: Manifest) -> list[str]:
                 staging.sync(unsynced, durable=durable)
             else:
                 staging.move_tracker(root, attempt.iteration, durable=durable, unsynced=unsynced)
-            staging.mark_tracked(attempt.folder, durable=durable)
+            staging.mark_tracked(attempt.folder, durable=durable, unsynced=log())
             _discard_left(root, durable=durable)
     except StorageError:
         _poisoned.add(attempt.id)

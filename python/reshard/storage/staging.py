@@ -111,12 +111,13 @@ def move_tracker(root: Location, iteration: int, *, durable: bool, unsynced: Seq
     checkpoint2.write_tracker(root, iteration, durable=durable, unsynced=unsynced)
 
 
-def mark_tracked(folder: Location, *, durable: bool) -> None:
+def mark_tracked(folder: Location, *, durable: bool, unsynced: Sequence[Location] = ()) -> None:
     """Mark an iteration that the tracker has named. A lower tracker then shows that a run resumed from an older one.
 
     Args:
         folder: the iteration folder, in its root.
         durable: sync the mark and the tracker.
+        unsynced: files of the root that are synced with them.
 
     Raises:
         StorageError: the system failed.
@@ -127,7 +128,7 @@ def mark_tracked(folder: Location, *, durable: bool) -> None:
     except FileExistsError:
         made = []
     if durable:
-        filesystem.sync_together(made, [folder, folder.parent])
+        filesystem.sync_together([*made, *unsynced], [folder, folder.parent])
 
 
 def put_back(root: Location, staging: Location, *, durable: bool) -> bool:

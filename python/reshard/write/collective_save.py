@@ -5,9 +5,9 @@
        background
     3. the copies of an array on several ranks are compared
     4. rank 0 claims the root and begins
-    5. every rank writes its files; rank 0 publishes what all have written
+    5. every rank writes its files; rank 0 publishes what all have written, and appends to the log
     6. every rank confirms, in a format in which a restart finds the save by a file of each rank
-    7. rank 0 appends to the log; older saves are removed; `after` is called
+    7. older saves are removed; `after` is called
 
 The error of one rank is sent in place of its next message and is raised on all ranks, so that no rank waits for one
 that has failed. `SaveFormat` is what a format does in each step.
@@ -28,6 +28,7 @@ from reshard.errors import ArgumentError, GroupError, ReshardError
 from reshard.events import Observers
 from reshard.formats import save_log
 from reshard.storage import mounts
+from reshard.storage.location import Location, locate
 from reshard.write import background
 from reshard.write.shard_files import reserved_bytes, shard_file
 
@@ -173,6 +174,7 @@ class SaveFormat(ABC):
         begun_type: the message of rank 0 once it has begun.
         written_type: the message of each rank once its files are on the disk.
         confirms: whether step 6 takes place.
+        log: appends a line about what rank 0 has published to the log. Returns the files to be synced with the names.
     """
 
     traits: ClassVar[Traits]
@@ -194,6 +196,7 @@ class SaveFormat(ABC):
         self.world_size = channel.world_size
         self.own = own
         self.confirms = False
+        self.log: Callable[[Published], list[Location]] = lambda _: []
 
     @staticmethod
     @abstractmethod
@@ -392,6 +395,8 @@ def _finish(
     written: object = None
     published: Published | None = None  # on rank 0, once a restart finds the save
     watched = observers.progress(task.iteration, progress)
+    log_warnings: list[str] = []
+    record = save.own.record  # `log` does not refer to `save`, which refers to it: memory is freed without a collection
 
     def write() -> Any:
         for failed in (error, state):
@@ -402,8 +407,15 @@ def _finish(
         observers("written", task.iteration, n_bytes=watched.n_bytes, seconds=time.monotonic() - begin)
         return done
 
+    def log(done: Published) -> list[Location]:
+        report = _report_of(task, done, started, stall_seconds)
+        unsynced, warning = _append_to_log(task, record, done, report)
+        log_warnings.extend(warning)
+        return unsynced
+
     def publish(messages: list[Any]) -> Published:
         nonlocal published
+        save.log = log
         volatile = mounts.volatile(task.root) if task.durable else None
         done = save.publish(messages, durable=task.durable and volatile is None)
         if volatile is not None:
@@ -437,7 +449,6 @@ def _finish(
         warning = f"not every rank learned that the save succeeded: {failure.message}"
         result, is_heard = replace(published, warnings=(*published.warnings, warning)), False
     report = _report_of(task, result, started, stall_seconds)
-    warnings = _append_to_log(save, result, report) if ranks.rank == 0 else []
     observers.first(
         "published",
         task.iteration,
@@ -448,8 +459,7 @@ def _finish(
         durable=report.durable,
         path=report.path,
     )
-    warnings += save.remove_older()
-    report = replace(report, warnings=(*report.warnings, *warnings))
+    report = replace(report, warnings=(*report.warnings, *log_warnings, *save.remove_older()))
     if ranks.rank == 0:
         for warning in report.warnings:
             log_once(warning)
@@ -464,25 +474,24 @@ def _report_of(task: SaveTask, published: Published, started: float, stall_secon
     return SaveReport(iteration=task.iteration, seconds=seconds, stall_seconds=stall_seconds, **known)
 
 
-def _append_to_log(save: SaveFormat, published: Published, report: SaveReport) -> list[str]:
-    """A line in the log of saves. Returns warnings."""
-    task = save.task
-    if published.attempt_id is None:
-        return []
+def _append_to_log(
+    task: SaveTask, record: SaveRecord, published: Published, report: SaveReport
+) -> tuple[list[Location], list[str]]:
+    """A line in the log of saves. Returns what is to be synced, and warnings."""
     try:
         line = replace(
-            save.own.record,
+            record,
             saved_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
             wall_s=round(report.seconds, 3),
             stall_s=round(report.stall_seconds, 3),
             n_bytes=report.n_bytes,
             generation=published.generation,
-            attempt=published.attempt_id,
+            attempt=published.attempt_id or "",
         )
-        save_log.append(task.root, line, durable=task.durable, mode=task.file_mode)
+        save_log.append(task.root, line, durable=False, mode=task.file_mode)
     except (ReshardError, OSError) as error:
-        return [f"the save is not in the log: {error}"]
-    return []
+        return [], [f"the save is not in the log: {error}"]
+    return [locate(task.root) / save_log.SAVE_LOG_FILE], []
 
 
 def _call_after(after: Callable[[SaveReport], list[str]], report: SaveReport) -> SaveReport:

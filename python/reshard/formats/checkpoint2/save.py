@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -226,21 +226,22 @@ class Checkpoint2Save(SaveFormat):
             metrics=self.own.record.metrics,
             file_mode=task.file_mode,
         )
-        warnings = [*plan.warnings, *protocol.publish(self._attempt, manifest)]
-        self._manifest = manifest
-        if self._resumed is not None:
-            pending_rollback.forget(task.root)
-        return Published(
+        published = Published(
             path=str(self._attempt.folder),
             n_bytes=manifest.n_bytes,
             n_files=len(planned),
             durable=durable,
             digest=manifest.digest,
-            warnings=tuple(warnings),
+            warnings=tuple(plan.warnings),
             suffix=None,
             generation=self._attempt.generation,
             attempt_id=self._attempt.id,
         )
+        warnings = protocol.publish(self._attempt, manifest, lambda: self.log(published))
+        self._manifest = manifest
+        if self._resumed is not None:
+            pending_rollback.forget(task.root)
+        return replace(published, warnings=(*published.warnings, *warnings))
 
     def withdraw(self, *, is_known: bool) -> None:  # noqa: ARG002
         """Remove the staging folder, unless it was published."""
