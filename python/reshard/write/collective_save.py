@@ -6,7 +6,8 @@
     3. the copies of an array on several ranks are compared
     4. rank 0 claims the root and begins
     5. every rank writes its files; rank 0 publishes what all have written, and appends to the log
-    6. every rank confirms, in a format in which a restart finds the save by a file of each rank
+    6. every rank confirms, in a format in which a restart finds the save by a file of each rank; rank 0 appends to the
+       log then
     7. older saves are removed; `after` is called
 
 The error of one rank is sent in place of its next message and is raised on all ranks, so that no rank waits for one
@@ -175,6 +176,7 @@ class SaveFormat(ABC):
         written_type: the message of each rank once its files are on the disk.
         confirms: whether step 6 takes place.
         log: appends a line about what rank 0 has published to the log. Returns the files to be synced with the names.
+            A format that does not confirm calls it when it publishes.
     """
 
     traits: ClassVar[Traits]
@@ -409,9 +411,9 @@ def _finish(
 
     def log(done: Published) -> list[Location]:
         report = _report_of(task, done, started, stall_seconds)
-        unsynced, warning = _append_to_log(task, record, done, report)
-        log_warnings.extend(warning)
-        return unsynced
+        warnings = _append_to_log(task, record, done, report, durable=False)
+        log_warnings.extend(warnings)
+        return [] if warnings else [locate(task.root) / save_log.SAVE_LOG_FILE]
 
     def publish(messages: list[Any]) -> Published:
         nonlocal published
@@ -449,6 +451,8 @@ def _finish(
         warning = f"not every rank learned that the save succeeded: {failure.message}"
         result, is_heard = replace(published, warnings=(*published.warnings, warning)), False
     report = _report_of(task, result, started, stall_seconds)
+    if ranks.rank == 0 and save.confirms:
+        log_warnings = _append_to_log(task, record, result, report, durable=task.durable)
     observers.first(
         "published",
         task.iteration,
@@ -475,9 +479,11 @@ def _report_of(task: SaveTask, published: Published, started: float, stall_secon
 
 
 def _append_to_log(
-    task: SaveTask, record: SaveRecord, published: Published, report: SaveReport
-) -> tuple[list[Location], list[str]]:
-    """A line in the log of saves. Returns what is to be synced, and warnings."""
+    task: SaveTask, record: SaveRecord, published: Published, report: SaveReport, *, durable: bool
+) -> list[str]:
+    """A line in the log of saves. Returns warnings."""
+    if published.attempt_id is None:
+        return []
     try:
         line = replace(
             record,
@@ -486,12 +492,12 @@ def _append_to_log(
             stall_s=round(report.stall_seconds, 3),
             n_bytes=report.n_bytes,
             generation=published.generation,
-            attempt=published.attempt_id or "",
+            attempt=published.attempt_id,
         )
-        save_log.append(task.root, line, durable=False, mode=task.file_mode)
+        save_log.append(task.root, line, durable=durable, mode=task.file_mode)
     except (ReshardError, OSError) as error:
-        return [], [f"the save is not in the log: {error}"]
-    return [locate(task.root) / save_log.SAVE_LOG_FILE], []
+        return [f"the save is not in the log: {error}"]
+    return []
 
 
 def _call_after(after: Callable[[SaveReport], list[str]], report: SaveReport) -> SaveReport:
