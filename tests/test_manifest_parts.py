@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 from tests import sealed
 from tests.threads import in_threads
 
@@ -22,6 +23,7 @@ from reshard.formats import manifest as manifests
 from reshard.formats.checkpoint2 import reader, root
 from reshard.formats.checkpoint2.reader import Chosen
 from reshard.formats.manifest import CHUNK_BYTES, Manifest, PlainEntry, ShardEntry
+from reshard.torch import Checkpointer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -260,6 +262,13 @@ def test_a_damaged_piece_concerns_the_ranks_that_read_it(copied: Path) -> None:
             checkpoint.load(divided(10), 9, verify="structure")
 
 
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small checkpoints are opened as large ones."""
+    monkeypatch.setattr(manifests, "_EARLY_CHECKSUMS_BYTES", 0)
+
+
+@pytest.mark.usefixtures("late")
 def test_damaged_checksums_concern_the_file_they_belong_to(copied: Path) -> None:
     path = copied / "iteration_00000000" / "checksums.bin"
     alter(path, 4 * 295)
@@ -271,6 +280,24 @@ def test_damaged_checksums_concern_the_file_they_belong_to(copied: Path) -> None
             assert checkpoint.load(divided(10), 9, verify="structure")["w"][0, 0] == 270 * 4
 
 
+@pytest.mark.parametrize("with_torch", [False, True])
+@pytest.mark.usefixtures("late")
+def test_a_load_goes_back_if_checksums_are_damaged(tmp_path: Path, *, with_torch: bool) -> None:
+    for iteration in (1, 2):
+        report = reshard.save(tmp_path / "run", iteration, {"weight": np.full((1, 2), iteration, np.float32)})
+    alter(Path(report.path) / "checksums.bin", 1)
+    if with_torch:
+        model = torch.nn.Linear(2, 1, bias=False)
+        found, state = Checkpointer(tmp_path / "run", signals=()).resume(model=model), model.state_dict()
+        assert found.iteration == 1
+    else:
+        loaded = reshard.load(tmp_path / "run", None)
+        assert loaded.iteration == 1
+        state = loaded.state
+    assert state["weight"].tolist() == [[1, 1]]
+
+
+@pytest.mark.usefixtures("late")
 def test_checksums_are_read_when_they_are_used(tmp_path: Path) -> None:
     report = reshard.save(tmp_path / "run", 1, {"w": np.zeros(CHUNK_BYTES // 8), "v": np.ones(3)})
     with reshard.open(tmp_path / "run") as checkpoint:

@@ -67,6 +67,7 @@ _MAX_BYTES = 256 << 20
 _MAX_FILES = 1_000_000
 _MIN_OUTLINED = 256  # entries, 48 KB; a smaller manifest is read as a whole
 _PIECE_BYTES = 16 << 10
+_EARLY_CHECKSUMS_BYTES = 1 << 20  # those of 64 GiB: their damage is found when the checkpoint is opened
 _MAX_CHECKSUMS_BYTES = 4 << 30  # for 256 TiB; a sparse file can have any size
 # Fields whose key in the file differs.
 _STORED_NAMES = {"generation": "epoch", "header_checksum": "header_sum", "checksums_digest": "sums_digest"}
@@ -757,7 +758,7 @@ def set_checksums(index: _core.Index, folder: str | os.PathLike[str], manifest: 
     """Add the sizes and checksums of its files to an index. All files must be in one folder.
 
     The checksums of the chunks of a file are read when a plan first verifies it: a checkpoint of 1,024 files of 10 GB
-    has 156 MB of them. Then an error of `read_checksums` is raised.
+    has 156 MB of them. Then an error of `read_checksums` is raised. Those of a checkpoint of up to 64 GiB are read now.
 
     Args:
         index: the index.
@@ -765,7 +766,8 @@ def set_checksums(index: _core.Index, folder: str | os.PathLike[str], manifest: 
         manifest: the manifest of the folder.
 
     Raises:
-        DamagedFileError: the manifest does not list a file.
+        DamagedFileError: the manifest does not list a file; or as `read_checksums`.
+        UnsupportedError, StorageError: as `read_checksums`.
     """
 
     def entry_of(name: str) -> ShardEntry:
@@ -785,9 +787,11 @@ def set_checksums(index: _core.Index, folder: str | os.PathLike[str], manifest: 
         ]
 
     if not isinstance(manifest.shards, _Entries):
-        for file, name in enumerate(index.file_names):
-            entry = entry_of(name)
-            index.set_checksums(file, entry.n_bytes, entry.header_bytes, entry.header_checksum, None)
+        entries = {name: entry_of(name) for name in index.file_names}
+        is_early = sum(4 * entry.n_chunks for entry in entries.values()) <= _EARLY_CHECKSUMS_BYTES
+        checksums = read_checksums(folder, manifest, entries) if is_early else {}
+        for file, (name, entry) in enumerate(entries.items()):
+            index.set_checksums(file, entry.n_bytes, entry.header_bytes, entry.header_checksum, checksums.get(name))
     index.set_checksums_reader(read)
 
 
