@@ -27,7 +27,8 @@ const WILL_NEED_BYTES: usize = 128 << 10;
 /// How the bytes of a file are fetched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Method {
-    /// Map on a local file system, read elsewhere. Long runs of a mapped file are read if that is faster.
+    /// Map on a local file system, read elsewhere, and where the process has mapped 32,768 files. Long runs of a mapped
+    /// file are read if that is faster.
     #[default]
     Auto,
     /// Map.
@@ -91,7 +92,7 @@ struct LocalFile {
     fd: Option<FdSlot>,
     /// Device and inode number of the file.
     identity: (u64, u64),
-    map: Option<Mmap>,
+    map: Option<FileMap>,
     /// Whether the system reports the resident pages of the file to this process.
     #[cfg_attr(
         not(target_os = "linux"),
@@ -127,6 +128,44 @@ impl Drop for FdSlot {
     }
 }
 
+/// A map of a complete file. Their number is bounded: Linux gives a process 65,530 maps by default, and memory that it
+/// allocates needs maps as well.
+#[derive(Debug)]
+struct FileMap(Mmap);
+
+static N_MAPS: AtomicU64 = AtomicU64::new(0);
+const MAX_MAPS: u64 = 32_768;
+
+impl FileMap {
+    /// Maps a file; `None` if the number is `bounded` and the process has that many.
+    fn new(file: &File, bounded: bool) -> std::io::Result<Option<Self>> {
+        if bounded && N_MAPS.load(Ordering::Relaxed) >= MAX_MAPS {
+            return Ok(None);
+        }
+        // SAFETY: the map is read only through `Source::bytes`, which faults each range in first. The system cannot
+        // prevent that another process changes or truncates the file; `LocalFile` documents the effect.
+        let map = unsafe { MmapOptions::new().map(file) }?;
+        #[cfg(target_os = "linux")]
+        let _ = map.advise(memmap2::Advice::HugePage);
+        N_MAPS.fetch_add(1, Ordering::Relaxed);
+        Ok(Some(Self(map)))
+    }
+}
+
+impl std::ops::Deref for FileMap {
+    type Target = Mmap;
+
+    fn deref(&self) -> &Mmap {
+        &self.0
+    }
+}
+
+impl Drop for FileMap {
+    fn drop(&mut self) {
+        N_MAPS.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 struct Held(Vec<u8>);
 
 impl std::fmt::Debug for Held {
@@ -156,7 +195,8 @@ impl Source {
                 Method::Read => false,
             };
         let map = if is_mapped {
-            Some(shared_map(&file, path)?)
+            FileMap::new(&file, method == Method::Auto)
+                .map_err(|error| Error::io("cannot map", path, &error))?
         } else {
             None
         };
@@ -363,7 +403,7 @@ impl Source {
             return Ok(None);
         };
         file.with_opened(&self.path, |file| {
-            // SAFETY: as in `shared_map`. The map is returned as plain memory; `LocalFile` documents the effect of a
+            // SAFETY: as in `FileMap::new`. The map is returned as plain memory; `LocalFile` documents the effect of a
             // truncation.
             let map = unsafe { MmapOptions::new().map_copy(file) };
             let map = map.map_err(|error| Error::io("cannot map", &self.path, &error))?;
@@ -590,16 +630,6 @@ fn read_direct(file: &File, start: u64, buffer: &mut [u8], len: usize) -> bool {
         }
     }
     true
-}
-
-fn shared_map(file: &File, path: &Path) -> Result<Mmap> {
-    // SAFETY: the map is read only through `Source::bytes`, which faults each range in first. The system cannot prevent
-    // that another process changes or truncates the file; `LocalFile` documents the effect.
-    let map = unsafe { MmapOptions::new().map(file) };
-    let map = map.map_err(|error| Error::io("cannot map", path, &error))?;
-    #[cfg(target_os = "linux")]
-    let _ = map.advise(memmap2::Advice::HugePage);
-    Ok(map)
 }
 
 /// Whether mincore(2) reports the page cache. For files that the caller neither owns nor may write it reports all pages
