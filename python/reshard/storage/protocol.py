@@ -277,13 +277,13 @@ def seal(
 def publish(attempt: Attempt, manifest: Manifest, log: Callable[[], Sequence[Location]] = tuple) -> list[str]:
     """Rename a sealed iteration to its final name, and update the tracker.
 
+    When this returns, a restart finds the iteration; with `durable` it survives a power failure.
+
     Args:
         attempt: what `begin` returned.
         manifest: what `seal` returned.
         log: called when the tracker names the iteration. Returns files of the root that it has changed; they are synced
             together with the name of the tracker.
-
-    When this returns, a restart finds the iteration; with `durable` it survives a power failure.
 
     Returns:
         Warnings: problems that do not make the save fail.
