@@ -18,7 +18,8 @@ def resume(sources: Sources) -> list[Table]:
     n_layers = training_cases.n_layers(sources.size_gb)
     n_bytes = n_layers * training_cases.LAYER_BYTES
     sources.folder.mkdir()
-    fresh.run(training_cases.save_for_resume, sources.folder, n_layers)
+    for library in ("reshard", "dcp"):
+        fresh.run(training_cases.save_for_resume, sources.folder, n_layers, library)
 
     def case(name: str, kind: str, function: Callable[..., float], *arguments: bool) -> Case:
         return Case(name, n_bytes, lambda: fresh.run(function, sources.folder, n_layers, *arguments), kind)

@@ -9,7 +9,8 @@ import collections
 import os
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+import zlib
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 N_THREADS = len(os.sched_getaffinity(0))
 _WIDTH, _BATCH = 2048, 64
+_SLOTS = ("exp_avg", "exp_avg_sq")
 LAYER_BYTES = 3 * 4 * (_WIDTH * _WIDTH + _WIDTH)
 """Bytes of a layer in float32 and of its AdamW state, without the two counters."""
 
@@ -160,17 +162,25 @@ def _check(loop: _Loop, made: Checkpointer) -> None:
     assert all(np.array_equal(found[name], array) for name, array in expected.items())
 
 
-def save_for_resume(folder: Path, n_layers: int) -> None:
-    """Write the state after a step by both libraries, and its arrays."""
+def save_for_resume(folder: Path, n_layers: int, library: Literal["reshard", "dcp"]) -> None:
+    """Write the state by a library. Its values are computed from the names, so that no copy of them is needed later."""
     loop = _Loop(n_layers, N_THREADS)
-    loop.step()
-    made = _checkpointer(folder / "reshard", loop)
-    _save(loop, made)
-    made.close()
-    model, optimizer = get_state_dict(loop.model, loop.optimizer)
-    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder / "dcp", no_dist=True)
-    np.savez(folder / "expected.npz", **loop.state())
+    for name, parameter in loop.model.named_parameters():
+        slots = {slot: torch.from_numpy(_values(f"{slot}.{name}", parameter)) for slot in _SLOTS}
+        loop.optimizer.state[parameter] = {"step": torch.tensor(1.0), **slots}
+        parameter.data.copy_(torch.from_numpy(_values(name, parameter)))
+    loop.n = 1
+    if library == "reshard":
+        made = Checkpointer(folder / library, keep=1, signals=(), async_save=False)  # without a copy of the state
+        made.resume(model=loop.model, optimizer=loop.optimizer)
+        made.step(loop.n)
+        made.save()
+        made.close()
+    else:
+        model, optimizer = get_state_dict(loop.model, loop.optimizer)
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder / library, no_dist=True)
     os.sync()
+    fresh.drop(_files(folder / library))
 
 
 def resume(folder: Path, n_layers: int) -> float:
@@ -178,12 +188,12 @@ def resume(folder: Path, n_layers: int) -> float:
     _checkpointer(folder / "empty", _Loop(1, N_THREADS)).close()  # imports what is imported late
     loop = _Loop(n_layers, N_THREADS)
     made = Checkpointer(folder / "reshard", signals=())
-    _prepare(folder / "reshard", n_layers)
+    _prepare(folder, "reshard", n_layers)
     started = time.perf_counter()
     made.resume(model=loop.model, optimizer=loop.optimizer)
     seconds = time.perf_counter() - started
     made.close()
-    _check_resumed(folder, loop)
+    _check_resumed(loop)
     return seconds
 
 
@@ -196,7 +206,7 @@ def load_dcp(folder: Path, n_layers: int, with_states: bool) -> float:  # noqa: 
         with_states: the clock includes `get_state_dict`, which makes the optimizer's state, and `set_state_dict`.
     """
     loop = _Loop(n_layers, N_THREADS)
-    _prepare(folder / "dcp", n_layers)
+    _prepare(folder, "dcp", n_layers)
     started = time.perf_counter()
     model, optimizer = get_state_dict(loop.model, loop.optimizer)
     state = {"model": model, "optimizer": optimizer}
@@ -206,15 +216,33 @@ def load_dcp(folder: Path, n_layers: int, with_states: bool) -> float:  # noqa: 
     loaded = time.perf_counter()
     set_state_dict(loop.model, loop.optimizer, model_state_dict=model, optim_state_dict=optimizer)
     seconds = (time.perf_counter() if with_states else loaded) - started
-    _check_resumed(folder, loop)
+    _check_resumed(loop)
     return seconds
 
 
-def _prepare(folder: Path, n_layers: int) -> None:
-    fresh.prepare([path for path in folder.rglob("*") if path.is_file()], 2 * n_layers * LAYER_BYTES)
+def _prepare(folder: Path, library: Literal["reshard", "dcp"], n_layers: int) -> None:
+    """The files of one library are in the page cache, and the memory of a state without the model was just accessed."""
+    other = "dcp" if library == "reshard" else "reshard"
+    fresh.drop(_files(folder / other))
+    fresh.prepare(_files(folder / library), n_layers * LAYER_BYTES * len(_SLOTS) // (1 + len(_SLOTS)))
 
 
-def _check_resumed(folder: Path, loop: _Loop) -> None:
-    found, expected = loop.state(), np.load(folder / "expected.npz")
-    assert set(found) == set(expected)
-    assert all(found[name].tobytes() == expected[name].tobytes() for name in expected)
+def _files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def _values(name: str, parameter: torch.Tensor) -> np.ndarray:
+    generator = np.random.Generator(np.random.SFC64(zlib.crc32(name.encode())))
+    return generator.random(tuple(parameter.shape), np.float32)
+
+
+def _check_resumed(loop: _Loop) -> None:
+    """Compare the state with the values that were saved, bit for bit and one tensor after the other."""
+    for name, parameter in loop.model.named_parameters():
+        slots = loop.optimizer.state[parameter]
+        assert set(slots) == {"step", *_SLOTS}
+        assert float(slots["step"]) == 1.0
+        found = {name: parameter.detach()} | {f"{slot}.{name}": slots[slot] for slot in _SLOTS}
+        for key, tensor in found.items():
+            assert tensor.dtype == torch.float32
+            assert np.array_equal(tensor.numpy().view(np.uint32), _values(key, parameter).view(np.uint32)), key
