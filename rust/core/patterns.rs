@@ -26,8 +26,8 @@ const MAX_SET_BYTES: usize = 16 << 20;
 const MAX_NESTING: u32 = 64;
 /// Longest window of literal text by which a glob is indexed.
 const WINDOW_BYTES: usize = 8;
-/// Slots of the estimate of how many globs contain a window.
-const COUNT_SLOTS: usize = 1 << 18;
+/// Most slots of the estimate of how many globs contain a window.
+const MAX_COUNT_SLOTS: usize = 1 << 18;
 /// Most digits of an index.
 const MAX_INDEX_DIGITS: usize = 18;
 /// Limit of the total search time of one set of patterns. The patterns of typical layouts take milliseconds.
@@ -348,10 +348,16 @@ impl Patterns {
     /// Indexes each glob by the window that the fewest globs contain.
     fn index_globs(&mut self) {
         let hasher = RandomState::new();
-        let slot =
-            |window: u64, n_bytes: usize| hasher.hash_one((window, n_bytes)) as usize % COUNT_SLOTS;
         // A single glob is compared with every key.
-        let mut counts = vec![0_u32; if self.globs.len() > 1 { COUNT_SLOTS } else { 0 }];
+        let n_slots = if self.globs.len() > 1 {
+            let n_windows: usize = self.globs.iter().map(|(_, g)| windows_of(g).count()).sum();
+            (4 * n_windows).clamp(1, MAX_COUNT_SLOTS)
+        } else {
+            0
+        };
+        let slot =
+            |window: u64, n_bytes: usize| hasher.hash_one((window, n_bytes)) as usize % n_slots;
+        let mut counts = vec![0_u32; n_slots];
         if !counts.is_empty() {
             for (_, glob) in &self.globs {
                 for (window, n_bytes) in windows_of(glob) {
