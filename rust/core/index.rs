@@ -16,7 +16,7 @@ use crate::layout::{Cuts, Layout};
 use crate::local_array::{LocalArray, Part};
 use crate::plan::{Array, CopyOp, Plan, PlanSource};
 use crate::region::{Dims, Region};
-use crate::request::{Request, Requested, RequestedArray};
+use crate::request::{Request, Requested, RequestedArray, WholeRequest};
 use crate::shard_file::{Format, ShardFile, Table, verify_header};
 use crate::source::{Method, Source, closed};
 use crate::stored::{
@@ -120,6 +120,16 @@ impl<'a> Found<'a> {
             Self::InWholeFile(_, entry) => &entry.shape,
         }
     }
+}
+
+/// The place in the index behind the tensor that was found last.
+#[derive(Default)]
+struct Near {
+    /// Among the tensors that were added one by one.
+    listed: usize,
+    /// The file of which the tensors were added together, and the tensor in it.
+    file: usize,
+    in_file: usize,
 }
 
 /// A plan that is being made.
@@ -631,29 +641,31 @@ impl Index {
                 return Ok(Found::InWholeFile(whole.file, whole.table.entry(i)));
             }
         }
-        Err(Error::new(Kind::Key, format!("there is no tensor {}", named(key))).key(key))
+        Err(no_tensor(key))
     }
 
-    /// As [`Self::found`]. `next` is the number after that of the tensor before: keys are often requested in the order of
-    /// the index, and then no key is hashed.
-    fn found_near(&self, key: &str, next: &mut usize) -> Result<Found<'_>> {
-        let found = match self.tensors.get(*next) {
-            Some(stored) if stored.key == key => Found::Listed(stored),
-            _ => self.found(key)?,
-        };
-        *next += 1;
-        if let Found::Listed(stored) = &found
-            && self
-                .tensors
-                .get(*next - 1)
-                .is_none_or(|at| !std::ptr::eq(at, *stored))
+    /// As [`Self::found`]. Keys are often requested in the order of the index, and then no key is hashed.
+    fn found_near(&self, key: &str, near: &mut Near) -> Result<Found<'_>> {
+        if let Some(stored) = self.tensors.get(near.listed)
+            && stored.key == key
         {
-            *next = self
-                .by_key
-                .get(key)
-                .map_or(0, |&number| number as usize + 1);
+            near.listed += 1;
+            return Ok(Found::Listed(stored));
         }
-        Ok(found)
+        if let Some(&number) = self.by_key.get(key) {
+            near.listed = number as usize + 1;
+            return Ok(Found::Listed(&self.tensors[number as usize]));
+        }
+        for n in near.file..near.file + self.whole_files.len() {
+            let n = n % self.whole_files.len();
+            let whole = &self.whole_files[n];
+            let at = if n == near.file { near.in_file } else { 0 };
+            if let Some(i) = whole.table.find_near(key, at) {
+                (near.file, near.in_file) = (n, i + 1);
+                return Ok(Found::InWholeFile(whole.file, whole.table.entry(i)));
+            }
+        }
+        Err(no_tensor(key))
     }
 
     /// dtype and global shape of a key. Opens a file if the dtype is not known yet.
@@ -699,7 +711,11 @@ impl Index {
     }
 
     fn dtype_of(&self, key: &str) -> Result<Dtype> {
-        match self.found(key)? {
+        self.dtype_near(key, &mut Near::default())
+    }
+
+    fn dtype_near(&self, key: &str, near: &mut Near) -> Result<Dtype> {
+        match self.found_near(key, near)? {
             Found::Listed(stored) => self.dtype(stored),
             Found::InWholeFile(_, entry) => Ok(entry.dtype),
         }
@@ -930,6 +946,21 @@ impl Index {
         .path(path)
     }
 
+    /// As [`Self::plan`].
+    pub fn plan_requested(
+        &self,
+        requested: &Requested,
+        cast: Option<Dtype>,
+        verify: bool,
+    ) -> Result<Plan<'static>> {
+        match requested {
+            Requested::Whole(request) => self.plan_whole(request, cast, verify),
+            Requested::Listed(_) | Requested::OfRank(_) => {
+                self.plan(&*requested.request()?, cast, verify)
+            }
+        }
+    }
+
     /// Plans the copies of a request and checks them. With `cast`, floating-point tensors are cast to that dtype;
     /// others are not. With `verify`, execution compares every chunk that it reads with its checksum, for files with
     /// checksums.
@@ -964,14 +995,10 @@ impl Index {
         Ok(planning.plan)
     }
 
-    /// The plan of a request for tensors as they are, each with its name and key: what [`Self::plan`] makes of
-    /// [`Self::whole_request`]. Most of 100,000 tensors lie in one file each, as one run: they need no geometry.
-    ///
-    /// # Errors
-    /// As [`Self::plan`].
-    pub fn plan_whole<'a>(
+    /// Most of 100,000 tensors lie in one file each, as one run: they need no geometry.
+    fn plan_whole(
         &self,
-        arrays: impl IntoIterator<Item = (&'a str, &'a str)>,
+        request: &WholeRequest,
         cast: Option<Dtype>,
         verify: bool,
     ) -> Result<Plan<'static>> {
@@ -979,16 +1006,27 @@ impl Index {
             return Err(closed());
         }
         // Keys are checked first, so that no file is opened for an invalid request.
-        let mut next = 0;
-        let found = arrays.into_iter();
-        let found = found.map(|(name, key)| Ok((name, key, self.found_near(key, &mut next)?)));
+        let mut near = Near::default();
+        let found = request.arrays().map(|(_, key, shape)| {
+            let found = self.found_near(key, &mut near)?;
+            if found.shape() == shape {
+                return Ok(found);
+            }
+            let message = format!(
+                "{} has shape {}, not {}",
+                named(key),
+                Dims(found.shape()),
+                Dims(shape)
+            );
+            Err(Error::new(Kind::Mismatch, message).key(key))
+        });
         let found = found.collect::<Result<Vec<_>>>()?;
         let mut planning = Planning::new(self.files.len(), cast, verify);
         planning.plan.arrays.reserve_exact(found.len());
-        for (name, key, found) in &found {
+        for ((name, key, shape), found) in request.arrays().zip(&found) {
             if !self.plan_one_run(&mut planning, name, found)? {
                 let mut request = Request::default();
-                request.add_region(name, key, Region::whole(found.shape()));
+                request.add_region(name, key, Region::whole(shape));
                 self.plan_array(&mut planning, &request.arrays[0], Some(found))?;
             }
         }
@@ -1156,70 +1194,77 @@ impl Index {
     /// There is no such key, it cannot be cast, an array is not an integer number of bytes, or all are too large.
     pub fn request_sizes(
         &self,
-        request: &Request,
+        requested: &Requested,
         cast: Option<Dtype>,
     ) -> Result<Vec<(Dtype, u64)>> {
-        let mut sum = 0;
-        let sizes = request.arrays.iter().map(|array| {
-            let n = array.shape.iter().product();
-            self.add_size((&array.keys[0].0, &array.name, n), cast, &mut sum)
-        });
-        sizes.collect()
+        let mut sizes = Vec::with_capacity(requested.len());
+        self.each_size(requested, cast, |dtype, n_bytes| {
+            sizes.push((dtype, n_bytes))
+        })?;
+        Ok(sizes)
     }
 
     /// The bytes of all arrays of a request. `cast` and errors as [`Self::request_sizes`].
     pub fn request_bytes(&self, requested: &Requested, cast: Option<Dtype>) -> Result<u64> {
         let mut sum = 0;
-        match requested {
-            Requested::Listed(request) => {
-                self.request_sizes(request, cast)?
-                    .iter()
-                    .for_each(|(_, n_bytes)| sum += n_bytes);
-            }
-            Requested::OfRank(request) => {
-                for array in request.n_elements() {
-                    let (key, n) = array?;
-                    self.add_size((key, key, n), cast, &mut sum)?;
-                }
-            }
-        }
+        self.each_size(requested, cast, |_, n_bytes| sum += n_bytes)?;
         Ok(sum)
     }
 
-    /// The dtype and the bytes of an array of a key, which are added to `sum`.
-    fn add_size(
+    /// Calls a function with the dtype and the bytes of each array of a request.
+    fn each_size(
         &self,
-        (key, name, n): (&str, &str, u64),
+        requested: &Requested,
         cast: Option<Dtype>,
-        sum: &mut u64,
-    ) -> Result<(Dtype, u64)> {
-        let dtype = cast_target(self.dtype_of(key)?, cast)
-            .map_err(|error| error.key(key).within(named(key)))?;
-        let n_bytes = dtype.n_bytes(&[n]);
-        let total = n_bytes.and_then(|n| Some((n, sum.checked_add(n)?)));
-        let (n_bytes, next) = total.ok_or_else(|| {
-            let message = format!(
-                "{} is not an integer number of bytes, or too large",
-                named(name)
-            );
-            Error::new(Kind::Unsupported, message).key(key)
-        })?;
-        *sum = next;
-        Ok((dtype, n_bytes))
+        mut each: impl FnMut(Dtype, u64),
+    ) -> Result<()> {
+        let (mut sum, mut near) = (0_u64, Near::default());
+        let mut add = |key: &str, name: &str, n: u64| {
+            let stored = self.dtype_near(key, &mut near)?;
+            let dtype =
+                cast_target(stored, cast).map_err(|error| error.key(key).within(named(key)))?;
+            let n_bytes = dtype.n_bytes(&[n]);
+            let total = n_bytes.and_then(|n| Some((n, sum.checked_add(n)?)));
+            let (n_bytes, next) = total.ok_or_else(|| {
+                let message = format!(
+                    "{} is not an integer number of bytes, or too large",
+                    named(name)
+                );
+                Error::new(Kind::Unsupported, message).key(key)
+            })?;
+            sum = next;
+            each(dtype, n_bytes);
+            Ok(())
+        };
+        match requested {
+            Requested::Listed(request) => request.arrays.iter().try_for_each(|array| {
+                add(&array.keys[0].0, &array.name, array.shape.iter().product())
+            }),
+            Requested::OfRank(request) => request.n_elements().try_for_each(|array| {
+                let (key, n) = array?;
+                add(key, key, n)
+            }),
+            Requested::Whole(request) => request
+                .arrays()
+                .try_for_each(|(name, key, shape)| add(key, name, shape.iter().product())),
+        }
     }
 
-    /// A request for tensors as they are, each with its name and key.
+    /// A request for tensors as they are, each with its name, and with its key where that is not the name.
     ///
     /// # Errors
     /// There is no such key.
     pub fn whole_request<'a>(
         &self,
-        arrays: impl IntoIterator<Item = (&'a str, &'a str)>,
-    ) -> Result<Request> {
-        let mut request = Request::default();
-        for (name, key) in arrays {
-            let found = self.found(key)?;
-            request.add_region(name, key, Region::whole(found.shape()));
+        names: impl IntoIterator<Item = &'a str>,
+        keys: Option<impl IntoIterator<Item = &'a str>>,
+    ) -> Result<WholeRequest> {
+        let (mut request, mut near) = (WholeRequest::default(), Near::default());
+        let mut keys = keys.map(IntoIterator::into_iter);
+        for name in names {
+            let key = keys.as_mut().map(|keys| keys.next().unwrap_or(name));
+            let found = self.found_near(key.unwrap_or(name), &mut near)?;
+            request.add(name, key, found.shape());
         }
         Ok(request)
     }
@@ -1343,6 +1388,10 @@ fn check_size(key: &str, shape: &[u64]) -> Result<()> {
     }
     let message = format!("{}: shape {} is too large", named(key), Dims(shape));
     Err(Error::damaged(message).key(key))
+}
+
+fn no_tensor(key: &str) -> Error {
+    Error::new(Kind::Key, format!("there is no tensor {}", named(key))).key(key)
 }
 
 fn stored_twice(key: &str) -> Error {
