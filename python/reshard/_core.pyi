@@ -614,6 +614,14 @@ class Index:
             dtype: as in `plan`.
         """
 
+    def request_sizes(self, request: Request, *, dtype: str | None = None) -> list[int]:
+        """Return the bytes of each array of a request, without a plan.
+
+        Args:
+            request: the requested arrays.
+            dtype: as in `plan`.
+        """
+
     def request_bytes(self, requests: Sequence[Request], *, dtype: str | None = None) -> list[int]:
         """Return the bytes of the arrays of each request, without a plan.
 

@@ -793,9 +793,16 @@ impl Index {
         for whole in &self.whole_files {
             self.open(whole.file)?;
         }
-        let mut expected: Vec<Vec<(&Stored, &str, Vec<u64>)>> =
+        let mut expected: Vec<Vec<(&Stored, &str, Cow<'_, [u64]>)>> =
             (0..self.files.len()).map(|_| Vec::new()).collect();
         for stored in &self.tensors {
+            if let Some(files) = stored.only_cell() {
+                for &file in files {
+                    let shape = Cow::Borrowed(&*stored.shape);
+                    expected[file as usize].push((stored, &stored.key, shape));
+                }
+                continue;
+            }
             match &stored.form {
                 Form::Grid(grid) => {
                     for cell in 0..grid.n_cells() {
@@ -803,17 +810,15 @@ impl Index {
                         let shape: Vec<u64> =
                             grid.order.iter().map(|&d| region.shape()[d]).collect();
                         for file in grid.files(cell, u64::MAX) {
-                            expected[file as usize].push((stored, &stored.key, shape.clone()));
+                            let shape = Cow::Owned(shape.clone());
+                            expected[file as usize].push((stored, &stored.key, shape));
                         }
                     }
                 }
                 Form::Tiles(tiles) => {
                     for tensor in &tiles.tensors {
-                        expected[tensor.file as usize].push((
-                            stored,
-                            &tensor.name,
-                            tensor.shape.clone(),
-                        ));
+                        let shape = Cow::Borrowed(&*tensor.shape);
+                        expected[tensor.file as usize].push((stored, &tensor.name, shape));
                     }
                 }
             }
@@ -827,12 +832,14 @@ impl Index {
                 let opened = self.open(file)?;
                 let is_whole = self.whole_files.iter().any(|whole| whole.file == file);
                 let mut is_known = vec![is_whole; opened.table().len()];
+                let mut next = 0; // tensors are often listed in the order of the file
                 for (stored, name, shape) in expected {
                     let at = opened
                         .table()
-                        .find(name)
+                        .find_near(name, next)
                         .ok_or_else(|| self.missing_in(file, name))?;
                     is_known[at] = true;
+                    next = at + 1;
                     let entry = opened.table().entry(at);
                     let dtype = *stored.dtype.get_or_init(|| entry.dtype);
                     self.check_stored(file, name, (entry.dtype, &entry.shape), (dtype, &shape))?;

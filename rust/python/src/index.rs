@@ -612,6 +612,18 @@ impl Index {
     }
 
     #[pyo3(signature = (request, *, dtype=None))]
+    fn request_sizes(
+        &self,
+        py: Python<'_>,
+        request: &Request,
+        dtype: Option<&str>,
+    ) -> PyResult<Vec<u64>> {
+        let dtype = raise(py, dtype.map(Dtype::parse).transpose())?;
+        let sizes = py.detach(|| self.index.request_sizes(&request.0, dtype));
+        Ok(raise(py, sizes)?.into_iter().map(|(_, n_bytes)| n_bytes).collect())
+    }
+
+    #[pyo3(signature = (request, *, dtype=None))]
     fn request_arrays<'py>(
         &self,
         py: Python<'py>,
