@@ -138,10 +138,26 @@ struct Planning {
     cast: Option<Dtype>,
     /// The elements that are copied from each file.
     chosen: Vec<u64>,
-    /// The number in the plan of each file.
-    sources: HashMap<u32, u32>,
-    /// The file of the last run, and the number after that of its tensor there.
-    last: Option<(u32, Arc<ShardFile>, usize)>,
+    /// By number in the index, the files that were used.
+    opened: Vec<Option<OpenedFile>>,
+}
+
+/// A file that a plan uses.
+struct OpenedFile {
+    file: Arc<ShardFile>,
+    /// The number after that of the tensor that was found last: tensors are often requested in the order of the file.
+    next: usize,
+    /// Its number among the sources of the plan.
+    source: Option<u32>,
+}
+
+impl OpenedFile {
+    /// The number of a stored tensor.
+    fn find(&mut self, name: &str) -> Option<usize> {
+        let found = self.file.table().find_near(name, self.next)?;
+        self.next = found + 1;
+        Some(found)
+    }
 }
 
 impl Planning {
@@ -154,15 +170,15 @@ impl Planning {
             plan,
             cast,
             chosen: vec![0; n_files],
-            sources: HashMap::new(),
-            last: None,
+            opened: (0..n_files).map(|_| None).collect(),
         }
     }
 
-    /// The number of a file among the sources of the plan.
-    fn source(&mut self, file: u32, opened: &Arc<ShardFile>) -> u32 {
-        *self.sources.entry(file).or_insert_with(|| {
-            let source = PlanSource::File(file, Arc::clone(opened));
+    /// The number of an opened file among the sources of the plan.
+    fn source(&mut self, file: u32) -> u32 {
+        let opened = self.opened[file as usize].as_mut().expect("opened before");
+        *opened.source.get_or_insert_with(|| {
+            let source = PlanSource::File(file, Arc::clone(&opened.file));
             self.plan.sources.push(source);
             self.plan.sources.len() as u32 - 1
         })
@@ -508,6 +524,12 @@ impl Index {
         self.insert(key, Some(dtype), shape, Form::Tiles(tiles))
     }
 
+    /// Reserves memory for tensors that are added one by one.
+    pub fn reserve(&mut self, n_tensors: usize) {
+        self.tensors.reserve(n_tensors);
+        self.by_key.reserve(n_tensors);
+    }
+
     fn insert(
         &mut self,
         key: &str,
@@ -515,11 +537,16 @@ impl Index {
         shape: Vec<u64>,
         form: Form,
     ) -> Result<()> {
-        if self.contains(key) {
-            return Err(stored_twice(key));
+        let is_in_file = self
+            .whole_files
+            .iter()
+            .any(|whole| whole.table.find(key).is_some());
+        match self.by_key.entry(key.to_owned()) {
+            std::collections::hash_map::Entry::Vacant(entry) if !is_in_file => {
+                entry.insert(self.tensors.len() as u32);
+            }
+            _ => return Err(stored_twice(key)),
         }
-        self.by_key
-            .insert(key.to_owned(), self.tensors.len() as u32);
         check_size(key, &shape)?;
         let dtype = dtype.map_or_else(OnceLock::new, OnceLock::from);
         self.tensors.push(Stored {
@@ -1058,20 +1085,15 @@ impl Index {
         let Some(file) = choose(files, &mut planning.chosen, n) else {
             return Ok(false);
         };
-        let opened = match &planning.last {
-            Some((last, opened, _)) if *last == file => Arc::clone(opened),
-            _ => {
-                if planning.plan.verify {
-                    self.read_checksums([file], true)?;
-                }
-                self.open(file)?
-            }
-        };
+        if planning.plan.verify && planning.opened[file as usize].is_none() {
+            self.read_checksums([file], true)?;
+        }
+        let used = self.opened_for(planning, file)?;
+        let opened = Arc::clone(&used.file);
         let Table::Header(header) = &**opened.table() else {
             return Ok(false);
         };
-        let near = planning.last.take_if(|last| last.0 == file);
-        let Some(number) = header.find_near(key, near.map_or(0, |last| last.2)) else {
+        let Some(number) = used.find(key) else {
             return Ok(false);
         };
         let Entry {
@@ -1095,7 +1117,7 @@ impl Index {
             dst: 1,
         };
         let copy_op = CopyOp {
-            source: planning.source(file, &opened),
+            source: planning.source(file),
             src_start_bytes: header.data_start() + start,
             dst: 0,
             dims: if n == 1 { Vec::new() } else { vec![run] },
@@ -1109,8 +1131,20 @@ impl Index {
             Vec::new(),
         )?;
         planning.plan.arrays.push(array);
-        planning.last = Some((file, opened, number + 1));
         Ok(true)
+    }
+
+    /// A file, opened when it is first used.
+    fn opened_for<'p>(&self, planning: &'p mut Planning, file: u32) -> Result<&'p mut OpenedFile> {
+        let slot = &mut planning.opened[file as usize];
+        if slot.is_none() {
+            *slot = Some(OpenedFile {
+                file: self.open(file)?,
+                next: 0,
+                source: None,
+            });
+        }
+        Ok(slot.as_mut().expect("opened above"))
     }
 
     /// Plans one array of a request. `found` is the tensor of all its tiles, if there is one.
@@ -1123,7 +1157,9 @@ impl Index {
         let (first_key, _) = &requested.keys[0];
         let selected = self.select(requested, found, &mut planning.chosen)?;
         if planning.plan.verify {
-            self.read_checksums(selected.iter().map(|one| one.file), true)?;
+            let files = selected.iter().map(|one| one.file);
+            let new = files.filter(|&file| planning.opened[file as usize].is_none());
+            self.read_checksums(new, true)?;
         }
         let stored_dtype = match found {
             Some(Found::InWholeFile(_, entry)) => entry.dtype,
@@ -1161,18 +1197,25 @@ impl Index {
                 mut copy_op,
                 boxes,
             } = one;
-            let opened = self.open(file)?;
-            if let Some(strides) = opened.table().strides(name) {
+            let used = self.opened_for(planning, file)?;
+            let opened = Arc::clone(&used.file);
+            let table = opened.table();
+            if let Some(strides) = table.strides(name) {
                 let boxes = boxes.expect("a safetensors file has no strides");
                 let strided = boxes.strided(&stored_shape, strides);
                 (src, copy_op.dims) =
                     strided.map_err(|error| error.key(name).within(named(name)))?;
             }
-            let (found, shape, start) = opened
-                .tensor(name)
-                .ok_or_else(|| self.missing_in(file, name))?;
-            self.check_stored(file, name, (found, &shape), (stored_dtype, &stored_shape))?;
-            copy_op.source = planning.source(file, &opened);
+            let number = used.find(name);
+            let entry = table.entry(number.ok_or_else(|| self.missing_in(file, name))?);
+            let (found, start) = (entry.dtype, table.data_start() + entry.start);
+            self.check_stored(
+                file,
+                name,
+                (found, &entry.shape),
+                (stored_dtype, &stored_shape),
+            )?;
+            copy_op.source = planning.source(file);
             let (per_unit, unit_bytes) = stored_dtype.unit();
             if !src.is_multiple_of(per_unit) {
                 let message = format!(

@@ -620,7 +620,10 @@ impl Index {
     ) -> PyResult<Vec<u64>> {
         let dtype = raise(py, dtype.map(Dtype::parse).transpose())?;
         let sizes = py.detach(|| self.index.request_sizes(&request.0, dtype));
-        Ok(raise(py, sizes)?.into_iter().map(|(_, n_bytes)| n_bytes).collect())
+        Ok(raise(py, sizes)?
+            .into_iter()
+            .map(|(_, n_bytes)| n_bytes)
+            .collect())
     }
 
     #[pyo3(signature = (request, *, dtype=None))]
