@@ -1058,7 +1058,9 @@ impl Index {
         let mut planning = Planning::new(self.files.len(), cast, verify);
         planning.plan.arrays.reserve_exact(found.len());
         for ((name, key, shape), found) in request.arrays().zip(&found) {
-            if !self.plan_one_run(&mut planning, name, found)? {
+            if !self.plan_one_run(&mut planning, name, found)?
+                && !self.plan_cells(&mut planning, name, found)?
+            {
                 let mut request = Request::default();
                 request.add_region(name, key, Region::whole(shape));
                 self.plan_array(&mut planning, &request.arrays[0], Some(found))?;
@@ -1128,6 +1130,61 @@ impl Index {
             dtypes,
             stored_shape,
             vec![copy_op],
+            Vec::new(),
+        )?;
+        planning.plan.arrays.push(array);
+        Ok(true)
+    }
+
+    /// Adds a tensor whose parts form a grid in safetensors files. `false` as of [`Self::plan_one_run`].
+    fn plan_cells(&self, planning: &mut Planning, name: &str, found: &Found<'_>) -> Result<bool> {
+        let Found::Listed(stored) = found else {
+            return Ok(false);
+        };
+        let Form::Grid(grid) = &stored.form else {
+            return Ok(false);
+        };
+        if stored.only_cell().is_some() || stored.shape.contains(&0) {
+            return Ok(false);
+        }
+        let Some(cells) = grid.select_all(&stored.shape, &mut planning.chosen) else {
+            return Ok(false);
+        };
+        if planning.plan.verify {
+            let files = cells.iter().map(|cell| cell.file);
+            let new = files.filter(|&file| planning.opened[file as usize].is_none());
+            self.read_checksums(new, true)?;
+        }
+        let mut copy_ops = Vec::with_capacity(cells.len());
+        for cell in cells {
+            let used = self.opened_for(planning, cell.file)?;
+            let opened = Arc::clone(&used.file);
+            let Table::Header(header) = &**opened.table() else {
+                return Ok(false);
+            };
+            let Some(number) = used.find(&stored.key) else {
+                return Ok(false);
+            };
+            let entry = header.entry(number);
+            let dtype = *stored.dtype.get_or_init(|| entry.dtype);
+            if (entry.dtype, &entry.shape) != (dtype, &cell.stored_shape) {
+                return Ok(false);
+            }
+            copy_ops.push(CopyOp {
+                source: planning.source(cell.file),
+                src_start_bytes: header.data_start() + entry.start,
+                dst: cell.dst,
+                dims: cell.dims,
+            });
+        }
+        let stored_dtype = self.dtype(stored)?;
+        let dtype = cast_target(stored_dtype, planning.cast)
+            .map_err(|error| error.key(&stored.key).within(named(&stored.key)))?;
+        let array = Array::new(
+            name.to_owned(),
+            (stored_dtype, dtype),
+            stored.shape.clone(),
+            copy_ops,
             Vec::new(),
         )?;
         planning.plan.arrays.push(array);
