@@ -987,11 +987,14 @@ impl Index {
         cast: Option<Dtype>,
         verify: bool,
     ) -> Result<Plan<'static>> {
-        match requested {
-            Requested::Whole(request) => self.plan_whole(request, cast, verify),
-            Requested::Listed(_) | Requested::OfRank(_) => {
-                self.plan(&*requested.request()?, cast, verify)
-            }
+        let of_rank = match requested {
+            Requested::Whole(request) => return self.plan_whole(request, cast, verify),
+            Requested::OfRank(request) => request.whole(),
+            Requested::Listed(_) => None,
+        };
+        match of_rank {
+            Some(request) => self.plan_whole(&request, cast, verify),
+            None => self.plan(&*requested.request()?, cast, verify),
         }
     }
 
@@ -1047,7 +1050,7 @@ impl Index {
                 return Ok(found);
             }
             let message = format!(
-                "{} has shape {}, not {}",
+                "{} has shape {}, but the layout is for {}",
                 named(key),
                 Dims(found.shape()),
                 Dims(shape)

@@ -57,6 +57,20 @@ impl RankRequest {
         Ok(request)
     }
 
+    /// The same request, if the rank holds all of the tensors as they are.
+    pub(crate) fn whole(&self) -> Option<WholeRequest> {
+        let mut request = WholeRequest::default();
+        self.keys
+            .iter()
+            .all(|(_, layout)| layout.is_whole())
+            .then(|| {
+                for (key, layout) in &*self.keys {
+                    request.add(key, None, layout.shape());
+                }
+                request
+            })
+    }
+
     /// The key of each array and the number of its elements.
     pub(crate) fn n_elements(&self) -> impl Iterator<Item = Result<(&str, u64)>> {
         self.parts().map(|part| {
