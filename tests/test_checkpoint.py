@@ -46,6 +46,7 @@ from reshard.errors import (
     StorageError,
     UnsupportedError,
 )
+from reshard.outputs import whole_request
 
 SAMPLES = Path(__file__).parent / "data" / "mindspore"
 TREES = [
@@ -552,9 +553,13 @@ def test_whole_tensors_are_planned_as_a_request_for_them_is(name: str, dtype: st
     ordered = list(arrays)
     for keys in (ordered, ordered[::-1], ordered[::3], ordered[5:9] + ordered[1:3], []):
         with reshard.open(path) as one, reshard.open(path) as other:  # neither knows what the other has read
-            whole = one.data.index.plan_whole(keys, dtype=dtype)
-            index = other.data.index
-            request = index.plan(index.whole_request(keys), dtype=dtype)
+            index = one.data.index
+            of_keys = index.whole_request([f"{key}!" for key in keys], keys)
+            of_regions = whole_request({f"{key}!": arrays[key].shape for key in keys}, {f"{key}!": key for key in keys})
+            again = other.data.index
+            assert index.request_arrays(of_keys, dtype=dtype) == again.request_arrays(of_regions, dtype=dtype)
+            whole = index.plan(of_keys, dtype=dtype)
+            request = again.plan(of_regions, dtype=dtype)
             assert whole.arrays == request.arrays
             assert (whole.n_copies, whole.source_bytes) == (request.n_copies, request.source_bytes)
             for (buffer, start), (same, at), (_, _, _, n) in zip(
@@ -562,9 +567,13 @@ def test_whole_tensors_are_planned_as_a_request_for_them_is(name: str, dtype: st
             ):
                 assert memoryview(buffer)[start : start + n] == memoryview(same)[at : at + n]
             with pytest.raises(KeyNotFoundError, match="`nothing`"):
-                one.data.index.plan_whole([*keys, "nothing"])
+                index.whole_request([*keys, "nothing"])
+            of_keys.add_region("part", ordered[0], (0,) * arrays[ordered[0]].ndim, arrays[ordered[0]].shape)
+            assert [name for name, *_ in index.plan(of_keys).arrays] == [*(f"{key}!" for key in keys), "part"]
     with pytest.raises(ArgumentError, match="closed"):
-        one.data.index.plan_whole(ordered)
+        index.plan(of_regions)
+    with pytest.raises(ArgumentError, match="closed"):
+        index.plan(index.whole_request(ordered))
 
 
 def test_joined_keys_come_as_one_array(small: reshard.Checkpoint) -> None:

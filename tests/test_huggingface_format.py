@@ -184,3 +184,10 @@ def test_every_tensor_has_one_file_within_the_limit(sizes: list[int], limit: int
     for names in found:
         assert names == sorted(names, key=int)
         assert len(names) == 1 or sum(sizes[int(name)] for name in names) <= limit
+
+
+def test_the_text_of_an_index_is_that_of_json() -> None:
+    for weight_map in ({}, {"b": "f", "a": 'g"\\', "\u00e9\n\u2028": "f"}):
+        content = {"metadata": {"reshard": "1", "total_size": 8}, "weight_map": weight_map}
+        expected = json.dumps(content, ensure_ascii=False, indent=2, sort_keys=True) + "\n"
+        assert huggingface.index_text(weight_map, 8, "1") == expected

@@ -28,7 +28,7 @@ for _ in range(33_000):
 n_maps = Path("/proc/self/maps").read_text().count(sys.argv[1])
 assert 32_000 <= n_maps <= 32_768, n_maps
 for index in (opened[0], opened[-1]):
-    buffer, start = index.plan_whole(["w"]).load()[0]
+    buffer, start = index.plan(index.whole_request(["w"])).load()[0]
     assert np.frombuffer(buffer, np.int64, 5, start).tolist() == [0, 1, 2, 3, 4]
 del opened
 index = _core.Index()

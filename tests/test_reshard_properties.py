@@ -33,6 +33,7 @@ from tests.strategies import (
 
 from reshard._core import Index, Plan, Request, StoredArray, Tile, crc32c
 from reshard.layout import ModelLayout
+from reshard.outputs import whole_request
 
 Method = Literal["auto", "map", "read"]
 METHODS: tuple[Method, ...] = ("map", "read", "auto")
@@ -152,8 +153,8 @@ def check_rank(checkpoint: Checkpoint, index: Index, mapping: Mapping[str, Any],
                 differing({name: memoryview(buffer)[offset : offset + n_bytes].tobytes()}, {name: expected[name]}) == []
             )
     keys = list(checkpoint.shapes)[:: -1 if rank % 2 else 1]
-    whole = index.plan_whole(keys)
-    request = index.plan(index.whole_request(keys))
+    whole = index.plan(index.whole_request(keys))
+    request = index.plan(whole_request({key: checkpoint.shapes[key] for key in keys}))
     assert (whole.arrays, whole.n_copies) == (request.arrays, request.n_copies)
     assert differing(loaded(whole), checkpoint.tensors) == []
     return plan

@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
+from tests.arrays import assert_same
 
 import reshard
 from reshard import _core
 from reshard.errors import ArgumentError, DamagedFileError, LayoutError, StorageError
 from reshard.layout import ModelLayout
+from reshard.outputs import load_all
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -101,6 +103,16 @@ def test_damage_is_found_though_files_are_planned_together(tmp_path: Path) -> No
     with pytest.raises(DamagedFileError, match="differ from what was written"):
         reshard.convert(tmp_path / "root", tmp_path / "out", layout=layout, commit={"durable": False})
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("names", [("d",), ("a0",), ("c", "d"), ("a0", "a1", "c")])
+def test_the_plan_of_a_request_that_is_made_late_is_that_of_the_rank(names: tuple[str, ...], source: Path) -> None:
+    with reshard.open(source) as checkpoint:
+        bound, index = bound_to(checkpoint), checkpoint.data.index
+        for rank, late in enumerate(bound.requests_of([(rank, names) for rank in range(N_RANKS)])):
+            plan, expected = index.plan(late, dtype="F64"), index.plan(bound.request_of(rank, names), dtype="F64")
+            assert plan.arrays == expected.arrays
+            assert_same(load_all(plan), load_all(expected))
 
 
 def test_a_request_that_is_made_late_is_that_of_the_rank(source: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from tests import original_reader
 from tests.arrays import Arrays, assert_same
 
 import reshard
+from reshard import _core
 from reshard.errors import ArgumentError, DamagedFileError, KeyNotFoundError, ReshardError
 from reshard.formats.own_files import own_files, storage_ranks
 from reshard.storage.location import locate
@@ -219,3 +220,43 @@ def test_files_that_are_written_together_are_those_written_alone(tmp_path: Path)
             index.whole_request(["nothing"])
         assert not (tmp_path / "together" / "1.safetensors").exists()
     assert len(list((tmp_path / "together").iterdir())) == len(names) - 1
+
+
+@pytest.mark.parametrize("dtype", [None, "F64"])
+@pytest.mark.parametrize("order", [slice(None), slice(None, None, -1), slice(0, None, 2), slice(30, 90)])
+def test_a_file_of_stored_arrays_is_that_of_the_same_arrays_in_memory(
+    order: slice, dtype: Literal["F64"] | None, tmp_path: Path
+) -> None:
+    # Runs of arrays that follow each other in their file are copied as one; from memory each is copied alone.
+    random = np.random.default_rng(1)
+    kinds: list[tuple[Any, tuple[int, ...]]] = [(np.float32, (3, 5)), (np.int16, ()), (np.float32, (0, 2))]
+    arrays = {f"w{i}": random.integers(0, 99, kinds[i % 3][1]).astype(kinds[i % 3][0]) for i in range(120)}
+    arrays["w60"] = random.random((700, 500), np.float32)
+    reshard.save(tmp_path / "root", 1, arrays, commit={"durable": False})
+    keys = list(arrays)[order]
+    with reshard.open(tmp_path / "root") as checkpoint:
+        index = checkpoint.data.index
+        plan = index.plan(index.whole_request(keys), dtype=dtype)
+        found = plan.write(str(tmp_path / "found"), metadata={"a": "b"}, durable=False)
+    entries = [
+        (key, dtype, arrays[key].shape, arrays[key].astype(np.float64))
+        if dtype and arrays[key].dtype == np.float32
+        else (key, "I16" if arrays[key].dtype == np.int16 else "F32", arrays[key].shape, arrays[key])
+        for key in keys
+    ]
+    expected = _core.write_arrays(str(tmp_path / "expected"), entries, metadata={"a": "b"}, durable=False)
+    assert (tmp_path / "found").read_bytes() == (tmp_path / "expected").read_bytes()
+    assert (found.header_checksum, found.checksums) == (expected.header_checksum, expected.checksums)
+
+
+def test_damage_in_a_run_of_arrays_names_an_array_of_the_damaged_chunk(tmp_path: Path) -> None:
+    arrays = {f"w{i:03}": np.full(1000, i, np.float64) for i in range(200)}
+    reshard.save(tmp_path / "root", 1, arrays, commit={"durable": False})
+    (shard,) = (tmp_path / "root").glob("iteration_*/model-*.safetensors")
+    data = bytearray(shard.read_bytes())
+    data[-5] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(DamagedFileError, match="differ from what was written") as caught:
+        reshard.convert(tmp_path / "root", tmp_path / "hf", to="huggingface")
+    start = len(data) // (256 << 10) * (256 << 10)  # of the last chunk
+    assert caught.value.key == f"w{(start - (len(data) - 200 * 8000)) // 8000:03}"

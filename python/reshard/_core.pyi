@@ -575,15 +575,6 @@ class Index:
                 chunk that differs raises DamagedFileError with path, key and byte range when the plan is executed.
         """
 
-    def plan_whole(self, keys: Sequence[str], *, dtype: str | None = None, verify: bool = True) -> Plan:
-        """Plan the copies of whole tensors, as `plan` of `whole_request` does, in less time.
-
-        Args:
-            keys: the tensors; each array has the name of its key.
-            dtype: as in `plan`.
-            verify: as in `plan`.
-        """
-
     def write_small(
         self,
         folder: str,
@@ -623,6 +614,14 @@ class Index:
             dtype: as in `plan`.
         """
 
+    def request_sizes(self, request: Request, *, dtype: str | None = None) -> list[int]:
+        """Return the bytes of each array of a request, without a plan.
+
+        Args:
+            request: the requested arrays.
+            dtype: as in `plan`.
+        """
+
     def request_bytes(self, requests: Sequence[Request], *, dtype: str | None = None) -> list[int]:
         """Return the bytes of the arrays of each request, without a plan.
 
@@ -632,7 +631,7 @@ class Index:
         """
 
     def whole_request(self, names: Sequence[str], keys: Sequence[str] | None = None) -> Request:
-        """Return the request for whole tensors. Opens no file.
+        """Return the request for whole tensors. Opens no file. It is planned in less time than one of regions.
 
         Args:
             names: the names of the arrays.

@@ -422,7 +422,7 @@ class Checkpoint:
                 raise ArgumentError("`rank` was given without `layout`: whole tensors are the same on every rank")
             self._check_placed(*wanted)
             names = wanted
-            plan = self._index.plan_whole(wanted, **self._plan_options(dtype, verify, wanted))
+            plan = self.plan(self._index.whole_request(wanted), dtype, verify=verify, keys=wanted)
         else:
             request, names, wanted = self._request(layout, rank, wanted)
             plan = self.plan(request, dtype, verify=verify, keys=wanted)
@@ -707,7 +707,7 @@ class Checkpoint:
                     f"rank {rank} of {self.path} holds no {show(missing[0])}", key=missing[0], path=str(self.path)
                 )
             wanted = [key for key in wanted if key in chosen]
-        return load_all(index.plan_whole(wanted, verify=verify != "structure"))
+        return load_all(index.plan(index.whole_request(wanted), verify=verify != "structure"))
 
     def stored_info(self, rank: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Dtype and shape in elements of the arrays that `stored` loads; reads headers only. Raises as `stored`.

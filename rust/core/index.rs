@@ -16,7 +16,7 @@ use crate::layout::{Cuts, Layout};
 use crate::local_array::{LocalArray, Part};
 use crate::plan::{Array, CopyOp, Plan, PlanSource};
 use crate::region::{Dims, Region};
-use crate::request::{Request, Requested, RequestedArray};
+use crate::request::{Request, Requested, RequestedArray, WholeRequest};
 use crate::shard_file::{Format, ShardFile, Table, verify_header};
 use crate::source::{Method, Source, closed};
 use crate::stored::{
@@ -122,16 +122,42 @@ impl<'a> Found<'a> {
     }
 }
 
+/// The place in the index behind the tensor that was found last.
+#[derive(Default)]
+struct Near {
+    /// Among the tensors that were added one by one.
+    listed: usize,
+    /// The file of which the tensors were added together, and the tensor in it.
+    file: usize,
+    in_file: usize,
+}
+
 /// A plan that is being made.
 struct Planning {
     plan: Plan<'static>,
     cast: Option<Dtype>,
     /// The elements that are copied from each file.
     chosen: Vec<u64>,
-    /// The number in the plan of each file.
-    sources: HashMap<u32, u32>,
-    /// The file of the last run, and the number after that of its tensor there.
-    last: Option<(u32, Arc<ShardFile>, usize)>,
+    /// By number in the index, the files that were used.
+    opened: Vec<Option<OpenedFile>>,
+}
+
+/// A file that a plan uses.
+struct OpenedFile {
+    file: Arc<ShardFile>,
+    /// The number after that of the tensor that was found last: tensors are often requested in the order of the file.
+    next: usize,
+    /// Its number among the sources of the plan.
+    source: Option<u32>,
+}
+
+impl OpenedFile {
+    /// The number of a stored tensor.
+    fn find(&mut self, name: &str) -> Option<usize> {
+        let found = self.file.table().find_near(name, self.next)?;
+        self.next = found + 1;
+        Some(found)
+    }
 }
 
 impl Planning {
@@ -144,15 +170,15 @@ impl Planning {
             plan,
             cast,
             chosen: vec![0; n_files],
-            sources: HashMap::new(),
-            last: None,
+            opened: (0..n_files).map(|_| None).collect(),
         }
     }
 
-    /// The number of a file among the sources of the plan.
-    fn source(&mut self, file: u32, opened: &Arc<ShardFile>) -> u32 {
-        *self.sources.entry(file).or_insert_with(|| {
-            let source = PlanSource::File(file, Arc::clone(opened));
+    /// The number of an opened file among the sources of the plan.
+    fn source(&mut self, file: u32) -> u32 {
+        let opened = self.opened[file as usize].as_mut().expect("opened before");
+        *opened.source.get_or_insert_with(|| {
+            let source = PlanSource::File(file, Arc::clone(&opened.file));
             self.plan.sources.push(source);
             self.plan.sources.len() as u32 - 1
         })
@@ -498,6 +524,12 @@ impl Index {
         self.insert(key, Some(dtype), shape, Form::Tiles(tiles))
     }
 
+    /// Reserves memory for tensors that are added one by one.
+    pub fn reserve(&mut self, n_tensors: usize) {
+        self.tensors.reserve(n_tensors);
+        self.by_key.reserve(n_tensors);
+    }
+
     fn insert(
         &mut self,
         key: &str,
@@ -505,11 +537,16 @@ impl Index {
         shape: Vec<u64>,
         form: Form,
     ) -> Result<()> {
-        if self.contains(key) {
-            return Err(stored_twice(key));
+        let is_in_file = self
+            .whole_files
+            .iter()
+            .any(|whole| whole.table.find(key).is_some());
+        match self.by_key.entry(key.to_owned()) {
+            std::collections::hash_map::Entry::Vacant(entry) if !is_in_file => {
+                entry.insert(self.tensors.len() as u32);
+            }
+            _ => return Err(stored_twice(key)),
         }
-        self.by_key
-            .insert(key.to_owned(), self.tensors.len() as u32);
         check_size(key, &shape)?;
         let dtype = dtype.map_or_else(OnceLock::new, OnceLock::from);
         self.tensors.push(Stored {
@@ -631,29 +668,31 @@ impl Index {
                 return Ok(Found::InWholeFile(whole.file, whole.table.entry(i)));
             }
         }
-        Err(Error::new(Kind::Key, format!("there is no tensor {}", named(key))).key(key))
+        Err(no_tensor(key))
     }
 
-    /// As [`Self::found`]. `next` is the number after that of the tensor before: keys are often requested in the order of
-    /// the index, and then no key is hashed.
-    fn found_near(&self, key: &str, next: &mut usize) -> Result<Found<'_>> {
-        let found = match self.tensors.get(*next) {
-            Some(stored) if stored.key == key => Found::Listed(stored),
-            _ => self.found(key)?,
-        };
-        *next += 1;
-        if let Found::Listed(stored) = &found
-            && self
-                .tensors
-                .get(*next - 1)
-                .is_none_or(|at| !std::ptr::eq(at, *stored))
+    /// As [`Self::found`]. Keys are often requested in the order of the index, and then no key is hashed.
+    fn found_near(&self, key: &str, near: &mut Near) -> Result<Found<'_>> {
+        if let Some(stored) = self.tensors.get(near.listed)
+            && stored.key == key
         {
-            *next = self
-                .by_key
-                .get(key)
-                .map_or(0, |&number| number as usize + 1);
+            near.listed += 1;
+            return Ok(Found::Listed(stored));
         }
-        Ok(found)
+        if let Some(&number) = self.by_key.get(key) {
+            near.listed = number as usize + 1;
+            return Ok(Found::Listed(&self.tensors[number as usize]));
+        }
+        for n in near.file..near.file + self.whole_files.len() {
+            let n = n % self.whole_files.len();
+            let whole = &self.whole_files[n];
+            let at = if n == near.file { near.in_file } else { 0 };
+            if let Some(i) = whole.table.find_near(key, at) {
+                (near.file, near.in_file) = (n, i + 1);
+                return Ok(Found::InWholeFile(whole.file, whole.table.entry(i)));
+            }
+        }
+        Err(no_tensor(key))
     }
 
     /// dtype and global shape of a key. Opens a file if the dtype is not known yet.
@@ -699,7 +738,11 @@ impl Index {
     }
 
     fn dtype_of(&self, key: &str) -> Result<Dtype> {
-        match self.found(key)? {
+        self.dtype_near(key, &mut Near::default())
+    }
+
+    fn dtype_near(&self, key: &str, near: &mut Near) -> Result<Dtype> {
+        match self.found_near(key, near)? {
             Found::Listed(stored) => self.dtype(stored),
             Found::InWholeFile(_, entry) => Ok(entry.dtype),
         }
@@ -777,9 +820,16 @@ impl Index {
         for whole in &self.whole_files {
             self.open(whole.file)?;
         }
-        let mut expected: Vec<Vec<(&Stored, &str, Vec<u64>)>> =
+        let mut expected: Vec<Vec<(&Stored, &str, Cow<'_, [u64]>)>> =
             (0..self.files.len()).map(|_| Vec::new()).collect();
         for stored in &self.tensors {
+            if let Some(files) = stored.only_cell() {
+                for &file in files {
+                    let shape = Cow::Borrowed(&*stored.shape);
+                    expected[file as usize].push((stored, &stored.key, shape));
+                }
+                continue;
+            }
             match &stored.form {
                 Form::Grid(grid) => {
                     for cell in 0..grid.n_cells() {
@@ -787,17 +837,15 @@ impl Index {
                         let shape: Vec<u64> =
                             grid.order.iter().map(|&d| region.shape()[d]).collect();
                         for file in grid.files(cell, u64::MAX) {
-                            expected[file as usize].push((stored, &stored.key, shape.clone()));
+                            let shape = Cow::Owned(shape.clone());
+                            expected[file as usize].push((stored, &stored.key, shape));
                         }
                     }
                 }
                 Form::Tiles(tiles) => {
                     for tensor in &tiles.tensors {
-                        expected[tensor.file as usize].push((
-                            stored,
-                            &tensor.name,
-                            tensor.shape.clone(),
-                        ));
+                        let shape = Cow::Borrowed(&*tensor.shape);
+                        expected[tensor.file as usize].push((stored, &tensor.name, shape));
                     }
                 }
             }
@@ -811,12 +859,14 @@ impl Index {
                 let opened = self.open(file)?;
                 let is_whole = self.whole_files.iter().any(|whole| whole.file == file);
                 let mut is_known = vec![is_whole; opened.table().len()];
+                let mut next = 0; // tensors are often listed in the order of the file
                 for (stored, name, shape) in expected {
                     let at = opened
                         .table()
-                        .find(name)
+                        .find_near(name, next)
                         .ok_or_else(|| self.missing_in(file, name))?;
                     is_known[at] = true;
+                    next = at + 1;
                     let entry = opened.table().entry(at);
                     let dtype = *stored.dtype.get_or_init(|| entry.dtype);
                     self.check_stored(file, name, (entry.dtype, &entry.shape), (dtype, &shape))?;
@@ -930,6 +980,24 @@ impl Index {
         .path(path)
     }
 
+    /// As [`Self::plan`].
+    pub fn plan_requested(
+        &self,
+        requested: &Requested,
+        cast: Option<Dtype>,
+        verify: bool,
+    ) -> Result<Plan<'static>> {
+        let of_rank = match requested {
+            Requested::Whole(request) => return self.plan_whole(request, cast, verify),
+            Requested::OfRank(request) => request.whole(),
+            Requested::Listed(_) => None,
+        };
+        match of_rank {
+            Some(request) => self.plan_whole(&request, cast, verify),
+            None => self.plan(&*requested.request()?, cast, verify),
+        }
+    }
+
     /// Plans the copies of a request and checks them. With `cast`, floating-point tensors are cast to that dtype;
     /// others are not. With `verify`, execution compares every chunk that it reads with its checksum, for files with
     /// checksums.
@@ -964,14 +1032,10 @@ impl Index {
         Ok(planning.plan)
     }
 
-    /// The plan of a request for tensors as they are, each with its name and key: what [`Self::plan`] makes of
-    /// [`Self::whole_request`]. Most of 100,000 tensors lie in one file each, as one run: they need no geometry.
-    ///
-    /// # Errors
-    /// As [`Self::plan`].
-    pub fn plan_whole<'a>(
+    /// Most of 100,000 tensors lie in one file each, as one run: they need no geometry.
+    fn plan_whole(
         &self,
-        arrays: impl IntoIterator<Item = (&'a str, &'a str)>,
+        request: &WholeRequest,
         cast: Option<Dtype>,
         verify: bool,
     ) -> Result<Plan<'static>> {
@@ -979,16 +1043,29 @@ impl Index {
             return Err(closed());
         }
         // Keys are checked first, so that no file is opened for an invalid request.
-        let mut next = 0;
-        let found = arrays.into_iter();
-        let found = found.map(|(name, key)| Ok((name, key, self.found_near(key, &mut next)?)));
+        let mut near = Near::default();
+        let found = request.arrays().map(|(_, key, shape)| {
+            let found = self.found_near(key, &mut near)?;
+            if found.shape() == shape {
+                return Ok(found);
+            }
+            let message = format!(
+                "{} has shape {}, but the layout is for {}",
+                named(key),
+                Dims(found.shape()),
+                Dims(shape)
+            );
+            Err(Error::new(Kind::Mismatch, message).key(key))
+        });
         let found = found.collect::<Result<Vec<_>>>()?;
         let mut planning = Planning::new(self.files.len(), cast, verify);
         planning.plan.arrays.reserve_exact(found.len());
-        for (name, key, found) in &found {
-            if !self.plan_one_run(&mut planning, name, found)? {
+        for ((name, key, shape), found) in request.arrays().zip(&found) {
+            if !self.plan_one_run(&mut planning, name, found)?
+                && !self.plan_cells(&mut planning, name, found)?
+            {
                 let mut request = Request::default();
-                request.add_region(name, key, Region::whole(found.shape()));
+                request.add_region(name, key, Region::whole(shape));
                 self.plan_array(&mut planning, &request.arrays[0], Some(found))?;
             }
         }
@@ -1013,20 +1090,15 @@ impl Index {
         let Some(file) = choose(files, &mut planning.chosen, n) else {
             return Ok(false);
         };
-        let opened = match &planning.last {
-            Some((last, opened, _)) if *last == file => Arc::clone(opened),
-            _ => {
-                if planning.plan.verify {
-                    self.read_checksums([file], true)?;
-                }
-                self.open(file)?
-            }
-        };
+        if planning.plan.verify && planning.opened[file as usize].is_none() {
+            self.read_checksums([file], true)?;
+        }
+        let used = self.opened_for(planning, file)?;
+        let opened = Arc::clone(&used.file);
         let Table::Header(header) = &**opened.table() else {
             return Ok(false);
         };
-        let near = planning.last.take_if(|last| last.0 == file);
-        let Some(number) = header.find_near(key, near.map_or(0, |last| last.2)) else {
+        let Some(number) = used.find(key) else {
             return Ok(false);
         };
         let Entry {
@@ -1050,7 +1122,7 @@ impl Index {
             dst: 1,
         };
         let copy_op = CopyOp {
-            source: planning.source(file, &opened),
+            source: planning.source(file),
             src_start_bytes: header.data_start() + start,
             dst: 0,
             dims: if n == 1 { Vec::new() } else { vec![run] },
@@ -1064,8 +1136,75 @@ impl Index {
             Vec::new(),
         )?;
         planning.plan.arrays.push(array);
-        planning.last = Some((file, opened, number + 1));
         Ok(true)
+    }
+
+    /// Adds a tensor whose parts form a grid in safetensors files. `false` as of [`Self::plan_one_run`].
+    fn plan_cells(&self, planning: &mut Planning, name: &str, found: &Found<'_>) -> Result<bool> {
+        let Found::Listed(stored) = found else {
+            return Ok(false);
+        };
+        let Form::Grid(grid) = &stored.form else {
+            return Ok(false);
+        };
+        if stored.only_cell().is_some() || stored.shape.contains(&0) {
+            return Ok(false);
+        }
+        let Some(cells) = grid.select_all(&stored.shape, &mut planning.chosen) else {
+            return Ok(false);
+        };
+        if planning.plan.verify {
+            let files = cells.iter().map(|cell| cell.file);
+            let new = files.filter(|&file| planning.opened[file as usize].is_none());
+            self.read_checksums(new, true)?;
+        }
+        let mut copy_ops = Vec::with_capacity(cells.len());
+        for cell in cells {
+            let used = self.opened_for(planning, cell.file)?;
+            let opened = Arc::clone(&used.file);
+            let Table::Header(header) = &**opened.table() else {
+                return Ok(false);
+            };
+            let Some(number) = used.find(&stored.key) else {
+                return Ok(false);
+            };
+            let entry = header.entry(number);
+            let dtype = *stored.dtype.get_or_init(|| entry.dtype);
+            if (entry.dtype, &entry.shape) != (dtype, &cell.stored_shape) {
+                return Ok(false);
+            }
+            copy_ops.push(CopyOp {
+                source: planning.source(cell.file),
+                src_start_bytes: header.data_start() + entry.start,
+                dst: cell.dst,
+                dims: cell.dims,
+            });
+        }
+        let stored_dtype = self.dtype(stored)?;
+        let dtype = cast_target(stored_dtype, planning.cast)
+            .map_err(|error| error.key(&stored.key).within(named(&stored.key)))?;
+        let array = Array::new(
+            name.to_owned(),
+            (stored_dtype, dtype),
+            stored.shape.clone(),
+            copy_ops,
+            Vec::new(),
+        )?;
+        planning.plan.arrays.push(array);
+        Ok(true)
+    }
+
+    /// A file, opened when it is first used.
+    fn opened_for<'p>(&self, planning: &'p mut Planning, file: u32) -> Result<&'p mut OpenedFile> {
+        let slot = &mut planning.opened[file as usize];
+        if slot.is_none() {
+            *slot = Some(OpenedFile {
+                file: self.open(file)?,
+                next: 0,
+                source: None,
+            });
+        }
+        Ok(slot.as_mut().expect("opened above"))
     }
 
     /// Plans one array of a request. `found` is the tensor of all its tiles, if there is one.
@@ -1078,7 +1217,9 @@ impl Index {
         let (first_key, _) = &requested.keys[0];
         let selected = self.select(requested, found, &mut planning.chosen)?;
         if planning.plan.verify {
-            self.read_checksums(selected.iter().map(|one| one.file), true)?;
+            let files = selected.iter().map(|one| one.file);
+            let new = files.filter(|&file| planning.opened[file as usize].is_none());
+            self.read_checksums(new, true)?;
         }
         let stored_dtype = match found {
             Some(Found::InWholeFile(_, entry)) => entry.dtype,
@@ -1116,18 +1257,25 @@ impl Index {
                 mut copy_op,
                 boxes,
             } = one;
-            let opened = self.open(file)?;
-            if let Some(strides) = opened.table().strides(name) {
+            let used = self.opened_for(planning, file)?;
+            let opened = Arc::clone(&used.file);
+            let table = opened.table();
+            if let Some(strides) = table.strides(name) {
                 let boxes = boxes.expect("a safetensors file has no strides");
                 let strided = boxes.strided(&stored_shape, strides);
                 (src, copy_op.dims) =
                     strided.map_err(|error| error.key(name).within(named(name)))?;
             }
-            let (found, shape, start) = opened
-                .tensor(name)
-                .ok_or_else(|| self.missing_in(file, name))?;
-            self.check_stored(file, name, (found, &shape), (stored_dtype, &stored_shape))?;
-            copy_op.source = planning.source(file, &opened);
+            let number = used.find(name);
+            let entry = table.entry(number.ok_or_else(|| self.missing_in(file, name))?);
+            let (found, start) = (entry.dtype, table.data_start() + entry.start);
+            self.check_stored(
+                file,
+                name,
+                (found, &entry.shape),
+                (stored_dtype, &stored_shape),
+            )?;
+            copy_op.source = planning.source(file);
             let (per_unit, unit_bytes) = stored_dtype.unit();
             if !src.is_multiple_of(per_unit) {
                 let message = format!(
@@ -1156,70 +1304,77 @@ impl Index {
     /// There is no such key, it cannot be cast, an array is not an integer number of bytes, or all are too large.
     pub fn request_sizes(
         &self,
-        request: &Request,
+        requested: &Requested,
         cast: Option<Dtype>,
     ) -> Result<Vec<(Dtype, u64)>> {
-        let mut sum = 0;
-        let sizes = request.arrays.iter().map(|array| {
-            let n = array.shape.iter().product();
-            self.add_size((&array.keys[0].0, &array.name, n), cast, &mut sum)
-        });
-        sizes.collect()
+        let mut sizes = Vec::with_capacity(requested.len());
+        self.each_size(requested, cast, |dtype, n_bytes| {
+            sizes.push((dtype, n_bytes))
+        })?;
+        Ok(sizes)
     }
 
     /// The bytes of all arrays of a request. `cast` and errors as [`Self::request_sizes`].
     pub fn request_bytes(&self, requested: &Requested, cast: Option<Dtype>) -> Result<u64> {
         let mut sum = 0;
-        match requested {
-            Requested::Listed(request) => {
-                self.request_sizes(request, cast)?
-                    .iter()
-                    .for_each(|(_, n_bytes)| sum += n_bytes);
-            }
-            Requested::OfRank(request) => {
-                for array in request.n_elements() {
-                    let (key, n) = array?;
-                    self.add_size((key, key, n), cast, &mut sum)?;
-                }
-            }
-        }
+        self.each_size(requested, cast, |_, n_bytes| sum += n_bytes)?;
         Ok(sum)
     }
 
-    /// The dtype and the bytes of an array of a key, which are added to `sum`.
-    fn add_size(
+    /// Calls a function with the dtype and the bytes of each array of a request.
+    fn each_size(
         &self,
-        (key, name, n): (&str, &str, u64),
+        requested: &Requested,
         cast: Option<Dtype>,
-        sum: &mut u64,
-    ) -> Result<(Dtype, u64)> {
-        let dtype = cast_target(self.dtype_of(key)?, cast)
-            .map_err(|error| error.key(key).within(named(key)))?;
-        let n_bytes = dtype.n_bytes(&[n]);
-        let total = n_bytes.and_then(|n| Some((n, sum.checked_add(n)?)));
-        let (n_bytes, next) = total.ok_or_else(|| {
-            let message = format!(
-                "{} is not an integer number of bytes, or too large",
-                named(name)
-            );
-            Error::new(Kind::Unsupported, message).key(key)
-        })?;
-        *sum = next;
-        Ok((dtype, n_bytes))
+        mut each: impl FnMut(Dtype, u64),
+    ) -> Result<()> {
+        let (mut sum, mut near) = (0_u64, Near::default());
+        let mut add = |key: &str, name: &str, n: u64| {
+            let stored = self.dtype_near(key, &mut near)?;
+            let dtype =
+                cast_target(stored, cast).map_err(|error| error.key(key).within(named(key)))?;
+            let n_bytes = dtype.n_bytes(&[n]);
+            let total = n_bytes.and_then(|n| Some((n, sum.checked_add(n)?)));
+            let (n_bytes, next) = total.ok_or_else(|| {
+                let message = format!(
+                    "{} is not an integer number of bytes, or too large",
+                    named(name)
+                );
+                Error::new(Kind::Unsupported, message).key(key)
+            })?;
+            sum = next;
+            each(dtype, n_bytes);
+            Ok(())
+        };
+        match requested {
+            Requested::Listed(request) => request.arrays.iter().try_for_each(|array| {
+                add(&array.keys[0].0, &array.name, array.shape.iter().product())
+            }),
+            Requested::OfRank(request) => request.n_elements().try_for_each(|array| {
+                let (key, n) = array?;
+                add(key, key, n)
+            }),
+            Requested::Whole(request) => request
+                .arrays()
+                .try_for_each(|(name, key, shape)| add(key, name, shape.iter().product())),
+        }
     }
 
-    /// A request for tensors as they are, each with its name and key.
+    /// A request for tensors as they are, each with its name, and with its key where that is not the name.
     ///
     /// # Errors
     /// There is no such key.
     pub fn whole_request<'a>(
         &self,
-        arrays: impl IntoIterator<Item = (&'a str, &'a str)>,
-    ) -> Result<Request> {
-        let mut request = Request::default();
-        for (name, key) in arrays {
-            let found = self.found(key)?;
-            request.add_region(name, key, Region::whole(found.shape()));
+        names: impl IntoIterator<Item = &'a str>,
+        keys: Option<impl IntoIterator<Item = &'a str>>,
+    ) -> Result<WholeRequest> {
+        let (mut request, mut near) = (WholeRequest::default(), Near::default());
+        let mut keys = keys.map(IntoIterator::into_iter);
+        for name in names {
+            let key = keys.as_mut().map(|keys| keys.next().unwrap_or(name));
+            let found = self.found_near(key.unwrap_or(name), &mut near)?;
+            request.add(name, key, found.shape());
         }
         Ok(request)
     }
@@ -1343,6 +1498,10 @@ fn check_size(key: &str, shape: &[u64]) -> Result<()> {
     }
     let message = format!("{}: shape {} is too large", named(key), Dims(shape));
     Err(Error::damaged(message).key(key))
+}
+
+fn no_tensor(key: &str) -> Error {
+    Error::new(Kind::Key, format!("there is no tensor {}", named(key))).key(key)
 }
 
 fn stored_twice(key: &str) -> Error {

@@ -307,6 +307,20 @@ impl Layout {
         self.order.iter().enumerate().all(|(j, &d)| j == d)
     }
 
+    /// Whether a rank that holds a part holds the tensor as it is.
+    pub(crate) fn is_whole(&self) -> bool {
+        let is_whole = |(dim, extent): (&DimCut, &u64)| match &dim.cuts {
+            Cuts::Even {
+                extent: of,
+                n_parts,
+            } => of == extent && *n_parts == 1,
+            Cuts::Listed(_) | Cuts::Blocks(..) => false,
+        };
+        self.flat.is_none()
+            && self.is_in_order()
+            && self.dims.iter().zip(self.shape()).all(is_whole)
+    }
+
     /// Whether the rank at a position holds a part.
     pub fn holds(&self, position: u64) -> bool {
         self.mesh.is_at(position, &self.fixed)

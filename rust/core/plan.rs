@@ -130,6 +130,23 @@ impl Array {
         self.copy_ops.get(first..last).unwrap_or(&[])
     }
 
+    /// Makes an array that is [`Self::contiguous`] one of bytes, and adds the bytes behind it in its source.
+    pub(crate) fn lengthen_run(&mut self, n_bytes: u64) {
+        let n = self.n_bytes() + n_bytes;
+        (self.stored, self.dtype, self.n_units) = (Dtype::U8, Dtype::U8, n);
+        for only in [&mut self.shape, &mut self.max_end] {
+            only.clear();
+            only.push(n);
+        }
+        let dims = &mut self.copy_ops[0].dims;
+        dims.clear();
+        dims.push(Dim {
+            len: n,
+            src: 1,
+            dst: 1,
+        });
+    }
+
     /// The only copy, if the array is stored in a source contiguously and in the requested dtype.
     pub fn contiguous(&self) -> Option<&CopyOp> {
         match self.copy_ops.as_slice() {

@@ -57,6 +57,20 @@ impl RankRequest {
         Ok(request)
     }
 
+    /// The same request, if the rank holds all of the tensors as they are.
+    pub(crate) fn whole(&self) -> Option<WholeRequest> {
+        let mut request = WholeRequest::default();
+        self.keys
+            .iter()
+            .all(|(_, layout)| layout.is_whole())
+            .then(|| {
+                for (key, layout) in &*self.keys {
+                    request.add(key, None, layout.shape());
+                }
+                request
+            })
+    }
+
     /// The key of each array and the number of its elements.
     pub(crate) fn n_elements(&self) -> impl Iterator<Item = Result<(&str, u64)>> {
         self.parts().map(|part| {
@@ -75,6 +89,85 @@ impl RankRequest {
     }
 }
 
+/// Tensors as they are, each with its name and key: a [`Request`] in columns. Most of 100,000 tensors are copied without
+/// geometry, and an object for each takes longer than its bytes.
+#[derive(Debug, Default)]
+pub struct WholeRequest {
+    names: Texts,
+    /// Empty: the keys are the names.
+    keys: Texts,
+    extents: Vec<u64>,
+    /// The end of each shape in `extents`.
+    shape_ends: Vec<usize>,
+}
+
+/// Texts in one string.
+#[derive(Debug, Default)]
+struct Texts {
+    text: String,
+    ends: Vec<usize>,
+}
+
+impl Texts {
+    fn push(&mut self, text: &str) {
+        self.text.push_str(text);
+        self.ends.push(self.text.len());
+    }
+
+    fn iter(&self) -> impl Iterator<Item = &str> {
+        let mut start = 0;
+        self.ends
+            .iter()
+            .map(move |&end| &self.text[std::mem::replace(&mut start, end)..end])
+    }
+}
+
+impl WholeRequest {
+    /// Requests a tensor. Its key is its name, or every tensor is given with a key.
+    pub(crate) fn add(&mut self, name: &str, key: Option<&str>, shape: &[u64]) {
+        self.names.push(name);
+        if let Some(key) = key {
+            self.keys.push(key);
+        }
+        self.extents.extend_from_slice(shape);
+        self.shape_ends.push(self.extents.len());
+    }
+
+    /// Number of tensors.
+    pub fn len(&self) -> usize {
+        self.shape_ends.len()
+    }
+
+    /// Whether there is no tensor.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Name, key and shape of each tensor.
+    pub fn arrays(&self) -> impl Iterator<Item = (&str, &str, &[u64])> {
+        let keys = if self.keys.ends.is_empty() {
+            &self.names
+        } else {
+            &self.keys
+        };
+        let mut start = 0;
+        let shapes = self
+            .shape_ends
+            .iter()
+            .map(move |&end| &self.extents[std::mem::replace(&mut start, end)..end]);
+        let arrays = self.names.iter().zip(keys.iter()).zip(shapes);
+        arrays.map(|((name, key), shape)| (name, key, shape))
+    }
+
+    fn request(&self) -> Result<Request> {
+        let mut request = Request::default();
+        for (name, key, shape) in self.arrays() {
+            request.add_region(name, key, Region::whole(shape));
+        }
+        Ok(request)
+    }
+}
+
 /// A request, or how it is made.
 #[derive(Debug)]
 pub enum Requested {
@@ -82,6 +175,8 @@ pub enum Requested {
     Listed(Request),
     /// Those of a rank.
     OfRank(RankRequest),
+    /// Tensors as they are.
+    Whole(WholeRequest),
 }
 
 impl Requested {
@@ -90,6 +185,7 @@ impl Requested {
         match self {
             Self::Listed(request) => request.len(),
             Self::OfRank(request) => request.keys.len(),
+            Self::Whole(request) => request.len(),
         }
     }
 
@@ -103,6 +199,7 @@ impl Requested {
         match self {
             Self::Listed(request) => Ok(Cow::Borrowed(request)),
             Self::OfRank(request) => request.request().map(Cow::Owned),
+            Self::Whole(request) => request.request().map(Cow::Owned),
         }
     }
 
@@ -111,10 +208,11 @@ impl Requested {
         *self = Self::Listed(match std::mem::take(self) {
             Self::Listed(request) => request,
             Self::OfRank(request) => request.request()?,
+            Self::Whole(request) => request.request()?,
         });
         match self {
             Self::Listed(request) => Ok(request),
-            Self::OfRank(_) => unreachable!("it is listed"),
+            Self::OfRank(_) | Self::Whole(_) => unreachable!("it is listed"),
         }
     }
 }

@@ -105,6 +105,14 @@ impl Table {
         }
     }
 
+    /// As [`Self::find`]; tensor `near` is tried first.
+    pub(crate) fn find_near(&self, name: &str, near: usize) -> Option<usize> {
+        match self {
+            Self::Header(header) => header.find_near(name, near),
+            Self::Records(_) | Self::Listed(_) => self.find(name),
+        }
+    }
+
     /// Keys and values of `__metadata__`, sorted by key; `None` if the file has none.
     pub fn metadata(&self) -> Option<impl ExactSizeIterator<Item = (&str, &str)>> {
         match self {

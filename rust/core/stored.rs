@@ -109,6 +109,16 @@ pub(crate) struct SelectedCopy<'a> {
     pub(crate) boxes: Option<Boxes>,
 }
 
+/// One copy of a complete cell of a grid.
+#[derive(Debug)]
+pub(crate) struct CellCopy {
+    pub(crate) file: u32,
+    pub(crate) stored_shape: Vec<u64>,
+    /// First element in the tensor.
+    pub(crate) dst: u64,
+    pub(crate) dims: Vec<Dim>,
+}
+
 /// The box that is copied, in the global tensor, and the tiles around it.
 #[derive(Debug)]
 pub(crate) struct Boxes {
@@ -323,6 +333,70 @@ impl Grid {
             }
         }
         Ok(())
+    }
+
+    /// The copies of all of a tensor that has elements, as [`Self::select`] selects them, without lists of each region.
+    /// `None`: there is something wrong with the grid, which [`Self::select`] reports.
+    pub(crate) fn select_all(&self, shape: &[u64], chosen: &mut [u64]) -> Option<Vec<CellCopy>> {
+        let covers = |(cuts, &extent): (&Cuts, &u64)| match cuts {
+            Cuts::Even {
+                extent: of,
+                n_parts,
+            } => *of == extent && extent.is_multiple_of(*n_parts),
+            Cuts::Listed(bounds) => bounds.first() == Some(&0) && bounds.last() == Some(&extent),
+            Cuts::Blocks(..) => false,
+        };
+        if self.cuts.len() != shape.len() || !self.cuts.iter().zip(shape).all(covers) {
+            return None;
+        }
+        let to = row_major_strides(shape);
+        let n_cells = self.n_cells();
+        let mut copies = Vec::with_capacity(usize::try_from(n_cells).ok()?);
+        for cell in 0..n_cells {
+            let (mut dst, mut rest) = (0, cell);
+            let mut dims: Vec<Dim> = to
+                .iter()
+                .map(|&dst| Dim {
+                    len: 0,
+                    src: 0,
+                    dst,
+                })
+                .collect();
+            for ((dim, cuts), stride) in dims.iter_mut().zip(&self.cuts).zip(&to).rev() {
+                let (start, end) = cuts.part(rest % cuts.n_parts());
+                rest /= cuts.n_parts();
+                dst += start * stride;
+                dim.len = end - start;
+            }
+            let n: u64 = dims.iter().map(|dim| dim.len).product();
+            if n == 0 {
+                continue;
+            }
+            let file = match &self.holders {
+                Holders::Table { starts, files } => {
+                    let cell = cell as usize;
+                    choose(
+                        files.get(starts[cell] as usize..starts[cell + 1] as usize)?,
+                        chosen,
+                        n,
+                    )?
+                }
+                _ => choose(&self.files(cell, MAX_CANDIDATES), chosen, n)?,
+            };
+            let stored_shape: Vec<u64> = self.order.iter().map(|&d| dims[d].len).collect();
+            let mut stride = 1;
+            for &d in self.order.iter().rev() {
+                dims[d].src = stride;
+                stride *= dims[d].len;
+            }
+            copies.push(CellCopy {
+                file,
+                stored_shape,
+                dst,
+                dims: merge_dims(dims),
+            });
+        }
+        Some(copies)
     }
 
     pub(crate) fn select<'a>(

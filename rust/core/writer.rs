@@ -311,8 +311,63 @@ pub(crate) struct Content<'a> {
     container: Cow<'a, Container>,
     /// Bytes of a safetensors header; 0 for other files.
     header_bytes: u64,
-    /// Bytes of the arrays before each array, and at last of all arrays.
-    array_bytes_before: Vec<u64>,
+    parts: Parts<'a>,
+}
+
+/// What is copied into a file, in its order.
+struct Parts<'a> {
+    /// First byte in the file, and what is copied there.
+    arrays: Vec<(u64, Cow<'a, Array>)>,
+    /// Bytes of the parts before each part, and at last of all.
+    bytes_before: Vec<u64>,
+}
+
+impl<'a> Parts<'a> {
+    /// The arrays that have bytes.
+    fn of_arrays(plan: &'a Plan<'_>, starts: &[u64]) -> Self {
+        let arrays = starts.iter().copied().zip(plan.arrays());
+        let arrays = arrays.filter(|(_, array)| array.n_bytes() > 0);
+        Self::new(
+            arrays
+                .map(|(start, array)| (start, Cow::Borrowed(array)))
+                .collect(),
+        )
+    }
+
+    /// The arrays that have bytes; those that follow each other in the file and in their source are one part. To copy
+    /// 100,000 small arrays as one takes as long as a large one.
+    fn of_runs(plan: &'a Plan<'_>, starts: &[u64]) -> Self {
+        let mut runs: Vec<(u64, Cow<'a, Array>)> = Vec::new();
+        // The source of the last part, and its end there, if it is one run.
+        let mut last: Option<(u32, u64)> = None;
+        for (start, array) in Self::of_arrays(plan, starts).arrays {
+            let copy_op = array.contiguous();
+            let here = copy_op.map(|copy_op| (copy_op.source, copy_op.src_start_bytes));
+            let n_bytes = array.n_bytes();
+            match runs.last_mut() {
+                Some((first, run))
+                    if last.is_some() && last == here && *first + run.n_bytes() == start =>
+                {
+                    run.to_mut().lengthen_run(n_bytes);
+                }
+                _ => runs.push((start, array)),
+            }
+            last = here.map(|(source, from)| (source, from + n_bytes));
+        }
+        Self::new(runs)
+    }
+
+    fn new(arrays: Vec<(u64, Cow<'a, Array>)>) -> Self {
+        let (mut n_bytes, mut bytes_before) = (0, vec![0]);
+        for (_, array) in &arrays {
+            n_bytes += array.n_bytes();
+            bytes_before.push(n_bytes);
+        }
+        Self {
+            arrays,
+            bytes_before,
+        }
+    }
 }
 
 impl<'a> Content<'a> {
@@ -334,18 +389,12 @@ impl<'a> Content<'a> {
     }
 
     fn of(plan: &'a Plan<'a>, container: Cow<'a, Container>, header_bytes: u64) -> Self {
-        let mut n_bytes = 0;
-        let mut array_bytes_before = vec![0];
-        for array in plan.arrays() {
-            n_bytes += array.n_bytes();
-            array_bytes_before.push(n_bytes);
-        }
         Self {
             plan,
             checks: Checks::new(plan),
+            parts: Parts::of_runs(plan, &container.starts),
             container,
             header_bytes,
-            array_bytes_before,
         }
     }
 
@@ -378,17 +427,11 @@ impl Content<'_> {
         })
     }
 
-    fn fill_band(
-        &self,
-        mut at: u64,
-        mut to: &mut [u8],
-        stores: Stores,
-        control: &Control,
-    ) -> Result<()> {
+    fn fill_band(&self, at: u64, to: &mut [u8], stores: Stores, control: &Control) -> Result<()> {
         control.check()?;
         let tuning = Tuning::of_process();
         // Not `plan.n_bytes()`, which adds the bytes of all arrays for each band.
-        let n_bytes = self.array_bytes_before.last().copied().unwrap_or(0);
+        let n_bytes = self.parts.bytes_before.last().copied().unwrap_or(0);
         let run = Run {
             plan: self.plan,
             checks: &self.checks,
@@ -398,13 +441,31 @@ impl Content<'_> {
             tuning,
             measures: tuning.measures(n_bytes),
         };
-        let starts = &self.container.starts;
-        // The first array that begins behind this byte. Empty arrays have the start of the next one.
-        let mut next = starts.partition_point(|start| *start <= at);
+        let filled = self.fill_parts(&self.parts, run, at, to);
+        finish_stores();
+        filled.map_err(|error| {
+            // The name of a run is that of its first array: the error is that of the array in which the same fault is
+            // found again.
+            let arrays = Parts::of_arrays(self.plan, &self.container.starts);
+            let checks = &Checks::new(self.plan);
+            let again = self.fill_parts(&arrays, Run { checks, ..run }, at, to);
+            again.err().unwrap_or(error)
+        })
+    }
+
+    /// Fills `to` with the bytes of the file from `at` on.
+    fn fill_parts(
+        &self,
+        parts: &Parts<'_>,
+        run: Run<'_>,
+        mut at: u64,
+        mut to: &mut [u8],
+    ) -> Result<()> {
+        // The first part that begins behind this byte.
+        let mut next = parts.arrays.partition_point(|(start, _)| *start <= at);
         while !to.is_empty() {
-            if let Some(i) = next.checked_sub(1) {
-                let array = &self.plan.arrays()[i];
-                let offset = at - starts[i];
+            if let Some((start, array)) = next.checked_sub(1).map(|i| &parts.arrays[i]) {
+                let offset = at - start;
                 let n = to
                     .len()
                     .min((array.n_bytes() - offset.min(array.n_bytes())) as usize);
@@ -418,15 +479,14 @@ impl Content<'_> {
                     break;
                 }
             }
-            let gap_end = starts.get(next).copied().unwrap_or(u64::MAX);
+            let gap_end = parts.arrays.get(next).map_or(u64::MAX, |(start, _)| *start);
             let n = to.len().min((gap_end - at) as usize);
-            let from = (at - self.array_bytes_before[next]) as usize;
+            let from = (at - parts.bytes_before[next]) as usize;
             let (literal, rest) = to.split_at_mut(n);
             literal.copy_from_slice(&self.container.literals[from..from + n]);
             (at, to) = (at + n as u64, rest);
             next += 1;
         }
-        finish_stores();
         Ok(())
     }
 

@@ -113,9 +113,14 @@ class Job:
     shared: Shared | None = None
     left_out: Collection[str] = ()
 
-    def whole_request(self, keys: Collection[str]) -> _core.Request:
+    def whole_request(self, keys: Sequence[str]) -> _core.Request:
         """The request for some of the source's tensors, whole and in this order."""
-        return self.source.data.index.whole_request(list(keys))
+        return self.source.data.index.whole_request(keys)
+
+    def sizes(self, request: _core.Request) -> list[int]:
+        """The bytes of each array of a request. Errors as of `arrays`."""
+        self.source.data.check(self.keys)
+        return self.source.data.index.request_sizes(request, dtype=self.options.dtype)
 
     def arrays(self, request: _core.Request) -> list[tuple[str, str, tuple[int, ...], int]]:
         """`(name, dtype, shape, bytes)` of each array of a request for some of the tensors that are written.

@@ -82,19 +82,21 @@ def select(
         return replace(selection, copies={weights[a]: weights[b] for a, b in selection.copies.items()})
     alone = _alone(source, apart)
     counters = {} if part == "model" else _counters(source, alone)
-    keys = [key for key in source.keys(part) if key not in alone]
-    tensors = keys if part == "all" else [key for key in source if key not in alone]
+    keys = _without(source.keys(part), alone)
+    tensors = keys if part == "all" else _without(source.keys(), alone)
     separate = [name for name in counters if name not in source or name in apart]
     drop = (drop,) if isinstance(drop, str) else tuple(drop)
     new = new_names([*tensors, *separate], drop, rename)
-    written = [new[key] for key in keys if key in new]
+    is_same = not drop and not rename
+    written = keys if is_same else [new[key] for key in keys if key in new]
     if not written:
         raise ArgumentError(
             f"{source.path} has no tensors of this part: there is nothing to write", path=str(source.path)
         )
-    source._check_placed(*(key for key in tensors if key in new))  # noqa: SLF001  the check of a read
+    checked = tensors if is_same else [key for key in tensors if key in new]
+    source._check_placed(*checked)  # noqa: SLF001  the check of a read
     view = source
-    if drop or rename or len(tensors) < len(source):
+    if not is_same or len(tensors) < len(source):
         view = source.view({new[key]: _stored(source, key) for key in tensors if key in new})
     copies: dict[str, str] = {}
     if names is not None:
@@ -110,10 +112,16 @@ def select(
         # A counter that is left out must not be written to another file.
         left_out = [name for name in counter_tensors.NAMES if name.startswith(drop)]
         view.common = replace(source.common, **dict.fromkeys(left_out))  # type: ignore[arg-type]
-    changes = dict(rename or {})
-    longest_first = sorted(changes, key=len, reverse=True)
-    left_out = [_renamed(key, changes, longest_first, set()) for key in tensors if key not in new]
+    left_out = []
+    if drop:
+        changes = dict(rename or {})
+        longest_first = sorted(changes, key=len, reverse=True)
+        left_out = [_renamed(key, changes, longest_first, set()) for key in tensors if key not in new]
     return Selection(view, written, {new[name]: counters[name] for name in separate if name in new}, left_out, copies)
+
+
+def _without(keys: list[str], others: Collection[str]) -> list[str]:
+    return [key for key in keys if key not in others] if others else keys
 
 
 def _alone(source: Checkpoint, apart: Collection[str]) -> list[str]:

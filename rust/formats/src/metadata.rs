@@ -177,6 +177,7 @@ fn index_with(
     for name in &metadata.files {
         index.add_file(folder.join(name), false, method);
     }
+    index.reserve(metadata.tensors.len());
     for (tensor, (starts, files)) in metadata.tensors.iter().zip(cells) {
         index.add_table(
             &tensor.name,

@@ -552,8 +552,7 @@ impl Index {
         verify: bool,
     ) -> PyResult<Plan> {
         let dtype = raise(py, dtype.map(Dtype::parse).transpose())?;
-        let request = raise(py, request.0.request())?;
-        let result = py.detach(|| self.index.plan(&request, dtype, verify));
+        let result = py.detach(|| self.index.plan_requested(&request.0, dtype, verify));
         raise(py, result).map(Plan)
     }
 
@@ -613,6 +612,21 @@ impl Index {
     }
 
     #[pyo3(signature = (request, *, dtype=None))]
+    fn request_sizes(
+        &self,
+        py: Python<'_>,
+        request: &Request,
+        dtype: Option<&str>,
+    ) -> PyResult<Vec<u64>> {
+        let dtype = raise(py, dtype.map(Dtype::parse).transpose())?;
+        let sizes = py.detach(|| self.index.request_sizes(&request.0, dtype));
+        Ok(raise(py, sizes)?
+            .into_iter()
+            .map(|(_, n_bytes)| n_bytes)
+            .collect())
+    }
+
+    #[pyo3(signature = (request, *, dtype=None))]
     fn request_arrays<'py>(
         &self,
         py: Python<'py>,
@@ -620,9 +634,17 @@ impl Index {
         dtype: Option<&str>,
     ) -> PyResult<Vec<ArrayInfo<'py>>> {
         let dtype = raise(py, dtype.map(Dtype::parse).transpose())?;
+        let sizes = raise(
+            py,
+            py.detach(|| self.index.request_sizes(&request.0, dtype)),
+        )?;
+        if let Requested::Whole(request) = &request.0 {
+            let arrays = request.arrays().zip(sizes);
+            let arrays = arrays.map(|((name, _, shape), (dtype, n))| (name, dtype, shape, n));
+            return array_infos(py, arrays);
+        }
         let request = raise(py, request.0.request())?;
-        let sizes = py.detach(|| self.index.request_sizes(&request, dtype));
-        let arrays = request.arrays().iter().zip(raise(py, sizes)?);
+        let arrays = request.arrays().iter().zip(sizes);
         let arrays = arrays.map(|(a, (dtype, n))| (a.name(), dtype, a.shape(), n));
         array_infos(py, arrays)
     }
@@ -634,30 +656,16 @@ impl Index {
         names: Vec<PyBackedStr>,
         keys: Option<Vec<PyBackedStr>>,
     ) -> PyResult<Request> {
-        let keys = keys.as_ref().unwrap_or(&names);
-        if names.len() != keys.len() {
+        if let Some(keys) = &keys
+            && names.len() != keys.len()
+        {
             let message = format!("{} names were given for {} keys", names.len(), keys.len());
             return raise(py, Err(Error::new(Kind::Argument, message)));
         }
-        let arrays = names.iter().zip(keys).map(|(name, key)| (&**name, &**key));
-        raise(py, self.index.whole_request(arrays))
-            .map(|request| Request(Requested::Listed(request)))
-    }
-
-    #[pyo3(signature = (keys, *, dtype=None, verify=true))]
-    fn plan_whole(
-        &self,
-        py: Python<'_>,
-        keys: Vec<PyBackedStr>,
-        dtype: Option<&str>,
-        verify: bool,
-    ) -> PyResult<Plan> {
-        let dtype = raise(py, dtype.map(Dtype::parse).transpose())?;
-        let plan = py.detach(|| {
-            let arrays = keys.iter().map(|key| (&**key, &**key));
-            self.index.plan_whole(arrays, dtype, verify)
-        });
-        raise(py, plan).map(Plan)
+        let names = names.iter().map(|name| &**name);
+        let keys = keys.as_ref().map(|keys| keys.iter().map(|key| &**key));
+        raise(py, self.index.whole_request(names, keys))
+            .map(|request| Request(Requested::Whole(request)))
     }
 
     fn close(&self) {

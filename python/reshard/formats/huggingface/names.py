@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from json.encoder import encode_basestring
 from typing import TYPE_CHECKING, Literal
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError
@@ -101,8 +102,14 @@ def index_text(weight_map: Mapping[str, str], total_size: int, version: str) -> 
           }
         }
     """
-    content = {"metadata": {writer_mark.KEY: version, "total_size": total_size}, "weight_map": dict(weight_map)}
-    return json.dumps(content, ensure_ascii=False, indent=2, sort_keys=True) + "\n"
+    metadata = {writer_mark.KEY: version, "total_size": total_size}
+    text = json.dumps({"metadata": metadata, "weight_map": {}}, ensure_ascii=False, indent=2)
+    # `json.dumps` of an object with indents takes five times as long.
+    of_files = {name: encode_basestring(name) for name in set(weight_map.values())}
+    keys = sorted(weight_map)
+    entries = ",\n".join([f"    {encode_basestring(key)}: {of_files[weight_map[key]]}" for key in keys])
+    end = "{}\n}"
+    return f"{text.removesuffix(end)}{{\n{entries}\n  }}\n}}\n" if entries else f"{text}\n"
 
 
 def read_weight_map(folder: str | os.PathLike[str]) -> dict[str, str] | None:

@@ -74,11 +74,10 @@ def write_folder(job: Job, settings: Settings, style: Style) -> Written:
         warning = dtype_warning(model_files, job.options.dtype)
         copies.warnings += [] if warning is None else [warning]
     request = job.whole_request(job.keys)
-    arrays = job.arrays(request)
-    sizes = [(name, n_bytes) for name, _, _, n_bytes in arrays]
-    shards = huggingface.plan_shards(sizes, settings.max_bytes or _DEFAULT_BYTES)
+    sizes = job.sizes(request)
+    shards = huggingface.plan_shards(zip(job.keys, sizes, strict=True), settings.max_bytes or _DEFAULT_BYTES)
     files = []
-    by_name = {array[0]: array for array in arrays} if style.container else {}
+    by_name = {array[0]: array for array in job.arrays(request)} if style.container else {}
     for number, keys in enumerate(shards, 1):
         name = style.file_name(number, len(shards))
         container = style.container and style.container(name, [by_name[key] for key in keys])
@@ -86,8 +85,7 @@ def write_folder(job: Job, settings: Settings, style: Style) -> Written:
     small = {}
     if len(files) > 1:
         file_of = {key: file.name for file, keys in zip(files, shards, strict=True) for key in keys}
-        total = sum(n_bytes for _, n_bytes in sizes)
-        small[style.index_file] = huggingface.index_text(file_of, total, _core.__version__)
+        small[style.index_file] = huggingface.index_text(file_of, sum(sizes), _core.__version__)
     return publish_folder(job, files, small, warnings=copies.warnings, finish=functools.partial(_copy, copies, job))
 
 
