@@ -35,7 +35,7 @@ from reshard.errors import (
 )
 from reshard.options import Options
 from reshard.storage import protocol
-from reshard.torch import Checkpointer, ElasticSampler, preflight
+from reshard.torch import Checkpointer, ElasticSampler, preflight, staging
 from reshard.torch.state import describe
 from reshard.verbs.load import Wanted, load_with
 from reshard.write import background
@@ -192,7 +192,7 @@ def test_ranks_whose_tensors_lie_on_different_devices_check_the_first_save_toget
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def work(group: TorchGroup) -> list[int]:
-        is_pinned = preflight.on_device if group.rank else lambda _: True  # rank 0 as with tensors on a GPU
+        is_pinned = staging.on_device if group.rank else lambda _: True  # rank 0 as with tensors on a GPU
         monkeypatch.setattr(preflight, "on_device", is_pinned)
         model = nn.Linear(1024, 1024)
         made = Checkpointer(tmp_path, signals=(), save_every=100, timeout=20.0, commit={"durable": False})
