@@ -89,7 +89,8 @@ def dry_run(
         described: the state of the trainer.
         extra: the state besides tensors.
         step: the iteration that would be saved.
-        blocking: False: memory for the copies of a save in the background is allocated by a thread. The same on all ranks.
+        blocking: False: memory for the copies of a save in the background is allocated by a thread. The same on all
+            ranks.
         ready: of a rank whose copies are made elsewhere: it needs no such memory.
 
     Raises:

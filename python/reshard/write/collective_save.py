@@ -288,8 +288,8 @@ def save_collectively(
         channel: the session of this save.
         started: when `reshard.save` was called, on the monotonic clock.
         blocking: whether to wait for the end.
-        dry_run: check without claiming the root or writing; with `blocking=False` and without `ready`, memory is reserved
-            for the copies.
+        dry_run: check without claiming the root or writing; with `blocking=False` and without `ready`, memory is
+            reserved for the copies.
         ready: as in `reshard.save`.
         progress: as in `reshard.save`.
         after: as in `reshard.save`.
