@@ -119,6 +119,13 @@ def test_hostile_indices(index: object, error: type[ReshardError], message: str,
     assert maps.writer(tmp_path / INDEX_FILE) is None
 
 
+@pytest.mark.parametrize("hostile", [b"[],", b"[[[[[]]]]],", b"{},", b"0,"], ids=str)
+def test_an_index_of_many_values_is_refused_before_it_is_parsed(hostile: bytes, tmp_path: Path) -> None:
+    (tmp_path / INDEX_FILE).write_bytes(b'{"weight_map": {"a": [' + hostile * 2_000_000 + b"0]}}")
+    with pytest.raises(DamagedFileError, match="holds more than 2000000 values"):
+        reshard.open(tmp_path)
+
+
 def test_missing_files_are_counted(tmp_path: Path) -> None:
     make(tmp_path, index={f"w{i}": huggingface.file_name(i, 9) for i in range(1, 10)})
     with pytest.raises(CheckpointNotFoundError, match=r"`model-00003-of-00009\.safetensors` and 6 more"):

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -34,7 +35,7 @@ from reshard.errors import (
 )
 from reshard.options import Options
 from reshard.storage import protocol
-from reshard.torch import Checkpointer, ElasticSampler
+from reshard.torch import Checkpointer, ElasticSampler, preflight, staging
 from reshard.torch.state import describe
 from reshard.verbs.load import Wanted, load_with
 from reshard.write import background
@@ -163,6 +164,54 @@ def test_memory_of_the_first_save_in_the_background_is_allocated_after_the_first
     made.save(2)
     made.close()
     assert pool.free_bytes == expected
+
+
+def test_memory_is_not_reserved_beside_that_of_a_save_that_the_first_step_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = _core.SnapshotPool()
+    monkeypatch.setattr(background, "snapshot_pool", lambda: pool)
+    released, write = threading.Event(), background.start
+    monkeypatch.setattr(
+        "reshard.write.collective_save.background.start",
+        lambda iteration, work, *rest, **given: write(
+            iteration, lambda progress: (released.wait(30), work(progress=progress))[1], *rest, **given
+        ),
+    )
+    made, _ = resume(tmp_path, save_every=100, parts={"model": nn.Linear(1024, 1024)}, allow_fresh=True)
+    made.step(1, save=True)
+    made.step(2)
+    released.set()
+    made.close()
+    time.sleep(0.2)  # for memory that is still coming
+    assert pool.free_bytes == 8 << 20
+
+
+@pytest.mark.slow
+def test_ranks_whose_tensors_lie_on_different_devices_check_the_first_save_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(group: TorchGroup) -> list[int]:
+        is_pinned = staging.on_device if group.rank else lambda _: True  # rank 0 as with tensors on a GPU
+        monkeypatch.setattr(preflight, "on_device", is_pinned)
+        model = nn.Linear(1024, 1024)
+        made = Checkpointer(tmp_path, signals=(), save_every=100, timeout=20.0, commit={"durable": False})
+        made.resume(model=model, optimizer=torch.optim.SGD(model.parameters(), momentum=0.9), allow_fresh=True)
+        begin = time.monotonic()
+        made.step(1)
+        seconds = time.monotonic() - begin
+        pool = background.snapshot_pool()
+        while group.rank and not pool.free_bytes and time.monotonic() - begin < 30:
+            time.sleep(0.01)
+        made.save(2, blocking=True)
+        made.close()
+        return [int(seconds), pool.free_bytes]
+
+    with Job(2, work) as job:
+        first, second = job.values()
+    assert first == [0, 0]
+    assert second[0] == 0
+    assert second[1] > 0
 
 
 def test_state_that_the_first_step_made_and_that_cannot_be_saved_is_told_after_it(tmp_path: Path) -> None:

@@ -211,6 +211,18 @@ def test_a_pin_survives_the_replacement(root: Path) -> None:
     assert (root / "iteration_00000100" / ".pinned").exists()
 
 
+def test_replacing_a_pinned_iteration_is_a_warning(root: Path) -> None:
+    reports = []
+    for _ in range(3):
+        reports.append(reshard.save(root, 100, {"w": np.zeros(4)}, commit={"durable": False}))
+        reshard.pin(root, 100)
+    reshard.unpin(root, 100)
+    reports.append(reshard.save(root, 100, {"w": np.zeros(4)}, commit={"durable": False}))
+    warning = "iteration 100 was pinned, and this save has replaced its content; it stays pinned"
+    assert [report.warnings for report in reports] == [(), (warning,), (warning,), ()]
+    protocol.release(root)
+
+
 def test_two_saves_in_flight(root: Path) -> None:
     """As a background writer has them: the second is begun before the first is published."""
     first = protocol.begin(root, 100)

@@ -24,12 +24,15 @@ _MAX_DEPTH = 16
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def read_json(path: str | os.PathLike[str], max_bytes: int, *, follow_links: bool = False) -> object:
+def read_json(
+    path: str | os.PathLike[str], max_bytes: int, *, max_values: int | None = None, follow_links: bool = False
+) -> object:
     """Read a JSON file.
 
     Args:
         path: the file.
         max_bytes: maximum size of the file in bytes.
+        max_values: maximum number of values, for large files; see `parse_json`.
         follow_links: whether the last component of the path may be a symbolic link.
 
     Returns:
@@ -40,16 +43,18 @@ def read_json(path: str | os.PathLike[str], max_bytes: int, *, follow_links: boo
         DamagedFileError: the file is not valid JSON, not a regular file or too large; the message names the file.
         StorageError: the operating system failed to read it.
     """
-    return parse_json(locate(path).read_small(max_bytes, follow_links=follow_links), str(path))
+    return parse_json(locate(path).read_small(max_bytes, follow_links=follow_links), str(path), max_values=max_values)
 
 
-def parse_json(data: bytes, name: str, *, max_depth: int = _MAX_DEPTH) -> object:
+def parse_json(data: bytes, name: str, *, max_depth: int = _MAX_DEPTH, max_values: int | None = None) -> object:
     """Parse a JSON value.
 
     Args:
         data: the content of the file.
         name: name of the file, for messages.
         max_depth: maximum nesting depth of lists and objects.
+        max_values: maximum number of values. Before the text is parsed, its commas and brackets are counted, those in
+            texts too: a value of 2 bytes takes 50 times its size in memory.
 
     Raises:
         DamagedFileError: the content is not valid JSON.
@@ -60,6 +65,8 @@ def parse_json(data: bytes, name: str, *, max_depth: int = _MAX_DEPTH) -> object
     """
     if data.startswith(b"\xef\xbb\xbf"):
         raise DamagedFileError(f"{show(name)} starts with a byte order mark, expected plain UTF-8", path=name)
+    if max_values is not None and sum(map(data.count, (b",", b"[", b"{"))) > max_values:
+        raise DamagedFileError(f"{show(name)} holds more than {max_values} values", path=name)
     try:
         # Decode here, because `json` also accepts bytes in UTF-16 and UTF-32.
         text = data.decode()

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _MAX_BYTES = 128 << 20
 _MAX_TENSORS = 1_000_000
+_MAX_VALUES = 2 * _MAX_TENSORS  # with the metadata, and names that hold commas or brackets
 _MAX_NAME_BYTES = 1024
 _MAX_NAMED = 3  # names that a message lists before it only counts them
 
@@ -42,7 +43,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, str]:
         StorageError: the system failed to read it.
     """
     path = locate(path)
-    content = read_json(path, _MAX_BYTES, follow_links=True)
+    content = read_json(path, _MAX_BYTES, max_values=_MAX_VALUES, follow_links=True)
     weight_map = content.get("weight_map", content) if isinstance(content, dict) else None
     if not isinstance(weight_map, dict):
         raise _damaged(path, "it has no object `weight_map`")
@@ -87,7 +88,7 @@ def add_tensors(index: _core.Index, folder: Location, weight_map: Mapping[str, s
 def writer(path: str | os.PathLike[str]) -> str | None:
     """The version of this package that wrote a map; None if another writer wrote it, or it cannot be read."""
     try:
-        content = read_json(path, _MAX_BYTES)
+        content = read_json(path, _MAX_BYTES, max_values=_MAX_VALUES)
     except ReshardError:
         return None
     metadata = content.get("metadata") if isinstance(content, dict) else None

@@ -11,7 +11,7 @@ import fcntl
 import os
 import stat as modes
 import time
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from reshard import _core
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, StorageError
@@ -90,24 +90,11 @@ class LocalStore(Store):
 
     def entries(self, path: str) -> list[Entry]:
         """See `Store.entries`."""
-        with failing("listing", path):
-            try:
-                with os.scandir(path) as entries:
-                    return sorted(Entry(entry.name, _kind_of(entry)) for entry in entries)
-            except FileNotFoundError:
-                raise CheckpointNotFoundError(f"there is no folder {show(path)}", path=path) from None
+        return _scan(path, lambda entry: Entry(entry.name, _kind_of(entry)))
 
     def sizes(self, path: str) -> list[tuple[str, Kind, int]]:
         """See `Store.sizes`."""
-        with failing("listing", path):
-            try:
-                with os.scandir(path) as entries:
-                    found = ((entry.name, entry.stat(follow_symlinks=False)) for entry in entries)
-                    return sorted(
-                        (name, _KINDS.get(modes.S_IFMT(stat.st_mode), "other"), stat.st_size) for name, stat in found
-                    )
-            except FileNotFoundError:
-                raise CheckpointNotFoundError(f"there is no folder {show(path)}", path=path) from None
+        return _scan(path, lambda entry: (entry.name, _kind_of(entry), entry.stat(follow_symlinks=False).st_size))
 
     def read_small(self, path: str, max_bytes: int, *, follow_links: bool = False) -> bytes:
         """See `Store.read_small`."""
@@ -542,6 +529,19 @@ def close_read(handle: int) -> None:
     """Close a handle that was only read or locked. A failure, as on a lost network mount, changes nothing then."""
     with contextlib.suppress(OSError):
         os.close(handle)
+
+
+_Scanned = TypeVar("_Scanned", bound=tuple[Any, ...])
+
+
+def _scan(path: str, of: Callable[[os.DirEntry[str]], _Scanned]) -> list[_Scanned]:
+    """A value of each entry of a folder, sorted."""
+    with failing("listing", path):
+        try:
+            with os.scandir(path) as entries:
+                return sorted(map(of, entries))
+        except FileNotFoundError:
+            raise CheckpointNotFoundError(f"there is no folder {show(path)}", path=path) from None
 
 
 def _kind_of(entry: os.DirEntry[str]) -> Kind:

@@ -305,6 +305,10 @@ def publish(attempt: Attempt, manifest: Manifest, log: Callable[[], Sequence[Loc
                 raise DamagedFileError(
                     f"{show(str(attempt.staging))} holds another manifest than was sealed", path=str(attempt.staging)
                 )
+            if (attempt.folder / PINNED_FILE).exists():
+                warnings.append(
+                    f"iteration {attempt.iteration} was pinned, and this save has replaced its content; it stays pinned"
+                )
             unsynced = _put_in_place(attempt, claim)
             tracker = checkpoint2.tracked_iteration(root)
             if tracker is not None and tracker > attempt.iteration and tracker != attempt.previous_tracker:

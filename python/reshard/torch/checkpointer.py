@@ -689,9 +689,10 @@ class Checkpointer:
         run.metrics = {name: number_of(value) for name, value in (metrics or {}).items()}
         run.healthy = self._health(step, run.loss, run.metrics)
         is_due = save or (self._every_steps is not None and step % self._every_steps == 0)
-        if not (is_due or saver.is_reserved):
+        if not saver.is_reserved:
             saver.is_reserved = True
-            self._reserve(saver, step)
+            if not is_due:  # else the save itself allocates the memory, which may be in use at the next step
+                self._reserve(saver, step)
         if run.rendezvous is None:
             if is_due:
                 self._step_without_board(saver, step)

@@ -17,12 +17,13 @@ from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.state import dump
 from reshard.storage import protocol
 from reshard.torch.run import object_name
+from reshard.torch.staging import on_device
 from reshard.words import listed, show
 from reshard.write import pending_rollback
 from reshard.write.save import save
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from reshard.torch.saving import Saver
     from reshard.torch.state import Described
@@ -72,7 +73,15 @@ def _check_one(state: object, name: str) -> None:
         raise ArgumentError(f"`{name}` has state that cannot be saved: {error.message}", hint=error.hint) from error
 
 
-def dry_run(saver: Saver, described: Described, extra: Mapping[str, Any], step: int, *, blocking: bool = True) -> None:
+def dry_run(
+    saver: Saver,
+    described: Described,
+    extra: Mapping[str, Any],
+    step: int,
+    *,
+    blocking: bool = True,
+    ready: Callable[[], object] | None = None,
+) -> None:
     """Do what a save does before it writes, all ranks collectively, without the contents of tensors.
 
     Args:
@@ -80,7 +89,9 @@ def dry_run(saver: Saver, described: Described, extra: Mapping[str, Any], step: 
         described: the state of the trainer.
         extra: the state besides tensors.
         step: the iteration that would be saved.
-        blocking: False: memory for the copies of a save in the background is allocated by a thread.
+        blocking: False: memory for the copies of a save in the background is allocated by a thread. The same on all
+            ranks.
+        ready: of a rank whose copies are made elsewhere: it needs no such memory.
 
     Raises:
         ReshardError: as `reshard.save`.
@@ -104,6 +115,7 @@ def dry_run(saver: Saver, described: Described, extra: Mapping[str, Any], step: 
         timeout=saver.timeout,
         dry_run=True,
         blocking=blocking,
+        ready=ready,
         retention=options.retention,
         verify=options.verify,
         commit=replace(options.commit, rollback=False, takeover=False),
@@ -117,7 +129,8 @@ def reserve(saver: Saver, step: int) -> None:
     """Check what a save in the background would write, and let a thread allocate the memory for its copies.
 
     Once the first step has made the state of the optimizer, its size is known. Without this the first save would wait
-    for the system, which clears new memory, and on some virtual machines fetches it from the host.
+    for the system, which clears new memory, and on some virtual machines fetches it from the host. All ranks call this
+    and check together; a rank whose tensors are copied into pinned memory reserves nothing.
 
     Args:
         saver: the saver of the run.
@@ -127,9 +140,13 @@ def reserve(saver: Saver, step: int) -> None:
         ReshardError: as `reshard.save`.
     """
     described = saver.described()
-    if not any(tensor.is_cuda for tensor in described.to_save().values()):  # they are copied into pinned memory
-        extra = saver.beside_tensors(described, step, interrupted=False)
-        dry_run(saver, described, extra, step, blocking=False)
+    extra = saver.beside_tensors(described, step, interrupted=False)
+    is_pinned = on_device(described.to_save())
+    dry_run(saver, described, extra, step, blocking=False, ready=_nothing if is_pinned else None)
+
+
+def _nothing() -> None:
+    """What `ready` does where nothing is copied."""
 
 
 def _placeholder(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ from reshard.torch import rng
 from reshard.torch.exports import Exports, export
 from reshard.torch.run import object_name
 from reshard.torch.sampler import ElasticSampler
-from reshard.torch.staging import Staging
+from reshard.torch.staging import Staging, on_device
 from reshard.torch.state import describe
 from reshard.write.save import save as save_iteration
 
@@ -323,7 +323,7 @@ class Saver:
         """Copies in progress; None if `reshard.save` makes them, which copies tensors of the host at once."""
         tensors = described.to_save()
         overlaps = self.overlap and not blocking
-        if not overlaps and not any(tensor.is_cuda for tensor in tensors.values()):
+        if not overlaps and not on_device(tensors):
             return None
         trained = {name for live in described.live.optimizers for name in live.names.values()}
         try:

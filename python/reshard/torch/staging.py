@@ -35,6 +35,11 @@ class _Copying(Protocol):
         """Wait until the copies are complete; from any thread. Raises the error of a failed copy."""
 
 
+def on_device(tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a tensor is on a GPU, so that copies are made in pinned memory."""
+    return any(tensor.is_cuda for tensor in tensors.values())
+
+
 @dataclass(frozen=True, eq=False)
 class Staged:
     """The copies of one save.

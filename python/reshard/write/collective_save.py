@@ -288,7 +288,8 @@ def save_collectively(
         channel: the session of this save.
         started: when `reshard.save` was called, on the monotonic clock.
         blocking: whether to wait for the end.
-        dry_run: check without claiming the root or writing; with `blocking=False` memory is reserved for the copies.
+        dry_run: check without claiming the root or writing; with `blocking=False` and without `ready`, memory is
+            reserved for the copies.
         ready: as in `reshard.save`.
         progress: as in `reshard.save`.
         after: as in `reshard.save`.
@@ -308,12 +309,13 @@ def save_collectively(
         ranks.combine(save, None)  # raises it, and an error on the other ranks
         raise save
     report = capture(save.report)
-    if dry_run and (blocking or ready is not None):
+    if dry_run and blocking:
         ranks.combine(report, functools.partial(_check, save), save.report_type, None)
         return None
     plan = ranks.combine(report, save.plan, save.report_type, save.plan_type)
     if dry_run:
-        _reserve(save, plan)
+        if ready is None:
+            _reserve(save, plan)
         return None
     save.own.copies.replicas = plan.replicas
     make = functools.partial(shard_file, threads=task.options.threads, blocking=blocking, ready=ready)

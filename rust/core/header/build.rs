@@ -133,17 +133,7 @@ pub fn build(
 }
 
 fn push_number(out: &mut Vec<u8>, number: u64) {
-    // Formatting takes longer than writing a small tensor.
-    let (mut digits, mut at, mut rest) = ([0; 20], 20, number);
-    loop {
-        at -= 1;
-        digits[at] = b'0' + (rest % 10) as u8;
-        rest /= 10;
-        if rest == 0 {
-            break;
-        }
-    }
-    out.extend_from_slice(&digits[at..]);
+    serde_json::to_writer(out, &number).expect("every number has a JSON form");
 }
 
 fn push_json(out: &mut Vec<u8>, text: &str) {
