@@ -122,6 +122,9 @@ impl<'a> Found<'a> {
     }
 }
 
+/// A tensor that a file must hold: its entry in the index, and its name and shape there.
+type Expected<'a> = (&'a Stored, &'a str, Cow<'a, [u64]>);
+
 /// The place in the index behind the tensor that was found last.
 #[derive(Default)]
 struct Near {
@@ -820,7 +823,7 @@ impl Index {
         for whole in &self.whole_files {
             self.open(whole.file)?;
         }
-        let mut expected: Vec<Vec<(&Stored, &str, Cow<'_, [u64]>)>> =
+        let mut expected: Vec<Vec<Expected<'_>>> =
             (0..self.files.len()).map(|_| Vec::new()).collect();
         for stored in &self.tensors {
             if let Some(files) = stored.only_cell() {
@@ -1309,7 +1312,7 @@ impl Index {
     ) -> Result<Vec<(Dtype, u64)>> {
         let mut sizes = Vec::with_capacity(requested.len());
         self.each_size(requested, cast, |dtype, n_bytes| {
-            sizes.push((dtype, n_bytes))
+            sizes.push((dtype, n_bytes));
         })?;
         Ok(sizes)
     }

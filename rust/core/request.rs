@@ -159,12 +159,12 @@ impl WholeRequest {
         arrays.map(|((name, key), shape)| (name, key, shape))
     }
 
-    fn request(&self) -> Result<Request> {
+    fn request(&self) -> Request {
         let mut request = Request::default();
         for (name, key, shape) in self.arrays() {
             request.add_region(name, key, Region::whole(shape));
         }
-        Ok(request)
+        request
     }
 }
 
@@ -199,7 +199,7 @@ impl Requested {
         match self {
             Self::Listed(request) => Ok(Cow::Borrowed(request)),
             Self::OfRank(request) => request.request().map(Cow::Owned),
-            Self::Whole(request) => request.request().map(Cow::Owned),
+            Self::Whole(request) => Ok(Cow::Owned(request.request())),
         }
     }
 
@@ -208,7 +208,7 @@ impl Requested {
         *self = Self::Listed(match std::mem::take(self) {
             Self::Listed(request) => request,
             Self::OfRank(request) => request.request()?,
-            Self::Whole(request) => request.request()?,
+            Self::Whole(request) => request.request(),
         });
         match self {
             Self::Listed(request) => Ok(request),

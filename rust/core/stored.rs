@@ -351,7 +351,7 @@ impl Grid {
         }
         let to = row_major_strides(shape);
         let n_cells = self.n_cells();
-        let mut copies = Vec::with_capacity(usize::try_from(n_cells).ok()?);
+        let mut copies = Vec::new();
         for cell in 0..n_cells {
             let (mut dst, mut rest) = (0, cell);
             let mut dims: Vec<Dim> = to
