@@ -540,10 +540,7 @@ impl Index {
         shape: Vec<u64>,
         form: Form,
     ) -> Result<()> {
-        let is_in_file = self
-            .whole_files
-            .iter()
-            .any(|whole| whole.table.find(key).is_some());
+        let is_in_file = self.is_in_whole_file(key);
         match self.by_key.entry(key.to_owned()) {
             std::collections::hash_map::Entry::Vacant(entry) if !is_in_file => {
                 entry.insert(self.tensors.len() as u32);
@@ -596,11 +593,12 @@ impl Index {
 
     /// Whether there is a key.
     pub fn contains(&self, key: &str) -> bool {
-        self.by_key.contains_key(key)
-            || self
-                .whole_files
-                .iter()
-                .any(|whole| whole.table.find(key).is_some())
+        self.by_key.contains_key(key) || self.is_in_whole_file(key)
+    }
+
+    fn is_in_whole_file(&self, key: &str) -> bool {
+        let mut tables = self.whole_files.iter().map(|whole| &whole.table);
+        tables.any(|table| table.find(key).is_some())
     }
 
     /// The number of a key among those that were added one by one, in their order.
@@ -663,15 +661,7 @@ impl Index {
     }
 
     fn found(&self, key: &str) -> Result<Found<'_>> {
-        if let Some(&i) = self.by_key.get(key) {
-            return Ok(Found::Listed(&self.tensors[i as usize]));
-        }
-        for whole in &self.whole_files {
-            if let Some(i) = whole.table.find(key) {
-                return Ok(Found::InWholeFile(whole.file, whole.table.entry(i)));
-            }
-        }
-        Err(no_tensor(key))
+        self.found_near(key, &mut Near::default())
     }
 
     /// As [`Self::found`]. Keys are often requested in the order of the index, and then no key is hashed.
@@ -695,7 +685,7 @@ impl Index {
                 return Ok(Found::InWholeFile(whole.file, whole.table.entry(i)));
             }
         }
-        Err(no_tensor(key))
+        Err(Error::new(Kind::Key, format!("there is no tensor {}", named(key))).key(key))
     }
 
     /// dtype and global shape of a key. Opens a file if the dtype is not known yet.
@@ -1501,10 +1491,6 @@ fn check_size(key: &str, shape: &[u64]) -> Result<()> {
     }
     let message = format!("{}: shape {} is too large", named(key), Dims(shape));
     Err(Error::damaged(message).key(key))
-}
-
-fn no_tensor(key: &str) -> Error {
-    Error::new(Kind::Key, format!("there is no tensor {}", named(key))).key(key)
 }
 
 fn stored_twice(key: &str) -> Error {

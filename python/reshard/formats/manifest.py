@@ -790,7 +790,8 @@ def set_checksums(index: _core.Index, folder: str | os.PathLike[str], manifest: 
         entries = {name: entry_of(name) for name in index.file_names}
         is_early = sum(4 * entry.n_chunks for entry in entries.values()) <= _EARLY_CHECKSUMS_BYTES
         checksums = read_checksums(folder, manifest, entries) if is_early else {}
-        for file, (name, entry) in enumerate(entries.items()):
+        for file, name in enumerate(index.file_names):
+            entry = entries[name]
             index.set_checksums(file, entry.n_bytes, entry.header_bytes, entry.header_checksum, checksums.get(name))
     index.set_checksums_reader(read)
 
