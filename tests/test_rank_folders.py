@@ -582,7 +582,7 @@ def test_counters_and_small_tensors_are_read_without_opening_the_files_again(
     for rank in range(4):
         holding(rank, learning_rate=np.array(0.5), small=UNLISTED["small"])(tree)
     with opened_cut(tree) as opened:
-        monkeypatch.setattr("reshard.checkpoint.opened_again", None)
+        monkeypatch.setattr("reshard.formats.own_files.opened_again", None)
         assert opened.read("step_num") == 7
         assert opened.read("learning_rate") == 0.5
         assert_same(opened.load(keys=["small", "w"]), {"small": UNLISTED["small"], "w": W})

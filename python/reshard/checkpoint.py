@@ -27,8 +27,6 @@ from reshard.errors import (
     UnsupportedError,
 )
 from reshard.formats.base import StoredTensor
-from reshard.formats.own_files import opened_again, own_index
-from reshard.formats.scrub import scrub_share
 from reshard.indexing import normalize_index
 from reshard.outputs import as_array, as_arrays, check_out, check_outs, fill, keeps_order, load_all
 from reshard.words import check_text, listed, show
@@ -543,6 +541,8 @@ class Checkpoint:
         path = self.data.path
         is_folder = path.is_folder()
         folder = path if is_folder else path.parent
+        from reshard.formats.scrub import scrub_share  # noqa: PLC0415  slow to import
+
         scrub_share(folder, self.manifest, share, None if is_folder else path.name, threads=threads)
         self._is_scrubbed = count == 1
 
@@ -576,6 +576,8 @@ class Checkpoint:
             array([0, 1, 2])
         """
         data = self.data
+        from reshard.formats.own_files import opened_again  # noqa: PLC0415  slow to import
+
         index = opened_again(self._index, range(self._index.n_files), self.manifest)
         for key, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
             # The description of the stored arrays has been checked for overlaps already.
@@ -736,6 +738,8 @@ class Checkpoint:
             raise ArgumentError(
                 f"rank {rank} did not save {self.path}", hint=f"it was saved by ranks {listed(self._own)}"
             )
+        from reshard.formats.own_files import own_index  # noqa: PLC0415  slow to import
+
         return own_index(self._index, self._own[rank], self.manifest)
 
     # -- state beside the tensors

@@ -20,7 +20,7 @@ use crate::error::{Error, Kind, Result};
 use crate::fetch::{Faulted, Run};
 use crate::header;
 use crate::memory::{Memory, Stores, finish_stores};
-use crate::plan::{Array, Plan};
+use crate::plan::{Array, Plan, PlanSource};
 use crate::route::{Route, Routes};
 use crate::source::open_direct;
 use crate::tuning::Tuning;
@@ -721,7 +721,11 @@ impl<'a, S: Sink> PieceWriter<'a, S> {
         let mut permit = Some(self.fill_permits.acquire());
         self.control.check().inspect_err(|_| self.fail_sums())?;
         let piece = match self.bytes {
-            Bytes::InMemory(image) => &image[at as usize..at as usize + len],
+            Bytes::InMemory(image) => {
+                let piece = &image[at as usize..at as usize + len];
+                self.sum_chunks(at, piece);
+                piece
+            }
             Bytes::Planned(content) => {
                 let piece = &mut buffer[..len];
                 let unfilled = OnDrop(|| self.fail_sums());
@@ -731,20 +735,17 @@ impl<'a, S: Sink> PieceWriter<'a, S> {
                     // A thread that waits for earlier pieces holds no permit: they may need it.
                     permit = None;
                     let here = content.sums_in(at, at + len as u64);
-                    if !here.is_empty() && !sums.fill(here, at, piece) {
-                        return Ok(()); // the thread that failed returns the error
+                    if !here.is_empty() {
+                        if !sums.fill(here, at, piece) {
+                            return Ok(()); // the thread that failed returns the error
+                        }
+                        self.sum_chunks(at, piece);
                     }
                 }
                 std::mem::forget(unfilled);
                 piece
             }
         };
-        for (chunk, checksum) in piece
-            .chunks(CHUNK_BYTES)
-            .zip(&self.checksums[at as usize / CHUNK_BYTES..])
-        {
-            checksum.store(crc32c(0, chunk), Ordering::Relaxed);
-        }
         drop(permit);
         let write = |route| self.sink.write_at(at, piece, route);
         match self.routes {
@@ -764,12 +765,29 @@ impl<'a, S: Sink> PieceWriter<'a, S> {
         }
     }
 
+    /// Fills a piece, and computes the checksums of each band while it is in the cache of the processor.
     fn fill_piece(&self, content: &Content<'_>, at: u64, piece: &mut [u8]) -> Result<()> {
-        for (i, band) in piece.chunks_mut(BAND_BYTES).enumerate() {
-            let at = at + (i * BAND_BYTES) as u64;
+        let sources = &content.plan.sources;
+        // Each band faults in what it copies out of files: small bands would do so more often.
+        let band_bytes = if sources.iter().any(|one| matches!(one, PlanSource::File(..))) {
+            BAND_BYTES
+        } else {
+            CHUNK_BYTES
+        };
+        for (i, band) in piece.chunks_mut(band_bytes).enumerate() {
+            let at = at + (i * band_bytes) as u64;
             content.fill_band(at, band, Stores::Plain, self.control)?;
+            self.sum_chunks(at, band);
         }
         Ok(())
+    }
+
+    /// Computes the checksums of the chunks from `at` on.
+    fn sum_chunks(&self, at: u64, bytes: &[u8]) {
+        let checksums = &self.checksums[at as usize / CHUNK_BYTES..];
+        for (chunk, checksum) in bytes.chunks(CHUNK_BYTES).zip(checksums) {
+            checksum.store(crc32c(0, chunk), Ordering::Relaxed);
+        }
     }
 }
 /// Runs a function when it is dropped.

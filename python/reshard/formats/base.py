@@ -84,8 +84,7 @@ class Match(IntEnum):
     YES = 2
 
 
-@dataclass(frozen=True)
-class OpenOptions:
+class OpenOptions(NamedTuple):
     """Options of opening.
 
     Attributes:
@@ -97,8 +96,7 @@ class OpenOptions:
     strategy: StrategyLike | None = None
 
 
-@dataclass(frozen=True)
-class Traits:
+class Traits(NamedTuple):
     """Properties of a format for code outside of it.
 
     Attributes:

@@ -14,11 +14,12 @@ import numpy as np
 
 from reshard.counters import COUNTERS, OF_NO_PARAMETER
 from reshard.errors import ArgumentError, DamagedFileError
-from reshard.formats.checkpoint2.common import CommonInfo
 from reshard.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from reshard.formats.checkpoint2.common import CommonInfo
 
 NAMES = COUNTERS
 """Names of the counters."""
@@ -98,6 +99,8 @@ def common_of(arrays: Mapping[str, np.ndarray], source: str) -> CommonInfo:
         >>> common_of({"step_num": np.array(40), "loss_scale": np.array([2.0], np.float32)}, "x").loss_scale
         2.0
     """
+    from reshard.formats.checkpoint2.common import CommonInfo  # noqa: PLC0415  slow to import
+
     values: dict[str, int | float] = {}
     for name in NAMES:
         array = arrays.get(name)
@@ -117,7 +120,8 @@ def arrays_of(common: CommonInfo) -> dict[str, np.ndarray]:
     """The counters that are not None, in the dtypes and shapes that MindSpore Transformers writes.
 
     Example:
-        >>> arrays_of(CommonInfo(step_num=7, global_step=7))
+        >>> import reshard
+        >>> arrays_of(reshard.CommonInfo(step_num=7, global_step=7))
         {'step_num': array(7), 'global_step': array([7], dtype=int32)}
     """
     arrays: dict[str, np.ndarray] = {}

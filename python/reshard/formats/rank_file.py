@@ -7,8 +7,7 @@ several parts (records of a `.ckpt` file that exceed the size of one). Only this
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reshard._core import StoredArray
 from reshard.errors import DamagedFileError, KeyNotFoundError
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
     from reshard import _core
 
 
-@dataclass(frozen=True)
-class OpenedRankFile:
+class OpenedRankFile(NamedTuple):
     """A rank's weight file in an index.
 
     Attributes:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from reshard.formats.base import Match
 from reshard.formats.checkpoint1.format import CHECKPOINT1
-from reshard.formats.checkpoint2.root import CHECKPOINT2, TILED
+from reshard.formats.checkpoint2.format import CHECKPOINT2, TILED
 from reshard.formats.ckpt.reader import CKPT
 from reshard.formats.dcp.format import DCP
 from reshard.formats.deepspeed.format import DEEPSPEED

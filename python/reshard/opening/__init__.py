@@ -16,10 +16,8 @@ from reshard.formats import registry
 from reshard.formats.base import OpenOptions, StrategyLike
 from reshard.formats.checkpoint1.format import CHECKPOINT1
 from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.formats.checkpoint2.reader import Chosen, chosen, marks, open_chosen
-from reshard.formats.checkpoint2.root import CHECKPOINT2, best_of, newer_than, order_of
-from reshard.formats.newest import reason_of
-from reshard.formats.scrub import is_damage
+from reshard.formats.checkpoint2.format import CHECKPOINT2
+from reshard.lazy import exports
 from reshard.storage.location import Location, locate
 from reshard.words import show
 
@@ -29,23 +27,27 @@ if TYPE_CHECKING:
     from reshard import _core
     from reshard.formats.checkpoint1.reader import RankSave
     from reshard.formats.checkpoint2.candidates import Order
+    from reshard.formats.checkpoint2.reader import Chosen as Chosen
+    from reshard.formats.checkpoint2.reader import chosen as chosen
+    from reshard.formats.checkpoint2.reader import marks as marks
+    from reshard.formats.checkpoint2.reader import open_chosen as open_chosen
+    from reshard.formats.checkpoint2.root import best_of as best_of
+    from reshard.formats.checkpoint2.root import newer_than as newer_than
+    from reshard.formats.checkpoint2.root import order_of as order_of
+    from reshard.formats.newest import reason_of as reason_of
+    from reshard.formats.scrub import is_damage as is_damage
     from reshard.names import NamesLike
 
-__all__ = [
-    "Chosen",
-    "StrategyLike",
-    "best_of",
-    "chosen",
-    "is_damage",
-    "iterations",
-    "marks",
-    "newer_than",
-    "open",
-    "open_chosen",
-    "order_of",
-    "rank_saves",
-    "reason_of",
-]
+_names, __getattr__ = exports(
+    __name__,
+    {
+        "reshard.formats.checkpoint2.reader": ["Chosen", "chosen", "marks", "open_chosen"],
+        "reshard.formats.checkpoint2.root": ["best_of", "newer_than", "order_of"],
+        "reshard.formats.newest": ["reason_of"],
+        "reshard.formats.scrub": ["is_damage"],
+    },
+)
+__all__ = [*_names, "StrategyLike", "iterations", "open", "rank_saves"]  # noqa: PLE0604  names, found above
 
 _log = logging.getLogger("reshard")
 
@@ -144,6 +146,8 @@ def iterations(path: str | os.PathLike[str]) -> Order | None:
     target = locate(path)
     if not target.is_folder() or registry.detect(target) is not CHECKPOINT2 or not CHECKPOINT2.is_root(target):
         return None
+    from reshard.formats.checkpoint2.root import order_of  # noqa: PLC0415  slow to import
+
     return order_of(target)
 
 

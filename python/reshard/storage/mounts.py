@@ -11,8 +11,8 @@ import contextlib
 import functools
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _NETWORK = re.compile(
     "nfs|nfs4|lustre|gpfs|ceph|cifs|smb3|smbfs|beegfs|dpc|afs|9p|virtiofs|glusterfs|orangefs|pvfs2|panfs|wekafs"
@@ -24,8 +24,7 @@ _ESCAPE = re.compile(rb"\\([0-3][0-7]{2})")  # space, tab, newline and backslash
 _UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True)
-class Mount:
+class Mount(NamedTuple):
     """One mounted file system.
 
     Attributes:

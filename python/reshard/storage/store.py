@@ -19,7 +19,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import errno
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple, Self, TypeAlias
 
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
@@ -64,8 +63,7 @@ class Entry(NamedTuple):
     kind: Kind
 
 
-@dataclass(frozen=True)
-class Abilities:
+class Abilities(NamedTuple):
     """The atomic operations of a store on folders.
 
     Attributes:

@@ -12,7 +12,7 @@ import contextlib
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard import _core
@@ -308,7 +308,7 @@ def _write_metas(planned: Sequence[_Planned], *, durable: bool) -> None:
             meta = checkpoint1.read_meta(folder)
             for file in planned:
                 if file.source == folder / meta.last_ckpt_file:
-                    renamed = replace(meta, last_ckpt_file=file.target.name)
+                    renamed = meta._replace(last_ckpt_file=file.target.name)
                     checkpoint1.write_meta(file.target.parent, renamed, durable=durable)
 
 

@@ -15,8 +15,7 @@ import errno
 import json
 import os
 import re
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, StorageError
 from reshard.formats.base import Traits
@@ -57,8 +56,7 @@ _MAX_NAMED = 3  # names that a message lists before it only counts them
 # -- names
 
 
-@dataclass(frozen=True)
-class FileName:
+class FileName(NamedTuple):
     """The parsed name of a rank's file.
 
     Attributes:
@@ -97,7 +95,7 @@ class FileName:
 
     def of_rank(self, rank: int) -> FileName:
         """The name of another rank's file in the same save."""
-        return replace(self, rank=rank)
+        return self._replace(rank=rank)
 
 
 def parse_file_name(name: str) -> FileName | None:
@@ -249,8 +247,7 @@ def _names(folder: str | os.PathLike[str]) -> list[str]:
 # -- meta.json
 
 
-@dataclass(frozen=True)
-class Meta:
+class Meta(NamedTuple):
     """The last save of a rank, with the field names of the file.
 
     Attributes:

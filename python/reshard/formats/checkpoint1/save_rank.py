@@ -241,7 +241,7 @@ class RankSide:
             old = replace(self.naming, epoch=epoch, step=step).file(self.rank)
             for kind in _ROOTS:
                 folder = folder_of(self.task.root, self.rank, kind)
-                names = [replace(old, kind=kind).name]
+                names = [old._replace(kind=kind).name]
                 if kind == "full":
                     names += [checkpoint1_state.file_name(old), checkpoint1_state.arrays_file_name(old)]
                 for name in names:

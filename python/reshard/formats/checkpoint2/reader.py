@@ -18,9 +18,10 @@ from reshard import _core
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, MismatchError, ReshardError
 from reshard.formats import manifest as manifests
 from reshard.formats import state_files, writer_mark
-from reshard.formats.base import CheckpointData, Shapes, Traits
+from reshard.formats.base import CheckpointData, Shapes
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.common import MAX_COMMON_BYTES, CommonInfo
+from reshard.formats.checkpoint2.traits import CHECKPOINT2, TILED
 from reshard.formats.own_files import MAX_METADATA_BYTES, own_files
 from reshard.formats.state_loader import TorchSaved
 from reshard.formats.tiled import names as tiles
@@ -62,10 +63,6 @@ class Chosen:
     digest: str
     unlisted: Unlisted = ()
     outline: manifests.Outline | None = None
-
-
-CHECKPOINT2 = Traits("checkpoint2", expects_manifest=True, has_metadata=True)
-TILED = Traits("safetensors")
 
 
 @dataclass(frozen=True, kw_only=True)

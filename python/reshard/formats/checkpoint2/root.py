@@ -13,20 +13,17 @@ from typing import TYPE_CHECKING, Self
 
 from reshard.errors import ReshardError
 from reshard.formats import manifest as manifests
-from reshard.formats.base import Format, Match
 from reshard.formats.checkpoint2 import candidates
 from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.formats.checkpoint2 import reader as folder
 from reshard.formats.checkpoint2.reader import LockedManifest, marks, open_folder
 from reshard.formats.newest import nothing_complete, open_newest
-from reshard.formats.tiled import names as tiles
 from reshard.storage.location import Location, locate
 
 if TYPE_CHECKING:
     import os
 
     from reshard import _core
-    from reshard.formats.base import CheckpointData, OpenOptions
+    from reshard.formats.base import CheckpointData
     from reshard.formats.manifest import Manifest
 
 _log = logging.getLogger("reshard")
@@ -173,47 +170,3 @@ def best_of(root: Location, method: _core.ReadMethod = "auto") -> CheckpointData
         # A save may have ended meanwhile and retention may have removed iterations: list again until nothing changes.
     lines = [*order.warnings, *(f"{name}: {reason}" for name, reason in faults.items())]
     raise nothing_complete(root, [*lines, *(f"{one.name}: {one.reason}" for one in order.refused)])
-
-
-# -- the formats of iteration folders
-
-
-class Checkpoint2(Format):
-    """A Checkpoint 2.0 tree or an iteration folder of one."""
-
-    traits = folder.CHECKPOINT2
-
-    def detect(self, path: Location) -> Match:
-        """A root for certain; any other folder if no other format matches."""
-        if not path.is_folder():
-            return Match.NO
-        return Match.YES if checkpoint2.is_root(path) else Match.FALLBACK
-
-    def is_root(self, path: Location) -> bool:
-        """Whether it holds iteration folders or a tracker."""
-        return checkpoint2.is_root(path)
-
-    def open(self, path: Location, options: OpenOptions) -> CheckpointData:
-        """The best iteration of a root, or an iteration folder."""
-        return best_of(path, options.method) if self.is_root(path) else open_folder(path, options.method)
-
-
-class Tiled(Format):
-    """Shard files that only tiles.json describes."""
-
-    traits = folder.TILED
-
-    def detect(self, path: Location) -> Match:
-        """Detects tiles.json without the files of Checkpoint 2.0."""
-        if not path.is_folder() or not (path / tiles.TILES_FILE).exists():
-            return Match.NO
-        others = (checkpoint2.METADATA_FILE, checkpoint2.COMMON_FILE)
-        return Match.NO if any((path / name).exists() for name in others) else Match.YES
-
-    def open(self, path: Location, options: OpenOptions) -> CheckpointData:
-        """Open the folder like an iteration folder without metadata.json."""
-        return open_folder(path, options.method)
-
-
-CHECKPOINT2 = Checkpoint2()
-TILED = Tiled()

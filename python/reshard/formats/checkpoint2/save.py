@@ -19,7 +19,7 @@ from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError,
 from reshard.formats import proofs, writer_mark
 from reshard.formats import state as state_files
 from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.formats.checkpoint2.reader import CHECKPOINT2
+from reshard.formats.checkpoint2.traits import CHECKPOINT2
 from reshard.storage import filesystem, mounts, protocol
 from reshard.storage.location import locate
 from reshard.write import pending_rollback, retention

@@ -184,7 +184,7 @@ def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
     if holds_safetensors:
         index = _safetensors_index(folder, index, objects, method)
     return _DcpData(
-        traits=replace(TRAITS, has_sums=not holds_safetensors),
+        traits=TRAITS._replace(has_sums=not holds_safetensors),
         path=folder,
         index=index,
         method=method,
@@ -238,7 +238,7 @@ def _open_shard_files(
 ) -> CheckpointData:
     index, shards = sharded_files.read_index(folder, list(names), method)
     sharded_files.check_files(folder, names, shards)
-    traits = replace(TRAITS, has_sums=False)
+    traits = TRAITS._replace(has_sums=False)
     return _DcpData(traits=traits, path=folder, index=index, method=method, iteration=step_of(folder.name))
 
 

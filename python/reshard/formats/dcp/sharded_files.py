@@ -13,7 +13,6 @@ Source: `torch/distributed/checkpoint/hf_storage.py` and `filesystem.py` of torc
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard import _core
@@ -68,8 +67,7 @@ def is_safetensors(head: bytes) -> bool:
     return head[8:9] == b"{" and not head.startswith(b"PK")
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """A shard of a tensor.
 
     Attributes:

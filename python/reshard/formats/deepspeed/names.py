@@ -16,8 +16,7 @@ Source: `runtime/engine.py` and `checkpoint/ds_to_universal.py` of DeepSpeed 0.1
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import DamagedFileError, ReshardError, UnsupportedError
 from reshard.formats.base import Traits
@@ -46,8 +45,7 @@ _STATE = re.compile(r".*_(?:model|optim)_states\.pt|layer_[0-9]+-.*\.pt")
 _STEP = re.compile(r"global_step([0-9]{1,18})")
 
 
-@dataclass(frozen=True)
-class RankFiles:
+class RankFiles(NamedTuple):
     """The names of the files of one model-parallel rank, by data-parallel rank.
 
     Attributes:
@@ -56,9 +54,9 @@ class RankFiles:
         is_partitioned: whether the files of the module are those of stage 3.
     """
 
-    model: dict[int, str] = field(default_factory=dict)
-    optimizer: dict[int, str] = field(default_factory=dict)
-    is_partitioned: bool = False
+    model: dict[int, str]
+    optimizer: dict[int, str]
+    is_partitioned: bool
 
 
 def step_of(tag: str) -> int | None:

@@ -6,11 +6,9 @@ import logging
 from typing import TYPE_CHECKING
 
 from reshard import _core
-from reshard.formats import manifest as manifests
-from reshard.formats import writer_mark
 from reshard.formats.aliases import add_aliases
 from reshard.formats.base import CheckpointData, Format, Match, Traits
-from reshard.formats.checkpoint2.reader import locked_manifest, unfinished
+from reshard.storage.filesystem import MANIFEST_FILE
 
 if TYPE_CHECKING:
     from reshard.formats.base import OpenOptions
@@ -39,6 +37,18 @@ SINGLE_FILE = SingleFile()
 def _open_file(path: Location, method: _core.ReadMethod) -> CheckpointData:
     index = _core.Index()
     file = index.add_file(str(path), method=method)
+    if (path.parent / MANIFEST_FILE).exists():
+        return _open_recorded(path, method, index, file)
+    index.add_whole_file(file)
+    return CheckpointData(traits=SingleFile.traits, path=path, index=index, method=method, aliases=add_aliases(index))
+
+
+def _open_recorded(path: Location, method: _core.ReadMethod, index: _core.Index, file: int) -> CheckpointData:
+    """A file that the manifest beside it may list."""
+    from reshard.formats import manifest as manifests  # noqa: PLC0415  slow to import, as the next
+    from reshard.formats import writer_mark  # noqa: PLC0415
+    from reshard.formats.checkpoint2.reader import locked_manifest, unfinished  # noqa: PLC0415
+
     with locked_manifest(path.parent) as locked:
         manifest = locked.manifest
         if manifest is not None and path.name not in manifest.shards:

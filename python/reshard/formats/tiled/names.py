@@ -18,8 +18,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard._core import Tile
 from reshard.errors import ArgumentError, DamagedFileError, UnsupportedError
@@ -42,8 +41,7 @@ _MAX_NAME_BYTES = 1024
 _DTYPE = re.compile("[A-Z][A-Z0-9_]{1,15}")
 
 
-@dataclass(frozen=True)
-class TiledArray:
+class TiledArray(NamedTuple):
     """One array in one file, and the tiles of the tensor in it.
 
     Attributes:
@@ -59,8 +57,7 @@ class TiledArray:
     tiles: tuple[Tile, ...]
 
 
-@dataclass(frozen=True)
-class TiledTensor:
+class TiledTensor(NamedTuple):
     """One tensor.
 
     Attributes:
@@ -76,8 +73,7 @@ class TiledTensor:
     stored: tuple[TiledArray, ...]
 
 
-@dataclass(frozen=True)
-class TilesFile:
+class TilesFile(NamedTuple):
     """The content of the file.
 
     Attributes:
@@ -89,7 +85,6 @@ class TilesFile:
     tensors: Mapping[str, TiledTensor]
 
 
-@dataclass
 class Builder:
     """Collects the content of the file while the shard files are planned, one array after the other.
 
@@ -102,8 +97,9 @@ class Builder:
         ['rank_0.safetensors', 'rank_1.safetensors']
     """
 
-    _tensors: dict[str, tuple[str, tuple[int, ...], bool]] = field(default_factory=dict)
-    _stored: dict[str, list[TiledArray]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._tensors: dict[str, tuple[str, tuple[int, ...], bool]] = {}
+        self._stored: dict[str, list[TiledArray]] = {}
 
     def __len__(self) -> int:
         return len(self._tensors)

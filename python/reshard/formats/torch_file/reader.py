@@ -6,7 +6,7 @@ tensor has the empty path. No class of the file is imported; a value that is no 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +78,7 @@ def open_file(path: Location, file: Location, method: _core.ReadMethod) -> Check
     for key, *_ in tensors:
         index.add_whole(key, number)
     return _FileData(
-        traits=replace(names.TRAITS, has_sums=names.is_zip(file.read_head(names.HEAD_BYTES, follow_links=True))),
+        traits=names.TRAITS._replace(has_sums=names.is_zip(file.read_head(names.HEAD_BYTES, follow_links=True))),
         path=path,
         file=file,
         index=index,

@@ -1,0 +1,60 @@
+"""How a Checkpoint 2.0 tree, and a folder that only `tiles.json` describes, are recognised. Others open them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reshard.formats.base import Format, Match
+from reshard.formats.checkpoint2 import names as checkpoint2
+from reshard.formats.checkpoint2 import traits
+from reshard.formats.tiled import names as tiles
+
+if TYPE_CHECKING:
+    from reshard.formats.base import CheckpointData, OpenOptions
+    from reshard.storage.location import Location
+
+
+class Checkpoint2(Format):
+    """A Checkpoint 2.0 tree or an iteration folder of one."""
+
+    traits = traits.CHECKPOINT2
+
+    def detect(self, path: Location) -> Match:
+        """A root for certain; any other folder if no other format matches."""
+        if not path.is_folder():
+            return Match.NO
+        return Match.YES if checkpoint2.is_root(path) else Match.FALLBACK
+
+    def is_root(self, path: Location) -> bool:
+        """Whether it holds iteration folders or a tracker."""
+        return checkpoint2.is_root(path)
+
+    def open(self, path: Location, options: OpenOptions) -> CheckpointData:
+        """The best iteration of a root, or an iteration folder."""
+        from reshard.formats.checkpoint2 import reader, root  # noqa: PLC0415  slow to import
+
+        is_root = self.is_root(path)
+        return root.best_of(path, options.method) if is_root else reader.open_folder(path, options.method)
+
+
+class Tiled(Format):
+    """Shard files that only tiles.json describes."""
+
+    traits = traits.TILED
+
+    def detect(self, path: Location) -> Match:
+        """Detects tiles.json without the files of Checkpoint 2.0."""
+        if not path.is_folder() or not (path / tiles.TILES_FILE).exists():
+            return Match.NO
+        others = (checkpoint2.METADATA_FILE, checkpoint2.COMMON_FILE)
+        return Match.NO if any((path / name).exists() for name in others) else Match.YES
+
+    def open(self, path: Location, options: OpenOptions) -> CheckpointData:
+        """Open the folder like an iteration folder without metadata.json."""
+        from reshard.formats.checkpoint2 import reader  # noqa: PLC0415  slow to import
+
+        return reader.open_folder(path, options.method)
+
+
+CHECKPOINT2 = Checkpoint2()
+TILED = Tiled()

@@ -1,0 +1,8 @@
+"""The traits of iteration folders, and of folders that only `tiles.json` describes."""
+
+from __future__ import annotations
+
+from reshard.formats.base import Traits
+
+CHECKPOINT2 = Traits("checkpoint2", expects_manifest=True, has_metadata=True)
+TILED = Traits("safetensors")
