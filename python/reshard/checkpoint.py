@@ -229,6 +229,8 @@ class Checkpoint:
             return list(self._keys)
         if part not in ("model", "optimizer"):
             raise ArgumentError(f'`part` is {part!r}; "model", "optimizer" or "all" are accepted')
+        if not self.data.has_optimizer():
+            return list(self._keys) if part == "model" else []
         return [key for key in self._keys if self.data.part(key) == part]
 
     def __getitem__(self, key: str) -> TensorInfo:

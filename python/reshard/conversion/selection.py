@@ -93,8 +93,8 @@ def select(
         raise ArgumentError(
             f"{source.path} has no tensors of this part: there is nothing to write", path=str(source.path)
         )
-    checked = tensors if is_same else [key for key in tensors if key in new]
-    source._check_placed(*checked)  # noqa: SLF001  the check of a read
+    unplaced = source.unplaced()
+    source._check_placed(*(key for key in unplaced if key in new))  # noqa: SLF001  the check of a read
     view = source
     if not is_same or len(tensors) < len(source):
         view = source.view({new[key]: _stored(source, key) for key in tensors if key in new})

@@ -203,6 +203,10 @@ class CheckpointData:
         """Whether a tensor belongs to the model or to the optimizer."""
         return "optimizer" if self.traits.counters_as_tensors and counter_tensors.is_state(key) else "model"
 
+    def has_optimizer(self) -> bool:
+        """Whether a tensor can belong to the optimizer. False: all belong to the model."""
+        return True
+
     def weights(self) -> Mapping[str, str] | None:
         """The key of each weight of the model, by the name of the weight; None: each key of the model is its name."""
         return None

@@ -79,9 +79,13 @@ class FolderData(CheckpointData):
 
     def part(self, key: str) -> PartName:
         """By the name of the file that holds the tensor."""
-        if not self.traits.has_metadata or not self._has_optimizer:
+        if not self.has_optimizer():
             return "model"
         return "optimizer" if self._parts[self.index.holders(key)[0]] == "optimizer" else "model"
+
+    def has_optimizer(self) -> bool:
+        """Whether the name of a file says so."""
+        return self.traits.has_metadata and self._has_optimizer
 
     @cached_property
     def _has_optimizer(self) -> bool:

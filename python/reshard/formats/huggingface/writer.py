@@ -75,7 +75,9 @@ def write_folder(job: Job, settings: Settings, style: Style) -> Written:
         copies.warnings += [] if warning is None else [warning]
     request = job.whole_request(job.keys)
     sizes = job.sizes(request)
-    shards = huggingface.plan_shards(zip(job.keys, sizes, strict=True), settings.max_bytes or _DEFAULT_BYTES)
+    shards, max_bytes = [job.keys], settings.max_bytes or _DEFAULT_BYTES
+    if sum(sizes) > max_bytes:
+        shards = huggingface.plan_shards(zip(job.keys, sizes, strict=True), max_bytes)
     files = []
     by_name = {array[0]: array for array in job.arrays(request)} if style.container else {}
     for number, keys in enumerate(shards, 1):
