@@ -40,6 +40,9 @@ _CONTEXT.set_forkserver_preload(
         "torch.testing._internal.distributed.fake_pg",
         "safetensors",
         "reshard.opening",
+        "reshard.formats.checkpoint2.root",
+        "reshard.formats.own_files",
+        "reshard.formats.scrub",
         "reshard.verbs.convert",
         "reshard.torch",
     ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from reshard import _core
+
 Arrays = dict[str, np.ndarray]
 
 
@@ -13,3 +15,11 @@ def assert_same(found: Arrays, expected: Arrays) -> None:
     for key, array in expected.items():
         assert (found[key].dtype, found[key].shape) == (array.dtype, array.shape), key
         assert found[key].tobytes() == array.tobytes(), key
+
+
+def whole_request(shapes: dict[str, tuple[int, ...]], keys: dict[str, str] | None = None) -> _core.Request:
+    """The request for whole tensors as regions, by the name of the array that each becomes."""
+    request = _core.Request()
+    for name, shape in shapes.items():
+        request.add_region(name, name if keys is None else keys[name], (0,) * len(shape), shape)
+    return request

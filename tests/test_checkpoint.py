@@ -29,7 +29,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from tests import original_reader
-from tests.arrays import Arrays, assert_same
+from tests.arrays import Arrays, assert_same, whole_request
 from tests.oracle import local_arrays
 
 import reshard
@@ -46,7 +46,6 @@ from reshard.errors import (
     StorageError,
     UnsupportedError,
 )
-from reshard.outputs import whole_request
 
 SAMPLES = Path(__file__).parent / "data" / "mindspore"
 TREES = [

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
+from tests.arrays import whole_request
 from tests.oracle import element_numbers, element_tiles, local_arrays, mesh_ranks, rule_of
 from tests.strategies import (
     DTYPE_NAMES,
@@ -33,7 +34,6 @@ from tests.strategies import (
 
 from reshard._core import Index, Plan, Request, StoredArray, Tile, crc32c
 from reshard.layout import ModelLayout
-from reshard.outputs import whole_request
 
 Method = Literal["auto", "map", "read"]
 METHODS: tuple[Method, ...] = ("map", "read", "auto")

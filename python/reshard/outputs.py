@@ -54,19 +54,6 @@ def as_arrays(names: Sequence[str], loaded: _core.Loaded) -> dict[str, np.ndarra
     return dict(zip(names, made, strict=True))
 
 
-def whole_request(shapes: Mapping[str, tuple[int, ...]], keys: Mapping[str, str] | None = None) -> _core.Request:
-    """The request for whole tensors, in the order of `shapes`.
-
-    Args:
-        shapes: the shape of each tensor in elements, by the name of the array that it becomes.
-        keys: the key of each, by that name; None: the name is the key.
-    """
-    request = _core.Request()
-    for name, shape in shapes.items():
-        request.add_region(name, name if keys is None else keys[name], (0,) * len(shape), shape)
-    return request
-
-
 def load_all(plan: _core.Plan) -> dict[str, np.ndarray]:
     """Execute a plan into new arrays, by name. Raises DamagedFileError and StorageError as the plan does."""
     return as_arrays([name for name, *_ in plan.arrays], plan.load())

@@ -13,7 +13,7 @@ from reshard import _core
 from reshard.errors import DamagedFileError
 from reshard.formats import manifest as manifests
 from reshard.formats import state
-from reshard.outputs import load_all, whole_request
+from reshard.outputs import load_all
 from reshard.words import show
 
 if TYPE_CHECKING:
@@ -80,10 +80,8 @@ def load_by_name(
         file = index.add_file(str(arrays_path), follow_links=False)
         if manifest is not None:
             manifests.set_checksums(index, arrays_path.parent, manifest)
-        shapes = {tensor.name: tensor.shape for tensor in index.file_tensors(file)}
-        for key in shapes:
-            index.add_whole(key, file)
-        arrays = load_all(index.plan(whole_request(shapes)))
+        index.add_whole_file(file)
+        arrays = load_all(index.plan(index.whole_request(index.keys())))
     value = state.load(text, arrays, str(path))
     if not isinstance(value, dict):
         raise DamagedFileError(f"{show(str(path))} does not hold a dict of state", path=str(path))

@@ -27,7 +27,6 @@ from reshard.formats import writer_mark
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.ckpt import names as ckpt
 from reshard.formats.rank_file import OpenedRankFile, add_rank_file
-from reshard.outputs import whole_request
 from reshard.storage.location import Location, locate
 from reshard.storage.publication import made_folder
 from reshard.strict_yaml import read_yaml
@@ -296,8 +295,7 @@ def _warnings(planned: Sequence[_Planned], renamed: Mapping[str, str]) -> list[s
 def _requested(index: _core.Index, opened: OpenedRankFile, names: Sequence[tuple[str, str]]) -> _core.Plan:
     for old, _ in names:
         index.add_whole(old, opened.file)
-    request = whole_request({new: opened.tensors[old].shape for old, new in names}, {new: old for old, new in names})
-    return index.plan(request)
+    return index.plan(index.whole_request([new for _, new in names], [old for old, _ in names]))
 
 
 def _write_metas(planned: Sequence[_Planned], *, durable: bool) -> None:

@@ -20,7 +20,7 @@ from reshard.formats.checkpoint1.agreement import SAME_ON_ALL, FileFacts, faults
 from reshard.formats.checkpoint1.replicas import AssumedReplicas
 from reshard.formats.rank_file import add_rank_file, placed
 from reshard.layout.strategy import Strategy, box_of
-from reshard.outputs import load_all, whole_request
+from reshard.outputs import load_all
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ class RankTensors:
                     counter_tensors.check_shape(name, shape, str(file.path))  # before it is read: it can be of any size
                 index.add_tiles(name, again.tensors[name].dtype, shape, placed(again, name, (0,) * len(shape)))
             # The checksum of a whole file is not compared yet: that would read all of it.
-            plan = index.plan(whole_request(shapes), verify=False)
+            plan = index.plan(index.whole_request(list(shapes)), verify=False)
             arrays = load_all(plan)
             if counters:
                 found[rank] = counter_tensors.common_of(arrays, str(file.path))

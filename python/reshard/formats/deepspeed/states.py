@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard import _core
 from reshard.errors import DamagedFileError, UnsupportedError
-from reshard.outputs import load_all, whole_request
+from reshard.outputs import load_all
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
@@ -120,11 +120,10 @@ def read_scalars(file: Location, paths: Iterable[str]) -> dict[str, int | float]
     """
     index = _core.Index()
     number = index.add_torch_file(str(file), follow_links=False)
-    shapes = {}
-    for path in paths:
-        index.add_whole(path, number)
-        shapes[path] = index.shape(path)
-    arrays = load_all(index.plan(whole_request(shapes)))
+    names = list(paths)
+    for name in names:
+        index.add_whole(name, number)
+    arrays = load_all(index.plan(index.whole_request(names)))
     index.close()
     return {path: array.reshape(-1)[0].item() for path, array in arrays.items()}
 

@@ -18,7 +18,7 @@ from reshard.formats import counter_tensors
 from reshard.formats import weight_map as maps
 from reshard.formats.base import CheckpointData, Format, Match, Traits
 from reshard.formats.full_weights import names as full_weights
-from reshard.outputs import load_all, whole_request
+from reshard.outputs import load_all
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def open_full_weights(folder: Location, method: _core.ReadMethod) -> CheckpointD
     data = CheckpointData(traits=TRAITS, path=folder, index=index, method=method)
     if not names:
         return data
-    request = whole_request({name: index.shape(name) for name in names if name in counter_tensors.NAMES})
+    request = index.whole_request([name for name in names if name in counter_tensors.NAMES])
     common = counter_tensors.common_of(load_all(index.plan(request)), str(path))
     return replace(data, common=common, iteration=common.step_num)
 

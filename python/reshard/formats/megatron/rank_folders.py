@@ -27,7 +27,7 @@ from reshard.formats.megatron.rank_replicas import HeldArray, Replicas, are_equa
 from reshard.formats.own_files import own_index
 from reshard.layout.model import as_layout
 from reshard.layout.strategy import Strategy
-from reshard.outputs import load_all, whole_request
+from reshard.outputs import load_all
 from reshard.storage.location import locate
 from reshard.words import listed, show
 
@@ -117,8 +117,8 @@ class RankFoldersData(CheckpointData):
         if found is None:
             return {key: value for key, value in self.ranks[0].state.items() if key != "rng_state"}
         index = own_index(self.index, [found.file], None)
-        shapes = {key: index.shape(key) for key in index.keys() if key.startswith("rng_state.")}  # noqa: SIM118
-        arrays = load_all(index.plan(whole_request(shapes)))
+        keys = [key for key in index.keys() if key.startswith("rng_state.")]  # noqa: SIM118  not a mapping
+        arrays = load_all(index.plan(index.whole_request(keys)))
         index.close()
         return {
             key: _with_arrays(value, key, arrays) if key == "rng_state" else value for key, value in found.state.items()
