@@ -305,6 +305,31 @@ def test_names_of_objects_do_not_collide(tmp_path: Path) -> None:
     assert equal(other.shadow, odd)
 
 
+def test_a_dict_is_restored_in_place(tmp_path: Path) -> None:
+    def build(seed: int) -> tuple[Any, dict[str, Any]]:
+        model = layers(seed)
+        shadow = {name: one.detach().clone() for name, one in model.named_parameters()}
+        return model, {"shadow": shadow, "decay": 0.9 + seed, "history": [seed] * (2 - seed), "grown": torch.ones(seed)}
+
+    model, saved = build(0)
+    with Checkpointer(tmp_path, signals=()) as made:
+        made.resume(model=model, extra={"ema": saved, "mine": reshard.per_rank({"n": 3})})
+        made.save(1, blocking=True)
+    assert "extra.ema.shadow.0.weight" in reshard.open(tmp_path)
+    model, live = build(1)
+    weight, history, mine = live["shadow"]["0.weight"], live["history"], {"n": 0, "other": 1}
+    Checkpointer(tmp_path, signals=()).resume(model=model, extra={"ema": live, "mine": reshard.per_rank(mine)})
+    assert equal(live, saved)
+    assert equal(mine, {"n": 3})
+    assert live["shadow"]["0.weight"] is weight
+    assert live["history"] is history
+
+
+def test_an_object_without_state_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"`extra\['n'\]` is of type int(.|\n)*pass a dict of the values"):
+        Checkpointer(tmp_path, signals=()).resume(model=layers(0), extra={"n": 3})
+
+
 @pytest.mark.parametrize("stop", [3, 4, 5, 9])
 def test_a_stateful_loader_needs_no_generator(tmp_path: Path, stop: int) -> None:
     """Batches and the random numbers of the loop go on as in an uninterrupted run, within an epoch and at its end."""
