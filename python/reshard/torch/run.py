@@ -130,12 +130,11 @@ class _DictState:
 def _set(live: Any, saved: Any) -> Any:
     """Give a live value the content of a saved one, in place if both have the same type; returns the new value."""
     if isinstance(live, dict) and isinstance(saved, dict):
-        old = dict(live)
+        values = {key: _set(live.get(key), value) for key, value in saved.items()}
         live.clear()
-        live.update({key: _set(old.get(key), value) for key, value in saved.items()})
+        live.update(values)
     elif isinstance(live, list) and isinstance(saved, list):
-        old = [*live, *[None] * len(saved)]
-        live[:] = map(_set, old, saved)
+        live[:] = map(_set, [*live, *[None] * len(saved)], saved)
     elif (
         isinstance(live, torch.Tensor)
         and isinstance(saved, torch.Tensor)
