@@ -684,8 +684,8 @@ def _check_objects(known: RankValues, object_name: Callable[[str], str], world_s
     _check_shared(
         tensors,
         show,
-        "all ranks must hold the same values. The copies of running statistics in an average can differ under DDP: leave "
-        "them out. `reshard.per_rank(...)` around the object saves the state of each rank",
+        "leave out tensors that differ, such as the running statistics of an average under DDP; or wrap the object in "
+        "`reshard.per_rank(...)` to save the state of each rank",
     )
 
 
