@@ -418,16 +418,20 @@ def test_objects_without_state_are_refused(tmp_path: Path) -> None:
             make(tmp_path).resume(model=Trainer().model, **parts)
 
 
-def test_damage_is_passed_over_and_the_run_goes_on(tmp_path: Path, whole: list[float]) -> None:
+def test_damage_is_passed_over_and_the_run_goes_on(
+    tmp_path: Path, whole: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
     with resumed(tmp_path, save_every=2, async_save=False) as (trainer, made, _):
         losses = trainer.run(made, 1, 6)
-    file = next((tmp_path / "iteration_00000006").glob("opt-*.safetensors"))
+    file = next((tmp_path / "iteration_00000006").glob("model-*.safetensors"))
     data = bytearray(file.read_bytes())
     data[-3] ^= 1
     file.write_bytes(data)
     with resumed(tmp_path, save_every=2, seed=4) as (trainer, made, decision):
         assert decision.initial_step == 4
         assert any("iteration_00000006 is skipped" in line for line in decision.warnings)
+        (line,) = (line for line in caplog.messages if "is skipped" in line)
+        assert "`out`" not in line  # the trainer gave no arrays
         assert losses[:4] + trainer.run(made, 5, 12) == whole
     for name in tmp_path.glob("iteration_*/manifest.json"):
         name.write_text("{}")
