@@ -316,7 +316,7 @@ def test_a_claimed_destination_names_no_argument_that_convert_lacks(root: Path, 
         with pytest.raises(ClaimedError) as caught:
             reshard.convert(tmp_path / "m.safetensors", root, to="checkpoint2", iteration=300, overwrite=True)
         assert caught.value.hint == "end that job or give this one another root"
-        with pytest.raises(ClaimedError, match=r"`commit=Commit\(takeover=True\)` overtakes it"):
+        with pytest.raises(ClaimedError, match=r"`commit=Commit\(takeover=True\)` takes the root"):
             reshard.save(root, 300, {"w": np.ones(2)}, commit={"durable": False})
         for command in (
             ["convert", tmp_path / "m.safetensors", root, "--to", "checkpoint2", "--overwrite"],

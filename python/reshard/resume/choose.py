@@ -91,7 +91,10 @@ def no_usable_candidate(config: Config, facts: ResumeFacts, verdicts: tuple[Verd
             hint="a checkpoint root is the folder that holds the iteration_<number> folders, in Checkpoint 1.0 the "
             "rank_<number> folders; to start a new run choose an empty or a new folder",
         )
-    hint = "a run does not silently start from step 0: repair a checkpoint, or use another or an empty folder"
+    hint = (
+        "a run does not silently start from step 0: put back damaged files from a copy, or use another or an empty "
+        "folder"
+    )
     error_class: type[ReshardError] = DamagedFileError
     if any(verdict.reason.startswith(UNREADABLE) for verdict in verdicts):
         error_class = StorageError
