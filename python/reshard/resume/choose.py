@@ -105,8 +105,8 @@ def no_usable_candidate(config: Config, facts: ResumeFacts, verdicts: tuple[Verd
         error_class = UnsupportedError
         if facts.kind == "pretrained":
             hint = (
-                "to load only its weights set `resume_training: false` in the configuration; a run that starts from "
-                "them saves into another folder"
+                "to start a run from its weights, use another root and `init_from`, or set `resume_training: false` in "
+                "the configuration"
             )
     listed = "\n".join(f"  {name_of(verdict)}: {verdict.reason}" for verdict in verdicts)
     action = "resumed from" if config.resume else "loaded"
