@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -317,10 +318,10 @@ def test_a_dict_is_restored_in_place(tmp_path: Path) -> None:
         made.save(1, blocking=True)
     assert "extra.ema.shadow.0.weight" in reshard.open(tmp_path)
     model, live = build(1)
-    weight, history, mine = live["shadow"]["0.weight"], live["history"], {"n": 0, "other": 1}
-    Checkpointer(tmp_path, signals=()).resume(model=model, extra={"ema": live, "mine": reshard.per_rank(mine)})
+    weight, history, mine = live["shadow"]["0.weight"], live["history"], SimpleNamespace(n=0, other=1)
+    Checkpointer(tmp_path, signals=()).resume(model=model, extra={"ema": live, "mine": reshard.per_rank(vars(mine))})
     assert equal(live, saved)
-    assert equal(mine, {"n": 3})
+    assert mine == SimpleNamespace(n=3)
     assert live["shadow"]["0.weight"] is weight
     assert live["history"] is history
 
