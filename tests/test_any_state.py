@@ -326,6 +326,18 @@ def test_a_dict_is_restored_in_place(tmp_path: Path) -> None:
     assert live["history"] is history
 
 
+def test_wrong_arguments_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"`model` has a Tensor(.|\n)*not its `state_dict\(\)`"):
+        Checkpointer(tmp_path, signals=()).resume(model=layers(0).state_dict())
+    with Checkpointer(tmp_path, signals=()) as made:
+        made.resume(model=layers(0))
+        with pytest.raises(ArgumentError, match=r"`loss` has shape \(2,\), expected a number"):
+            made.step(1, loss=torch.ones(2))
+        with pytest.raises(ArgumentError, match=r"`metrics\['x'\]` is of type str"):
+            made.step(1, metrics={"x": "a"})
+        made.step(1, loss=1.0)
+
+
 def test_an_object_without_state_is_refused_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"`extra\['n'\]` is of type int(.|\n)*pass a dict of the values"):
         Checkpointer(tmp_path, signals=()).resume(model=layers(0), extra={"n": 3})

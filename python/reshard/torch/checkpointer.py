@@ -681,12 +681,13 @@ class Checkpointer:
         n_new = count("step", step) - run.last
         if n_new < 1:
             raise ArgumentError(f"step {step} is complete, and so was step {run.last} before it: steps count up")
+        number = None if loss is None else number_of(loss, "loss")
+        numbers = {name: number_of(value, f"metrics[{name!r}]") for name, value in (metrics or {}).items()}
         run.last = step
         run.n_updates = 0
         if isinstance(run.sampler, ElasticSampler):
             run.sampler.step(n_new)
-        run.loss = None if loss is None else number_of(loss)
-        run.metrics = {name: number_of(value) for name, value in (metrics or {}).items()}
+        run.loss, run.metrics = number, numbers
         run.healthy = self._health(step, run.loss, run.metrics)
         is_due = save or (self._every_steps is not None and step % self._every_steps == 0)
         if not saver.is_reserved:

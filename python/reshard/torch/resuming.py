@@ -195,7 +195,7 @@ def restore_sampler(
         if "sampler" not in saved:
             if not decision.initial_step:
                 return []
-            done = f"the samples of {decision.initial_step} steps"
+            done = f"the samples of {decision.initial_step} step{'' if decision.initial_step == 1 else 's'}"
             return [f"no sampler was given: the data starts from the beginning, unless the program skips {done}"]
         if options.strict.unexpected == "error":
             raise MismatchError(

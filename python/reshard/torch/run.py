@@ -211,15 +211,22 @@ def seconds_of(text: str) -> float:
     return total
 
 
-def number_of(value: Any) -> float:
+def number_of(value: Any, name: str) -> float:
     """A loss or a metric as a float: the single element of a tensor; a DTensor is reduced to its full value.
 
+    Raises:
+        ArgumentError: it is not a number; the error has the given name.
+
     Example:
-        >>> number_of(torch.tensor([2.5], requires_grad=True))
+        >>> number_of(torch.tensor([2.5], requires_grad=True), "loss")
         2.5
     """
     if isinstance(value, torch.Tensor):
         value = value.detach()
         if hasattr(value, "full_tensor"):
             value = value.full_tensor()
-    return float(value)
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        given = f"has shape {tuple(value.shape)}" if hasattr(value, "shape") else f"is of type {type(value).__name__}"
+        raise ArgumentError(f"`{name}` {given}, expected a number or a tensor of one element") from None
