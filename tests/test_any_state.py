@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -303,6 +304,43 @@ def test_names_of_objects_do_not_collide(tmp_path: Path) -> None:
     other = Average(model)
     Checkpointer(tmp_path, signals=()).resume(model=model, extra={"ema": other})
     assert equal(other.shadow, odd)
+
+
+def test_a_dict_is_restored_in_place(tmp_path: Path) -> None:
+    def build(seed: int) -> tuple[Any, dict[str, Any]]:
+        model = layers(seed)
+        shadow = {name: one.detach().clone() for name, one in model.named_parameters()}
+        return model, {"shadow": shadow, "decay": 0.9 + seed, "history": [seed] * (2 - seed), "grown": torch.ones(seed)}
+
+    model, saved = build(0)
+    with Checkpointer(tmp_path, signals=()) as made:
+        made.resume(model=model, extra={"ema": saved, "mine": reshard.per_rank({"n": 3})})
+        made.save(1, blocking=True)
+    assert "extra.ema.shadow.0.weight" in reshard.open(tmp_path)
+    model, live = build(1)
+    weight, history, mine = live["shadow"]["0.weight"], live["history"], SimpleNamespace(n=0, other=1)
+    Checkpointer(tmp_path, signals=()).resume(model=model, extra={"ema": live, "mine": reshard.per_rank(vars(mine))})
+    assert equal(live, saved)
+    assert mine == SimpleNamespace(n=3)
+    assert live["shadow"]["0.weight"] is weight
+    assert live["history"] is history
+
+
+def test_wrong_arguments_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"`model` has a Tensor(.|\n)*not its `state_dict\(\)`"):
+        Checkpointer(tmp_path, signals=()).resume(model=layers(0).state_dict())
+    with Checkpointer(tmp_path, signals=()) as made:
+        made.resume(model=layers(0))
+        with pytest.raises(ArgumentError, match=r"`loss` has shape \(2,\), expected a number"):
+            made.step(1, loss=torch.ones(2))
+        with pytest.raises(ArgumentError, match=r"`metrics\['x'\]` is of type str"):
+            made.step(1, metrics={"x": "a"})
+        made.step(1, loss=1.0)
+
+
+def test_an_object_without_state_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"`extra\['n'\]` is of type int(.|\n)*pass a dict of the values"):
+        Checkpointer(tmp_path, signals=()).resume(model=layers(0), extra={"n": 3})
 
 
 @pytest.mark.parametrize("stop", [3, 4, 5, 9])

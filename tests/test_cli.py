@@ -675,7 +675,7 @@ def test_the_examples_of_the_help_run(
         merge_strategies(tmp_path / "written", folder / "merged_strategy.ckpt")
     if "split full/" in example:
         shutil.copytree(SAMPLES / "full_ms", folder / "full")
-    if "rollback" in example:
+    if re.search("rollback|pin |_00000400", example):
         shutil.rmtree(folder / "output" / "checkpoint")
         reshard.convert(demo / "hf", folder / "output" / "checkpoint", to="checkpoint2", iteration=400)
     if "--model-files" in example:

@@ -67,6 +67,15 @@ def test_a_hint_names_the_iterations_that_are_there(root: Path) -> None:
     assert json.loads(run("inspect", root.parent, "--json").stdout)["hint"] == f"did you mean `{root}`?"
 
 
+def test_other_wrong_paths_get_a_hint(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "toy"}')
+    assert "hint: the file has no known format" in run("inspect", tmp_path / "config.json").stderr
+    assert "name its folder as the source" in run("convert", root, tmp_path / "hf", "--iteration", 100).stderr
+    reshard.save_file({"w": np.zeros(2)}, tmp_path / "w.safetensors")
+    taken = run("convert", tmp_path / "w.safetensors", root).stderr
+    assert f"error: {root} is not empty: it holds iteration_00000100\n" in taken  # not a hidden file
+
+
 def test_either_side_of_a_comparison_gets_a_hint(root: Path, tmp_path: Path) -> None:
     reshard.convert(root, tmp_path / "hf")
     assert f"did you mean `{tmp_path / 'hf'}`?" in run("diff", root, tmp_path / "hff").stderr
@@ -316,7 +325,7 @@ def test_a_claimed_destination_names_no_argument_that_convert_lacks(root: Path, 
         with pytest.raises(ClaimedError) as caught:
             reshard.convert(tmp_path / "m.safetensors", root, to="checkpoint2", iteration=300, overwrite=True)
         assert caught.value.hint == "end that job or give this one another root"
-        with pytest.raises(ClaimedError, match=r"`commit=Commit\(takeover=True\)` overtakes it"):
+        with pytest.raises(ClaimedError, match=r"`commit=Commit\(takeover=True\)` takes the root"):
             reshard.save(root, 300, {"w": np.ones(2)}, commit={"durable": False})
         for command in (
             ["convert", tmp_path / "m.safetensors", root, "--to", "checkpoint2", "--overwrite"],

@@ -202,7 +202,9 @@ def test_a_map_is_printed_as_a_file(tmp_path: Path, hf: Path) -> None:
     assert reshard.NameMap.from_yaml(tmp_path / "names.yaml").to_mapping() == expected.to_mapping()
     assert json.loads(run("names", "show", "llama-mindspore", "--config", hf, "--json").stdout) == expected.to_mapping()
     assert json.loads(run("names", "show", "--list", "--json").stdout)["families"] == list(NAME_FAMILIES)
-    assert "qwen3_moe" in run("names", "show", "--list").stdout
+    lines = dict(line.split(maxsplit=1) for line in run("names", "show", "--list").stdout.splitlines()[1:])
+    assert "qwen3_moe" in lines["megatron"]
+    assert lines["megatron_dist"] == "llama, mistral, qwen2, qwen3"
     assert run("names", "show").exit_code == 2
     assert run("names", "show", "llama-mindspore", "--list").exit_code == 2
     result = run("names", "show", "lama-mindspore", hf)

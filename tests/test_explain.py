@@ -234,6 +234,14 @@ def test_what_may_not_be_read_is_no_damage(work: Path) -> None:
 # -- the command
 
 
+def test_an_invalid_tracker_is_not_an_absent_one(work: Path) -> None:
+    tracker = work / "root" / "latest_checkpointed_iteration.txt"
+    for content, expected in (("ten", "there is no valid tracker"), (None, "there is no tracker")):
+        tracker.write_text(content) if content else tracker.unlink()
+        _, out, _ = explain("root", cwd=work)
+        assert f"the highest number that is left; {expected}" in out
+
+
 def test_the_trail_and_the_counters(work: Path) -> None:
     (work / MODEL_0).unlink()
     code, out, err = explain("root", "--global-batch-size", 16, "--dataset-steps", 4, "--world-size", 2, cwd=work)

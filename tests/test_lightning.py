@@ -129,6 +129,7 @@ def check_resumes(folder: Path, *, stop: int, starts_at: int, **words: Any) -> N
     second = run(folder / "torn", seed=7, **words)
     assert second[0][0] == starts_at
     assert second == expected[[one[0] for one in expected].index(starts_at) :]
+    assert set(_metrics(folder / "torn")) == set(_metrics(folder / "whole"))  # the same iterations
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import threading
 from pathlib import Path
@@ -95,6 +96,20 @@ def test_damage_found_while_loading_takes_the_older_one(verify: Any, root: Path)
     assert pending_rollback.get(root) == pending_rollback.PendingRollback(5, (10,))
     with pytest.raises(DamagedFileError):  # it is left as it is
         reshard.open(root / "iteration_00000010").load()
+
+
+@pytest.mark.parametrize("fault", ["missing", "altered"])
+def test_a_skipped_checkpoint_is_logged_once(fault: str, root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    if fault == "missing":
+        (root / "iteration_00000010" / FILES["opt", 1]).unlink()
+    else:
+        damage(root, FILES["opt", 1])
+    with caplog.at_level(logging.WARNING, "reshard"):
+        reshard.load(root)
+    (line,) = (line for line in caplog.messages if "is skipped" in line)
+    assert line.startswith("load: iteration_00000010 is skipped: ")
+    assert FILES["opt", 1] in line
+    assert "`out`" not in line
 
 
 def test_full_finds_what_is_not_wanted(root: Path) -> None:

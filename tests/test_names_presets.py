@@ -262,6 +262,7 @@ def test_tied_embeddings_stay_one_tensor(tmp_path: Path) -> None:
     ("name", "config", "message"),
     [
         ("mindspore", None, "needs the model's config.json for the model family"),
+        ("megatron_dist", None, "family: llama-megatron_dist, mistral-[^,]*, qwen2-[^,]*, qwen3-megatron_dist$"),
         ("mindspore", {"model_type": "gpt5"}, "no preset for the model_type `gpt5`"),
         ("mindspore", {}, "no preset for the model_type `None`"),
         ("qwen3-mindspor", None, "neither a file nor a preset.*\n.*did you mean 'qwen3-mindspore'"),

@@ -268,6 +268,18 @@ def test_root_that_cannot_be_written_to_is_refused_by_resume(tmp_path: Path) -> 
         assert str(root).startswith(str(caught.value.path))
 
 
+def test_an_iteration_folder_is_no_root(tmp_path: Path) -> None:
+    train(tmp_path, 1)
+    folder = tmp_path / "iteration_00000001"
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(DestinationExistsError, match="is a checkpoint itself") as caught:
+        resume(folder)
+    assert f"`{tmp_path}`" in str(caught.value.hint)
+    with pytest.raises(DestinationExistsError, match="is a checkpoint itself"):
+        reshard.save(folder, 2, {"w": np.zeros(2)})
+    assert sorted(folder.rglob("*")) == before
+
+
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
 def test_root_without_permission_is_refused_by_resume(tmp_path: Path) -> None:
     train(tmp_path, 1)

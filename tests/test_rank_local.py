@@ -350,6 +350,7 @@ def test_objects_and_samplers_that_differ_are_refused(tmp_path: Path) -> None:
             (True, {}),
             (False, {"extra": {"ema": Stateful(group.rank)}}),
             (False, {"sampler": Stateful(torch.full((2,), group.rank))}),
+            (False, {"extra": {"ema": {"mean": torch.full((2,), float(group.rank)), "w": torch.ones(2)}}}),
             (True, {"extra": {"ema": reshard.per_rank(Stateful(group.rank))}, "sampler": Stateful(7)}),
         ]
         for number, (same, options) in enumerate(cases):
@@ -366,11 +367,12 @@ def test_objects_and_samplers_that_differ_are_refused(tmp_path: Path) -> None:
         return told
 
     with Job(2, work) as job:
-        for plain, of_object, of_sampler, wrapped in job.values():
+        for plain, of_object, of_sampler, of_tensor, wrapped in job.values():
             assert plain == wrapped == [True]
             assert "the state of `extra['ema']` differs between ranks: digest " in of_object[1]
             assert "`sampler` in `extra` differs between ranks: digest " in of_sampler[1]
-            assert all("reshard.per_rank" in one[2] for one in (of_object, of_sampler))
+            assert "`extra.ema.mean` differs between ranks: digest " in of_tensor[1]
+            assert all("reshard.per_rank" in one[2] for one in (of_object, of_sampler, of_tensor))
 
 
 class Scaled(nn.Linear):

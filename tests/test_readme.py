@@ -254,6 +254,13 @@ def test_links_of_readme_are_absolute_in_a_release(tmp_path: Path) -> None:
     assert urls["Repository"] == "https://host/me/it"
 
 
+def test_pages_name_the_rust_version_of_the_build() -> None:
+    version = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]["rust-version"]
+    named = {page.name: re.findall(r"Rust ([0-9.]+) or newer", page.read_text()) for page in PAGES}
+    assert {page: found for page, found in named.items() if set(found) - {version}} == {}
+    assert sum(map(len, named.values())) >= 3
+
+
 def test_every_page_is_in_the_table_of_contents() -> None:
     listed = (ROOT / "docs" / "index.md").read_text().splitlines()
     pages = [name.removeprefix("docs/").removesuffix(".md") for name in NAMES if name.startswith("docs/")]

@@ -134,6 +134,8 @@ def test_resumed_is_uninterrupted(tmp_path: Path, crashes: tuple[int, ...], opti
     made = train(tmp_path / "torn", **options)
     assert outcome(made) == expected
     assert not list((tmp_path / "torn.out").glob("checkpoint-*"))
+    saves = (tmp_path / "torn" / "saves.jsonl").read_text()
+    assert ("trainer_best" in saves) == ("metric_for_best_model" in options)
     again = train(tmp_path / "torn", **options)  # complete: no further step
     assert outcome(again)[1:] == expected[1:]
 

@@ -28,7 +28,7 @@ from reshard.errors import (
 )
 from reshard.formats.base import StoredTensor
 from reshard.indexing import normalize_index
-from reshard.outputs import as_array, as_arrays, check_out, check_outs, fill, keeps_order, load_all
+from reshard.outputs import as_array, as_arrays, check_out, check_outs, fill_out, keeps_order, load_all
 from reshard.words import check_text, listed, show
 
 if TYPE_CHECKING:
@@ -352,7 +352,7 @@ class Checkpoint:
             # `out` is checked before the first byte is read, with an array without memory of the result's shape.
             check_out(key, out, dtype, np.broadcast_to(0, box.shape)[box.post].shape)
             if keeps_order(box):
-                fill(plan, [out])
+                fill_out(plan, [out])
                 return out
         array = as_array(*plan.load()[0], dtype, box.shape)
         if not dtypes.is_packed(dtype):
@@ -430,7 +430,7 @@ class Checkpoint:
             check_outs(out, names, plan.arrays)
             if not copy:
                 raise ArgumentError("`out` and `copy=False` exclude each other: a view has its own memory")
-            fill(plan, [out[name] for name in names], threads, progress)
+            fill_out(plan, [out[name] for name in names], threads, progress)
             return {name: out[name] for name in names}
         if copy:
             return as_arrays(names, plan.load(threads=threads, progress=progress))

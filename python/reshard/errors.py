@@ -113,10 +113,10 @@ def hints_without(*names: str) -> Iterator[None]:
     Example:
         >>> from reshard.errors import ClaimedError
         >>> with hints_without("takeover"):
-        ...     raise ClaimedError("`run` is claimed", hint="end that job; `commit=Commit(takeover=True)` overtakes it")
+        ...     raise ClaimedError("`run` is claimed", hint="end it; `commit=Commit(takeover=True)` takes the root")
         Traceback (most recent call last):
         reshard.errors.ClaimedError: `run` is claimed
-        hint: end that job
+        hint: end it
     """
 
     def is_left_out(name: str, value: str) -> bool:

@@ -78,9 +78,19 @@ def fill(
         threads: number of threads; None: all processors.
         progress: called with the bytes done and in total.
     """
+    # As bytes: numpy refuses to export the types of ml_dtypes under their own format.
+    plan.fill([_bytes(array) for array in out], threads=threads, progress=progress)
+
+
+def fill_out(
+    plan: _core.Plan,
+    out: list[np.ndarray],
+    threads: int | None = None,
+    progress: _core.Progress | None = None,
+) -> None:
+    """The same as `fill`, for arrays that a caller gave as `out`: an error says that they are undefined."""
     try:
-        # As bytes: numpy refuses to export the types of ml_dtypes under their own format.
-        plan.fill([_bytes(array) for array in out], threads=threads, progress=progress)
+        fill(plan, out, threads, progress)
     except ReshardError as error:
         error.message += " (the arrays given in `out` are undefined now)"
         raise

@@ -80,7 +80,8 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
         "--iteration",
         type=click.IntRange(min=0),
         metavar="N",
-        help="Iteration of DST; for rank folders with --prefix the step. Default: that of SRC, or 0.",
+        help="Number of the iteration that is written; for rank folders with --prefix the step. Default: that of SRC, "
+        "or 0.",
     ),
     "prefix": click.option(
         "--prefix",

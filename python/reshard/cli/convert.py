@@ -29,15 +29,17 @@ from reshard.cli.output import PATH, command
 def convert(src: str, dst: str, **given: Any) -> None:
     """Convert the checkpoint SRC to DST, in another format, layout, file size or dtype.
 
-    SRC is a checkpoint in any format that reshard reads; see `reshard inspect --help`. DST is written atomically; an
-    existing folder keeps its mode and its other files. Buffers stay within --memory for any size of the model.
+    SRC is a checkpoint in any format that reshard reads; see `reshard inspect --help`. In a checkpoint root, the
+    newest complete iteration is read. DST is written atomically; an existing folder keeps its mode and its other files.
+    Buffers stay within --memory for any size of the model.
 
     \b
     Examples:
       reshard convert output/checkpoint hf/                  merge to Hugging Face
       reshard convert output/checkpoint hf/ --model-files base/      and copy config.json, the tokenizer and so on
       reshard convert hf/ tp4/ --layout tp4.yaml             split
-      reshard convert output/checkpoint tp4/ --layout tp4.yaml --iteration 7
+      reshard convert output/checkpoint/iteration_00000400 hf/       an older iteration than the newest
+      reshard convert hf/ tp4/ --layout tp4.yaml --iteration 7       split, as iteration 7
       reshard convert output/checkpoint all.safetensors
       reshard convert weights.ckpt weights.safetensors
       reshard convert output/checkpoint weights.pt           one file for torch.load

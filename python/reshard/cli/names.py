@@ -107,13 +107,13 @@ def show(
 
 
 def _print_presets(*, as_json: bool) -> None:
-    from reshard.names.presets import FAMILIES, NAMINGS
+    from reshard.names.presets import FAMILIES, NAMINGS, families_of
 
     if as_json:
         echo_json({"families": list(FAMILIES), "namings": list(NAMINGS)})
     else:
         echo("presets are named FAMILY-NAMING:")
-        echo_facts([("families", ", ".join(FAMILIES)), ("namings", ", ".join(NAMINGS))])
+        echo_facts([(naming, ", ".join(families_of(naming))) for naming in NAMINGS])
 
 
 def _json(

@@ -102,7 +102,7 @@ def pin(root: str, iteration: int, *, as_json: bool) -> None:
 
     \b
     Examples:
-      reshard pin output/checkpoint 0
+      reshard pin output/checkpoint 400
     """
     reshard.pin(root, iteration)
     _echo_pin(root, iteration, "pinned", as_json=as_json)
@@ -117,7 +117,7 @@ def unpin(root: str, iteration: int, *, as_json: bool) -> None:
 
     \b
     Examples:
-      reshard unpin output/checkpoint 0
+      reshard unpin output/checkpoint 400
     """
     reshard.unpin(root, iteration)
     _echo_pin(root, iteration, "not pinned", as_json=as_json)

@@ -399,7 +399,7 @@ def check_folder_free(job: Job, would_be_lost: Callable[[Location], bool] = lamb
         return
     if not job.overwrite:
         raise DestinationExistsError(
-            f"{target} holds {len(entries)} entries, such as {entries[0].name}",
+            f"{target} is not empty: it holds {min((one.name.startswith('.'), one.name) for one in entries)[1]}",
             path=str(target),
             hint="choose another destination, or give `overwrite=True` to replace the files of an earlier conversion",
         )

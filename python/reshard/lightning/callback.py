@@ -233,6 +233,8 @@ class Saving:
         """Refuse a root that is at a later step."""
         super().on_train_start(trainer, pl_module)  # type: ignore[misc]
         self._is_due, self._time, self._has_begun = False, time.monotonic(), True
+        if self._resumed is not None:
+            self._last_global_step_saved = trainer.global_step
         if self._resumed is None and trainer.is_global_zero and not trainer.fast_dev_run:
             later = newer_than(self.dirpath, trainer.global_step) if locate(self.dirpath).is_folder() else ()
             if later:

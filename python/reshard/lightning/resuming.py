@@ -144,7 +144,7 @@ def resume(
     wanted = Wanted(root=path)
     decision, found = load_with(read, wanted, scrub=verify == "full", timeout=timeout, observers=observers)
     assert found is not None  # without `allow_fresh`
-    for reason in (*decision.reasons, *decision.warnings):
+    for reason in decision.reasons:
         (_log.warning if members.rank == 0 else _log.info)("resume: %s", reason)
     saved = found.extra
 

@@ -138,7 +138,7 @@ class ReshardCallback(Callback):  # type: ignore[misc]
         dataset.set_init_step(step)
         self._start = Start(step // now["steps per epoch"], step, loaded.decision)
         self._saved = step
-        for reason in (*loaded.decision.reasons, *loaded.decision.warnings):
+        for reason in loaded.decision.reasons:
             _log.warning("resume: %s", reason)
         return self._start
 

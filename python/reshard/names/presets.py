@@ -73,6 +73,11 @@ FAMILIES: Mapping[str, _Family] = {
 NAMINGS = ("mindspore", "megatron", "megatron_dist")
 
 
+def families_of(naming: str) -> list[str]:
+    """The families that have a preset with a naming: stacked layers cannot have experts."""
+    return [name for name, family in FAMILIES.items() if naming != "megatron_dist" or not family.moe]
+
+
 def is_preset(text: str) -> bool:
     """Whether the text is the name of a preset."""
     family, _, naming = text.rpartition("-")
@@ -81,7 +86,7 @@ def is_preset(text: str) -> bool:
 
 def unknown(text: str) -> ArgumentError:
     """The error for a text that is neither a file nor a preset."""
-    known = [*NAMINGS, *(f"{family}-{naming}" for naming in NAMINGS for family in FAMILIES)]
+    known = [*NAMINGS, *(f"{family}-{naming}" for naming in NAMINGS for family in families_of(naming))]
     near = nearest(text, known, n=1)
     return ArgumentError(
         f"{show(text)} is neither a file nor a preset of names",
@@ -100,7 +105,8 @@ def mapping_of_preset(text: str, config: Mapping[str, object] | None) -> dict[st
         if config is None:
             raise ArgumentError(
                 f"the preset {text!r} needs the model's config.json for the model family",
-                hint=f"pass the config, or name the family: {', '.join(f'{family}-{naming}' for family in FAMILIES)}",
+                hint="give the file as `config=`; or name the family: "
+                + ", ".join(f"{family}-{naming}" for family in families_of(naming)),
             )
         found = config.get("model_type")
         if found not in FAMILIES:
@@ -126,7 +132,7 @@ class _RuleBuilder:
         if self.is_stacked and self.family.moe:
             raise ArgumentError(
                 f"there is no preset for the stacked layers of {self.name}, which has experts",
-                hint="write a name map with `stack`; see the page on formats",
+                hint="write a name map with `stack`: see docs/reference/names.md",
             )
         self.rename("model.embed_tokens.weight", "embedding.word_embeddings.weight")
         self.rename("model.norm.weight", "decoder.final_layernorm.weight")

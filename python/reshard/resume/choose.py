@@ -91,7 +91,10 @@ def no_usable_candidate(config: Config, facts: ResumeFacts, verdicts: tuple[Verd
             hint="a checkpoint root is the folder that holds the iteration_<number> folders, in Checkpoint 1.0 the "
             "rank_<number> folders; to start a new run choose an empty or a new folder",
         )
-    hint = "a run does not silently start from step 0: repair a checkpoint, or use another or an empty folder"
+    hint = (
+        "a run does not silently start from step 0: put back damaged files from a copy, or use another or an empty "
+        "folder"
+    )
     error_class: type[ReshardError] = DamagedFileError
     if any(verdict.reason.startswith(UNREADABLE) for verdict in verdicts):
         error_class = StorageError
@@ -102,8 +105,8 @@ def no_usable_candidate(config: Config, facts: ResumeFacts, verdicts: tuple[Verd
         error_class = UnsupportedError
         if facts.kind == "pretrained":
             hint = (
-                "to load only its weights set `resume_training: false` in the configuration; a run that starts from "
-                "them saves into another folder"
+                "to start a run from its weights, use another root and `init_from`, or set `resume_training: false` in "
+                "the configuration"
             )
     listed = "\n".join(f"  {name_of(verdict)}: {verdict.reason}" for verdict in verdicts)
     action = "resumed from" if config.resume else "loaded"

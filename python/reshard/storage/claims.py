@@ -309,7 +309,8 @@ def _watch(root: Location, writers: Location, beats: dict[int, int]) -> dict[int
         ClaimedError: one was touched.
     """
     if beats:
-        _log.warning("%s: watching %d other claims for %g s", root, len(beats), _WATCH_SECONDS)
+        who = _describe(_owner(_file(writers, max(beats))))
+        _log.warning("%s was claimed by %s: waiting %g s to see whether it is alive", root, who, _WATCH_SECONDS)
     deadline = time.monotonic() + _WATCH_SECONDS
     while beats and time.monotonic() < deadline:
         time.sleep(min(0.25, _WATCH_SECONDS / 10))
@@ -415,6 +416,6 @@ def _claimed(root: Location, owner: dict[str, object] | None) -> ClaimedError:
     return ClaimedError(
         f"{show(str(root))} is claimed by {_describe(owner)}, which is alive",
         path=str(root),
-        hint="end that job or give this one another root; `commit=Commit(takeover=True)` overtakes it: its saves fail "
-        "from then on",
+        hint="end that job or give this one another root; `commit=Commit(takeover=True)` takes the root from it, and "
+        "its saves then fail",
     )

@@ -413,10 +413,9 @@ def obstacle(root: str | os.PathLike[str]) -> ReshardError | None:
     """
     place = locate(root).absolute()
     there = next((folder for folder in (place, *place.parents) if folder.exists()), None)
-    if there is not None and not there.is_folder():
-        return DestinationExistsError(
-            f"{show(str(there))} is not a folder; a checkpoint root is one", path=str(there), hint="choose another root"
-        )
+    wrong = None if there is None else _wrong_root(there)
+    if wrong is not None:
+        return wrong
     if there is not None and not there.store.is_writable(there.path):
         return StorageError(
             f"{show(str(there))} cannot be written to",
@@ -461,10 +460,24 @@ def make_root(root: str | os.PathLike[str], mode: int, *, durable: bool) -> None
     missing = [folder for folder in (place, *place.parents) if not folder.exists()]
     for folder in reversed(missing):
         filesystem.make_folder(folder, mode, durable=durable)
+    wrong = _wrong_root(place)
+    if wrong is not None:
+        raise wrong
+
+
+def _wrong_root(place: Location) -> DestinationExistsError | None:
+    """The error for an existing path that cannot be a checkpoint root."""
     if place.exists() and not place.is_folder():
-        raise DestinationExistsError(
+        return DestinationExistsError(
             f"{show(str(place))} is not a folder; a checkpoint root is one", path=str(place), hint="choose another root"
         )
+    if (place / MANIFEST_FILE).exists():
+        return DestinationExistsError(
+            f"{show(str(place))} is a checkpoint itself, and a checkpoint root holds iteration folders",
+            path=str(place),
+            hint=f"name the root, such as {show(str(place.parent))}, or another folder",
+        )
+    return None
 
 
 def _check_one_filesystem(root: Location) -> None:

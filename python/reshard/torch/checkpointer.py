@@ -364,9 +364,9 @@ class Checkpointer:
             scheduler: anything with `state_dict` and `load_state_dict`.
             sampler: the same. `step` advances an `ElasticSampler`; one without state in the checkpoint skips the steps
                 that the decision gives.
-            extra: anything else with `state_dict` and `load_state_dict`, by name. Rank 0's state is saved, and that of
-                other ranks must equal it. Of an object wrapped in `reshard.per_rank` the state of each rank is saved,
-                which fits the same number of ranks only.
+            extra: anything else with `state_dict` and `load_state_dict`, by name, or a dict of values and tensors,
+                which is restored in place. Rank 0's state is saved, and that of other ranks must equal it. Of an object
+                wrapped in `reshard.per_rank` the state of each rank is saved, which fits the same number of ranks only.
             init_from: what the run starts from if its root holds no checkpoint yet: a path, an `InitFrom` or a mapping
                 of its fields. After a crash, the same call continues the run itself. `init_from` of the decision is
                 set if the run starts from it.
@@ -681,12 +681,13 @@ class Checkpointer:
         n_new = count("step", step) - run.last
         if n_new < 1:
             raise ArgumentError(f"step {step} is complete, and so was step {run.last} before it: steps count up")
+        number = None if loss is None else number_of(loss, "loss")
+        numbers = {name: number_of(value, f"metrics[{name!r}]") for name, value in (metrics or {}).items()}
         run.last = step
         run.n_updates = 0
         if isinstance(run.sampler, ElasticSampler):
             run.sampler.step(n_new)
-        run.loss = None if loss is None else number_of(loss)
-        run.metrics = {name: number_of(value) for name, value in (metrics or {}).items()}
+        run.loss, run.metrics = number, numbers
         run.healthy = self._health(step, run.loss, run.metrics)
         is_due = save or (self._every_steps is not None and step % self._every_steps == 0)
         if not saver.is_reserved:

@@ -54,6 +54,7 @@ _SEVERITIES: dict[str, Severity] = {
     "system": "informational",
 }
 _ORDER: tuple[Severity, ...] = ("breaks exactness", "may change numbers", "informational")
+_EFFECTS = {"breaks exactness": "results are not bitwise equal", "may change numbers": "results may differ"}
 _GIT_SECONDS = 5
 
 
@@ -74,7 +75,9 @@ class Difference:
     now: Any
 
     def __str__(self) -> str:
-        return f"{self.severity}: {self.name} was {shown(self.saved)}, is {shown(self.now)}"
+        return (
+            f"{_EFFECTS.get(self.severity, self.severity)}: {self.name} was {shown(self.saved)}, is {shown(self.now)}"
+        )
 
 
 def record(
@@ -148,8 +151,8 @@ def compare(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference
     Example:
         >>> for difference in compare({"torch": "2.6.0", "world_size": 4}, {"torch": "2.7.1", "world_size": 2}):
         ...     print(difference)
-        breaks exactness: world_size was 4, is 2
-        may change numbers: torch was '2.6.0', is '2.7.1'
+        results are not bitwise equal: world_size was 4, is 2
+        results may differ: torch was '2.6.0', is '2.7.1'
     """
     if not isinstance(saved, Mapping) or not all(isinstance(name, str) for name in saved):
         raise ArgumentError(f"not a record of an environment: {shown(saved)}")

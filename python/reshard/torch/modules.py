@@ -74,7 +74,11 @@ def named(model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]) -> N
         roots = [("", one) for one in (model if isinstance(model, Sequence) else [model])]
     for start, root in roots:
         if not isinstance(root, nn.Module):
-            raise ArgumentError(f"`model` is a {type(root).__name__}, expected a torch.nn.Module or several")
+            is_state = isinstance(root, torch.Tensor)
+            raise ArgumentError(
+                f"`model` {'has' if start else 'is'} a {type(root).__name__}, expected a torch.nn.Module or several",
+                hint="pass the model itself, not its `state_dict()`" if is_state else None,
+            )
         for prefix, module in _walk(root, start):
             _refuse_first_fsdp(module, prefix)
             received |= _received(module)

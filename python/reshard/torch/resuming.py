@@ -195,19 +195,19 @@ def restore_sampler(
         if "sampler" not in saved:
             if not decision.initial_step:
                 return []
-            done = f"the samples of {decision.initial_step} steps"
-            return [f"no sampler was given: the data starts over, unless the trainer itself skips {done}"]
+            done = f"the samples of {decision.initial_step} step{'' if decision.initial_step == 1 else 's'}"
+            return [f"no sampler was given: the data starts from the beginning, unless the program skips {done}"]
         if options.strict.unexpected == "error":
             raise MismatchError(
                 "the checkpoint has the state of a sampler, and the run has no sampler",
                 hint="`strict=False` continues without it",
             )
-        return ["the run has no sampler for the saved state: the data starts over"]
+        return ["the run has no sampler for the saved state: the data starts from the beginning"]
     if "sampler" not in saved:
         if isinstance(sampler, ElasticSampler) and decision.data_skip_steps:
             sampler.step(decision.data_skip_steps)
             return [f"the checkpoint has no sampler: {decision.data_skip_steps} steps of data are skipped"]
-        return ["the checkpoint has no sampler: the data starts over"] if decision.initial_step else []
+        return ["the checkpoint has no sampler: the data starts from the beginning"] if decision.initial_step else []
     if not isinstance(sampler, ElasticSampler):
         sampler.load_state_dict(saved["sampler"])
         return []
@@ -283,4 +283,4 @@ def restore_random(
         report = rng.derive(root_seed, iteration, position, reason="fewer ranks saved")
     if not report.derived:
         return []
-    return [f"random streams {', '.join(report.derived)} are derived again: {report.reason}"]
+    return [f"random streams {', '.join(report.derived)} start from new seeds: {report.reason}"]

@@ -51,8 +51,9 @@ class Run:
         self.model, self.sampler = model, sampler
         self.optimizer, whole = split_optimizers(optimizer)
         self.whole_optimizers = frozenset(whole)
-        self.per_rank: dict[str, Any] = {name: one.value for name, one in extra.items() if isinstance(one, PerRank)}
-        self.objects: dict[str, Any] = {name: one for name, one in extra.items() if name not in self.per_rank}
+        per_rank = {name: one.value for name, one in extra.items() if isinstance(one, PerRank)}
+        self.per_rank: dict[str, Any] = {name: _with_state(one) for name, one in per_rank.items()}
+        self.objects: dict[str, Any] = {name: _with_state(one) for name, one in extra.items() if name not in per_rank}
         for name in whole:
             if name in extra:
                 raise ArgumentError(f"`extra` has an object named `{name}`, and so is `optimizer` saved")
@@ -69,7 +70,7 @@ class Run:
                 given = "sampler" if one is sampler else object_name(name)
                 raise ArgumentError(
                     f"`{given}` is of type {type(one).__name__}, without `state_dict` and `load_state_dict`",
-                    hint="wrap plain values in an object that has both",
+                    hint="give its class both methods, or pass a dict of the values in `extra`",
                 )
         for one in (sampler, *self.objects.values(), *self.per_rank.values()):
             _give_generator(one)
@@ -110,6 +111,43 @@ class Run:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+
+class _DictState:
+    """A dict as an object with state. Loading changes the dict, and the containers and tensors in it, in place."""
+
+    def __init__(self, values: dict[Any, Any]) -> None:
+        self.values = values
+
+    def state_dict(self) -> dict[Any, Any]:
+        return dict(self.values)
+
+    def load_state_dict(self, state: Mapping[Any, Any]) -> None:
+        _set(self.values, state)
+
+
+@torch.no_grad()
+def _set(live: Any, saved: Any) -> Any:
+    """Give a live value the content of a saved one, in place if both have the same type; returns the new value."""
+    if isinstance(live, dict) and isinstance(saved, dict):
+        values = {key: _set(live.get(key), value) for key, value in saved.items()}
+        live.clear()
+        live.update(values)
+    elif isinstance(live, list) and isinstance(saved, list):
+        live[:] = map(_set, [*live, *[None] * len(saved)], saved)
+    elif (
+        isinstance(live, torch.Tensor)
+        and isinstance(saved, torch.Tensor)
+        and (live.shape, live.dtype, live.is_meta) == (saved.shape, saved.dtype, False)
+    ):
+        live.copy_(saved)
+    else:
+        return saved
+    return live
+
+
+def _with_state(one: Any) -> Any:
+    return _DictState(one) if isinstance(one, dict) and not hasattr(one, "state_dict") else one
 
 
 def _give_generator(loader: Any) -> None:
@@ -173,15 +211,22 @@ def seconds_of(text: str) -> float:
     return total
 
 
-def number_of(value: Any) -> float:
+def number_of(value: Any, name: str) -> float:
     """A loss or a metric as a float: the single element of a tensor; a DTensor is reduced to its full value.
 
+    Raises:
+        ArgumentError: it is not a number; the error has the given name.
+
     Example:
-        >>> number_of(torch.tensor([2.5], requires_grad=True))
+        >>> number_of(torch.tensor([2.5], requires_grad=True), "loss")
         2.5
     """
     if isinstance(value, torch.Tensor):
         value = value.detach()
         if hasattr(value, "full_tensor"):
             value = value.full_tensor()
-    return float(value)
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        given = f"has shape {tuple(value.shape)}" if hasattr(value, "shape") else f"is of type {type(value).__name__}"
+        raise ArgumentError(f"`{name}` {given}, expected a number or a tensor of one element") from None

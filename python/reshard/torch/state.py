@@ -391,7 +391,7 @@ _PARTS: tuple[Any, ...] = (
     _RecordPart,
     _StatePart,
     dict[str, list[str]],
-    dict[str, str],
+    dict[str, dict[str, str]],
 )
 """The types of what `_RankState.parts` returns."""
 
@@ -498,7 +498,14 @@ class _RankState:
             _RecordPart(packed, dict(self.live.named.aliases)),
             _StatePart(names, _Packed.of(state, "state"), state_format.digest_of(state)),
             self.beside,
-            {name: state_format.digest_of([one.state, one.plain_tensors()], name) for name, one in objects},
+            {
+                "objects": {name: state_format.digest_of(one.state, name) for name, one in objects},
+                "tensors": {
+                    key: state_format.digest_of(tensor, key)
+                    for _, one in objects
+                    for key, tensor in one.plain_tensors().items()
+                },
+            },
         ]
 
     def described(self, agreed: _Agreed, members: Group) -> Described:
@@ -665,14 +672,21 @@ def _with_local(record: OptimizerRecord, local: frozenset[str]) -> OptimizerReco
 
 
 def _check_objects(known: RankValues, object_name: Callable[[str], str], world_size: int) -> None:
-    """Check that all ranks pass the same objects with the same state, given `{name: digest}` of the ranks."""
+    """Check that all ranks pass the same objects with the same state, given digests of the ranks by kind and name."""
     hint = "wrap it in `reshard.per_rank(...)` to save the state of each rank"
-    for name in sorted({name for value, _ in known for name in value}):
-        held = sorted(rank for value, ranks in known if name in value for rank in ranks)
+    objects, tensors = ([(value[kind], ranks) for value, ranks in known] for kind in ("objects", "tensors"))
+    for name in sorted({name for value, _ in objects for name in value}):
+        held = sorted(rank for value, ranks in objects if name in value for rank in ranks)
         if len(held) < world_size:
             message = f"{show(object_name(name))} is given only on {ranks_named(held)}, not on all {world_size} ranks"
             raise MismatchError(message, key=name, hint=hint)
-    _check_shared(known, lambda name: f"the state of {show(object_name(name))}", hint)
+    _check_shared(objects, lambda name: f"the state of {show(object_name(name))}", hint)
+    _check_shared(
+        tensors,
+        show,
+        "leave out tensors that differ, such as the running statistics of an average under DDP; or wrap the object in "
+        "`reshard.per_rank(...)` to save the state of each rank",
+    )
 
 
 def _check_shared(known: RankValues, what: Callable[[str], str], hint: str) -> None:

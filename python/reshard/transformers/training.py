@@ -468,7 +468,9 @@ class _Training:
         is_due = self.is_due or control.should_training_stop or (is_best and trainer.args.load_best_model_at_end)
         if is_best and is_due:
             state.best_model_checkpoint = str(self._folder(self._made))
-        metrics = self._metrics | ({_BEST: -float(self._made) if is_best else 0.0})
+        metrics = dict(self._metrics)
+        if trainer.args.metric_for_best_model is not None:
+            metrics[_BEST] = -float(self._made) if is_best else 0.0
         loss, self._loss, self._metrics, self.is_due = self._loss, None, {}, False
         if self._made > self._complete:
             self._complete = self._made

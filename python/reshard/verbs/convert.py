@@ -363,7 +363,11 @@ def _check_options(
     for name, value in of_format.items():
         if value is not None and name not in writer.options:
             owners = " or ".join(f'`to="{one.name}"`' for one in WRITERS if name in one.options)
-            raise ArgumentError(f'`{name}` belongs to {owners}; the destination is "{writer.name}"')
+            hint = "to convert an older iteration of a root, name its folder as the source: <root>/iteration_<8 digits>"
+            raise ArgumentError(
+                f'`{name}` belongs to {owners}; the destination is "{writer.name}"',
+                hint=hint if name == "iteration" else None,
+            )
     if of_format["modes"] is not None and is_private:
         raise ArgumentError("`modes` and `private` both set permissions: give one of them")
     iteration = of_format["iteration"]

@@ -360,7 +360,7 @@ def load_with(
     while True:
         decision, open_it = _choose(ranks, terms, faults)
         if decision.path is None:
-            _report_skipped(observers, decision)
+            _report(observers, decision, members.rank)
             return decision, None
         loaded = capture(lambda: read_from(open_it(), decision))  # noqa: B023  done before the next round
         damage = _damage_of(loaded) if isinstance(loaded, ReshardError) else None
@@ -371,16 +371,18 @@ def load_with(
             if decision.path in states:
                 _record(locate(decision.path), states[decision.path])
             _note(locate(decision.path))
-            _report_skipped(observers, decision)
+            _report(observers, decision, members.rank)
             return decision, loaded
         del loaded  # its memory is needed for the next
         number, reason = found[0]
         faults[decision.path] = reason if members.world_size == 1 else f"rank {number}: {reason}"
-        _log.warning("%s is skipped: %s", decision.path, faults[decision.path])
+        _log.info("%s is skipped: %s", decision.path, faults[decision.path])
 
 
-def _report_skipped(observers: Observers | None, decision: ResumeDecision) -> None:
-    """Make an event for each checkpoint that comes before the one that was taken."""
+def _report(observers: Observers | None, decision: ResumeDecision, rank: int) -> None:
+    """Log the warnings of a decision, and make an event for each checkpoint that was skipped."""
+    for line in decision.warnings:
+        (_log.warning if rank == 0 else _log.info)("load: %s", line)
     for verdict in itertools.takewhile(lambda one: not one.taken, decision.verdicts):
         if observers is not None:
             observers.first("skipped", verdict.iteration, path=verdict.path, reason=verdict.reason)

@@ -139,7 +139,7 @@ def order(
         elif policy == "tracker_only":
             refusal = "not named by the tracker, and nothing else is wanted"
         elif tracker is None:
-            reason = "the highest number that is left; there is no tracker"
+            reason = f"the highest number that is left; there is no {'valid ' if warnings else ''}tracker"
         elif iteration < tracker:
             reason = f"next below the tracker's {tracker}"
         elif (refusal := _fault_above(folder, tracker)) is None:

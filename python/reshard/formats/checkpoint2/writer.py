@@ -214,7 +214,7 @@ def _check_root_free(job: Job, folder_name: str) -> None:
     entries = [name for name in target.names() if name not in _BOOKKEEPING]
     if entries and not job.overwrite:
         raise DestinationExistsError(
-            f"{target} holds {len(entries)} entries, such as {entries[0]}",
+            f"{target} is not empty: it holds {min((name.startswith('.'), name) for name in entries)[1]}",
             path=str(target),
             hint=f"choose another root, or pass `overwrite=True` to replace only {folder_name} in this one",
         )

@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from reshard import _core
+from reshard.errors import DamagedFileError
 from reshard.formats.aliases import add_aliases
 from reshard.formats.base import CheckpointData, Format, Match, Traits
 from reshard.storage.filesystem import MANIFEST_FILE
@@ -28,7 +29,14 @@ class SingleFile(Format):
 
     def open(self, path: Location, options: OpenOptions) -> CheckpointData:
         """The tensors of the file."""
-        return _open_file(path, options.method)
+        try:
+            return _open_file(path, options.method)
+        except DamagedFileError as error:
+            if path.suffix != ".safetensors":
+                error.hint = error.hint or (
+                    "the file has no known format: name a .safetensors, .ckpt or torch file, or a checkpoint folder"
+                )
+            raise
 
 
 SINGLE_FILE = SingleFile()
