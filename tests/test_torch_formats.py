@@ -372,6 +372,23 @@ def test_a_number_and_a_text_as_keys_do_not_replace_each_other(tmp_path: Path, *
             reshard.open(tmp_path / "w.pt")
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.ones(3, dtype=torch.complex64).conj(), torch._neg_view(torch.ones(2))],
+    ids=["conjugate", "negative"],
+)
+@pytest.mark.parametrize("zipped", [True, False])
+def test_values_that_torch_negates_or_conjugates_are_refused(
+    tmp_path: Path, tensor: torch.Tensor, *, zipped: bool
+) -> None:
+    torch.save({"w": tensor}, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(UnsupportedError, match=r"(?s)conjugates or negates.*resolve_conj"):
+        reshard.open(tmp_path / "x.pt")
+    save({"w": tensor}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with reshard.open(tmp_path / "dcp") as checkpoint, pytest.raises(UnsupportedError, match="conjugates or negates"):
+        checkpoint.read("w")
+
+
 def test_complex128_is_refused_by_name(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     torch.save({"z": torch.zeros(2, dtype=torch.complex128)}, tmp_path / "z.pt")
