@@ -173,7 +173,11 @@ def config(folder: Path, **fields: object) -> None:
         (lambda folder: (folder / "metadata.json").unlink(), CheckpointNotFoundError, "was not finished"),
         (lambda folder: (folder / ".metadata").unlink(), DamagedFileError, "no `.metadata`"),
         (lambda folder: (folder / "common.pt").unlink(), DamagedFileError, "no common state"),
-        (lambda folder: (folder / "__1_1.distcp").unlink(), ReshardError, "__1_1.distcp"),
+        (
+            lambda folder: (folder / "__1_1.distcp").unlink(),
+            CheckpointNotFoundError,
+            "lists missing files: `__1_1.distcp`",
+        ),
         (lambda folder: folder.rename(folder.with_name("iter_0000130")), DamagedFileError, "iteration 120, the folder"),
         (lambda folder: config(folder, sharded_backend="zarr"), UnsupportedError, "zarr"),
         (lambda folder: config(folder, sharded_backend_version=2), UnsupportedError, "version `2`"),

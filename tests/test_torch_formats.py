@@ -8,12 +8,15 @@ from __future__ import annotations
 import enum
 import json
 import math
+import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -34,10 +37,14 @@ from reshard.errors import (
     CheckpointNotFoundError,
     CoverageError,
     DamagedFileError,
+    EmptyRootError,
     MismatchError,
     ReshardError,
     UnsupportedError,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 DATA = Path(__file__).parent / "data" / "torch"
 HOSTILE = DATA / "hostile"
@@ -261,6 +268,38 @@ def test_of_a_root_the_newest_complete_step_is_opened(tmp_path: Path) -> None:
     shutil.rmtree(root / "step-3")
     with pytest.raises(DamagedFileError, match="no complete checkpoint"):
         reshard.open(root)
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (Path.unlink, "`.*/.metadata` lists missing files: `__1_0.distcp`"),
+        (lambda file: os.truncate(file, file.stat().st_size - 1), "__1_0.distcp` has .* bytes, expected at least"),
+        (lambda file: [act(file) for act in (os.unlink, os.mkfifo)], "__1_0.distcp` is not a regular file"),
+    ],
+    ids=["missing", "cut", "fifo"],
+)
+def test_a_step_whose_data_files_are_incomplete_is_skipped(
+    harm: Callable[[Path], object], message: str, tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(DATA / "dcp_fsdp2/checkpoint", root)
+    harm(root / "step-10/__1_0.distcp")
+    with reshard.open(root) as checkpoint:
+        assert checkpoint.iteration == 3
+        assert re.search(message, dict(checkpoint.skipped)["step-10"])
+    with pytest.raises(ReshardError, match=message):
+        reshard.open(root / "step-10")
+
+
+def test_a_description_without_its_data_files_is_no_empty_folder(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    shutil.copy(DATA / "dcp_plain/checkpoint/.metadata", tmp_path / "run")
+    with pytest.raises(CheckpointNotFoundError, match="lists missing files") as caught:
+        reshard.open(tmp_path / "run")
+    assert not isinstance(caught.value, EmptyRootError)
+    with pytest.raises(DamagedFileError, match="lists missing files"):
+        reshard.load(tmp_path / "run", allow_fresh=True)
 
 
 def test_a_step_is_found_in_its_folder_without_the_root() -> None:
