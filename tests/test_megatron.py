@@ -105,6 +105,18 @@ def test_commands(name: str, tmp_path: Path) -> None:
         assert sorted(weights) == sorted(checkpoint.keys("model"))
 
 
+@pytest.mark.parametrize("command", ["explain", "verify"])
+def test_the_reasons_of_a_root_are_on_the_line_of_the_root(command: str, tmp_path: Path) -> None:
+    shutil.copytree(DATA / "mcore_v016_tp2/checkpoint", tmp_path / "root")
+    for folder in (tmp_path / "root").glob("iter_*"):
+        (folder / "common.pt").unlink()
+    result = CliRunner().invoke(main, [command, str(tmp_path / "root")])
+    assert result.exit_code == 1
+    assert "no complete checkpoint in" in result.output
+    assert ": iter_0000120: " in result.output
+    assert "\\n" not in result.output
+
+
 def test_layers_are_taken_apart_by_a_name_map() -> None:
     names = {
         "sizes": {"i": 2},
