@@ -14,9 +14,10 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter, OrderedDict
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -426,6 +427,43 @@ def test_values_that_torch_negates_or_conjugates_are_refused(
     save({"w": tensor}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     with reshard.open(tmp_path / "dcp") as checkpoint, pytest.raises(UnsupportedError, match="conjugates or negates"):
         checkpoint.read("w")
+
+
+class _OfPython2(OrderedDict[str, object]):
+    """An `OrderedDict` as Python 2 pickles it."""
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, ([[key, value] for key, value in self.items()],), {"_metadata": OrderedDict()}
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_dicts_that_get_their_keys_by_a_call_keep_them(tmp_path: Path, *, zipped: bool) -> None:
+    content = _OfPython2(w=torch.ones(2), milestones=Counter([30, 80, 80]))
+    torch.save(content, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
+    with reshard.open(tmp_path / "x.pt") as checkpoint:
+        assert checkpoint.read("w").tolist() == [1, 1]
+        assert checkpoint.extra() == {"milestones.30": 1, "milestones.80": 2}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"w": torch.ones(2), "m": torch.nn.ParameterDict({"a": torch.ones(1)})},
+        {"w": torch.ones(2), "m": torch.nn.ParameterList([torch.ones(1)])},
+    ],
+    ids=["dict", "list"],
+)
+def test_tensors_inside_other_objects_are_told_of(
+    content: object, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.save(content, tmp_path / "x.pt")
+    with reshard.open(tmp_path / "x.pt") as checkpoint:
+        assert list(checkpoint) == ["w"]
+    assert "tensors inside objects of classes are not read: `m` (torch." in caplog.text
+    caplog.clear()
+    torch.save({"w": torch.ones(2), "size": torch.Size([1])}, tmp_path / "x.pt")
+    reshard.open(tmp_path / "x.pt").close()
+    assert not caplog.text
 
 
 def test_complex128_is_refused_by_name(tmp_path: Path) -> None:
