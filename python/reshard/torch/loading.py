@@ -181,6 +181,7 @@ def _read_of_torch(
     """As `read_for`, of a checkpoint that names the state of a run as torch does."""
     checkpoint, described = wanted.checkpoint, wanted.described
     state = translated(checkpoint.keys(), values, _live(described))
+    _check_plain(checkpoint, state.trainer if part == "all" else {})
     checkpoint.data.check(checkpoint.keys(part))
     index = checkpoint.data.index
     tensors = {
@@ -218,6 +219,27 @@ def _live(described: Described) -> Live:
         for one in live.optimizers
     ]
     return Live({*described.model, *described.aliases}, groups, live.objects, live.named.extra_state)
+
+
+def _check_plain(checkpoint: Checkpoint, trainer: Mapping[str, Any]) -> None:
+    """Refuse state with an object that is not rebuilt: the run would fail when it uses it."""
+    names = [([name], value) for name, value in trainer.items()]
+    seen = set()
+    while names:
+        path, value = names.pop()
+        if isinstance(value, _core.Opaque):
+            raise UnsupportedError(
+                f"{checkpoint.path}: the state {show('.'.join(path))} of the run holds a {show(value.name)}, which "
+                "is not read",
+                path=str(checkpoint.path),
+                hint="save it as a number, or start from the weights alone with `init_from=`",
+            )
+        inner = (
+            value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+        )
+        if id(value) not in seen:
+            names += [([*path, str(key)], one) for key, one in inner]
+        seen.add(id(value))
 
 
 def _check_distinct(checkpoint: Checkpoint, state: RunState) -> None:
