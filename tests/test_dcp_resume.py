@@ -146,6 +146,25 @@ def test_state_that_is_not_read_is_refused_before_it_is_used(tmp_path: Path) -> 
     assert model["w"].tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("how", ["flat", "nested", "torch.save"])
+def test_options_that_are_tensors_are_restored(how: str, tmp_path: Path) -> None:
+    other = Training()
+    for group, lr in zip(other.optimizer.param_groups, (0.5, 0.25), strict=True):
+        group["lr"] = torch.tensor(lr)
+    options = StateDictOptions(flatten_optimizer_state_dict=how == "flat")
+    model, optimizer = get_state_dict(other.model, other.optimizer, options=options)
+    if how == "torch.save":
+        torch.save({"model": model, "optimizer": other.optimizer.state_dict(), "step": 5}, tmp_path / "theirs")
+    else:
+        save({"model": model, "optimizer": optimizer, "step": 5}, tmp_path / "theirs")
+    training = Training()
+    for group in training.optimizer.param_groups:
+        group["lr"] = torch.tensor(0.0)
+    checkpointer, _ = training.resume(tmp_path / "theirs", tmp_path / "run", scheduler=None)
+    checkpointer.close()
+    assert [group["lr"] for group in training.optimizer.param_groups] == [torch.tensor(0.5), torch.tensor(0.25)]
+
+
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     source, other = tmp_path / "theirs", Training()
     other.step(1)
