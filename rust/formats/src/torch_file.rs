@@ -417,8 +417,8 @@ impl TorchFile {
         })
     }
 
-    /// (storage, offset, size, strides, requires_grad, hooks[, dtype], marks) in elements of the storage's type, or of the
-    /// dtype, which only version 3 has.
+    /// (storage, offset, size, strides, gradient, hooks[, dtype], marks) in elements of the storage's type, or of the dtype,
+    /// which only version 3 has.
     fn dense(&self, function: &str, arguments: &[Id]) -> Result<Tensor> {
         let [storage, offset, size, strides, ref rest @ ..] = *arguments else {
             return Err(Error::damaged("a tensor with too few arguments"));
