@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import reshard
 from reshard.cli import main
-from reshard.errors import DamagedFileError, MismatchError
+from reshard.errors import DamagedFileError, MismatchError, UnsupportedError
 from reshard.torch import Checkpointer
 
 if TYPE_CHECKING:
@@ -124,6 +124,45 @@ def test_a_run_goes_on_from_what_torch_saved(how: str, tmp_path: Path) -> None:
     checkpointer, decision = again.resume(source, tmp_path / "run")
     checkpointer.close()
     assert (decision.initial_step, Path(str(decision.path)).name) == (8, "iteration_00000008")
+
+
+def test_state_that_is_not_read_is_refused_before_it_is_used(tmp_path: Path) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    # torch stores a tuple of tensors as one value.
+    betas = (torch.tensor(0.8), torch.tensor(0.9))
+    optimizer = torch.optim.Adam([parameter], lr=0.1, betas=betas, foreach=False)
+    parameter.grad = torch.ones(2)
+    optimizer.step()
+    save({"model": {"w": parameter.detach()}, "optimizer": optimizer.state_dict(), "step": 1}, tmp_path / "theirs")
+    model = nn.ParameterDict({"w": nn.Parameter(torch.zeros(2))})
+    config = {"load_checkpoint": str(tmp_path / "theirs"), "resume_training": True}
+    with (
+        Checkpointer.from_config(config, root=tmp_path / "run", signals=()) as checkpointer,
+        pytest.raises(
+            UnsupportedError, match=r"`optimizer.groups.0.options.betas.\d` of the run holds a `torch._utils"
+        ),
+    ):
+        checkpointer.resume(model=model, optimizer=torch.optim.Adam(model.parameters(), betas=(0.5, 0.5)))
+    assert model["w"].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("how", ["flat", "nested", "torch.save"])
+def test_options_that_are_tensors_are_restored(how: str, tmp_path: Path) -> None:
+    other = Training()
+    for group, lr in zip(other.optimizer.param_groups, (0.5, 0.25), strict=True):
+        group["lr"] = torch.tensor(lr)
+    options = StateDictOptions(flatten_optimizer_state_dict=how == "flat")
+    model, optimizer = get_state_dict(other.model, other.optimizer, options=options)
+    if how == "torch.save":
+        torch.save({"model": model, "optimizer": other.optimizer.state_dict(), "step": 5}, tmp_path / "theirs")
+    else:
+        save({"model": model, "optimizer": optimizer, "step": 5}, tmp_path / "theirs")
+    training = Training()
+    for group in training.optimizer.param_groups:
+        group["lr"] = torch.tensor(0.0)
+    checkpointer, _ = training.resume(tmp_path / "theirs", tmp_path / "run", scheduler=None)
+    checkpointer.close()
+    assert [group["lr"] for group in training.optimizer.param_groups] == [torch.tensor(0.5), torch.tensor(0.25)]
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:

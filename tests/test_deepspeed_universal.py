@@ -135,3 +135,20 @@ def test_options_without_meaning_are_refused(tmp_path: Path) -> None:
     for options in ({"dtype": "bfloat16"}, {"files": {"max_shard_size": "1MB"}}, {"files": {"dedup": False}}):
         with pytest.raises(ArgumentError):
             write(tmp_path / str(len(str(options))), **options)
+
+
+def test_values_that_could_not_be_read_again_are_left_out(tmp_path: Path) -> None:
+    extra = {
+        "a.b": 1,
+        "a": {"b": 2},
+        "keys": {1: 1, "1": 2},
+        "floats": {0.5: 1},
+        "kept": {"x": [1, {2: 3}]},
+    }
+    reshard.save(tmp_path / "run", 3, {"w": np.ones(2, np.float32)}, extra=extra)
+    report = reshard.convert(tmp_path / "run", tmp_path / "out", to="deepspeed-universal")
+    left_out = [warning.partition(" is not written")[0] for warning in report.warnings]
+    assert sorted(left_out) == ["`a`", "`floats`", "`keys`"]
+    with reshard.open(tmp_path / "out") as checkpoint:
+        assert checkpoint.extra()["a.b"] == 1
+        assert checkpoint.extra()["kept"] == {"x": [1, {2: 3}]}

@@ -105,6 +105,18 @@ def test_commands(name: str, tmp_path: Path) -> None:
         assert sorted(weights) == sorted(checkpoint.keys("model"))
 
 
+@pytest.mark.parametrize("command", ["explain", "verify"])
+def test_the_reasons_of_a_root_are_on_the_line_of_the_root(command: str, tmp_path: Path) -> None:
+    shutil.copytree(DATA / "mcore_v016_tp2/checkpoint", tmp_path / "root")
+    for folder in (tmp_path / "root").glob("iter_*"):
+        (folder / "common.pt").unlink()
+    result = CliRunner().invoke(main, [command, str(tmp_path / "root")])
+    assert result.exit_code == 1
+    assert "no complete checkpoint in" in result.output
+    assert ": iter_0000120: " in result.output
+    assert "\\n" not in result.output
+
+
 def test_layers_are_taken_apart_by_a_name_map() -> None:
     names = {
         "sizes": {"i": 2},
@@ -173,7 +185,11 @@ def config(folder: Path, **fields: object) -> None:
         (lambda folder: (folder / "metadata.json").unlink(), CheckpointNotFoundError, "was not finished"),
         (lambda folder: (folder / ".metadata").unlink(), DamagedFileError, "no `.metadata`"),
         (lambda folder: (folder / "common.pt").unlink(), DamagedFileError, "no common state"),
-        (lambda folder: (folder / "__1_1.distcp").unlink(), ReshardError, "__1_1.distcp"),
+        (
+            lambda folder: (folder / "__1_1.distcp").unlink(),
+            CheckpointNotFoundError,
+            "lists missing files: `__1_1.distcp`",
+        ),
         (lambda folder: folder.rename(folder.with_name("iter_0000130")), DamagedFileError, "iteration 120, the folder"),
         (lambda folder: config(folder, sharded_backend="zarr"), UnsupportedError, "zarr"),
         (lambda folder: config(folder, sharded_backend_version=2), UnsupportedError, "version `2`"),

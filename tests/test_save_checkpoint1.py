@@ -666,3 +666,26 @@ def test_files_of_a_save_are_parsed_back() -> None:
         for kind in kinds:
             file = Naming("my-net_2", run, 3, 4).file(7, kind)
             assert parse_file_name(file.name) == file
+
+
+def test_a_tensor_under_the_name_of_a_counter_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"`global_step` has the shape \(4, 3\)"):
+        save(tmp_path / "run", 1, {"global_step": W, "w": W})
+    assert not list((tmp_path / "run").glob("rank_*"))
+
+
+@pytest.mark.parametrize(
+    ("to", "counter", "message"),
+    [
+        ("checkpoint1", W, r"`global_step` has the shape \(4, 3\)"),
+        ("checkpoint1", np.array(-5), "`global_step` is -5, expected an integer"),
+        ("mindspore", np.array([2.5], np.float32), "`global_step` is 2.5, expected an integer"),
+    ],
+)
+def test_a_conversion_refuses_a_tensor_under_the_name_of_a_counter(
+    to: Any, counter: np.ndarray, message: str, tmp_path: Path
+) -> None:
+    reshard.save_file({"global_step": counter, "w": W}, tmp_path / "x.safetensors")
+    with pytest.raises(UnsupportedError, match=message):
+        reshard.convert(tmp_path / "x.safetensors", tmp_path / "out", to=to)
+    assert [path.name for path in tmp_path.iterdir()] == ["x.safetensors"]

@@ -8,12 +8,16 @@ from __future__ import annotations
 import enum
 import json
 import math
+import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
+from collections import Counter, OrderedDict
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -34,10 +38,14 @@ from reshard.errors import (
     CheckpointNotFoundError,
     CoverageError,
     DamagedFileError,
+    EmptyRootError,
     MismatchError,
     ReshardError,
     UnsupportedError,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 DATA = Path(__file__).parent / "data" / "torch"
 HOSTILE = DATA / "hostile"
@@ -263,6 +271,38 @@ def test_of_a_root_the_newest_complete_step_is_opened(tmp_path: Path) -> None:
         reshard.open(root)
 
 
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (Path.unlink, "`.*/.metadata` lists missing files: `__1_0.distcp`"),
+        (lambda file: os.truncate(file, file.stat().st_size - 1), "__1_0.distcp` has .* bytes, expected at least"),
+        (lambda file: [act(file) for act in (os.unlink, os.mkfifo)], "__1_0.distcp` is not a regular file"),
+    ],
+    ids=["missing", "cut", "fifo"],
+)
+def test_a_step_whose_data_files_are_incomplete_is_skipped(
+    harm: Callable[[Path], object], message: str, tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(DATA / "dcp_fsdp2/checkpoint", root)
+    harm(root / "step-10/__1_0.distcp")
+    with reshard.open(root) as checkpoint:
+        assert checkpoint.iteration == 3
+        assert re.search(message, dict(checkpoint.skipped)["step-10"])
+    with pytest.raises(ReshardError, match=message):
+        reshard.open(root / "step-10")
+
+
+def test_a_description_without_its_data_files_is_no_empty_folder(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    shutil.copy(DATA / "dcp_plain/checkpoint/.metadata", tmp_path / "run")
+    with pytest.raises(CheckpointNotFoundError, match="lists missing files") as caught:
+        reshard.open(tmp_path / "run")
+    assert not isinstance(caught.value, EmptyRootError)
+    with pytest.raises(DamagedFileError, match="lists missing files"):
+        reshard.load(tmp_path / "run", allow_fresh=True)
+
+
 def test_a_step_is_found_in_its_folder_without_the_root() -> None:
     with reshard.open(DATA / "dcp_fsdp2/checkpoint/step-3") as checkpoint:
         assert checkpoint.iteration == 3
@@ -370,6 +410,60 @@ def test_a_number_and_a_text_as_keys_do_not_replace_each_other(tmp_path: Path, *
         torch.save(state, tmp_path / "w.pt", _use_new_zipfile_serialization=zipped)
         with pytest.raises(UnsupportedError, match="two values have the path"):
             reshard.open(tmp_path / "w.pt")
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.ones(3, dtype=torch.complex64).conj(), torch._neg_view(torch.ones(2))],
+    ids=["conjugate", "negative"],
+)
+@pytest.mark.parametrize("zipped", [True, False])
+def test_values_that_torch_negates_or_conjugates_are_refused(
+    tmp_path: Path, tensor: torch.Tensor, *, zipped: bool
+) -> None:
+    torch.save({"w": tensor}, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(UnsupportedError, match=r"(?s)conjugates or negates.*resolve_conj"):
+        reshard.open(tmp_path / "x.pt")
+    save({"w": tensor}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with reshard.open(tmp_path / "dcp") as checkpoint, pytest.raises(UnsupportedError, match="conjugates or negates"):
+        checkpoint.read("w")
+
+
+class _OfPython2(OrderedDict[str, object]):
+    """An `OrderedDict` as Python 2 pickles it."""
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, ([[key, value] for key, value in self.items()],), {"_metadata": OrderedDict()}
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_dicts_that_get_their_keys_by_a_call_keep_them(tmp_path: Path, *, zipped: bool) -> None:
+    content = _OfPython2(w=torch.ones(2), milestones=Counter([30, 80, 80]))
+    torch.save(content, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
+    with reshard.open(tmp_path / "x.pt") as checkpoint:
+        assert checkpoint.read("w").tolist() == [1, 1]
+        assert checkpoint.extra() == {"milestones.30": 1, "milestones.80": 2}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"w": torch.ones(2), "m": torch.nn.ParameterDict({"a": torch.ones(1)})},
+        {"w": torch.ones(2), "m": torch.nn.ParameterList([torch.ones(1)])},
+    ],
+    ids=["dict", "list"],
+)
+def test_tensors_inside_other_objects_are_told_of(
+    content: object, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.save(content, tmp_path / "x.pt")
+    with reshard.open(tmp_path / "x.pt") as checkpoint:
+        assert list(checkpoint) == ["w"]
+    assert "tensors inside objects of classes are not read: `m` (torch." in caplog.text
+    caplog.clear()
+    torch.save({"w": torch.ones(2), "size": torch.Size([1])}, tmp_path / "x.pt")
+    reshard.open(tmp_path / "x.pt").close()
+    assert not caplog.text
 
 
 def test_complex128_is_refused_by_name(tmp_path: Path) -> None:

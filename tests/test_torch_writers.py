@@ -215,6 +215,22 @@ def test_values_beside_the_tensors_are_entries_of_dcp(tmp_path: Path) -> None:
     assert reshard.open(tmp_path / "weights").extra() == {}
 
 
+def test_a_value_named_as_a_counter_does_not_replace_it(tmp_path: Path) -> None:
+    extra = {"iteration": 70, "common": {"global_step": 5}, "common.step_num": 99, "other": 1}
+    reshard.save(tmp_path / "root", 7, {"w": np.ones(2, np.float32)}, extra=extra)
+    report = reshard.convert(tmp_path / "root", tmp_path / "step-7", to="dcp")
+    assert sorted(warning.partition(" ")[0] for warning in report.warnings) == [
+        "`common.global_step`",
+        "`common.step_num`",
+        "`iteration`",
+    ]
+    wanted = {"iteration": 7, "common.step_num": 7, "common.global_step": 7, "other": 1}
+    assert reshard.open(tmp_path / "step-7").extra() == wanted
+    again = reshard.convert(tmp_path / "step-7", tmp_path / "again", to="dcp")
+    assert not again.warnings
+    assert reshard.open(tmp_path / "again").extra() == wanted
+
+
 def test_other_folders_of_dcp_are_written_again(tmp_path: Path) -> None:
     data = Path(__file__).parent / "data" / "torch"
     for name in ("dcp_2d/checkpoint", "dcp_plain/checkpoint", "dcp_hsdp/checkpoint"):

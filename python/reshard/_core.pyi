@@ -1001,17 +1001,17 @@ def decode_torch_object(data: bytes) -> object:
 
 def open_dcp(
     folder: str, data: bytes, *, method: ReadMethod = "auto"
-) -> tuple[Index, list[tuple[str, str, int, int, list[str]]], list[tuple[str, str]], dict[str, list[int]]]:
+) -> tuple[Index, list[tuple[str, str, int, int, list[str]]], list[tuple[str, str]], list[tuple[str, int]]]:
     """The index of a folder of `torch.distributed.checkpoint` whose `.metadata` has this content.
 
     Returns:
         The index; `(name, file, first byte, bytes, transforms)` of what is no tensor; `(name, reason)` of tensors that
-        cannot be read; shapes by name of tensors that are stored in another form.
+        cannot be read; `(name, bytes)` of each data file, which it has at least.
     """
 
 def open_dcp_ranks(
     folder: str, descriptions: Sequence[tuple[str, bytes]], *, method: ReadMethod = "auto"
-) -> tuple[Index, list[tuple[str, str, int, int, list[str]]], list[tuple[str, str]], dict[str, list[int]]]:
+) -> tuple[Index, list[tuple[str, str, int, int, list[str]]], list[tuple[str, str]], list[tuple[str, int]]]:
     """As `open_dcp`, for a folder with a description of each rank, given as `(name, content)`."""
 
 def read_dcp_paths(data: bytes) -> list[tuple[str, tuple[str | int, ...]]]:

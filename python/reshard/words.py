@@ -58,6 +58,17 @@ def show(text: str) -> str:
     return f"`{shown}{'...' if len(text) > _MAX_SHOWN else ''}`"
 
 
+def one_line(message: str) -> str:
+    r"""A message of several lines, such as one with a line for each candidate, as a reason within another one.
+
+    Example:
+        >>> one_line("there is none:\n  step-2: torn\n  step-1: empty")
+        'there is none: step-2: torn; step-1: empty'
+    """
+    first, *rest = message.split("\n")
+    return " ".join([first, "; ".join(line.strip() for line in rest)]) if rest else message
+
+
 def ranks_named(ranks: Iterable[int]) -> str:
     """Some ranks, for a message.
 

@@ -769,7 +769,10 @@ impl<'a, S: Sink> PieceWriter<'a, S> {
     fn fill_piece(&self, content: &Content<'_>, at: u64, piece: &mut [u8]) -> Result<()> {
         let sources = &content.plan.sources;
         // Each band faults in what it copies out of files: small bands would do so more often.
-        let band_bytes = if sources.iter().any(|one| matches!(one, PlanSource::File(..))) {
+        let band_bytes = if sources
+            .iter()
+            .any(|one| matches!(one, PlanSource::File(..)))
+        {
             BAND_BYTES
         } else {
             CHUNK_BYTES

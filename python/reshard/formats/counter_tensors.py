@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from reshard.counters import COUNTERS, OF_NO_PARAMETER
-from reshard.errors import ArgumentError, DamagedFileError
+from reshard.errors import ArgumentError, DamagedFileError, UnsupportedError
 from reshard.words import show
 
 if TYPE_CHECKING:
@@ -99,6 +99,16 @@ def common_of(arrays: Mapping[str, np.ndarray], source: str) -> CommonInfo:
         >>> common_of({"step_num": np.array(40), "loss_scale": np.array([2.0], np.float32)}, "x").loss_scale
         2.0
     """
+    for name in NAMES:
+        if name in arrays:
+            check_shape(name, arrays[name].shape, source)
+    try:
+        return _info(arrays)
+    except ArgumentError as error:
+        raise DamagedFileError(f"{show(source)}: {error.message}", path=source) from None
+
+
+def _info(arrays: Mapping[str, np.ndarray]) -> CommonInfo:
     from reshard.formats.checkpoint2.common import CommonInfo  # noqa: PLC0415  slow to import
 
     values: dict[str, int | float] = {}
@@ -106,14 +116,47 @@ def common_of(arrays: Mapping[str, np.ndarray], source: str) -> CommonInfo:
         array = arrays.get(name)
         if array is None:
             continue
-        check_shape(name, array.shape, source)
         value = array.reshape(()).item()
         # A counter may be stored as a float.
         values[name] = int(value) if name != "loss_scale" and isinstance(value, float) and value.is_integer() else value
+    return CommonInfo(**values)  # type: ignore[arg-type]  # each value is checked there
+
+
+def check_names(shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse to write tensors that have the name of a counter, and are none: they could not be read again.
+
+    Args:
+        shapes: the shape of each tensor by name, in elements.
+
+    Raises:
+        UnsupportedError: one has several elements, or none.
+    """
+    for name in NAMES:
+        if math.prod(shapes.get(name, ())) != 1:
+            raise UnsupportedError(
+                f"{show(name)} has the shape {shapes[name]}, but is the name of a counter, which has one element",
+                key=name,
+                hint="rename the tensor",
+            )
+
+
+def check_values(counters: Mapping[str, np.ndarray]) -> None:
+    """Refuse to write counters that could not be read again.
+
+    Args:
+        counters: tensors of one element by name; other names are ignored.
+
+    Raises:
+        UnsupportedError: one has a value that a counter cannot have.
+    """
     try:
-        return CommonInfo(**values)  # type: ignore[arg-type]  # each value is checked there
+        _info(counters)
     except ArgumentError as error:
-        raise DamagedFileError(f"{show(source)}: {error.message}", path=source) from None
+        raise UnsupportedError(
+            f"the tensor has the name of a counter: {error.message}",
+            key=error.key,
+            hint="rename it, or leave it out with `select=`",
+        ) from None
 
 
 def arrays_of(common: CommonInfo) -> dict[str, np.ndarray]:

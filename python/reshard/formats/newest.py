@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from reshard.errors import DamagedFileError, LayoutError, ReshardError
 from reshard.formats.scrub import is_damage
 from reshard.storage.location import locate
-from reshard.words import show
+from reshard.words import one_line, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -86,4 +86,5 @@ def nothing_complete(root: Location, lines: Iterable[str]) -> DamagedFileError:
 def reason_of(error: ReshardError) -> str:
     """Why a checkpoint is skipped. If the error concerns one file, the reason includes its name."""
     name = "" if error.path is None else locate(error.path).name
-    return error.message if name in error.message else f"{name}: {error.message}"
+    message = one_line(error.message)
+    return message if name in message else f"{name}: {message}"

@@ -12,7 +12,7 @@ from reshard.errors import DamagedFileError, ReshardError, StorageError, Unsuppo
 from reshard.formats import manifest as manifests
 from reshard.storage.filesystem import MANIFEST_FILE
 from reshard.storage.location import Location, locate
-from reshard.words import listed, show
+from reshard.words import listed, one_line, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -72,7 +72,7 @@ def fault_of(error: ReshardError, file: str | None) -> Fault:
         True
     """
     tensors = () if error.key is None else (error.key,)
-    return Fault(file, error.message, tensors=tensors, is_damage=is_damage(error))
+    return Fault(file, one_line(error.message), tensors=tensors, is_damage=is_damage(error))
 
 
 def own_sums(index: _core.Index) -> tuple[list[int], list[Fault]]:

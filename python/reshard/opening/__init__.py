@@ -17,6 +17,7 @@ from reshard.formats.base import OpenOptions, StrategyLike
 from reshard.formats.checkpoint1.format import CHECKPOINT1
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.format import CHECKPOINT2
+from reshard.formats.dcp.names import METADATA_FILE
 from reshard.lazy import exports
 from reshard.storage.location import Location, locate
 from reshard.words import show
@@ -121,8 +122,11 @@ def _open(target: Location, strategy: StrategyLike | None, method: _core.ReadMet
 
 
 def _is_empty(folder: Location) -> bool:
-    """Whether a folder contains at most hidden entries, such as those of an unfinished first save."""
-    return all(name.startswith(".") for name in folder.names())
+    """Whether a folder contains at most hidden entries, such as those of an unfinished first save.
+
+    A `.metadata` without its data files is a damaged checkpoint: a run must not start over because of it.
+    """
+    return all(name.startswith(".") and name != METADATA_FILE for name in folder.names())
 
 
 def iterations(path: str | os.PathLike[str]) -> Order | None:

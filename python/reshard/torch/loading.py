@@ -8,7 +8,7 @@ that the run does not have are not read. The choice of the checkpoint and the me
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from reshard import _core, dtypes
 from reshard.errors import ArgumentError, MismatchError, UnsupportedError
 from reshard.formats import counter_tensors
 from reshard.formats.base import StoredTensor
+from reshard.formats.dcp.names import is_optimizer
 from reshard.formats.dcp.run_state import Live, RunState, translated
 from reshard.layout import ModelLayout, as_layout
 from reshard.layout.patterns import Matcher
@@ -180,7 +181,10 @@ def _read_of_torch(
 ) -> Read:
     """As `read_for`, of a checkpoint that names the state of a run as torch does."""
     checkpoint, described = wanted.checkpoint, wanted.described
-    state = translated(checkpoint.keys(), values, _live(described))
+    options = _tensor_options(checkpoint, described)
+    values = replace(values, by_name={**values.by_name, **options})
+    state = translated([key for key in checkpoint if key not in options], values, _live(described))
+    _check_plain(checkpoint, state.trainer if part == "all" else {})
     checkpoint.data.check(checkpoint.keys(part))
     index = checkpoint.data.index
     tensors = {
@@ -218,6 +222,39 @@ def _live(described: Described) -> Live:
         for one in live.optimizers
     ]
     return Live({*described.model, *described.aliases}, groups, live.objects, live.named.extra_state)
+
+
+def _tensor_options(checkpoint: Checkpoint, described: Described) -> dict[str, torch.Tensor]:
+    """The options of parameter groups that are tensors of one element, such as `lr` of a compiled optimizer."""
+    found = {}
+    for key in checkpoint:
+        head, is_option, rest = f".{key}".partition(".param_groups.")
+        group = rest.rpartition(".")[0]
+        is_group = group.isdigit() or group in described.model or group in described.aliases
+        if is_option and is_group and (not head or is_optimizer(key)) and math.prod(checkpoint.shape(key)) == 1:
+            found[key] = as_tensor(checkpoint.read(key)).clone()
+    return found
+
+
+def _check_plain(checkpoint: Checkpoint, trainer: Mapping[str, Any]) -> None:
+    """Refuse state with an object that is not rebuilt: the run would fail when it uses it."""
+    names = [([name], value) for name, value in trainer.items()]
+    seen = set()
+    while names:
+        path, value = names.pop()
+        if isinstance(value, _core.Opaque):
+            raise UnsupportedError(
+                f"{checkpoint.path}: the state {show('.'.join(path))} of the run holds a {show(value.name)}, which "
+                "is not read",
+                path=str(checkpoint.path),
+                hint="save it as a number, or start from the weights alone with `init_from=`",
+            )
+        inner = (
+            value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+        )
+        if id(value) not in seen:
+            names += [([*path, str(key)], one) for key, one in inner]
+        seen.add(id(value))
 
 
 def _check_distinct(checkpoint: Checkpoint, state: RunState) -> None:

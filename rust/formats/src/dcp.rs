@@ -144,6 +144,17 @@ impl Dcp {
         }
         .metadata()
     }
+
+    /// Where the last item of each file ends, in bytes: a file that ends before is cut short.
+    pub fn ends(&self) -> Vec<u64> {
+        let mut ends = vec![0; self.files.len()];
+        let chunks = self.tensors.iter().flat_map(|tensor| &tensor.chunks.places);
+        for place in chunks.chain(self.objects.iter().map(|(_, place)| place)) {
+            let end = &mut ends[place.file as usize];
+            *end = (*end).max(place.offset.saturating_add(place.n_bytes));
+        }
+        ends
+    }
 }
 
 impl Dcp {

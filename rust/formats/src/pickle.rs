@@ -1021,11 +1021,38 @@ impl<'a> Machine<'a> {
                 state: NO_STATE,
             });
         }
+        let items = self.given_items(module, name, given)?;
         self.push(Node::Record {
             function,
             arguments,
             state: NO_STATE,
-        })
+        })?;
+        if items.is_empty() {
+            return Ok(());
+        }
+        self.set_items(&items)
+    }
+
+    /// Keys and values that a dict is called with: a `Counter` with a dict, an `OrderedDict` of Python 2 with a list of
+    /// pairs. Other dicts get theirs after the call.
+    fn given_items(&self, module: &str, name: &str, given: &[Id]) -> Result<Vec<Id>> {
+        let (("collections", "Counter" | "OrderedDict"), &[content]) = ((module, name), given)
+        else {
+            return Ok(Vec::new());
+        };
+        let pairs = match self.store.get(content) {
+            Value::Dict(items) => return Ok(items.as_flattened().to_vec()),
+            Value::List(pairs) | Value::Tuple(pairs) => pairs,
+            _ => return Err(damaged("a dict of something that has no keys")),
+        };
+        let mut items = Vec::new();
+        for pair in pairs {
+            match self.store.get(*pair) {
+                Value::List(pair @ &[_, _]) | Value::Tuple(pair @ &[_, _]) => items.extend(pair),
+                _ => return Err(damaged("a dict of something that is no pair")),
+            }
+        }
+        Ok(items)
     }
 
     fn build(&mut self) -> Result<()> {

@@ -294,12 +294,7 @@ impl TorchFile {
         let arguments = self.arguments(record);
         match (module, name) {
             ("torch._utils", "_rebuild_tensor" | "_rebuild_tensor_v2" | "_rebuild_tensor_v3") => {
-                let dtype = if name == "_rebuild_tensor_v3" {
-                    arguments.get(6).copied()
-                } else {
-                    None
-                };
-                self.dense(arguments, dtype).map(Some)
+                self.dense(name, arguments).map(Some)
             }
             ("torch._utils", "_rebuild_parameter" | "_rebuild_parameter_with_state")
             | ("torch.nn.parameter", "Parameter") => {
@@ -369,9 +364,8 @@ impl TorchFile {
             .sequence(inner)
             .ok_or_else(|| Error::damaged("the arguments of a call are no tuple"))?;
         match self.pickle.name(function) {
-            Some(("torch._utils", "_rebuild_tensor_v2")) => self.dense(arguments, None).map(Some),
-            Some(("torch._utils", "_rebuild_tensor_v3")) => {
-                self.dense(arguments, arguments.get(6).copied()).map(Some)
+            Some(("torch._utils", name @ ("_rebuild_tensor_v2" | "_rebuild_tensor_v3"))) => {
+                self.dense(name, arguments).map(Some)
             }
             Some(("torch._utils", "_rebuild_parameter")) => {
                 let inner = arguments
@@ -423,11 +417,24 @@ impl TorchFile {
         })
     }
 
-    /// (storage, offset, size, strides, ...) in elements of the storage's type, or of the type that is given.
-    fn dense(&self, arguments: &[Id], dtype: Option<Id>) -> Result<Tensor> {
-        let [storage, offset, size, strides, ..] = *arguments else {
+    /// (storage, offset, size, strides, gradient, hooks[, dtype], marks) in elements of the storage's type, or of the dtype,
+    /// which only version 3 has.
+    fn dense(&self, function: &str, arguments: &[Id]) -> Result<Tensor> {
+        let [storage, offset, size, strides, ref rest @ ..] = *arguments else {
             return Err(Error::damaged("a tensor with too few arguments"));
         };
+        let is_v3 = function == "_rebuild_tensor_v3";
+        let dtype = rest.get(2).copied().filter(|_| is_v3);
+        // `conj` or `neg`: torch conjugates or negates the values of the storage when they are used.
+        if let Some(marks) = rest.get(if is_v3 { 3 } else { 2 }).copied() {
+            let is_unmarked = matches!(self.pickle.get(marks), Value::None)
+                || self.pickle.items(marks).is_some_and(<[_]>::is_empty);
+            if !is_unmarked {
+                let message = "a tensor whose stored values torch conjugates or negates, which is not supported";
+                return Err(Error::new(Kind::Unsupported, message)
+                    .hint("load it with torch and save `tensor.resolve_conj().resolve_neg()`"));
+            }
+        }
         let Value::Persistent(id) = self.pickle.get(storage) else {
             return Err(Error::damaged("a tensor without a storage"));
         };

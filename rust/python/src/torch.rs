@@ -511,7 +511,7 @@ type OpenedDcp = (
     Index,
     Vec<ObjectTuple>,
     Vec<(String, String)>,
-    HashMap<String, Vec<u64>>,
+    Vec<(String, u64)>,
 );
 
 /// The index of a folder of `torch.distributed.checkpoint`, and what its `.metadata` says beside the tensors.
@@ -572,11 +572,12 @@ fn opened_dcp(
     let unsupported = dcp.tensors.iter();
     let unsupported =
         unsupported.filter_map(|tensor| Some((tensor.name.clone(), tensor.dtype.clone().err()?)));
+    let files = dcp.files.iter().cloned().zip(dcp.ends());
     Ok((
         Index::of(index),
         objects,
         unsupported.collect(),
-        dcp.original_shapes.clone(),
+        files.collect(),
     ))
 }
 

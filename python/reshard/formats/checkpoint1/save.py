@@ -399,6 +399,7 @@ def _shapes(plan: IterationPlan, facts: list[RankFacts]) -> Shapes:
                     hint='save with `format="checkpoint2"`, or without `join` in the layout',
                 )
             shapes[key] = tensor.shape, parts[key] == "optimizer"
+    counter_tensors.check_names({key: shape for key, (shape, _) in shapes.items() if key in counter_tensors.NAMES})
     return {key: one for key, one in shapes.items() if key not in counter_tensors.NAMES}
 
 

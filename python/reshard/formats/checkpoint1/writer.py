@@ -27,6 +27,7 @@ from reshard.conversion.destinations import (
 from reshard.conversion.writer import Settings, Writer
 from reshard.counters import OF_NO_PARAMETER
 from reshard.errors import ArgumentError, ReshardError, UnsupportedError
+from reshard.formats import counter_tensors
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1 import save_plan as rank_plan
 from reshard.formats.checkpoint1.names import STRATEGY_FOLDER, FileName, Meta
@@ -236,7 +237,9 @@ def _with_counters(job: Job) -> Iterator[None]:
 
 
 def _check_counters(job: Job) -> None:
-    """Refuse a cast that would change a counter: all tensors of a file are cast."""
+    """Refuse tensors that have the name of a counter and are none, and a cast that would change one: it casts all."""
+    counter_tensors.check_names({key: job.source.shape(key) for key in job.keys if key in counter_tensors.NAMES})
+    counter_tensors.check_values(job.counters)
     if job.options.dtype is None:
         return
     to = dtypes.numpy_dtype(job.options.dtype)

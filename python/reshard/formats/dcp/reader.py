@@ -23,6 +23,7 @@ from reshard.errors import (
 )
 from reshard.formats.base import CheckpointData, Match
 from reshard.formats.dcp import run_state, sharded_files
+from reshard.formats.dcp.data_files import check_data_files
 from reshard.formats.dcp.names import (
     DATA_SUFFIX,
     MAX_METADATA_BYTES,
@@ -154,7 +155,7 @@ def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
     """Open the folder of one save; data files are opened when they are first needed.
 
     Raises:
-        CheckpointNotFoundError: it was not finished, or is none.
+        CheckpointNotFoundError: it was not finished, is none, or lacks a file.
         DamagedFileError, CoverageError, StorageError: as `reshard.open`.
     """
     names = folder.names()
@@ -177,10 +178,12 @@ def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
             path=str(folder),
             hint="use another step; `.metadata` is written last, and without it the files cannot be read",
         ) from None
-    index, objects, unsupported, _ = _core.open_dcp(str(folder), data, method=method)
+    index, objects, unsupported, files = _core.open_dcp(str(folder), data, method=method)
     index.check_coverage()  # torch leaves a hole as it was, and reads overlaps in any order
     _warn_of(folder, unsupported)
     holds_safetensors = _holds_safetensors(index)
+    # `.metadata` has no valid positions for safetensors files.
+    check_data_files(folder, [(name, 0 if holds_safetensors else end) for name, end in files], METADATA_FILE)
     if holds_safetensors:
         index = _safetensors_index(folder, index, objects, method)
     return _DcpData(
@@ -214,8 +217,9 @@ def _open_ranks(folder: Location, by_rank: Mapping[int, str], method: _core.Read
             hint="use another checkpoint; each rank writes its description last",
         )
     texts = [(by_rank[rank], (folder / by_rank[rank]).read_small(MAX_METADATA_BYTES)) for rank in sorted(by_rank)]
-    index, _, unsupported, _ = _core.open_dcp_ranks(str(folder), texts, method=method)
+    index, _, unsupported, files = _core.open_dcp_ranks(str(folder), texts, method=method)
     index.check_coverage()
+    check_data_files(folder, files, texts[0][0])
     _warn_of(folder, unsupported)
     opened = [_core.open_dcp_ranks(str(folder), [text], method=method) for text in texts]
     return _DcpData(
@@ -249,13 +253,13 @@ def _holds_safetensors(index: _core.Index) -> bool:
     try:
         return sharded_files.is_safetensors(locate(index.file_path(0)).read_head(16))
     except CheckpointNotFoundError:
-        return False  # the error of the first read names it
+        return False  # `check_data_files` names it
 
 
 def _safetensors_index(
     folder: Location, described: _core.Index, objects: Sequence[_Object], method: _core.ReadMethod
 ) -> _core.Index:
-    """The index of data files that are safetensors files. `.metadata` has no valid positions for them."""
+    """The index of data files that are safetensors files."""
     if objects:
         raise UnsupportedError(
             f"{show(str(folder))}: {show(objects[0][0])} is no tensor, and torch's writer puts such values in front of "

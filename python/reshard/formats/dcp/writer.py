@@ -183,8 +183,8 @@ def _state(job: Job) -> tuple[dict[str, object], dict[str, Path], list[str]]:
     values: dict[str, object] = {}
     paths: dict[str, Path] = {}
     warnings: list[str] = []
-    content: dict[str, object] = {**source.extra(), **_counters(source)}
-    for name, value in content.items():
+    # The counters first: they are the position of the run, and another value with such a name is left out.
+    for name, value in (*_counters(source).items(), *source.extra().items()):
         try:
             leaves = list(_leaves((name,), value, [_MAX_VALUES]))
         except NotPlainError as error:
@@ -192,6 +192,8 @@ def _state(job: Job) -> tuple[dict[str, object], dict[str, Path], list[str]]:
             continue
         for path, leaf in leaves:
             key = ".".join(map(str, path))
+            if type(leaf) is type(values.get(key)) is int and leaf == values[key]:
+                continue  # a counter that the source has as a value, too
             if key in paths or key in job.keys:
                 warnings.append(f"{show(key)} is not written: another entry has this name")
             else:

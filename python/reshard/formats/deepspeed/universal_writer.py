@@ -30,7 +30,7 @@ from reshard.formats import counter_tensors
 from reshard.formats.deepspeed import names
 from reshard.formats.deepspeed.zero import WEIGHT
 from reshard.formats.torch_file import archive
-from reshard.formats.torch_file.encode import Encoder, NotPlainError, torch_dtype
+from reshard.formats.torch_file.encode import MAX_DEPTH, Encoder, NotPlainError, torch_dtype
 from reshard.outputs import load_all
 from reshard.storage.location import locate
 from reshard.words import listed, show
@@ -50,6 +50,7 @@ _MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_s
 _VERSION = "0.19.8"
 # DeepSpeed pairs its groups with those of the file and loads nothing of a group without partner: pairs for all.
 _N_GROUPS = 1024
+_MAX_VALUES = 100_000
 # Values of a source that belong to the run that wrote it, or that are written in another place.
 _NOT_CLIENT_STATE = frozenset(
     {
@@ -239,14 +240,37 @@ def _add_values(content: _Content, values: Mapping[str, Any]) -> None:
     found = {name: value for name, value in values.items() if name not in _NOT_CLIENT_STATE}
     if isinstance(groups, list) and all(isinstance(group, dict) for group in groups):
         found["optimizer.param_groups"] = groups
+    taken: set[str] = set()
     for name, value in found.items():
         try:
             Encoder(2).value(value)
+            _add_paths(taken, name, value)
         except NotPlainError as error:
             content.warnings.append(f"{show(name)} is not written: {error}")
             continue
         content.client[name] = value
     content.groups = content.client.pop("optimizer.param_groups", [])
+
+
+def _add_paths(taken: set[str], name: str, value: Any) -> None:
+    """Add the paths by which a reader of the file names the values in a value; it refuses two values of one path."""
+    own: set[str] = set()
+    open_: list[tuple[str, Any, int]] = [(name, value, 0)]
+    while open_:
+        path, one, depth = open_.pop()
+        items = [*one.items()] if type(one) is dict else [*enumerate(one)] if type(one) in (list, tuple) else []
+        if depth > MAX_DEPTH or len(own) + len(open_) > _MAX_VALUES:
+            raise NotPlainError(
+                f"it has more than {_MAX_VALUES} values, or is nested more than {MAX_DEPTH} levels deep"
+            )
+        if any(type(key) not in (str, int) for key, _ in items):
+            raise NotPlainError("a dict with a key that is neither text nor a number")
+        open_ += [(f"{path}.{key}", inner, depth + 1) for key, inner in items]
+        if not items and (path in own or path in taken):
+            raise NotPlainError(f"two values have the path {show(path)}")
+        if not items:
+            own.add(path)
+    taken |= own
 
 
 def _optimizer_file(content: _Content) -> bytes:

@@ -17,6 +17,7 @@ from reshard.conversion.destinations import (
 )
 from reshard.conversion.writer import Settings, Writer
 from reshard.counters import OF_NO_PARAMETER
+from reshard.formats import counter_tensors
 from reshard.formats.full_weights import names as full_weights
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def _write(job: Job, max_part_bytes: int | None, *, original_modes: bool) -> Wri
         DestinationExistsError, UnsupportedError, StorageError: as `convert`.
     """
     check_folder_free(job)
+    counter_tensors.check_values(job.counters)
     arrays = job.arrays(job.whole_request(job.keys))
     dtype_of = {name: dtype for name, dtype, _, _ in arrays}
     parts = full_weights.plan_parts([(name, n_bytes) for name, _, _, n_bytes in arrays], max_part_bytes)

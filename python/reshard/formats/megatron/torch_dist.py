@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from reshard import _core
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, UnsupportedError
 from reshard.formats.base import CheckpointData
+from reshard.formats.dcp.data_files import check_data_files
 from reshard.formats.dcp.names import MAX_METADATA_BYTES, METADATA_FILE, is_optimizer
 from reshard.formats.megatron import names
 from reshard.formats.megatron.common_state import counters_of, iteration_in, plain
@@ -65,7 +66,7 @@ def open_torch_dist(folder: Location, method: _core.ReadMethod) -> CheckpointDat
         method: how files are read.
 
     Raises:
-        CheckpointNotFoundError: the save was not finished.
+        CheckpointNotFoundError: the save was not finished, or a file is missing.
         DamagedFileError: a file violates its format, or the folder holds files of two iterations.
         CoverageError: the chunks of a tensor leave a part of it uncovered.
         UnsupportedError: the folder is in another format of Megatron-Core.
@@ -80,8 +81,9 @@ def open_torch_dist(folder: Location, method: _core.ReadMethod) -> CheckpointDat
             path=str(folder),
             hint="use another iteration; without `.metadata` the files cannot be read",
         ) from None
-    index, objects, unsupported, _ = _core.open_dcp(str(folder), data, method=method)
+    index, objects, unsupported, files = _core.open_dcp(str(folder), data, method=method)
     index.check_coverage()
+    check_data_files(folder, files, METADATA_FILE)
     if unsupported:
         left_out = listed(f"{show(name)} ({why})" for name, why in unsupported)
         _log.warning("%s: %d tensors cannot be read and are left out: %s", folder, len(unsupported), left_out)

@@ -6,6 +6,7 @@ tensor has the empty path. No class of the file is imported; a value that is no 
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,13 +17,18 @@ from reshard.formats.base import CheckpointData
 from reshard.formats.dcp import run_state
 from reshard.formats.dcp.names import is_optimizer
 from reshard.formats.torch_file import names
+from reshard.words import listed, show
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from reshard.formats.base import PartName
     from reshard.formats.checkpoint2.common import CommonInfo
     from reshard.storage.location import Location
+
+_log = logging.getLogger("reshard")
+
+_MAX_NAMED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +79,7 @@ def open_file(path: Location, file: Location, method: _core.ReadMethod) -> Check
         DamagedFileError, StorageError: as `reshard.open`.
     """
     tensors, objects = _core.read_torch_file(str(file))
+    _warn_of_unread(path, objects)
     index = _core.Index()
     number = index.add_torch_file(str(file), method=method)
     for key, *_ in tensors:
@@ -85,6 +92,33 @@ def open_file(path: Location, file: Location, method: _core.ReadMethod) -> Check
         method=method,
         objects=dict(objects),
     )
+
+
+def _warn_of_unread(path: Location, objects: Iterable[tuple[str, object]]) -> None:
+    """Tell of tensors that are not read: those in objects of other classes, such as a whole module."""
+    unread = [(name, value) for name, value in objects if isinstance(value, _core.Opaque) and _holds_tensors(value)]
+    if unread:
+        of = listed((f"{show(name)} ({value.name})" for name, value in unread), _MAX_NAMED)
+        _log.warning("%s: tensors inside objects of classes are not read: %s. Save their `state_dict()`", path, of)
+
+
+def _holds_tensors(value: _core.Opaque) -> bool:
+    open_: list[object] = [value]
+    seen = set()
+    while open_:
+        one = open_.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, _core.Opaque):
+            if _is_tensor(one) or one.name == "torch.storage":
+                return True
+            open_ += one.arguments, one.state, one.items, one.appended
+        elif isinstance(one, dict):
+            open_ += one.values()
+        elif isinstance(one, list | tuple):
+            open_ += one
+    return False
 
 
 def open_index(folder: Location, method: _core.ReadMethod) -> CheckpointData:
