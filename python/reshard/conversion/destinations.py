@@ -24,6 +24,7 @@ from reshard.formats.torch_file import names as torch_files
 from reshard.layout import BoundLayout, ModelLayout, as_layout
 from reshard.storage.changes import make_folders, set_mode
 from reshard.storage.filling import filled_folder, is_staging
+from reshard.storage.names import example_of
 from reshard.storage.publication import made_folder, published_folder
 from reshard.write.iteration import FileContent, JointProgress, WholeTensor
 
@@ -399,7 +400,7 @@ def check_folder_free(job: Job, would_be_lost: Callable[[Location], bool] = lamb
         return
     if not job.overwrite:
         raise DestinationExistsError(
-            f"{target} is not empty: it holds {min((one.name.startswith('.'), one.name) for one in entries)[1]}",
+            f"{target} is not empty: it holds {example_of(entry.name for entry in entries)}",
             path=str(target),
             hint="choose another destination, or give `overwrite=True` to replace the files of an earlier conversion",
         )

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 _MAX_NAME_BYTES = 255
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
@@ -28,3 +32,13 @@ def component_fault(name: str) -> str | None:
     except UnicodeEncodeError:
         return "it is not valid Unicode"
     return f"it has {n_bytes} bytes, a name has at most {_MAX_NAME_BYTES}" if n_bytes > _MAX_NAME_BYTES else None
+
+
+def example_of(names: Iterable[str]) -> str:
+    """The name that a message gives as an example: the first in order that is not hidden, else the first.
+
+    Example:
+        >>> example_of([".lock", "b.safetensors", "a.safetensors"])
+        'a.safetensors'
+    """
+    return min(names, key=lambda name: (name.startswith("."), name))

@@ -1,4 +1,4 @@
-"""How a Checkpoint 2.0 tree, and a folder that only `tiles.json` describes, are recognised. Others open them."""
+"""How Checkpoint 2.0 trees and folders with only `tiles.json` are recognised. `root` and `reader` open them."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ from reshard.formats.checkpoint2.common import CommonInfo
 from reshard.storage import filesystem, protocol
 from reshard.storage.changes import remove_file, remove_folder, set_mode
 from reshard.storage.claims import LOCK_FILE, WRITERS_FOLDER
+from reshard.storage.names import example_of
 from reshard.storage.publication import made_folder
 from reshard.storage.staging import STAGING_FOLDER
 from reshard.storage.trash import TRASH_FOLDER
@@ -214,7 +215,7 @@ def _check_root_free(job: Job, folder_name: str) -> None:
     entries = [name for name in target.names() if name not in _BOOKKEEPING]
     if entries and not job.overwrite:
         raise DestinationExistsError(
-            f"{target} is not empty: it holds {min((name.startswith('.'), name) for name in entries)[1]}",
+            f"{target} is not empty: it holds {example_of(entries)}",
             path=str(target),
             hint=f"choose another root, or pass `overwrite=True` to replace only {folder_name} in this one",
         )
