@@ -735,12 +735,10 @@ impl<'a, S: Sink> PieceWriter<'a, S> {
                     // A thread that waits for earlier pieces holds no permit: they may need it.
                     permit = None;
                     let here = content.sums_in(at, at + len as u64);
-                    if !here.is_empty() {
-                        if !sums.fill(here, at, piece) {
-                            return Ok(()); // the thread that failed returns the error
-                        }
-                        self.sum_chunks(at, piece);
+                    if !here.is_empty() && !sums.fill(here, at, piece) {
+                        return Ok(()); // the thread that failed returns the error
                     }
+                    self.sum_chunks(at, piece);
                 }
                 std::mem::forget(unfilled);
                 piece
@@ -765,7 +763,8 @@ impl<'a, S: Sink> PieceWriter<'a, S> {
         }
     }
 
-    /// Fills a piece, and computes the checksums of each band while it is in the cache of the processor.
+    /// Fills a piece, and computes the checksums of each band while it is in the cache of the processor. Those of a file
+    /// with sums of arrays are computed later, when the sums are in the piece.
     fn fill_piece(&self, content: &Content<'_>, at: u64, piece: &mut [u8]) -> Result<()> {
         let sources = &content.plan.sources;
         // Each band faults in what it copies out of files: small bands would do so more often.
@@ -780,7 +779,9 @@ impl<'a, S: Sink> PieceWriter<'a, S> {
         for (i, band) in piece.chunks_mut(band_bytes).enumerate() {
             let at = at + (i * band_bytes) as u64;
             content.fill_band(at, band, Stores::Plain, self.control)?;
-            self.sum_chunks(at, band);
+            if self.array_sums.is_none() {
+                self.sum_chunks(at, band);
+            }
         }
         Ok(())
     }
