@@ -29,6 +29,8 @@ struct Object {
     is_borrowable: bool,
     unreadable_from: u64,
     n_read: Arc<AtomicU64>,
+    /// The addresses to which bytes were read.
+    addresses: Arc<Mutex<Vec<usize>>>,
 }
 
 impl Object {
@@ -38,6 +40,7 @@ impl Object {
             is_borrowable,
             unreadable_from: u64::MAX,
             n_read: Arc::default(),
+            addresses: Arc::default(),
         }
     }
 
@@ -58,6 +61,8 @@ impl Object {
 impl Ranges for Object {
     fn read_at(&self, start: u64, to: &mut [u8]) -> Result<()> {
         to.copy_from_slice(self.range(start, to.len() as u64)?);
+        let mut addresses = self.addresses.lock().unwrap();
+        addresses.push(to.as_ptr().addr());
         Ok(())
     }
 
@@ -80,6 +85,11 @@ const SHAPE: [u64; 2] = [300, 2000];
 
 /// A shard file with a matrix and a vector, and its checksums.
 fn shard_file() -> (Vec<u8>, Checksums) {
+    with_plan(written)
+}
+
+/// The bytes of the file of a plan, and its checksums.
+fn written(plan: &Plan<'_>) -> (Vec<u8>, Checksums) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.safetensors");
     let options = Options {
@@ -90,9 +100,8 @@ fn shard_file() -> (Vec<u8>, Checksums) {
         mode: 0o600,
     };
     let mut buffers = Buffers::new(16 << 20).unwrap();
-    let checksums = with_plan(|plan| {
-        writer::write(&path, plan, &options, &mut buffers, &Control::default()).unwrap()
-    });
+    let checksums =
+        writer::write(&path, plan, &options, &mut buffers, &Control::default()).unwrap();
     (std::fs::read(path).unwrap(), checksums)
 }
 
@@ -256,6 +265,50 @@ fn every_way_of_copying_copies_the_same_bytes_and_finds_damage() {
         };
         assert!(copied(0) == copied(1) && copied(0)[0] == expected[0]);
     });
+}
+
+/// Two threads that touch the same new page at the same time both clear one. A band begins in the page before its own,
+/// because a chunk does not end with the page; this chunk is copied last.
+#[test]
+fn a_verified_band_touches_its_own_page_of_memory_first() {
+    const N: usize = 9 << 20;
+    const PAGE: usize = 2 << 20;
+    let data: Vec<u8> = (0..N).map(|i| (i * i % 251) as u8).collect();
+    let tensor = MemoryTensor {
+        name: "vector".into(),
+        dtype: Dtype::U8,
+        shape: vec![N as u64],
+        bytes: &data,
+        strides_bytes: vec![1],
+    };
+    let (bytes, checksums) = written(&Plan::of_memory(vec![tensor]).unwrap());
+    let mut request = Request::default();
+    let all = Region::new(vec![0], vec![N as u64]).unwrap();
+    request.add_region("vector", "vector", all);
+    let mut index = Index::new();
+    let object = Object::new(bytes, false);
+    let opened = object.clone();
+    let file = index.add_source(name(), Format::Safetensors, move || Ok(opened.source()));
+    index.set_checksums(file, checksums.clone()).unwrap();
+    index.add_whole("vector", file).unwrap();
+    let plan = index.plan(&request, None, true).unwrap();
+    let mut memory = vec![0; N + PAGE];
+    let at = memory.as_ptr().align_offset(PAGE);
+    let out = &mut memory[at..at + N];
+    let first = out.as_ptr().addr();
+    let before = object.n_read.load(Relaxed);
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build();
+    pool.unwrap()
+        .install(|| fill(&plan, vec![&mut *out], Stores::Fresh, &Control::default()))
+        .unwrap();
+    assert!(out == data);
+    let n_read = object.n_read.load(Relaxed) - before;
+    assert_eq!(n_read, checksums.n_bytes(), "every chunk is read once");
+    let addresses = object.addresses.lock().unwrap();
+    let in_out = addresses.iter().filter_map(|at| at.checked_sub(first));
+    let mut pages: Vec<usize> = in_out.filter(|at| *at < N).map(|at| at / PAGE).collect();
+    pages.dedup();
+    assert_eq!(pages, [0, 1, 0, 2, 1, 3, 2, 4, 3]);
 }
 
 #[test]

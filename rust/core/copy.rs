@@ -80,9 +80,10 @@ pub fn fill_tuned(
                 // boundaries.
                 free_bytes = BAND_BYTES - rest.as_ptr() as u64 % BAND_BYTES;
                 if let Some(from) = verified_from {
-                    // Bands that share a chunk would both read it. They begin at most one chunk behind a page boundary.
+                    // Bands that share a chunk would both read it: they end at most one chunk before a page boundary.
                     let at = from + start * array.unit_bytes();
-                    free_bytes = (at + free_bytes).next_multiple_of(CHUNK_BYTES as u64) - at;
+                    let end = (at + free_bytes) / CHUNK_BYTES as u64 * CHUNK_BYTES as u64;
+                    free_bytes = if end > at { end } else { end + BAND_BYTES } - at;
                 }
                 if !bands.last().is_some_and(Vec::is_empty) {
                     bands.push(Vec::new());
@@ -92,10 +93,12 @@ pub fn fill_tuned(
                 .max(array.unit_bytes())
                 .min(rest.len() as u64);
             let (to, after) = rest.split_at_mut(take as usize);
-            bands
-                .last_mut()
-                .expect("never empty")
-                .push(Band { array, start, to });
+            bands.last_mut().expect("never empty").push(Band {
+                array,
+                start,
+                to,
+                shares_page: verified_from.is_some() && start > 0,
+            });
             rest = after;
             start += take / array.unit_bytes();
             free_bytes = free_bytes.saturating_sub(take);
@@ -126,10 +129,13 @@ pub fn fill_tuned(
             // A copy that waits for the disk is no sample.
             measures: measures && !readahead.is_cold(),
         };
-        for Band { array, start, to } in band {
-            let n_bytes = to.len() as u64;
-            fill_units(run, array, start, to)?;
-            control.advance(n_bytes);
+        for band in band {
+            let array = band.array;
+            for (start, to) in band.parts() {
+                let n_bytes = to.len() as u64;
+                fill_units(run, array, start, to)?;
+                control.advance(n_bytes);
+            }
         }
         finish_stores();
         Ok(())
@@ -141,9 +147,25 @@ struct Band<'a> {
     /// First unit.
     start: u64,
     to: &'a mut [u8],
+    /// Whether its first chunk begins in the page of memory in which the band before begins.
+    shares_page: bool,
 }
 
 impl<'a> Band<'a> {
+    /// First unit and bytes of its two parts, in the order in which they are copied. A first chunk that shares a page comes
+    /// last, when the thread of the band before has faulted in the page: otherwise both threads would clear one.
+    fn parts(self) -> [(u64, &'a mut [u8]); 2] {
+        let unit = self.array.unit_bytes();
+        let n_bytes = if self.shares_page {
+            self.to.len().min(CHUNK_BYTES)
+        } else {
+            0
+        };
+        let n = n_bytes as u64 / unit;
+        let (head, rest) = self.to.split_at_mut((n * unit) as usize);
+        [(self.start + n, rest), (self.start, head)]
+    }
+
     fn piece(&self) -> Piece<'a> {
         let end = self.start + self.to.len() as u64 / self.array.unit_bytes();
         (self.array, self.start, end)

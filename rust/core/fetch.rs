@@ -281,10 +281,11 @@ impl<'a> BoxCopy<'a> {
             _ => CHUNK_BYTES as u64,
         };
         let is_one_part = start / part == (start + span - 1) / part;
+        let is_chunks = (start | span).is_multiple_of(CHUNK_BYTES as u64);
+        if (is_chunks || !is_one_part) && is_one_run(dims) && !file.source().is_mapped() {
+            return self.verified_run(file, checksums, start, (dst * unit) as usize, span);
+        }
         if let (false, Some((widest, dim))) = (is_one_part, widest) {
-            if !file.source().is_mapped() && is_one_run(dims) {
-                return self.verified_run(file, checksums, start, (dst * unit) as usize, span);
-            }
             let inner = without(dims, widest);
             let (stride, row_span) = (dim.src * unit, src_span(&inner) * unit);
             let mut k = 0;

@@ -10,7 +10,7 @@
 //! when all samples exist: keep the way with the least time; small executions never measure
 //! ```
 //!
-//! A sample is one copy of at least 256 KiB whose source is in memory. Each way has four samples, in two groups, and
+//! A sample is one copy of at least 512 KiB whose source is in memory. Each way has four samples, in two groups, and
 //! the second smallest of them counts: the first access to unbacked memory disturbs some samples. The time is that of
 //! the thread, without the time in which other processes run.
 //! The first way of a case is used before all samples exist, and afterwards unless another is 5% faster.
@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 /// Executions of fewer bytes measure nothing.
 const LARGE_BYTES: u64 = 128 << 20;
 /// Shorter copies are no samples.
-const SAMPLE_BYTES: u64 = 256 << 10;
+const SAMPLE_BYTES: u64 = 512 << 10;
 /// Samples of one way.
 const N_SAMPLES: usize = 4;
 /// Copies in sequence that use the same way: threads that run concurrently then use the same one in most cases.
