@@ -674,6 +674,20 @@ def test_a_tensor_under_the_name_of_a_counter_is_refused(tmp_path: Path) -> None
     assert not list((tmp_path / "run").glob("rank_*"))
 
 
+@pytest.mark.parametrize("value", [-5, 2.5])
+def test_a_counter_that_could_not_be_read_again_is_refused(value: float, tmp_path: Path) -> None:
+    message = f"`global_step` is {value}, expected an integer"
+    with pytest.raises(UnsupportedError, match=message):
+        save(tmp_path, 1, {"w": W}, {"global_step": np.array([value])})
+    later = np.array([7.0])
+    pending = save(tmp_path, 1, {"w": W}, {"global_step": later}, blocking=False, ready=lambda: later.fill(value))
+    with pytest.raises(UnsupportedError, match=message):
+        pending.result()
+    assert not list(tmp_path.glob("rank_0/*"))
+    save(tmp_path, 1, {"w": W}, {"global_step": np.array([7.0])})
+    assert reshard.open(tmp_path).common == reshard.CommonInfo(1, 1, 7)
+
+
 @pytest.mark.parametrize(
     ("to", "counter", "message"),
     [

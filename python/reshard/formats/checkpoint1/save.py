@@ -250,7 +250,8 @@ class Checkpoint1Save(SaveFormat):
     def prepare(self, plan: _Plan, make: ShardFileMaker) -> None:
         """Make this rank's files ready, and the strategy, if this rank writes it."""
         layout = self.own.layout
-        self._side = RankSide(self.task, self.rank, plan.naming)
+        counters = [name for name in counter_tensors.NAMES if name in self.own.arrays]
+        self._side = RankSide(self.task, self.rank, plan.naming, counters)
         if self.rank not in plan.strategy_by:
             self._strategy = None
         elif self.rank != 0 and layout is not None and plan.shapes is not None:  # on a host of its own

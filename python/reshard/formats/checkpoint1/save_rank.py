@@ -18,6 +18,7 @@ from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1 import save_plan as rank_plan
 from reshard.formats.checkpoint1 import state as checkpoint1_state
 from reshard.formats.checkpoint1.names import Meta, rank_folder_name
+from reshard.outputs import load_all
 from reshard.storage import filesystem, protocol
 from reshard.storage.changes import remove_file
 from reshard.storage.location import locate
@@ -27,7 +28,7 @@ from reshard.write.iteration import JointProgress
 from reshard.write.shard_files import read_back
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from reshard.formats.checkpoint1.names import FileKind, FileName
@@ -136,12 +137,14 @@ class RankSide:
         task: the save.
         rank: this one.
         naming: what files are called.
+        counters: names of counters that the caller gave as tensors.
         files: its files by kind, ready to be written.
     """
 
     task: SaveTask
     rank: int
     naming: Naming
+    counters: Sequence[str] = ()
     files: dict[FileKind, ShardFile] = field(default_factory=dict)
     _made: list[Path] = field(default_factory=list)
 
@@ -190,6 +193,8 @@ class RankSide:
         written = file.write(str(path), durable=task.durable, mode=task.file_mode & _WEIGHTS_MODE, progress=progress)
         if reads_back:
             read_back(str(path), written, task.options.threads)
+        if path.name == self.file.name:
+            _check_counters(path, self.counters)
         digest = hashlib.blake2b(
             written.header_checksum.to_bytes(4, "little") + written.checksums, digest_size=16
         ).hexdigest()
@@ -250,6 +255,15 @@ class RankSide:
                     except ReshardError as error:
                         warnings.append(f"an older file is not removed: {error}")
         return warnings
+
+
+def _check_counters(path: Path, names: Sequence[str]) -> None:
+    """Refuse counters that could not be read again. Before the file is written they may not have their values."""
+    if names:
+        index = _core.Index()
+        index.add_whole_file(index.add_file(str(path)))
+        counter_tensors.check_values(load_all(index.plan(index.whole_request(names))))
+        index.close()
 
 
 def _sweep(folder: Path, file: FileName) -> None:
