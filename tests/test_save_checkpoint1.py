@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 SAMPLES = Path(__file__).parent / "data" / "mindspore" / "ckpt1"
 TP4 = {"mesh": {"tp": 4}, "rules": [{"match": "*", "cut": ["tp"]}]}
 TP2 = {"mesh": {"tp": 2}, "rules": [{"match": "*.w", "cut": ["tp"]}, {"match": "*"}]}
+EQUAL = {"mesh": {"dp": 2}, "rules": [{"match": "*"}]}
 W = np.arange(12.0, dtype=np.float32).reshape(4, 3)
 
 
@@ -308,6 +309,14 @@ def test_counters_are_written_as_the_original_does(tmp_path: Path) -> None:
     found = read_shard_file(tmp_path / "rank_0" / "CKP_rank_0-23_2.safetensors")
     assert found["global_step"].item() == 1 << 40
     assert found["epoch_num"].item() == 23, "in sink mode epochs are sinks"
+
+
+def test_counters_are_those_of_rank_0(tmp_path: Path) -> None:
+    def work(group: Any) -> None:
+        save(tmp_path, 4, {"w": W}, common={"global_step": group.rank + 5}, layout=EQUAL, group=group)
+
+    together(2, work)
+    assert reshard.open(tmp_path).common == reshard.CommonInfo(1, 4, 5)
 
 
 def test_a_new_run_takes_the_next_number(tmp_path: Path) -> None:

@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from reshard.formats.checkpoint1.names import FileKind, FileName
     from reshard.formats.checkpoint1.save_plan import FolderView, Naming
     from reshard.formats.checkpoint1.strategies import Strategies
+    from reshard.formats.checkpoint2.common import CommonInfo
     from reshard.write.arrays import LocalArray
-    from reshard.write.collective_save import RankInput, SaveTask
+    from reshard.write.collective_save import SaveTask
     from reshard.write.replicas import State
     from reshard.write.shard_files import ShardFile
 
@@ -103,20 +104,28 @@ def look(root: Path, rank: int, n_ranks: int, prefix: str, at: tuple[int, int]) 
 
 
 def arrays_by_kind(
-    own: RankInput, naming: Naming, left_out: set[str], *, network: bool, trainable: frozenset[str] | None
+    own: LocalArrays,
+    common: CommonInfo,
+    naming: Naming,
+    left_out: set[str],
+    *,
+    network: bool,
+    trainable: frozenset[str] | None,
 ) -> dict[FileKind, LocalArrays]:
     """The arrays in each file of this rank; the file of all arrays first.
 
     Args:
-        own: what this rank holds. A counter that it gave as a tensor is kept; others are made of `own.common`.
-        naming: gives the epoch, where `own.common` does not.
+        own: what this rank holds. A counter that it gave as a tensor is kept.
+        common: the other counters.
+        naming: gives the epoch, where `common` does not.
         left_out: what another rank keeps.
         network: whether the weights are saved a second time by themselves.
         trainable: names of the weights that are trained, to be saved by themselves; None: they are not.
     """
-    common = own.common if own.common.epoch_num is not None else replace(own.common, epoch_num=naming.epoch)
-    counters = {name: array for name, array in counter_tensors.arrays_of(common).items() if name not in own.arrays}
-    arrays = [array for name, array in own.arrays.items() if name not in left_out]
+    if common.epoch_num is None:
+        common = replace(common, epoch_num=naming.epoch)
+    counters = {name: array for name, array in counter_tensors.arrays_of(common).items() if name not in own}
+    arrays = [array for name, array in own.items() if name not in left_out]
     weights = [array for array in arrays if array.part == "model"]
     found: dict[FileKind, list[LocalArray]] = {"full": [*arrays, *local_arrays(None, counters).values()]}
     if network:
