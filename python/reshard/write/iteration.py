@@ -54,6 +54,10 @@ __all__ = [
 ]
 
 
+NOT_EXPRESSED = "metadata.json cannot express the layout"
+"""Begins the warning about tensors that MindSpore Transformers will not read."""
+
+
 @dataclass(frozen=True)
 class WholeTensor:
     """The properties of a tensor before it is partitioned.
@@ -385,7 +389,7 @@ def _inexpressible(reasons: Mapping[str, str], *, strict: bool) -> tuple[str, ..
     key, reason = next(iter(reasons.items()))
     some = listed(map(show, reasons), 5)
     text = (
-        f"metadata.json cannot express the layout of {len(reasons)} tensors ({some}): {show(key)}: {reason}. "
+        f"{NOT_EXPRESSED} of {len(reasons)} tensors ({some}): {show(key)}: {reason}. "
         "They are described in tiles.json, which MindSpore Transformers ignores: there they keep their initial values"
     )
     if strict:
