@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from reshard import _core
+from reshard.counters import AS_TENSORS
 from reshard.errors import DamagedFileError
 from reshard.formats.aliases import add_aliases
 from reshard.formats.base import CheckpointData, Format, Match, Traits
@@ -21,7 +22,7 @@ _log = logging.getLogger("reshard")
 class SingleFile(Format):
     """A `.safetensors` file."""
 
-    traits = Traits("safetensors")
+    traits = Traits("safetensors", counters=AS_TENSORS)
 
     def detect(self, path: Location) -> Match:
         """Any file that no other format accepts. The reader reports what is wrong with it."""
