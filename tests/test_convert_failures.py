@@ -25,8 +25,16 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import reshard
-from reshard.errors import ArgumentError, CheckpointNotFoundError, DestinationExistsError, ReshardError, StorageError
+from reshard.errors import (
+    ArgumentError,
+    CheckpointNotFoundError,
+    DestinationExistsError,
+    ReshardError,
+    StorageError,
+    UnsupportedError,
+)
 from reshard.storage import filling
+from reshard.write import iteration as planning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,6 +103,15 @@ def stop_when(n_bytes: int) -> Any:
 
 
 # -- refused
+
+
+def test_more_files_than_a_checkpoint_can_have_are_refused(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "_MAX_SHARD_FILES", 3)
+    with pytest.raises(UnsupportedError, match="the ranks write 4 shard files; a checkpoint can have 3"):
+        reshard.convert(source, tmp_path / "out", layout={"mesh": {"tp": 4}, "rules": [{"match": "*", "cut": ["tp"]}]})
+    assert not (tmp_path / "out").exists()
 
 
 @every_kind

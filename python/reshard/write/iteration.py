@@ -27,7 +27,7 @@ from reshard.formats.checkpoint2.shards import (
     assigned_to_one,
     shards_of,
 )
-from reshard.formats.manifest import PlainEntry, digest_of
+from reshard.formats.manifest import MAX_FILES, PlainEntry, digest_of
 from reshard.formats.tiled import names as tiles
 from reshard.indexing import Box, row_major
 from reshard.layout.partition import TensorLayout
@@ -54,6 +54,7 @@ __all__ = [
 ]
 
 
+_MAX_SHARD_FILES = MAX_FILES - 16  # besides those that describe the iteration
 NOT_EXPRESSED = "metadata.json cannot express the layout"
 """Begins the warning about tensors that MindSpore Transformers will not read."""
 
@@ -135,7 +136,7 @@ def plan_layout(
         mapping: the layout file as a mapping, kept in tiles.json.
 
     Raises:
-        UnsupportedError: `strict`, and a tensor is not expressible.
+        UnsupportedError: `strict`, and a tensor is not expressible; too many files.
         ArgumentError: a prefix that cannot stand in a name; a key in both parts.
         LayoutError: as `BoundLayout.local_names`.
 
@@ -401,6 +402,11 @@ def _inexpressible(reasons: Mapping[str, str], *, strict: bool) -> tuple[str, ..
 
 def _files(assigned: FilePlan, prefix: str | None, dtype_of: Mapping[str, str] | None) -> tuple[FileContent, ...]:
     """The content of the files, given the dtype of each array; None: the elements of all have one width."""
+    if len(assigned.files) > _MAX_SHARD_FILES:
+        raise UnsupportedError(
+            f"the ranks write {len(assigned.files)} shard files; a checkpoint can have {_MAX_SHARD_FILES}",
+            hint="check the sizes in `mesh` of the layout",
+        )
     widths = {dtype: dtypes.bits(dtype) for dtype in set((dtype_of or {}).values())}
 
     @functools.cache  # thousands of ranks hold parts of the same tensors
