@@ -410,6 +410,22 @@ def test_calls_that_cannot_be_meant(options: dict[str, Any], error: type[Reshard
     assert not (tmp_path / "root").exists()
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"model": {"w": object()}},
+        {"model": {"w": np.array(["x"])}},
+        {"model": {"\ud800": SQUARE}},
+        {"metrics": {"loss": "low"}},
+    ],
+)
+def test_errors_do_not_show_those_they_are_made_of(given: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ReshardError) as caught:
+        reshard.save(tmp_path / "root", 1, **{"model": {}, **given})
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
+
+
 def test_what_metadata_cannot_say_is_refused_on_demand(tmp_path: Path) -> None:
     model = {"w": SQUARE.astype(ml_dtypes.float8_e5m2)}
     with pytest.raises(UnsupportedError, match="F8_E5M2"):

@@ -102,7 +102,7 @@ class OptimizerRecord:
             ]
             state = {str(name): dict(values) for name, values in value["state"].items()}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise MismatchError(f"`extra` holds an invalid record of the optimizer: {error!r}") from error
+            raise MismatchError(f"`extra` holds an invalid record of the optimizer: {error!r}") from None
         return cls(groups, slots, state, local, plain)
 
 
