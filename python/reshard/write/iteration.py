@@ -47,6 +47,7 @@ __all__ = [
     "IterationPlan",
     "JointProgress",
     "WholeTensor",
+    "check_copies",
     "describe_cut",
     "plan_boxes",
     "plan_layout",
@@ -55,6 +56,7 @@ __all__ = [
 
 
 _MAX_SHARD_FILES = MAX_FILES - 16  # besides those that describe the iteration
+_MAX_COPIES = 1 << 14
 NOT_EXPRESSED = "metadata.json cannot express the layout"
 """Begins the warning about tensors that MindSpore Transformers will not read."""
 
@@ -264,6 +266,25 @@ def plan_boxes(
     _check_coverage(content)
     warnings = _inexpressible(reasons, strict=strict)
     return IterationPlan(files, described, mesh, assigned, prefix, content, _holders(shards), reasons, warnings)
+
+
+def check_copies(plan: IterationPlan) -> None:
+    """Refuse a plan without `dedup` in which too many ranks write copies of one shard.
+
+    metadata.json lists all of these ranks for each copy: 1.6 GB of text for 16,384 copies.
+
+    Raises:
+        UnsupportedError: there is such a shard.
+    """
+    for key in plan.records.keys:
+        n_copies = max(map(len, plan.holders.get(key, ())), default=0)
+        if n_copies > _MAX_COPIES:
+            raise UnsupportedError(
+                f"{n_copies} ranks write copies of {show(key)}, and metadata.json lists all of them for each copy; at "
+                f"most {_MAX_COPIES} copies can be listed",
+                key=key,
+                hint="leave out `files=Files(dedup=False)`: each shard is then written once",
+            )
 
 
 def write_descriptions(plan: IterationPlan, folder: Location, *, mode: int) -> dict[str, PlainEntry | None]:
