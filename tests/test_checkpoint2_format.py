@@ -333,7 +333,9 @@ def test_strict_json_accepts_what_is_json() -> None:
     }
 
 
-@pytest.mark.parametrize("fields", [{"global_step": -1}, {"global_step": "5"}, {"loss_scale": float("nan")}])
+@pytest.mark.parametrize(
+    "fields", [{"global_step": -1}, {"global_step": "5"}, {"global_step": np.array([5])}, {"loss_scale": float("nan")}]
+)
 def test_common_info_refuses_what_it_would_not_read(fields: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match="expected"):
         CommonInfo(**fields)

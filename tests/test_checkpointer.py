@@ -218,6 +218,21 @@ def test_steps_count_up(tmp_path: Path) -> None:
         made.step(5)
 
 
+def test_nothing_is_saved_after_close(tmp_path: Path) -> None:
+    with resumed(tmp_path, save_every=1) as (trainer, made, _):
+        made.step(1)
+    for call in (lambda: made.step(2), made.save, lambda: make_closed(tmp_path).resume(**trainer.parts())):
+        with pytest.raises(ArgumentError, match=r"the Checkpointer of `.*` is closed"):
+            call()
+    assert made.wait().iteration == reshard.open(tmp_path).iteration == trainer.sampler.total // 4 == 1
+
+
+def make_closed(root: Path) -> Checkpointer:
+    made = make(root)
+    made.close()
+    return made
+
+
 def test_every_option_of_a_save_is_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {
         "files": reshard.Files(prefix="net", dedup=False, strict_format=True),

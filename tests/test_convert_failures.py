@@ -25,8 +25,16 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import reshard
-from reshard.errors import ArgumentError, CheckpointNotFoundError, DestinationExistsError, ReshardError, StorageError
+from reshard.errors import (
+    ArgumentError,
+    CheckpointNotFoundError,
+    DestinationExistsError,
+    ReshardError,
+    StorageError,
+    UnsupportedError,
+)
 from reshard.storage import filling
+from reshard.write import iteration as planning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,6 +103,31 @@ def stop_when(n_bytes: int) -> Any:
 
 
 # -- refused
+
+
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [
+        ("_MAX_SHARD_FILES", "the ranks write 4 shard files; a checkpoint can have 1"),
+        ("_MAX_COPIES", "2 ranks write copies of `a`, and metadata.json lists all of them for each copy; at most 1 "),
+    ],
+)
+def test_a_layout_of_too_many_ranks_is_refused(
+    limit: str, message: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, limit, 1)
+    layout = {"mesh": {"dp": 2, "tp": 2}, "rules": [{"match": "*", "cut": ["tp"]}]}
+    with pytest.raises(UnsupportedError, match=message):
+        reshard.convert(source, tmp_path / "out", layout=layout, files={"dedup": False})
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_save_with_too_many_copies_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "_MAX_COPIES", 0)
+    layout = {"mesh": {"tp": 1}, "rules": [{"match": "*"}]}
+    with pytest.raises(UnsupportedError, match="1 ranks write copies of `a`"):
+        reshard.save(tmp_path / "out", 1, {"a": W}, layout=layout, files={"dedup": False})
+    assert not (tmp_path / "out").exists()
 
 
 @every_kind

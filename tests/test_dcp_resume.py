@@ -165,6 +165,34 @@ def test_options_that_are_tensors_are_restored(how: str, tmp_path: Path) -> None
     assert [group["lr"] for group in training.optimizer.param_groups] == [torch.tensor(0.5), torch.tensor(0.25)]
 
 
+@pytest.mark.parametrize("how", ["flat", "numbered"])
+def test_betas_that_are_tensors_are_restored(how: str, tmp_path: Path) -> None:
+    other = Training()
+    for group, beta in zip(other.optimizer.param_groups, (0.5, 0.25), strict=True):
+        group["betas"] = (torch.tensor(beta), torch.tensor(0.75))
+    model, optimizer = get_state_dict(
+        other.model, other.optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
+    )
+    if how == "numbered":
+        optimizer = other.optimizer.state_dict()
+    torch.save({"model": model, "optimizer": optimizer, "step": 5}, tmp_path / "theirs")
+    training = Training()
+    betas = training.optimizer.param_groups[0]["betas"] = (torch.tensor(0.0), torch.tensor(0.0))
+    checkpointer, _ = training.resume(tmp_path / "theirs", tmp_path / "run", scheduler=None)
+    checkpointer.close()
+    assert [group["betas"] for group in training.optimizer.param_groups] == [(0.5, 0.75), (0.25, 0.75)]
+    assert [beta.item() for beta in betas] == [0.5, 0.75]  # in place: a captured CUDA graph refers to them
+
+
+def test_a_group_named_by_another_kind_of_digit_is_none(tmp_path: Path) -> None:
+    training = Training()
+    groups = {"²": {"params": [0]}, "³": {"params": [1]}}
+    optimizer = {"param_groups": groups, "state": {"0.weight": {"step": torch.ones(())}}}
+    torch.save({"model": training.model.state_dict(), "optimizer": optimizer, "step": 5}, tmp_path / "x")
+    with pytest.raises(MismatchError, match="lacks"):
+        training.resume(tmp_path / "x", tmp_path / "run", scheduler=None)
+
+
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     source, other = tmp_path / "theirs", Training()
     other.step(1)

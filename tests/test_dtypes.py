@@ -112,7 +112,7 @@ def test_spellings(spelling: object, name: str | None) -> None:
     if name is not None:
         assert dtypes.parse_dtype(spelling) == name
         return
-    with pytest.raises(UnsupportedError, match=r"hint: (known|accepted) are .*BF16|bfloat16") as caught:
+    with pytest.raises(UnsupportedError, match=r"hint: .*(known|accepted) are .*(BF16|bfloat16)") as caught:
         dtypes.parse_dtype(spelling)
     assert "\x1b" not in str(caught.value)
     assert len(str(caught.value)) < 500
@@ -160,6 +160,23 @@ def test_unknown_names_are_refused(name: str) -> None:
     for ask in (dtypes.bits, dtypes.numpy_dtype, dtypes.to_mindspore, lambda n: dtypes.array_shape(n, (2,))):
         with pytest.raises(UnsupportedError, match="unknown dtype"):
             ask(name)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "meant"),
+    [
+        ("bfloat", "did you mean `bfloat16`? known are F4, "),
+        ("flaot32", "did you mean `float32`? "),
+        ("torch.float", "did you mean `float64` or `float32` or `float16`? "),
+        ("int", "did you mean `int8` or `int16` or `int32` or `int64`? "),
+        ("foo", "known are "),
+    ],
+)
+def test_a_misspelt_dtype(spelling: str, meant: str) -> None:
+    with pytest.raises(UnsupportedError, match="unknown dtype") as caught:
+        dtypes.parse_dtype(spelling)
+    assert caught.value.hint is not None
+    assert caught.value.hint.startswith(meant)
 
 
 @pytest.mark.parametrize(

@@ -402,3 +402,21 @@ def test_checkpoints_of_the_run_itself_are_named_beside_what_a_configuration_loa
     assert code == 0
     assert f"reshard explain {work / 'output' / 'checkpoint'}" in page
     assert json.loads(explain("--config", config, "--json")[1])["own_root"] == str(work / "output" / "checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("folder", "reason"),
+    [
+        (
+            "torch/dcp_plain/checkpoint",
+            "it has no value `step`, `global_step` or `iteration`, so its counters are missing",
+        ),
+        ("torch/ds_zero2_fp32/checkpoint", "the counters of a run are not read from its format"),
+        ("torch/pt_files/dtypes.pt", "it has no optimizer state with a number of steps, so its counters are missing"),
+        ("mindspore/full_hf", "a Hugging Face folder holds only weights, no counters and no optimizer state"),
+    ],
+)
+def test_what_has_no_counters(folder: str, reason: str) -> None:
+    _, out, err = explain(SAMPLES.parent / folder)
+    assert reason in out
+    assert "hint: to start a run from its weights, use another root and `init_from`" in err

@@ -201,3 +201,21 @@ def test_a_small_metadata_file_is_read_within_a_memory_limit(tmp_path: Path) -> 
         [sys.executable, "-c", program, folder], capture_output=True, text=True, check=False, env=os.environ
     )
     assert (done.returncode, done.stdout.strip()) == (0, "28.0"), done.stderr
+
+
+DESCRIBE = """
+import sys
+from reshard.layout import ModelLayout
+from reshard.storage.location import locate
+from reshard.write.iteration import WholeTensor, plan_layout, write_descriptions
+n = int(sys.argv[1])
+layout = {"mesh": {"tp": n}, "rules": [{"match": "w", "cut": ["tp"]}, {"match": "*"}]}
+tensors = {"w": WholeTensor("F32", (n, 2), "model"), "norm": WholeTensor("F32", (2,), "model")}
+bound = ModelLayout.from_mapping(layout).bind({key: one.shape for key, one in tensors.items()})
+write_descriptions(plan_layout(tensors, bound), locate(sys.argv[2]), mode=0o666)
+"""
+
+
+def test_metadata_takes_memory_in_proportion_to_the_ranks(tmp_path: Path) -> None:
+    few, many = (peak_mib(DESCRIBE, n_ranks, tmp_path) for n_ranks in (64, 16384))
+    assert many - few < 128, f"{many:.0f} MiB for 16,384 ranks"  # 1.5 GiB with the list of all ranks for each file

@@ -398,7 +398,8 @@ def chosen(
 CHOICES: list[tuple[str, dict[str, Any], str]] = [
     ("damaged", {"fault": "a file is missing"}, "a file is missing"),
     ("never a candidate", {"refusal": "left behind on purpose"}, "left behind on purpose"),
-    ("without counters", {"common": None}, "no common.json"),
+    ("without counters", {"common": None, "counters": "common.json"}, "no common.json, so its counters are missing"),
+    ("of another format", {"common": None}, "the counters of a run are not read from its format"),
     ("unhealthy", {"common": replace(SAVED, ckpt_status=1)}, "it was saved as unhealthy"),
     ("health unknown", {"common": SAVED}, "health was not recorded"),
     ("without optimizer", {"has_optimizer": False}, "no optimizer state"),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import array
 import enum
 import json
+import logging
 import os
 import stat
 import subprocess
+import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -39,6 +41,7 @@ from reshard.errors import (
 )
 from reshard.formats import manifest
 from reshard.storage import protocol
+from reshard.write.collective_save import log_once
 from reshard.write.rank_facts import LastMade, plan_iteration
 from reshard.write.replicas import RankLocal
 
@@ -407,6 +410,22 @@ def test_calls_that_cannot_be_meant(options: dict[str, Any], error: type[Reshard
     assert not (tmp_path / "root").exists()
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"model": {"w": object()}},
+        {"model": {"w": np.array(["x"])}},
+        {"model": {"\ud800": SQUARE}},
+        {"metrics": {"loss": "low"}},
+    ],
+)
+def test_errors_do_not_show_those_they_are_made_of(given: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ReshardError) as caught:
+        reshard.save(tmp_path / "root", 1, **{"model": {}, **given})
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
+
+
 def test_what_metadata_cannot_say_is_refused_on_demand(tmp_path: Path) -> None:
     model = {"w": SQUARE.astype(ml_dtypes.float8_e5m2)}
     with pytest.raises(UnsupportedError, match="F8_E5M2"):
@@ -415,6 +434,24 @@ def test_what_metadata_cannot_say_is_refused_on_demand(tmp_path: Path) -> None:
     assert "MindSpore has no shard files of F8_E5M2" in report.warnings[0]
     with reshard.open(tmp_path / "root") as opened:
         assert as_bytes({"w": opened.read("w")}) == as_bytes(model)
+
+
+@pytest.mark.parametrize(("program", "level"), [({}, logging.INFO), ({"mindspore": sys}, logging.WARNING)])
+def test_what_metadata_cannot_say_is_a_warning_for_mindspore_alone(
+    program: dict[str, Any],
+    level: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.delitem(sys.modules, "mindspore", raising=False)
+    for name, module in program.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    log_once.cache_clear()
+    caplog.set_level(logging.INFO, "reshard")
+    for iteration in (1, 2):
+        reshard.save(tmp_path / "root", iteration, {"w": SQUARE.astype(ml_dtypes.float8_e5m2)})
+    assert [one.levelno for one in caplog.records if "metadata.json cannot express" in one.message] == [level]
 
 
 # -- when the system fails

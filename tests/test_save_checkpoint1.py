@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 SAMPLES = Path(__file__).parent / "data" / "mindspore" / "ckpt1"
 TP4 = {"mesh": {"tp": 4}, "rules": [{"match": "*", "cut": ["tp"]}]}
 TP2 = {"mesh": {"tp": 2}, "rules": [{"match": "*.w", "cut": ["tp"]}, {"match": "*"}]}
+EQUAL = {"mesh": {"dp": 2}, "rules": [{"match": "*"}]}
 W = np.arange(12.0, dtype=np.float32).reshape(4, 3)
 
 
@@ -308,6 +309,14 @@ def test_counters_are_written_as_the_original_does(tmp_path: Path) -> None:
     found = read_shard_file(tmp_path / "rank_0" / "CKP_rank_0-23_2.safetensors")
     assert found["global_step"].item() == 1 << 40
     assert found["epoch_num"].item() == 23, "in sink mode epochs are sinks"
+
+
+def test_counters_are_those_of_rank_0(tmp_path: Path) -> None:
+    def work(group: Any) -> None:
+        save(tmp_path, 4, {"w": W}, common={"global_step": group.rank + 5}, layout=EQUAL, group=group)
+
+    together(2, work)
+    assert reshard.open(tmp_path).common == reshard.CommonInfo(1, 4, 5)
 
 
 def test_a_new_run_takes_the_next_number(tmp_path: Path) -> None:
@@ -672,6 +681,20 @@ def test_a_tensor_under_the_name_of_a_counter_is_refused(tmp_path: Path) -> None
     with pytest.raises(UnsupportedError, match=r"`global_step` has the shape \(4, 3\)"):
         save(tmp_path / "run", 1, {"global_step": W, "w": W})
     assert not list((tmp_path / "run").glob("rank_*"))
+
+
+@pytest.mark.parametrize("value", [-5, 2.5])
+def test_a_counter_that_could_not_be_read_again_is_refused(value: float, tmp_path: Path) -> None:
+    message = f"`global_step` is {value}, expected an integer"
+    with pytest.raises(UnsupportedError, match=message):
+        save(tmp_path, 1, {"w": W}, {"global_step": np.array([value])})
+    later = np.array([7.0])
+    pending = save(tmp_path, 1, {"w": W}, {"global_step": later}, blocking=False, ready=lambda: later.fill(value))
+    with pytest.raises(UnsupportedError, match=message):
+        pending.result()
+    assert not list(tmp_path.glob("rank_0/*"))
+    save(tmp_path, 1, {"w": W}, {"global_step": np.array([7.0])})
+    assert reshard.open(tmp_path).common == reshard.CommonInfo(1, 1, 7)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,9 @@ import math
 COUNTERS = ("epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size")
 """Counters of a training run, which some formats store as tensors of one element."""
 
+AS_TENSORS = "tensor `step_num` or `global_step`"
+"""What formats hold that store the counters as tensors, for messages."""
+
 OF_NO_PARAMETER = frozenset((*COUNTERS, "beta1_power", "beta2_power", "learning_rate", "momentum"))
 """Counters, and state of the optimizer that belongs to no parameter."""
 

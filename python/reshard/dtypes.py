@@ -16,10 +16,12 @@ import ml_dtypes
 import numpy as np
 
 from reshard.errors import MismatchError, UnsupportedError
+from reshard.words import nearest, show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+_MAX_SIMILAR = 4
 _PACKED_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
 _NUMPY: dict[str, np.dtype[np.generic]] = {
@@ -263,7 +265,7 @@ def parse_dtype(value: object) -> str:
     text = str(value).strip().lower().removeprefix("torch.") if is_text else ""
     name = _SPELLINGS.get(text) or _FROM_MINDSPORE.get(text)
     if name is None:
-        raise _unknown(value)
+        raise _unknown(value, _similar(text) if isinstance(value, str) else ())
     return name
 
 
@@ -301,8 +303,15 @@ def to_mindspore(dtype: str) -> str:
     return _MINDSPORE[dtype]
 
 
-def _unknown(value: object) -> UnsupportedError:
-    return UnsupportedError(f"unknown dtype {_shown(value)}", hint="known are " + ", ".join(NAMES))
+def _similar(text: str) -> list[str]:
+    """Spellings that may be meant."""
+    begin = [spelling for spelling in _SPELLINGS if spelling.startswith(text)]
+    return begin if 1 <= len(begin) <= _MAX_SIMILAR else nearest(text, _SPELLINGS, cutoff=0.8)
+
+
+def _unknown(value: object, near: Sequence[str] = ()) -> UnsupportedError:
+    meant = f"did you mean {' or '.join(map(show, near))}? " if near else ""
+    return UnsupportedError(f"unknown dtype {_shown(value)}", hint=f"{meant}known are {', '.join(NAMES)}")
 
 
 def _shown(value: object) -> str:

@@ -165,7 +165,7 @@ def save_file(
         try:
             array, dtype = as_array(value)
         except (ArgumentError, UnsupportedError) as error:
-            raise type(error)(f"saving `{key}`: {error.message}", key=key, hint=error.hint) from error
+            raise type(error)(f"saving `{key}`: {error.message}", key=key, hint=error.hint) from None
         entries.append((key, dtype, dtypes.tensor_shape(dtype, array.shape), array))
     for key, text in (metadata or {}).items():
         check_text(key, "key of the metadata")

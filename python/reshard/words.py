@@ -28,7 +28,7 @@ def check_text(value: object, what: str) -> None:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ArgumentError(f"a {what} cannot be encoded as UTF-8: {error}") from error
+        raise ArgumentError(f"a {what} cannot be encoded as UTF-8: {error}") from None
 
 
 def nearest(text: str, candidates: Iterable[str], n: int = 3, *, cutoff: float = 0.6) -> list[str]:

@@ -179,7 +179,7 @@ class LoaderPosition:
             epoch, batches, batch_size = int(state["epoch"]), int(state["batches"]), int(state["batch_size"])
             n_samples, order = state["n_samples"], {name: state["order"][name] for name in ("torch", "own", "seed")}
         except (KeyError, TypeError, ValueError) as error:
-            raise MismatchError(f"not the position of a loader of accelerate: {error!r}") from error
+            raise MismatchError(f"not the position of a loader of accelerate: {error!r}") from None
         here = self.state_dict()
         if batches and n_samples != here["n_samples"]:
             raise MismatchError(

@@ -195,7 +195,7 @@ def _read_options(at: At, value: Mapping[Any, object], values: _Values) -> tuple
         try:
             made: Options = _GROUPS[name].of(cast("Any", given))
         except ArgumentError as error:
-            raise (at / name).error(error.message, hint=error.hint) from error
+            raise (at / name).error(error.message, hint=error.hint) from None
         if isinstance(made, InitFrom):  # it is what the first start loads, as `load_checkpoint` without resuming is
             values.set("load_path", os.fspath(made.path), at / name)
             values.set("resume", value=False, at=at / name)

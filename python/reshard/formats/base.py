@@ -108,6 +108,7 @@ class Traits(NamedTuple):
         takes_strategy: `strategy` is used without rank folders.
         is_pretrained: it holds weights to start from, without the state of a run.
         has_sums: its files hold checksums of their own, which are compared when they are read.
+        counters: what holds the counters of a run, such as a file; None: they are not read from this format.
     """
 
     name: str
@@ -118,6 +119,7 @@ class Traits(NamedTuple):
     takes_strategy: bool = False
     is_pretrained: bool = False
     has_sums: bool = False
+    counters: str | None = None
 
 
 class Format(ABC):

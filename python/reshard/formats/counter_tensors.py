@@ -155,7 +155,7 @@ def check_values(counters: Mapping[str, np.ndarray]) -> None:
         raise UnsupportedError(
             f"the tensor has the name of a counter: {error.message}",
             key=error.key,
-            hint="rename it, or leave it out with `select=`",
+            hint="rename the tensor, or leave it out; `convert` has `select=` for both",
         ) from None
 
 

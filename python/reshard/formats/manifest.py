@@ -64,7 +64,8 @@ CHUNK_BYTES = 256 << 10
 _VERSION = 1
 _VERSION_WITH_METRICS = 2  # a release that reads only version 1 reports a later version, not damage
 _MAX_BYTES = 256 << 20
-_MAX_FILES = 1_000_000
+MAX_FILES = 1_000_000
+"""Most files of a checkpoint."""
 _MIN_OUTLINED = 256  # entries, 48 KB; a smaller manifest is read as a whole
 _PIECE_BYTES = 16 << 10
 _EARLY_CHECKSUMS_BYTES = 1 << 20  # those of 64 GiB: their damage is found when the checkpoint is opened
@@ -562,8 +563,8 @@ def _check_digest(name: str, value: object) -> None:
 
 
 def _check_names(shards: Mapping[str, ShardEntry], files: Mapping[str, PlainEntry]) -> None:
-    if len(shards) + len(files) > _MAX_FILES:
-        raise ArgumentError(f"it lists {len(shards) + len(files)} files; at most {_MAX_FILES} are allowed")
+    if len(shards) + len(files) > MAX_FILES:
+        raise ArgumentError(f"it lists {len(shards) + len(files)} files; at most {MAX_FILES} are allowed")
     for name in (*shards, *files):
         fault = component_fault(name)
         if fault is None and (name.startswith(".") or name == MANIFEST_FILE):

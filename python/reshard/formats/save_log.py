@@ -86,7 +86,7 @@ class SaveRecord:
         try:
             object.__setattr__(self, "metrics", metrics.checked(self.metrics))
         except ArgumentError as error:
-            _check(False, error.message)
+            raise ArgumentError(f"a record of a save: {error.message}") from None
 
 
 def append(root: str | os.PathLike[str], record: SaveRecord, *, durable: bool = True, mode: int = 0o666) -> None:

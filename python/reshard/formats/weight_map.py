@@ -39,7 +39,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, str]:
 
     Raises:
         CheckpointNotFoundError: there is no map, or one of its files is missing.
-        DamagedFileError: the map is invalid, or a name in it is refused.
+        DamagedFileError: the map is invalid, a name in it is refused, or names no regular file.
         StorageError: the system failed to read it.
     """
     path = locate(path)
@@ -61,7 +61,17 @@ def read(path: str | os.PathLike[str]) -> dict[str, str]:
         fault = component_fault(name)
         if fault is not None:
             raise _damaged(path, f"the file name {show(name)} is refused: {fault}")
-    missing = [name for name in files if not (path.parent / name).is_file()]
+    missing = []
+    for name in files:
+        kind = (path.parent / name).found()
+        if kind is None:
+            missing.append(name)
+        elif kind != "file":
+            what = "a folder" if kind == "folder" else "a pipe, a socket or a device"
+            raise DamagedFileError(
+                f"{show(str(path.parent / name))} is {what}, expected a file: {show(path.name)} lists it",
+                path=str(path.parent / name),
+            )
     if missing:
         raise CheckpointNotFoundError(
             f"{show(str(path))} lists missing files: {listed(map(show, missing), _MAX_NAMED)}",

@@ -185,6 +185,7 @@ class _Gatherer:
             has_optimizer=bool(checkpoint.keys("optimizer")),
             world_size=_world_size(checkpoint),
             is_legacy=checkpoint.data.traits.counters_as_tensors,
+            counters=checkpoint.data.traits.counters,
         )
         if kind == "single" and not path.is_folder() and checkpoint.common is None:
             # The file of one rank of Checkpoint 1.0.

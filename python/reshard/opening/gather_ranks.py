@@ -219,6 +219,7 @@ def _candidate(root: str, save: SaveCandidate, n_ranks: int, fault: str | None) 
         fault=fault or save.fault,
         world_size=n_ranks,
         is_legacy=True,
+        counters=checkpoint1.TRAITS.counters,
     )
 
 

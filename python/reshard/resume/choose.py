@@ -59,10 +59,12 @@ def _why_unusable(config: Config, facts: ResumeFacts, candidate: CandidateFacts)
     """Why this run cannot use a complete checkpoint; None if it can."""
     if not config.resume:
         return None
+    if candidate.common is None and candidate.counters is not None:
+        return f"it has no {candidate.counters}, so its counters are missing"
     if facts.kind == "pretrained":
         return "a Hugging Face folder holds only weights, no counters and no optimizer state"
     if candidate.common is None:
-        return "it has no common.json, so its counters are missing"
+        return "the counters of a run are not read from its format"
     if saved_steps(candidate.common, candidate.iteration) is None:
         where = "its files hold" if candidate.is_legacy else "its common.json has"
         return f"{where} neither step_num nor global_step"
@@ -103,7 +105,7 @@ def no_usable_candidate(config: Config, facts: ResumeFacts, verdicts: tuple[Verd
         error_class = CheckpointNotFoundError
     elif not any(candidate.fault for candidate in facts.candidates):
         error_class = UnsupportedError
-        if facts.kind == "pretrained":
+        if all(candidate.common is None for candidate in facts.candidates):
             hint = (
                 "to start a run from its weights, use another root and `init_from`, or set `resume_training: false` in "
                 "the configuration"

@@ -36,6 +36,7 @@ class CandidateFacts:
         has_optimizer: whether it holds optimizer state; None: not known.
         world_size: number of ranks that saved it; None: not known.
         is_legacy: whether it is a Checkpoint 1.0, for which MindSpore Transformers computes counters in another way.
+        counters: what holds the counters in its format, such as "common.json"; None: they are not read from it.
         rank_faults: `(rank, fault)` of each of its files that is not complete.
     """
 
@@ -50,6 +51,7 @@ class CandidateFacts:
     has_optimizer: bool | None = None
     world_size: int | None = None
     is_legacy: bool = False
+    counters: str | None = None
     rank_faults: tuple[tuple[int, str], ...] = ()
 
 

@@ -271,6 +271,7 @@ class Checkpointer:
             )
         self._signals = Signals(signals)
         self._saver: Saver | None = None
+        self._is_closed = False
 
     @classmethod
     def from_config(cls, config: ConfigLike, **options: Any) -> Self:
@@ -385,7 +386,8 @@ class Checkpointer:
             `warnings` and `reasons`.
 
         Raises:
-            ArgumentError: an object without state; `resume` was called before; an `init_from` that fits nothing.
+            ArgumentError: an object without state; `resume` or `close` was called before; an `init_from` that fits
+                nothing.
             ConfigError: `init_from` is given, and the configuration loads something else.
             ArgumentError: state that cannot be saved; a root that is at a later step; a model on the device `meta` and
                 nothing to resume from.
@@ -396,6 +398,7 @@ class Checkpointer:
         """
         if self._saver is not None:
             raise ArgumentError("`resume` was called before", hint="make another Checkpointer")
+        self._check_open()
         started = time.monotonic()
         policy = Strict.of(strict)
         if init_from is not None:
@@ -672,7 +675,7 @@ class Checkpointer:
             save: save also if no save is due; the same on all ranks.
 
         Raises:
-            ArgumentError: `resume` was not called; the step does not count up.
+            ArgumentError: `resume` was not called, or `close` was; the step does not count up.
             SystemExit: a signal was received, and the save is published (code 75) or failed.
             ReshardError: the state cannot be saved, or three consecutive saves have failed.
         """
@@ -754,7 +757,7 @@ class Checkpointer:
         return None if self._saver is None else self._saver.wait(timeout)
 
     def close(self) -> None:
-        """Wait for the save in the background, and restore the previous signal handlers.
+        """Wait for the save in the background, and restore the previous signal handlers. Nothing is saved afterwards.
 
         Raises:
             ReshardError: that save failed.
@@ -782,6 +785,7 @@ class Checkpointer:
 
     def _let_go(self) -> None:
         """Remove the signal handlers and the hooks of optimizers."""
+        self._is_closed = True
         self._signals.close()
         if self._saver is not None:
             self._saver.run.unwatch()
@@ -806,7 +810,16 @@ class Checkpointer:
             save_and_exit(saver, self._signals, step, seen[0], self._interrupts.grace_s)
         saver.save_due(step)
 
+    def _check_open(self) -> None:
+        # Without the hooks a save in the background could copy parameters while they change.
+        if self._is_closed:
+            raise ArgumentError(
+                f"the Checkpointer of {show(str(self._root))} is closed",
+                hint="close it, or leave its `with` block, after the last step; or make another Checkpointer",
+            )
+
     def _running(self) -> Saver:
+        self._check_open()
         if self._saver is None:
             raise ArgumentError("`resume` has not been called, which says what there is to save")
         return self._saver

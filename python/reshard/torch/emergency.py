@@ -274,4 +274,4 @@ def _parsed(text: str) -> Notice:
         value = json.loads(text)
         return Notice(int(value["step"]), str(value["why"]), bool(value["leave"]), float(value["seconds"]))
     except (ValueError, TypeError, KeyError) as error:
-        raise ArgumentError(f"`read` of the group returned text that is not a notice: {error!r}") from error
+        raise ArgumentError(f"`read` of the group returned text that is not a notice: {error!r}") from None

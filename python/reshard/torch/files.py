@@ -126,7 +126,7 @@ def save_file(
         try:
             array, dtype = from_tensor(tensor.detach().cpu() if is_far else tensor)
         except UnsupportedError as error:
-            raise UnsupportedError(f"saving `{name}`: {error.message}", key=name, hint=error.hint) from error
+            raise UnsupportedError(f"saving `{name}`: {error.message}", key=name, hint=error.hint) from None
         # The buffer protocol has no format for bfloat16 and the narrow floats: pass the bytes as integers.
         entries.append((name, dtype, dtypes.tensor_shape(dtype, array.shape), array.view(f"u{array.itemsize}")))
     entries.sort(key=lambda entry: dtypes.file_order(entry[0], entry[1]))

@@ -7,6 +7,7 @@ that the run does not have are not read. The choice of the checkpoint and the me
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from reshard import _core, dtypes
 from reshard.errors import ArgumentError, MismatchError, UnsupportedError
 from reshard.formats import counter_tensors
 from reshard.formats.base import StoredTensor
-from reshard.formats.dcp.names import is_optimizer
+from reshard.formats.dcp.names import is_number, is_optimizer
 from reshard.formats.dcp.run_state import Live, RunState, translated
 from reshard.layout import ModelLayout, as_layout
 from reshard.layout.patterns import Matcher
@@ -181,8 +182,7 @@ def _read_of_torch(
 ) -> Read:
     """As `read_for`, of a checkpoint that names the state of a run as torch does."""
     checkpoint, described = wanted.checkpoint, wanted.described
-    options = _tensor_options(checkpoint, described)
-    values = replace(values, by_name={**values.by_name, **options})
+    values, options = _with_tensor_options(values, checkpoint, described)
     state = translated([key for key in checkpoint if key not in options], values, _live(described))
     _check_plain(checkpoint, state.trainer if part == "all" else {})
     checkpoint.data.check(checkpoint.keys(part))
@@ -224,16 +224,37 @@ def _live(described: Described) -> Live:
     return Live({*described.model, *described.aliases}, groups, live.objects, live.named.extra_state)
 
 
-def _tensor_options(checkpoint: Checkpoint, described: Described) -> dict[str, torch.Tensor]:
-    """The options of parameter groups that are tensors of one element, such as `lr` of a compiled optimizer."""
-    found = {}
+def _with_tensor_options(values: Values, checkpoint: Checkpoint, described: Described) -> tuple[Values, set[str]]:
+    """Add the options of parameter groups that are tensors of one element, such as `lr` of a compiled optimizer.
+
+    Returns:
+        The values with them, and the keys of these tensors.
+    """
+    by_name, keys, sequences = dict(values.by_name), set(), set()
+
+    def is_group(name: str) -> bool:
+        return is_number(name) or name in described.model or name in described.aliases
+
     for key in checkpoint:
         head, is_option, rest = f".{key}".partition(".param_groups.")
-        group = rest.rpartition(".")[0]
-        is_group = group.isdigit() or group in described.model or group in described.aliases
-        if is_option and is_group and (not head or is_optimizer(key)) and math.prod(checkpoint.shape(key)) == 1:
-            found[key] = as_tensor(checkpoint.read(key)).clone()
-    return found
+        if not is_option or (head and not is_optimizer(key)) or math.prod(checkpoint.shape(key)) != 1:
+            continue
+        name, _, last = key.rpartition(".")
+        parent = rest.rpartition(".")[0]
+        if not is_group(parent):
+            # An element of a sequence, such as `betas`.
+            if not is_number(last) or not is_group(parent.rpartition(".")[0]):
+                continue
+            before = f"{name}.{int(last) - 1}"
+            if int(last) > 0 and before not in by_name and before not in checkpoint:
+                continue
+            sequences.add(name)
+        keys.add(key)
+        by_name[key] = as_tensor(checkpoint.read(key)).clone()
+    for name in sequences:
+        elements = itertools.takewhile(by_name.__contains__, (f"{name}.{n}" for n in itertools.count()))
+        by_name[name] = tuple(map(by_name.pop, elements))
+    return replace(values, by_name=by_name), keys
 
 
 def _check_plain(checkpoint: Checkpoint, trainer: Mapping[str, Any]) -> None:

@@ -151,7 +151,7 @@ def entries_of(trainer: object) -> dict[str, list[Entry]]:
             for name, entries in trainer.get(TENSORS, {}).items()
         }
     except (AttributeError, TypeError, ValueError) as error:
-        raise MismatchError(f"`extra` holds invalid entries of the tensors of objects: {error!r}") from error
+        raise MismatchError(f"`extra` holds invalid entries of the tensors of objects: {error!r}") from None
 
 
 def object_tensors(extra: Mapping[str, Any]) -> dict[str, tuple[str, Entry]]:

@@ -102,7 +102,7 @@ class OptimizerRecord:
             ]
             state = {str(name): dict(values) for name, values in value["state"].items()}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise MismatchError(f"`extra` holds an invalid record of the optimizer: {error!r}") from error
+            raise MismatchError(f"`extra` holds an invalid record of the optimizer: {error!r}") from None
         return cls(groups, slots, state, local, plain)
 
 
@@ -455,11 +455,17 @@ def saved_options(
 def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
     """Set the options of a parameter group."""
     for name, value in options.items():
-        present = group.get(name)
-        if isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor | float | int):
-            present.detach().copy_(torch.as_tensor(value))  # in place: a captured CUDA graph refers to the tensor
-        else:
-            group[name] = value.clone() if isinstance(value, torch.Tensor) else value
+        group[name] = _set(group.get(name), value)
+
+
+def _set(present: Any, value: Any) -> Any:
+    """The value of an option; tensors are set in place: a captured CUDA graph refers to them."""
+    if isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor | float | int):
+        present.detach().copy_(torch.as_tensor(value))
+        return present
+    if type(present) in (list, tuple) and type(value) in (list, tuple) and len(present) == len(value):
+        return type(present)(map(_set, present, value))
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _local_device(parameter: Any) -> torch.device:

@@ -70,7 +70,7 @@ def _check_one(state: object, name: str) -> None:
     try:
         dump(state, "state")
     except ArgumentError as error:
-        raise ArgumentError(f"`{name}` has state that cannot be saved: {error.message}", hint=error.hint) from error
+        raise ArgumentError(f"`{name}` has state that cannot be saved: {error.message}", hint=error.hint) from None
 
 
 def dry_run(

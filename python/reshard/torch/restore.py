@@ -213,7 +213,7 @@ class _RankLocal:
                 arrays.setdefault(name, {})[slot] = from_tensor(one)[0] if isinstance(one, torch.Tensor) else one
             return cls(described, saved_by, state, arrays, dict(value["differing"]))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise MismatchError(f"`rank_local` is not valid rank-local state: {error!r}") from error
+            raise MismatchError(f"`rank_local` is not valid rank-local state: {error!r}") from None
 
     @property
     def is_ours(self) -> bool:

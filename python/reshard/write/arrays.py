@@ -288,7 +288,7 @@ def _array(name: str, value: object, part: Part) -> tuple[np.ndarray, ArrayKind]
         array, dtype = as_array(value if shard is None else shard.array)
         shape = dtypes.tensor_shape(dtype, array.shape)
     except (ArgumentError, MismatchError, UnsupportedError) as error:
-        raise type(error)(f"saving {show(name)}: {error.message}", key=name, hint=error.hint) from error
+        raise type(error)(f"saving {show(name)}: {error.message}", key=name, hint=error.hint) from None
     if shard is not None and shard.offset is not None:
         ends = [first + n for first, n in zip(shard.offset, shape, strict=False)]
         if len(shape) != len(shard.offset) or any(e > n for e, n in zip(ends, shard.global_shape, strict=True)):
@@ -338,7 +338,7 @@ def _checked_name(name: object) -> str:
     try:
         n_bytes = len(name.encode())
     except UnicodeEncodeError as error:
-        raise ArgumentError(f"the name of a tensor has no UTF-8 form: {error}") from error
+        raise ArgumentError(f"the name of a tensor has no UTF-8 form: {error}") from None
     if name == "__metadata__" or not 1 <= n_bytes <= _MAX_NAME_BYTES:
         raise ArgumentError(
             f"{show(name)} cannot name a tensor: a name has from 1 to {_MAX_NAME_BYTES} bytes, and `__metadata__` is "

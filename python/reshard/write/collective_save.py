@@ -19,6 +19,7 @@ from __future__ import annotations
 import datetime as dt
 import functools
 import logging
+import sys
 import time
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field, replace
@@ -31,6 +32,7 @@ from reshard.formats import save_log
 from reshard.storage import mounts
 from reshard.storage.location import Location, locate
 from reshard.write import background
+from reshard.write.iteration import NOT_EXPRESSED
 from reshard.write.shard_files import reserved_bytes, shard_file
 
 if TYPE_CHECKING:
@@ -515,5 +517,9 @@ def _call_after(after: Callable[[SaveReport], list[str]], report: SaveReport) ->
 
 @functools.lru_cache(maxsize=1024)
 def log_once(warning: str) -> None:
-    """Log a warning of a report the first time that it is given: a layout or a disk causes it at every save."""
-    _log.warning("save: %s", warning)
+    """Log a warning of a report the first time that it is given: a layout or a disk causes it at every save.
+
+    What only MindSpore Transformers does not read is no warning for a program that does not use MindSpore.
+    """
+    is_note = warning.startswith(NOT_EXPRESSED) and sys.modules.get("mindspore") is None
+    _log.log(logging.INFO if is_note else logging.WARNING, "save: %s", warning)

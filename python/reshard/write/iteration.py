@@ -27,7 +27,7 @@ from reshard.formats.checkpoint2.shards import (
     assigned_to_one,
     shards_of,
 )
-from reshard.formats.manifest import PlainEntry, digest_of
+from reshard.formats.manifest import MAX_FILES, PlainEntry, digest_of
 from reshard.formats.tiled import names as tiles
 from reshard.indexing import Box, row_major
 from reshard.layout.partition import TensorLayout
@@ -47,11 +47,18 @@ __all__ = [
     "IterationPlan",
     "JointProgress",
     "WholeTensor",
+    "check_copies",
     "describe_cut",
     "plan_boxes",
     "plan_layout",
     "write_descriptions",
 ]
+
+
+_MAX_SHARD_FILES = MAX_FILES - 16  # besides those that describe the iteration
+_MAX_COPIES = 1 << 14
+NOT_EXPRESSED = "metadata.json cannot express the layout"
+"""Begins the warning about tensors that MindSpore Transformers will not read."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +138,7 @@ def plan_layout(
         mapping: the layout file as a mapping, kept in tiles.json.
 
     Raises:
-        UnsupportedError: `strict`, and a tensor is not expressible.
+        UnsupportedError: `strict`, and a tensor is not expressible; too many files.
         ArgumentError: a prefix that cannot stand in a name; a key in both parts.
         LayoutError: as `BoundLayout.local_names`.
 
@@ -261,6 +268,25 @@ def plan_boxes(
     return IterationPlan(files, described, mesh, assigned, prefix, content, _holders(shards), reasons, warnings)
 
 
+def check_copies(plan: IterationPlan) -> None:
+    """Refuse a plan without `dedup` in which too many ranks write copies of one shard.
+
+    metadata.json lists all of these ranks for each copy: 1.6 GB of text for 16,384 copies.
+
+    Raises:
+        UnsupportedError: there is such a shard.
+    """
+    for key in plan.records.keys:
+        n_copies = max(map(len, plan.holders.get(key, ())), default=0)
+        if n_copies > _MAX_COPIES:
+            raise UnsupportedError(
+                f"{n_copies} ranks write copies of {show(key)}, and metadata.json lists all of them for each copy; at "
+                f"most {_MAX_COPIES} copies can be listed",
+                key=key,
+                hint="leave out `files=Files(dedup=False)`: each shard is then written once",
+            )
+
+
 def write_descriptions(plan: IterationPlan, folder: Location, *, mode: int) -> dict[str, PlainEntry | None]:
     """Write metadata.json with its table, and tiles.json where the plan has one. They are not synced.
 
@@ -385,7 +411,7 @@ def _inexpressible(reasons: Mapping[str, str], *, strict: bool) -> tuple[str, ..
     key, reason = next(iter(reasons.items()))
     some = listed(map(show, reasons), 5)
     text = (
-        f"metadata.json cannot express the layout of {len(reasons)} tensors ({some}): {show(key)}: {reason}. "
+        f"{NOT_EXPRESSED} of {len(reasons)} tensors ({some}): {show(key)}: {reason}. "
         "They are described in tiles.json, which MindSpore Transformers ignores: there they keep their initial values"
     )
     if strict:
@@ -397,6 +423,11 @@ def _inexpressible(reasons: Mapping[str, str], *, strict: bool) -> tuple[str, ..
 
 def _files(assigned: FilePlan, prefix: str | None, dtype_of: Mapping[str, str] | None) -> tuple[FileContent, ...]:
     """The content of the files, given the dtype of each array; None: the elements of all have one width."""
+    if len(assigned.files) > _MAX_SHARD_FILES:
+        raise UnsupportedError(
+            f"the ranks write {len(assigned.files)} shard files; a checkpoint can have {_MAX_SHARD_FILES}",
+            hint="check the sizes in `mesh` of the layout",
+        )
     widths = {dtype: dtypes.bits(dtype) for dtype in set((dtype_of or {}).values())}
 
     @functools.cache  # thousands of ranks hold parts of the same tensors

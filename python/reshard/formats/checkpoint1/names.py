@@ -17,6 +17,7 @@ import os
 import re
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
+from reshard.counters import AS_TENSORS
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, StorageError
 from reshard.formats.base import Traits
 from reshard.storage.location import Location, locate
@@ -27,7 +28,7 @@ from reshard.words import listed, show
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-TRAITS = Traits("checkpoint1", counters_as_tensors=True, expects_manifest=True, rank_folders=True)
+TRAITS = Traits("checkpoint1", counters_as_tensors=True, expects_manifest=True, rank_folders=True, counters=AS_TENSORS)
 
 
 META_FILE = "meta.json"

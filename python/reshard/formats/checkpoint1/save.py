@@ -33,6 +33,7 @@ from reshard.formats.checkpoint1.names import TRAITS
 from reshard.formats.checkpoint1.save_plan import FolderView, Naming, ShardAssignment
 from reshard.formats.checkpoint1.save_rank import RankSide, WrittenWeights, arrays_by_kind, folder_of, look
 from reshard.formats.checkpoint1.strategies import Shapes  # noqa: TC001  messages are decoded by their type hints
+from reshard.formats.checkpoint2.common import CommonInfo  # noqa: TC001  as the one before
 from reshard.storage import claims, filesystem, mounts, protocol
 from reshard.storage.location import Location, locate
 from reshard.words import show
@@ -70,6 +71,7 @@ class _Plan:
     Attributes:
         naming: what files are called.
         assignment: who keeps what.
+        common: the counters of rank 0.
         strategy_by: the ranks that write the strategy: one on each host that has a root of its own.
         shapes: the shapes of the strategy; None where rank 0 alone writes it.
         replicas: which ranks hold copies of what.
@@ -77,6 +79,7 @@ class _Plan:
 
     naming: Naming
     assignment: ShardAssignment
+    common: CommonInfo
     strategy_by: tuple[int, ...] = ()
     shapes: Shapes | None = None
     replicas: Replicas = field(default_factory=Replicas)
@@ -214,6 +217,7 @@ class Checkpoint1Save(SaveFormat):
         return _Plan(
             self._naming,
             checked.assignment,
+            self.own.common,
             tuple(checked.firsts) if self._strategy is not None else (),
             checked.shapes if len(checked.firsts) > 1 else None,
             replicas,
@@ -250,7 +254,8 @@ class Checkpoint1Save(SaveFormat):
     def prepare(self, plan: _Plan, make: ShardFileMaker) -> None:
         """Make this rank's files ready, and the strategy, if this rank writes it."""
         layout = self.own.layout
-        self._side = RankSide(self.task, self.rank, plan.naming)
+        counters = [name for name in counter_tensors.NAMES if name in self.own.arrays]
+        self._side = RankSide(self.task, self.rank, plan.naming, counters)
         if self.rank not in plan.strategy_by:
             self._strategy = None
         elif self.rank != 0 and layout is not None and plan.shapes is not None:  # on a host of its own
@@ -259,7 +264,8 @@ class Checkpoint1Save(SaveFormat):
             return
         metadata = {"format": "ms", "remove_redundancy": str(self.task.options.dedup and self.world_size > 1)}
         by_kind = arrays_by_kind(
-            self.own,
+            self.own.arrays,
+            plan.common,
             plan.naming,
             plan.assignment.left_out(self.rank),
             network=self._own_options.save_network_params,

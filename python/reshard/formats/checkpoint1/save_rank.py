@@ -18,6 +18,7 @@ from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1 import save_plan as rank_plan
 from reshard.formats.checkpoint1 import state as checkpoint1_state
 from reshard.formats.checkpoint1.names import Meta, rank_folder_name
+from reshard.outputs import load_all
 from reshard.storage import filesystem, protocol
 from reshard.storage.changes import remove_file
 from reshard.storage.location import locate
@@ -27,14 +28,15 @@ from reshard.write.iteration import JointProgress
 from reshard.write.shard_files import read_back
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from reshard.formats.checkpoint1.names import FileKind, FileName
     from reshard.formats.checkpoint1.save_plan import FolderView, Naming
     from reshard.formats.checkpoint1.strategies import Strategies
+    from reshard.formats.checkpoint2.common import CommonInfo
     from reshard.write.arrays import LocalArray
-    from reshard.write.collective_save import RankInput, SaveTask
+    from reshard.write.collective_save import SaveTask
     from reshard.write.replicas import State
     from reshard.write.shard_files import ShardFile
 
@@ -102,20 +104,28 @@ def look(root: Path, rank: int, n_ranks: int, prefix: str, at: tuple[int, int]) 
 
 
 def arrays_by_kind(
-    own: RankInput, naming: Naming, left_out: set[str], *, network: bool, trainable: frozenset[str] | None
+    own: LocalArrays,
+    common: CommonInfo,
+    naming: Naming,
+    left_out: set[str],
+    *,
+    network: bool,
+    trainable: frozenset[str] | None,
 ) -> dict[FileKind, LocalArrays]:
     """The arrays in each file of this rank; the file of all arrays first.
 
     Args:
-        own: what this rank holds. A counter that it gave as a tensor is kept; others are made of `own.common`.
-        naming: gives the epoch, where `own.common` does not.
+        own: what this rank holds. A counter that it gave as a tensor is kept.
+        common: the other counters.
+        naming: gives the epoch, where `common` does not.
         left_out: what another rank keeps.
         network: whether the weights are saved a second time by themselves.
         trainable: names of the weights that are trained, to be saved by themselves; None: they are not.
     """
-    common = own.common if own.common.epoch_num is not None else replace(own.common, epoch_num=naming.epoch)
-    counters = {name: array for name, array in counter_tensors.arrays_of(common).items() if name not in own.arrays}
-    arrays = [array for name, array in own.arrays.items() if name not in left_out]
+    if common.epoch_num is None:
+        common = replace(common, epoch_num=naming.epoch)
+    counters = {name: array for name, array in counter_tensors.arrays_of(common).items() if name not in own}
+    arrays = [array for name, array in own.items() if name not in left_out]
     weights = [array for array in arrays if array.part == "model"]
     found: dict[FileKind, list[LocalArray]] = {"full": [*arrays, *local_arrays(None, counters).values()]}
     if network:
@@ -136,12 +146,14 @@ class RankSide:
         task: the save.
         rank: this one.
         naming: what files are called.
+        counters: names of counters that the caller gave as tensors.
         files: its files by kind, ready to be written.
     """
 
     task: SaveTask
     rank: int
     naming: Naming
+    counters: Sequence[str] = ()
     files: dict[FileKind, ShardFile] = field(default_factory=dict)
     _made: list[Path] = field(default_factory=list)
 
@@ -190,6 +202,8 @@ class RankSide:
         written = file.write(str(path), durable=task.durable, mode=task.file_mode & _WEIGHTS_MODE, progress=progress)
         if reads_back:
             read_back(str(path), written, task.options.threads)
+        if path.name == self.file.name:
+            _check_counters(path, self.counters)
         digest = hashlib.blake2b(
             written.header_checksum.to_bytes(4, "little") + written.checksums, digest_size=16
         ).hexdigest()
@@ -250,6 +264,15 @@ class RankSide:
                     except ReshardError as error:
                         warnings.append(f"an older file is not removed: {error}")
         return warnings
+
+
+def _check_counters(path: Path, names: Sequence[str]) -> None:
+    """Refuse counters that could not be read again. Before the file is written they may not have their values."""
+    if names:
+        index = _core.Index()
+        index.add_whole_file(index.add_file(str(path)))
+        counter_tensors.check_values(load_all(index.plan(index.whole_request(names))))
+        index.close()
 
 
 def _sweep(folder: Path, file: FileName) -> None:

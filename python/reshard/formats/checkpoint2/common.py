@@ -6,6 +6,7 @@ interprets the counters.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import operator
@@ -126,8 +127,11 @@ _KEYS = tuple(one.name for one in fields(CommonInfo) if one.name != "unknown")
 
 
 def _count(key: str, value: object) -> int:
-    if not isinstance(value, bool) and hasattr(value, "__index__") and 0 <= operator.index(value) < 1 << 63:
-        return operator.index(value)
+    if not isinstance(value, bool):
+        with contextlib.suppress(TypeError):
+            number = operator.index(value)  # type: ignore[arg-type]
+            if 0 <= number < 1 << 63:
+                return number
     raise ArgumentError(f"`{key}` is {_kind(value)}, expected an integer from 0 to 2**63 - 1 or null")
 
 

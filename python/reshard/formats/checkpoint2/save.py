@@ -25,7 +25,7 @@ from reshard.storage.location import locate
 from reshard.write import pending_rollback, retention
 from reshard.write.arrays import local_arrays
 from reshard.write.collective_save import Published, SaveFormat
-from reshard.write.iteration import FileContent, JointProgress, write_descriptions
+from reshard.write.iteration import FileContent, JointProgress, check_copies, write_descriptions
 from reshard.write.rank_facts import (
     LastMade,
     RankFacts,
@@ -125,6 +125,8 @@ class Checkpoint2Save(SaveFormat):
 
         def make() -> _Planned:
             plan = plan_iteration(reports, layout, prefix=prefix, dedup=dedup, strict=strict)
+            if not dedup:
+                check_copies(plan)
             replicas = Replicas.of(plan.holders if check_replicas else {}, reports)
             return _Planned(plan, planned_bytes(plan, reports), replicas)
 

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from reshard.formats.base import Traits
 
-CHECKPOINT2 = Traits("checkpoint2", expects_manifest=True, has_metadata=True)
+CHECKPOINT2 = Traits("checkpoint2", expects_manifest=True, has_metadata=True, counters="common.json")
 TILED = Traits("safetensors")

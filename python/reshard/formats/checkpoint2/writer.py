@@ -29,7 +29,7 @@ from reshard.storage.names import example_of
 from reshard.storage.publication import made_folder
 from reshard.storage.staging import STAGING_FOLDER
 from reshard.storage.trash import TRASH_FOLDER
-from reshard.write.iteration import plan_layout, write_descriptions
+from reshard.write.iteration import check_copies, plan_layout, write_descriptions
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -99,6 +99,8 @@ def _write(
         strict=strict_format,
         mapping=None if layout is None else settled_mapping(job.source, layout),
     )
+    if not dedup:
+        check_copies(plan)
     files = as_files(bound, plan.files)
     for warning in plan.warnings[len(bound.warnings) :]:  # warnings of the layout are already logged
         _log.warning("%s", warning)

@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from reshard import _core
+from reshard.counters import AS_TENSORS
 from reshard.formats.base import CheckpointData, Format, Match, Traits
 from reshard.formats.rank_file import add_rank_file, kind_of
 from reshard.words import listed, show
@@ -20,7 +21,7 @@ _log = logging.getLogger("reshard")
 class Ckpt(Format):
     """A `.ckpt` file of MindSpore."""
 
-    traits = Traits("ckpt", counters_as_tensors=True)
+    traits = Traits("ckpt", counters_as_tensors=True, counters=AS_TENSORS)
 
     def detect(self, path: Location) -> Match:
         """By the content of the file."""

@@ -32,6 +32,7 @@ SAVE_ID = f"{writer_mark.KEY} {writer_mark.MARK[writer_mark.KEY]}"
 _STEP = re.compile(r"step-([0-9]{1,18})")
 _RANK = re.compile(r"__([0-9]{1,9})\.metadata")
 _FILE = re.compile(r"__([0-9]{1,9})_[0-9]+\.distcp|shard-([0-9]{5,9})-model-[0-9]+-of-[0-9]+\.safetensors")
+_MAX_DIGITS = 18
 _OPTIMIZER = frozenset(("optim", "optimizer", "optimizers"))
 
 
@@ -68,6 +69,16 @@ def rank_of_file(name: str) -> int | None:
     if match is None:
         return None
     return int(match[1]) if match[2] is None else int(match[2]) - 1
+
+
+def is_number(text: str) -> bool:
+    """Whether a part of a name is the position of a value, such as that of a parameter group.
+
+    Example:
+        >>> is_number("10"), is_number("lr"), is_number("²")
+        (True, False, False)
+    """
+    return text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS
 
 
 def is_optimizer(key: str) -> bool:

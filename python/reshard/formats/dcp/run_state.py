@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from reshard import _core
 from reshard.errors import MismatchError
 from reshard.formats.checkpoint2.common import CommonInfo
-from reshard.formats.dcp.names import is_optimizer
+from reshard.formats.dcp.names import is_number, is_optimizer
 from reshard.outputs import as_array
 from reshard.words import listed, show
 
@@ -263,7 +263,7 @@ class _Groups:
                 continue
             group, _, option = name.rpartition(".")
             head, _, number = group.rpartition(".")
-            is_group = head.rpartition(".")[2] == "param_groups" and number.isdigit()
+            is_group = head.rpartition(".")[2] == "param_groups" and is_number(number)
             if is_group and isinstance(values.by_name.get(f"{group}.params"), list):
                 found.setdefault(group, {})[option] = value
                 used.add(name)

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from reshard.formats.base import Traits
 
-TRAITS = Traits("dcp", has_sums=True)
+TRAITS = Traits("dcp", has_sums=True, counters="value `step`, `global_step` or `iteration`")

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from reshard import _core
+from reshard.counters import AS_TENSORS
 from reshard.errors import DamagedFileError
 from reshard.formats import counter_tensors
 from reshard.formats import weight_map as maps
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("reshard")
 
-TRAITS = Traits("mindspore", counters_as_tensors=True)
+TRAITS = Traits("mindspore", counters_as_tensors=True, counters=AS_TENSORS)
 
 
 class FullWeights(Format):

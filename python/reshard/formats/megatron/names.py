@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 import re
 
-TRAITS = Traits("megatron", takes_strategy=True)
+TRAITS = Traits("megatron", takes_strategy=True, counters="number of an iteration")
 
 _HEAD_BYTES = 512
 

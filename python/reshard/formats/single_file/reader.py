@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from reshard import _core
+from reshard.counters import AS_TENSORS
 from reshard.errors import DamagedFileError
 from reshard.formats.aliases import add_aliases
 from reshard.formats.base import CheckpointData, Format, Match, Traits
@@ -21,7 +23,7 @@ _log = logging.getLogger("reshard")
 class SingleFile(Format):
     """A `.safetensors` file."""
 
-    traits = Traits("safetensors")
+    traits = Traits("safetensors", counters=AS_TENSORS)
 
     def detect(self, path: Location) -> Match:
         """Any file that no other format accepts. The reader reports what is wrong with it."""
@@ -47,6 +49,10 @@ def _open_file(path: Location, method: _core.ReadMethod) -> CheckpointData:
     file = index.add_file(str(path), method=method)
     if (path.parent / MANIFEST_FILE).exists():
         return _open_recorded(path, method, index, file)
+    return _added(path, method, index, file)
+
+
+def _added(path: Location, method: _core.ReadMethod, index: _core.Index, file: int) -> CheckpointData:
     index.add_whole_file(file)
     return CheckpointData(traits=SingleFile.traits, path=path, index=index, method=method, aliases=add_aliases(index))
 
@@ -66,15 +72,5 @@ def _open_recorded(path: Location, method: _core.ReadMethod, index: _core.Index,
             manifests.set_checksums(index, path.parent, manifest)
         elif locked.is_damaged and writer_mark.is_marked(index, file):
             raise unfinished(path, path.name, locked)
-        index.add_whole_file(file)
-        aliases = add_aliases(index)
-        lock = locked.keep_lock() if manifest is not None else None
-        return CheckpointData(
-            traits=SingleFile.traits,
-            path=path,
-            index=index,
-            method=method,
-            manifest=manifest,
-            lock=lock,
-            aliases=aliases,
-        )
+        data = _added(path, method, index, file)
+        return data if manifest is None else replace(data, manifest=manifest, lock=locked.keep_lock())

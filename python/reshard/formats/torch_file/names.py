@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from reshard.formats.base import Traits
 
-TRAITS = Traits("torch", is_pretrained=True)
+TRAITS = Traits("torch", is_pretrained=True, counters="optimizer state with a number of steps")
 
 
 SINGLE_FILE = "pytorch_model.bin"

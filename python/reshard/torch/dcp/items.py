@@ -92,7 +92,7 @@ def _fact(item: WriteItem) -> ItemFact:
     try:
         dtype = dtypes.parse_dtype(tensor.properties.dtype)
     except UnsupportedError as error:
-        raise UnsupportedError(f"saving {show(key[0])}: {error.message}", key=key[0], hint=error.hint) from error
+        raise UnsupportedError(f"saving {show(key[0])}: {error.message}", key=key[0], hint=error.hint) from None
     if dtypes.is_packed(dtype):
         raise UnsupportedError(f"saving {show(key[0])}: its dtype {dtype} is packed into bytes", key=key[0])
     return ItemFact(key, dtype, tuple(tensor.chunk.sizes), tuple(tensor.size))

@@ -90,8 +90,10 @@ pub struct Encoder<K> {
     of: Description<K>,
     /// For each file a bit for each tensor.
     held: Vec<Vec<u64>>,
-    /// For each cell in a list the entries of its files.
-    entries: Vec<Vec<Vec<String>>>,
+    /// The start of an entry of each file, before the ranks of the cell.
+    starts: Vec<String>,
+    /// The text of the ranks of each cell in a list. All ranks can hold a cell, and each of them can have a file.
+    groups: Vec<Vec<String>>,
     texts: Vec<String>,
     texts_bytes: usize,
     /// The next tensor: twice through all of them.
@@ -163,19 +165,16 @@ impl<K: AsRef<str>> Encoder<K> {
         }
         let held = of.files.iter().map(|file| bits(&file.tensors, n_tensors));
         let held = held.collect();
-        let entries = of.cells.iter().map(|cells| {
-            let cells = cells.iter().map(|cell| {
-                let group = numbers(&cell.rank_group);
-                let entry = |&file: &usize| {
-                    let File { name, rank, .. } = &of.files[file];
-                    let name = quoted(name);
-                    format!(r#"{{"file_name":{name},"storage_rank":{rank},"rank_group":{group}}}"#)
-                };
-                cell.files.iter().map(entry).collect()
-            });
-            cells.collect()
+        let starts = of.files.iter().map(|File { name, rank, .. }| {
+            let name = quoted(name);
+            format!(r#"{{"file_name":{name},"storage_rank":{rank},"rank_group":"#)
         });
-        let entries = entries.collect();
+        let starts = starts.collect();
+        let groups = of.cells.iter().map(|cells| {
+            let groups = cells.iter().map(|cell| numbers(&cell.rank_group));
+            groups.collect()
+        });
+        let groups = groups.collect();
         let texts = of.kinds.iter().map(|_| String::new()).collect();
         let mut table = Table::default();
         for kind in &of.kinds {
@@ -190,7 +189,8 @@ impl<K: AsRef<str>> Encoder<K> {
         Ok(Self {
             of,
             held,
-            entries,
+            starts,
+            groups,
             texts,
             texts_bytes: 0,
             next: 0,
@@ -335,7 +335,7 @@ impl<K: AsRef<str>> Encoder<K> {
         let mut comma = if at == 0 { "" } else { "," };
         // The files of each cell, and their number before them.
         let mut files = Vec::new();
-        for (cell, entries) in self.of.cells[of_kind].iter().zip(&self.entries[of_kind]) {
+        for (cell, group) in self.of.cells[of_kind].iter().zip(&self.groups[of_kind]) {
             out.push_str(comma);
             comma = ",";
             match odd {
@@ -352,14 +352,16 @@ impl<K: AsRef<str>> Encoder<K> {
             }
             let before = files.len();
             files.push(0);
-            for (&file, entry) in cell.files.iter().zip(entries) {
+            for &file in &cell.files {
                 if self.held[file][at / 64] >> (at % 64) & 1 == 0 {
                     continue;
                 }
                 if files.len() > before + 1 {
                     out.push(',');
                 }
-                out.push_str(entry);
+                out.push_str(&self.starts[file]);
+                out.push_str(group);
+                out.push('}');
                 let next = self.table.files.len() as u32;
                 let number = *self.table.number_of.entry(file).or_insert(next);
                 if number == next {
