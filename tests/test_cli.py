@@ -179,6 +179,13 @@ def test_inspect_of_no_tensors_and_of_one(tmp_path: Path) -> None:
         assert (result.exit_code, text in result.stdout) == (0, True), result.output
 
 
+def test_inspect_of_a_save_without_tensors(tmp_path: Path) -> None:
+    reshard.save(tmp_path / "run", 1, {})
+    result = run("inspect", tmp_path / "run")
+    assert (result.exit_code, "there are no tensors" in result.stdout) == (0, True), result.output
+    assert re.search(r"^ +files +0, 0 B in all$", result.stdout, re.MULTILINE)
+
+
 def test_inspect_groups_long_lists_and_a_pattern_or_all_lists_them(model: Path) -> None:
     assert "model.layers.{0-29}.w.weight  30  F32    8 x 6  5.63 KiB" in run("inspect", model).stdout
     everything = run("inspect", model, "--all").stdout
