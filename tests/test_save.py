@@ -8,6 +8,7 @@ import json
 import os
 import stat
 import subprocess
+import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -29,6 +30,7 @@ import reshard
 from reshard import _core
 from reshard.errors import (
     ArgumentError,
+    ClaimedError,
     CoverageError,
     DamagedFileError,
     LayoutError,
@@ -368,6 +370,18 @@ def test_retention_that_cannot_be_is_refused_before_anything_is_written(options:
     with pytest.raises(ArgumentError):
         reshard.save(tmp_path / "root", 1, {"w": SQUARE}, **options)
     assert not (tmp_path / "root").exists()
+
+
+def test_a_save_that_is_overtaken_says_so(tmp_path: Path) -> None:
+    other = "import reshard, sys; reshard.save(sys.argv[1], 2, {}, commit={'durable': False, 'takeover': True})"
+
+    def overtaken(done: int, total: int) -> None:
+        if done == total and not (tmp_path / "iteration_00000002").exists():
+            subprocess.run([sys.executable, "-c", other, tmp_path], check=True)
+
+    with pytest.raises(ClaimedError, match="was taken over by"):
+        reshard.save(tmp_path, 1, {"w": np.zeros(4)}, progress=overtaken)
+    assert reshard.open(tmp_path).iteration == 2
 
 
 def test_progress_reaches_the_end(tmp_path: Path) -> None:
