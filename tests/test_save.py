@@ -41,6 +41,7 @@ from reshard.errors import (
 )
 from reshard.formats import manifest
 from reshard.storage import protocol
+from reshard.torch import Checkpointer
 from reshard.write.rank_facts import LastMade, plan_iteration
 from reshard.write.replicas import RankLocal
 
@@ -282,6 +283,22 @@ def test_an_iteration_is_replaced_and_lower_ones_are_refused(tmp_path: Path) -> 
         reshard.save(tmp_path, 4, {"w": SQUARE})
     reshard.save(tmp_path, 4, {"w": SQUARE}, commit={"rollback": True})
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "4"
+
+
+@pytest.mark.parametrize("integer", [np.int64, np.uint32, np.array, torch.tensor])
+def test_an_iteration_is_any_integer(tmp_path: Path, integer: Any) -> None:
+    root = tmp_path / "root"
+    for step in (5, 6):
+        assert reshard.save(root, integer(step), {"w": SQUARE}).iteration == step
+    assert reshard.rollback(root, integer(5)).iteration == 5
+    reshard.convert(root, tmp_path / "c", to="checkpoint2", iteration=integer(7))
+    assert reshard.open(tmp_path / "c").iteration == 7
+    m = torch.nn.Linear(2, 2)
+    with Checkpointer(tmp_path / "run", save_every=2) as checkpointer:
+        checkpointer.resume(model=m)
+        for step in (1, 2):
+            checkpointer.step(integer(step))
+    assert reshard.open(tmp_path / "run").iteration == 2
 
 
 def test_the_first_save_after_an_older_iteration_was_taken_goes_back(tmp_path: Path) -> None:
