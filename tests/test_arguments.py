@@ -135,6 +135,7 @@ CASES: list[tuple[dict[str, object], str]] = [
     ({"metrics": [1]}, "`metrics` is of type list, expected a mapping"),
     ({"progress": 5}, "`progress` is of type int, expected a function"),
     ({"threads": 1.5}, "`threads` is 1.5, expected a whole number"),
+    ({"threads": 1 << 64}, "`threads` has more than 63 bits, expected a whole number"),
     ({"commit": {"durable": "no"}}, "`durable` is 'no', expected True or False"),
 ]
 

@@ -179,6 +179,26 @@ def test_inspect_of_no_tensors_and_of_one(tmp_path: Path) -> None:
         assert (result.exit_code, text in result.stdout) == (0, True), result.output
 
 
+def test_inspect_of_a_save_without_tensors(tmp_path: Path) -> None:
+    reshard.save(tmp_path / "run", 1, {})
+    result = run("inspect", tmp_path / "run")
+    assert (result.exit_code, "there are no tensors" in result.stdout) == (0, True), result.output
+    assert re.search(r"^ +files +0, 0 B in all$", result.stdout, re.MULTILINE)
+
+
+def test_inspect_of_a_root_whose_log_cannot_be_read(tmp_path: Path) -> None:
+    reshard.save(tmp_path, 1, {"w": np.zeros(3)})
+    (tmp_path / "saves.jsonl").rename(tmp_path / "moved.jsonl")
+    (tmp_path / "saves.jsonl").symlink_to("moved.jsonl")
+    result = run("inspect", tmp_path)
+    assert (result.exit_code, "1 tensor, 3 parameters" in result.stdout) == (0, True), result.output
+    assert "warning:" in result.stderr
+    assert "saves.jsonl` is a symbolic link" in result.stderr
+    watched = run("watch", tmp_path, "--once").output
+    assert re.search(r"problem .*saves\.jsonl", watched)
+    assert re.search(r"newest +iteration 1", watched), watched
+
+
 def test_inspect_groups_long_lists_and_a_pattern_or_all_lists_them(model: Path) -> None:
     assert "model.layers.{0-29}.w.weight  30  F32    8 x 6  5.63 KiB" in run("inspect", model).stdout
     everything = run("inspect", model, "--all").stdout

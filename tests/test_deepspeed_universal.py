@@ -106,12 +106,21 @@ def test_shares_and_overwriting(tmp_path: Path) -> None:
         write(tmp_path, overwrite=True)
 
 
+def test_counters_without_state_are_left_out(tmp_path: Path) -> None:
+    reshard.save(tmp_path / "run", 3, {"w": np.ones(2, np.float32)}, format="checkpoint1")
+    report = reshard.convert(tmp_path / "run", tmp_path / "universal", to="deepspeed-universal")
+    assert "`epoch_num`" in report.warnings[0]
+    with reshard.open(tmp_path / "universal") as found:
+        assert list(found.keys()) == ["w.fp32"]
+
+
 @pytest.mark.parametrize(
     ("tensors", "options", "message"),
     [
         ({"adam_m.w": np.zeros(2, np.float32)}, {}, "step of the optimizer is not stored"),
         ({"adam_m.w": np.zeros(3, np.float32)}, {"iteration": 1}, "has the shape"),
         ({"adam_m.other": np.zeros(2, np.float32)}, {"iteration": 1}, "belongs to a weight"),
+        ({"n" * 256: np.zeros(2, np.float32)}, {}, "cannot be the name of a folder"),
         ({"x/y": np.zeros(2, np.float32)}, {}, "name of a folder"),
         ({"x": np.zeros(2)}, {}, "is F64"),
         (

@@ -31,6 +31,7 @@ import reshard
 from reshard import _core
 from reshard.errors import (
     ArgumentError,
+    ClaimedError,
     CoverageError,
     DamagedFileError,
     LayoutError,
@@ -41,6 +42,7 @@ from reshard.errors import (
 )
 from reshard.formats import manifest
 from reshard.storage import protocol
+from reshard.torch import Checkpointer
 from reshard.write.collective_save import log_once
 from reshard.write.rank_facts import LastMade, plan_iteration
 from reshard.write.replicas import RankLocal
@@ -285,6 +287,22 @@ def test_an_iteration_is_replaced_and_lower_ones_are_refused(tmp_path: Path) -> 
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "4"
 
 
+@pytest.mark.parametrize("integer", [np.int64, np.uint32, np.array, torch.tensor])
+def test_an_iteration_is_any_integer(tmp_path: Path, integer: Any) -> None:
+    root = tmp_path / "root"
+    for step in (5, 6):
+        assert reshard.save(root, integer(step), {"w": SQUARE}).iteration == step
+    assert reshard.rollback(root, integer(5)).iteration == 5
+    reshard.convert(root, tmp_path / "c", to="checkpoint2", iteration=integer(7))
+    assert reshard.open(tmp_path / "c").iteration == 7
+    m = torch.nn.Linear(2, 2)
+    with Checkpointer(tmp_path / "run", save_every=2) as checkpointer:
+        checkpointer.resume(model=m)
+        for step in (1, 2):
+            checkpointer.step(integer(step))
+    assert reshard.open(tmp_path / "run").iteration == 2
+
+
 def test_the_first_save_after_an_older_iteration_was_taken_goes_back(tmp_path: Path) -> None:
     from reshard.write import pending_rollback
 
@@ -371,6 +389,18 @@ def test_retention_that_cannot_be_is_refused_before_anything_is_written(options:
     with pytest.raises(ArgumentError):
         reshard.save(tmp_path / "root", 1, {"w": SQUARE}, **options)
     assert not (tmp_path / "root").exists()
+
+
+def test_a_save_that_is_overtaken_says_so(tmp_path: Path) -> None:
+    other = "import reshard, sys; reshard.save(sys.argv[1], 2, {}, commit={'durable': False, 'takeover': True})"
+
+    def overtaken(done: int, total: int) -> None:
+        if done == total and not (tmp_path / "iteration_00000002").exists():
+            subprocess.run([sys.executable, "-c", other, tmp_path], check=True)
+
+    with pytest.raises(ClaimedError, match="was taken over by"):
+        reshard.save(tmp_path, 1, {"w": np.zeros(4)}, progress=overtaken)
+    assert reshard.open(tmp_path).iteration == 2
 
 
 def test_progress_reaches_the_end(tmp_path: Path) -> None:

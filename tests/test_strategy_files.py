@@ -351,6 +351,14 @@ HOSTILE = {
         "found 4 devices (`v` in stage 0), 8 devices (`w` in stage 0)",
     ),
     "no parameter": (protobuf(), "found no parameter at all"),
+    "many records": (
+        protobuf(layout(b"w"), operators=OPERATOR * (1 << 19)),
+        "524289 operators and parameters; at most",
+    ),
+    "many lists": (
+        protobuf(*[layout(b"w", tensor_map=field(2, b"") * 1023)] * 2049),
+        "parallel_layout_item 2048: the file has more than 2097152 lists of numbers",
+    ),
 }
 
 
@@ -431,6 +439,7 @@ HOSTILE_JSON = {
     "an empty name": ('"w":', '"":', "expected a name of 1 to 4096 characters, found 0"),
     "a long integer": ('"field": 0', '"field": 99999999999999999999', "does not fit 64 bits"),
     "half a pair": ('"w":', '"\\ud800":', "not valid Unicode"),
+    "many values": ('"tensor_map": [0, -1]', f'"tensor_map": [{"0," * (1 << 22)}-1]', "more than"),
     "deep nesting": ('"tensor_map": [0, -1]', f'"tensor_map": {"[" * 40}{"]" * 40}', "nests deeper"),
 }
 

@@ -466,6 +466,12 @@ def test_tensors_inside_other_objects_are_told_of(
     assert not caplog.text
 
 
+def test_a_control_character_in_a_name_is_refused_with_the_name(tmp_path: Path) -> None:
+    torch.save({"a": {"b\nc": torch.zeros(1)}}, tmp_path / "x.pt")
+    with pytest.raises(DamagedFileError, match=r"x\.pt: tensor `a\.b\\u\{a\}c`: the name contains a control"):
+        reshard.open(tmp_path / "x.pt")
+
+
 def test_complex128_is_refused_by_name(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     torch.save({"z": torch.zeros(2, dtype=torch.complex128)}, tmp_path / "z.pt")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ import reshard
 from reshard.cli import main
 from reshard.errors import CheckpointNotFoundError
 from reshard.formats import manifest as manifests
+from reshard.formats.rank_file import add_rank_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -128,6 +129,52 @@ def test_a_file_of_its_own(tmp_path: Path) -> None:
     assert not reshard.verify(tmp_path / "w.safetensors").ok
     with pytest.raises(CheckpointNotFoundError):
         reshard.verify(tmp_path / "nothing")
+
+
+def test_what_is_removed_meanwhile_is_left_out(root: Path) -> None:
+    def job(done: int, total: int) -> None:
+        if (root / "iteration_00000005").exists():
+            reshard.save(root, 15, {"w": np.zeros(4)})
+            shutil.rmtree(root / "iteration_00000005")
+
+    assert [one.iteration for one in reshard.verify(root, progress=job).checkpoints] == [10]
+
+
+def test_what_is_being_compared_is_not_removed(root: Path) -> None:
+    kept: list[str] = []
+
+    def job(done: int, total: int) -> None:
+        if done > 100_000:
+            kept.extend(reshard.prune(root, keep=1).kept.values())
+
+    reshard.save(root, 15, {"w": np.zeros(4)})
+    assert [one.iteration for one in reshard.verify(root, progress=job).checkpoints] == [15, 10]
+    assert "it is being read" in kept
+
+
+def test_all_are_removed_before_they_are_compared(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def removed(folder: object) -> Any:
+        monkeypatch.undo()
+        reshard.save(root, 15, {"w": np.zeros(4)})
+        shutil.rmtree(root / "iteration_00000010")
+        shutil.rmtree(root / "iteration_00000005")
+        return manifests.read_lock(str(folder))
+
+    monkeypatch.setattr(manifests, "read_lock", removed)
+    assert [one.iteration for one in reshard.verify(root).checkpoints] == [15]
+
+
+def test_rank_files_that_are_removed_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2):
+        reshard.save(tmp_path, step, {"w": np.zeros(4)}, format="checkpoint1")
+    [first] = (tmp_path / "rank_0").glob("*_1.safetensors")
+
+    def removed(*args: Any) -> Any:
+        first.unlink(missing_ok=True)
+        return add_rank_file(*args)
+
+    monkeypatch.setattr("reshard.verbs.verify.add_rank_file", removed)
+    assert [one.iteration for one in reshard.verify(tmp_path).checkpoints] == [2]
 
 
 def test_the_command(root: Path) -> None:

@@ -15,7 +15,7 @@ import operator
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from reshard.errors import ArgumentError, StorageError
 from reshard.words import check_text, show
@@ -195,8 +195,24 @@ def _integer(name: str, value: object) -> None:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise _wrong(name, value, "a whole number") from None
-    if isinstance(value, bool) or not -_MAX_INTEGER <= number < _MAX_INTEGER:
-        raise _wrong(name, value, "a whole number of at most 63 bits")
+    if isinstance(value, bool):
+        raise _wrong(name, value, "a whole number")
+    if not -_MAX_INTEGER <= number < _MAX_INTEGER:
+        raise ArgumentError(f"`{name}` has more than 63 bits, expected a whole number of at most 63 bits")
+
+
+def plain_integer(value: Any) -> Any:
+    """An integer of another package, such as one of numpy, as an int; any other value unchanged.
+
+    Example:
+        >>> import numpy as np
+        >>> plain_integer(np.int64(5)), plain_integer(True), plain_integer("5")
+        (5, True, '5')
+    """
+    try:
+        return value if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return value
 
 
 def _integer_or_none(name: str, value: object) -> None:

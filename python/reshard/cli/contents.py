@@ -14,6 +14,7 @@ import reshard
 from reshard import dtypes
 from reshard.checkpoint import Checkpoint
 from reshard.cli.leftovers import leftovers_in_iteration, leftovers_in_root
+from reshard.cli.output import warn
 from reshard.errors import LayoutError, ReshardError
 from reshard.formats import counter_tensors
 from reshard.formats.scrub import is_damage
@@ -108,7 +109,6 @@ def gather_contents(path: str, checkpoint: Checkpoint, *, everything: bool) -> C
         checkpoint: the checkpoint opened from it.
         everything: open every iteration to check whether it is complete, without a limit.
     """
-    from reshard.formats import save_log
     from reshard.opening import iterations
 
     layout: ModelLayout | None = None
@@ -142,10 +142,21 @@ def gather_contents(path: str, checkpoint: Checkpoint, *, everything: bool) -> C
         layout=layout,
         layout_reason=reason,
         files=[(file.name, file.n_bytes) for file in checkpoint.files()],
-        saves=[] if order is None else save_log.read(path),
+        saves=[] if order is None else _saves(path),
         parts=_parts(rows),
         leftovers=[*([] if order is None else leftovers_in_root(locate(path))), *leftovers_in_iteration(checkpoint)],
     )
+
+
+def _saves(root: str) -> list[SaveRecord]:
+    """The log of saves; none, with a warning, if it cannot be read: the checkpoint can."""
+    from reshard.formats import save_log
+
+    try:
+        return save_log.read(root)
+    except ReshardError as error:
+        warn(error.message)
+        return []
 
 
 def _iterations(root: str, order: Order, taken: Checkpoint, *, everything: bool) -> list[Iteration]:

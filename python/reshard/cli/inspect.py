@@ -267,7 +267,7 @@ def _lines(facts: Contents) -> list[tuple[str, str]]:
         lines.append(("strategy", _strategy(checkpoint)))
     lines.append(("mesh", _mesh(facts)))
     sizes = [n_bytes for _, n_bytes in facts.files]
-    ends = dict.fromkeys((size(min(sizes)), size(max(sizes))))
+    ends = dict.fromkeys(size(end(sizes)) for end in (min, max) if sizes)
     each = f", {' to '.join(ends)} each" if len(sizes) > 1 else ""
     if len(ends) > 1:
         each += f", {_balance(facts.files)}"

@@ -134,14 +134,17 @@ class Watch:
         An error of the system is the `problem` of the state.
         """
         exists, problem, new = self._root.is_folder(), None, list[Event]()
-        try:
-            if exists:
-                new = self._new_events()
-                for event in new:
-                    self._add(event)
-                self._look_at_folders()
-        except (ReshardError, OSError) as error:
-            problem = error.message if isinstance(error, ReshardError) else str(error)
+
+        def look_at_log() -> None:
+            new.extend(self._new_events())
+            for event in new:
+                self._add(event)
+
+        for look in (look_at_log, self._look_at_folders) if exists else ():
+            try:
+                look()
+            except (ReshardError, OSError) as error:
+                problem = problem or (error.message if isinstance(error, ReshardError) else str(error))
         state = RunState(
             root=str(self._root),
             exists=exists,

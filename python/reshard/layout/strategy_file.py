@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 _MAX_PROTOBUF_BYTES = 32 << 20
 _MAX_JSON_BYTES = 64 << 20
+_MAX_JSON_VALUES = 1 << 22
 _MAX_DEVICES = 1 << 20
 _MAX_NAME = 4096
 _PREFIX_BYTES = 4096
@@ -317,7 +318,7 @@ def _to_protobuf(content: StrategyFile) -> bytes:
 
 def _from_json(data: bytes, path: str) -> StrategyFile:
     at = At(path, {}, (), "strategy", DamagedFileError)
-    fields = _object(at, parse_json(data, path))
+    fields = _object(at, parse_json(data, path, max_values=_MAX_JSON_VALUES))
     operators = []
     for name, value in _object(at / _FIELDS[1], _member(at, fields, _FIELDS[1])).items():
         where = at / _FIELDS[1] / name

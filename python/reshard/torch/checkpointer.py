@@ -681,7 +681,8 @@ class Checkpointer:
         """
         saver = self._running()
         run = saver.run
-        n_new = count("step", step) - run.last
+        step = count("step", step)
+        n_new = step - run.last
         if n_new < 1:
             raise ArgumentError(f"step {step} is complete, and so was step {run.last} before it: steps count up")
         number = None if loss is None else number_of(loss, "loss")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from reshard import _core, dtypes, opening
-from reshard.arguments import checked, parse_size
+from reshard.arguments import checked, parse_size, plain_integer
 from reshard.checkpoint import Checkpoint
 from reshard.collective import Collective
 from reshard.conversion.destinations import SHARED_PREFIX, Job, Options
@@ -173,7 +173,7 @@ def convert(
     """
     if group is not None and share is not None:
         raise ArgumentError("`share` and `group` exclude each other: a group has a share for each rank")
-    started = time.monotonic()
+    started, iteration = time.monotonic(), plain_integer(iteration)
     chosen, written_as, published = Select.of(select), Files.of(files), Commit.of(commit)
     if published.rollback or published.takeover:
         raise ArgumentError("`rollback` and `takeover` of `Commit` are options of a save, and this is a conversion")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard import opening
-from reshard.arguments import check
+from reshard.arguments import check, plain_integer
 from reshard.checkpoint import Checkpoint
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, hints_without
 from reshard.events import Observers
@@ -97,6 +97,7 @@ def rollback(
     """
     check(on_event=on_event)
     path = locate(root).absolute()
+    iteration = plain_integer(iteration)
     checkpoint2.iteration_folder_name(iteration)  # refuses an invalid iteration
     if dry_run:
         is_verified = _check(_folder(path, iteration), verify=verify, threads=threads, progress=progress)

@@ -7,6 +7,7 @@ report says so. Nothing is repaired or removed. The result for an iteration fold
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -72,7 +73,7 @@ class VerifyReport:
     Attributes:
         path: the path that was verified.
         checkpoints: for a root every iteration, newest first; for rank folders every save, in the order in which they
-            are tried; else one checkpoint.
+            are tried; else one checkpoint. What a job removes meanwhile is left out.
         seconds: duration.
     """
 
@@ -145,9 +146,12 @@ def verify(
         if progress is not None:
             progress(done, total)
 
-    checkpoints = tuple(job.run(advance, direct=direct, threads=threads) for job in jobs)
-    if not checkpoints:
+    if not jobs:
         raise CheckpointNotFoundError(f"{show(str(target))} holds no iteration folder", path=str(target))
+    results = [job.run(advance, direct=direct, threads=threads) for job in jobs]
+    checkpoints = tuple(one for one in results if one is not None)
+    if not checkpoints:  # a job has removed them all, and has saved newer ones before
+        return verify(path, strategy=strategy, direct=direct, threads=threads, progress=progress)
     return VerifyReport(str(target), checkpoints, time.monotonic() - started)
 
 
@@ -177,7 +181,19 @@ class _CheckpointJob:
             return 0
         return sum(self.manifest.shards[name].n_bytes for name in self.names)
 
-    def run(self, advance: Callable[[int], None], *, direct: bool, threads: int | None) -> VerifiedCheckpoint:
+    def run(self, advance: Callable[[int], None], *, direct: bool, threads: int | None) -> VerifiedCheckpoint | None:
+        """Compare the files; None: a job has removed the iteration since it was found."""
+        folder = self.path if self.path.is_folder() else self.path.parent
+        try:
+            with contextlib.nullcontext() if self.manifest is None else manifests.read_lock(folder):
+                result = self._compare(advance, direct=direct, threads=threads)
+        except CheckpointNotFoundError:
+            if self.is_given:
+                raise
+            return None
+        return result if self.is_given or not result.faults or self.path.exists() else None
+
+    def _compare(self, advance: Callable[[int], None], *, direct: bool, threads: int | None) -> VerifiedCheckpoint:
         n_files = n_bytes = 0
         before: str | None = None
         not_recorded: str | None = None
@@ -244,7 +260,8 @@ class _SaveJob:
     def __init__(self, root: Location, save: RankSave, strategy: StrategyLike | None) -> None:
         self.root, self.save, self.strategy = root, save, strategy
 
-    def run(self, advance: Callable[[int], None], *, direct: bool, threads: int | None) -> VerifiedCheckpoint:
+    def run(self, advance: Callable[[int], None], *, direct: bool, threads: int | None) -> VerifiedCheckpoint | None:
+        """Compare the files; None: a job has removed the save since it was found."""
         del advance, direct, threads  # there are no checksums beside the files
         faults: list[Fault] = []
         compared: list[int] = []
@@ -265,6 +282,8 @@ class _SaveJob:
             except ReshardError as error:
                 faults.append(fault_of(error, None))
         files = list(self.save.files.values())
+        if faults and self.save.fault is None and not all(one.exists() for one in files):
+            return None
         state = _state(faults, is_compared=len(compared) == len(files))
         return VerifiedCheckpoint(
             str(files[0]), iteration, state == "whole", len(compared), sum(compared), tuple(faults), state

@@ -16,6 +16,7 @@ that has failed. `SaveFormat` is what a format does in each step.
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import functools
 import logging
@@ -26,17 +27,17 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from reshard.collective import Collective, capture
-from reshard.errors import ArgumentError, GroupError, ReshardError
+from reshard.errors import ArgumentError, CheckpointNotFoundError, GroupError, ReshardError, StorageError
 from reshard.events import Observers
 from reshard.formats import save_log
-from reshard.storage import mounts
+from reshard.storage import claims, mounts
 from reshard.storage.location import Location, locate
 from reshard.write import background
 from reshard.write.iteration import NOT_EXPRESSED
 from reshard.write.shard_files import reserved_bytes, shard_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from reshard import _core
@@ -409,7 +410,8 @@ def _finish(
             if isinstance(failed, BaseException):
                 raise failed
         begin = time.monotonic()
-        done = save.write(begun, state, watched if observers.functions else progress)  # type: ignore[arg-type]
+        with _taken_over(task.root):
+            done = save.write(begun, state, watched if observers.functions else progress)  # type: ignore[arg-type]
         observers("written", task.iteration, n_bytes=watched.n_bytes, seconds=time.monotonic() - begin)
         return done
 
@@ -423,7 +425,8 @@ def _finish(
         nonlocal published
         save.log = log
         volatile = mounts.volatile(task.root) if task.durable else None
-        done = save.publish(messages, durable=task.durable and volatile is None)
+        with _taken_over(task.root):
+            done = save.publish(messages, durable=task.durable and volatile is None)
         if volatile is not None:
             warning = f"{task.root} is on {volatile}, which is volatile: its content is lost with the power"
             done = replace(done, warnings=(*done.warnings, warning))
@@ -472,6 +475,21 @@ def _finish(
         for warning in report.warnings:
             log_once(warning)
     return report if after is None or not is_heard else _call_after(after, report)
+
+
+@contextlib.contextmanager
+def _taken_over(root: Path) -> Iterator[None]:
+    """On rank 0: raise ClaimedError in place of a file error, if another process has taken the root over.
+
+    That process removes the staging folder of this save, and the file error would not say so.
+    """
+    try:
+        yield
+    except (StorageError, CheckpointNotFoundError):
+        claim = claims.held(root)
+        if claim is not None:
+            claims.check(claim)
+        raise
 
 
 def _report_of(task: SaveTask, published: Published, started: float, stall_seconds: float | None) -> SaveReport:

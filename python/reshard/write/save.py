@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import numpy as np
 
-from reshard.arguments import check, check_given
+from reshard.arguments import check, check_given, plain_integer
 from reshard.collective import capture
 from reshard.errors import ArgumentError
 from reshard.events import Observers
@@ -231,6 +231,7 @@ def save(  # noqa: PLR0917  what is saved is often given by position
     started = time.monotonic()
     check_given(root=root, blocking=blocking, timeout=timeout, dry_run=dry_run)
     check(rank=rank, on_event=on_event)
+    iteration = plain_integer(iteration)
     members = resolve(group, rank)
     observers = Observers.of(None if dry_run else on_event, members.rank)
     if ready is not None and observers.functions:

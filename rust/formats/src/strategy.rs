@@ -12,6 +12,10 @@ use reshard_core::{Error, Kind, Result};
 const MAX_DIMS: usize = 1 << 10;
 /// Most rows of parts of one tensor.
 const MAX_ROWS: usize = 1 << 20;
+/// Most operators and parameters of a file, and most lists of all of them: of 2 bytes, a list takes 50 times as many in
+/// memory.
+const MAX_RECORDS: usize = 1 << 19;
+const MAX_LISTS: usize = 1 << 21;
 
 #[derive(Clone, PartialEq, Message)]
 struct StrategyMap {
@@ -90,24 +94,33 @@ pub fn decode(data: &[u8]) -> Result<(i64, Vec<StrategyTuple>, Vec<LayoutTuple>)
             format!("not a strategy file in protobuf: {error}"),
         )
     })?;
+    let n_records = map.parallel_strategy_item.len() + map.parallel_layout_item.len();
+    if n_records > MAX_RECORDS {
+        return Err(damaged(format!(
+            "the file has {n_records} operators and parameters; at most {MAX_RECORDS} are allowed"
+        )));
+    }
+    let mut left = MAX_LISTS;
     let strategies = map.parallel_strategy_item.into_iter().enumerate();
     let layouts = map.parallel_layout_item.into_iter().enumerate();
     Ok((
         unsigned(map.current_stage, "current_stage")?,
         strategies
             .map(|(n, item)| {
-                strategy(item).map_err(|e| e.within(format_args!("parallel_strategy_item {n}")))
+                strategy(item, &mut left)
+                    .map_err(|e| e.within(format_args!("parallel_strategy_item {n}")))
             })
             .collect::<Result<_>>()?,
         layouts
             .map(|(n, item)| {
-                layout(item).map_err(|e| e.within(format_args!("parallel_layout_item {n}")))
+                layout(item, &mut left)
+                    .map_err(|e| e.within(format_args!("parallel_layout_item {n}")))
             })
             .collect::<Result<_>>()?,
     ))
 }
 
-fn strategy(item: StrategyItem) -> Result<StrategyTuple> {
+fn strategy(item: StrategyItem, left: &mut usize) -> Result<StrategyTuple> {
     let name = once(item.node_name, "node_name")?;
     let strategys = once(item.parallel_strategys, "parallel_strategys")?;
     Ok((
@@ -118,24 +131,32 @@ fn strategy(item: StrategyItem) -> Result<StrategyTuple> {
             "parallel_strategy",
             MAX_DIMS,
             UINT32,
+            left,
         )?,
     ))
 }
 
-fn layout(item: LayoutItem) -> Result<LayoutTuple> {
+fn layout(item: LayoutItem, left: &mut usize) -> Result<LayoutTuple> {
     let name = once(item.param_name, "param_name")?;
     let layouts = once(item.parallel_layouts, "parallel_layouts")?;
     Ok((
         name,
-        lists(layouts.dev_matrix, "dev_matrix", MAX_DIMS, UINT32)?,
-        lists(layouts.tensor_map, "tensor_map", MAX_DIMS, INT32)?,
+        lists(layouts.dev_matrix, "dev_matrix", MAX_DIMS, UINT32, left)?,
+        lists(layouts.tensor_map, "tensor_map", MAX_DIMS, INT32, left)?,
         lists(
             layouts.param_split_shape,
             "param_split_shape",
             MAX_ROWS,
             INT64,
+            left,
         )?,
-        lists(layouts.indices_offset, "indices_offset", MAX_ROWS, INT64)?,
+        lists(
+            layouts.indices_offset,
+            "indices_offset",
+            MAX_ROWS,
+            INT64,
+            left,
+        )?,
         signed(layouts.field, "field")?,
         signed(layouts.opt_weight_shard_step, "opt_weight_shard_step")?,
         signed(layouts.opt_weight_shard_size, "opt_weight_shard_size")?,
@@ -177,13 +198,24 @@ fn within(value: i64, field: &str, range: &Range) -> Result<i64> {
     )))
 }
 
-fn lists(messages: Vec<Dims>, field: &str, max: usize, range: Range) -> Result<Lists> {
+fn lists(
+    messages: Vec<Dims>,
+    field: &str,
+    max: usize,
+    range: Range,
+    left: &mut usize,
+) -> Result<Lists> {
     if messages.len() > MAX_DIMS {
         let n = messages.len();
         return Err(damaged(format!(
             "`{field}` has {n} lists; at most {MAX_DIMS} are allowed"
         )));
     }
+    *left = left.checked_sub(messages.len()).ok_or_else(|| {
+        damaged(format!(
+            "the file has more than {MAX_LISTS} lists of numbers, the most that are allowed"
+        ))
+    })?;
     let mut lists = Vec::with_capacity(messages.len());
     for Dims { dim } in messages {
         if dim.len() > max {

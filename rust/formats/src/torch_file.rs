@@ -586,7 +586,11 @@ pub fn format() -> Format {
         for (name, leaf) in file.leaves()? {
             if let Leaf::Tensor(tensor) = leaf {
                 if !name.is_empty() {
-                    check_name(&name)?;
+                    check_name(&name).map_err(|error| {
+                        error
+                            .within(format_args!("tensor `{}`", Printable(&name)))
+                            .key(&name)
+                    })?;
                 }
                 tensors.push(tensor.listed(name, &file.storages));
             }

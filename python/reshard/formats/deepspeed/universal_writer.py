@@ -171,10 +171,11 @@ def _content(job: Job, iteration: int | None) -> _Content:
             tensors[name][slot] = key
             if slot != WEIGHT:
                 with_state.add(name)
-    if others and not with_state:
+    state = [key for key in others if key not in counter_tensors.NAMES]
+    if state and not with_state:
         raise UnsupportedError(
-            f"no tensor of the optimizer belongs to a weight that is written, such as {show(others[0])}",
-            key=others[0],
+            f"no tensor of the optimizer belongs to a weight that is written, such as {show(state[0])}",
+            key=state[0],
             hint='rename the weights or the state with `select=`, or write the weights only with `part="model"`',
         )
     for name, slots in tensors.items():
@@ -185,7 +186,7 @@ def _content(job: Job, iteration: int | None) -> _Content:
                     key=key,
                     hint='give `dtype="float32"` to round it',
                 )
-        if not name or "/" in name or "\0" in name or name in (".", ".."):
+        if not name or "/" in name or "\0" in name or name in (".", "..") or len(name.encode()) > 255:
             raise UnsupportedError(f"{show(name)} cannot be the name of a folder", key=name, hint="rename it")
     content = _Content(tensors, [name for name in tensors if not with_state or name in with_state], None)
     if with_state:
