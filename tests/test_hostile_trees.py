@@ -581,9 +581,13 @@ def test_a_tensor_in_metadata_json_and_in_tiles_json(tree: Path) -> None:
         (
             {"weight_map": {"w": "index of a folder"}},
             DamagedFileError,
-            "index of a folder` is a folder, expected a file",
+            "index of a folder`, which is a folder, expected a file",
         ),
-        ({"weight_map": {"w": "pipe"}}, DamagedFileError, "pipe` is a pipe, a socket or a device, expected a file"),
+        (
+            {"weight_map": {"w": "pipe"}},
+            DamagedFileError,
+            "pipe`, which is a pipe, a socket or a device, expected a file",
+        ),
         ({"weight_map": {"w": "x.safetensors", "v": "x.safetensors"}}, DamagedFileError, "`v`"),
         ({"weight_map": {"w": "torn.safetensors"}}, DamagedFileError, "torn|3 bytes"),
     ],

@@ -96,7 +96,7 @@ HOSTILE: list[tuple[str, object, type[ReshardError], str]] = [
     ("file with an escape", wrapped("\x1b[2J"), DamagedFileError, "`\\x1b[2J` is refused"),
     ("file of 256 bytes", wrapped("a" * 256), DamagedFileError, "has 256 bytes"),
     ("file missing", wrapped("absent.safetensors"), CheckpointNotFoundError, "`absent.safetensors`"),
-    ("file a folder", wrapped("folder"), CheckpointNotFoundError, "`folder`"),
+    ("file a folder", wrapped("folder"), DamagedFileError, "folder`, which is a folder, expected a file"),
     ("key empty", {"weight_map": {"": "a"}}, DamagedFileError, "must have 1 to 1024 bytes, not 0"),
     ("key long", {"weight_map": {"k" * 1025: "a"}}, DamagedFileError, "not 1025"),
     ("key twice", b'{"weight_map": {"w": "a", "w": "b"}}', DamagedFileError, "`w` is repeated"),

@@ -69,7 +69,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, str]:
         elif kind != "file":
             what = "a folder" if kind == "folder" else "a pipe, a socket or a device"
             raise DamagedFileError(
-                f"{show(str(path.parent / name))} is {what}, expected a file: {show(path.name)} lists it",
+                f"{show(str(path))} lists {show(name)}, which is {what}, expected a file",
                 path=str(path.parent / name),
             )
     if missing:
