@@ -14,9 +14,10 @@ use crate::factors::Factors;
 use crate::header::Entry;
 use crate::layout::{Cuts, Layout};
 use crate::local_array::{LocalArray, Part};
+use crate::plan::strided_copy;
 use crate::plan::{Array, CopyOp, Plan, PlanSource};
-use crate::region::{Dims, Region};
-use crate::request::{Request, Requested, RequestedArray, WholeRequest};
+use crate::region::{Dims, Region, row_major_strides};
+use crate::request::{RankRequest, Request, Requested, RequestedArray, WholeRequest};
 use crate::shard_file::{Format, ShardFile, Table, verify_header};
 use crate::source::{Method, Source, closed};
 use crate::stored::{
@@ -185,6 +186,43 @@ impl Planning {
             self.plan.sources.push(source);
             self.plan.sources.len() as u32 - 1
         })
+    }
+}
+
+/// A tensor in one safetensors file, of which boxes are read.
+struct BoxSource {
+    /// Number of the file in the index, and among the sources of the plan.
+    file: u32,
+    source: u32,
+    /// First byte of the tensor in the file.
+    start_bytes: u64,
+    unit_bytes: u64,
+    /// Stored and requested.
+    dtypes: (Dtype, Dtype),
+    strides: Vec<u64>,
+}
+
+impl BoxSource {
+    /// The array of a box, which is not empty.
+    fn array(&self, name: &str, held: Region) -> Result<Array> {
+        let src = held.offset().iter().zip(&self.strides);
+        let src: u64 = src.map(|(at, stride)| at * stride).sum();
+        let strides = row_major_strides(held.shape());
+        let (_, dst, dims) = strided_copy(&held, (src, &self.strides), (0, &strides));
+        let copy_op = CopyOp {
+            source: self.source,
+            src_start_bytes: self.start_bytes + src * self.unit_bytes,
+            dst,
+            dims,
+        };
+        let shape = held.shape().to_vec();
+        Array::new(
+            name.to_owned(),
+            self.dtypes,
+            shape,
+            vec![copy_op],
+            Vec::new(),
+        )
     }
 }
 
@@ -1025,6 +1063,110 @@ impl Index {
         Ok(planning.plan)
     }
 
+    /// One plan of the requests of several files, as [`Self::plan_together`] makes it. If they are those of ranks for the
+    /// same keys, what does not depend on the rank is done once.
+    pub(crate) fn plan_files(
+        &self,
+        requests: &[&Requested],
+        cast: Option<Dtype>,
+        verify: bool,
+    ) -> Result<Plan<'static>> {
+        let of_ranks = requests.iter().map(|requested| match requested {
+            Requested::OfRank(request) => Some(request),
+            Requested::Listed(_) | Requested::Whole(_) => None,
+        });
+        if let Some(of_ranks) = of_ranks.collect::<Option<Vec<_>>>()
+            && let Some(first) = of_ranks.first()
+            && of_ranks
+                .iter()
+                .all(|request| Arc::ptr_eq(request.keys(), first.keys()))
+        {
+            return self.plan_ranks(first.keys(), &of_ranks, cast, verify);
+        }
+        let requests = requests.iter().map(|requested| requested.request());
+        self.plan_together(&requests.collect::<Result<Vec<_>>>()?, cast, verify)
+    }
+
+    fn plan_ranks(
+        &self,
+        keys: &[(String, Arc<Layout>)],
+        requests: &[&RankRequest],
+        cast: Option<Dtype>,
+        verify: bool,
+    ) -> Result<Plan<'static>> {
+        if self.is_closed.load(std::sync::atomic::Ordering::Relaxed) {
+            return Err(closed());
+        }
+        let mut near = Near::default();
+        let found = keys.iter().map(|(key, layout)| {
+            let found = self.found_near(key, &mut near)?;
+            check_shape(key, &found, layout.shape())?;
+            Ok(found)
+        });
+        let found = found.collect::<Result<Vec<_>>>()?;
+        let mut planning = Planning::new(self.files.len(), cast, verify);
+        let sources = found
+            .iter()
+            .map(|found| self.box_source(&mut planning, found));
+        let sources = sources.collect::<Result<Vec<_>>>()?;
+        let n_arrays = keys.len() * requests.len();
+        planning.plan.arrays.reserve_exact(n_arrays);
+        for rank in requests.iter().map(|request| request.rank()) {
+            for (((key, layout), found), source) in keys.iter().zip(&found).zip(&sources) {
+                let position = layout.mesh().position(rank)?;
+                let held = layout.only_box(position).filter(|_| layout.holds(position));
+                if let (Some(source), Some(held)) = (source, held) {
+                    planning.chosen[source.file as usize] += held.n_elements();
+                    planning.plan.arrays.push(source.array(key, held)?);
+                    continue;
+                }
+                let mut request = Request::default();
+                request.add(key, key, layout, position)?;
+                self.plan_array(&mut planning, &request.arrays[0], Some(found))?;
+            }
+        }
+        Ok(planning.plan)
+    }
+
+    /// Where boxes of a tensor are read that one safetensors file holds completely. `None`: it is not such a tensor, or
+    /// there is something wrong with it, and [`Self::plan_array`] must plan its boxes.
+    fn box_source(&self, planning: &mut Planning, found: &Found<'_>) -> Result<Option<BoxSource>> {
+        let Some(file) = found.only_file() else {
+            return Ok(None);
+        };
+        if planning.plan.verify && planning.opened[file as usize].is_none() {
+            self.read_checksums([file], true)?;
+        }
+        let used = self.opened_for(planning, file)?;
+        let opened = Arc::clone(&used.file);
+        let Table::Header(header) = &**opened.table() else {
+            return Ok(None);
+        };
+        let Some(number) = used.find(found.name()) else {
+            return Ok(None);
+        };
+        let entry = header.entry(number);
+        let expected = match found {
+            Found::InWholeFile(_, entry) => entry.dtype,
+            Found::Listed(stored) => *stored.dtype.get_or_init(|| entry.dtype),
+        };
+        let (per_unit, unit_bytes) = entry.dtype.unit();
+        if (entry.dtype, &entry.shape[..]) != (expected, found.shape()) || per_unit > 1 {
+            return Ok(None);
+        }
+        let key = found.name();
+        let dtype = cast_target(entry.dtype, planning.cast)
+            .map_err(|error| error.key(key).within(named(key)))?;
+        Ok(Some(BoxSource {
+            file,
+            source: planning.source(file),
+            start_bytes: header.data_start() + entry.start,
+            unit_bytes,
+            dtypes: (entry.dtype, dtype),
+            strides: row_major_strides(&entry.shape),
+        }))
+    }
+
     /// Most of 100,000 tensors lie in one file each, as one run: they need no geometry.
     fn plan_whole(
         &self,
@@ -1039,16 +1181,8 @@ impl Index {
         let mut near = Near::default();
         let found = request.arrays().map(|(_, key, shape)| {
             let found = self.found_near(key, &mut near)?;
-            if found.shape() == shape {
-                return Ok(found);
-            }
-            let message = format!(
-                "{} has shape {}, but the layout is for {}",
-                named(key),
-                Dims(found.shape()),
-                Dims(shape)
-            );
-            Err(Error::new(Kind::Mismatch, message).key(key))
+            check_shape(key, &found, shape)?;
+            Ok(found)
         });
         let found = found.collect::<Result<Vec<_>>>()?;
         let mut planning = Planning::new(self.files.len(), cast, verify);
@@ -1401,16 +1535,8 @@ impl Index {
         let mut last = None;
         for (key, shape) in &requested.keys {
             let found = self.found(key)?;
-            if let Some(shape) = shape
-                && *shape != found.shape()
-            {
-                let message = format!(
-                    "{} has shape {}, but the layout is for {}",
-                    named(key),
-                    Dims(found.shape()),
-                    Dims(shape)
-                );
-                return Err(Error::new(Kind::Mismatch, message).key(key));
+            if let Some(shape) = shape {
+                check_shape(key, &found, shape)?;
             }
             last = Some(found);
         }
@@ -1491,6 +1617,20 @@ fn check_size(key: &str, shape: &[u64]) -> Result<()> {
     }
     let message = format!("{}: shape {} is too large", named(key), Dims(shape));
     Err(Error::damaged(message).key(key))
+}
+
+/// Compares a tensor with the shape that a layout is for.
+fn check_shape(key: &str, found: &Found<'_>, shape: &[u64]) -> Result<()> {
+    if found.shape() == shape {
+        return Ok(());
+    }
+    let message = format!(
+        "{} has shape {}, but the layout is for {}",
+        named(key),
+        Dims(found.shape()),
+        Dims(shape)
+    );
+    Err(Error::new(Kind::Mismatch, message).key(key))
 }
 
 fn stored_twice(key: &str) -> Error {
