@@ -21,8 +21,8 @@ use crate::request::{RankRequest, Request, Requested, RequestedArray, WholeReque
 use crate::shard_file::{Format, ShardFile, Table, verify_header};
 use crate::source::{Method, Source, closed};
 use crate::stored::{
-    Form, Grid, Holders, SelectedCopy, Stored, StoredTensor, Tiles, choose, named, no_holder,
-    select_whole,
+    Form, Grid, Holders, SelectedCopy, Stored, StoredTensor, Tiles, choose, in_order, named,
+    no_holder, select_whole,
 };
 use crate::strided::Dim;
 use crate::tile::Tile;
@@ -30,6 +30,7 @@ use rayon::prelude::*;
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
+use std::mem::take;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -38,7 +39,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 pub struct Index {
     files: Vec<FileSlot>,
     tensors: Vec<Stored>,
-    by_key: HashMap<String, u32>,
+    by_key: HashMap<Arc<str>, u32>,
     whole_files: Vec<WholeFile>,
     is_closed: std::sync::atomic::AtomicBool,
     read_checksums: Option<ReadChecksums>,
@@ -54,6 +55,23 @@ type ReadsChecksums = Arc<dyn Fn(&[&Path], bool) -> Result<Vec<Checksums>> + Sen
 impl fmt::Debug for ReadChecksums {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("ReadChecksums")
+    }
+}
+
+impl Drop for Index {
+    fn drop(&mut self) {
+        let tables = (take(&mut self.tensors), take(&mut self.by_key));
+        drop_large(tables.0.len(), tables);
+    }
+}
+
+/// Frees a value beside the caller, if it consists of many parts: to free those of 100,000 tensors takes some 10
+/// milliseconds.
+pub fn drop_large<T: Send + 'static>(n_parts: usize, value: T) {
+    const MANY: usize = 10_000;
+    if n_parts >= MANY {
+        // If no thread can be started, the function is dropped here, and the value with it.
+        let _ = std::thread::Builder::new().spawn(move || drop(value));
     }
 }
 
@@ -204,11 +222,11 @@ struct BoxSource {
 
 impl BoxSource {
     /// The array of a box, which is not empty.
-    fn array(&self, name: &str, held: Region) -> Result<Array> {
+    fn array(&self, name: &str, held: &Region) -> Result<Array> {
         let src = held.offset().iter().zip(&self.strides);
         let src: u64 = src.map(|(at, stride)| at * stride).sum();
         let strides = row_major_strides(held.shape());
-        let (_, dst, dims) = strided_copy(&held, (src, &self.strides), (0, &strides));
+        let (_, dst, dims) = strided_copy(held, (src, &self.strides), (0, &strides));
         let copy_op = CopyOp {
             source: self.source,
             src_start_bytes: self.start_bytes + src * self.unit_bytes,
@@ -446,7 +464,7 @@ impl Index {
             let holders = Holders::Mesh(Arc::clone(layout), Arc::clone(files));
             let form = Form::Grid(Grid {
                 cuts,
-                order: layout.order().to_vec(),
+                order: layout.order().to_vec().into(),
                 holders,
             });
             return self.insert(key, Some(dtype), layout.shape().to_vec(), form);
@@ -504,7 +522,7 @@ impl Index {
             .collect();
         let form = Form::Grid(Grid {
             cuts,
-            order: (0..shape.len()).collect(),
+            order: in_order(shape.len()),
             holders: Holders::Table { starts, files },
         });
         self.insert(key, None, shape.to_vec(), form)
@@ -540,7 +558,7 @@ impl Index {
         let shape = bounds.iter().map(|bounds| bounds[bounds.len() - 1]);
         let shape: Vec<u64> = shape.collect();
         let form = Form::Grid(Grid {
-            order: (0..shape.len()).collect(),
+            order: in_order(shape.len()),
             cuts: bounds.into_iter().map(Cuts::Listed).collect(),
             holders: Holders::Table { starts, files },
         });
@@ -579,16 +597,17 @@ impl Index {
         form: Form,
     ) -> Result<()> {
         let is_in_file = self.is_in_whole_file(key);
-        match self.by_key.entry(key.to_owned()) {
+        let key: Arc<str> = key.into();
+        match self.by_key.entry(Arc::clone(&key)) {
             std::collections::hash_map::Entry::Vacant(entry) if !is_in_file => {
                 entry.insert(self.tensors.len() as u32);
             }
-            _ => return Err(stored_twice(key)),
+            _ => return Err(stored_twice(&key)),
         }
-        check_size(key, &shape)?;
+        check_size(&key, &shape)?;
         let dtype = dtype.map_or_else(OnceLock::new, OnceLock::from);
         self.tensors.push(Stored {
-            key: key.to_owned(),
+            key,
             shape,
             dtype,
             form,
@@ -705,7 +724,7 @@ impl Index {
     /// As [`Self::found`]. Keys are often requested in the order of the index, and then no key is hashed.
     fn found_near(&self, key: &str, near: &mut Near) -> Result<Found<'_>> {
         if let Some(stored) = self.tensors.get(near.listed)
-            && stored.key == key
+            && *stored.key == *key
         {
             near.listed += 1;
             return Ok(Found::Listed(stored));
@@ -1117,7 +1136,7 @@ impl Index {
                 let held = layout.only_box(position).filter(|_| layout.holds(position));
                 if let (Some(source), Some(held)) = (source, held) {
                     planning.chosen[source.file as usize] += held.n_elements();
-                    planning.plan.arrays.push(source.array(key, held)?);
+                    planning.plan.arrays.push(source.array(key, &held)?);
                     continue;
                 }
                 let mut request = Request::default();
@@ -1664,4 +1683,28 @@ fn cast_target(stored: Dtype, cast: Option<Dtype>) -> Result<Dtype> {
         ));
     }
     Ok(cast)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc::{Sender, channel};
+    use std::thread::{ThreadId, current};
+
+    struct Freed(Sender<ThreadId>);
+
+    impl Drop for Freed {
+        fn drop(&mut self) {
+            let _ = self.0.send(current().id());
+        }
+    }
+
+    #[test]
+    fn a_large_value_is_freed_by_another_thread() {
+        for (n_parts, is_here) in [(9_999, true), (10_000, false)] {
+            let (sender, receiver) = channel();
+            drop_large(n_parts, Freed(sender));
+            assert_eq!(receiver.recv().unwrap() == current().id(), is_here);
+        }
+    }
 }
