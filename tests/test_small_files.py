@@ -127,7 +127,7 @@ def test_files_of_ranks_that_are_planned_once_are_those_planned_one_by_one(
         bound, index = bound_to(checkpoint), checkpoint.data.index
         late = bound.requests_of([(rank, NAMES) for rank in range(N_RANKS)])
         alone = [bound.request_of(rank, NAMES) for rank in range(N_RANKS)]
-        written = []
+        written: list[list[tuple[bytes, bytes | None]]] = []
         for requests in (late, alone):
             folder = tmp_path / f"of-{len(written)}"
             folder.mkdir()
