@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,8 +20,6 @@ from reshard.layout import ModelLayout
 from reshard.outputs import load_all
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from reshard.layout import BoundLayout
 
 LAYOUT = {
@@ -113,6 +112,36 @@ def test_the_plan_of_a_request_that_is_made_late_is_that_of_the_rank(names: tupl
             plan, expected = index.plan(late, dtype="F64"), index.plan(bound.request_of(rank, names), dtype="F64")
             assert plan.arrays == expected.arrays
             assert_same(load_all(plan), load_all(expected))
+
+
+@pytest.mark.parametrize("dtype", [None, "F64"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_files_of_ranks_that_are_planned_once_are_those_planned_one_by_one(
+    dtype: str | None, parts: int, source: Path, tmp_path: Path
+) -> None:
+    """Out of one file, and out of several, where each rank is planned alone."""
+    if parts > 1:
+        layout = {"mesh": {"tp": parts}, "rules": [{"match": "*", "cut": ["tp"], "uneven": "ceil"}]}
+        source = Path(reshard.convert(source, tmp_path / "root", layout=layout).path)
+    with reshard.open(source) as checkpoint:
+        bound, index = bound_to(checkpoint), checkpoint.data.index
+        late = bound.requests_of([(rank, NAMES) for rank in range(N_RANKS)])
+        alone = [bound.request_of(rank, NAMES) for rank in range(N_RANKS)]
+        written: list[list[tuple[bytes, bytes | None]]] = []
+        for requests in (late, alone):
+            folder = tmp_path / f"of-{len(written)}"
+            folder.mkdir()
+            pairs = [(str(rank), request) for rank, request in enumerate(requests)]
+            records = index.write_small(str(folder), pairs, dtype=dtype, metadata={"x": "y"}, durable=False)
+            assert all(record is not None for record in records)
+            written.append(
+                [
+                    ((folder / name).read_bytes(), one and one.checksums)
+                    for (name, _), one in zip(pairs, records, strict=True)
+                ]
+            )
+    assert written[0] == written[1]
+    assert len({data for data, _ in written[0]}) == N_RANKS
 
 
 def test_a_request_that_is_made_late_is_that_of_the_rank(source: Path) -> None:

@@ -243,3 +243,21 @@ def test_a_location_of_another_store_is_no_local_path() -> None:
     with pytest.raises(StorageError, match="not on a file system of this host"):
         _ = place.local
     assert place != Location(LOCAL, "run")
+
+
+@pytest.mark.parametrize("n_files", [3, 1500])
+def test_sizes_are_those_of_each_entry(n_files: int, tmp_path: Path) -> None:
+    """Of a few, and of many, which several threads look at."""
+    for i in range(n_files):
+        (tmp_path / f"ä{i}").write_bytes(b"x" * i)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("ä1")
+    os.mkfifo(tmp_path / "pipe")
+    expected = [
+        (entry.name, entry.kind, (tmp_path / entry.name).lstat().st_size) for entry in LOCAL.entries(str(tmp_path))
+    ]
+    assert LOCAL.sizes(str(tmp_path)) == expected
+    with pytest.raises(CheckpointNotFoundError, match="there is no folder"):
+        LOCAL.sizes(str(tmp_path / "none"))
+    with pytest.raises(StorageError, match="listing"):
+        LOCAL.sizes(str(tmp_path / "link"))

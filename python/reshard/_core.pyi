@@ -45,6 +45,7 @@ __all__ = [
     "default_threads",
     "dtype_bits",
     "encode_strategy",
+    "folder_sizes",
     "open_dcp",
     "open_dcp_ranks",
     "read_dcp_paths",
@@ -949,6 +950,13 @@ def rename(source: str, target: str, *, exchange: bool) -> None:
         source: the current path.
         target: the new path; without `exchange` it must not exist.
         exchange: exchange the two paths.
+    """
+
+def folder_sizes(folder: str) -> list[tuple[str, Literal["file", "folder", "link", "other"], int]]:
+    """Name, kind and bytes of each entry of a folder, sorted by name. Links are not followed. Raises OSError.
+
+    Args:
+        folder: the folder.
     """
 
 def sync_together(files: Sequence[str], folders: Sequence[str]) -> None:

@@ -14,14 +14,15 @@ use crate::factors::Factors;
 use crate::header::Entry;
 use crate::layout::{Cuts, Layout};
 use crate::local_array::{LocalArray, Part};
+use crate::plan::strided_copy;
 use crate::plan::{Array, CopyOp, Plan, PlanSource};
-use crate::region::{Dims, Region};
-use crate::request::{Request, Requested, RequestedArray, WholeRequest};
+use crate::region::{Dims, Region, row_major_strides};
+use crate::request::{RankRequest, Request, Requested, RequestedArray, WholeRequest};
 use crate::shard_file::{Format, ShardFile, Table, verify_header};
 use crate::source::{Method, Source, closed};
 use crate::stored::{
-    Form, Grid, Holders, SelectedCopy, Stored, StoredTensor, Tiles, choose, named, no_holder,
-    select_whole,
+    Form, Grid, Holders, SelectedCopy, Stored, StoredTensor, Tiles, choose, in_order, named,
+    no_holder, select_whole,
 };
 use crate::strided::Dim;
 use crate::tile::Tile;
@@ -29,6 +30,7 @@ use rayon::prelude::*;
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
+use std::mem::take;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -37,7 +39,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 pub struct Index {
     files: Vec<FileSlot>,
     tensors: Vec<Stored>,
-    by_key: HashMap<String, u32>,
+    by_key: HashMap<Arc<str>, u32>,
     whole_files: Vec<WholeFile>,
     is_closed: std::sync::atomic::AtomicBool,
     read_checksums: Option<ReadChecksums>,
@@ -53,6 +55,23 @@ type ReadsChecksums = Arc<dyn Fn(&[&Path], bool) -> Result<Vec<Checksums>> + Sen
 impl fmt::Debug for ReadChecksums {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("ReadChecksums")
+    }
+}
+
+impl Drop for Index {
+    fn drop(&mut self) {
+        let tables = (take(&mut self.tensors), take(&mut self.by_key));
+        drop_large(tables.0.len(), tables);
+    }
+}
+
+/// Frees a value beside the caller, if it consists of many parts: to free those of 100,000 tensors takes some 10
+/// milliseconds.
+pub fn drop_large<T: Send + 'static>(n_parts: usize, value: T) {
+    const MANY: usize = 10_000;
+    if n_parts >= MANY {
+        // If no thread can be started, the function is dropped here, and the value with it.
+        let _ = std::thread::Builder::new().spawn(move || drop(value));
     }
 }
 
@@ -185,6 +204,43 @@ impl Planning {
             self.plan.sources.push(source);
             self.plan.sources.len() as u32 - 1
         })
+    }
+}
+
+/// A tensor in one safetensors file, of which boxes are read.
+struct BoxSource {
+    /// Number of the file in the index, and among the sources of the plan.
+    file: u32,
+    source: u32,
+    /// First byte of the tensor in the file.
+    start_bytes: u64,
+    unit_bytes: u64,
+    /// Stored and requested.
+    dtypes: (Dtype, Dtype),
+    strides: Vec<u64>,
+}
+
+impl BoxSource {
+    /// The array of a box, which is not empty.
+    fn array(&self, name: &str, held: &Region) -> Result<Array> {
+        let src = held.offset().iter().zip(&self.strides);
+        let src: u64 = src.map(|(at, stride)| at * stride).sum();
+        let strides = row_major_strides(held.shape());
+        let (_, dst, dims) = strided_copy(held, (src, &self.strides), (0, &strides));
+        let copy_op = CopyOp {
+            source: self.source,
+            src_start_bytes: self.start_bytes + src * self.unit_bytes,
+            dst,
+            dims,
+        };
+        let shape = held.shape().to_vec();
+        Array::new(
+            name.to_owned(),
+            self.dtypes,
+            shape,
+            vec![copy_op],
+            Vec::new(),
+        )
     }
 }
 
@@ -408,7 +464,7 @@ impl Index {
             let holders = Holders::Mesh(Arc::clone(layout), Arc::clone(files));
             let form = Form::Grid(Grid {
                 cuts,
-                order: layout.order().to_vec(),
+                order: layout.order().to_vec().into(),
                 holders,
             });
             return self.insert(key, Some(dtype), layout.shape().to_vec(), form);
@@ -466,7 +522,7 @@ impl Index {
             .collect();
         let form = Form::Grid(Grid {
             cuts,
-            order: (0..shape.len()).collect(),
+            order: in_order(shape.len()),
             holders: Holders::Table { starts, files },
         });
         self.insert(key, None, shape.to_vec(), form)
@@ -502,7 +558,7 @@ impl Index {
         let shape = bounds.iter().map(|bounds| bounds[bounds.len() - 1]);
         let shape: Vec<u64> = shape.collect();
         let form = Form::Grid(Grid {
-            order: (0..shape.len()).collect(),
+            order: in_order(shape.len()),
             cuts: bounds.into_iter().map(Cuts::Listed).collect(),
             holders: Holders::Table { starts, files },
         });
@@ -541,16 +597,17 @@ impl Index {
         form: Form,
     ) -> Result<()> {
         let is_in_file = self.is_in_whole_file(key);
-        match self.by_key.entry(key.to_owned()) {
+        let key: Arc<str> = key.into();
+        match self.by_key.entry(Arc::clone(&key)) {
             std::collections::hash_map::Entry::Vacant(entry) if !is_in_file => {
                 entry.insert(self.tensors.len() as u32);
             }
-            _ => return Err(stored_twice(key)),
+            _ => return Err(stored_twice(&key)),
         }
-        check_size(key, &shape)?;
+        check_size(&key, &shape)?;
         let dtype = dtype.map_or_else(OnceLock::new, OnceLock::from);
         self.tensors.push(Stored {
-            key: key.to_owned(),
+            key,
             shape,
             dtype,
             form,
@@ -667,7 +724,7 @@ impl Index {
     /// As [`Self::found`]. Keys are often requested in the order of the index, and then no key is hashed.
     fn found_near(&self, key: &str, near: &mut Near) -> Result<Found<'_>> {
         if let Some(stored) = self.tensors.get(near.listed)
-            && stored.key == key
+            && *stored.key == *key
         {
             near.listed += 1;
             return Ok(Found::Listed(stored));
@@ -1025,6 +1082,110 @@ impl Index {
         Ok(planning.plan)
     }
 
+    /// One plan of the requests of several files, as [`Self::plan_together`] makes it. If they are those of ranks for the
+    /// same keys, what does not depend on the rank is done once.
+    pub(crate) fn plan_files(
+        &self,
+        requests: &[&Requested],
+        cast: Option<Dtype>,
+        verify: bool,
+    ) -> Result<Plan<'static>> {
+        let of_ranks = requests.iter().map(|requested| match requested {
+            Requested::OfRank(request) => Some(request),
+            Requested::Listed(_) | Requested::Whole(_) => None,
+        });
+        if let Some(of_ranks) = of_ranks.collect::<Option<Vec<_>>>()
+            && let Some(first) = of_ranks.first()
+            && of_ranks
+                .iter()
+                .all(|request| Arc::ptr_eq(request.keys(), first.keys()))
+        {
+            return self.plan_ranks(first.keys(), &of_ranks, cast, verify);
+        }
+        let requests = requests.iter().map(|requested| requested.request());
+        self.plan_together(&requests.collect::<Result<Vec<_>>>()?, cast, verify)
+    }
+
+    fn plan_ranks(
+        &self,
+        keys: &[(String, Arc<Layout>)],
+        requests: &[&RankRequest],
+        cast: Option<Dtype>,
+        verify: bool,
+    ) -> Result<Plan<'static>> {
+        if self.is_closed.load(std::sync::atomic::Ordering::Relaxed) {
+            return Err(closed());
+        }
+        let mut near = Near::default();
+        let found = keys.iter().map(|(key, layout)| {
+            let found = self.found_near(key, &mut near)?;
+            check_shape(key, &found, layout.shape())?;
+            Ok(found)
+        });
+        let found = found.collect::<Result<Vec<_>>>()?;
+        let mut planning = Planning::new(self.files.len(), cast, verify);
+        let sources = found
+            .iter()
+            .map(|found| self.box_source(&mut planning, found));
+        let sources = sources.collect::<Result<Vec<_>>>()?;
+        let n_arrays = keys.len() * requests.len();
+        planning.plan.arrays.reserve_exact(n_arrays);
+        for rank in requests.iter().map(|request| request.rank()) {
+            for (((key, layout), found), source) in keys.iter().zip(&found).zip(&sources) {
+                let position = layout.mesh().position(rank)?;
+                let held = layout.only_box(position).filter(|_| layout.holds(position));
+                if let (Some(source), Some(held)) = (source, held) {
+                    planning.chosen[source.file as usize] += held.n_elements();
+                    planning.plan.arrays.push(source.array(key, &held)?);
+                    continue;
+                }
+                let mut request = Request::default();
+                request.add(key, key, layout, position)?;
+                self.plan_array(&mut planning, &request.arrays[0], Some(found))?;
+            }
+        }
+        Ok(planning.plan)
+    }
+
+    /// Where boxes of a tensor are read that one safetensors file holds completely. `None`: it is not such a tensor, or
+    /// there is something wrong with it, and [`Self::plan_array`] must plan its boxes.
+    fn box_source(&self, planning: &mut Planning, found: &Found<'_>) -> Result<Option<BoxSource>> {
+        let Some(file) = found.only_file() else {
+            return Ok(None);
+        };
+        if planning.plan.verify && planning.opened[file as usize].is_none() {
+            self.read_checksums([file], true)?;
+        }
+        let used = self.opened_for(planning, file)?;
+        let opened = Arc::clone(&used.file);
+        let Table::Header(header) = &**opened.table() else {
+            return Ok(None);
+        };
+        let Some(number) = used.find(found.name()) else {
+            return Ok(None);
+        };
+        let entry = header.entry(number);
+        let expected = match found {
+            Found::InWholeFile(_, entry) => entry.dtype,
+            Found::Listed(stored) => *stored.dtype.get_or_init(|| entry.dtype),
+        };
+        let (per_unit, unit_bytes) = entry.dtype.unit();
+        if (entry.dtype, &entry.shape[..]) != (expected, found.shape()) || per_unit > 1 {
+            return Ok(None);
+        }
+        let key = found.name();
+        let dtype = cast_target(entry.dtype, planning.cast)
+            .map_err(|error| error.key(key).within(named(key)))?;
+        Ok(Some(BoxSource {
+            file,
+            source: planning.source(file),
+            start_bytes: header.data_start() + entry.start,
+            unit_bytes,
+            dtypes: (entry.dtype, dtype),
+            strides: row_major_strides(&entry.shape),
+        }))
+    }
+
     /// Most of 100,000 tensors lie in one file each, as one run: they need no geometry.
     fn plan_whole(
         &self,
@@ -1039,16 +1200,8 @@ impl Index {
         let mut near = Near::default();
         let found = request.arrays().map(|(_, key, shape)| {
             let found = self.found_near(key, &mut near)?;
-            if found.shape() == shape {
-                return Ok(found);
-            }
-            let message = format!(
-                "{} has shape {}, but the layout is for {}",
-                named(key),
-                Dims(found.shape()),
-                Dims(shape)
-            );
-            Err(Error::new(Kind::Mismatch, message).key(key))
+            check_shape(key, &found, shape)?;
+            Ok(found)
         });
         let found = found.collect::<Result<Vec<_>>>()?;
         let mut planning = Planning::new(self.files.len(), cast, verify);
@@ -1401,16 +1554,8 @@ impl Index {
         let mut last = None;
         for (key, shape) in &requested.keys {
             let found = self.found(key)?;
-            if let Some(shape) = shape
-                && *shape != found.shape()
-            {
-                let message = format!(
-                    "{} has shape {}, but the layout is for {}",
-                    named(key),
-                    Dims(found.shape()),
-                    Dims(shape)
-                );
-                return Err(Error::new(Kind::Mismatch, message).key(key));
+            if let Some(shape) = shape {
+                check_shape(key, &found, shape)?;
             }
             last = Some(found);
         }
@@ -1493,6 +1638,20 @@ fn check_size(key: &str, shape: &[u64]) -> Result<()> {
     Err(Error::damaged(message).key(key))
 }
 
+/// Compares a tensor with the shape that a layout is for.
+fn check_shape(key: &str, found: &Found<'_>, shape: &[u64]) -> Result<()> {
+    if found.shape() == shape {
+        return Ok(());
+    }
+    let message = format!(
+        "{} has shape {}, but the layout is for {}",
+        named(key),
+        Dims(found.shape()),
+        Dims(shape)
+    );
+    Err(Error::new(Kind::Mismatch, message).key(key))
+}
+
 fn stored_twice(key: &str) -> Error {
     Error::damaged(format!("{} is stored twice", named(key))).key(key)
 }
@@ -1524,4 +1683,28 @@ fn cast_target(stored: Dtype, cast: Option<Dtype>) -> Result<Dtype> {
         ));
     }
     Ok(cast)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc::{Sender, channel};
+    use std::thread::{ThreadId, current};
+
+    struct Freed(Sender<ThreadId>);
+
+    impl Drop for Freed {
+        fn drop(&mut self) {
+            let _ = self.0.send(current().id());
+        }
+    }
+
+    #[test]
+    fn a_large_value_is_freed_by_another_thread() {
+        for (n_parts, is_here) in [(9_999, true), (10_000, false)] {
+            let (sender, receiver) = channel();
+            drop_large(n_parts, Freed(sender));
+            assert_eq!(receiver.recv().unwrap() == current().id(), is_here);
+        }
+    }
 }

@@ -417,6 +417,17 @@ impl Layout {
     /// The tile of a rank of a plain layout, which holds one box. As [`Self::all_tiles`], which makes a dozen lists for
     /// each of 100,000 arrays.
     fn only_tile(&self, position: u64) -> Option<Tile> {
+        let global = self.only_box(position)?;
+        let local_strides = row_major_strides(global.shape());
+        Some(Tile {
+            global,
+            local_offset: 0,
+            local_strides,
+        })
+    }
+
+    /// The box of a rank that holds a part, where that is one box in the order of the dims, and not empty.
+    pub(crate) fn only_box(&self, position: u64) -> Option<Region> {
         if self.flat.is_some() || !self.is_grid() || !self.is_in_order() {
             return None;
         }
@@ -430,12 +441,7 @@ impl Layout {
             offset.push(start);
             shape.push(end - start);
         }
-        let local_strides = row_major_strides(&shape);
-        Some(Tile {
-            global: Region::new(offset, shape).expect("inside a tensor whose size fits"),
-            local_offset: 0,
-            local_strides,
-        })
+        Some(Region::new(offset, shape).expect("inside a tensor whose size fits"))
     }
 
     fn all_tiles(&self, position: u64, span: FlatSpan) -> Vec<Tile> {

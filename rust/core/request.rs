@@ -57,6 +57,16 @@ impl RankRequest {
         Ok(request)
     }
 
+    /// The keys that ranks hold parts of, and the layout of each.
+    pub(crate) fn keys(&self) -> &Arc<[(String, Arc<Layout>)]> {
+        &self.keys
+    }
+
+    /// The rank.
+    pub(crate) fn rank(&self) -> u64 {
+        self.rank
+    }
+
     /// The same request, if the rank holds all of the tensors as they are.
     pub(crate) fn whole(&self) -> Option<WholeRequest> {
         let mut request = WholeRequest::default();

@@ -36,9 +36,9 @@ use std::path::Path;
 
 /// Arrays of one plan.
 const MAX_ARRAYS: usize = 4096;
-/// Files that a thread writes before it closes them. If they are durable they are synced first, one after the other: a
-/// journal commits most of them at once.
-const N_OPEN: usize = 32;
+/// Files that a thread writes before it closes them, some milliseconds. If they are durable they are synced first, one
+/// after the other: a journal commits most of them at once.
+const N_OPEN: usize = 128;
 /// Files that all threads have open at most.
 const MAX_OPEN: usize = 256;
 
@@ -127,9 +127,8 @@ impl Task<'_> {
 
     /// Writes files with one plan.
     fn write_planned(&self, files: &[(&str, &Requested)]) -> Result<Vec<Option<Checksums>>> {
-        let requests = files.iter().map(|(_, requested)| requested.request());
-        let requests = requests.collect::<Result<Vec<_>>>()?;
-        let plan = self.index.plan_together(&requests, self.cast, true)?;
+        let requests: Vec<_> = files.iter().map(|(_, requested)| *requested).collect();
+        let plan = self.index.plan_files(&requests, self.cast, true)?;
         if verifies_files(&plan) {
             // All of a source is read before: that is done once for all files, on all threads.
             return Ok(vec![None; files.len()]);
@@ -137,7 +136,7 @@ impl Task<'_> {
         let checks = Checks::new(&plan);
         let mut arrays = plan.arrays();
         let mut written = Vec::with_capacity(files.len());
-        let mut image = Vec::new();
+        let mut image = Image::default();
         for some in files.chunks(self.n_open) {
             let run = Run {
                 plan: &plan,
@@ -157,17 +156,12 @@ impl Task<'_> {
                     written.push(None);
                     continue;
                 }
-                let header_bytes = fill_image(run, own, self.options, &mut image)
+                image
+                    .fill(run, own, self.options)
                     .map_err(|error| error.path(&self.folder.path.join(name)))?;
-                let file = create(self.folder, name, &image, self.options)?;
+                let file = create(self.folder, name, &image.bytes, self.options)?;
                 opened.extend(file.map(|file| (name, file)));
-                let sums = image.chunks(CHUNK_BYTES).map(|chunk| crc32c(0, chunk));
-                written.push(Some(Checksums::new(
-                    image.len() as u64,
-                    header_bytes as u64,
-                    crc32c(0, &image[..header_bytes]),
-                    sums.collect(),
-                )?));
+                written.push(Some(image.checksums()?));
             }
             if self.options.durable {
                 // The space of a file is allocated when its bytes are sent to the disk. If that has begun for all, the
@@ -184,25 +178,52 @@ impl Task<'_> {
     }
 }
 
-/// Makes the content of a file. Returns the bytes of its header.
-fn fill_image(
-    run: Run<'_>,
-    arrays: &[Array],
-    options: &Options,
-    image: &mut Vec<u8>,
-) -> Result<usize> {
-    let (header, starts) = header_of(arrays, &options.metadata)?;
-    let header_bytes = header.len();
-    let n_bytes: u64 = arrays.iter().map(Array::n_bytes).sum();
-    image.clear();
-    image.extend(header);
-    image.resize(header_bytes + n_bytes as usize, 0);
-    for (array, start) in arrays.iter().zip(starts) {
-        let to = &mut image[start as usize..(start + array.n_bytes()) as usize];
-        fill_bytes(run, array, 0, to)?;
+/// The content of a file.
+#[derive(Default)]
+struct Image<'a> {
+    bytes: Vec<u8>,
+    header_bytes: usize,
+    header_checksum: u32,
+    /// The arrays that the header describes, and the first byte of each.
+    arrays: &'a [Array],
+    starts: Vec<u64>,
+}
+
+impl<'a> Image<'a> {
+    /// Makes the content of a file. The header of the last one is kept if it describes these arrays, too: files of
+    /// ranks often differ in their bytes alone.
+    fn fill(&mut self, run: Run<'_>, arrays: &'a [Array], options: &Options) -> Result<()> {
+        let is_same =
+            |(a, b): (&Array, &Array)| (a.dtype, &a.name, &a.shape) == (b.dtype, &b.name, &b.shape);
+        let is_known = !self.bytes.is_empty()
+            && arrays.len() == self.arrays.len()
+            && arrays.iter().zip(self.arrays).all(is_same);
+        if !is_known {
+            (self.bytes, self.starts) = header_of(arrays, &options.metadata)?;
+            self.header_bytes = self.bytes.len();
+            self.header_checksum = crc32c(0, &self.bytes);
+            self.arrays = arrays;
+        }
+        let n_bytes: u64 = arrays.iter().map(Array::n_bytes).sum();
+        self.bytes.truncate(self.header_bytes);
+        self.bytes.resize(self.header_bytes + n_bytes as usize, 0);
+        for (array, start) in arrays.iter().zip(&self.starts) {
+            let to = &mut self.bytes[*start as usize..(start + array.n_bytes()) as usize];
+            fill_bytes(run, array, 0, to)?;
+        }
+        run.control.advance(n_bytes);
+        Ok(())
     }
-    run.control.advance(n_bytes);
-    Ok(header_bytes)
+
+    fn checksums(&self) -> Result<Checksums> {
+        let sums = self.bytes.chunks(CHUNK_BYTES).map(|chunk| crc32c(0, chunk));
+        Checksums::new(
+            self.bytes.len() as u64,
+            self.header_bytes as u64,
+            self.header_checksum,
+            sums.collect(),
+        )
+    }
 }
 
 /// Creates a file with its content. `None`: the name existed; the file was replaced, and synced if it is durable.

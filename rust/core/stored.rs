@@ -13,6 +13,7 @@ use crate::plan::{CopyOp, strided_copy};
 use crate::region::{Dims, Region, row_major_strides};
 use crate::strided::{Dim, merge_dims};
 use crate::tile::Tile;
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
 
@@ -27,7 +28,7 @@ const MAX_RUNS: u64 = 1 << 22;
 
 #[derive(Debug)]
 pub(crate) struct Stored {
-    pub(crate) key: String,
+    pub(crate) key: Arc<str>,
     pub(crate) shape: Vec<u64>,
     /// Given by the caller, or read from the first shard file that is opened.
     pub(crate) dtype: OnceLock<Dtype>,
@@ -44,7 +45,7 @@ pub(crate) enum Form {
 pub(crate) struct Grid {
     pub(crate) cuts: Vec<Cuts>,
     /// `order[j]` is the global dim at storage position `j`.
-    pub(crate) order: Vec<usize>,
+    pub(crate) order: Cow<'static, [usize]>,
     pub(crate) holders: Holders,
 }
 
@@ -94,6 +95,13 @@ pub struct StoredTensor {
     pub name: String,
     /// Its stored shape.
     pub shape: Vec<u64>,
+}
+
+/// The order of dims that are stored in their order. 100,000 tensors share it.
+pub(crate) fn in_order(n_dims: usize) -> Cow<'static, [usize]> {
+    const DIMS: &[usize] = &[0, 1, 2, 3, 4, 5, 6, 7];
+    DIMS.get(..n_dims)
+        .map_or_else(|| (0..n_dims).collect(), Cow::Borrowed)
 }
 
 /// One copy of a plan before its file is opened.
@@ -177,7 +185,7 @@ impl Grid {
             .map(|&extent| Cuts::Even { extent, n_parts: 1 });
         Self {
             cuts: cuts.collect(),
-            order: (0..shape.len()).collect(),
+            order: in_order(shape.len()),
             holders: Holders::File(file),
         }
     }
@@ -914,7 +922,7 @@ mod tests {
     #[test]
     fn a_tensor_in_parts_or_in_another_order_has_no_only_file() {
         let mut grid = Grid::whole(&[4, 6], 0);
-        grid.order = vec![1, 0];
+        grid.order = vec![1, 0].into();
         assert_eq!(grid.only_file(&[4, 6]), None);
         grid = Grid::whole(&[4, 6], 0);
         grid.cuts[1] = Cuts::Listed(vec![0, 2, 6]);

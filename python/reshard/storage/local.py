@@ -94,7 +94,8 @@ class LocalStore(Store):
 
     def sizes(self, path: str) -> list[tuple[str, Kind, int]]:
         """See `Store.sizes`."""
-        return _scan(path, lambda entry: (entry.name, _kind_of(entry), entry.stat(follow_symlinks=False).st_size))
+        with _listing(path):
+            return _core.folder_sizes(path)
 
     def read_small(self, path: str, max_bytes: int, *, follow_links: bool = False) -> bytes:
         """See `Store.read_small`."""
@@ -536,10 +537,16 @@ _Scanned = TypeVar("_Scanned", bound=tuple[Any, ...])
 
 def _scan(path: str, of: Callable[[os.DirEntry[str]], _Scanned]) -> list[_Scanned]:
     """A value of each entry of a folder, sorted."""
+    with _listing(path), os.scandir(path) as entries:
+        return sorted(map(of, entries))
+
+
+@contextlib.contextmanager
+def _listing(path: str) -> Iterator[None]:
+    """Errors of listing a folder."""
     with failing("listing", path):
         try:
-            with os.scandir(path) as entries:
-                return sorted(map(of, entries))
+            yield
         except FileNotFoundError:
             raise CheckpointNotFoundError(f"there is no folder {show(path)}", path=path) from None
 

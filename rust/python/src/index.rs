@@ -16,7 +16,7 @@ use reshard_core::checksum::Checksums;
 use reshard_core::control::Control;
 use reshard_core::dtype::{Dtype, n_elements};
 use reshard_core::error::Printable;
-use reshard_core::index::ReadChecksums;
+use reshard_core::index::{ReadChecksums, drop_large};
 use reshard_core::region::{Region, flat_range_boxes, row_major_strides};
 use reshard_core::request::Requested;
 use reshard_core::shard_file::{Format, ShardFile};
@@ -40,6 +40,14 @@ pub(crate) struct Index {
     index: reshard_core::index::Index,
     /// Layouts and dtypes from `metadata.json`. Its tensors are the first of the index.
     metadata: Option<Metadata>,
+}
+
+impl Drop for Index {
+    fn drop(&mut self) {
+        if let Some(metadata) = self.metadata.take() {
+            drop_large(metadata.tensors.len(), metadata);
+        }
+    }
 }
 
 pub(crate) fn parse_method(method: &str) -> reshard_core::Result<Method> {

@@ -42,7 +42,10 @@ mod _core {
             read_torch_content, read_torch_file, read_torch_object,
         },
         verify::{crc32c, scrub},
-        write::{Buffers, Snapshot, SnapshotPool, Written, rename, sync_together, write_arrays},
+        write::{
+            Buffers, Snapshot, SnapshotPool, Written, folder_sizes, rename, sync_together,
+            write_arrays,
+        },
     };
     use pyo3::prelude::*;
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -140,8 +141,11 @@ def _publish(
             folder_mode=options.folder_mode,
         )
         try:
-            written = fill(attempt.staging)
-            described = write_descriptions(plan, attempt.staging, mode=options.file_mode)
+            # For many ranks the descriptions take long, and they do not depend on the files.
+            with ThreadPoolExecutor(1) as beside:
+                describing = beside.submit(write_descriptions, plan, attempt.staging, mode=options.file_mode)
+                written = fill(attempt.staging)
+            described = describing.result()
             common = job.source.common or CommonInfo()
             common.write(attempt.staging / checkpoint2.COMMON_FILE, options.file_mode, durable=False)
             rank_of = {file.name: file.rank for file in plan.files}
