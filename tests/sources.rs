@@ -271,7 +271,7 @@ fn every_way_of_copying_copies_the_same_bytes_and_finds_damage() {
 /// because a chunk does not end with the page; this chunk is copied last.
 #[test]
 fn a_verified_band_touches_its_own_page_of_memory_first() {
-    const N: usize = 9 << 20;
+    const N: usize = (8 << 20) + (100 << 10); // the last chunk is no band of its own
     const PAGE: usize = 2 << 20;
     let data: Vec<u8> = (0..N).map(|i| (i * i % 251) as u8).collect();
     let tensor = MemoryTensor {
@@ -308,7 +308,7 @@ fn a_verified_band_touches_its_own_page_of_memory_first() {
     let in_out = addresses.iter().filter_map(|at| at.checked_sub(first));
     let mut pages: Vec<usize> = in_out.filter(|at| *at < N).map(|at| at / PAGE).collect();
     pages.dedup();
-    assert_eq!(pages, [0, 1, 0, 2, 1, 3, 2, 4, 3]);
+    assert_eq!(pages, [0, 1, 0, 2, 1, 3, 2]);
 }
 
 #[test]

@@ -61,6 +61,7 @@ pub fn fill_tuned(
     let checks = Checks::new(plan);
     let mut bands: Vec<Vec<Band<'_>>> = vec![Vec::new()];
     let mut free_bytes = BAND_BYTES;
+    let mut last_byte = 0; // its address, of the last band
     for (array, mut rest) in plan.arrays().iter().zip(out) {
         if rest.len() as u64 != array.n_bytes() {
             let message = format!(
@@ -85,14 +86,21 @@ pub fn fill_tuned(
                     let end = (at + free_bytes) / CHUNK_BYTES as u64 * CHUNK_BYTES as u64;
                     free_bytes = if end > at { end } else { end + BAND_BYTES } - at;
                 }
-                if !bands.last().is_some_and(Vec::is_empty) {
+                // An array that begins in the page in which the last band ends continues that band.
+                let is_same_page = rest.as_ptr() as u64 / BAND_BYTES == last_byte / BAND_BYTES;
+                if !is_same_page && !bands.last().is_some_and(Vec::is_empty) {
                     bands.push(Vec::new());
                 }
             }
-            let take = whole_units(free_bytes)
+            let mut take = whole_units(free_bytes)
                 .max(array.unit_bytes())
                 .min(rest.len() as u64);
+            if verified_from.is_some() && rest.len() as u64 - take <= CHUNK_BYTES as u64 {
+                // A band of this chunk alone would begin with the page of the band before.
+                take = rest.len() as u64;
+            }
             let (to, after) = rest.split_at_mut(take as usize);
+            last_byte = to.as_ptr() as u64 + take - 1;
             bands.last_mut().expect("never empty").push(Band {
                 array,
                 start,
