@@ -59,6 +59,47 @@ pub fn fill_tuned(
         ));
     }
     let checks = Checks::new(plan);
+    let bands = split(plan, &checks, out)?;
+    verify_files(plan, control)?;
+    let measures = tuning.measures(plan.n_bytes());
+    let pieces = bands
+        .iter()
+        .map(|band| band.iter().map(Band::piece).collect());
+    let readahead = Readahead::new(plan, &checks, pieces.collect());
+    // In the order of the requests: the iterator of a vector would begin with two bands that are far apart.
+    let bands = bands.into_iter().enumerate().par_bridge();
+    bands.try_for_each(|(number, band)| {
+        control.check()?;
+        readahead.advance(number);
+        let run = Run {
+            plan,
+            checks: &checks,
+            stores,
+            control,
+            faulted: &Faulted::default(),
+            tuning,
+            // A copy that waits for the disk is no sample.
+            measures: measures && !readahead.is_cold(),
+        };
+        for band in band {
+            let array = band.array;
+            for (start, to) in band.parts() {
+                let n_bytes = to.len() as u64;
+                fill_units(run, array, start, to)?;
+                control.advance(n_bytes);
+            }
+        }
+        finish_stores();
+        Ok(())
+    })
+}
+
+/// The bands of all arrays, in their order. A band that begins in the page of the band before copies that part last.
+fn split<'a>(
+    plan: &'a Plan<'_>,
+    checks: &Checks,
+    out: Vec<&'a mut [u8]>,
+) -> Result<Vec<Vec<Band<'a>>>> {
     let mut bands: Vec<Vec<Band<'_>>> = vec![Vec::new()];
     let mut free_bytes = BAND_BYTES;
     let mut last_byte = 0; // its address, of the last band
@@ -72,7 +113,7 @@ pub fn fill_tuned(
             );
             return Err(Error::new(Kind::Argument, message).key(&array.name));
         }
-        let verified_from = verified_run(plan, &checks, array);
+        let verified_from = verified_run(plan, checks, array);
         let mut start = 0;
         while !rest.is_empty() {
             let whole_units = |bytes: u64| bytes / array.unit_bytes() * array.unit_bytes();
@@ -116,38 +157,7 @@ pub fn fill_tuned(
             }
         }
     }
-    verify_files(plan, control)?;
-    let measures = tuning.measures(plan.n_bytes());
-    let pieces = bands
-        .iter()
-        .map(|band| band.iter().map(Band::piece).collect());
-    let readahead = Readahead::new(plan, &checks, pieces.collect());
-    // In the order of the requests: the iterator of a vector would begin with two bands that are far apart.
-    let bands = bands.into_iter().enumerate().par_bridge();
-    bands.try_for_each(|(number, band)| {
-        control.check()?;
-        readahead.advance(number);
-        let run = Run {
-            plan,
-            checks: &checks,
-            stores,
-            control,
-            faulted: &Faulted::default(),
-            tuning,
-            // A copy that waits for the disk is no sample.
-            measures: measures && !readahead.is_cold(),
-        };
-        for band in band {
-            let array = band.array;
-            for (start, to) in band.parts() {
-                let n_bytes = to.len() as u64;
-                fill_units(run, array, start, to)?;
-                control.advance(n_bytes);
-            }
-        }
-        finish_stores();
-        Ok(())
-    })
+    Ok(bands)
 }
 
 struct Band<'a> {
@@ -259,4 +269,76 @@ fn fill_stored(run: Run<'_>, array: &Array, start: u64, to: &mut [u8]) -> Result
         .map_err(|error| error.key(&array.name))?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dtype::Dtype;
+    use crate::index::Index;
+    use crate::plan::MemoryTensor;
+    use crate::region::Region;
+    use crate::request::Request;
+    use crate::source::Method;
+    use crate::writer::{Buffers, Options, write};
+
+    /// Two threads that touch the same new page at the same time both clear one.
+    #[test]
+    fn no_two_bands_begin_with_the_same_page() {
+        // The last chunk of the first array would be a band of its own; the others begin inside a page.
+        let sizes = [(8 << 20) + (100 << 10), 5 << 20, 300 << 10, 9 << 20];
+        let data = vec![7; 9 << 20];
+        let tensors = sizes.iter().enumerate().map(|(i, n)| MemoryTensor {
+            name: i.to_string(),
+            dtype: Dtype::U8,
+            shape: vec![*n],
+            bytes: &data,
+            strides_bytes: vec![1],
+        });
+        let options = Options {
+            metadata: Vec::new(),
+            container: None,
+            durable: false,
+            direct: false,
+            mode: 0o600,
+        };
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        let (control, mut buffers) = (Control::default(), Buffers::new(16 << 20).unwrap());
+        let memory_plan = Plan::of_memory(tensors.collect()).unwrap();
+        let checksums = write(&path, &memory_plan, &options, &mut buffers, &control).unwrap();
+        let (mut index, mut request) = (Index::new(), Request::default());
+        let file = index.add_file(path, false, Method::Map);
+        index.set_checksums(file, checksums).unwrap();
+        for (i, n) in sizes.iter().enumerate() {
+            let (key, all) = (i.to_string(), Region::new(vec![0], vec![*n]).unwrap());
+            index.add_whole(&key, file).unwrap();
+            request.add_region(&key, &key, all);
+        }
+        for verify in [false, true] {
+            let plan = index.plan(&request, None, verify).unwrap();
+            let n_bytes = sizes.iter().sum::<u64>() as usize;
+            let mut memory = vec![0; n_bytes + BAND_BYTES as usize];
+            let at = memory.as_ptr().align_offset(BAND_BYTES as usize);
+            let (mut out, mut rest) = (Vec::new(), &mut memory[at..at + n_bytes]);
+            for n in sizes {
+                let (one, after) = rest.split_at_mut(n as usize);
+                out.push(one);
+                rest = after;
+            }
+            let bands = split(&plan, &Checks::new(&plan), out).unwrap();
+            let mut first_pages = Vec::new();
+            let mut n_split = 0;
+            for band in bands.into_iter().filter(|band| !band.is_empty()) {
+                let parts: Vec<_> = band.into_iter().flat_map(Band::parts).collect();
+                n_split += parts.iter().map(|(_, to)| to.len()).sum::<usize>();
+                let first = parts.iter().find(|(_, to)| !to.is_empty()).unwrap();
+                first_pages.push(first.1.as_ptr() as u64 / BAND_BYTES);
+            }
+            assert_eq!(n_split, n_bytes);
+            let mut distinct = first_pages.clone();
+            distinct.dedup();
+            assert_eq!(first_pages, distinct, "verify: {verify}");
+        }
+    }
 }
