@@ -8,7 +8,7 @@ COUNTERS = ("epoch_num", "step_num", "global_step", "loss_scale", "global_batch_
 """Counters of a training run, which some formats store as tensors of one element."""
 
 AS_TENSORS = "tensor `step_num` or `global_step`"
-"""What formats hold that store the counters as tensors, for messages."""
+"""What holds the counters in a format that stores them as tensors, for messages."""
 
 OF_NO_PARAMETER = frozenset((*COUNTERS, "beta1_power", "beta2_power", "learning_rate", "momentum"))
 """Counters, and state of the optimizer that belongs to no parameter."""

@@ -102,7 +102,7 @@ fn split<'a>(
 ) -> Result<Vec<Vec<Band<'a>>>> {
     let mut bands: Vec<Vec<Band<'_>>> = vec![Vec::new()];
     let mut free_bytes = BAND_BYTES;
-    let mut last_byte = 0; // its address, of the last band
+    let mut last_byte = 0; // the address of the last byte in the last band
     for (array, mut rest) in plan.arrays().iter().zip(out) {
         if rest.len() as u64 != array.n_bytes() {
             let message = format!(

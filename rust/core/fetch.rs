@@ -281,8 +281,8 @@ impl<'a> BoxCopy<'a> {
             _ => CHUNK_BYTES as u64,
         };
         let is_one_part = start / part == (start + span - 1) / part;
-        let is_chunks = (start | span).is_multiple_of(CHUNK_BYTES as u64);
-        if (is_chunks || !is_one_part) && is_one_run(dims) && !file.source().is_mapped() {
+        let is_whole_chunks = (start | span).is_multiple_of(CHUNK_BYTES as u64);
+        if (is_whole_chunks || !is_one_part) && is_one_run(dims) && !file.source().is_mapped() {
             return self.verified_run(file, checksums, start, (dst * unit) as usize, span);
         }
         if let (false, Some((widest, dim))) = (is_one_part, widest) {

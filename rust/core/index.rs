@@ -14,8 +14,7 @@ use crate::factors::Factors;
 use crate::header::Entry;
 use crate::layout::{Cuts, Layout};
 use crate::local_array::{LocalArray, Part};
-use crate::plan::strided_copy;
-use crate::plan::{Array, CopyOp, Plan, PlanSource};
+use crate::plan::{Array, CopyOp, Plan, PlanSource, strided_copy};
 use crate::region::{Dims, Region, row_major_strides};
 use crate::request::{RankRequest, Request, Requested, RequestedArray, WholeRequest};
 use crate::shard_file::{Format, ShardFile, Table, verify_header};
@@ -207,16 +206,23 @@ impl Planning {
     }
 }
 
-/// A tensor in one safetensors file, of which boxes are read.
-struct BoxSource {
-    /// Number of the file in the index, and among the sources of the plan.
-    file: u32,
+/// The bytes of a tensor in one safetensors file, which are one run.
+struct FileRun {
+    /// Number of the file among the sources of the plan.
     source: u32,
     /// First byte of the tensor in the file.
-    start_bytes: u64,
-    unit_bytes: u64,
+    start: u64,
     /// Stored and requested.
     dtypes: (Dtype, Dtype),
+    shape: Vec<u64>,
+}
+
+/// A tensor in one safetensors file, of which boxes are read.
+struct BoxSource {
+    /// Number of the file in the index.
+    file: u32,
+    bytes: FileRun,
+    unit_bytes: u64,
     strides: Vec<u64>,
 }
 
@@ -228,15 +234,15 @@ impl BoxSource {
         let strides = row_major_strides(held.shape());
         let (_, dst, dims) = strided_copy(held, (src, &self.strides), (0, &strides));
         let copy_op = CopyOp {
-            source: self.source,
-            src_start_bytes: self.start_bytes + src * self.unit_bytes,
+            source: self.bytes.source,
+            src_start_bytes: self.bytes.start + src * self.unit_bytes,
             dst,
             dims,
         };
         let shape = held.shape().to_vec();
         Array::new(
             name.to_owned(),
-            self.dtypes,
+            self.bytes.dtypes,
             shape,
             vec![copy_op],
             Vec::new(),
@@ -1153,6 +1159,27 @@ impl Index {
         let Some(file) = found.only_file() else {
             return Ok(None);
         };
+        let Some(bytes) = self.run_in(planning, found, file)? else {
+            return Ok(None);
+        };
+        let (per_unit, unit_bytes) = bytes.dtypes.0.unit();
+        let strides = row_major_strides(&bytes.shape);
+        Ok((per_unit == 1).then_some(BoxSource {
+            file,
+            bytes,
+            unit_bytes,
+            strides,
+        }))
+    }
+
+    /// The bytes of a tensor in a file that should hold it completely. `None`: it is no safetensors file, or its header
+    /// says otherwise.
+    fn run_in(
+        &self,
+        planning: &mut Planning,
+        found: &Found<'_>,
+        file: u32,
+    ) -> Result<Option<FileRun>> {
         if planning.plan.verify && planning.opened[file as usize].is_none() {
             self.read_checksums([file], true)?;
         }
@@ -1161,28 +1188,30 @@ impl Index {
         let Table::Header(header) = &**opened.table() else {
             return Ok(None);
         };
-        let Some(number) = used.find(found.name()) else {
+        let key = found.name();
+        let Some(number) = used.find(key) else {
             return Ok(None);
         };
-        let entry = header.entry(number);
+        let Entry {
+            dtype: stored,
+            shape,
+            start,
+            ..
+        } = header.entry(number);
         let expected = match found {
             Found::InWholeFile(_, entry) => entry.dtype,
-            Found::Listed(stored) => *stored.dtype.get_or_init(|| entry.dtype),
+            Found::Listed(listed) => *listed.dtype.get_or_init(|| stored),
         };
-        let (per_unit, unit_bytes) = entry.dtype.unit();
-        if (entry.dtype, &entry.shape[..]) != (expected, found.shape()) || per_unit > 1 {
+        if (stored, &shape[..]) != (expected, found.shape()) {
             return Ok(None);
         }
-        let key = found.name();
-        let dtype = cast_target(entry.dtype, planning.cast)
+        let requested = cast_target(stored, planning.cast)
             .map_err(|error| error.key(key).within(named(key)))?;
-        Ok(Some(BoxSource {
-            file,
+        Ok(Some(FileRun {
             source: planning.source(file),
-            start_bytes: header.data_start() + entry.start,
-            unit_bytes,
-            dtypes: (entry.dtype, dtype),
-            strides: row_major_strides(&entry.shape),
+            start: header.data_start() + start,
+            dtypes: (stored, requested),
+            shape,
         }))
     }
 
@@ -1221,63 +1250,38 @@ impl Index {
     /// Adds a tensor that is one run of bytes of one safetensors file. `false`: it is not, or there is something wrong
     /// with it, and [`Self::plan_array`] must plan it.
     fn plan_one_run(&self, planning: &mut Planning, name: &str, found: &Found<'_>) -> Result<bool> {
-        let (key, files) = match found {
-            Found::InWholeFile(file, entry) => (entry.name, std::slice::from_ref(file)),
+        let files = match found {
+            Found::InWholeFile(file, _) => std::slice::from_ref(file),
             Found::Listed(stored) => match stored.only_cell() {
-                Some(files) => (&*stored.key, files),
+                Some(files) => files,
                 None => return Ok(false),
             },
         };
-        let shape = found.shape();
-        let n: u64 = shape.iter().product();
+        let n: u64 = found.shape().iter().product();
         if n == 0 {
             return Ok(false);
         }
         let Some(file) = choose(files, &mut planning.chosen, n) else {
             return Ok(false);
         };
-        if planning.plan.verify && planning.opened[file as usize].is_none() {
-            self.read_checksums([file], true)?;
-        }
-        let used = self.opened_for(planning, file)?;
-        let opened = Arc::clone(&used.file);
-        let Table::Header(header) = &**opened.table() else {
+        let Some(bytes) = self.run_in(planning, found, file)? else {
             return Ok(false);
         };
-        let Some(number) = used.find(key) else {
-            return Ok(false);
-        };
-        let Entry {
-            dtype: stored_dtype,
-            shape: stored_shape,
-            start,
-            ..
-        } = header.entry(number);
-        let expected = match found {
-            Found::InWholeFile(_, entry) => entry.dtype,
-            Found::Listed(stored) => *stored.dtype.get_or_init(|| stored_dtype),
-        };
-        if (stored_dtype, &stored_shape[..]) != (expected, shape) {
-            return Ok(false);
-        }
-        let dtype = cast_target(stored_dtype, planning.cast)
-            .map_err(|error| error.key(key).within(named(key)))?;
         let run = Dim {
             len: n,
             src: 1,
             dst: 1,
         };
         let copy_op = CopyOp {
-            source: planning.source(file),
-            src_start_bytes: header.data_start() + start,
+            source: bytes.source,
+            src_start_bytes: bytes.start,
             dst: 0,
             dims: if n == 1 { Vec::new() } else { vec![run] },
         };
-        let dtypes = (stored_dtype, dtype);
         let array = Array::new(
             name.to_owned(),
-            dtypes,
-            stored_shape,
+            bytes.dtypes,
+            bytes.shape,
             vec![copy_op],
             Vec::new(),
         )?;
