@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reshard
-from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError
+from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError, UnsupportedError
 from reshard.formats import weight_map as maps
 from reshard.formats.huggingface import names as huggingface
 from reshard.formats.huggingface.names import INDEX_FILE, SINGLE_FILE
@@ -94,11 +94,11 @@ HOSTILE: list[tuple[str, object, type[ReshardError], str]] = [
     ("file empty", wrapped(""), DamagedFileError, "it is empty"),
     ("file with NUL", wrapped("a\0.safetensors"), DamagedFileError, "control character"),
     ("file with an escape", wrapped("\x1b[2J"), DamagedFileError, "`\\x1b[2J` is refused"),
-    ("file of 256 bytes", wrapped("a" * 256), DamagedFileError, "has 256 bytes"),
+    ("file of 256 bytes", wrapped("a" * 256), UnsupportedError, "has 256 bytes"),
     ("file missing", wrapped("absent.safetensors"), CheckpointNotFoundError, "`absent.safetensors`"),
     ("file a folder", wrapped("folder"), DamagedFileError, "folder`, which is a folder, expected a file"),
     ("key empty", {"weight_map": {"": "a"}}, DamagedFileError, "must have 1 to 1024 bytes, not 0"),
-    ("key long", {"weight_map": {"k" * 1025: "a"}}, DamagedFileError, "not 1025"),
+    ("key long", {"weight_map": {"k" * 1025: "a"}}, UnsupportedError, "not 1025"),
     ("key twice", b'{"weight_map": {"w": "a", "w": "b"}}', DamagedFileError, "`w` is repeated"),
     ("map twice", b'{"weight_map": {"w": "a"}, "weight_map": {"v": "b"}}', DamagedFileError, "is repeated"),
     ("total NaN", b'{"metadata": {"total_size": NaN}, "weight_map": {"w": "a"}}', DamagedFileError, "NaN"),
