@@ -53,8 +53,8 @@ def read(path: str | os.PathLike[str]) -> dict[str, str]:
         raise _damaged(path, f"`weight_map` has {len(weight_map)} tensors; at most {_MAX_TENSORS} are allowed")
     for key, name in weight_map.items():
         if not 1 <= len(key.encode()) <= _MAX_NAME_BYTES:
-            fault = f"a tensor's name must have 1 to {_MAX_NAME_BYTES} bytes, not {len(key.encode())}"
-            raise _refused(path, fault, is_long=bool(key))
+            length = f"a tensor's name must have 1 to {_MAX_NAME_BYTES} bytes, not {len(key.encode())}"
+            raise _refused(path, length, is_long=bool(key))
         if not isinstance(name, str):
             raise _damaged(path, f"the file of {show(key)} is not text")
     files = list(dict.fromkeys(weight_map.values()))
