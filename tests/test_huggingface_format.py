@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,23 @@ def test_hostile_indices(index: object, error: type[ReshardError], message: str,
 def test_an_index_of_many_values_is_refused_before_it_is_parsed(hostile: bytes, tmp_path: Path) -> None:
     (tmp_path / INDEX_FILE).write_bytes(b'{"weight_map": {"a": [' + hostile * 2_000_000 + b"0]}}")
     with pytest.raises(DamagedFileError, match="holds more than 2000000 values"):
+        reshard.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("make_it", "what"),
+    [
+        (os.mkfifo, "a pipe, a socket or a device"),
+        (Path.mkdir, "a folder"),
+        (lambda path: path.symlink_to("nothing"), "a symbolic link to nothing"),
+    ],
+    ids=["pipe", "folder", "link"],
+)
+def test_a_model_that_is_no_file(make_it: Any, what: str, tmp_path: Path) -> None:
+    make_it(tmp_path / "model.safetensors")
+    with pytest.raises(
+        CheckpointNotFoundError, match=rf"holds no checkpoint: `model\.safetensors` is {what}, expected"
+    ):
         reshard.open(tmp_path)
 
 

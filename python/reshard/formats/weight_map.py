@@ -12,6 +12,7 @@ from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardErr
 from reshard.formats import writer_mark
 from reshard.storage.location import Location, locate
 from reshard.storage.names import component_fault, is_too_long
+from reshard.storage.store import kind_words
 from reshard.strict_json import read_json
 from reshard.words import listed, show
 
@@ -68,9 +69,8 @@ def read(path: str | os.PathLike[str]) -> dict[str, str]:
         if kind is None:
             missing.append(name)
         elif kind != "file":
-            what = "a folder" if kind == "folder" else "a pipe, a socket or a device"
             raise DamagedFileError(
-                f"{show(str(path))} lists {show(name)}, which is {what}, expected a file",
+                f"{show(str(path))} lists {show(name)}, which is {kind_words(kind)}, expected a file",
                 path=str(path.parent / name),
             )
     if missing:

@@ -600,6 +600,21 @@ class OpenedFolder:
         return self._store.pieces(self.path(name), n_bytes, ranges)
 
 
+def kind_words(kind: Kind | None) -> str:
+    """What an entry is that is not a file, for messages; None: a link whose target is missing.
+
+    Example:
+        >>> kind_words("other"), kind_words(None)
+        ('a pipe, a socket or a device', 'a symbolic link to nothing')
+    """
+    words: dict[Kind | None, str] = {
+        None: "a symbolic link to nothing",
+        "folder": "a folder",
+        "link": "a symbolic link",
+    }
+    return words.get(kind, "a pipe, a socket or a device")
+
+
 def check_file(path: str, is_file: bool, found_bytes: int, n_bytes: int | None) -> None:  # noqa: FBT001
     """Check that a path is a regular file of a size.
 
