@@ -13,7 +13,6 @@ from reshard.cli.output import (
     STRATEGY_HELP,
     collected_warnings,
     command,
-    counted,
     echo,
     echo_json,
     progress_bar,
@@ -22,6 +21,7 @@ from reshard.cli.output import (
     size,
     warn,
 )
+from reshard.words import counted
 
 if TYPE_CHECKING:
     from reshard.verbs.verify import VerifiedCheckpoint

@@ -22,7 +22,7 @@ import errno
 from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple, Self, TypeAlias
 
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
-from reshard.words import show
+from reshard.words import counted, show
 
 if TYPE_CHECKING:
     import os
@@ -630,4 +630,4 @@ def check_file(path: str, is_file: bool, found_bytes: int, n_bytes: int | None) 
     if not is_file:
         raise DamagedFileError(f"{show(path)} is not a regular file", path=path)
     if n_bytes not in (None, found_bytes):
-        raise DamagedFileError(f"{show(path)} has {found_bytes} bytes, expected {n_bytes}", path=path)
+        raise DamagedFileError(f"{show(path)} has {counted(found_bytes, 'byte')}, expected {n_bytes}", path=path)
