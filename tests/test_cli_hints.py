@@ -124,7 +124,7 @@ def test_inspect_mentions_what_is_no_part_of_the_checkpoint(root: Path) -> None:
         "iteration_00000100.bak": "folder, not part of a checkpoint",
         "iteration_100": "iteration 100 is read from iteration_00000100: nothing reads or removes this folder; "
         "remove one of the two",
-        "iteration_00000300": "symbolic link, not part of a checkpoint",
+        "iteration_00000300": "it is a symbolic link, which is not followed: move the folder itself here",
         "notes\x1b.txt": "file, not part of a checkpoint",
         "iteration_00000200/model.tmp": "file, not in the manifest",
     }
@@ -138,6 +138,8 @@ def test_inspect_mentions_what_is_no_part_of_the_checkpoint(root: Path) -> None:
 
 def test_two_folders_of_one_iteration(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     shutil.copytree(root / "iteration_00000100", root / "iteration_100")
+    (root / "iteration_00000300").symlink_to(root / "iteration_100")
+    assert "`iteration_00000300` is skipped: it is a symbolic link" in run("explain", root).stdout
     warning = "`iteration_100` is skipped: iteration 100 is read from iteration_00000100"
     assert warning in run("explain", root).stdout
     assert any(warning in line for line in json.loads(run("explain", root, "--json").stdout)["warnings"])

@@ -601,18 +601,14 @@ class OpenedFolder:
 
 
 def kind_words(kind: Kind | None) -> str:
-    """What an entry is that is not a file, for messages; None: a link whose target is missing.
+    """What an entry is, for messages; None: a link whose target is missing.
 
     Example:
         >>> kind_words("other"), kind_words(None)
         ('a pipe, a socket or a device', 'a symbolic link to nothing')
     """
-    words: dict[Kind | None, str] = {
-        None: "a symbolic link to nothing",
-        "folder": "a folder",
-        "link": "a symbolic link",
-    }
-    return words.get(kind, "a pipe, a socket or a device")
+    words = {"file": "a file", "folder": "a folder", "link": "a symbolic link", "other": "a pipe, a socket or a device"}
+    return "a symbolic link to nothing" if kind is None else words[kind]
 
 
 def check_file(path: str, is_file: bool, found_bytes: int, n_bytes: int | None) -> None:  # noqa: FBT001

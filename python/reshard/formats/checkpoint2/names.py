@@ -211,7 +211,7 @@ class Candidates(NamedTuple):
         tracker: the iteration that the tracker names; None without a tracker, or with an invalid one.
         tracker_reason: why a tracker that exists is invalid; else None.
         folders: `(iteration, folder name)`: the tracker's iteration, then the others by descending number.
-        ignored: `(folder name, reason)` of folders that repeat the number of another one.
+        ignored: `(name, reason)` of folders that repeat the number of another one, and of links.
     """
 
     tracker: int | None
@@ -271,13 +271,15 @@ def tracked_iteration(root: str | os.PathLike[str]) -> int | None:
 
 
 def scan(root: str | os.PathLike[str]) -> tuple[list[tuple[int, str]], list[tuple[str, str]]]:
-    """`list_iterations`, and the folders that repeat a number, each with the reason. Raises as `list_iterations`."""
+    """`list_iterations`, and the folders that repeat a number and the links, each with the reason. Raises as it."""
     by_number: dict[int, list[str]] = {}
-    for name in _names(root, "folder"):
-        number = parse_iteration_folder(name)
-        if number is not None:
-            by_number.setdefault(number, []).append(name)
     found, ignored = [], []
+    for entry in locate(root).entries():
+        number = parse_iteration_folder(entry.name)
+        if number is not None and entry.kind == "folder":
+            by_number.setdefault(number, []).append(entry.name)
+        elif number is not None and entry.kind == "link":
+            ignored.append((entry.name, "it is a symbolic link, which is not followed: move the folder itself here"))
     for number, names in sorted(by_number.items()):
         canonical = iteration_folder_name(number)
         chosen = canonical if canonical in names else min(names, key=len)
