@@ -429,7 +429,7 @@ fn rejects_with_a_message() {
         (
             "a long tag",
             v(&"n".repeat(1025), "Float32", &[2], 8),
-            Kind::Damaged,
+            Kind::Unsupported,
             "at most 1024",
         ),
         (

@@ -203,7 +203,7 @@ def test_of_two_folders_of_one_number_the_8_digit_one_counts(tmp_path: Path) -> 
     candidates = checkpoint2.resolve_candidates(tmp_path)
     assert candidates.folders == ((7, "iteration_007"), (5, "iteration_00000005"))
     assert [name for name, _ in candidates.ignored] == ["iteration_0000005", "iteration_0000000007"]
-    assert candidates.ignored[0][1] == "iteration 5 is read from iteration_00000005"
+    assert candidates.ignored[0][1].startswith("iteration 5 is read from iteration_00000005: nothing")
 
 
 def test_what_is_a_root(tmp_path: Path) -> None:

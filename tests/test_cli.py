@@ -630,7 +630,7 @@ def test_demo_fails_when_a_byte_differs(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(demo_module, "convert", damaging)
     result = run("demo", "--size", 1)
     assert result.exit_code == 1
-    assert re.search(r"^reshard TP4 .* 1 tensors DIFFER$", result.stdout, re.MULTILINE)
+    assert re.search(r"^reshard TP4 .* 1 tensor DIFFER$", result.stdout, re.MULTILINE)
     assert re.search(r"^1 of 39 tensors differ, such as \S+$", result.stdout, re.MULTILINE)
     assert json.loads(run("demo", "--size", 1, "--json").stdout)["equal"] is False
 

@@ -122,8 +122,9 @@ def test_inspect_mentions_what_is_no_part_of_the_checkpoint(root: Path) -> None:
         "the next save publishes it if it is complete, and removes it otherwise",
         f".trash/50.{'b' * 32}": "a removed iteration, which the next save deletes",
         "iteration_00000100.bak": "folder, not part of a checkpoint",
-        "iteration_100": "iteration 100 is read from iteration_00000100",
-        "iteration_00000300": "symbolic link, not part of a checkpoint",
+        "iteration_100": "iteration 100 is read from iteration_00000100: nothing reads or removes this folder; "
+        "remove one of the two",
+        "iteration_00000300": "it is a symbolic link, which is not followed: move the folder itself here",
         "notes\x1b.txt": "file, not part of a checkpoint",
         "iteration_00000200/model.tmp": "file, not in the manifest",
     }
@@ -133,6 +134,18 @@ def test_inspect_mentions_what_is_no_part_of_the_checkpoint(root: Path) -> None:
     assert "  iteration_00000100.bak " in page
     assert "notes\\x1b.txt" in page
     assert "iteration_00000200  complete (selected, tracker)" in page
+
+
+def test_two_folders_of_one_iteration(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shutil.copytree(root / "iteration_00000100", root / "iteration_100")
+    (root / "iteration_00000300").symlink_to(root / "iteration_100")
+    assert "`iteration_00000300` is skipped: it is a symbolic link" in run("explain", root).stdout
+    warning = "`iteration_100` is skipped: iteration 100 is read from iteration_00000100"
+    assert warning in run("explain", root).stdout
+    assert any(warning in line for line in json.loads(run("explain", root, "--json").stdout)["warnings"])
+    reshard.open(root).close()
+    assert warning in caplog.text
+    assert (root / "iteration_100").is_dir()
 
 
 def test_inspect_tells_a_save_in_progress_from_one_that_was_interrupted(root: Path) -> None:

@@ -122,6 +122,15 @@ def test_a_layout_of_too_many_ranks_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("to", ["checkpoint1", "checkpoint2", "dcp", "megatron", "safetensors"])
+def test_more_ranks_than_a_conversion_writes_for(to: Any, source: Path, tmp_path: Path) -> None:
+    layout = {"mesh": {"dp": 1 << 18}, "rules": [{"match": "*"}]}
+    with pytest.raises(UnsupportedError, match=r"the layout has 262144 ranks, .* writes for at most 131072") as caught:
+        reshard.convert(source, tmp_path / "out", to=to, layout=layout)
+    assert "`mesh`" in str(caught.value.hint)
+    assert list(tmp_path.glob("*out*")) == []
+
+
 def test_a_save_with_too_many_copies_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "_MAX_COPIES", 0)
     layout = {"mesh": {"tp": 1}, "rules": [{"match": "*"}]}

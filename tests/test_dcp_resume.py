@@ -16,6 +16,7 @@ from tests.peers.required import long
 from tests.ranks import Job
 from tests.test_torch_state_ranks import Blocks, batch, sharded, whole
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -139,11 +140,20 @@ def test_state_that_is_not_read_is_refused_before_it_is_used(tmp_path: Path) -> 
     with (
         Checkpointer.from_config(config, root=tmp_path / "run", signals=()) as checkpointer,
         pytest.raises(
-            UnsupportedError, match=r"`optimizer.groups.0.options.betas.\d` of the run holds a `torch._utils"
-        ),
+            UnsupportedError, match=r"theirs: `optimizer.param_groups.0.betas` holds a tensor inside"
+        ) as caught,
     ):
         checkpointer.resume(model=model, optimizer=torch.optim.Adam(model.parameters(), betas=(0.5, 0.5)))
     assert model["w"].tolist() == [0, 0]
+    assert "dcp_to_torch" in str(caught.value.hint)
+    # As the hint says.
+    dcp_to_torch_save(tmp_path / "theirs", tmp_path / "theirs.pt")
+    config["load_checkpoint"] = str(tmp_path / "theirs.pt")
+    optimizer = torch.optim.Adam(model.parameters(), betas=(0.5, 0.5))
+    with Checkpointer.from_config(config, root=tmp_path / "run2", signals=()) as checkpointer:
+        checkpointer.resume(model=model, optimizer=optimizer)
+    assert optimizer.param_groups[0]["betas"] == betas
+    assert model["w"].tolist() == [w.item() for w in parameter]
 
 
 @pytest.mark.parametrize("how", ["flat", "nested", "torch.save"])

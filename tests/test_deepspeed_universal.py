@@ -120,8 +120,8 @@ def test_counters_without_state_are_left_out(tmp_path: Path) -> None:
         ({"adam_m.w": np.zeros(2, np.float32)}, {}, "step of the optimizer is not stored"),
         ({"adam_m.w": np.zeros(3, np.float32)}, {"iteration": 1}, "has the shape"),
         ({"adam_m.other": np.zeros(2, np.float32)}, {"iteration": 1}, "belongs to a weight"),
-        ({"n" * 256: np.zeros(2, np.float32)}, {}, "cannot be the name of a folder"),
-        ({"x/y": np.zeros(2, np.float32)}, {}, "name of a folder"),
+        ({"n" * 256: np.zeros(2, np.float32)}, {}, "cannot be the name of a folder: it has 256 bytes"),
+        ({"x/y": np.zeros(2, np.float32)}, {}, "name of a folder: it has a path"),
         ({"x": np.zeros(2)}, {}, "is F64"),
         (
             {f"{slot}.{name}": np.float32(i) for i, name in enumerate("wv") for slot in ("step",)}

@@ -24,6 +24,7 @@ from tests.small_saves import fork, stopped_at
 import reshard
 from reshard import _core
 from reshard.errors import StorageError
+from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2 import save as saving
 from reshard.storage import protocol
 from reshard.write import retention
@@ -210,6 +211,40 @@ def test_a_disk_without_room_is_seen_before_anything_is_written(disk: Path) -> N
             return n
 
     assert in_namespaces(act) == 2
+
+
+@pytest.mark.parametrize(
+    ("iteration", "restart", "said"),
+    [
+        (200, 200, "and a restart resumes from it"),
+        (100, 100, "and a restart resumes from it"),
+        (50, 100, "but the tracker still names 100"),
+    ],
+    ids=["new", "saved again", "below the tracker"],
+)
+def test_a_tracker_that_cannot_be_written(
+    iteration: int, restart: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error says that the iteration is complete, and any later save finishes it."""
+    root = tmp_path / "root"
+    save(root, 100)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise StorageError("no room", path="the tracker", errno=errno.ENOSPC)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint2, "write_tracker", full)
+        with pytest.raises(StorageError) as caught:
+            save(root, iteration, N_ROWS, commit={"rollback": True})
+    assert f"iteration {iteration} is complete in `{root}/iteration_{iteration:08d}`, {said}" in caught.value.message
+    assert caught.value.message.endswith("its save is not finished: no room")
+    assert "save again" in str(caught.value.hint)
+    assert caught.value.errno == errno.ENOSPC
+    assert is_whole(root, (200, N_ROWS), (100, N_ROWS if iteration == 100 else 4)) == restart
+    save(root, 300)
+    assert not small_saves.debris(root)
+    assert (root / f"iteration_{iteration:08d}" / ".tracked").exists() == (iteration != 50)
+    assert is_whole(root, (300, 4)) == 300
 
 
 def test_retention_on_a_full_disk(disk: Path) -> None:

@@ -24,6 +24,7 @@ from reshard.errors import (
     DamagedFileError,
     DestinationExistsError,
     ReshardError,
+    UnsupportedError,
 )
 from reshard.formats.base import StoredTensor
 from reshard.formats.full_weights import names as full_weights
@@ -116,7 +117,7 @@ HOSTILE: dict[str, tuple[str | bytes, type[ReshardError], str]] = {
     "the folder": ('{"weight_map": {"head.weight": ".."}}', DamagedFileError, "folder"),
     "itself": ('{"weight_map": {"head.weight": "param_name_map.json"}}', DamagedFileError, "param_name_map"),
     "no such tensor": ('{"weight_map": {"tail.weight": "part0.safetensors"}}', DamagedFileError, "tail"),
-    "a long name": (json.dumps({"weight_map": {"w" * 1025: "part0.safetensors"}}), DamagedFileError, "1024"),
+    "a long name": (json.dumps({"weight_map": {"w" * 1025: "part0.safetensors"}}), UnsupportedError, "1024"),
     "an empty name": ('{"weight_map": {"": "part0.safetensors"}}', DamagedFileError, "must have 1 to 1024 bytes"),
     "not UTF-8": (b'{"weight_map": {"\xff": "part0.safetensors"}}', DamagedFileError, "UTF-8"),
     "a mark": (b"\xef\xbb\xbf{}", DamagedFileError, "byte order mark"),

@@ -160,12 +160,14 @@ NAMES: list[Case] = [
         "a NUL": f"{M0}\0.txt",
         "a line end": f"{M0}\n",
         "an escape sequence": "\x1b[2J.safetensors",
-        "too long": "a" * 300,
         "a number": 7,
         "nothing": None,
         "a list": [M0],
     }.items()
 ]
+NAMES.append(
+    ("a file name in metadata.json: too long", edit(*STORAGE, "file_name", to="a" * 300), UnsupportedError, "300 bytes")
+)
 
 METADATA: list[Case] = [
     ("no JSON", write("metadata.json", "hello"), DamagedFileError, "metadata"),
@@ -574,7 +576,7 @@ def test_a_tensor_in_metadata_json_and_in_tiles_json(tree: Path) -> None:
         ({"weight_map": {"w": 3}}, DamagedFileError, "not text"),
         ({"weight_map": {"w": ["x.safetensors"]}}, DamagedFileError, "not text"),
         ({"weight_map": {"": "x.safetensors"}}, DamagedFileError, "name"),
-        ({"weight_map": {"k" * 2000: "x.safetensors"}}, DamagedFileError, "name"),
+        ({"weight_map": {"k" * 2000: "x.safetensors"}}, UnsupportedError, "name"),
         ({"weight_map": {}}, DamagedFileError, "`weight_map` is empty"),
         ({"weight_map": []}, DamagedFileError, "weight_map"),
         ([], DamagedFileError, "weight_map"),

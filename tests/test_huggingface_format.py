@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reshard
-from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError
+from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError, UnsupportedError
 from reshard.formats import weight_map as maps
 from reshard.formats.huggingface import names as huggingface
 from reshard.formats.huggingface.names import INDEX_FILE, SINGLE_FILE
@@ -94,11 +95,11 @@ HOSTILE: list[tuple[str, object, type[ReshardError], str]] = [
     ("file empty", wrapped(""), DamagedFileError, "it is empty"),
     ("file with NUL", wrapped("a\0.safetensors"), DamagedFileError, "control character"),
     ("file with an escape", wrapped("\x1b[2J"), DamagedFileError, "`\\x1b[2J` is refused"),
-    ("file of 256 bytes", wrapped("a" * 256), DamagedFileError, "has 256 bytes"),
+    ("file of 256 bytes", wrapped("a" * 256), UnsupportedError, "has 256 bytes"),
     ("file missing", wrapped("absent.safetensors"), CheckpointNotFoundError, "`absent.safetensors`"),
     ("file a folder", wrapped("folder"), DamagedFileError, "folder`, which is a folder, expected a file"),
     ("key empty", {"weight_map": {"": "a"}}, DamagedFileError, "must have 1 to 1024 bytes, not 0"),
-    ("key long", {"weight_map": {"k" * 1025: "a"}}, DamagedFileError, "not 1025"),
+    ("key long", {"weight_map": {"k" * 1025: "a"}}, UnsupportedError, "not 1025"),
     ("key twice", b'{"weight_map": {"w": "a", "w": "b"}}', DamagedFileError, "`w` is repeated"),
     ("map twice", b'{"weight_map": {"w": "a"}, "weight_map": {"v": "b"}}', DamagedFileError, "is repeated"),
     ("total NaN", b'{"metadata": {"total_size": NaN}, "weight_map": {"w": "a"}}', DamagedFileError, "NaN"),
@@ -123,6 +124,23 @@ def test_hostile_indices(index: object, error: type[ReshardError], message: str,
 def test_an_index_of_many_values_is_refused_before_it_is_parsed(hostile: bytes, tmp_path: Path) -> None:
     (tmp_path / INDEX_FILE).write_bytes(b'{"weight_map": {"a": [' + hostile * 2_000_000 + b"0]}}")
     with pytest.raises(DamagedFileError, match="holds more than 2000000 values"):
+        reshard.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("make_it", "what"),
+    [
+        (os.mkfifo, "a pipe, a socket or a device"),
+        (Path.mkdir, "a folder"),
+        (lambda path: path.symlink_to("nothing"), "a symbolic link to nothing"),
+    ],
+    ids=["pipe", "folder", "link"],
+)
+def test_a_model_that_is_no_file(make_it: Any, what: str, tmp_path: Path) -> None:
+    make_it(tmp_path / "model.safetensors")
+    with pytest.raises(
+        CheckpointNotFoundError, match=rf"holds no checkpoint: `model\.safetensors` is {what}, expected"
+    ):
         reshard.open(tmp_path)
 
 

@@ -77,14 +77,14 @@ MISFITS: list[tuple[dict[str, Any], tuple[int, ...], str, str | None]] = [
         "dim 1 of `w` has 12 elements, not a multiple of dp (2) x tp (4)",
         "sizes",
     ),
-    ({"cut": [None, "tp"]}, (8,), "`w` has 1 dims, and the rule `*` cuts dim 1", "put a rule for this key before it"),
+    ({"cut": [None, "tp"]}, (8,), "`w` has 1 dim, and the rule `*` cuts dim 1", "put a rule for this key before it"),
     ({"cut": ["tp"], "sizes": {0: [1, 2, 3, 4]}}, (9,), "dim 0 of `w` has 9 elements, and its `sizes` sum to 10", None),
-    ({"sizes": {1: [4]}}, (4,), "`w` has 1 dims, and `sizes` names dim 1", None),
+    ({"sizes": {1: [4]}}, (4,), "`w` has 1 dim, and `sizes` names dim 1", None),
     ({"cut": ["tp"], "blocks": {0: [8, 4]}}, (16,), "dim 0 of `w` has 16 elements, and its `blocks` sum to 12", None),
     ({"cut": ["tp"], "blocks": {0: [8, 6]}}, (14,), "block 1 of dim 0 of `w` has 6 elements", "uneven: ceil"),
     ({"cut": ["tp"], "blocks": {0: 3}}, (16,), "dim 0 of `w` has 16 elements: no 3 equal blocks", None),
     ({"blocks": {2: [1]}}, (1, 1), "`w` has 2 dims, and `blocks` names dim 2", None),
-    ({"stored": [1, 0]}, (2,), "`w` has 1 dims, and `stored` of its rule orders 2", None),
+    ({"stored": [1, 0]}, (2,), "`w` has 1 dim, and `stored` of its rule orders 2", None),
 ]
 
 

@@ -304,9 +304,17 @@ def test_links_in_place_of_our_folders(name: str, root: Path, tmp_path: Path) ->
     (tmp_path / "outside").mkdir()
     root.mkdir()
     (root / name).symlink_to("../outside")
-    with pytest.raises(StorageError, match="it is a link or a file, expected a folder"):
+    with pytest.raises(StorageError, match=f"{name}` is a symbolic link, expected a folder"):
         protocol.begin(root, 100)
     assert names(tmp_path / "outside") == []
+
+
+def test_a_link_in_place_of_the_lock(root: Path) -> None:
+    root.mkdir()
+    (root / ".lock").symlink_to("../outside")
+    with pytest.raises(StorageError, match=r"\.lock` is a symbolic link, expected a file") as caught:
+        protocol.begin(root, 100)
+    assert caught.value.hint == "remove the link"
 
 
 def test_another_file_system_in_the_root(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

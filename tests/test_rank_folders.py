@@ -410,7 +410,7 @@ V = Item((4, 2), (2, 2), (0, -1), stage=1)
 NOTHING = np.zeros(0)
 HEADER = b'{"w":{"dtype":"F32","shape":[4,3],"data_offsets":[0,48]}}'
 REFUSED: dict[str, tuple[Change, type[ReshardError], str]] = {
-    "a rank is missing": (without(2), CheckpointNotFoundError, r"no file of rank 2 \(stage 0\).*1 stages of 4 ranks"),
+    "a rank is missing": (without(2), CheckpointNotFoundError, r"no file of rank 2 \(stage 0\).*1 stage of 4 ranks"),
     "the last rank is missing": (without(3), CheckpointNotFoundError, "no file of rank 3"),
     "a rank without a file": (without_files(1), DamagedFileError, "rank 1 has no file of it"),
     "no files at all": (without_files(0, 1, 2, 3), CheckpointNotFoundError, "hold no weight files"),
@@ -419,7 +419,7 @@ REFUSED: dict[str, tuple[Change, type[ReshardError], str]] = {
     "a stage without strategy": (without_the_first_stage, CheckpointNotFoundError, "no strategy of stage 0"),
     "a strategy of fewer ranks": (cut_by(w=Item((8, 3), (2,), (0, -1))), MismatchError, "files of rank 2, 3"),
     "a strategy of more ranks": (cut_by(w=Item((8, 3), (2, 4), (0, -1))), CheckpointNotFoundError, "rank 4, 5, 6, 7"),
-    "a strategy of other dims": (cut_by(w=Item((8,), (2, 2), (0,))), MismatchError, "cuts 1 dims of `w`, which has 2"),
+    "a strategy of other dims": (cut_by(w=Item((8,), (2, 2), (0,))), MismatchError, "cuts 1 dim of `w`, which has 2"),
     "a strategy that is weights": (weights_as_strategy, ReshardError, "strategy"),
     "parts of other shapes": (holding(2, w=SLICES[2][:2]), MismatchError, "`w` has different shapes"),
     "another dtype": (holding(2, w=SLICES[2].astype(np.float16)), DamagedFileError, "`w` is F32 in .* and F16 in"),

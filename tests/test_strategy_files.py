@@ -357,8 +357,9 @@ HOSTILE = {
     ),
     "many lists": (
         protobuf(*[layout(b"w", tensor_map=field(2, b"") * 1023)] * 2049),
-        "parallel_layout_item 2048: the file has more than 2097152 lists of numbers",
+        f"the file has {1024 * 2049} lists of numbers; at most 2097152 are allowed",
     ),
+    "many fields of a record": (protobuf(field(1, b"") * (1 << 21)), "2097154 fields of operators"),
 }
 
 

@@ -188,7 +188,7 @@ def test_what_only_shapes_can_tell_is_said_when_a_strategy_is_shown(tmp_path: Pa
     (tmp_path / "printed.yaml").write_text(shown.stdout)
     printed = as_layout(tmp_path / "printed.yaml")
     assert printed.bind({"b": (4, 4)}).layouts["b"].local_shape(0) == (2, 2)
-    with pytest.raises(LayoutError, match="`b` has 1 dims"):  # not silently another cut
+    with pytest.raises(LayoutError, match="`b` has 1 dim"):  # not silently another cut
         printed.bind({"b": (4,)})
     certain = CliRunner().invoke(main, ["strategy", "show", "--layout", str(SAMPLES / "dst_strategy")])
     assert "not certain" not in certain.stdout

@@ -131,6 +131,20 @@ def test_a_file_of_its_own(tmp_path: Path) -> None:
         reshard.verify(tmp_path / "nothing")
 
 
+@pytest.mark.parametrize("key", ["w", "w" * 1025])
+@pytest.mark.parametrize("file", ["a.safetensors", "a" * 256])
+def test_names_that_are_too_long_are_no_damage(key: str, file: str, tmp_path: Path) -> None:
+    save_file({key: np.zeros(4)}, tmp_path / "a.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {key: file}}))
+    for path in (tmp_path, tmp_path / "a.safetensors"):
+        (only,) = reshard.verify(path).checkpoints
+        is_long = len(key) > 1024 or (path == tmp_path and len(file) > 255)
+        assert only.state == ("unreadable" if is_long else "structure")
+        assert ("10" in only.faults[0].message or "255" in only.faults[0].message) if is_long else not only.faults
+    result = CliRunner().invoke(main, ["verify", str(tmp_path)])
+    assert "damaged," not in result.output
+
+
 def test_what_is_removed_meanwhile_is_left_out(root: Path) -> None:
     def job(done: int, total: int) -> None:
         if (root / "iteration_00000005").exists():

@@ -29,7 +29,7 @@ from reshard.errors import (
 from reshard.formats.base import StoredTensor
 from reshard.indexing import normalize_index
 from reshard.outputs import as_array, as_arrays, check_out, check_outs, fill_out, keeps_order, load_all
-from reshard.words import check_text, listed, show
+from reshard.words import check_text, counted, listed, show
 
 if TYPE_CHECKING:
     import os
@@ -181,7 +181,7 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         iteration = "" if self.iteration is None else f", iteration {self.iteration}"
-        return f"<reshard.Checkpoint {self.format}{iteration}, {len(self._keys)} tensors, {self.path}>"
+        return f"<reshard.Checkpoint {self.format}{iteration}, {counted(len(self._keys), 'tensor')}, {self.path}>"
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -451,7 +451,7 @@ class Checkpoint:
         if rank is None:
             if len(bound.ranks) != 1:
                 raise ArgumentError(
-                    f"the layout has {len(bound.ranks)} ranks, and `rank` is missing", hint="pass `rank=`"
+                    f"the layout has {counted(len(bound.ranks), 'rank')}, and `rank` is missing", hint="pass `rank=`"
                 )
             rank = bound.ranks[0]
         only = None if len(wanted) == len(self._keys) else wanted

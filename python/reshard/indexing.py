@@ -11,6 +11,7 @@ from types import EllipsisType
 from typing import TYPE_CHECKING, NamedTuple, SupportsIndex, TypeAlias
 
 from reshard.errors import ArgumentError
+from reshard.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -64,7 +65,7 @@ def normalize_index(index: object, shape: tuple[int, ...]) -> IndexedRegion:
     if len(ellipses) > 1:
         raise TensorIndexError("an index can have only one `...`")
     if n_dims > len(shape):
-        raise TensorIndexError(f"too many indices: {n_dims} for a tensor of {len(shape)} dims")
+        raise TensorIndexError(f"too many indices: {n_dims} for a tensor of {counted(len(shape), 'dim')}")
     whole = (slice(None),) * (len(shape) - n_dims)
     at = ellipses[0] if ellipses else len(items)
 
@@ -169,5 +170,5 @@ def _of_integer(item: object, dim: int, n: int) -> int:
             f"dim {dim}: an item of type {type(item).__name__} is no index, expected an integer, a slice, `...` or None"
         )
     if not -n <= position < n:
-        raise TensorIndexError(f"index {position} is out of range for dim {dim} of {n} elements")
+        raise TensorIndexError(f"index {position} is out of range for dim {dim} of {counted(n, 'element')}")
     return position % n

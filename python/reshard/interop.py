@@ -21,7 +21,7 @@ from reshard.arguments import checked
 from reshard.errors import ArgumentError, UnsupportedError
 from reshard.indexing import TensorIndexError, normalize_index
 from reshard.opening import open as open_checkpoint
-from reshard.words import check_text
+from reshard.words import check_text, counted
 from reshard.write.arrays import as_array
 
 if TYPE_CHECKING:
@@ -379,7 +379,9 @@ def _check_slice_for_numpy(item: slice, dim: int, n: int) -> None:
     except TypeError as error:
         raise TensorIndexError(f"slice of dim {dim}: {error}") from error
     if out_of_range:
-        raise TensorIndexError(f"slice of dim {dim}: bound {out_of_range[0]} is out of range for {n} elements")
+        raise TensorIndexError(
+            f"slice of dim {dim}: bound {out_of_range[0]} is out of range for {counted(n, 'element')}"
+        )
     if not is_forward:
         raise TensorIndexError(f"slice of dim {dim}: expected a step of at least 1, found {item.step}")
 

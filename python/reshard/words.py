@@ -58,6 +58,16 @@ def show(text: str) -> str:
     return f"`{shown}{'...' if len(text) > _MAX_SHOWN else ''}`"
 
 
+def counted(n: int, noun: str) -> str:
+    """A number with its noun.
+
+    Example:
+        >>> counted(1, "file"), counted(2, "file")
+        ('1 file', '2 files')
+    """
+    return f"{n} {noun}{'' if n == 1 else 's'}"
+
+
 def one_line(message: str) -> str:
     r"""A message of several lines, such as one with a line for each candidate, as a reason within another one.
 

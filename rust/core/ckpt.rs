@@ -460,7 +460,7 @@ impl Parser<'_> {
         let len = self.varint(end)?;
         if len > MAX_NAME_BYTES as u64 {
             let message = format!("its tag has {len} bytes; at most {MAX_NAME_BYTES} are allowed");
-            return Err(Error::damaged(message));
+            return Err(Error::new(Kind::Unsupported, message));
         }
         let name = self.text(len, end, "its tag")?;
         check_name(&name)?;

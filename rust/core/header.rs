@@ -20,7 +20,7 @@ pub use tokens::NUMBER_END;
 
 use crate::checksum::crc32c;
 use crate::dtype::Dtype;
-use crate::error::{Error, Printable, Result};
+use crate::error::{Error, Kind, Printable, Result};
 use crate::source::Source;
 use std::hash::{BuildHasher, RandomState};
 use std::io;
@@ -109,7 +109,7 @@ impl Header {
     /// Reads and checks the header of a shard file.
     ///
     /// # Errors
-    /// `Kind::Damaged` if the file violates the format, `Kind::Unsupported` for an unknown dtype, `Kind::Io` if
+    /// `Kind::Damaged` if the file violates the format, `Kind::Unsupported` for an unknown dtype or a long name, `Kind::Io` if
     /// the read fails.
     pub fn read(source: &Source) -> Result<Self> {
         Self::read_unnamed(source).map_err(|error| error.path(source.path()))
@@ -175,7 +175,7 @@ impl Header {
     /// Parses and checks the text of a header that is followed by `data_bytes` bytes of data.
     ///
     /// # Errors
-    /// `Kind::Damaged` if it violates the format, `Kind::Unsupported` for an unknown dtype.
+    /// `Kind::Damaged` if it violates the format, `Kind::Unsupported` for an unknown dtype or a long name.
     pub fn parse(json: Vec<u8>, data_bytes: u64) -> Result<Self> {
         if json.len() as u64 > MAX_HEADER_BYTES {
             return Err(Error::damaged(format!(
@@ -572,9 +572,8 @@ pub fn check_name(name: &str) -> Result<()> {
         return Err(Error::damaged("the name of a tensor is empty"));
     }
     if n_bytes > MAX_NAME_BYTES {
-        return Err(Error::damaged(format!(
-            "the name has {n_bytes} bytes; at most {MAX_NAME_BYTES} are allowed"
-        )));
+        let message = format!("the name has {n_bytes} bytes; at most {MAX_NAME_BYTES} are allowed");
+        return Err(Error::new(Kind::Unsupported, message));
     }
     let is_plain = name.bytes().all(|byte| (b' '..=b'~').contains(&byte)); // mostly, and faster
     if !is_plain && name.chars().any(char::is_control) {

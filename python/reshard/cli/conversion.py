@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 import reshard
-from reshard.cli.output import PATH, collected_warnings, counted, echo, echo_json, progress_bar, rate, shown, size, warn
-from reshard.words import listed
+from reshard.cli.output import PATH, collected_warnings, echo, echo_json, progress_bar, rate, shown, size, warn
+from reshard.words import counted, listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable

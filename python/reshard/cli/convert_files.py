@@ -13,7 +13,6 @@ from reshard.cli.output import (
     PATH,
     collected_warnings,
     command,
-    counted,
     echo,
     echo_json,
     progress_bar,
@@ -22,6 +21,7 @@ from reshard.cli.output import (
     size,
     warn,
 )
+from reshard.words import counted
 
 
 @click.command("convert-files", short_help="Convert each .ckpt file to a safetensors file.")

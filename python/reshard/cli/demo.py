@@ -12,6 +12,7 @@ import click
 from reshard.arguments import parse_size
 from reshard.cli.output import PATH, collected_warnings, command, echo, echo_json, progress_bar, rate, shown, size
 from reshard.storage.changes import temporary_folder
+from reshard.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,7 +58,7 @@ def demo(model_size: str, keep: str | None, *, as_json: bool) -> None:
     if as_json:
         echo_json({**dataclasses.asdict(report), "folder": keep})
     elif report.equal:
-        echo(f"\nall {report.n_tensors} tensors equal, byte for byte, after each step")
+        echo(f"\nall {counted(report.n_tensors, 'tensor')} equal, byte for byte, after each step")
         if keep is not None:
             echo(f"kept in {shown(keep)}")
     else:
@@ -72,7 +73,11 @@ def _line(step: DemoStep) -> str:
     line = f"{step.name:<15}  {files}  {size(step.n_bytes):>8}  {step.seconds:>5.2f} s"
     if not step.n_compared:
         return line  # the model: its time is that of the random number generator
-    proof = f"{step.n_compared} arrays equal" if not step.different else f"{len(step.different)} tensors DIFFER"
+    proof = (
+        f"{counted(step.n_compared, 'array')} equal"
+        if not step.different
+        else f"{counted(len(step.different), 'tensor')} DIFFER"
+    )
     return f"{line}  {rate(step.n_bytes, step.seconds):>9}  {proof}"
 
 

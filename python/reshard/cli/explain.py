@@ -26,6 +26,7 @@ from reshard.cli.output import (
     size,
     styled,
 )
+from reshard.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -367,7 +368,7 @@ def _lines(decision: ResumeDecision, *, knows_epochs: bool) -> list[tuple[str, s
     if decision.consumed_samples is not None:
         lines.append(("samples", f"{decision.consumed_samples} seen"))
     if decision.global_batch_size is not None:
-        lines.append(("batch", f"{decision.global_batch_size} samples per step"))
+        lines.append(("batch", f"{counted(decision.global_batch_size, 'sample')} per step"))
     if decision.loss_scale is not None:
         lines.append(("loss scale", f"{decision.loss_scale:g}"))
     return lines

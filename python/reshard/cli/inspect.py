@@ -24,7 +24,6 @@ from reshard.cli.output import (
     command,
     common_key,
     console,
-    counted,
     echo,
     echo_as_file,
     echo_facts,
@@ -41,7 +40,7 @@ from reshard.cli.output import (
     write_page,
 )
 from reshard.errors import KeyNotFoundError
-from reshard.words import listed
+from reshard.words import counted, listed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -302,7 +301,9 @@ def _times_mean(sizes: Sequence[int]) -> float:
 def _strategy(checkpoint: Checkpoint) -> str:
     if checkpoint.strategy is not None:
         known = checkpoint.strategy
-        return f"{shown(known.source)}: {known.n_stages} stages of {known.devices_per_stage} ranks"
+        return (
+            f"{shown(known.source)}: {counted(known.n_stages, 'stage')} of {counted(known.devices_per_stage, 'rank')}"
+        )
     if checkpoint.unplaced():
         return "none: shapes and sizes are those of one rank, and the global tensors are not known; use --strategy"
     return "none, one rank"
@@ -317,7 +318,7 @@ def _mesh(facts: Contents) -> str:
     n_ranks = math.prod(mesh.values())
     if n_ranks == 1:
         return "none, full tensors"
-    return f"{_sizes(mesh)} ({n_ranks} ranks)"
+    return f"{_sizes(mesh)} ({counted(n_ranks, 'rank')})"
 
 
 def _sizes(mesh: Mapping[str, int]) -> str:

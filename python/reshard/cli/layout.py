@@ -15,7 +15,6 @@ from reshard.cli.output import (
     collected_warnings,
     command,
     common_key,
-    counted,
     echo,
     echo_as_file,
     echo_facts,
@@ -29,7 +28,7 @@ from reshard.cli.output import (
     warn,
     without_numbers,
 )
-from reshard.words import listed
+from reshard.words import counted, listed
 
 if TYPE_CHECKING:
     from reshard.verbs.check_layout import Fault, LayoutCheck, RuleUse

@@ -128,16 +128,6 @@ def join_dims(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape)) or "scalar"
 
 
-def counted(n: int, noun: str) -> str:
-    """A number with its noun.
-
-    Example:
-        >>> counted(1, "file"), counted(2, "file")
-        ('1 file', '2 files')
-    """
-    return f"{n} {noun}{'' if n == 1 else 's'}"
-
-
 def natural_order(name: str) -> list[tuple[int, str]]:
     """A key for `sorted`, by the numbers in names.
 

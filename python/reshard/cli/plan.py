@@ -14,7 +14,6 @@ from reshard.cli.output import (
     STRATEGY_HELP,
     collected_warnings,
     command,
-    counted,
     echo,
     echo_facts,
     echo_json,
@@ -27,6 +26,7 @@ from reshard.cli.output import (
     warn,
     write_page,
 )
+from reshard.words import counted
 
 if TYPE_CHECKING:
     from reshard.verbs.forecast import Forecast, Speed

@@ -12,7 +12,6 @@ from reshard.cli.output import (
     PATH,
     collected_warnings,
     command,
-    counted,
     echo,
     echo_facts,
     echo_json,
@@ -22,6 +21,7 @@ from reshard.cli.output import (
     warn,
 )
 from reshard.formats import event_log
+from reshard.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,7 +10,6 @@ import click
 from reshard.cli.output import (
     PATH,
     command,
-    counted,
     echo,
     echo_as_file,
     echo_facts,
@@ -20,7 +19,7 @@ from reshard.cli.output import (
     shown,
     warn,
 )
-from reshard.words import listed
+from reshard.words import counted, listed
 
 if TYPE_CHECKING:
     from reshard.layout.strategy_file import LayoutItem
@@ -67,7 +66,10 @@ def merge(src: str, dst: str, *, overwrite: bool, as_json: bool) -> None:
     if as_json:
         echo_json(summary)
     else:
-        echo(f"{shown(dst)}: {len(merged.keys())} tensors, {_stages(merged.n_stages, merged.devices_per_stage)}")
+        echo(
+            f"{shown(dst)}: {counted(len(merged.keys()), 'tensor')}, "
+            f"{_stages(merged.n_stages, merged.devices_per_stage)}"
+        )
 
 
 @strategy.command(short_help="Show how a strategy shards each tensor.")

@@ -13,7 +13,6 @@ from reshard.cli.output import (
     STRATEGY_HELP,
     collected_warnings,
     command,
-    counted,
     echo,
     echo_json,
     progress_bar,
@@ -22,6 +21,7 @@ from reshard.cli.output import (
     size,
     warn,
 )
+from reshard.words import counted
 
 if TYPE_CHECKING:
     from reshard.verbs.verify import VerifiedCheckpoint
@@ -45,8 +45,8 @@ def verify(path: str, *, strategy: str | None, cached: bool, threads: int | None
     PATH is an iteration folder or any other path that inspect accepts. In a checkpoint root all iterations are
     verified, newest first, and in a folder of rank folders all saves. The manifest of an iteration holds the
     checksums. Without one (checkpoints of MindSpore Transformers) only the structure is checked, and the result is
-    "unverified". A .ckpt file with a CRC is compared with it. A file without read permission is reported as
-    unreadable, not as damaged.
+    "unverified". A .ckpt file with a CRC is compared with it. A file without read permission, or
+    one that this version does not support, is reported as unreadable, not as damaged.
 
     The result for an iteration folder is recorded in a hidden file beside it, for retention: prune, and saves with
     `keep`, do not count a damaged iteration, and do not remove the last verified one.

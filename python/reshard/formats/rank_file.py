@@ -13,7 +13,7 @@ from reshard._core import StoredArray
 from reshard.errors import DamagedFileError, KeyNotFoundError
 from reshard.formats.ckpt import names as ckpt
 from reshard.storage.location import Location, locate
-from reshard.words import show
+from reshard.words import counted, show
 
 if TYPE_CHECKING:
     import os
@@ -137,7 +137,8 @@ def placed(rank_file: OpenedRankFile, key: str, offset: Sequence[int]) -> list[S
         )
     if len(offset) != len(tensor.shape):
         raise DamagedFileError(
-            f"{show(key)} in {show(str(rank_file.path))} has shape {tensor.shape}, expected {len(offset)} dims",
+            f"{show(key)} in {show(str(rank_file.path))} has shape {tensor.shape}, expected "
+            f"{counted(len(offset), 'dim')}",
             path=str(rank_file.path),
             key=key,
         )

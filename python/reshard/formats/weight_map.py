@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError
+from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError, UnsupportedError
 from reshard.formats import writer_mark
 from reshard.storage.location import Location, locate
-from reshard.storage.names import component_fault
+from reshard.storage.names import component_fault, is_too_long
+from reshard.storage.store import kind_words
 from reshard.strict_json import read_json
 from reshard.words import listed, show
 
@@ -53,23 +54,23 @@ def read(path: str | os.PathLike[str]) -> dict[str, str]:
         raise _damaged(path, f"`weight_map` has {len(weight_map)} tensors; at most {_MAX_TENSORS} are allowed")
     for key, name in weight_map.items():
         if not 1 <= len(key.encode()) <= _MAX_NAME_BYTES:
-            raise _damaged(path, f"a tensor's name must have 1 to {_MAX_NAME_BYTES} bytes, not {len(key.encode())}")
+            length = f"a tensor's name must have 1 to {_MAX_NAME_BYTES} bytes, not {len(key.encode())}"
+            raise _refused(path, length, is_long=bool(key))
         if not isinstance(name, str):
             raise _damaged(path, f"the file of {show(key)} is not text")
     files = list(dict.fromkeys(weight_map.values()))
     for name in files:
         fault = component_fault(name)
         if fault is not None:
-            raise _damaged(path, f"the file name {show(name)} is refused: {fault}")
+            raise _refused(path, f"the file name {show(name)} is refused: {fault}", is_long=is_too_long(name))
     missing = []
     for name in files:
         kind = (path.parent / name).found()
         if kind is None:
             missing.append(name)
         elif kind != "file":
-            what = "a folder" if kind == "folder" else "a pipe, a socket or a device"
             raise DamagedFileError(
-                f"{show(str(path))} lists {show(name)}, which is {what}, expected a file",
+                f"{show(str(path))} lists {show(name)}, which is {kind_words(kind)}, expected a file",
                 path=str(path.parent / name),
             )
     if missing:
@@ -104,6 +105,12 @@ def writer(path: str | os.PathLike[str]) -> str | None:
     metadata = content.get("metadata") if isinstance(content, dict) else None
     version = metadata.get(writer_mark.KEY) if isinstance(metadata, dict) else None
     return version if isinstance(version, str) else None
+
+
+def _refused(path: Location, fault: str, *, is_long: bool) -> ReshardError:
+    """The error for a name; one that is only too long is no damage."""
+    refused = _damaged(path, fault)
+    return UnsupportedError(refused.message, path=refused.path) if is_long else refused
 
 
 def _damaged(path: Location, fault: str) -> DamagedFileError:

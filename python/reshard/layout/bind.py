@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from reshard import _core
 from reshard.errors import ArgumentError, KeyNotFoundError, LayoutError
 from reshard.layout.resolve import Join, resolve
-from reshard.words import nearest, show
+from reshard.words import counted, nearest, show
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -73,7 +73,8 @@ class BoundLayout:
         """
         if rank not in self._rank_set:
             raise ArgumentError(
-                f"the layout has no rank {rank}", hint=f"it has {len(self.ranks)} ranks, from {min(self.ranks)}"
+                f"the layout has no rank {rank}",
+                hint=f"it has {counted(len(self.ranks), 'rank')}, from {min(self.ranks)}",
             )
         held: dict[Places, bool] = {}  # thousands of keys share a handful of places
         for key, layout in self.tensor_layouts.items():

@@ -26,7 +26,7 @@ from reshard.fields import (
 from reshard.layout.partition import WHOLE, Block, Blocks, Cut, Partition, trimmed
 from reshard.layout.patterns import IndexedPattern, Matcher, Pattern, expand_braces
 from reshard.strict_yaml import Lines, flow
-from reshard.words import nearest, show
+from reshard.words import counted, nearest, show
 
 T = TypeVar("T")
 
@@ -233,7 +233,7 @@ def _mesh(at: At, value: object) -> dict[str, int]:
         raise at.error(f"has {len(value)} axes, more than {_MAX_AXES}")
     mesh = {read_name(at, axis): read_integer(at / str(axis), size, 1) for axis, size in value.items()}
     if (n_ranks := math.prod(mesh.values())) > _MAX_RANKS:
-        raise at.error(f"has {n_ranks} ranks, more than {_MAX_RANKS}")
+        raise at.error(f"has {counted(n_ranks, 'rank')}, more than {_MAX_RANKS}")
     return mesh
 
 
@@ -361,7 +361,7 @@ def _stored(at: At, value: object, n_cut: int) -> tuple[int, ...]:
     if not stored or sorted(stored) != list(range(len(stored))):
         raise at.error(f"expected each dim once, as in [1, 0], found {found(value)}")
     if n_cut > len(stored):
-        raise at.error(f"names {len(stored)} dims, but `cut` {n_cut}")
+        raise at.error(f"names {counted(len(stored), 'dim')}, but `cut` {n_cut}")
     return stored
 
 

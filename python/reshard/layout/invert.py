@@ -17,7 +17,7 @@ from reshard.counters import is_counter
 from reshard.errors import LayoutError, MismatchError
 from reshard.layout.patterns import Matcher
 from reshard.layout.resolve import resolve, state_of
-from reshard.words import show
+from reshard.words import counted, show
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -205,7 +205,7 @@ class _Inverter:
         stored = partition.stored or tuple(range(len(shape)))
         if len(stored) != len(shape) or len(partition.cut) > len(shape):
             n = len(stored) if partition.stored else len(partition.cut)
-            raise LayoutError(f"{show(key)} has {len(shape)} dims, its rule has {n}", key=key)
+            raise LayoutError(f"{show(key)} has {counted(len(shape), 'dim')}, its rule has {n}", key=key)
         return tuple(self._extent(key, partition, dim, stored.index(dim)) for dim in range(len(shape)))
 
     def _extent(self, key: str, partition: Partition, dim: int, position: int) -> int:
@@ -225,7 +225,8 @@ class _Inverter:
             extent, first = parts.setdefault(coordinates, (shape[position], rank))
             if extent != shape[position]:
                 raise LayoutError(
-                    f"dim {dim} of {show(key)} has {extent} elements on rank {first} and {shape[position]} on rank "
+                    f"dim {dim} of {show(key)} has {counted(extent, 'element')} on rank {first} and "
+                    f"{shape[position]} on rank "
                     f"{rank}, which under the layout hold the same part of it",
                     key=key,
                 )
@@ -237,7 +238,8 @@ class _Inverter:
         if partition.uneven != "ceil" and len(extents) > 1:
             (a, rank_a), (b, rank_b) = min(parts.values()), max(parts.values())
             raise LayoutError(
-                f"dim {dim} of {show(key)} has {a} elements on rank {rank_a} and {b} on rank {rank_b}, and its rule "
+                f"dim {dim} of {show(key)} has {counted(a, 'element')} on rank {rank_a} and {b} on rank "
+                f"{rank_b}, and its rule "
                 "cuts it evenly",
                 key=key,
                 hint="write `uneven: ceil` in its rule, or the `sizes` of the parts",
@@ -287,7 +289,8 @@ class _Inverter:
         for rank, other in others:
             if len(other) != len(shape):
                 raise LayoutError(
-                    f"{show(key)} has {len(shape)} dims on rank {first} and {len(other)} on rank {rank}", key=key
+                    f"{show(key)} has {counted(len(shape), 'dim')} on rank {first} and {len(other)} on rank {rank}",
+                    key=key,
                 )
         return shape
 

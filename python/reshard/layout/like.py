@@ -20,7 +20,7 @@ from reshard.layout.file import LayoutFile
 from reshard.layout.partition import Cut, trimmed
 from reshard.layout.patterns import IndexedPattern, Pattern, glob_of
 from reshard.layout.resolve import resolve, state_of
-from reshard.words import show
+from reshard.words import counted, show
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -98,7 +98,9 @@ class _Stored:
         for key, (matrix, tensor_map, alias, ranks) in known.items():
             if math.prod(matrix) != len(ranks) or len(alias) != len(matrix) or min(matrix, default=1) < 1:
                 raise LayoutError(
-                    f"{show(key)}: device matrix {list(matrix)} and its axes do not fit its {len(ranks)} ranks", key=key
+                    f"{show(key)}: device matrix {list(matrix)} and its axes do not fit its "
+                    f"{counted(len(ranks), 'rank')}",
+                    key=key,
                 )
             if any(not -1 <= v < len(matrix) for axes in tensor_map for v in axes):
                 raise LayoutError(f"{show(key)}: its tensor map names an axis outside {list(matrix)}", key=key)

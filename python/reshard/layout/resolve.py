@@ -16,7 +16,7 @@ from reshard.counters import is_counter
 from reshard.errors import LayoutError
 from reshard.layout.partition import Block, Blocks, Partition, TensorLayout
 from reshard.layout.patterns import IndexedPattern, Matcher, natural_order
-from reshard.words import listed, nearest, show
+from reshard.words import counted, listed, nearest, show
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -214,7 +214,7 @@ class _Resolver:
             return TensorLayout(shape, Partition(flat=partition.flat if rule.join is not None else ()))
         if len(partition.cut) > len(shape):
             raise LayoutError(
-                f"{show(key)} has {len(shape)} dims, and the rule {_texts(rule.match)} cuts dim "
+                f"{show(key)} has {counted(len(shape), 'dim')}, and the rule {_texts(rule.match)} cuts dim "
                 f"{len(partition.cut) - 1}",
                 key=key,
                 hint="put a rule for this key before it",
@@ -222,10 +222,14 @@ class _Resolver:
         for what, dims in (("sizes", dict(partition.sizes)), ("blocks", dict(partition.blocks))):
             for dim in dims:
                 if dim >= len(shape):
-                    raise LayoutError(f"{show(key)} has {len(shape)} dims, and `{what}` names dim {dim}", key=key)
+                    raise LayoutError(
+                        f"{show(key)} has {counted(len(shape), 'dim')}, and `{what}` names dim {dim}", key=key
+                    )
         if partition.stored and len(partition.stored) != len(shape):
             raise LayoutError(
-                f"{show(key)} has {len(shape)} dims, and `stored` of its rule orders {len(partition.stored)}", key=key
+                f"{show(key)} has {counted(len(shape), 'dim')}, and `stored` of its rule orders "
+                f"{len(partition.stored)}",
+                key=key,
             )
         layout = TensorLayout(shape, partition)
         for dim, blocks in partition.blocks:
@@ -257,10 +261,12 @@ class _Resolver:
                 hint="cut with fewer blocks; `blocks` counts the parts of a fused tensor, not its elements",
             )
         if isinstance(blocks, int) and extent % blocks:
-            raise LayoutError(f"dim {dim} of {show(key)} has {extent} elements: no {blocks} equal blocks", key=key)
+            raise LayoutError(
+                f"dim {dim} of {show(key)} has {counted(extent, 'element')}: no {blocks} equal blocks", key=key
+            )
         if not isinstance(blocks, int) and (total := sum(block.size for block in blocks)) != extent:
             raise LayoutError(
-                f"dim {dim} of {show(key)} has {extent} elements, and its `blocks` sum to {total}", key=key
+                f"dim {dim} of {show(key)} has {counted(extent, 'element')}, and its `blocks` sum to {total}", key=key
             )
 
     def _check_dim(self, key: str, layout: TensorLayout, dim: int) -> None:
@@ -268,14 +274,15 @@ class _Resolver:
         sizes, has_blocks = partition.sizes_of(dim), partition.blocks_of(dim) is not None
         if sizes is not None and sum(sizes) != extent:
             raise LayoutError(
-                f"dim {dim} of {show(key)} has {extent} elements, and its `sizes` sum to {sum(sizes)}", key=key
+                f"dim {dim} of {show(key)} has {counted(extent, 'element')}, and its `sizes` sum to {sum(sizes)}",
+                key=key,
             )
         for number, size in self._undivided(layout, dim):
             axes = self._axes_text(partition.axes_of(dim))
             what = f"block {number} of dim {dim}" if has_blocks else f"dim {dim}"
             hint = "write `uneven: ceil` in its rule" + ("" if has_blocks else ", or the `sizes` of the parts")
             raise LayoutError(
-                f"{what} of {show(key)} has {size} elements, not a multiple of {axes}", key=key, hint=hint
+                f"{what} of {show(key)} has {counted(size, 'element')}, not a multiple of {axes}", key=key, hint=hint
             )
 
     def _undivided(self, layout: TensorLayout, dim: int) -> Iterator[tuple[int, int]]:

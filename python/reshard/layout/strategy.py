@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError, LayoutError, MismatchError, UnsupportedError
 from reshard.layout.device_cut import DeviceCut, shared_further
-from reshard.words import listed, show
+from reshard.words import counted, listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -70,7 +70,9 @@ class Strategy:
             for key, item in items.items():
                 devices.setdefault(math.prod(item.dev_matrix), (stage, key))
         if len(devices) != 1:
-            counts = ", ".join(f"{n} devices ({show(key)} in stage {stage})" for n, (stage, key) in devices.items())
+            counts = ", ".join(
+                f"{counted(n, 'device')} ({show(key)} in stage {stage})" for n, (stage, key) in devices.items()
+            )
             raise LayoutError(
                 f"{show(source)}: stages must have one number of devices, found {counts or 'no parameter at all'}",
                 path=source,
@@ -175,7 +177,8 @@ class Strategy:
         """The stage of a rank, and the position of the rank in the stage."""
         if not 0 <= rank < self.world_size:
             raise ArgumentError(
-                f"{show(self.source)} has no rank {rank}: {self.n_stages} stages of {self.devices_per_stage} devices",
+                f"{show(self.source)} has no rank {rank}: {counted(self.n_stages, 'stage')} of "
+                f"{counted(self.devices_per_stage, 'device')}",
                 hint="the strategy is of another run, or of only some of its stages" if rank > 0 else None,
             )
         return divmod(rank, self.devices_per_stage)
@@ -303,7 +306,8 @@ def _readings(item: LayoutItem, ndim: int, where: _Where) -> Iterator[_Reading]:
         return
     if not is_shape and not is_rows:
         raise where.unsupported(
-            f"has the split shape {list(split)[:8]}, which is neither a shape of {ndim} dims nor the rows of its "
+            f"has the split shape {list(split)[:8]}, which is neither a shape of {counted(ndim, 'dim')} nor the "
+            "rows of its "
             f"{n_parts} parts"
         )
     by_shape = _Reading(cut, split)
@@ -355,7 +359,7 @@ def _maps(item: LayoutItem, ndim: int, where: _Where) -> tuple[tuple[int, ...], 
         maps = [(v,) for v in lists[0]]
     if len(maps) != ndim:
         raise MismatchError(
-            f"{show(where.source)} cuts {len(maps)} dims of {show(where.key)}, which has {ndim}",
+            f"{show(where.source)} cuts {counted(len(maps), 'dim')} of {show(where.key)}, which has {ndim}",
             path=where.source,
             key=where.key,
             hint="is this the strategy with which the checkpoint was written?",
@@ -382,7 +386,7 @@ def _shared_further(cut: DeviceCut, item: LayoutItem, where: _Where) -> DeviceCu
             "apart"
         )
     if n_holders % share:
-        raise where.unsupported(f"is shared by {share} ranks, while {n_holders} hold the same slice")
+        raise where.unsupported(f"is shared by {counted(share, 'rank')}, while {n_holders} hold the same slice")
     shared = shared_further(cut, share)
     if shared is None:
         raise where.unsupported(

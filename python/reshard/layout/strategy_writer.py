@@ -22,7 +22,7 @@ from reshard.layout.strategy import Strategy
 from reshard.layout.strategy_file import LayoutItem, StrategyFile, write_strategy_file
 from reshard.layout.strategy_folder import check_reads_back, stage_file
 from reshard.storage.changes import make_folders
-from reshard.words import show
+from reshard.words import counted, show
 
 if TYPE_CHECKING:
     import os
@@ -77,7 +77,7 @@ def write_stage_files(
     for rank in sorted(range(strategy.world_size) if ranks is None else ranks):
         stage = rank // strategy.devices_per_stage
         if stage not in strategy.stages:
-            raise ArgumentError(f"the strategy has {strategy.world_size} ranks, there is no rank {rank}")
+            raise ArgumentError(f"the strategy has {counted(strategy.world_size, 'rank')}, there is no rank {rank}")
         path = Path(folder) / f"ckpt_strategy_rank_{rank}{suffix}"
         if stage not in contents:
             contents[stage] = stage_file(stage, strategy.stages[stage])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from reshard.errors import NamesError
 from reshard.names.part_map import DimMap, PartMap
-from reshard.words import show
+from reshard.words import counted, show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -180,7 +180,8 @@ def split_whole(rule: NameRule, key: str, shape: Shape, sizes: Mapping[str, int]
         counts[index] = shape[dim]
         if sizes.get(index, shape[dim]) != shape[dim]:
             raise NamesError(
-                f"{show(key)} has {shape[dim]} elements along dim {dim}, and the name map has {index} = {sizes[index]}",
+                f"{show(key)} has {counted(shape[dim], 'element')} along dim {dim}, and the name map has "
+                f"{index} = {sizes[index]}",
                 key=key,
             )
     for index, dim in rule.lay.items():
@@ -248,7 +249,7 @@ def _check_dims(rule: NameRule, n_dims: int, key: str, shape: Shape) -> None:
     dims = [*rule.lay.values(), *rule.stack.values(), *([] if rule.join is None else [rule.join])]
     if any(dim >= n_dims for dim in dims):
         raise NamesError(
-            f"the rule for {show(rule.whole.text)} uses dim {max(dims)}, and the whole has {n_dims} dims: "
+            f"the rule for {show(rule.whole.text)} uses dim {max(dims)}, and the whole has {counted(n_dims, 'dim')}: "
             f"{show(key)} has shape {shape}",
             key=key,
         )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import CheckpointNotFoundError, StorageError
 from reshard.storage.location import locate
+from reshard.storage.store import kind_words
 from reshard.words import show
 
 if TYPE_CHECKING:
@@ -89,9 +90,10 @@ def make_folder(path: str | os.PathLike[str], mode: int, *, durable: bool) -> No
     else:
         if kind != "folder":
             raise StorageError(
-                f"making {show(place.path)}: it is a link or a file, expected a folder",
+                f"{show(place.path)} is {kind_words(kind)}, expected a folder",
                 path=place.path,
                 errno=errno.ENOTDIR,
+                hint="move it away, and save again: a save makes this folder",
             )
 
 

@@ -331,7 +331,17 @@ class LocalStore(Store):
         if make:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
             with failing("opening", path):
-                handle = os.open(path, flags, 0o666)
+                try:
+                    handle = os.open(path, flags, 0o666)
+                except OSError as error:
+                    if error.errno != errno.ELOOP:
+                        raise
+                    raise StorageError(
+                        f"{show(path)} is a symbolic link, expected a file",
+                        path=path,
+                        errno=error.errno,
+                        hint="remove the link",
+                    ) from None
         else:
             handle, _ = _open(path)
         lock = _LocalLock(path, handle, shared=shared)

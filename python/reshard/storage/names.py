@@ -19,6 +19,8 @@ def component_fault(name: str) -> str | None:
         >>> component_fault("../weights.safetensors")
         'it has a path separator in it'
     """
+    if is_too_long(name):
+        return f"it has {len(_encoded(name))} bytes, a name has at most {_MAX_NAME_BYTES}"
     if not name:
         return "it is empty"
     if name in (".", ".."):
@@ -27,11 +29,21 @@ def component_fault(name: str) -> str | None:
         return "it has a path separator in it"
     if _CONTROL.search(name):
         return "it has a control character in it"
-    try:
-        n_bytes = len(name.encode())
-    except UnicodeEncodeError:
-        return "it is not valid Unicode"
-    return f"it has {n_bytes} bytes, a name has at most {_MAX_NAME_BYTES}" if n_bytes > _MAX_NAME_BYTES else None
+    return "it is not valid Unicode" if any("\ud800" <= c <= "\udfff" for c in name) else None
+
+
+def is_too_long(name: str) -> bool:
+    """Whether a name is longer than a file system accepts. It is no damage: another system may accept it.
+
+    Example:
+        >>> is_too_long("a" * 255), is_too_long("a" * 256)
+        (False, True)
+    """
+    return len(_encoded(name)) > _MAX_NAME_BYTES
+
+
+def _encoded(name: str) -> bytes:
+    return name.encode(errors="surrogatepass")
 
 
 def example_of(names: Iterable[str]) -> str:

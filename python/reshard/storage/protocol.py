@@ -292,7 +292,7 @@ def publish(attempt: Attempt, manifest: Manifest, log: Callable[[], Sequence[Loc
         ClaimedError: another process has taken the root over; nothing is published.
         DestinationExistsError: the iteration was created meanwhile and may not be replaced; nothing is published.
         DamagedFileError: the staging folder no longer holds this manifest; nothing is published.
-        StorageError: the system failed. The iteration may be published or not; it is complete or does not exist.
+        StorageError: the system failed. The iteration is complete, which the message says, or does not exist.
     """
     _check_sound(attempt)
     claim = _claim_of(attempt)
@@ -318,8 +318,10 @@ def publish(attempt: Attempt, manifest: Manifest, log: Callable[[], Sequence[Loc
                 staging.move_tracker(root, attempt.iteration, durable=durable, unsynced=unsynced)
             staging.mark_tracked(attempt.folder, durable=durable, unsynced=log())
             _discard_left(root, durable=durable)
-    except StorageError:
+    except StorageError as error:
         _poisoned.add(attempt.id)
+        if _is_in_place(attempt, manifest):
+            raise _unfinished(attempt, error) from error
         raise
     return warnings + trash.empty(root, durable=durable)
 
@@ -645,6 +647,30 @@ def _put_in_place(attempt: Attempt, claim: Claim) -> list[Location]:
     except FileExistsError:
         raise _made_meanwhile(attempt) from None
     return changed
+
+
+def _is_in_place(attempt: Attempt, manifest: Manifest) -> bool:
+    """Whether the folder with the final name holds this attempt, and counts."""
+    with contextlib.suppress(ReshardError):
+        is_finished = staging.unfinished(attempt.folder) is None
+        return is_finished and manifests.read_digest(attempt.folder) == manifest.digest
+    return False
+
+
+def _unfinished(attempt: Attempt, error: StorageError) -> StorageError:
+    """The error for a published iteration that the tracker does not name, or that may be lost with the power."""
+    tracker = checkpoint2.read_tracker(attempt.root)[0]
+    if tracker is not None and tracker > attempt.iteration:
+        restart = f"but the tracker still names {tracker} (`reshard explain` shows what a restart resumes from)"
+    else:
+        restart = "and a restart resumes from it"
+    return StorageError(
+        f"iteration {attempt.iteration} is complete in {show(str(attempt.folder))}, {restart}; its save is not "
+        f"finished: {error.message}",
+        path=error.path,
+        hint="remove the cause and save again: any later save finishes it, and until then a loss of power may undo it",
+        errno=error.errno,
+    )
 
 
 def _discard_left(root: Location, *, durable: bool) -> None:

@@ -22,7 +22,7 @@ import errno
 from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple, Self, TypeAlias
 
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
-from reshard.words import show
+from reshard.words import counted, show
 
 if TYPE_CHECKING:
     import os
@@ -600,6 +600,17 @@ class OpenedFolder:
         return self._store.pieces(self.path(name), n_bytes, ranges)
 
 
+def kind_words(kind: Kind | None) -> str:
+    """What an entry is, for messages; None: a link whose target is missing.
+
+    Example:
+        >>> kind_words("other"), kind_words(None)
+        ('a pipe, a socket or a device', 'a symbolic link to nothing')
+    """
+    words = {"file": "a file", "folder": "a folder", "link": "a symbolic link", "other": "a pipe, a socket or a device"}
+    return "a symbolic link to nothing" if kind is None else words[kind]
+
+
 def check_file(path: str, is_file: bool, found_bytes: int, n_bytes: int | None) -> None:  # noqa: FBT001
     """Check that a path is a regular file of a size.
 
@@ -615,4 +626,4 @@ def check_file(path: str, is_file: bool, found_bytes: int, n_bytes: int | None) 
     if not is_file:
         raise DamagedFileError(f"{show(path)} is not a regular file", path=path)
     if n_bytes not in (None, found_bytes):
-        raise DamagedFileError(f"{show(path)} has {found_bytes} bytes, expected {n_bytes}", path=path)
+        raise DamagedFileError(f"{show(path)} has {counted(found_bytes, 'byte')}, expected {n_bytes}", path=path)

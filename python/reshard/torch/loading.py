@@ -31,7 +31,7 @@ from reshard.torch.tensors import as_tensor, from_tensor, torch_dtype
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     import numpy as np
 
@@ -184,7 +184,7 @@ def _read_of_torch(
     checkpoint, described = wanted.checkpoint, wanted.described
     values, options = _with_tensor_options(values, checkpoint, described)
     state = translated([key for key in checkpoint if key not in options], values, _live(described))
-    _check_plain(checkpoint, state.trainer if part == "all" else {})
+    _check_plain(checkpoint, values, state.trainer if part == "all" else {})
     checkpoint.data.check(checkpoint.keys(part))
     index = checkpoint.data.index
     tensors = {
@@ -257,19 +257,31 @@ def _with_tensor_options(values: Values, checkpoint: Checkpoint, described: Desc
     return replace(values, by_name=by_name), keys
 
 
-def _check_plain(checkpoint: Checkpoint, trainer: Mapping[str, Any]) -> None:
+def _check_plain(checkpoint: Checkpoint, values: Values, trainer: Mapping[str, Any]) -> None:
     """Refuse state with an object that is not rebuilt: the run would fail when it uses it."""
-    names = [([name], value) for name, value in trainer.items()]
+    for path, value in _opaque([([name], value) for name, value in trainer.items()]):
+        stored = ([name] for name, one in values.by_name.items() if any(v is value for _, v in _opaque([([], one)])))
+        key = ".".join(next(stored, path))
+        hint = "save it as a number, or start from the weights alone with `init_from=`"
+        what = f"a {show(value.name)}"
+        if value.name.startswith("torch._utils._rebuild"):
+            what = "a tensor inside a value that is stored as one object"
+            hint = (
+                "resume from the file that `python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER "
+                "FILE.pt` makes of it, or " + hint
+            )
+        raise UnsupportedError(
+            f"{checkpoint.path}: {show(key)} holds {what}, which is not read", path=str(checkpoint.path), hint=hint
+        )
+
+
+def _opaque(names: list[tuple[list[str], Any]]) -> Iterator[tuple[list[str], _core.Opaque]]:
+    """The objects that are not rebuilt among values by their paths, and inside them."""
     seen = set()
     while names:
         path, value = names.pop()
         if isinstance(value, _core.Opaque):
-            raise UnsupportedError(
-                f"{checkpoint.path}: the state {show('.'.join(path))} of the run holds a {show(value.name)}, which "
-                "is not read",
-                path=str(checkpoint.path),
-                hint="save it as a number, or start from the weights alone with `init_from=`",
-            )
+            yield path, value
         inner = (
             value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
         )

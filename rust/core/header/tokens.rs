@@ -1,7 +1,7 @@
 //! The tokens of a header: strings, plain integers, shapes and punctuation.
 
 use super::MAX_RANK;
-use crate::error::{Error, Printable, Result};
+use crate::error::{Error, Kind, Printable, Result};
 use std::borrow::Cow;
 use std::ops::Range;
 
@@ -175,7 +175,8 @@ impl<'t> Scanner<'t> {
         let escaped = &self.text[text.range()];
         let too_long = || {
             let shown = Printable(str_of(escaped));
-            Error::damaged(format!("{what} has more than {max_bytes} bytes: {shown}"))
+            let message = format!("{what} has more than {max_bytes} bytes: {shown}");
+            Error::new(Kind::Unsupported, message)
         };
         if escaped.len() > max_bytes * ESCAPE_BYTES {
             return Err(too_long());

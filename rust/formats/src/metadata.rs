@@ -659,6 +659,7 @@ fn uncovered(shape: &[u64], fragmentations: &[u64], cell: u64, why: &str) -> Err
 
 /// Checks that a name is that of a shard file in the folder of the `metadata.json`.
 fn check_file_name(name: &str) -> Result<()> {
+    let mut kind = Kind::Damaged;
     let problem = if name.is_empty() || name == "." || name == ".." {
         "is not a file name".to_owned()
     } else if name.contains(['/', '\\']) {
@@ -666,6 +667,7 @@ fn check_file_name(name: &str) -> Result<()> {
     } else if name.chars().any(char::is_control) {
         "contains a control character".to_owned()
     } else if name.len() > MAX_FILE_NAME_BYTES {
+        kind = Kind::Unsupported;
         format!("has {} bytes, more than {MAX_FILE_NAME_BYTES}", name.len())
     } else if ![".safetensors", ".safetensor"]
         .iter()
@@ -675,8 +677,6 @@ fn check_file_name(name: &str) -> Result<()> {
     } else {
         return Ok(());
     };
-    Err(Error::damaged(format!(
-        "`file_name` `{}` {problem}",
-        Printable(name)
-    )))
+    let message = format!("`file_name` `{}` {problem}", Printable(name));
+    Err(Error::new(kind, message))
 }

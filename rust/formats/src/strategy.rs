@@ -5,15 +5,15 @@
 //! is too large. Repeated numbers are written unpacked, as `MindSpore` writes them, and read packed or unpacked.
 //! Unknown fields are skipped. `python/reshard/layout/strategy.py` documents the meaning of the numbers.
 
-use prost::Message;
+use prost::encoding::{DecodeContext, WireType, decode_key, decode_varint, skip_field};
+use prost::{DecodeError, Message};
 use reshard_core::{Error, Kind, Result};
 
 /// Most numbers in one list of an operator or a tensor, and most lists of an operator or a tensor.
 const MAX_DIMS: usize = 1 << 10;
 /// Most rows of parts of one tensor.
 const MAX_ROWS: usize = 1 << 20;
-/// Most operators and parameters of a file, and most lists of all of them: of 2 bytes, a list takes 50 times as many in
-/// memory.
+/// Most operators and parameters of a file, and most lists of all of them.
 const MAX_RECORDS: usize = 1 << 19;
 const MAX_LISTS: usize = 1 << 21;
 
@@ -88,39 +88,75 @@ pub type LayoutTuple = (String, Lists, Lists, Lists, Lists, i64, i64, i64);
 /// # Errors
 /// [`Kind::Damaged`] if the bytes are not these messages, or a field does not occur once or is out of its range.
 pub fn decode(data: &[u8]) -> Result<(i64, Vec<StrategyTuple>, Vec<LayoutTuple>)> {
+    check_counts(data)?;
     let map = StrategyMap::decode(data).map_err(|error| {
         Error::new(
             Kind::Damaged,
             format!("not a strategy file in protobuf: {error}"),
         )
     })?;
-    let n_records = map.parallel_strategy_item.len() + map.parallel_layout_item.len();
-    if n_records > MAX_RECORDS {
-        return Err(damaged(format!(
-            "the file has {n_records} operators and parameters; at most {MAX_RECORDS} are allowed"
-        )));
-    }
-    let mut left = MAX_LISTS;
     let strategies = map.parallel_strategy_item.into_iter().enumerate();
     let layouts = map.parallel_layout_item.into_iter().enumerate();
     Ok((
         unsigned(map.current_stage, "current_stage")?,
         strategies
             .map(|(n, item)| {
-                strategy(item, &mut left)
-                    .map_err(|e| e.within(format_args!("parallel_strategy_item {n}")))
+                strategy(item).map_err(|e| e.within(format_args!("parallel_strategy_item {n}")))
             })
             .collect::<Result<_>>()?,
         layouts
             .map(|(n, item)| {
-                layout(item, &mut left)
-                    .map_err(|e| e.within(format_args!("parallel_layout_item {n}")))
+                layout(item).map_err(|e| e.within(format_args!("parallel_layout_item {n}")))
             })
             .collect::<Result<_>>()?,
     ))
 }
 
-fn strategy(item: StrategyItem, left: &mut usize) -> Result<StrategyTuple> {
+/// Refuses a file of too many messages before they are decoded: one of 2 bytes takes 50 times as many in memory.
+fn check_counts(data: &[u8]) -> Result<()> {
+    let mut counts = [0; 3];
+    // What violates the encoding is reported by the decoder, which stops at the same place.
+    let _ = count(data, 0, &mut counts);
+    let limits = [
+        ("operators and parameters", MAX_RECORDS),
+        ("fields of operators and parameters", 2 * MAX_RECORDS),
+        ("lists of numbers", MAX_LISTS),
+    ];
+    for (n, (what, most)) in counts.into_iter().zip(limits) {
+        if n > most {
+            return Err(damaged(format!(
+                "the file has {n} {what}; at most {most} are allowed"
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// Adds up the messages at each depth: records, their names and contents, and the lists in these.
+fn count(mut data: &[u8], depth: usize, counts: &mut [usize; 3]) -> Result<(), DecodeError> {
+    while !data.is_empty() {
+        let (tag, wire) = decode_key(&mut data)?;
+        if wire != WireType::LengthDelimited {
+            skip_field(wire, tag, &mut data, DecodeContext::default())?;
+            continue;
+        }
+        let n_bytes = usize::try_from(decode_varint(&mut data)?).unwrap_or(usize::MAX);
+        let (message, rest) = data.split_at(n_bytes.min(data.len()));
+        data = rest;
+        let is_message = match depth {
+            0 => matches!(tag, 2 | 3),
+            1 => matches!(tag, 1 | 2),
+            _ => matches!(tag, 1..=4),
+        };
+        counts[depth] += usize::from(is_message);
+        if is_message && depth < 2 && (depth, tag) != (1, 1) {
+            count(message, depth + 1, counts)?;
+        }
+    }
+    Ok(())
+}
+
+fn strategy(item: StrategyItem) -> Result<StrategyTuple> {
     let name = once(item.node_name, "node_name")?;
     let strategys = once(item.parallel_strategys, "parallel_strategys")?;
     Ok((
@@ -131,32 +167,24 @@ fn strategy(item: StrategyItem, left: &mut usize) -> Result<StrategyTuple> {
             "parallel_strategy",
             MAX_DIMS,
             UINT32,
-            left,
         )?,
     ))
 }
 
-fn layout(item: LayoutItem, left: &mut usize) -> Result<LayoutTuple> {
+fn layout(item: LayoutItem) -> Result<LayoutTuple> {
     let name = once(item.param_name, "param_name")?;
     let layouts = once(item.parallel_layouts, "parallel_layouts")?;
     Ok((
         name,
-        lists(layouts.dev_matrix, "dev_matrix", MAX_DIMS, UINT32, left)?,
-        lists(layouts.tensor_map, "tensor_map", MAX_DIMS, INT32, left)?,
+        lists(layouts.dev_matrix, "dev_matrix", MAX_DIMS, UINT32)?,
+        lists(layouts.tensor_map, "tensor_map", MAX_DIMS, INT32)?,
         lists(
             layouts.param_split_shape,
             "param_split_shape",
             MAX_ROWS,
             INT64,
-            left,
         )?,
-        lists(
-            layouts.indices_offset,
-            "indices_offset",
-            MAX_ROWS,
-            INT64,
-            left,
-        )?,
+        lists(layouts.indices_offset, "indices_offset", MAX_ROWS, INT64)?,
         signed(layouts.field, "field")?,
         signed(layouts.opt_weight_shard_step, "opt_weight_shard_step")?,
         signed(layouts.opt_weight_shard_size, "opt_weight_shard_size")?,
@@ -198,24 +226,13 @@ fn within(value: i64, field: &str, range: &Range) -> Result<i64> {
     )))
 }
 
-fn lists(
-    messages: Vec<Dims>,
-    field: &str,
-    max: usize,
-    range: Range,
-    left: &mut usize,
-) -> Result<Lists> {
+fn lists(messages: Vec<Dims>, field: &str, max: usize, range: Range) -> Result<Lists> {
     if messages.len() > MAX_DIMS {
         let n = messages.len();
         return Err(damaged(format!(
             "`{field}` has {n} lists; at most {MAX_DIMS} are allowed"
         )));
     }
-    *left = left.checked_sub(messages.len()).ok_or_else(|| {
-        damaged(format!(
-            "the file has more than {MAX_LISTS} lists of numbers, the most that are allowed"
-        ))
-    })?;
     let mut lists = Vec::with_capacity(messages.len());
     for Dims { dim } in messages {
         if dim.len() > max {

@@ -31,7 +31,7 @@ from reshard.layout.strategy_file import is_strategy
 from reshard.layout.strategy_folder import read_strategy
 from reshard.layout.strategy_like import device_layouts, named_mapping
 from reshard.storage.location import locate
-from reshard.words import listed, show
+from reshard.words import counted, listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -391,7 +391,8 @@ def _check_ranks(root: Location, ranks: Collection[int], strategy: Strategy | No
         stages = dict.fromkeys(rank // strategy.devices_per_stage for rank in missing)
         raise CheckpointNotFoundError(
             f"{show(str(root))} has no file of rank {listed(missing, n_items=n_missing)} (stage {listed(stages)}); "
-            f"{show(strategy.source)} has {strategy.n_stages} stages of {strategy.devices_per_stage} ranks",
+            f"{show(strategy.source)} has {counted(strategy.n_stages, 'stage')} of "
+            f"{counted(strategy.devices_per_stage, 'rank')}",
             path=str(root),
             hint="open one rank without a strategy, or the parent folder with it" if len(ranks) == 1 else hint,
         )
@@ -399,7 +400,7 @@ def _check_ranks(root: Location, ranks: Collection[int], strategy: Strategy | No
     if more:
         raise MismatchError(
             f"{show(str(root))} has files of rank {listed(more)}, but {show(strategy.source)} has "
-            f"{strategy.world_size} ranks",
+            f"{counted(strategy.world_size, 'rank')}",
             path=str(root),
             hint="pass the strategies of all pipeline stages: their folder, or the merged file",
         )

@@ -20,7 +20,7 @@ from reshard.errors import ArgumentError, UnsupportedError
 from reshard.formats.checkpoint2.shards import FilePlan, RecordKind, Records, TensorRecord, holders_of, shard_id
 from reshard.formats.manifest import PlainEntry, new_digest
 from reshard.storage.location import locate
-from reshard.words import listed, show
+from reshard.words import counted, listed, show
 
 if TYPE_CHECKING:
     import os
@@ -85,7 +85,7 @@ def inexpressible(record: TensorRecord | RecordKind, mesh: _core.Mesh) -> str | 
         return f"dim {dim} is cut into parts of different sizes"
     for dim, (extent, n_parts) in enumerate(zip(shape, parts, strict=True)):
         if extent % n_parts:
-            return f"dim {dim} has {extent} elements, which {n_parts} parts do not divide evenly"
+            return f"dim {dim} has {counted(extent, 'element')}, which {n_parts} parts do not divide evenly"
     fixed = mesh.fixed(place)
     both = [axis for axis in partition.axes if axis in fixed and sizes[axis] > 1]
     if both:

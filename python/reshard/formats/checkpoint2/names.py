@@ -211,7 +211,7 @@ class Candidates(NamedTuple):
         tracker: the iteration that the tracker names; None without a tracker, or with an invalid one.
         tracker_reason: why a tracker that exists is invalid; else None.
         folders: `(iteration, folder name)`: the tracker's iteration, then the others by descending number.
-        ignored: `(folder name, reason)` of folders that repeat the number of another one.
+        ignored: `(name, reason)` of folders that repeat the number of another one, and of links.
     """
 
     tracker: int | None
@@ -222,7 +222,7 @@ class Candidates(NamedTuple):
 
 def is_root(path: str | os.PathLike[str]) -> bool:
     """Whether a folder is the root of a tree: it holds a tracker, valid or not, or an iteration folder."""
-    return (locate(path) / TRACKER_FILE).exists() or bool(_scan(path)[0])
+    return (locate(path) / TRACKER_FILE).exists() or bool(scan(path)[0])
 
 
 def list_iterations(root: str | os.PathLike[str]) -> list[tuple[int, str]]:
@@ -236,7 +236,7 @@ def list_iterations(root: str | os.PathLike[str]) -> list[tuple[int, str]]:
         CheckpointNotFoundError: there is no such folder.
         StorageError: it cannot be listed.
     """
-    return _scan(root)[0]
+    return scan(root)[0]
 
 
 def resolve_candidates(root: str | os.PathLike[str]) -> Candidates:
@@ -250,7 +250,7 @@ def resolve_candidates(root: str | os.PathLike[str]) -> Candidates:
         StorageError: it cannot be listed.
     """
     tracker, reason = read_tracker(root)
-    found, ignored = _scan(root)
+    found, ignored = scan(root)
     if tracker is not None and tracker not in dict(found):
         tracker, reason = None, f"it names iteration {tracker}, which has no folder"
     folders = sorted(found, key=lambda one: (one[0] != tracker, -one[0]))
@@ -270,19 +270,24 @@ def tracked_iteration(root: str | os.PathLike[str]) -> int | None:
     return resolve_candidates(root).tracker
 
 
-def _scan(root: str | os.PathLike[str]) -> tuple[list[tuple[int, str]], list[tuple[str, str]]]:
-    """The iteration folders by ascending number, and the names that repeat a number, each with the reason."""
+def scan(root: str | os.PathLike[str]) -> tuple[list[tuple[int, str]], list[tuple[str, str]]]:
+    """`list_iterations`, and the folders that repeat a number and the links, each with the reason. Raises as it."""
     by_number: dict[int, list[str]] = {}
-    for name in _names(root, "folder"):
-        number = parse_iteration_folder(name)
-        if number is not None:
-            by_number.setdefault(number, []).append(name)
     found, ignored = [], []
+    for entry in locate(root).entries():
+        number = parse_iteration_folder(entry.name)
+        if number is not None and entry.kind == "folder":
+            by_number.setdefault(number, []).append(entry.name)
+        elif number is not None and entry.kind == "link":
+            ignored.append((entry.name, "it is a symbolic link, which is not followed: move the folder itself here"))
     for number, names in sorted(by_number.items()):
         canonical = iteration_folder_name(number)
         chosen = canonical if canonical in names else min(names, key=len)
         found.append((number, chosen))
-        ignored += [(name, f"iteration {number} is read from {chosen}") for name in sorted(names) if name != chosen]
+        reason = (
+            f"iteration {number} is read from {chosen}: nothing reads or removes this folder; remove one of the two"
+        )
+        ignored += [(name, reason) for name in sorted(names) if name != chosen]
     return found, ignored
 
 

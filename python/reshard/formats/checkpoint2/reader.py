@@ -27,6 +27,7 @@ from reshard.formats.state_loader import TorchSaved
 from reshard.formats.tiled import names as tiles
 from reshard.storage.filesystem import MANIFEST_FILE
 from reshard.storage.location import Location, locate
+from reshard.storage.store import kind_words
 from reshard.words import show
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("reshard")
 
 _MAX_PARSED = 64  # headers that are parsed when a folder is opened
+_TENSOR_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".ckpt")
 _MAX_TRIES = 3  # to open an iteration that is saved again meanwhile
 
 Unlisted: TypeAlias = tuple[tuple[str, str, tuple[int, ...], tuple[str, ...]], ...]
@@ -430,12 +432,22 @@ def _index(
     elif described.metadata is None and described.tiles is None:
         names = checkpoint2.list_shard_files(folder)
     if not described.has_metadata and described.tiles is None and not names:
+        reason = _not_a_file(folder) or "no metadata.json, no shard files, no Hugging Face index"
         raise CheckpointNotFoundError(
-            f"{folder} holds no checkpoint: no metadata.json, no shard files, no Hugging Face index",
+            f"{folder} holds no checkpoint: {reason}",
             path=str(folder),
             hint="pass a .safetensors file, a Hugging Face folder, a checkpoint root or an iteration folder",
         )
     return index, [index.add_file(str(folder / name), follow_links=False, method=method) for name in names]
+
+
+def _not_a_file(folder: Location) -> str | None:
+    """What in a folder has the name of a file of tensors, and is no file; None: nothing."""
+    for entry in folder.entries():
+        if entry.name.endswith(_TENSOR_FILES) and entry.kind != "file":
+            kind = (folder / entry.name).found() if entry.kind == "link" else entry.kind
+            return f"{show(entry.name)} is {'a symbolic link' if kind == 'file' else kind_words(kind)}, expected a file"
+    return None
 
 
 def _add_tiles(index: _core.Index, folder: Location, described: tiles.TilesFile) -> None:

@@ -8,6 +8,7 @@ iterations.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
@@ -18,6 +19,7 @@ from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.reader import LockedManifest, marks, open_folder
 from reshard.formats.newest import nothing_complete, open_newest
 from reshard.storage.location import Location, locate
+from reshard.words import show
 
 if TYPE_CHECKING:
     import os
@@ -86,13 +88,15 @@ class Look:
     def __init__(self, root: Location, *, exact: int | None = None) -> None:
         self._root = root
         tracker, fault = checkpoint2.read_tracker(root)
-        listed = checkpoint2.list_iterations(root)
+        listed, repeated = checkpoint2.scan(root)
         wanted = tracker if exact is None else exact
         self._probable = next((name for one, name in listed if one == wanted), listed[-1][1] if listed else "")
         self._locked = self._lock()
         try:
             folders = tuple(self._facts(iteration, name) for iteration, name in listed)
-            self.order = candidates.order(folders, tracker, fault, exact=exact)
+            order = candidates.order(folders, tracker, fault, exact=exact)
+            lines = (f"{show(name)} is skipped: {reason}" for name, reason in repeated)
+            self.order = replace(order, warnings=(*order.warnings, *lines))
         except BaseException:
             self.close()
             raise

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import CheckpointNotFoundError, DamagedFileError
 from reshard.storage.store import check_file
-from reshard.words import listed, show
+from reshard.words import counted, listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -40,7 +40,7 @@ def check_data_files(folder: Location, files: Iterable[tuple[str, int]], descrip
         check_file(str(path), found.kind == "file", found.n_bytes, None)
         if found.n_bytes < n_bytes:
             raise DamagedFileError(
-                f"{show(str(path))} has {found.n_bytes} bytes, expected at least {n_bytes}: it is cut short",
+                f"{show(str(path))} has {counted(found.n_bytes, 'byte')}, expected at least {n_bytes}: it is cut short",
                 path=str(path),
             )
     if missing:

@@ -12,7 +12,7 @@ from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed.flat import Line, Segment
 from reshard.formats.deepspeed.states import as_shape, damaged
 from reshard.indexing import row_major
-from reshard.words import listed, show
+from reshard.words import counted, listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -165,7 +165,8 @@ def fragments(
         if file.tensors.get(path) != (dtype, (part,)):
             raise damaged(
                 file.file,
-                f"expected {show(path)} with {part} elements, the part of one of {len(files)} ranks; found "
+                f"expected {show(path)} with {counted(part, 'element')}, the part of one of "
+                f"{counted(len(files), 'rank')}; found "
                 f"{file.tensors.get(path)}",
                 key=path,
             )

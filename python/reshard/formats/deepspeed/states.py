@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from reshard import _core
 from reshard.errors import DamagedFileError, UnsupportedError
 from reshard.outputs import load_all
-from reshard.words import listed, show
+from reshard.words import counted, listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -205,7 +205,8 @@ def check_agreement(files: RankFiles, model: Sequence[StateFile], optimizer: Seq
     if recorded is not None and recorded != n_ranks:
         raise damaged(
             head.file,
-            f"its state is partitioned over {n_ranks} ranks, but {show(first.file.name)} was saved by {recorded}",
+            f"its state is partitioned over {counted(n_ranks, 'rank')}, but {show(first.file.name)} was saved "
+            f"by {recorded}",
             "they are of different saves: use another checkpoint",
         )
     expected = {key: state.get(key) for key in ("zero_stage", "partition_count", "param_alignment_paddings")}
@@ -269,13 +270,14 @@ def _check_ranks(example: StateFile, found: set[int], n_ranks: int) -> None:
         wanted = name.replace(f"zero_pp_rank_{example.rank}_", f"zero_pp_rank_{missing}_")
         raise damaged(
             folder,
-            f"the state is partitioned over {n_ranks} ranks, and {show(wanted)} is missing",
+            f"the state is partitioned over {counted(n_ranks, 'rank')}, and {show(wanted)} is missing",
             f"{len(found)} of {n_ranks} files are there: the save was not finished, or not all files were copied",
         )
     if len(found) > n_ranks:
         raise damaged(
             folder,
-            f"the state is partitioned over {n_ranks} ranks, and {show(name)} has one of rank {max(found)} beside it",
+            f"the state is partitioned over {counted(n_ranks, 'rank')}, and {show(name)} has one of rank "
+            f"{max(found)} beside it",
             "it was left by an earlier save with more ranks: remove such files",
         )
 

@@ -33,6 +33,7 @@ from reshard.formats.torch_file import archive
 from reshard.formats.torch_file.encode import MAX_DEPTH, Encoder, NotPlainError, torch_dtype
 from reshard.outputs import load_all
 from reshard.storage.location import locate
+from reshard.storage.names import component_fault
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
@@ -186,8 +187,8 @@ def _content(job: Job, iteration: int | None) -> _Content:
                     key=key,
                     hint='give `dtype="float32"` to round it',
                 )
-        if not name or "/" in name or "\0" in name or name in (".", "..") or len(name.encode()) > 255:
-            raise UnsupportedError(f"{show(name)} cannot be the name of a folder", key=name, hint="rename it")
+        if (fault := component_fault(name)) is not None:
+            raise UnsupportedError(f"{show(name)} cannot be the name of a folder: {fault}", key=name, hint="rename it")
     content = _Content(tensors, [name for name in tensors if not with_state or name in with_state], None)
     if with_state:
         content.step = _step(job, steps, iteration)

@@ -18,7 +18,7 @@ from reshard import _core
 from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed.flat import Line, Segment
 from reshard.formats.deepspeed.states import PARTITIONED_STAGE, damaged, read_scalars, stage_of, zero_state
-from reshard.words import show
+from reshard.words import counted, show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -148,7 +148,8 @@ def _add_flat(
             if -(-line.n // align) != -(-offset // align):
                 raise damaged(
                     files[0].file.parent,
-                    f"{show(slot)} of group {group} has {line.n} elements on all ranks, its {len(shapes)} parameters "
+                    f"{show(slot)} of group {group} has {counted(line.n, 'element')} on all ranks, its "
+                    f"{len(shapes)} parameters "
                     f"have {offset}",
                     "a file is of another save, or of another model",
                 )
@@ -180,7 +181,8 @@ def _check_starts(files: Sequence[StateFile], weights: Line, line: Line, group: 
         if weight.n > other.n or (is_end and weight.n):
             raise damaged(
                 file.file,
-                f"group {group} has {weight.n} elements of {WEIGHT} and {other.n} of {slot}: they do not match",
+                f"group {group} has {counted(weight.n, 'element')} of {WEIGHT} and {other.n} of {slot}: they do "
+                "not match",
             )
         is_end = is_end or weight.n < other.n
 
@@ -241,7 +243,8 @@ def _add_partitioned(
             if line.n != sum(parts.values()):
                 raise damaged(
                     file.file,
-                    f"it has {line.n} elements of {show(slot)}; the part of one of {len(files)} ranks of the "
+                    f"it has {counted(line.n, 'element')} of {show(slot)}; the part of one of "
+                    f"{counted(len(files), 'rank')} of the "
                     f"{len(shapes)} parameters has {sum(parts.values())}",
                     "it is of another save, or of another model",
                 )

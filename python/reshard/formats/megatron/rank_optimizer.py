@@ -19,7 +19,7 @@ from reshard.formats.megatron.common_state import argument
 from reshard.formats.megatron.flat_buffers import Parameter, positions
 from reshard.formats.megatron.rank_files import EXPERT
 from reshard.formats.megatron.rank_replicas import HeldArray
-from reshard.words import show
+from reshard.words import counted, show
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -116,7 +116,7 @@ def _add(
         )
         for slot, (name, shape) in slots.items():
             if shape != (length,):
-                return f"{show(name)} has {shape[0]} elements, the parameters of the rank need {length}"
+                return f"{show(name)} has {counted(shape[0], 'element')}, the parameters of the rank need {length}"
             for weight in weights:
                 array = HeldArray(rank.number, file, name, shape, first[weight.stored], weight.shape, "F32")
                 arrays[f"{weight.key}.{names.SLOTS.get(slot, slot)}"].append((rank, weight, array))
