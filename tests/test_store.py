@@ -7,9 +7,11 @@ import os
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.memory_store import MemoryStore
 
+import reshard
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, StorageError
 from reshard.storage import filesystem
 from reshard.storage.local import LOCAL
@@ -233,6 +235,23 @@ def test_locations_compose() -> None:
     assert locate("w.safetensors").suffix == ".safetensors"
     with pytest.raises(ArgumentError, match="not relative"):
         place / "/d"
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/run", Path("s3://bucket/run"), "file:///run", "gs:/bucket"])
+def test_a_url_is_no_path(path: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    reshard.save_file({"w": np.zeros(2)}, "w.safetensors")
+    for act in (
+        lambda: reshard.save(path, 1, {"w": np.zeros(2)}),
+        lambda: reshard.convert("w.safetensors", path),
+        lambda: reshard.open(path),
+        lambda: reshard.load(path),
+        lambda: reshard.verify(path),
+    ):
+        with pytest.raises(ArgumentError, match="is a URL"):
+            act()
+    assert [one.name for one in tmp_path.iterdir()] == ["w.safetensors"]
+    assert str(locate(tmp_path / "s3:" / "x")).endswith("/s3:/x")
 
 
 def test_a_location_of_another_store_is_no_local_path() -> None:
