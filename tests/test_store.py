@@ -237,6 +237,19 @@ def test_locations_compose() -> None:
         place / "/d"
 
 
+def test_a_file_that_cannot_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = locate(tmp_path) / "x"
+    place.create(b"1")
+
+    def fstat(_: int) -> os.stat_result:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", fstat)
+        with pytest.raises(StorageError, match="looking at"):
+            place.read_small(10)
+
+
 @pytest.mark.parametrize("path", ["s3://bucket/run", Path("s3://bucket/run"), "file:///run", "gs:/bucket"])
 def test_a_url_is_no_path(path: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
