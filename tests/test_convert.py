@@ -20,6 +20,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from tests import original_reader
 from tests.arrays import Arrays, assert_same
+from tests.ckpt_files import dump
 from tests.oracle import local_arrays, mesh_ranks
 
 import reshard
@@ -300,6 +301,37 @@ def test_counters_that_are_null_are_left_out(single: Path, huggingface: Path, tm
         original_reader.read_common(root, "1.9.0")
     assert original_reader.read_common(tmp_path / "a").loss_scale == 0.5
     assert original_reader.read_tree(tmp_path / "b").keys() == MODEL.keys()
+
+
+@pytest.mark.parametrize("via", ["safetensors", "ckpt", "dcp"])
+def test_counters_of_any_source_are_in_common_json(via: str, tmp_path: Path) -> None:
+    counters = {"step_num": np.array(40), "loss_scale": np.array([2.0], np.float32), "epoch_num": np.array(2, np.int32)}
+    state: dict[str, np.ndarray] = {"w": np.zeros(3), "adam_m.w": np.ones(3), "global_step": np.array([39], np.int32)}
+    source = tmp_path / f"x.{via}"
+    if via == "dcp":
+        reshard.save(tmp_path / "from", 39, state, common={"step_num": 39, "global_step": 39})
+        reshard.convert(tmp_path / "from", source, to="dcp")
+    elif via == "ckpt":
+        source.write_bytes(dump(state | counters))
+    else:
+        reshard.save_file(state | counters, source)
+    for format_ in ("checkpoint2", "checkpoint1"):
+        reshard.convert(source, tmp_path / format_, to=format_)
+        loaded = reshard.load(tmp_path / format_)
+        assert loaded.common is not None
+        assert (loaded.common.global_step, loaded.decision.initial_step) == (39, 39 if via == "dcp" else 40)
+        if via != "dcp":
+            assert (loaded.common.epoch_num, loaded.common.loss_scale, loaded.iteration) == (2, 2.0, 40)
+    assert reshard.load(tmp_path / "checkpoint2").iteration == (39 if via == "dcp" else 40)
+
+
+def test_a_tensor_that_is_no_counter_is_not_left_out(tmp_path: Path) -> None:
+    source = tmp_path / "x.safetensors"
+    reshard.save_file({"w": np.zeros(3), "step_num": np.array(-1.5)}, source)
+    with pytest.raises(UnsupportedError, match="step_num"):
+        reshard.convert(source, tmp_path / "root", to="checkpoint2")
+    assert not (tmp_path / "root").exists()
+    reshard.convert(source, tmp_path / "root", to="checkpoint2", select={"drop": "step_num"})
 
 
 def test_there_is_never_a_null_layout(huggingface: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ The expected modes are those that `mkdir` and `open` of the operating system giv
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -19,6 +20,7 @@ from tests.namespaces import LIBC, MS_BIND, MS_RDONLY, MS_REMOUNT, checked, in_n
 from tests.test_convert_failures import KINDS, W, snapshot
 
 import reshard
+from reshard import _core
 from reshard.errors import ArgumentError, DestinationExistsError, ReshardError, StorageError
 from reshard.storage import filling
 
@@ -173,6 +175,26 @@ def test_what_a_killed_conversion_left_beside_the_destination_is_named(
     assert f"`{left}` is left by a conversion that did not end" in caplog.text
     assert "other" not in caplog.text
     assert left.is_dir()
+
+
+def test_where_folders_cannot_be_renamed_one_that_exists_is_filled(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = _core.rename
+
+    def rename(one: str, other: str, *, exchange: bool) -> None:
+        if Path(one).is_dir():
+            raise OSError(errno.ENOSYS, "Function not implemented")
+        real(one, other, exchange=exchange)
+
+    monkeypatch.setattr(_core, "rename", rename)
+    target = tmp_path / "out"
+    with pytest.raises(StorageError, match=r"hint: .*make `.*out` first"):
+        reshard.convert(source, target, to="huggingface")
+    assert not target.exists()
+    target.mkdir()
+    reshard.convert(source, target, to="huggingface")
+    assert not reshard.diff(source, target, part="model").differences
 
 
 def test_a_loop_of_links_is_an_error_that_names_it(source: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ The trees are made by hand (`sealed`); what is expected of a rank is a slice tha
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -30,6 +31,7 @@ from reshard.errors import (
     LayoutError,
     MismatchError,
     ReshardError,
+    StorageError,
     UnsupportedError,
 )
 from reshard.formats import manifest as manifests
@@ -130,6 +132,28 @@ def test_when_every_one_is_damaged_each_is_named(root: Path) -> None:
         assert fault in next(line for line in lines if f"iteration_000000{name}" in line)
     fresh = reshard.load(root, allow_fresh=True)
     assert (fresh.decision.fresh, fresh.state) == (True, {})
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.ENOTCONN, errno.ECONNRESET, errno.EKEYEXPIRED])
+@pytest.mark.parametrize("name", ["manifest.json", "common.json", "latest_checkpointed_iteration.txt"])
+def test_a_lost_connection_is_no_damage(name: str, number: int, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither an older iteration, nor one that the tracker no longer names, nor a fresh start."""
+    reshard.rollback(root, 5)
+    real, lost = os.open, str(root / name if name.startswith("latest") else root / "iteration_00000005" / name)
+
+    def opened(path: Any, *args: Any, **options: Any) -> int:
+        if str(path) == lost or (options.get("dir_fd") is not None and lost.endswith(f"5/{path}")):
+            raise OSError(number, os.strerror(number))
+        return real(path, *args, **options)
+
+    assert reshard.load(root).iteration == 5
+    monkeypatch.setattr(os, "open", opened)
+    for allow_fresh in (False, True):
+        with pytest.raises(StorageError, match=os.strerror(number)) as caught:
+            reshard.load(root, allow_fresh=allow_fresh)
+        assert caught.value.errno == number
+    with pytest.raises(StorageError):
+        reshard.open(root)
 
 
 @pytest.mark.parametrize("make", ["absent", "empty", "left by a first save"])

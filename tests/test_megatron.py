@@ -194,8 +194,10 @@ def config(folder: Path, **fields: object) -> None:
         (lambda folder: config(folder, sharded_backend="zarr"), UnsupportedError, "zarr"),
         (lambda folder: config(folder, sharded_backend_version=2), UnsupportedError, "version `2`"),
         (lambda folder: torch.save([1], folder / "common.pt"), DamagedFileError, "expected a dict"),
+        (lambda folder: torch.save({5: 6}, folder / "common.pt"), DamagedFileError, "a key of type int"),
+        (lambda folder: torch.save({"iteration": -1}, folder / "common.pt"), DamagedFileError, "`iteration` is -1"),
     ],
-    ids=["config", "metadata", "common", "data", "iteration", "zarr", "version", "list"],
+    ids=["config", "metadata", "common", "data", "iteration", "zarr", "version", "list", "key", "negative"],
 )
 def test_a_torn_folder_is_refused(tmp_path: Path, damage: Any, error: type[ReshardError], message: str) -> None:
     shutil.copytree(DATA / "mcore_v016_tp2/checkpoint/iter_0000120", tmp_path / "iter_0000120")

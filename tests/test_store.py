@@ -7,9 +7,11 @@ import os
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.memory_store import MemoryStore
 
+import reshard
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, StorageError
 from reshard.storage import filesystem
 from reshard.storage.local import LOCAL
@@ -233,6 +235,36 @@ def test_locations_compose() -> None:
     assert locate("w.safetensors").suffix == ".safetensors"
     with pytest.raises(ArgumentError, match="not relative"):
         place / "/d"
+
+
+def test_a_file_that_cannot_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = locate(tmp_path) / "x"
+    place.create(b"1")
+
+    def fstat(_: int) -> os.stat_result:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", fstat)
+        with pytest.raises(StorageError, match="looking at"):
+            place.read_small(10)
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/run", Path("s3://bucket/run"), "file:///run", "gs:/bucket"])
+def test_a_url_is_no_path(path: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    reshard.save_file({"w": np.zeros(2)}, "w.safetensors")
+    for act in (
+        lambda: reshard.save(path, 1, {"w": np.zeros(2)}),
+        lambda: reshard.convert("w.safetensors", path),
+        lambda: reshard.open(path),
+        lambda: reshard.load(path),
+        lambda: reshard.verify(path),
+    ):
+        with pytest.raises(ArgumentError, match="is a URL"):
+            act()
+    assert [one.name for one in tmp_path.iterdir()] == ["w.safetensors"]
+    assert str(locate(tmp_path / "s3:" / "x")).endswith("/s3:/x")
 
 
 def test_a_location_of_another_store_is_no_local_path() -> None:

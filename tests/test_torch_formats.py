@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections import Counter, OrderedDict
 from dataclasses import replace
 from pathlib import Path
@@ -559,6 +560,18 @@ def test_a_shared_dict_that_sets_a_key_often_is_walked_a_bounded_number_of_times
     heads = [pickle.dumps(head, 2) for head in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})]
     (tmp_path / "w.pt").write_bytes(b"".join([*heads, value, pickle.dumps([], 2)]))
     with pytest.raises(UnsupportedError, match="unfold into more than"):
+        reshard.open(tmp_path / "w.pt")
+
+
+@pytest.mark.parametrize("kind", ["set", "frozenset"])
+def test_a_key_that_shares_its_parts_is_refused(kind: str, tmp_path: Path) -> None:
+    """The hash of a tuple visits shared tuples again each time: here 2^45 parts."""
+    key = b"K\1" + b"".join(b"q%ch%c\x86" % (i, i) for i in range(45))
+    with zipfile.ZipFile(tmp_path / "w.pt", "w") as archive:
+        content = b"\x80\x02}X\1\0\0\0ac__builtin__\n" + kind.encode() + b"\n](" + key + b"e\x85Rs."
+        archive.writestr("w/data.pkl", content)
+        archive.writestr("w/version", "3\n")
+    with pytest.raises(UnsupportedError, match="nested too deep, or too many"):
         reshard.open(tmp_path / "w.pt")
 
 

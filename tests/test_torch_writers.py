@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 import zipfile
 import zlib
@@ -89,6 +90,12 @@ def all_dtypes() -> dict[str, torch.Tensor]:
 def _source(tmp_path: Path) -> Path:
     torch.save(all_dtypes(), tmp_path / "source.pt")
     return tmp_path / "source.pt"
+
+
+@pytest.mark.parametrize("name", ["é.pt", os.fsdecode(b"\xff.pt"), "a b%.pt"])
+def test_any_name_of_a_file_is_possible(source: Path, tmp_path: Path, name: str) -> None:
+    reshard.convert(source, tmp_path / name)
+    check_same(torch.load(tmp_path / name, weights_only=True), all_dtypes())
 
 
 def test_torch_loads_one_file(source: Path, tmp_path: Path) -> None:

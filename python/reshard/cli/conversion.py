@@ -81,7 +81,7 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
         type=click.IntRange(min=0),
         metavar="N",
         help="Number of the iteration that is written; for rank folders with --prefix the step. Default: that of SRC, "
-        "or 0.",
+        "or its step, or 0.",
     ),
     "prefix": click.option(
         "--prefix",

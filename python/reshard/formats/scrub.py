@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import heapq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from reshard.errors import DamagedFileError, ReshardError, StorageError, Unsuppo
 from reshard.formats import manifest as manifests
 from reshard.storage.filesystem import MANIFEST_FILE
 from reshard.storage.location import Location, locate
+from reshard.storage.store import NO_FAULT_OF_A_FILE
 from reshard.words import listed, one_line, show
 
 if TYPE_CHECKING:
@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from reshard.formats.manifest import Manifest
 
 _MAX_NAMED = 3  # tensors that a message lists before it only counts them
-# Errors of the process or the system. Another checkpoint would fail too, so the newest one must not be skipped.
-_NOT_DAMAGE = frozenset(
-    {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EINTR, errno.ETIMEDOUT}
-)
 
 
 def is_damage(error: ReshardError) -> bool:
@@ -32,12 +28,13 @@ def is_damage(error: ReshardError) -> bool:
     A valid manifest of a later version is not damage: an older release must not resume from an older iteration instead.
 
     Example:
+        >>> import errno
         >>> is_damage(DamagedFileError("torn")), is_damage(StorageError("permission denied", errno=errno.EACCES))
         (True, False)
     """
     if isinstance(error, UnsupportedError) and locate(str(error.path)).name == MANIFEST_FILE:
         return False
-    return not (isinstance(error, StorageError) and error.errno in _NOT_DAMAGE)
+    return not (isinstance(error, StorageError) and error.errno in NO_FAULT_OF_A_FILE)
 
 
 @dataclass(frozen=True)

@@ -581,7 +581,11 @@ def _open(path: str, flags: int = os.O_RDONLY, mode: int = 0, *, follow_links: b
         if error.errno == errno.ELOOP:
             raise DamagedFileError(f"{show(path)} is a symbolic link, expected a regular file", path=path) from None
         raise _failed("opening", path, error) from None
-    found = os.fstat(handle)
+    try:
+        found = os.fstat(handle)
+    except OSError as error:
+        close_read(handle)
+        raise _failed("looking at", path, error) from None
     if not modes.S_ISREG(found.st_mode):
         close_read(handle)
         raise DamagedFileError(f"{show(path)} is not a regular file", path=path)

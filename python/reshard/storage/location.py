@@ -10,6 +10,7 @@ of a local store is `os.PathLike` too: the core and other libraries take it as a
 from __future__ import annotations
 
 import errno
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -27,11 +28,17 @@ if TYPE_CHECKING:
     from reshard.storage.store import Entry, Kind, Lock, OpenedFolder, Stat, Store
 
 
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # one slash: `Path` joins the two of a URL
+
+
 def locate(path: str | os.PathLike[str]) -> Location:
     """The location that a path names: in the local file system, unless it is a `Location` already.
 
     Args:
         path: text, a path or a location. Links are not resolved.
+
+    Raises:
+        ArgumentError: it is a URL. As a path it would name a folder `s3:` in the working directory.
 
     Example:
         >>> locate("output//checkpoint/").name
@@ -39,7 +46,15 @@ def locate(path: str | os.PathLike[str]) -> Location:
     """
     if isinstance(path, Location):
         return path
-    return Location(LOCAL, str(Path(path)))  # by way of Path: one spelling for "a//b/" and "a/b"
+    text = str(Path(path))  # by way of Path: one spelling for "a//b/" and "a/b"
+    if _URL.match(text):
+        raise ArgumentError(
+            f"{show(str(path))} is a URL, expected a path of a file system",
+            path=text,
+            hint="object stores are not supported: use a folder, and copy it. If a local folder has this name, pass "
+            "its absolute path",
+        )
+    return Location(LOCAL, text)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from reshard.errors import DestinationExistsError, StorageError
 from reshard.storage import filesystem
 from reshard.storage.location import locate
+from reshard.storage.store import NO_FOLDER_RENAME
 from reshard.words import show
 
 if TYPE_CHECKING:
@@ -157,3 +158,10 @@ def _rename(staging: Location, target: Location, *, replace: bool) -> None:
         raise DestinationExistsError(
             f"{show(str(target))} was made while it was being written", path=str(target)
         ) from error
+    except StorageError as error:
+        if error.errno in NO_FOLDER_RENAME and staging.is_folder():
+            error.hint = (
+                f"if this file system cannot rename folders, make {show(str(target))} first: a folder that exists is "
+                "filled file by file; or write to another file system, and copy the folder"
+            )
+        raise

@@ -31,6 +31,18 @@ if TYPE_CHECKING:
 
 # Error numbers of a store that cannot rename folders, or not between folders.
 NO_FOLDER_RENAME = frozenset((errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM))
+# Error numbers of the process, the system or a connection, which say nothing about the content of a file. Another
+# checkpoint would fail too, or the next attempt succeeds: the newest one must not be skipped.
+NO_FAULT_OF_A_FILE = frozenset(
+    number
+    for name in (
+        *("EMFILE", "ENFILE", "ENOMEM", "ENOBUFS", "EACCES", "EPERM", "EROFS", "ENOSPC", "EDQUOT"),
+        *("EINTR", "EAGAIN", "EBUSY", "ENOLCK", "ETIMEDOUT", "ESTALE", "ENOTCONN", "ESHUTDOWN", "ECOMM"),
+        *("ECONNABORTED", "ECONNREFUSED", "ECONNRESET", "EHOSTDOWN", "EHOSTUNREACH"),
+        *("ENETDOWN", "ENETRESET", "ENETUNREACH", "ENOKEY", "EKEYEXPIRED", "EKEYREVOKED", "EKEYREJECTED"),
+    )
+    if (number := getattr(errno, name, None)) is not None  # some are of Linux only
+)
 PROBE_PREFIX = ".probe."  # of the folders that `Store.abilities` creates and removes
 
 Kind: TypeAlias = Literal["file", "folder", "link", "other"]

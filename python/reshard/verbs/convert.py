@@ -132,7 +132,7 @@ def convert(
             its file or mapping, or a preset such as "qwen3-mindspore"; text that ends in ":reverse" applies the
             inverse.
         config: the model's `config.json`, for the sizes that the name map takes from it; default: the one in `src`.
-        iteration: number of the Checkpoint 2.0 iteration; default: the source's, or 0 if it has none. Of rank folders
+        iteration: number of the Checkpoint 2.0 iteration; default: the source's, else its step, else 0. Of rank folders
             the step in the names of the files. For Megatron the default is the source's, or `release`; for DeepSpeed it
             is also the step of the optimizer, where the source has none.
         dtype: cast the floating-point tensors to it; others stay.
@@ -210,6 +210,8 @@ def convert(
             elif config is not None:
                 raise ArgumentError("`config` has a meaning only with `names`")
             apart = writer.apart(whole)
+            if apart and part_written == "all" and whole.common is None:
+                whole.common = whole.data.read_common()
             selection = selected(whole, part_written, drop=chosen.drop, rename=chosen.rename, names=known, apart=apart)
             opened = views.enter_context(selection.source)
             _check_copies(whole, selection.copies, parse_size(memory), threads)

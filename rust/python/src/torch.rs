@@ -21,6 +21,8 @@ use std::sync::Arc;
 const MAX_DEPTH: usize = 100;
 /// Python objects of one value: shared containers are made once, so a value has as many as its pickle.
 const MAX_OBJECTS: usize = 50_000_000;
+/// Elements of the nested tuples of one key. The hash of a tuple visits them all, also those of shared tuples again.
+const MAX_KEY_PARTS: usize = 100;
 /// An item that is no tensor, unpacked.
 const MAX_OBJECT_BYTES: u64 = 4 << 30;
 
@@ -113,7 +115,7 @@ impl<'py> Converter<'_, 'py> {
                 list.into_any()
             }
             Value::Set(items) => {
-                let items = self.objects(items)?;
+                let items = self.keys(items)?;
                 py.import("builtins")?
                     .getattr("set")?
                     .call1((PyList::new(py, items)?,))?
@@ -168,7 +170,7 @@ impl<'py> Converter<'_, 'py> {
             }
             (("builtins" | "__builtin__", "set"), [items]) => match pickle.sequence(*items) {
                 Some(items) => {
-                    let items = self.objects(items)?;
+                    let items = self.keys(items)?;
                     Some(
                         py.import("builtins")?
                             .getattr("set")?
@@ -178,7 +180,7 @@ impl<'py> Converter<'_, 'py> {
                 None => None,
             },
             (("builtins" | "__builtin__", "frozenset"), [items]) => match pickle.sequence(*items) {
-                Some(items) => Some(PyFrozenSet::new(py, self.objects(items)?)?.into_any()),
+                Some(items) => Some(PyFrozenSet::new(py, self.keys(items)?)?.into_any()),
                 None => None,
             },
             (("builtins" | "__builtin__", "complex"), [real, imaginary]) => {
@@ -301,11 +303,36 @@ impl<'py> Converter<'_, 'py> {
         ids.iter().map(|id| self.object(*id)).collect()
     }
 
+    fn keys(&mut self, ids: &[Id]) -> PyResult<Vec<Bound<'py, PyAny>>> {
+        ids.iter().map(|id| self.key(*id)).collect()
+    }
+
+    /// A key of a dict, or an element of a set.
+    fn key(&mut self, id: Id) -> PyResult<Bound<'py, PyAny>> {
+        let key = self.object(id)?;
+        if !key.is_instance_of::<PyTuple>() {
+            return Ok(key);
+        }
+        let mut n_parts = 0;
+        let mut pending = vec![key.clone()];
+        while let Some(part) = pending.pop() {
+            n_parts += 1;
+            if let Ok(tuple) = part.cast::<PyTuple>() {
+                n_parts += tuple.len();
+                if n_parts > MAX_KEY_PARTS {
+                    return Err(PyRecursionError::new_err("a key of too many parts"));
+                }
+                pending.extend(tuple.iter());
+            }
+        }
+        Ok(key)
+    }
+
     fn dict(&mut self, id: Id, items: &[[Id; 2]]) -> PyResult<Bound<'py, PyAny>> {
         let dict = PyDict::new(self.py);
         self.made.insert(id, dict.clone().into_any().unbind());
         for [key, value] in items {
-            let key = self.object(*key)?;
+            let key = self.key(*key)?;
             dict.set_item(key, self.object(*value)?)?;
         }
         Ok(dict.into_any())

@@ -17,10 +17,11 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError
+from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
 from reshard.storage import filesystem
 from reshard.storage.location import locate
 from reshard.storage.names import component_fault
+from reshard.storage.store import NO_FAULT_OF_A_FILE
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
@@ -158,6 +159,10 @@ def read_tracker(root: str | os.PathLike[str]) -> tuple[int | None, str | None]:
 
     Returns:
         `(iteration, None)`, `(None, reason)` or, without a file, `(None, None)`.
+
+    Raises:
+        StorageError: the file cannot be read, for example because a network file system has lost its connection. It
+            may name an older iteration than the newest.
     """
     path = locate(root) / TRACKER_FILE
     try:
@@ -165,6 +170,8 @@ def read_tracker(root: str | os.PathLike[str]) -> tuple[int | None, str | None]:
     except CheckpointNotFoundError:
         return None, None
     except ReshardError as error:
+        if isinstance(error, StorageError) and error.errno in NO_FAULT_OF_A_FILE:
+            raise
         return None, error.message
     match = _TRACKER.fullmatch(data)
     if match is None:
@@ -247,7 +254,7 @@ def resolve_candidates(root: str | os.PathLike[str]) -> Candidates:
 
     Raises:
         CheckpointNotFoundError: there is no such folder.
-        StorageError: it cannot be listed.
+        StorageError: it cannot be listed, or as `read_tracker`.
     """
     tracker, reason = read_tracker(root)
     found, ignored = scan(root)
@@ -262,7 +269,7 @@ def tracked_iteration(root: str | os.PathLike[str]) -> int | None:
 
     Raises:
         CheckpointNotFoundError: there is no such folder.
-        StorageError: it cannot be listed.
+        StorageError: it cannot be listed, or as `read_tracker`.
     """
     tracker, _ = read_tracker(root)
     if tracker is None or (locate(root) / iteration_folder_name(tracker)).kind() == "folder":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
@@ -56,10 +57,12 @@ class Checkpoint2Writer(Writer):
 
     def write(self, job: Job, settings: Settings) -> Written:
         """Write the iteration. By default each shard is written once."""
+        job.source.common = common = _common(job)
+        numbers = (settings.iteration, job.source.iteration, common.step_num, common.global_step, 0)
         return _write(
             job,
             settings.layout,
-            settings.iteration if settings.iteration is not None else (job.source.iteration or 0),
+            next(number for number in numbers if number is not None),
             settings.prefix,
             dedup=settings.dedup is not False,
             strict_format=settings.strict_format,
@@ -71,6 +74,23 @@ class Checkpoint2Writer(Writer):
         return (
             () if source.data.traits.has_metadata else [name for name in counter_tensors.NAMES if name != "global_step"]
         )
+
+
+def _common(job: Job) -> CommonInfo:
+    """The counters of the source, also those that it stores as tensors.
+
+    Raises:
+        UnsupportedError: such a tensor has a value that a counter cannot have.
+    """
+    common, arrays = job.source.common, dict(job.counters)
+    if common is None and "global_step" in job.keys and math.prod(job.source.shape("global_step")) == 1:
+        arrays["global_step"] = job.source.read("global_step")
+    counter_tensors.check_values(arrays)
+    stored = counter_tensors.common_of(arrays, str(job.source.path))
+    if common is None:
+        return stored
+    missing = [name for name in counter_tensors.NAMES if getattr(common, name) is None]
+    return replace(common, **{name: getattr(stored, name) for name in missing})
 
 
 def _write(

@@ -31,9 +31,12 @@ def plain(value: object, file: Location) -> dict[str, Any]:
     Raises:
         DamagedFileError: it is no dict with names.
     """
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+    strange = [key for key in value if not isinstance(key, str)] if isinstance(value, dict) else []
+    if not isinstance(value, dict) or strange:
+        with_key = f" with a key of type {type(strange[0]).__name__}" if strange else ""
         raise DamagedFileError(
-            f"{show(str(file))} holds a {type(value).__name__}, expected a dict with the state of a Megatron-Core run",
+            f"{show(str(file))} holds a {type(value).__name__}{with_key}, expected a dict with the state of a "
+            "Megatron-Core run, whose keys are text",
             path=str(file),
         )
     args = value.get("args")
@@ -68,7 +71,10 @@ def iteration_in(state: Mapping[str, Any], file: Location, expected: int | None)
     if found is None:
         return expected
     if isinstance(found, bool) or not isinstance(found, int) or found < 0:
-        raise DamagedFileError(f"{show(str(file))}: `iteration` is no count", path=str(file))
+        what = str(found) if isinstance(found, int) else f"of type {type(found).__name__}"
+        raise DamagedFileError(
+            f"{show(str(file))}: `iteration` is {what}, expected an integer from 0 on", path=str(file)
+        )
     if expected is not None and found != expected:
         raise DamagedFileError(
             f"{show(str(file))} is of iteration {found}, the folder is of iteration {expected}",

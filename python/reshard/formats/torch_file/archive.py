@@ -95,7 +95,7 @@ class _Archive:
 
     def __init__(self, composer: Composer, base: str) -> None:
         self._composer = composer
-        self._base = base
+        self._base = base if base.isascii() else "archive"  # as torch does
         self._first = composer.n_bytes
         self._members: list[_Member] = []
 
