@@ -692,7 +692,13 @@ fn rejects_what_a_header_cannot_hold() {
 #[test]
 fn a_header_of_many_tensors_is_built_as_that_of_few() {
     let many: Vec<Tensor> = (0..12_000_u64)
-        .map(|i| (format!("layer \"{i}\" \\ \u{e9}"), Dtype::U8, vec![i % 3, 5]))
+        .map(|i| {
+            (
+                format!("layer \"{i}\" \\ \u{e9}"),
+                Dtype::U8,
+                vec![i % 3, 5],
+            )
+        })
         .collect();
     let (header, starts) = build(&many, &[], 8).unwrap();
     let header = std::str::from_utf8(&header[8..]).unwrap().trim_end();

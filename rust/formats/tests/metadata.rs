@@ -73,10 +73,7 @@ fn decodes_the_base_file() {
     assert_eq!(w.cells.n_cells(), 2);
     assert_eq!(w.cells.holders(0), [(1, 4), (2, 6)]);
     assert_eq!(w.cells.holders(1), [(0, 5)]);
-    assert_eq!(
-        (&*b.name, &*b.dtype, b.layout),
-        ("b", "Int32", None)
-    );
+    assert_eq!((&*b.name, &*b.dtype, b.layout), ("b", "Int32", None));
     assert_eq!(b.cells.holders(0), [(1, 4)]);
 }
 
