@@ -208,6 +208,11 @@ class _Many(SingleProcess):
 
 def small_tensors(root: Path, n_ranks: int, n_tensors: int) -> Figures:  # noqa: ARG001
     """Save, load and convert tensors of 4 KiB: microseconds a tensor, each after what its bytes alone take."""
+    warm = root.parent / "warm"
+    reshard.save(warm, 1, {"w": np.zeros(8, np.float32)})
+    with reshard.open(warm) as checkpoint:
+        checkpoint.load()
+    reshard.convert(warm, warm.with_suffix(".hf"), to="huggingface")
     data = np.random.default_rng(0).integers(0, 255, n_tensors * 4096, np.uint8).reshape(n_tensors, 4096)
     arrays = {key(i): data[i].view(np.float32) for i in range(n_tensors)}
     found: Figures = {}

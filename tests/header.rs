@@ -688,3 +688,38 @@ fn rejects_what_a_header_cannot_hold() {
         "{error}"
     );
 }
+
+#[test]
+fn a_header_of_many_tensors_is_built_as_that_of_few() {
+    let many: Vec<Tensor> = (0..12_000_u64)
+        .map(|i| {
+            (
+                format!("layer \"{i}\" \\ \u{e9}"),
+                Dtype::U8,
+                vec![i % 3, 5],
+            )
+        })
+        .collect();
+    let (header, starts) = build(&many, &[], 8).unwrap();
+    let header = std::str::from_utf8(&header[8..]).unwrap().trim_end();
+    let (mut entries, mut at) = (Vec::new(), Vec::new());
+    let mut end = 0;
+    for tensor in &many {
+        let (one, _) = build(std::slice::from_ref(tensor), &[], 1).unwrap();
+        let n_bytes: u64 = tensor.2.iter().product();
+        let own = format!("[0,{n_bytes}]}}");
+        let one = std::str::from_utf8(&one[9..one.len() - 1]).unwrap();
+        entries.push(one.replace(&own, &format!("[{end},{}]}}", end + n_bytes)));
+        at.push(end);
+        end += n_bytes;
+    }
+    assert_eq!(header, format!("{{{}}}", entries.join(",")));
+    assert_eq!(starts, at);
+    for (first, second) in [(0, 11_999), (11_998, 11_999), (0, 1)] {
+        let mut twice = many.clone();
+        twice[second].0 = twice[first].0.clone();
+        let error = build(&twice, &[], 8).unwrap_err();
+        assert!(error.message().contains("the name occurs twice"), "{error}");
+        assert_eq!(error.facts().1, Some(&*twice[first].0));
+    }
+}

@@ -648,3 +648,37 @@ def test_many_small_rank_files_are_written_without_a_thread_for_each(tmp_path: P
     for rank in (0, 1, n - 1):
         written = load_file(tmp_path / "ranks" / f"rank_{rank}.safetensors")
         assert written["w"].tolist() == [2 * rank, 2 * rank + 1]
+
+
+@pytest.mark.parametrize("form", ["file", "files", "ranks", "replicas", "empty", "mixed"])
+def test_many_tensors_are_written_as_few_are(form: str, tmp_path: Path) -> None:
+    """More than one thread plans at a time, and in an order that is not that of the files."""
+    n = 20_000
+    data = np.random.default_rng(0).integers(0, 255, (n, 4), np.uint8)
+    order = np.random.default_rng(1).permutation(n)
+    arrays = {f"t{i}": data[i] if i % 3 else data[i].astype(np.float16) for i in map(int, order)}
+    if form in ("empty", "mixed"):
+        arrays["t7"] = np.zeros((0, 3), np.float32)
+    source, first = tmp_path / "source.safetensors", tmp_path / "first"
+    save_file(arrays, source)
+    layout: dict[str, Any] = {"mesh": {"tp": 2}, "rules": [{"match": "t1*", "cut": ["tp"]}, {"match": "*", "cut": []}]}
+    files: dict[str, Any] = {"dedup": form != "replicas"}
+    match form:
+        case "file" | "empty":
+            first = source
+        case "files":
+            reshard.convert(source, first, to="huggingface", files={"max_shard_size": 40_000})
+        case _:
+            if form == "ranks":
+                layout["rules"] = [{"match": "*", "cut": []}]
+            reshard.convert(source, first, layout=layout, to="checkpoint2", files=files)
+    cases: tuple[dict[str, Any], ...] = ({}, {"dtype": "F32"}, {"select": {"rename": {"t": "u"}}})
+    for number, options in enumerate(cases):
+        target = tmp_path / f"target{number}.safetensors"
+        reshard.convert(first, target, commit={"durable": False}, **options)
+        cast, prefix = "dtype" in options, "u" if "select" in options else "t"
+        expected = {
+            prefix + key[1:]: array.astype(np.float32) if cast and array.dtype == np.float16 else array
+            for key, array in arrays.items()
+        }
+        assert_same(load_file(target), expected)

@@ -262,3 +262,43 @@ def test_files_that_hold_more_than_is_described_are_parsed(folder: Path) -> None
     path = Path(index.file_path(1))
     save_file({**load_file(path), "more": np.zeros(2, np.uint8)}, path)
     assert opened().check_headers() == [(1, "more")]
+
+
+def test_a_tensor_that_a_table_lists_twice_is_refused() -> None:
+    name, holders = text_of("w"), numbers_of([0, 1], "I") + numbers_of([0], "I")
+    tensor = name + text_of("Float32") + numbers_of([4]) + numbers_of([1]) + struct.pack("<II", 0, 0)
+    parts: tuple[list[bytes], ...] = ([text_of("a.safetensors")], [], [holders], [tensor])
+    assert _core.Index.from_metadata_table(TABLE, table_with(*parts), "d").keys() == ["w"]
+    with pytest.raises(DamagedFileError, match="`w` is stored twice"):
+        _core.Index.from_metadata_table(TABLE, table_with(*parts[:3], [tensor, tensor]), "d")
+
+
+def table_with(*lists: list[bytes]) -> bytes:
+    parts = (struct.pack("<I", len(parts)) + b"".join(parts) for parts in lists)
+    return b"RSMETA01" + text_of("d") + b"".join(parts)
+
+
+def test_headers_that_are_read_beside_a_large_table_are_verified(tmp_path: Path) -> None:
+    arrays = {f"model.layers.{i}.a_long_name_of_a_weight": np.full(2, i, np.int16) for i in range(15_000)}
+    layout = {"mesh": {"tp": 2}, "rules": [{"match": "*", "cut": ["tp"]}]}
+    source = tmp_path / "a.safetensors"
+    save_file(arrays, source)
+    root = tmp_path / "root"
+    folder = Path(reshard.convert(source, root, layout=layout, to="checkpoint2", commit={"durable": False}).path)
+    assert (folder / TABLE).stat().st_size > 1 << 20
+    with reshard.open(folder) as checkpoint:
+        assert all(np.array_equal(checkpoint.read(key), arrays[key]) for key in list(arrays)[::1000])
+    one, _ = sorted(folder.glob("*.safetensors"))
+    content = one.read_bytes()
+    at = content.index(b"a_long_name")
+    for damaged, message in (
+        (content[:at] + b"b" + content[at + 1 :], "the header differs"),
+        (content[:8] + b"[" + content[9:], "the header differs"),
+        (content[:-1], "bytes"),
+        (b"", "bytes"),
+    ):
+        one.write_bytes(damaged)
+        with pytest.raises(DamagedFileError, match=message):
+            reshard.open(folder)
+    one.write_bytes(content)
+    reshard.open(folder).close()

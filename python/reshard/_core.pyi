@@ -387,7 +387,9 @@ class Index:
         """
 
     @staticmethod
-    def from_metadata_table(path: str, data: bytes, digest: str, *, method: ReadMethod = "auto") -> Index:
+    def from_metadata_table(
+        path: str, data: bytes, digest: str, *, method: ReadMethod = "auto", read_headers: bool = False
+    ) -> Index:
         """Decode the table of a `metadata.json`, with the same result as `from_metadata`.
 
         Args:
@@ -395,6 +397,8 @@ class Index:
             data: its content, as `MetadataEncoder.table` made it.
             digest: the digest of the `metadata.json`; a table of another one raises DamagedFileError.
             method: how the shard files are read.
+            read_headers: parse headers of the files while a large table is decoded, as far as there is time. They are
+                verified when the files are first needed.
         """
 
     # -- files

@@ -226,12 +226,16 @@ class Checkpoint:
             (['w', 'adam_m.w'], ['w'])
         """
         if part == "all":
-            return list(self._keys)
+            return self._all_keys()
         if part not in ("model", "optimizer"):
             raise ArgumentError(f'`part` is {part!r}; "model", "optimizer" or "all" are accepted')
         if not self.data.has_optimizer():
-            return list(self._keys) if part == "model" else []
+            return self._all_keys() if part == "model" else []
         return [key for key in self._keys if self.data.part(key) == part]
+
+    def _all_keys(self) -> list[str]:
+        # One call instead of one for each key.
+        return self._index.keys() if isinstance(self._keys, _Keys) else list(self._keys)
 
     def __getitem__(self, key: str) -> TensorInfo:
         """dtype, shape, size and shards of a tensor; KeyNotFoundError if there is no tensor of this name."""

@@ -24,7 +24,7 @@ use crate::error::{Error, Kind, Printable, Result};
 use crate::source::Source;
 use std::hash::{BuildHasher, RandomState};
 use std::io;
-use tokens::{Scanner, Text, unescape};
+use tokens::{Scanner, Shape, Text, unescape};
 
 /// Longest header in bytes, as in the reference implementation.
 pub const MAX_HEADER_BYTES: u64 = 100_000_000;
@@ -254,12 +254,7 @@ impl Header {
             shape_at,
             dtype,
         } = &self.slots[i];
-        let shape = Scanner {
-            text: &self.text,
-            at: shape_at as usize,
-        }
-        .shape()
-        .expect("checked when parsed");
+        let shape = self.shape(shape_at);
         Entry {
             name: self.str(name),
             dtype,
@@ -267,6 +262,22 @@ impl Header {
             start,
             end,
         }
+    }
+
+    pub(crate) fn dtype(&self, i: usize) -> Dtype {
+        self.slots[i].dtype
+    }
+
+    pub(crate) fn has_shape(&self, i: usize, shape: &[u64]) -> bool {
+        *self.shape(self.slots[i].shape_at) == *shape
+    }
+
+    fn shape(&self, at: u32) -> Shape {
+        let mut scanner = Scanner {
+            text: &self.text,
+            at: at as usize,
+        };
+        scanner.shape().expect("checked when parsed")
     }
 
     /// The number of the tensor with this name.

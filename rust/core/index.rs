@@ -17,7 +17,7 @@ use crate::local_array::{LocalArray, Part};
 use crate::plan::{Array, CopyOp, Plan, PlanSource, strided_copy};
 use crate::region::{Dims, Region, row_major_strides};
 use crate::request::{RankRequest, Request, Requested, RequestedArray, WholeRequest};
-use crate::shard_file::{Format, ShardFile, Table, verify_header};
+use crate::shard_file::{Format, ReadHeader, ShardFile, Table, verify_header};
 use crate::source::{Method, Source, closed};
 use crate::stored::{
     Form, Grid, Holders, SelectedCopy, Stored, StoredTensor, Tiles, choose, in_order, named,
@@ -31,7 +31,8 @@ use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::mem::take;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// Files and stored tensors.
 #[derive(Debug, Default)]
@@ -40,7 +41,7 @@ pub struct Index {
     tensors: Vec<Stored>,
     by_key: HashMap<Arc<str>, u32>,
     whole_files: Vec<WholeFile>,
-    is_closed: std::sync::atomic::AtomicBool,
+    is_closed: AtomicBool,
     read_checksums: Option<ReadChecksums>,
 }
 
@@ -85,6 +86,7 @@ struct FileSlot {
     /// Whether `read_checksums` of the index is for this file: files that are added later have no checksums.
     is_recorded: bool,
     opened: Mutex<Option<Arc<ShardFile>>>,
+    ahead: Mutex<Option<ReadHeader>>,
 }
 
 impl fmt::Debug for FileSlot {
@@ -121,6 +123,14 @@ impl<'a> Found<'a> {
         }
     }
 
+    /// The files that hold all of it, in row-major order; `None` if it is stored otherwise.
+    fn only_files(&self) -> Option<&[u32]> {
+        match self {
+            Self::InWholeFile(file, _) => Some(std::slice::from_ref(file)),
+            Self::Listed(stored) => stored.only_cell(),
+        }
+    }
+
     /// The file that holds it completely, if there is one and no other.
     fn only_file(&self) -> Option<u32> {
         match self {
@@ -139,6 +149,9 @@ impl<'a> Found<'a> {
         }
     }
 }
+
+/// Tensors that one thread compares with the table of their file, or plans. More of them use the current pool.
+pub const CHUNK_TENSORS: usize = 8192;
 
 /// A tensor that a file must hold: its entry in the index, and its name and shape there.
 type Expected<'a> = (&'a Stored, &'a str, Cow<'a, [u64]>);
@@ -217,6 +230,70 @@ struct FileRun {
     shape: Vec<u64>,
 }
 
+impl FileRun {
+    /// The array of all of it, which has elements.
+    fn array(self, name: &str) -> Result<Array> {
+        let n = self.shape.iter().product();
+        let run = Dim {
+            len: n,
+            src: 1,
+            dst: 1,
+        };
+        let copy_op = CopyOp {
+            source: self.source,
+            src_start_bytes: self.start,
+            dst: 0,
+            dims: if n == 1 { Vec::new() } else { vec![run] },
+        };
+        Array::new(
+            name.to_owned(),
+            self.dtypes,
+            self.shape,
+            vec![copy_op],
+            Vec::new(),
+        )
+    }
+}
+
+/// The bytes of a tensor in a file that should hold it completely. `None`: it is no safetensors file, or its header says
+/// otherwise. `next` is the number of the tensor that is looked for first, and `source` that of the file in the plan.
+fn run_of(
+    found: &Found<'_>,
+    file: &ShardFile,
+    next: &mut usize,
+    source: u32,
+    cast: Option<Dtype>,
+) -> Result<Option<FileRun>> {
+    let Table::Header(header) = &**file.table() else {
+        return Ok(None);
+    };
+    let key = found.name();
+    let Some(number) = header.find_near(key, *next) else {
+        return Ok(None);
+    };
+    *next = number + 1;
+    let Entry {
+        dtype: stored,
+        shape,
+        start,
+        ..
+    } = header.entry(number);
+    let expected = match found {
+        Found::InWholeFile(_, entry) => entry.dtype,
+        Found::Listed(listed) => *listed.dtype.get_or_init(|| stored),
+    };
+    if (stored, &shape[..]) != (expected, found.shape()) {
+        return Ok(None);
+    }
+    let requested = cast_target(stored, cast).map_err(|error| error.key(key).within(named(key)))?;
+    Ok(Some(FileRun {
+        source,
+        start: header.data_start() + start,
+        dtypes: (stored, requested),
+        shape,
+    }))
+}
+
 /// A tensor in one safetensors file, of which boxes are read.
 struct BoxSource {
     /// Number of the file in the index.
@@ -293,6 +370,7 @@ impl Index {
             checksums: OnceLock::new(),
             is_recorded: false,
             opened: Mutex::new(None),
+            ahead: Mutex::new(None),
         });
         self.files.len() as u32 - 1
     }
@@ -313,9 +391,18 @@ impl Index {
                 checksums: slot.checksums.clone(),
                 is_recorded: slot.is_recorded,
                 opened: Mutex::new(None),
+                ahead: Mutex::new(None),
             });
         }
         Ok(index)
+    }
+
+    /// Sets the header of a safetensors file, which was read before its checksums are known. It is compared with them when
+    /// the file is opened.
+    pub fn set_read_header(&mut self, file: u32, ahead: ReadHeader) {
+        if let Some(slot) = self.files.get_mut(file as usize) {
+            slot.ahead = Mutex::new(Some(ahead));
+        }
     }
 
     /// Sets the expected size and checksums of a file before it is opened.
@@ -498,7 +585,7 @@ impl Index {
     /// over the parts, are `files[starts[i]..starts[i + 1]]`. The dtype is read from the first file that is opened.
     pub fn add_table(
         &mut self,
-        key: &str,
+        key: impl AsRef<str> + Into<Arc<str>>,
         shape: &[u64],
         n_parts: &[u64],
         starts: impl Into<Arc<[u32]>>,
@@ -518,9 +605,9 @@ impl Index {
         if !is_table {
             let message = format!(
                 "{}: the table of files does not match the parts",
-                named(key)
+                named(key.as_ref())
             );
-            return Err(Error::new(Kind::Argument, message).key(key));
+            return Err(Error::new(Kind::Argument, message).key(key.as_ref()));
         }
         let cuts = shape.iter().zip(n_parts);
         let cuts = cuts
@@ -586,7 +673,7 @@ impl Index {
         let tiles = Factors::new(&shape, factors)
             .and_then(|factors| Tiles::new(&shape, factors, stored, self.files.len(), overlapping))
             .map_err(|error| error.key(key).within(named(key)))?;
-        self.insert(key, Some(dtype), shape, Form::Tiles(tiles))
+        self.insert(key, Some(dtype), shape, Form::Tiles(Box::new(tiles)))
     }
 
     /// Reserves memory for tensors that are added one by one.
@@ -597,12 +684,12 @@ impl Index {
 
     fn insert(
         &mut self,
-        key: &str,
+        key: impl AsRef<str> + Into<Arc<str>>,
         dtype: Option<Dtype>,
         shape: Vec<u64>,
         form: Form,
     ) -> Result<()> {
-        let is_in_file = self.is_in_whole_file(key);
+        let is_in_file = self.is_in_whole_file(key.as_ref());
         let key: Arc<str> = key.into();
         match self.by_key.entry(Arc::clone(&key)) {
             std::collections::hash_map::Entry::Vacant(entry) if !is_in_file => {
@@ -694,18 +781,19 @@ impl Index {
     pub fn open(&self, file: u32) -> Result<Arc<ShardFile>> {
         self.read_checksums([file], false)?;
         let slot = self.slot(file)?;
-        let mut opened = slot
-            .opened
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner);
-        if self.is_closed.load(std::sync::atomic::Ordering::Relaxed) {
+        let mut opened = lock(&slot.opened);
+        if self.is_closed.load(Ordering::Relaxed) {
             return Err(closed());
         }
         if let Some(opened) = &*opened {
             return Ok(Arc::clone(opened));
         }
         let checksums = slot.checksums.get().cloned();
-        let shard_file = ShardFile::open((slot.open)()?, &slot.format, checksums)?;
+        let ahead = lock(&slot.ahead).take();
+        let shard_file = match ahead {
+            Some(ahead) => ahead.open(checksums)?,
+            None => ShardFile::open((slot.open)()?, &slot.format, checksums)?,
+        };
         let shard_file = Arc::new(shard_file);
         *opened = Some(Arc::clone(&shard_file));
         Ok(shard_file)
@@ -713,13 +801,10 @@ impl Index {
 
     /// Closes the files. Existing plans keep the files that they use.
     pub fn close(&self) {
-        self.is_closed
-            .store(true, std::sync::atomic::Ordering::Relaxed);
+        self.is_closed.store(true, Ordering::Relaxed);
         for slot in &self.files {
-            *slot
-                .opened
-                .lock()
-                .unwrap_or_else(std::sync::PoisonError::into_inner) = None;
+            *lock(&slot.opened) = None;
+            *lock(&slot.ahead) = None;
         }
     }
 
@@ -913,23 +998,34 @@ impl Index {
             .map(|(file, expected)| {
                 let file = file as u32;
                 let opened = self.open(file)?;
+                let table = opened.table();
                 let is_whole = self.whole_files.iter().any(|whole| whole.file == file);
-                let mut is_known = vec![is_whole; opened.table().len()];
-                let mut next = 0; // tensors are often listed in the order of the file
-                for (stored, name, shape) in expected {
-                    let at = opened
-                        .table()
-                        .find_near(name, next)
-                        .ok_or_else(|| self.missing_in(file, name))?;
-                    is_known[at] = true;
-                    next = at + 1;
-                    let entry = opened.table().entry(at);
-                    let dtype = *stored.dtype.get_or_init(|| entry.dtype);
-                    self.check_stored(file, name, (entry.dtype, &entry.shape), (dtype, &shape))?;
-                }
-                let unlisted = is_known.iter().enumerate().filter(|(_, known)| !**known);
+                let is_known = (0..table.len()).map(|_| AtomicBool::new(is_whole));
+                let is_known: Vec<AtomicBool> = is_known.collect();
+                let chunks = expected.par_chunks(CHUNK_TENSORS).enumerate();
+                chunks.try_for_each(|(i, expected)| {
+                    // Tensors are often listed in the order of the file.
+                    let mut next = i * CHUNK_TENSORS;
+                    for &(stored, name, ref shape) in expected {
+                        let at = table
+                            .find_near(name, next)
+                            .ok_or_else(|| self.missing_in(file, name))?;
+                        is_known[at].store(true, Ordering::Relaxed);
+                        next = at + 1;
+                        let found = table.dtype(at);
+                        let dtype = *stored.dtype.get_or_init(|| found);
+                        if found != dtype || !table.has_shape(at, shape) {
+                            let entry = table.entry(at);
+                            let found = (entry.dtype, &entry.shape[..]);
+                            self.check_stored(file, name, found, (dtype, shape))?;
+                        }
+                    }
+                    Ok(())
+                })?;
+                let is_known = is_known.into_iter().map(AtomicBool::into_inner);
+                let unlisted = is_known.enumerate().filter(|(_, known)| !known);
                 Ok(unlisted
-                    .map(|(i, _)| (file, opened.table().entry(i).name.to_owned()))
+                    .map(|(i, _)| (file, table.entry(i).name.to_owned()))
                     .collect())
             })
             .collect::<Result<_>>()?;
@@ -1074,7 +1170,7 @@ impl Index {
         verify: bool,
     ) -> Result<Plan<'static>> {
         let arrays = || requests.iter().flat_map(|request| &request.arrays);
-        if self.is_closed.load(std::sync::atomic::Ordering::Relaxed) {
+        if self.is_closed.load(Ordering::Relaxed) {
             return Err(closed());
         }
         // Keys and shapes are checked first, so that no file is opened for an invalid request.
@@ -1119,7 +1215,7 @@ impl Index {
         cast: Option<Dtype>,
         verify: bool,
     ) -> Result<Plan<'static>> {
-        if self.is_closed.load(std::sync::atomic::Ordering::Relaxed) {
+        if self.is_closed.load(Ordering::Relaxed) {
             return Err(closed());
         }
         let mut near = Near::default();
@@ -1184,34 +1280,14 @@ impl Index {
             self.read_checksums([file], true)?;
         }
         let used = self.opened_for(planning, file)?;
-        let opened = Arc::clone(&used.file);
-        let Table::Header(header) = &**opened.table() else {
-            return Ok(None);
-        };
-        let key = found.name();
-        let Some(number) = used.find(key) else {
-            return Ok(None);
-        };
-        let Entry {
-            dtype: stored,
-            shape,
-            start,
-            ..
-        } = header.entry(number);
-        let expected = match found {
-            Found::InWholeFile(_, entry) => entry.dtype,
-            Found::Listed(listed) => *listed.dtype.get_or_init(|| stored),
-        };
-        if (stored, &shape[..]) != (expected, found.shape()) {
-            return Ok(None);
+        let (opened, mut next) = (Arc::clone(&used.file), used.next);
+        let run = run_of(found, &opened, &mut next, 0, planning.cast)?;
+        if let Some(opened) = &mut planning.opened[file as usize] {
+            opened.next = next;
         }
-        let requested = cast_target(stored, planning.cast)
-            .map_err(|error| error.key(key).within(named(key)))?;
-        Ok(Some(FileRun {
+        Ok(run.map(|run| FileRun {
             source: planning.source(file),
-            start: header.data_start() + start,
-            dtypes: (stored, requested),
-            shape,
+            ..run
         }))
     }
 
@@ -1222,8 +1298,13 @@ impl Index {
         cast: Option<Dtype>,
         verify: bool,
     ) -> Result<Plan<'static>> {
-        if self.is_closed.load(std::sync::atomic::Ordering::Relaxed) {
+        if self.is_closed.load(Ordering::Relaxed) {
             return Err(closed());
+        }
+        if request.len() > CHUNK_TENSORS
+            && let Some(plan) = self.plan_runs(request, cast, verify)
+        {
+            return Ok(plan);
         }
         // Keys are checked first, so that no file is opened for an invalid request.
         let mut near = Near::default();
@@ -1247,15 +1328,69 @@ impl Index {
         Ok(planning.plan)
     }
 
+    /// The plan of many tensors, on all threads of the pool. Each is one run of bytes of one safetensors file, and none
+    /// has replicas, among which one would be chosen. `None`: this is not so, or there is something wrong with one.
+    fn plan_runs(
+        &self,
+        request: &WholeRequest,
+        cast: Option<Dtype>,
+        verify: bool,
+    ) -> Option<Plan<'static>> {
+        let n_chunks = request.len().div_ceil(CHUNK_TENSORS);
+        let range = |i: usize| i * CHUNK_TENSORS..request.len().min((i + 1) * CHUNK_TENSORS);
+        let find = |i: usize| {
+            let (mut near, mut found) = (Near::default(), Vec::with_capacity(CHUNK_TENSORS));
+            let mut files = Vec::new();
+            for (_, key, shape) in request.arrays_in(range(i)) {
+                let one = self.found_near(key, &mut near).ok()?;
+                let &[file] = one.only_files()? else {
+                    return None;
+                };
+                if one.shape() != shape || shape.contains(&0) {
+                    return None;
+                }
+                if files.last() != Some(&file) {
+                    files.push(file);
+                }
+                found.push((one, file));
+            }
+            Some((found, files))
+        };
+        let found: Option<Vec<_>> = (0..n_chunks).into_par_iter().map(find).collect();
+        let found = found?;
+        let mut planning = Planning::new(self.files.len(), cast, verify);
+        for &file in found.iter().flat_map(|(_, files)| files) {
+            if planning.opened[file as usize].is_none() {
+                if verify {
+                    self.read_checksums([file], true).ok()?;
+                }
+                self.opened_for(&mut planning, file).ok()?;
+                planning.source(file);
+            }
+        }
+        let plan = |(i, found): (usize, Vec<(Found<'_>, u32)>)| {
+            let mut next = vec![0; self.files.len()];
+            let arrays = request.arrays_in(range(i)).zip(found);
+            let arrays = arrays.map(|((name, ..), (found, file))| {
+                let opened = planning.opened[file as usize].as_ref()?;
+                let next = &mut next[file as usize];
+                let bytes = run_of(&found, &opened.file, next, opened.source?, cast);
+                bytes.ok()??.array(name).ok()
+            });
+            arrays.collect::<Option<Vec<Array>>>()
+        };
+        let found = found.into_iter().map(|(found, _)| found).enumerate();
+        let chunks: Vec<_> = found.collect();
+        let chunks: Option<Vec<_>> = chunks.into_par_iter().map(plan).collect();
+        planning.plan.arrays = chunks?.into_iter().flatten().collect();
+        Some(planning.plan)
+    }
+
     /// Adds a tensor that is one run of bytes of one safetensors file. `false`: it is not, or there is something wrong
     /// with it, and [`Self::plan_array`] must plan it.
     fn plan_one_run(&self, planning: &mut Planning, name: &str, found: &Found<'_>) -> Result<bool> {
-        let files = match found {
-            Found::InWholeFile(file, _) => std::slice::from_ref(file),
-            Found::Listed(stored) => match stored.only_cell() {
-                Some(files) => files,
-                None => return Ok(false),
-            },
+        let Some(files) = found.only_files() else {
+            return Ok(false);
         };
         let n: u64 = found.shape().iter().product();
         if n == 0 {
@@ -1267,24 +1402,7 @@ impl Index {
         let Some(bytes) = self.run_in(planning, found, file)? else {
             return Ok(false);
         };
-        let run = Dim {
-            len: n,
-            src: 1,
-            dst: 1,
-        };
-        let copy_op = CopyOp {
-            source: bytes.source,
-            src_start_bytes: bytes.start,
-            dst: 0,
-            dims: if n == 1 { Vec::new() } else { vec![run] },
-        };
-        let array = Array::new(
-            name.to_owned(),
-            bytes.dtypes,
-            bytes.shape,
-            vec![copy_op],
-            Vec::new(),
-        )?;
+        let array = bytes.array(name)?;
         planning.plan.arrays.push(array);
         Ok(true)
     }
@@ -1654,6 +1772,10 @@ fn check_shape(key: &str, found: &Found<'_>, shape: &[u64]) -> Result<()> {
         Dims(shape)
     );
     Err(Error::new(Kind::Mismatch, message).key(key))
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn stored_twice(key: &str) -> Error {

@@ -5,6 +5,7 @@ use crate::layout::{FlatSpan, Layout};
 use crate::region::{Region, row_major_strides};
 use crate::tile::Tile;
 use std::borrow::Cow;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// One requested array, made of tiles of keys.
@@ -124,12 +125,17 @@ impl Texts {
         self.ends.push(self.text.len());
     }
 
-    fn iter(&self) -> impl Iterator<Item = &str> {
-        let mut start = 0;
-        self.ends
+    fn range(&self, range: Range<usize>) -> impl Iterator<Item = &str> {
+        let mut start = start_of(&self.ends, range.start);
+        self.ends[range]
             .iter()
             .map(move |&end| &self.text[std::mem::replace(&mut start, end)..end])
     }
+}
+
+/// Where an entry begins, if each begins where the one before it ends.
+fn start_of(ends: &[usize], i: usize) -> usize {
+    i.checked_sub(1).map_or(0, |before| ends[before])
 }
 
 impl WholeRequest {
@@ -155,18 +161,27 @@ impl WholeRequest {
 
     /// Name, key and shape of each tensor.
     pub fn arrays(&self) -> impl Iterator<Item = (&str, &str, &[u64])> {
+        self.arrays_in(0..self.len())
+    }
+
+    /// The same for some tensors, by number.
+    pub(crate) fn arrays_in(
+        &self,
+        range: Range<usize>,
+    ) -> impl Iterator<Item = (&str, &str, &[u64])> {
         let keys = if self.keys.ends.is_empty() {
             &self.names
         } else {
             &self.keys
         };
-        let mut start = 0;
-        let shapes = self
-            .shape_ends
+        let mut start = start_of(&self.shape_ends, range.start);
+        let shapes = self.shape_ends[range.clone()]
             .iter()
             .map(move |&end| &self.extents[std::mem::replace(&mut start, end)..end]);
-        let arrays = self.names.iter().zip(keys.iter()).zip(shapes);
-        arrays.map(|((name, key), shape)| (name, key, shape))
+        let texts = self.names.range(range.clone()).zip(keys.range(range));
+        texts
+            .zip(shapes)
+            .map(|((name, key), shape)| (name, key, shape))
     }
 
     fn request(&self) -> Request {

@@ -88,6 +88,22 @@ impl Table {
         }
     }
 
+    /// dtype of stored tensor `i`. As of [`Self::entry`], without a list of extents.
+    pub(crate) fn dtype(&self, i: usize) -> Dtype {
+        match self {
+            Self::Header(header) => header.dtype(i),
+            Self::Records(_) | Self::Listed(_) => self.entry(i).dtype,
+        }
+    }
+
+    /// Whether stored tensor `i` has this shape.
+    pub(crate) fn has_shape(&self, i: usize, shape: &[u64]) -> bool {
+        match self {
+            Self::Header(header) => header.has_shape(i, shape),
+            Self::Records(_) | Self::Listed(_) => self.entry(i).shape == shape,
+        }
+    }
+
     /// The number of the stored tensor with this name.
     pub fn find(&self, name: &str) -> Option<usize> {
         match self {
@@ -176,12 +192,16 @@ impl ShardFile {
                     .map_err(|error| error.within(source.path().display()).path(source.path()))?,
             ),
         };
-        Ok(Self {
+        Ok(Self::of(source, table, checksums))
+    }
+
+    fn of(source: Source, table: Table, checksums: Option<Arc<Checksums>>) -> Self {
+        Self {
             source,
             table: Arc::new(table),
             checksums,
             is_verified: Mutex::new(false),
-        })
+        }
     }
 
     /// The checksums of its chunks, if they are known.
@@ -302,12 +322,46 @@ fn header_differs(source: &Source) -> Error {
     Error::damaged(message).path(path)
 }
 
+/// A safetensors file whose header was read and parsed, but not compared with a checksum.
+#[derive(Debug)]
+pub struct ReadHeader {
+    source: Source,
+    header: Header,
+}
+
+impl ReadHeader {
+    /// Reads and checks the header of a file.
+    ///
+    /// # Errors
+    /// As [`Header::read`].
+    pub fn new(source: Source) -> Result<Self> {
+        let header = Header::read(&source)?;
+        Ok(Self { source, header })
+    }
+
+    /// The opened file. As [`ShardFile::open`], which reads the header itself.
+    pub(crate) fn open(self, checksums: Option<Arc<Checksums>>) -> Result<ShardFile> {
+        if let Some(checksums) = checksums.as_deref() {
+            check_size(&self.source, checksums)?;
+        }
+        let header = check_header(&self.source, Ok(self.header), checksums.as_deref())?;
+        Ok(ShardFile::of(self.source, Table::Header(header), checksums))
+    }
+}
+
 fn read_header(source: &Source, checksums: Option<&Checksums>) -> Result<Header> {
-    let path = source.path();
     if let Some(checksums) = checksums {
         check_size(source, checksums)?;
     }
-    let header = Header::read(source);
+    check_header(source, Header::read(source), checksums)
+}
+
+/// Compares what was read with the expected checksum of the header.
+fn check_header(
+    source: &Source,
+    header: Result<Header>,
+    checksums: Option<&Checksums>,
+) -> Result<Header> {
     let differs = || header_differs(source);
     if let Some(checksums) = checksums {
         // A wrong checksum is reported before any other fault of the header.
@@ -317,7 +371,7 @@ fn read_header(source: &Source, checksums: Option<&Checksums>) -> Result<Header>
             _ => return Err(differs()),
         }
     }
-    let header = header.map_err(|error| error.within(path.display()))?;
+    let header = header.map_err(|error| error.within(source.path().display()))?;
     if checksums.is_some_and(|checksums| checksums.header_bytes() != header.data_start()) {
         return Err(differs());
     }

@@ -38,7 +38,8 @@ pub(crate) struct Stored {
 #[derive(Debug)]
 pub(crate) enum Form {
     Grid(Grid),
-    Tiles(Tiles),
+    /// Boxed: most tensors are grids, which are smaller.
+    Tiles(Box<Tiles>),
 }
 
 #[derive(Debug)]

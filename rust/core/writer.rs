@@ -325,13 +325,17 @@ struct Parts<'a> {
 impl<'a> Parts<'a> {
     /// The arrays that have bytes.
     fn of_arrays(plan: &'a Plan<'_>, starts: &[u64]) -> Self {
-        let arrays = starts.iter().copied().zip(plan.arrays());
-        let arrays = arrays.filter(|(_, array)| array.n_bytes() > 0);
+        let arrays = Self::with_bytes(plan, starts);
         Self::new(
             arrays
                 .map(|(start, array)| (start, Cow::Borrowed(array)))
                 .collect(),
         )
+    }
+
+    fn with_bytes(plan: &'a Plan<'_>, starts: &[u64]) -> impl Iterator<Item = (u64, &'a Array)> {
+        let arrays = starts.iter().copied().zip(plan.arrays());
+        arrays.filter(|(_, array)| array.n_bytes() > 0)
     }
 
     /// The arrays that have bytes; those that follow each other in the file and in their source are one part. To copy
@@ -340,7 +344,7 @@ impl<'a> Parts<'a> {
         let mut runs: Vec<(u64, Cow<'a, Array>)> = Vec::new();
         // The source of the last part, and its end there, if it is one run.
         let mut last: Option<(u32, u64)> = None;
-        for (start, array) in Self::of_arrays(plan, starts).arrays {
+        for (start, array) in Self::with_bytes(plan, starts) {
             let copy_op = array.contiguous();
             let here = copy_op.map(|copy_op| (copy_op.source, copy_op.src_start_bytes));
             let n_bytes = array.n_bytes();
@@ -350,7 +354,7 @@ impl<'a> Parts<'a> {
                 {
                     run.to_mut().lengthen_run(n_bytes);
                 }
-                _ => runs.push((start, array)),
+                _ => runs.push((start, Cow::Borrowed(array))),
             }
             last = here.map(|(source, from)| (source, from + n_bytes));
         }

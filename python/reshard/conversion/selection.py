@@ -82,18 +82,20 @@ def select(
         return replace(selection, copies={weights[a]: weights[b] for a, b in selection.copies.items()})
     alone = _alone(source, apart)
     counters = {} if part == "model" else _counters(source, alone)
-    keys = _without(source.keys(part), alone)
-    tensors = keys if part == "all" else _without(source.keys(), alone)
+    of_part = source.keys(part)
+    keys = _without(of_part, alone)
+    tensors = keys if len(of_part) == len(source) else _without(source.keys(), alone)
     separate = [name for name in counters if name not in source or name in apart]
     drop = (drop,) if isinstance(drop, str) else tuple(drop)
+    is_same, unplaced = not drop and not rename, source.unplaced()
+    if keys and is_same and names is None and len(tensors) == len(source) and not separate and not unplaced:
+        return Selection(source, keys, {}, [], {})  # without a table of 100,000 names
     new = new_names([*tensors, *separate], drop, rename)
-    is_same = not drop and not rename
     written = keys if is_same else [new[key] for key in keys if key in new]
     if not written:
         raise ArgumentError(
             f"{source.path} has no tensors of this part: there is nothing to write", path=str(source.path)
         )
-    unplaced = source.unplaced()
     source._check_placed(*(key for key in unplaced if key in new))  # noqa: SLF001  the check of a read
     view = source
     if not is_same or len(tensors) < len(source):

@@ -16,7 +16,7 @@ mod table;
 pub mod write;
 
 pub use storage_key::{parse_storage_key, storage_key};
-pub use table::{Holders, MetadataTable, decode_table, index_of_table};
+pub use table::{Holders, MetadataTable, decode_files, decode_table, index_of_table};
 
 use json::{Map, Members, Object, Record, Records, Skip};
 use records::{ChunkRecord, HolderRecord, LayoutRecord, TensorRecord};
@@ -29,6 +29,7 @@ use serde::de::{DeserializeSeed, MapAccess};
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::path::Path;
+use std::sync::Arc;
 
 /// Most shards of one tensor.
 pub const MAX_CELLS: u64 = 1 << 31;
@@ -55,7 +56,7 @@ const MAX_FILE_NAME_BYTES: usize = 255;
 ///         "('w', (1,))": [{"file_name": "model-0000001-0000002.safetensors", "storage_rank": 1, "rank_group": [1]}]}
 /// }"#)?;
 /// let w = &metadata.tensors[0];
-/// assert_eq!((w.name.as_str(), w.cells.holders(1)), ("w", &[(1, 1)][..]));
+/// assert_eq!((&*w.name, w.cells.holders(1)), ("w", &[(1, 1)][..]));
 /// assert_eq!(metadata.layouts[0].tensor_map, [vec![0], vec![]]);
 /// # Ok::<(), reshard_core::Error>(())
 /// ```
@@ -88,9 +89,9 @@ pub struct DeviceLayout {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct MetadataTensor {
     /// Its key.
-    pub name: String,
+    pub name: Arc<str>,
     /// Its dtype in the spelling of the file.
-    pub dtype: String,
+    pub dtype: Arc<str>,
     /// Its global shape in elements.
     pub shape: Vec<u64>,
     /// Number of equal parts of each dim.
@@ -180,7 +181,7 @@ fn index_with(
     index.reserve(metadata.tensors.len());
     for (tensor, (starts, files)) in metadata.tensors.iter().zip(cells) {
         index.add_table(
-            &tensor.name,
+            Arc::clone(&tensor.name),
             &tensor.shape,
             &tensor.fragmentations,
             starts,
@@ -308,8 +309,7 @@ impl Decoder {
         let id = u32::try_from(self.stored.len())
             .map_err(|_| Error::damaged("there are more than 2^32 tensors"))?;
         self.tensors.insert(name.to_owned(), id);
-        let name = name.to_owned();
-        let dtype = dtype.into_owned();
+        let (name, dtype) = (name.into(), dtype.into());
         let cells = CellTable::default();
         self.metadata.tensors.push(MetadataTensor {
             name,

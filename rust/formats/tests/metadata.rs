@@ -63,7 +63,7 @@ fn decodes_the_base_file() {
         panic!("{tensors:?}")
     };
     assert_eq!(
-        (w.name.as_str(), w.dtype.as_str(), w.layout),
+        (&*w.name, &*w.dtype, w.layout),
         ("it's", "Float32", Some(0))
     );
     assert_eq!(
@@ -73,10 +73,7 @@ fn decodes_the_base_file() {
     assert_eq!(w.cells.n_cells(), 2);
     assert_eq!(w.cells.holders(0), [(1, 4), (2, 6)]);
     assert_eq!(w.cells.holders(1), [(0, 5)]);
-    assert_eq!(
-        (b.name.as_str(), b.dtype.as_str(), b.layout),
-        ("b", "Int32", None)
-    );
+    assert_eq!((&*b.name, &*b.dtype, b.layout), ("b", "Int32", None));
     assert_eq!(b.cells.holders(0), [(1, 4)]);
 }
 
@@ -356,8 +353,8 @@ fn real_files_are_decoded() {
         assert_eq!(metadata.tensors.len(), listed.len());
         let mut n_keys = 0;
         for tensor in &metadata.tensors {
-            let record = &listed[&tensor.name];
-            assert_eq!(record["properties"]["dtype"], tensor.dtype);
+            let record = &listed[&*tensor.name];
+            assert_eq!(record["properties"]["dtype"], *tensor.dtype);
             assert_eq!(record["global_shape"], Value::from(tensor.shape.clone()));
             assert_eq!(
                 record["axis_fragmentations"],

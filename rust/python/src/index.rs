@@ -16,22 +16,24 @@ use reshard_core::checksum::Checksums;
 use reshard_core::control::Control;
 use reshard_core::dtype::{Dtype, n_elements};
 use reshard_core::error::Printable;
-use reshard_core::index::{ReadChecksums, drop_large};
+use reshard_core::index::{CHUNK_TENSORS, ReadChecksums, drop_large};
 use reshard_core::region::{Region, flat_range_boxes, row_major_strides};
 use reshard_core::request::Requested;
-use reshard_core::shard_file::{Format, ShardFile};
+use reshard_core::shard_file::{Format, ReadHeader, ShardFile};
 use reshard_core::source::{Method, Source};
 use reshard_core::stored::StoredTensor;
 use reshard_core::tile::Tile;
 use reshard_core::{Error, Kind, small_files, writer};
 use reshard_formats::metadata::{
-    CellTable, Metadata, MetadataTensor, decode, decode_table, dtype_of, index_of, index_of_table,
+    CellTable, Metadata, MetadataTensor, decode, decode_files, decode_table, dtype_of, index_of,
+    index_of_table,
 };
 use reshard_formats::torch_file;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 type TileArguments = (Vec<u64>, Vec<u64>, u64, Vec<u64>);
 
@@ -64,6 +66,42 @@ pub(crate) fn parse_method(method: &str) -> reshard_core::Result<Method> {
 
 /// Limit of the size of a `metadata.json`. Checkpoints in practice have much smaller files.
 const MAX_METADATA_BYTES: u64 = 4 << 30;
+
+/// A smaller table is decoded in less time than a thread takes to start.
+const MIN_BESIDE_BYTES: usize = 1 << 20;
+
+/// Runs `work`, and `other` beside it on a thread, with a flag that is set when `work` is done. `other` has no result if no
+/// thread can be started.
+fn beside<T, U: Send>(
+    work: impl FnOnce() -> T,
+    other: impl FnOnce(&AtomicBool) -> U + Send,
+) -> (T, Option<U>) {
+    let is_done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new();
+        let started = thread.spawn_scoped(scope, || other(&is_done));
+        let result = work();
+        is_done.store(true, Ordering::Relaxed);
+        (result, started.ok().and_then(|one| one.join().ok()))
+    })
+}
+
+/// Reads the headers of the first files of a table, until the flag is set or one cannot be read. Its fault is found again
+/// when the file is opened.
+fn read_some_headers(
+    table: &[u8],
+    folder: &Path,
+    method: Method,
+    is_done: &AtomicBool,
+) -> Vec<ReadHeader> {
+    let read = |name: String| {
+        let source = Source::open(&folder.join(name), false, method);
+        source.and_then(ReadHeader::new).ok()
+    };
+    let names = decode_files(table).unwrap_or_default().into_iter();
+    let names = names.take_while(|_| !is_done.load(Ordering::Relaxed));
+    names.map_while(read).collect()
+}
 
 /// Reads a regular file of bounded size.
 fn read_whole(path: &Path) -> reshard_core::Result<Vec<u8>> {
@@ -158,16 +196,18 @@ impl Index {
     }
 
     #[staticmethod]
-    #[pyo3(signature = (path, data, digest, *, method="auto"))]
+    #[pyo3(signature = (path, data, digest, *, method="auto", read_headers=false))]
     fn from_metadata_table(
         py: Python<'_>,
         path: PathBuf,
         data: &[u8],
         digest: &str,
         method: &str,
+        read_headers: bool,
     ) -> PyResult<Self> {
         let method = raise(py, parse_method(method))?;
-        let decoded = py.detach(|| {
+        let folder = path.parent().map_or_else(PathBuf::new, PathBuf::from);
+        let decode = || {
             let table = decode_table(data).map_err(|error| error.within(path.display()))?;
             if table.digest != digest {
                 let message = format!(
@@ -177,9 +217,22 @@ impl Index {
                 );
                 return Err(Error::damaged(message));
             }
-            let folder = path.parent().map_or_else(PathBuf::new, PathBuf::from);
             let index = index_of_table(&table, &folder, method)?;
             Ok((table.metadata, index))
+        };
+        let decoded = py.detach(|| {
+            if !read_headers || data.len() < MIN_BESIDE_BYTES {
+                return decode();
+            }
+            let (decoded, headers) = beside(decode, |is_done| {
+                read_some_headers(data, &folder, method, is_done)
+            });
+            decoded.map(|(metadata, mut index)| {
+                for (file, header) in (0..).zip(headers.unwrap_or_default()) {
+                    index.set_read_header(file, header);
+                }
+                (metadata, index)
+            })
         });
         let (metadata, index) = raise(py, decoded.map_err(|error: Error| error.path(&path)))?;
         Ok(Self::described(index, metadata))
@@ -560,8 +613,11 @@ impl Index {
         verify: bool,
     ) -> PyResult<Plan> {
         let dtype = raise(py, dtype.map(Dtype::parse).transpose())?;
-        let result = py.detach(|| self.index.plan_requested(&request.0, dtype, verify));
-        raise(py, result).map(Plan)
+        let plan = || self.index.plan_requested(&request.0, dtype, verify);
+        if request.0.len() > CHUNK_TENSORS {
+            return run(py, None, 0, None, &Control::default(), plan).map(Plan);
+        }
+        raise(py, py.detach(plan)).map(Plan)
     }
 
     /// Writes small files, several at a time; `None` for those that are not small.

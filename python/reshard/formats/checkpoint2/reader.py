@@ -411,7 +411,9 @@ def _index(
         path = str(folder / checkpoint2.METADATA_TABLE_FILE)
         # A table of another metadata.json than that of the manifest is refused.
         digest = manifest.files[checkpoint2.METADATA_FILE].digest
-        index = _core.Index.from_metadata_table(path, described.table, digest, method=method)
+        # Another rank has checked the headers, or they are parsed soon.
+        is_parsed = used is None and len(manifest.shards) <= _MAX_PARSED
+        index = _core.Index.from_metadata_table(path, described.table, digest, method=method, read_headers=is_parsed)
     elif described.metadata is not None:
         path = str(folder / checkpoint2.METADATA_FILE)
         index = _core.Index.from_metadata(path, data=described.metadata, method=method)

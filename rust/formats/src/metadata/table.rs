@@ -37,7 +37,7 @@ const MAX_HOLDERS: u64 = 1 << 27;
 pub struct MetadataTable {
     /// Digest of the `metadata.json` from which it was made, as its maker computed it.
     pub digest: String,
-    /// The files, the layouts and the tensors; the tensors are without cells.
+    /// The files, the layouts and the tensors; the tensors are without cells. [`index_of_table`] refuses equal names.
     pub metadata: Metadata,
     /// The distinct tables of holders: starts and files.
     pub holders: Vec<Holders>,
@@ -54,14 +54,9 @@ pub type Holders = (Arc<[u32]>, Arc<[u32]>);
 /// As [`super::decode`], and [`reshard_core::Kind::Damaged`] if the table is truncated or longer than its content.
 pub fn decode_table(data: &[u8]) -> Result<MetadataTable> {
     let mut from = Reader(data);
-    if from.take(MAGIC.len())? != MAGIC {
-        return Err(Error::damaged("it does not begin as a table of metadata"));
-    }
-    let digest = from.text()?.to_owned();
-    let files = from.texts()?;
+    let (digest, files) = from.digest_and_files()?;
     let mut seen = HashSet::with_capacity(files.len());
     for name in &files {
-        check_file_name(name)?;
         if !seen.insert(name) {
             return Err(Error::damaged(format!(
                 "the file `{}` is listed twice",
@@ -87,19 +82,16 @@ pub fn decode_table(data: &[u8]) -> Result<MetadataTable> {
         tensors: Vec::with_capacity(n_tensors),
     };
     let mut holders_of = Vec::with_capacity(n_tensors);
-    let mut names = HashSet::with_capacity(n_tensors);
     let mut n_held: u64 = 0;
     for _ in 0..n_tensors {
         let name = from.text()?;
-        let tensor = from.tensor(name, &metadata.layouts, &holders);
+        let last = metadata.tensors.last().map(|tensor| &tensor.dtype);
+        let tensor = from.tensor(name, last, &metadata.layouts, &holders);
         let (tensor, of_tensor) = tensor.map_err(|error| {
             error
                 .within(format_args!("table of `{}`", Printable(name)))
                 .key(name)
         })?;
-        if !names.insert(name) {
-            return Err(Error::damaged("the tensor is listed twice").key(name));
-        }
         n_held += holders[of_tensor as usize].1.len() as u64;
         if n_held > MAX_HOLDERS {
             return Err(Error::damaged(format!(
@@ -123,7 +115,19 @@ pub fn decode_table(data: &[u8]) -> Result<MetadataTable> {
     })
 }
 
+/// The names of the files of a table. Nothing behind them is decoded.
+///
+/// # Errors
+/// They are truncated, or one is not the name of a file.
+pub fn decode_files(data: &[u8]) -> Result<Vec<String>> {
+    let (_, files) = Reader(data).digest_and_files()?;
+    Ok(files)
+}
+
 /// Builds the index of the tensors of a checkpoint, as [`super::index_of`] does. Its files are in `folder`.
+///
+/// # Errors
+/// [`reshard_core::Kind::Damaged`] if a tensor is listed twice.
 pub fn index_of_table(table: &MetadataTable, folder: &Path, method: Method) -> Result<Index> {
     let cells = table.holders_of.iter();
     let cells = cells.map(|&number| table.holders[number as usize].clone());
@@ -203,6 +207,16 @@ impl<'a> Reader<'a> {
         };
         self.0 = rest;
         Ok(taken)
+    }
+
+    fn digest_and_files(&mut self) -> Result<(String, Vec<String>)> {
+        if self.take(MAGIC.len())? != MAGIC {
+            return Err(Error::damaged("it does not begin as a table of metadata"));
+        }
+        let digest = self.text()?.to_owned();
+        let files = self.texts()?;
+        files.iter().try_for_each(|name| check_file_name(name))?;
+        Ok((digest, files))
     }
 
     fn short(&mut self) -> Result<u32> {
@@ -285,6 +299,7 @@ impl<'a> Reader<'a> {
     fn tensor(
         &mut self,
         name: &str,
+        last_dtype: Option<&Arc<str>>,
         layouts: &[DeviceLayout],
         holders: &[Holders],
     ) -> Result<(MetadataTensor, u32)> {
@@ -317,8 +332,12 @@ impl<'a> Reader<'a> {
             ));
         }
         let tensor = MetadataTensor {
-            name: name.to_owned(),
-            dtype: dtype.to_owned(),
+            name: name.into(),
+            // Most tensors have that of the one before.
+            dtype: match last_dtype {
+                Some(last) if **last == *dtype => Arc::clone(last),
+                _ => dtype.into(),
+            },
             shape,
             fragmentations,
             layout,
