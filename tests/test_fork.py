@@ -60,7 +60,7 @@ def test_a_child_that_is_forked_while_memory_is_touched_saves(tmp_path: Path) ->
     reshard.save(tmp_path / "parent", 1, {"w": big})
     shard_files._idle.clear()
     with shard_files._buffers() as buffers:
-        buffers.touch(32 << 20)
+        buffers.prepare(32 << 20)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()

@@ -647,7 +647,7 @@ class Buffers:
     """Memory through which files are written, reused for each file. It is allocated at the first write."""
 
     def __new__(cls, memory_bytes: int) -> Buffers: ...
-    def touch(self, n_bytes: int) -> None:
+    def prepare(self, n_bytes: int) -> None:
         """Start a thread that makes the system provide the memory for a file of this size, until the file is written.
 
         Args:

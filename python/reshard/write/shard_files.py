@@ -98,7 +98,7 @@ def shard_file(
     if arrays.n_bytes >= _TOUCHED_FROM_BYTES:
         # Meanwhile the folder of the file is made.
         with _buffers() as buffers:
-            buffers.touch(arrays.n_bytes)
+            buffers.prepare(arrays.n_bytes)
 
     return ShardFile(name, arrays.n_bytes, write)
 

@@ -88,7 +88,7 @@ impl Buffers {
     }
 
     /// Starts a thread that touches the memory for a file of this size, until the file is written.
-    fn touch(&self, py: Python<'_>, n_bytes: u64) {
+    fn prepare(&self, py: Python<'_>, n_bytes: u64) {
         self.stop_touching(py);
         let stop = Arc::new(AtomicBool::new(false));
         let (buffers, stopped) = (Arc::clone(&self.buffers), Arc::clone(&stop));
