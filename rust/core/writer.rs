@@ -45,6 +45,8 @@ const DIRECT_BLOCK_BYTES: usize = 4096;
 const PIECE_BYTES: usize = 4 << 20;
 /// Enough for the full throughput of disks.
 const PIECES_IN_FLIGHT: usize = 8;
+/// Pieces whose memory is touched before a file is written. More would take the processors from what goes before it.
+const PREPARED_PIECES: usize = 2;
 const BAND_BYTES: usize = 2 << 20;
 /// The smallest page of memory.
 const PAGE_BYTES: usize = 4096;
@@ -157,12 +159,12 @@ impl Buffers {
         })
     }
 
-    /// Touches the memory that a file of this size uses, before it is written, until `stop` is set.
+    /// Touches memory for the first pieces of a file of this size, before it is written, until `stop` is set.
     ///
     /// # Errors
     /// The memory cannot be allocated.
     pub fn touch(&mut self, n_bytes: u64, stop: &AtomicBool) -> Result<()> {
-        let end = self.allocate(n_bytes)? * PIECE_BYTES;
+        let end = self.allocate(n_bytes)?.min(PREPARED_PIECES) * PIECE_BYTES;
         while self.touched_bytes < end && !stop.load(Ordering::Relaxed) {
             let start = self.touched_bytes;
             self.touched_bytes = (start + TOUCHED_BYTES).min(end);
@@ -1163,7 +1165,7 @@ mod tests {
         buffers.touch(90 * MIB, &stop).unwrap();
         assert_eq!(touched(&mut buffers, 90 * MIB), [0, 0, 0, 0]);
         let mut buffers = new();
-        buffers.touch(5 * MIB, &go).unwrap();
+        buffers.touch(90 * MIB, &go).unwrap();
         buffers.touch(90 * MIB, &stop).unwrap();
         assert_eq!(touched(&mut buffers, 90 * MIB), [4, 4, 0, 0]);
         // A file of one piece has memory of one piece, which is replaced.
