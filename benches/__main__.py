@@ -85,6 +85,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _measure(given: argparse.Namespace) -> Report:
     """Run the groups, one after the other: each has a folder of its own, which is removed."""
     size_gb, n_rounds = (0.13, 1) if given.quick else (given.size_gb, given.rounds)
+    if given.dir is not None:
+        given.dir.mkdir(parents=True, exist_ok=True)
     machine = describe(given.dir or Path(tempfile.gettempdir()), mindspore_version(given.mindspore))
     results: list[Result] = []
     judged: list[dict[str, Any]] = []

@@ -14,6 +14,7 @@ import pytest
 
 import reshard
 from reshard import _core
+from reshard.write import shard_files
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,6 +49,26 @@ def test_a_forked_child_does_all_that_its_parent_did(tmp_path: Path) -> None:
         status = 1
         try:
             everything(tmp_path / "child")
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_child_that_is_forked_while_memory_is_touched_saves(tmp_path: Path) -> None:
+    big = np.ones(20 << 20, np.uint8)
+    reshard.save(tmp_path / "parent", 1, {"w": big})
+    shard_files._idle.clear()
+    with shard_files._buffers() as buffers:
+        buffers.prepare(32 << 20)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        status = 1
+        try:
+            reshard.save(tmp_path / "child", 1, {"w": big})
             status = 0
         finally:
             os._exit(status)

@@ -43,6 +43,7 @@ from reshard.errors import (
 from reshard.formats import manifest
 from reshard.storage import protocol
 from reshard.torch import Checkpointer
+from reshard.write import shard_files
 from reshard.write.collective_save import log_once
 from reshard.write.rank_facts import LastMade, plan_iteration
 from reshard.write.replicas import RankLocal
@@ -485,6 +486,17 @@ def test_what_metadata_cannot_say_is_a_warning_for_mindspore_alone(
 
 
 # -- when the system fails
+
+
+def test_saves_by_different_threads_use_the_same_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_files, "_idle", [])
+    state = {"w": np.arange(20 << 20, dtype=np.uint8)}
+    for iteration in (1, 2):
+        ready = {"blocking": False, "ready": lambda: None}  # a thread of its own for each
+        reshard.save(tmp_path, iteration, state, **ready).result(60)  # type: ignore[call-overload]
+        with reshard.open(tmp_path) as checkpoint:
+            assert (checkpoint.load()["w"] == state["w"]).all()
+    assert len(shard_files._idle) == 1
 
 
 def test_a_write_that_is_not_what_comes_back_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

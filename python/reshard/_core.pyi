@@ -651,6 +651,12 @@ class Buffers:
     """Memory through which files are written, reused for each file. It is allocated at the first write."""
 
     def __new__(cls, memory_bytes: int) -> Buffers: ...
+    def prepare(self, n_bytes: int) -> None:
+        """Start a thread that makes the system provide the memory for a file of this size, until the file is written.
+
+        Args:
+            n_bytes: size of the file in bytes.
+        """
 
 Container: TypeAlias = tuple[bytes, Sequence[int], Sequence[tuple[int, int]]]
 """How the arrays of a plan lie in a file of another format than safetensors:

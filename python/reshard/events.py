@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from reshard.errors import ArgumentError, ReshardError
 from reshard.words import show
@@ -114,8 +114,7 @@ class Event:
             raise ArgumentError(f"an event: {type(error).__name__}: {show(str(error))}") from None
 
 
-@dataclass(frozen=True)
-class Observers:
+class Observers(NamedTuple):
     """The functions of `on_event=` on one rank. Calling it makes an event and calls them with it.
 
     An exception of a function is logged as a warning, once for each function and class of exception, and has no other

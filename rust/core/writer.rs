@@ -6,6 +6,10 @@
 //! computed before the write, so they are those of the intended bytes. The bytes go to a temporary file in the same
 //! folder, which is synced and then renamed: a file under its final name is complete.
 //!
+//! The first write to new memory makes the system provide its pages, which can take longer than filling them: 3 ms for
+//! each 2 MiB where the host of a virtual machine must provide them too. One thread at a time does that. Meanwhile the
+//! other processors fill and write the pieces whose memory exists.
+//!
 //! `O_DIRECT` gives the highest throughput of durable writes and does not fill the page cache. Writes are buffered
 //! where the file system does not support it, and for a tail that is not a multiple of the block size. A file that need
 //! not be durable takes the faster of both, see [`crate::route`].
@@ -33,7 +37,7 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 
 /// Alignment of direct writes that every disk accepts.
@@ -41,7 +45,13 @@ const DIRECT_BLOCK_BYTES: usize = 4096;
 const PIECE_BYTES: usize = 4 << 20;
 /// Enough for the full throughput of disks.
 const PIECES_IN_FLIGHT: usize = 8;
+/// Pieces whose memory is touched before a file is written. More would take the processors from what goes before it.
+const PREPARED_PIECES: usize = 2;
 const BAND_BYTES: usize = 2 << 20;
+/// The smallest page of memory.
+const PAGE_BYTES: usize = 4096;
+/// How much new memory is touched before it is asked whether to stop: a huge page.
+const TOUCHED_BYTES: usize = 2 << 20;
 /// In files of at least this size the data is page-aligned, for direct reads and maps.
 const PAGE_ALIGNED_FROM_BYTES: u64 = 1 << 20;
 /// The smallest budget: one piece is filled while another is written.
@@ -126,6 +136,8 @@ pub struct Options {
 #[derive(Debug)]
 pub struct Buffers {
     memory: Memory,
+    /// How many bytes of the memory have pages, from its beginning.
+    touched_bytes: usize,
     max_pieces: usize,
     routes: Routes,
 }
@@ -141,21 +153,67 @@ impl Buffers {
         }
         Ok(Self {
             memory: Memory::new(0)?,
+            touched_bytes: 0,
             max_pieces: (memory_bytes / PIECE_BYTES as u64).min(PIECES_IN_FLIGHT as u64) as usize,
             routes: Routes::default(),
         })
     }
 
-    /// Buffers of one piece each, as many as a file of this size uses, and the routes of its pieces.
-    fn for_file(&mut self, n_bytes: u64) -> Result<(Vec<&mut [u8]>, &Routes)> {
+    /// Touches memory for the first pieces of a file of this size, before it is written, until `stop` is set.
+    ///
+    /// # Errors
+    /// The memory cannot be allocated.
+    pub fn touch(&mut self, n_bytes: u64, stop: &AtomicBool) -> Result<()> {
+        let end = self.allocate(n_bytes)?.min(PREPARED_PIECES) * PIECE_BYTES;
+        while self.touched_bytes < end && !stop.load(Ordering::Relaxed) {
+            let start = self.touched_bytes;
+            self.touched_bytes = (start + TOUCHED_BYTES).min(end);
+            touch(&mut self.memory.as_mut_slice()[start..self.touched_bytes]);
+        }
+        Ok(())
+    }
+
+    /// Allocates memory for a file of this size. Returns the number of its pieces.
+    fn allocate(&mut self, n_bytes: u64) -> Result<usize> {
         let n = n_in_flight(n_bytes).min(self.max_pieces);
         if self.memory.len() < n * PIECE_BYTES {
             // The complete budget is allocated at once, so that files of growing sizes do not reallocate.
             let n = if n > 1 { self.max_pieces } else { 1 };
             self.memory = Memory::new(n * PIECE_BYTES)?;
+            self.touched_bytes = 0;
         }
+        Ok(n)
+    }
+
+    /// Buffers of one piece each, as many as a file of this size uses, and the routes of its pieces. From now on they
+    /// count as touched.
+    fn for_file(&mut self, n_bytes: u64) -> Result<(Vec<Buffer<'_>>, &Routes)> {
+        let n = self.allocate(n_bytes)?;
+        let touched_bytes = self.touched_bytes;
+        self.touched_bytes = touched_bytes.max(n * PIECE_BYTES);
         let pieces = self.memory.as_mut_slice().chunks_mut(PIECE_BYTES);
-        Ok((pieces.take(n).collect(), &self.routes))
+        let buffers = pieces.take(n).enumerate().map(|(i, memory)| Buffer {
+            touched_bytes: touched_bytes
+                .saturating_sub(i * PIECE_BYTES)
+                .min(memory.len()),
+            memory,
+        });
+        Ok((buffers.collect(), &self.routes))
+    }
+}
+
+/// Memory for one piece.
+#[derive(Default)]
+struct Buffer<'a> {
+    memory: &'a mut [u8],
+    /// How many of its bytes have pages, from its beginning.
+    touched_bytes: usize,
+}
+
+/// Writes to every page, so that the system provides it. The content is lost.
+fn touch(memory: &mut [u8]) {
+    for page in memory.chunks_mut(PAGE_BYTES) {
+        page[0] = 0;
     }
 }
 
@@ -634,6 +692,8 @@ struct PieceWriter<'a, S> {
     /// How many pieces processors work on at a time.
     n_at_once: usize,
     fill_permits: Semaphore,
+    /// Held while new memory is touched.
+    touching: Mutex<()>,
     control: &'a Control,
 }
 
@@ -668,15 +728,16 @@ impl<'a, S: Sink> PieceWriter<'a, S> {
             },
             n_at_once,
             fill_permits: Semaphore::new(n_at_once),
+            touching: Mutex::new(()),
             control,
         }
     }
 
     /// Writes all pieces with one thread per buffer, and returns the checksums of the chunks.
-    fn write(self, mut buffers: Vec<&mut [u8]>) -> Result<Vec<u32>> {
+    fn write(self, mut buffers: Vec<Buffer<'_>>) -> Result<Vec<u32>> {
         if let [buffer] = &mut buffers[..] {
             // Starting a thread takes longer than writing a small file.
-            self.write_some(buffer)?;
+            self.write_some(buffer.memory)?;
             return Ok(self
                 .checksums
                 .into_iter()
@@ -686,7 +747,7 @@ impl<'a, S: Sink> PieceWriter<'a, S> {
         std::thread::scope(|scope| {
             let writers: Vec<_> = buffers
                 .into_iter()
-                .map(|buffer| scope.spawn(|| self.write_some(buffer)))
+                .map(|buffer| scope.spawn(|| self.touch_and_write(buffer)))
                 .collect();
             // All threads are joined before an error is returned.
             let results: Vec<_> = writers
@@ -703,6 +764,16 @@ impl<'a, S: Sink> PieceWriter<'a, S> {
             .into_iter()
             .map(AtomicU32::into_inner)
             .collect())
+    }
+
+    /// As [`Self::write_some`]; touches new memory first, while no other thread does.
+    fn touch_and_write(&self, buffer: Buffer<'_>) -> Result<()> {
+        let new = &mut buffer.memory[buffer.touched_bytes..];
+        if !new.is_empty() {
+            let _alone = self.touching.lock().unwrap_or_else(PoisonError::into_inner);
+            touch(new);
+        }
+        self.write_some(buffer.memory)
     }
 
     fn write_some(&self, buffer: &mut [u8]) -> Result<()> {
@@ -1073,4 +1144,37 @@ fn sync_one(files: &[PathBuf], folders: &[PathBuf], index: usize) -> SyncResult 
 pub fn sync_folder(path: &Path) -> Result<()> {
     let synced = File::open(path).and_then(|folder| folder.sync_all());
     synced.map_err(|error| Error::io("cannot sync folder", path, &error))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn touched(buffers: &mut Buffers, n_bytes: u64) -> Vec<usize> {
+        let (pieces, _) = buffers.for_file(n_bytes).unwrap();
+        pieces.iter().map(|one| one.touched_bytes >> 20).collect()
+    }
+
+    #[test]
+    fn memory_is_touched_once() {
+        let new = || Buffers::new(16 * MIB).unwrap();
+        let (go, stop) = (AtomicBool::new(false), AtomicBool::new(true));
+        let mut buffers = new();
+        assert_eq!(touched(&mut buffers, 5 * MIB), [0, 0]);
+        assert_eq!(touched(&mut buffers, 90 * MIB), [4, 4, 0, 0]);
+        assert_eq!(touched(&mut buffers, 90 * MIB), [4, 4, 4, 4]);
+        let mut buffers = new();
+        buffers.touch(90 * MIB, &stop).unwrap();
+        assert_eq!(touched(&mut buffers, 90 * MIB), [0, 0, 0, 0]);
+        let mut buffers = new();
+        buffers.touch(90 * MIB, &go).unwrap();
+        buffers.touch(90 * MIB, &stop).unwrap();
+        assert_eq!(touched(&mut buffers, 90 * MIB), [4, 4, 0, 0]);
+        // A file of one piece has memory of one piece, which is replaced.
+        let mut buffers = new();
+        assert_eq!(touched(&mut buffers, MIB), [0]);
+        assert_eq!(touched(&mut buffers, 90 * MIB), [0, 0, 0, 0]);
+    }
 }

@@ -23,8 +23,8 @@ import logging
 import sys
 import time
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from reshard.collective import Collective, capture
 from reshard.errors import ArgumentError, CheckpointNotFoundError, GroupError, ReshardError, StorageError
@@ -85,8 +85,7 @@ class SaveReport:
     suffix: str | None = None
 
 
-@dataclass(frozen=True)
-class SaveTask:
+class SaveTask(NamedTuple):
     """What is saved where and how; the same on all ranks. See `save`."""
 
     root: Path
@@ -110,8 +109,7 @@ class SaveTask:
         return 0o700 if self.options.commit.private else 0o777
 
 
-@dataclass(frozen=True)
-class RankInput:
+class RankInput(NamedTuple):
     """What this rank holds.
 
     Attributes:
@@ -130,11 +128,10 @@ class RankInput:
     common: CommonInfo
     record: SaveRecord
     copies: Copies
-    observers: Observers = field(default_factory=Observers)
+    observers: Observers = Observers()
 
 
-@dataclass(frozen=True)
-class Published:
+class Published(NamedTuple):
     """What rank 0 has published.
 
     Attributes:
@@ -429,7 +426,7 @@ def _finish(
             done = save.publish(messages, durable=task.durable and volatile is None)
         if volatile is not None:
             warning = f"{task.root} is on {volatile}, which is volatile: its content is lost with the power"
-            done = replace(done, warnings=(*done.warnings, warning))
+            done = done._replace(warnings=(*done.warnings, warning))
         if not save.confirms:
             published = done
         return done
@@ -437,7 +434,7 @@ def _finish(
     def confirmed(_: list[None]) -> tuple[str, ...]:
         nonlocal published
         warnings = save.confirmed()
-        published = replace(result, warnings=(*result.warnings, *warnings))
+        published = result._replace(warnings=(*result.warnings, *warnings))
         return warnings
 
     is_heard = True
@@ -448,7 +445,7 @@ def _finish(
         if save.confirms:
             done = capture(save.confirm)
             more = ranks.combine(done, confirmed, None, tuple[str, ...])
-            result = replace(result, warnings=(*result.warnings, *more))
+            result = result._replace(warnings=(*result.warnings, *more))
     except BaseException as failure:
         if not isinstance(failure, GroupError) or published is None:
             is_known = isinstance(failure, ReshardError) and not isinstance(failure, GroupError)
@@ -456,7 +453,7 @@ def _finish(
             raise
         # It is published, although not every rank was told.
         warning = f"not every rank learned that the save succeeded: {failure.message}"
-        result, is_heard = replace(published, warnings=(*published.warnings, warning)), False
+        result, is_heard = published._replace(warnings=(*published.warnings, warning)), False
     report = _report_of(task, result, started, stall_seconds)
     if ranks.rank == 0 and save.confirms:
         log_warnings = _append_to_log(task, record, result, report, durable=task.durable)
@@ -494,7 +491,7 @@ def _taken_over(root: Path) -> Iterator[None]:
 
 def _report_of(task: SaveTask, published: Published, started: float, stall_seconds: float | None) -> SaveReport:
     seconds = time.monotonic() - started
-    known = asdict(published)
+    known = published._asdict()
     del known["generation"], known["attempt_id"]
     stall_seconds = seconds if stall_seconds is None else stall_seconds
     return SaveReport(iteration=task.iteration, seconds=seconds, stall_seconds=stall_seconds, **known)

@@ -6,8 +6,7 @@ and its manifest says which iterations are not candidates from then on. Any othe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.storage.location import Location, locate
 
@@ -15,8 +14,7 @@ if TYPE_CHECKING:
     import os
 
 
-@dataclass(frozen=True)
-class PendingRollback:
+class PendingRollback(NamedTuple):
     """An iteration that a run resumed from although newer ones exist.
 
     Attributes:

@@ -6,8 +6,9 @@ that the caller may change its arrays. Paths and names of files are not known he
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import threading
+import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -17,7 +18,7 @@ from reshard.words import show
 from reshard.write import background
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from reshard.storage.protocol import FileRecord
     from reshard.write.arrays import LocalArrays
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["ShardFile", "ShardFileMaker", "WrittenFile", "read_back", "reserved_bytes", "shard_file"]
 
 _BUFFERS_BYTES = 32 << 20
+_TOUCHED_FROM_BYTES = 16 << 20  # for smaller files the start of a thread costs more
 _HEADER_BYTES = 512  # at most of an array in a header, without its name
 
 
@@ -88,9 +90,15 @@ def shard_file(
         if ready is not None:
             ready()
         # Arrays that must be copied to be written are copied here, a file at a time.
-        return _core.write_arrays(
-            path, arrays.tensors(), metadata=metadata, buffers=_buffers(), threads=threads, **options
-        )
+        with _buffers() as buffers:
+            return _core.write_arrays(
+                path, arrays.tensors(), metadata=metadata, buffers=buffers, threads=threads, **options
+            )
+
+    if arrays.n_bytes >= _TOUCHED_FROM_BYTES:
+        # Meanwhile the folder of the file is made.
+        with _buffers() as buffers:
+            buffers.prepare(arrays.n_bytes)
 
     return ShardFile(name, arrays.n_bytes, write)
 
@@ -121,12 +129,17 @@ def read_back(path: str, written: _core.Written, threads: int | None) -> None:
         )
 
 
-_kept = threading.local()
+_idle: list[_core.Buffers] = []
 
 
-def _buffers() -> _core.Buffers:
-    """This thread's buffers, kept from save to save: touching new memory costs more than filling it."""
-    if not hasattr(_kept, "buffers"):
-        _kept.buffers = _core.Buffers(_BUFFERS_BYTES)
-    buffers: _core.Buffers = _kept.buffers
-    return buffers
+@contextlib.contextmanager
+def _buffers() -> Iterator[_core.Buffers]:
+    """Buffers for one file. They are kept from save to save: touching new memory costs more than filling it."""
+    buffers = _idle.pop() if _idle else _core.Buffers(_BUFFERS_BYTES)
+    try:
+        yield buffers
+    finally:
+        _idle.append(buffers)
+
+
+os.register_at_fork(after_in_child=_idle.clear)  # a thread of the parent may have been touching them

@@ -17,7 +17,9 @@ use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fs::{DirEntry, read_dir};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
 
 const DEFAULT_MEMORY_BYTES: u64 = 256 << 20;
 const SYNC_THREADS: usize = 8; // they wait for the disk
@@ -63,13 +65,57 @@ impl Written {
 
 /// Memory through which files are written.
 #[pyclass(frozen, module = "reshard._core")]
-pub(crate) struct Buffers(Mutex<writer::Buffers>);
+pub(crate) struct Buffers {
+    buffers: Arc<Mutex<writer::Buffers>>,
+    touching: Mutex<Option<Touching>>,
+}
+
+/// A thread that touches the memory.
+struct Touching {
+    stop: Arc<AtomicBool>,
+    thread: JoinHandle<()>,
+}
 
 #[pymethods]
 impl Buffers {
     #[new]
     fn new(py: Python<'_>, memory_bytes: u64) -> PyResult<Self> {
-        raise(py, writer::Buffers::new(memory_bytes)).map(|buffers| Self(Mutex::new(buffers)))
+        let buffers = raise(py, writer::Buffers::new(memory_bytes))?;
+        Ok(Self {
+            buffers: Arc::new(Mutex::new(buffers)),
+            touching: Mutex::new(None),
+        })
+    }
+
+    /// Starts a thread that touches the memory for a file of this size, until the file is written.
+    fn prepare(&self, py: Python<'_>, n_bytes: u64) {
+        self.stop_touching(py);
+        let stop = Arc::new(AtomicBool::new(false));
+        let (buffers, stopped) = (Arc::clone(&self.buffers), Arc::clone(&stop));
+        let thread = std::thread::Builder::new().name("reshard-touch".to_owned());
+        let started = thread.spawn(move || {
+            if let Ok(mut buffers) = buffers.try_lock() {
+                let _ = buffers.touch(n_bytes, &stopped); // the write returns the error
+            }
+        });
+        // Where no thread can be started, the write touches all of the memory.
+        *self.touching.lock().unwrap_or_else(PoisonError::into_inner) =
+            started.ok().map(|thread| Touching { stop, thread });
+    }
+}
+
+impl Buffers {
+    /// Waits until the memory is not touched any more: some milliseconds at most.
+    fn stop_touching(&self, py: Python<'_>) {
+        let running = self
+            .touching
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        if let Some(Touching { stop, thread }) = running {
+            stop.store(true, Ordering::Relaxed);
+            let _ = py.detach(|| thread.join()); // a thread that panicked has touched less
+        }
     }
 }
 
@@ -96,7 +142,8 @@ pub(crate) fn write_plan(
             "another thread is writing with these buffers",
         )
     };
-    let buffers = &mut *raise(py, buffers.0.try_lock().map_err(busy))?;
+    buffers.stop_touching(py);
+    let buffers = &mut *raise(py, buffers.buffers.try_lock().map_err(busy))?;
     let control = Control::default();
     if threads.is_some() {
         // Counting the processors reads four files of the system.

@@ -10,19 +10,18 @@ from __future__ import annotations
 import os
 import socket
 import time
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard import _core
 from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError, StorageError
-from reshard.formats import proofs, writer_mark
 from reshard.formats import state as state_files
+from reshard.formats import writer_mark
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.traits import CHECKPOINT2
 from reshard.storage import filesystem, mounts, protocol
 from reshard.storage.location import locate
-from reshard.write import pending_rollback, retention
+from reshard.write import pending_rollback
 from reshard.write.arrays import local_arrays
 from reshard.write.collective_save import Published, SaveFormat
 from reshard.write.iteration import FileContent, JointProgress, check_copies, write_descriptions
@@ -55,8 +54,7 @@ _SYNCED_TOGETHER_BYTES = 64 << 20  # of a rank: small files are written first an
 _VISIBLE_SECONDS = 60.0  # for which a network file system may not show a folder that another host made
 
 
-@dataclass(frozen=True)
-class _Planned:
+class _Planned(NamedTuple):
     """The plan of rank 0: the iteration, bytes of all its arrays, and which ranks hold copies of what."""
 
     iteration: IterationPlan
@@ -64,16 +62,14 @@ class _Planned:
     replicas: Replicas
 
 
-@dataclass(frozen=True)
-class _Plan:
+class _Plan(NamedTuple):
     """The answer of rank 0: who writes what, and which ranks hold copies of what."""
 
     files: tuple[FileContent, ...]
     replicas: Replicas
 
 
-@dataclass(frozen=True)
-class _Begun:
+class _Begun(NamedTuple):
     """The folder into which all ranks write, and whether they read back what they have written."""
 
     staging: str
@@ -160,6 +156,8 @@ class Checkpoint2Save(SaveFormat):
             folder_mode=task.folder_mode,
         )
         if options.retention is not None and not self._reads_back:
+            from reshard.write import retention  # noqa: PLC0415  slow to import, and many saves have none
+
             self._reads_back = retention.must_read_back(task.root, task.iteration, options.retention.keep)
         return _Begun(str(self._attempt.staging), self._reads_back)
 
@@ -243,7 +241,7 @@ class Checkpoint2Save(SaveFormat):
         self._manifest = manifest
         if self._resumed is not None:
             pending_rollback.forget(task.root)
-        return replace(published, warnings=(*published.warnings, *warnings))
+        return published._replace(warnings=(*published.warnings, *warnings))
 
     def withdraw(self, *, is_known: bool) -> None:  # noqa: ARG002
         """Remove the staging folder, unless it was published."""
@@ -259,11 +257,15 @@ class Checkpoint2Save(SaveFormat):
         task, manifest, folder = self.task, self._manifest, self._attempt.folder
         warnings = []
         if self._reads_back:
+            from reshard.formats import proofs  # noqa: PLC0415
+
             try:
                 proofs.write(folder, manifest, proofs.state_of(folder, manifest), None)
             except ReshardError as error:
                 warnings.append(f"that the save was read back is not recorded: {error.message}")
         if task.options.retention is not None:
+            from reshard.write import retention  # noqa: PLC0415
+
             try:
                 removed = retention.apply(
                     task.root,

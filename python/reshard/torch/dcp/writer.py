@@ -76,7 +76,7 @@ class _Save(Checkpoint2Save):
 
     def check(self, reports: list[RankFacts]) -> Any:
         planned = super().check(reports)
-        return replace(planned, iteration=replace(planned.iteration, warnings=()))
+        return planned._replace(iteration=replace(planned.iteration, warnings=()))
 
 
 @dataclass(frozen=True)
@@ -297,7 +297,7 @@ class Writer(StorageWriter):
             replace(
                 plan,
                 storage_data=_Orders(
-                    replace(plan_of_all, files=tuple(one for one in plan_of_all.files if one.rank in numbers[rank])),
+                    plan_of_all._replace(files=tuple(one for one in plan_of_all.files if one.rank in numbers[rank])),
                     running.begun,
                     numbers[rank],
                     len(reports),
