@@ -332,7 +332,7 @@ pub fn write_image(
     let pieces = PieceWriter::new(&temporary, Bytes::InMemory(image), n_bytes, None, control);
     let chunks = pieces.write(
         (0..n_in_flight(n_bytes))
-            .map(|_| Default::default())
+            .map(|_| Buffer::default())
             .collect(),
     )?;
     temporary.publish()?;
@@ -768,12 +768,16 @@ impl<'a, S: Sink> PieceWriter<'a, S> {
 
     /// As [`Self::write_some`]; touches new memory first, while no other thread does.
     fn touch_and_write(&self, buffer: Buffer<'_>) -> Result<()> {
-        let new = &mut buffer.memory[buffer.touched_bytes..];
+        let Buffer {
+            memory,
+            touched_bytes,
+        } = buffer;
+        let new = &mut memory[touched_bytes..];
         if !new.is_empty() {
             let _alone = self.touching.lock().unwrap_or_else(PoisonError::into_inner);
             touch(new);
         }
-        self.write_some(buffer.memory)
+        self.write_some(memory)
     }
 
     fn write_some(&self, buffer: &mut [u8]) -> Result<()> {
