@@ -682,3 +682,16 @@ def test_many_tensors_are_written_as_few_are(form: str, tmp_path: Path) -> None:
             for key, array in arrays.items()
         }
         assert_same(load_file(target), expected)
+
+
+@pytest.mark.parametrize("to", ["checkpoint2", "checkpoint1"])
+def test_state_that_is_not_written_is_a_warning(tmp_path: Path, to: Any) -> None:
+    state = {"w": np.ones((2, 2), np.float32)}
+    reshard.save(tmp_path / "with", 7, state, extra={"scheduler": {"last_epoch": 3}})
+    reshard.save(tmp_path / "without", 7, state)
+    (warning,) = reshard.convert(tmp_path / "with", tmp_path / "new", to=to).warnings
+    assert "is not written: scheduler. Resume from the source" in warning
+    assert not reshard.convert(tmp_path / "without", tmp_path / "other", to=to).warnings
+    if to == "checkpoint2":
+        part = reshard.convert(tmp_path / "with", tmp_path / "weights", to=to, part="model")
+        assert not part.warnings

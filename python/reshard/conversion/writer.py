@@ -54,6 +54,7 @@ class Writer(ABC):
         options: names of those arguments of `convert` that this format has, but not every format.
         counts_counters: counters are tensors of the destination and are counted as such.
         in_root: an iteration is added to a checkpoint root, which can have other iterations.
+        writes_extra: it writes the state of the run beside the tensors and the counters.
     """
 
     name: ClassVar[str]
@@ -63,6 +64,7 @@ class Writer(ABC):
     options: ClassVar[frozenset[str]] = frozenset()
     counts_counters: ClassVar[bool] = False
     in_root: ClassVar[bool] = False
+    writes_extra: ClassVar[bool] = False
 
     @abstractmethod
     def write(self, job: Job, settings: Settings) -> Written:

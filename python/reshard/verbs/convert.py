@@ -19,7 +19,7 @@ from reshard.conversion.destinations import SHARED_PREFIX, Job, Options
 from reshard.conversion.selection import select as selected
 from reshard.conversion.shares import Share, Shared, digest_of
 from reshard.conversion.writer import Settings
-from reshard.errors import ArgumentError, CheckpointNotFoundError, NamesError
+from reshard.errors import ArgumentError, CheckpointNotFoundError, NamesError, ReshardError
 from reshard.formats import writer_mark
 from reshard.formats.base import StoredTensor
 from reshard.formats.checkpoint1 import names as checkpoint1
@@ -32,7 +32,7 @@ from reshard.options import Commit, Files, Select, explains_moved
 from reshard.storage.filling import staging_name
 from reshard.storage.location import Location, locate
 from reshard.storage.staging import STAGING_FOLDER
-from reshard.words import show
+from reshard.words import listed, show
 
 if TYPE_CHECKING:
     import os
@@ -261,6 +261,9 @@ def convert(
                 with_state=part_written == "all",
             )
             written = writer.write(job, settings)
+            warnings = [*written.warnings]
+            if part_written == "all" and not writer.is_whole and not writer.writes_extra:
+                warnings += _extra_left_out(whole)
     return ConvertReport(
         path=str(written.path),
         to=writer.name,
@@ -270,8 +273,20 @@ def convert(
         seconds=time.monotonic() - started,
         pending=() if share_of_rank else tuple(written.pending),  # the shares of other ranks are written by now
         not_expressible=written.not_expressible,
-        warnings=tuple(written.warnings),
+        warnings=tuple(warnings),
     )
+
+
+def _extra_left_out(source: Checkpoint) -> list[str]:
+    """The warning that the state of the run beside the tensors is not written, if the source has one."""
+    try:
+        names = sorted(map(str, source.extra()))
+    except ReshardError as error:
+        return [f"the state of the run beside the tensors is not written: {error.message}"]
+    if not names:
+        return []
+    what = f"the state of the run beside the tensors is not written: {listed(names, 3)}"
+    return [f"{what}. Resume from the source, with any layout, to keep it"]
 
 
 def _check_copies(source: Checkpoint, copies: Mapping[str, str], max_bytes: int, threads: int | None) -> None:

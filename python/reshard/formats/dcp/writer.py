@@ -46,6 +46,7 @@ class DcpWriter(Writer):
     """A folder of `torch.distributed.checkpoint`."""
 
     name = "dcp"
+    writes_extra = True
 
     def write(self, job: Job, settings: Settings) -> Written:
         """Write the data files, and `.metadata` last."""
