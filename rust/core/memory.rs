@@ -94,6 +94,13 @@ impl Memory {
     }
 }
 
+/// Writes to every page of new memory, so that the system provides it. The content is lost.
+pub(crate) fn touch(memory: &mut [u8]) {
+    for page in memory.chunks_mut(rustix::param::page_size()) {
+        page[0] = 1; // a page that is only read stays unallocated
+    }
+}
+
 /// What a destination is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stores {

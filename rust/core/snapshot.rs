@@ -7,7 +7,7 @@
 use crate::checksum::Checksums;
 use crate::control::Control;
 use crate::error::{Error, Kind, Result};
-use crate::memory::{Memory, Stores};
+use crate::memory::{Memory, Stores, touch};
 use crate::plan::Plan;
 use crate::writer::{Content, Options, write_image};
 use std::path::Path;
@@ -167,13 +167,8 @@ fn touched(size: usize) -> Result<Memory> {
     let part = size.div_ceil(n_threads.min(MAX_TOUCHING_THREADS));
     std::thread::scope(|scope| {
         for part in memory.as_mut_slice().chunks_mut(part) {
-            let touch = || {
-                for page in part.chunks_mut(rustix::param::page_size()) {
-                    page[0] = 1; // a page that is only read stays unallocated
-                }
-            };
             // Without a thread the part is touched by the copy.
-            let _ = std::thread::Builder::new().spawn_scoped(scope, touch);
+            let _ = std::thread::Builder::new().spawn_scoped(scope, || touch(part));
         }
     });
     Ok(memory)

@@ -23,7 +23,7 @@ use crate::copy::fill_bytes;
 use crate::error::{Error, Kind, Result};
 use crate::fetch::{Faulted, Run};
 use crate::header;
-use crate::memory::{Memory, Stores, finish_stores};
+use crate::memory::{Memory, Stores, finish_stores, touch};
 use crate::plan::{Array, Plan, PlanSource};
 use crate::route::{Route, Routes};
 use crate::source::open_direct;
@@ -48,8 +48,6 @@ const PIECES_IN_FLIGHT: usize = 8;
 /// Pieces whose memory is touched before a file is written. More would take the processors from what goes before it.
 const PREPARED_PIECES: usize = 2;
 const BAND_BYTES: usize = 2 << 20;
-/// The smallest page of memory.
-const PAGE_BYTES: usize = 4096;
 /// How much new memory is touched before it is asked whether to stop: a huge page.
 const TOUCHED_BYTES: usize = 2 << 20;
 /// In files of at least this size the data is page-aligned, for direct reads and maps.
@@ -208,13 +206,6 @@ struct Buffer<'a> {
     memory: &'a mut [u8],
     /// How many of its bytes have pages, from its beginning.
     touched_bytes: usize,
-}
-
-/// Writes to every page, so that the system provides it. The content is lost.
-fn touch(memory: &mut [u8]) {
-    for page in memory.chunks_mut(PAGE_BYTES) {
-        page[0] = 0;
-    }
 }
 
 fn n_in_flight(n_bytes: u64) -> usize {

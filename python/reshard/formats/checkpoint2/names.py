@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reshard.storage.location import Location
-    from reshard.storage.store import Kind
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 COMMON_FILE = "common.json"
@@ -298,11 +297,6 @@ def scan(root: str | os.PathLike[str]) -> tuple[list[tuple[int, str]], list[tupl
     return found, ignored
 
 
-def _names(folder: str | os.PathLike[str], kind: Kind) -> list[str]:
-    """Names of one kind of entry in a folder, sorted."""
-    return [entry.name for entry in locate(folder).entries() if entry.kind == kind]
-
-
 # -- the shard files of an iteration
 
 
@@ -322,7 +316,7 @@ def list_shard_files(folder: str | os.PathLike[str]) -> list[str]:
     path = str(folder)
     found: dict[Part, dict[int, str]] = {"model": {}, "optimizer": {}}
     first: dict[Part, tuple[str, ShardFileName]] = {}
-    for name in _names(folder, "file"):
+    for name in [entry.name for entry in locate(folder).entries() if entry.kind == "file"]:
         parsed = parse_shard_file_name(name)
         if parsed is None:
             continue
