@@ -36,12 +36,15 @@ pub(crate) fn run<T: Send>(
         |done: u64| progress.map_or(Ok(()), |call| call.call1((done, total_bytes)).map(|_| ()));
     report(0)?;
     let mut interrupted = None;
-    let result = std::thread::scope(|scope| {
+    let mut result = None;
+    // The scope waits for the work, and passes on a panic of it.
+    pool.in_place_scope(|scope| {
         let (sender, receiver) = channel();
-        let worker = scope.spawn(move || {
+        let result = &mut result;
+        scope.spawn(move |_| {
             // Dropping the sender wakes the waiting thread, also after a panic.
             let _sender = sender;
-            pool.install(work)
+            *result = Some(work());
         });
         // A receiver is not `Sync`, and the closure that runs detached needs a shared reference.
         let receiver = Mutex::new(receiver);
@@ -63,12 +66,11 @@ pub(crate) fn run<T: Send>(
                 interrupted = Some(error);
             }
         }
-        py.detach(|| worker.join())
     });
-    let result = result.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     if let Some(error) = interrupted {
         return Err(error);
     }
+    let result = result.expect("work that ends without a panic has a result");
     let value = raise(py, result)?;
     report(total_bytes)?;
     Ok(value)
