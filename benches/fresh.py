@@ -1,7 +1,9 @@
 """Runs each measurement in a new process, forked from a server that has imported all modules and allocated nothing.
 
-No run reuses memory, maps or thread pools of an earlier one, whichever library it measures. `prepare` puts the page
-cache and the free memory of the machine into the same state before each run.
+No run reuses memory, maps or thread pools of an earlier one, whichever library it measures. A forked process shares
+its pages with the server until it writes to them; it copies them before anything is measured, since a process that was
+not forked has pages of its own. `prepare` puts the page cache and the free memory of the machine into the same state
+before each run.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import os
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
@@ -23,7 +26,6 @@ from benches.table import Unavailable
 if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.synchronize import Barrier
-    from pathlib import Path
 
 HUGE_PAGE_BYTES = 2 << 20
 Result = TypeVar("Result")
@@ -53,7 +55,7 @@ _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 
 def run(case: Callable[..., Result], *arguments: Any, **keywords: Any) -> Result:
     """Run a case in a new process; return its result, or raise its exception."""
-    with ProcessPoolExecutor(1, mp_context=_CONTEXT, initializer=_quiet) as pool:
+    with ProcessPoolExecutor(1, mp_context=_CONTEXT, initializer=_begin) as pool:
         return pool.submit(case, *arguments, **keywords).result()
 
 
@@ -80,8 +82,18 @@ def run_together(n: int, case: Callable[..., tuple[float, float]], *arguments: A
     return max(end for _, end in times) - min(start for start, _ in times)
 
 
-def _quiet() -> None:
-    """Without the warnings of libraries, which would stand between the tables."""
+def _begin() -> None:
+    """Copy the pages that are shared with the server, and silence warnings, which would stand between the tables."""
+    madvise = ctypes.CDLL(None).madvise
+    span, n_bytes = "", 0
+    for name, value, *_ in map(str.split, Path("/proc/self/smaps").read_text().splitlines()):
+        if not name.endswith(":"):
+            span = name if value == "rw-p" else ""
+        elif name == "Size:":
+            n_bytes = int(value) << 10
+        elif name == "Rss:" and span and int(value) << 10 > n_bytes // 2:  # no memory that is only reserved
+            start = ctypes.c_void_p(int(span.partition("-")[0], 16))
+            madvise(start, ctypes.c_size_t(n_bytes), _MADV_POPULATE_WRITE)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
 
@@ -89,7 +101,7 @@ def _quiet() -> None:
 def _join(barrier: Barrier) -> None:
     global _barrier  # noqa: PLW0603  a barrier can be passed to a process only at its start
     _barrier = barrier
-    _quiet()
+    _begin()
 
 
 def prepare(sources: list[Path], n_bytes: int) -> None:
