@@ -191,7 +191,11 @@ impl<'a> BoxCopy<'a> {
         let picked = tuning.pick(case, stores, n * self.unit_bytes, may_measure);
         self.way = picked.way;
         self.run.faulted.was_slow.set(false);
-        self.copy_by_way(dims, src, dst)?;
+        if self.way.descends {
+            self.copy_descending(dims, src, dst)?;
+        } else {
+            self.copy_by_way(dims, src, dst)?;
+        }
         if self.run.faulted.was_slow.get()
             && n * self.unit_bytes >= RELEASED_BYTES
             && let PlanSource::File(_, file) = source
@@ -199,6 +203,30 @@ impl<'a> BoxCopy<'a> {
             file.source().release(start, span);
         }
         picked.finish();
+        Ok(())
+    }
+
+    /// Copies a box in parts, the last one first; parts of a run end with chunks of the file.
+    fn copy_descending(&mut self, dims: &[Dim], src: u64, dst: u64) -> Result<()> {
+        let Some(&outer) = dims.first() else {
+            return self.copy_by_way(dims, src, dst);
+        };
+        let n = (CHUNK_BYTES as u64 / (outer.dst * self.unit_bytes)).max(1);
+        let (start, _) = self.source_range(dims, src);
+        let is_run = outer.src == 1 && (CHUNK_BYTES as u64).is_multiple_of(self.unit_bytes);
+        let first_at = if is_run {
+            start / self.unit_bytes % n
+        } else {
+            0
+        };
+        let mut end = outer.len;
+        while end > 0 {
+            let begin = ((end + first_at - 1) / n * n).saturating_sub(first_at);
+            let mut part = dims.to_vec();
+            part[0].len = end - begin;
+            self.copy_by_way(&part, src + begin * outer.src, dst + begin * outer.dst)?;
+            end = begin;
+        }
         Ok(())
     }
 
