@@ -7,15 +7,14 @@ the one place that does this. What ranks send are messages (`messages`), and a `
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from reshard.group import SingleProcess, agree
+from reshard.group import SingleProcess, agree, decide, tell
 from reshard.messages import decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from reshard.group import Group
 
@@ -88,22 +87,27 @@ class Collective:
             ReshardError: the errors of the ranks, the same on all ranks. An interrupt of this process is raised
                 unchanged.
         """
-        with _interrupt_stays(outcome):
-            return self.decoded(of, agree(self.channel, self._encoded(outcome), self.timeout))
+        return self.decoded(of, agree(self.channel, self._encoded(outcome), self.timeout))
 
     def each(self, step: Callable[[], T], of: Any = Any) -> list[T]:
         """Run a step on every rank. Returns the values of all ranks in rank order; raises as `share`."""
         return self.share(capture(step), of)
 
     def first(self, step: Callable[[], T], of: Any = Any) -> T:
-        """Run a step on rank 0 alone. Returns its value on every rank; raises as `share`."""
-        result: T = self._of_first(capture(step) if self.rank == 0 else None, of)
+        """Run a step on rank 0 alone. Returns its value on every rank; raises as `share`.
+
+        No other rank can report an error here: it reports it in the next step.
+        """
+        if self.world_size == 1:
+            return step()
+        outcome = self._encoded(capture(step)) if self.rank == 0 else None
+        result: T = self.decoded(of, [tell(self.channel, outcome, self.timeout)])[0]
         return result
 
     def combine(
         self,
         outcome: Sent | BaseException,
-        decide: Callable[[list[Sent]], R] | None,
+        choose: Callable[[list[Sent]], R] | None,
         sent: Any = Any,
         decided: Any = Any,
     ) -> R:
@@ -111,31 +115,25 @@ class Collective:
 
         Args:
             outcome: this rank's value, or the exception that was raised on it.
-            decide: called on rank 0 with the values of all ranks, unless one of them failed; not used elsewhere.
+            choose: called on rank 0 with the values of all ranks, unless one of them failed; not used elsewhere.
             sent: the type of the values of the ranks; `Any`: JSON values.
-            decided: the type of what `decide` returns; `Any`: a JSON value.
+            decided: the type of what `choose` returns; `Any`: a JSON value.
 
         Returns:
-            What `decide` returned, on every rank; raises as `share`.
+            What `choose` returned, on every rank; raises as `share`.
         """
-        if self.world_size == 1 and decide is not None:
-            return decide(self.share(outcome))
-        encoded = self._encoded(outcome)
-        failed = isinstance(encoded, BaseException)
-        with _interrupt_stays(outcome):
-            messages = self.channel.gather({"failed": True} if failed else {"value": encoded}, timeout=self.timeout)
-        answer: object = encoded if failed else None
-        if messages is not None and decide is not None and not any("failed" in one for one in messages):
-            values = [one["value"] for one in messages]
-            answer = capture(lambda: decide(self.decoded(sent, values)))
-        result: R = self._of_first(answer, decided)
-        return result
 
-    def _of_first(self, outcome: object, of: Any) -> Any:
-        """Rank 0's value; the other ranks have None or their exception."""
-        with _interrupt_stays(outcome):
-            values = agree(self.channel, self._encoded(outcome), self.timeout)
-        return self.decoded(of, values[:1])[0]
+        def answer(values: list[Any]) -> Any:
+            return None if choose is None else choose(self.decoded(sent, values))
+
+        result: R
+        if self.world_size == 1:
+            result = answer(self.share(outcome))
+            return result
+        encoded = self._encoded(outcome)
+        chosen = decide(self.channel, encoded, lambda values: encode(answer(values)), self.timeout)
+        result = self.decoded(decided, [chosen])[0]
+        return result
 
     def _encoded(self, outcome: object) -> Any:
         if self.world_size == 1 or isinstance(outcome, BaseException):
@@ -162,17 +160,6 @@ class Collective:
             is_same = number > 0 and value == values[number - 1]
             decoded.append(decoded[-1] if is_same else decode(of, value))
         return decoded
-
-
-@contextlib.contextmanager
-def _interrupt_stays(outcome: object) -> Iterator[None]:
-    """Raise a captured interrupt unchanged, whatever outcome the ranks have agreed on."""
-    try:
-        yield
-    except Exception:
-        if isinstance(outcome, BaseException) and not isinstance(outcome, Exception):
-            raise outcome from None
-        raise
 
 
 ALONE = Collective(SingleProcess(), 0.0)

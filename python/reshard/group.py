@@ -13,6 +13,7 @@ This module does not depend on checkpoints and does not import torch. `torch_gro
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -25,9 +26,9 @@ from reshard.messages import decode, encode
 from reshard.torch_group import TorchGroup, TorchSession, torch_distributed, torch_group
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["Group", "SingleProcess", "TorchGroup", "agree", "resolve", "session"]
+__all__ = ["Group", "SingleProcess", "TorchGroup", "agree", "decide", "resolve", "session", "tell"]
 
 _MAX_LABEL = 200
 _MAX_NAMED = 8
@@ -181,7 +182,8 @@ def agree(group: Group, outcome: Any, timeout: float) -> list[Any]:
     Raises:
         GroupError: ranks did not answer; at the latest two seconds after the deadline.
         ReshardError: ranks failed; the message names the ranks and their errors. If all raised the same class of
-            `reshard.errors`, the error has this class. In a world of one the exception itself is raised.
+            `reshard.errors`, the error has this class. In a world of one the exception itself is raised; an interrupt
+            of this process is raised unchanged.
 
     Example:
         >>> agree(SingleProcess(), {"n_bytes": 7}, timeout=10)
@@ -191,27 +193,92 @@ def agree(group: Group, outcome: Any, timeout: float) -> list[Any]:
         if isinstance(outcome, BaseException):
             raise outcome
         return [outcome]
+
+    def same_or_all(values: list[Any]) -> dict[str, Any]:
+        # Mostly None, so that 16,384 ranks do not receive 16,384 values each.
+        is_same = len({json.dumps(value) for value in values}) == 1
+        return {"same": values[0]} if is_same else {"all": values}
+
+    answer = decide(group, outcome, same_or_all, timeout)
+    return [answer["same"]] * group.world_size if "same" in answer else list(answer["all"])
+
+
+def decide(group: Group, outcome: Any, choose: Callable[[list[Any]], Any], timeout: float) -> Any:
+    """Let rank 0 decide from the outcomes of all ranks, of which there are several. Raises as `agree`.
+
+    Args:
+        group: all its ranks call this.
+        outcome: this rank's value (JSON-able), or its exception. An interrupt is raised unchanged on this rank.
+        choose: called on rank 0 with the values in rank order, unless a rank failed. Its result is JSON-able.
+        timeout: seconds to wait for a rank that has not answered.
+
+    Returns:
+        What `choose` returned, on every rank.
+    """
     end = time.monotonic() + timeout
     # Both steps are in one session: a rank that waits in the second receives the name of a rank missing in the first.
     channel: Group = group.session("agree") if isinstance(group, TorchGroup) else group
-    own = {"error": encode(_ErrorRecord.of(outcome))} if isinstance(outcome, BaseException) else {"value": outcome}
-    reports = channel.gather(own, timeout=timeout)
-    verdict: dict[str, Any] | None = None
-    if reports is not None:
-        failures = {rank: report["error"] for rank, report in enumerate(reports) if "error" in report}
-        values = [report.get("value") for report in reports]
-        if failures:
-            verdict = {"failed": encode(failures)}
-        elif len({json.dumps(value) for value in values}) == 1:
-            verdict = {"same": values[0]}  # mostly None, so that 16,384 ranks do not receive 16,384 values each
-        else:
-            verdict = {"values": values}
-    verdict = channel.broadcast(verdict, timeout=max(end - time.monotonic(), 0.0))
-    if "failed" in verdict:
-        raise _joint_error(decode(dict[int, _ErrorRecord], verdict["failed"])) from (
-            outcome if isinstance(outcome, BaseException) else None
-        )
-    return [verdict["same"]] * group.world_size if "same" in verdict else list(verdict["values"])
+    failure = outcome if isinstance(outcome, BaseException) else None
+    own = {"value": outcome} if failure is None else {"error": encode(_ErrorRecord.of(failure))}
+    with _interrupt_stays(failure):
+        reports = channel.gather(own, timeout=timeout)
+    if reports is None:
+        return _told(channel, None, failure, end - time.monotonic())
+    failures = {rank: report["error"] for rank, report in enumerate(reports) if "error" in report}
+    verdict = {"failed": encode(failures)}
+    if not failures:
+        try:
+            verdict = {"value": choose([report["value"] for report in reports])}
+        except BaseException as error:  # noqa: BLE001  an interrupt, too, must be reported to the other ranks
+            verdict, failure = _failed(error), error
+    return _told(channel, verdict, failure, timeout)
+
+
+def tell(group: Group, outcome: Any, timeout: float) -> Any:
+    """Rank 0's outcome, on every rank of a group of several. Raises as `agree`.
+
+    Args:
+        group: all its ranks call this.
+        outcome: on rank 0 its value (JSON-able) or its exception, as for `decide`; not used on other ranks.
+        timeout: seconds to wait for rank 0.
+    """
+    channel: Group = group.session("tell") if isinstance(group, TorchGroup) else group
+    if channel.rank > 0:
+        return _told(channel, None, None, timeout)
+    failure = outcome if isinstance(outcome, BaseException) else None
+    return _told(channel, {"value": outcome} if failure is None else _failed(failure), failure, timeout)
+
+
+def _failed(error: BaseException) -> dict[str, Any]:
+    """What rank 0 tells the others of an error of its own."""
+    return {"failed": encode({0: _ErrorRecord.of(error)})}
+
+
+def _told(channel: Group, verdict: dict[str, Any] | None, failure: BaseException | None, timeout: float) -> Any:
+    """The value of rank 0's verdict, on every rank, or the error of those that failed.
+
+    Args:
+        channel: the ranks.
+        verdict: on rank 0 what it tells the others.
+        failure: the exception of this rank.
+        timeout: seconds to wait for rank 0.
+    """
+    with _interrupt_stays(failure):
+        told: dict[str, Any] = channel.broadcast(verdict, timeout=max(timeout, 0.0))
+        if "failed" in told:
+            raise _joint_error(decode(dict[int, _ErrorRecord], told["failed"])) from failure
+    return told["value"]
+
+
+@contextlib.contextmanager
+def _interrupt_stays(failure: BaseException | None) -> Iterator[None]:
+    """Raise the interrupt of this rank unchanged, whatever the ranks have agreed on."""
+    try:
+        yield
+    except Exception:
+        if failure is not None and not isinstance(failure, Exception):
+            raise failure from None
+        raise
 
 
 class _MarkedGroup:

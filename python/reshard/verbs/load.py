@@ -462,10 +462,10 @@ def _choose(
     opened: dict[str, Checkpoint] = {}
 
     if isinstance(terms, BaseException):
-        ranks.share(terms)  # raises it here, and an error on the other ranks
+        ranks.combine(terms, None)  # raises it here, and an error on the other ranks
         raise terms
 
-    def look() -> _Choice:
+    def look(_: list[None]) -> _Choice:
         tree = saves_root(terms.config, ranks.world_size)
         if tree is not None:
             return _Choice(tree)
@@ -474,7 +474,7 @@ def _choose(
         is_sent = path is not None and ranks.world_size > 1
         return _Choice(None, facts, opening.chosen(opened[str(path)]) if is_sent else None)
 
-    choice = ranks.first(look, _Choice)
+    choice = ranks.combine(None, look, None, _Choice)
     if choice.facts is None:
         # The path of the rank folders may differ between hosts.
         tree = capture(lambda: saves_root(terms.config, ranks.world_size) or choice.tree)
