@@ -11,6 +11,8 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,8 +43,10 @@ from reshard.errors import (
     UnsupportedError,
 )
 from reshard.formats import manifest
+from reshard.formats.checkpoint2.save import Checkpoint2Save
 from reshard.storage import protocol
 from reshard.torch import Checkpointer
+from reshard.write import iteration as iterations
 from reshard.write import shard_files
 from reshard.write.collective_save import log_once
 from reshard.write.rank_facts import LastMade, plan_iteration
@@ -962,3 +966,37 @@ def test_a_name_of_a_subclass_of_text_is_saved_as_its_text(tmp_path: Path) -> No
         assert sorted(checkpoint.keys()) == ["enumerated", "it's", "w", "w\u00e9"]
         for i, name in enumerate(["w", "w\u00e9", "it's", "enumerated"]):
             assert checkpoint.read(name).tolist() == [i] * 3
+
+
+@pytest.mark.parametrize("many", [1, 1 << 30])
+def test_descriptions_beside_the_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, many: int) -> None:
+    monkeypatch.setattr(iterations, "_MANY_RECORDS", many)
+    threads: list[str] = []
+    write_metadata = iterations.write_metadata
+
+    def slow(*args: Any, **options: Any) -> object:
+        threads.append(threading.current_thread().name)
+        time.sleep(0.2)  # the shards are written, or have failed, by then
+        return write_metadata(*args, **options)
+
+    monkeypatch.setattr(iterations, "write_metadata", slow)
+    arrays = {f"w{i}": np.arange(i + 1) for i in range(5)}
+    reshard.save(tmp_path / "root", 1, arrays)
+    with reshard.open(tmp_path / "root") as checkpoint:
+        loaded = checkpoint.load()
+    assert all(np.array_equal(loaded[name], array) for name, array in arrays.items())
+    assert (threads == ["reshard descriptions"]) == (many == 1)
+
+    def fail(*_: object, **__: object) -> object:
+        raise StorageError("the disk is full")
+
+    with monkeypatch.context() as patch:  # what the thread writes does not outlive the attempt
+        patch.setattr(Checkpoint2Save, "write", fail)
+        with pytest.raises(StorageError, match="the disk is full"):
+            reshard.save(tmp_path / "root", 2, arrays)
+        assert "reshard descriptions" not in {thread.name for thread in threading.enumerate()}
+        assert not list((tmp_path / "root" / ".staging").iterdir())
+    monkeypatch.setattr(iterations, "write_metadata", fail)
+    with pytest.raises(StorageError, match="the disk is full"):
+        reshard.save(tmp_path / "root", 2, arrays)
+    assert not list((tmp_path / "root" / ".staging").iterdir())

@@ -9,6 +9,7 @@ use crate::error::{Error, Kind, Result};
 use crate::region::{Region, row_major_strides};
 use crate::shard_file::ShardFile;
 use crate::strided::{Dim, dst_span, merge_dims};
+use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -272,79 +273,102 @@ impl<'a> Plan<'a> {
     /// # Errors
     /// The bytes or strides of a tensor do not match its shape.
     pub fn of_memory(tensors: Vec<MemoryTensor<'a>>) -> Result<Self> {
+        let planned = tensors.into_iter().enumerate();
+        Self::of_planned(planned.map(|(number, tensor)| tensor.planned(number)))
+    }
+
+    /// As [`Plan::of_memory`], of many tensors, which are looked at on the current rayon pool.
+    ///
+    /// # Errors
+    /// As [`Plan::of_memory`].
+    pub fn of_much_memory(
+        tensors: impl IndexedParallelIterator<Item = MemoryTensor<'a>>,
+    ) -> Result<Self> {
+        let planned = tensors.enumerate();
+        let planned = planned.map(|(number, tensor)| tensor.planned(number));
+        Self::of_planned(planned.collect::<Vec<_>>().into_iter())
+    }
+
+    fn of_planned(
+        planned: impl ExactSizeIterator<Item = Result<(Array, &'a [u8])>>,
+    ) -> Result<Self> {
         let mut plan = Plan::default();
-        for tensor in tensors {
-            let MemoryTensor {
-                name,
-                dtype,
-                shape,
-                bytes,
-                strides_bytes,
-            } = tensor;
-            let bad = |what: &str| {
-                Error::new(Kind::Argument, format!("the buffer of `{name}` {what}")).key(&name)
-            };
-            let (per_unit, unit_bytes) = dtype.unit();
-            let n_bytes = dtype
-                .n_bytes(&shape)
-                .ok_or_else(|| bad("does not have an integer number of bytes"))?;
-            let contiguous = row_major_strides(&shape);
-            let is_contiguous = per_unit > 1
-                || shape.iter().enumerate().all(|(d, len)| {
-                    *len == 1 || strides_bytes.get(d) == Some(&(contiguous[d] * unit_bytes))
-                });
-            let mut copy_ops = Vec::new();
-            if n_bytes > 0 {
-                let dims = if is_contiguous {
-                    vec![Dim {
-                        len: n_elements(&shape).expect("counted above"),
-                        src: 1,
-                        dst: 1,
-                    }]
-                } else {
-                    let dims = (0..shape.len()).map(|d| {
-                        let stride = strides_bytes
-                            .get(d)
-                            .copied()
-                            .filter(|s| s.is_multiple_of(unit_bytes));
-                        stride.map(|stride| Dim {
-                            len: shape[d],
-                            src: stride / unit_bytes,
-                            dst: contiguous[d],
-                        })
-                    });
-                    dims.collect::<Option<Vec<_>>>().ok_or_else(|| {
-                        bad("has strides that are not multiples of the element size")
-                    })?
-                };
-                let span = if is_contiguous {
-                    Some(n_bytes)
-                } else {
-                    checked_span(&dims).and_then(|s| s.checked_mul(unit_bytes))
-                };
-                if span.is_none_or(|span| span > bytes.len() as u64) {
-                    return Err(bad(&format!(
-                        "has {} bytes, its shape and strides require more",
-                        bytes.len()
-                    )));
-                }
-                copy_ops.push(CopyOp {
-                    source: plan.sources.len() as u32,
-                    src_start_bytes: 0,
-                    dst: 0,
-                    dims: merge_dims(dims),
-                });
-            }
-            plan.arrays.push(Array::new(
-                name,
-                (dtype, dtype),
-                shape,
-                copy_ops,
-                Vec::new(),
-            )?);
+        plan.arrays.reserve_exact(planned.len());
+        plan.sources.reserve_exact(planned.len());
+        for one in planned {
+            let (array, bytes) = one?;
+            plan.arrays.push(array);
             plan.sources.push(PlanSource::Memory(bytes));
         }
         Ok(plan)
+    }
+}
+
+impl<'a> MemoryTensor<'a> {
+    /// The array of this tensor, and its bytes, the source with this number.
+    fn planned(self, number: usize) -> Result<(Array, &'a [u8])> {
+        let MemoryTensor {
+            name,
+            dtype,
+            shape,
+            bytes,
+            strides_bytes,
+        } = self;
+        let bad = |what: &str| {
+            Error::new(Kind::Argument, format!("the buffer of `{name}` {what}")).key(&name)
+        };
+        let (per_unit, unit_bytes) = dtype.unit();
+        let n_bytes = dtype
+            .n_bytes(&shape)
+            .ok_or_else(|| bad("does not have an integer number of bytes"))?;
+        let contiguous = row_major_strides(&shape);
+        let is_contiguous = per_unit > 1
+            || shape.iter().enumerate().all(|(d, len)| {
+                *len == 1 || strides_bytes.get(d) == Some(&(contiguous[d] * unit_bytes))
+            });
+        let mut copy_ops = Vec::new();
+        if n_bytes > 0 {
+            let dims = if is_contiguous {
+                vec![Dim {
+                    len: n_elements(&shape).expect("counted above"),
+                    src: 1,
+                    dst: 1,
+                }]
+            } else {
+                let dims = (0..shape.len()).map(|d| {
+                    let stride = strides_bytes
+                        .get(d)
+                        .copied()
+                        .filter(|s| s.is_multiple_of(unit_bytes));
+                    stride.map(|stride| Dim {
+                        len: shape[d],
+                        src: stride / unit_bytes,
+                        dst: contiguous[d],
+                    })
+                });
+                dims.collect::<Option<Vec<_>>>()
+                    .ok_or_else(|| bad("has strides that are not multiples of the element size"))?
+            };
+            let span = if is_contiguous {
+                Some(n_bytes)
+            } else {
+                checked_span(&dims).and_then(|s| s.checked_mul(unit_bytes))
+            };
+            if span.is_none_or(|span| span > bytes.len() as u64) {
+                return Err(bad(&format!(
+                    "has {} bytes, its shape and strides require more",
+                    bytes.len()
+                )));
+            }
+            copy_ops.push(CopyOp {
+                source: number as u32,
+                src_start_bytes: 0,
+                dst: 0,
+                dims: merge_dims(dims),
+            });
+        }
+        let array = Array::new(name, (dtype, dtype), shape, copy_ops, Vec::new())?;
+        Ok((array, bytes))
     }
 }
 

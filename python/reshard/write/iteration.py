@@ -7,12 +7,15 @@ that ranks hold. It knows neither the bytes of the arrays nor how folders are pu
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard import _core, dtypes
+from reshard.collective import capture
 from reshard.errors import ReshardError, UnsupportedError
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.metadata import inexpressible, reasons_of, write_metadata
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Box",
+    "Descriptions",
     "FileContent",
     "IterationPlan",
     "JointProgress",
@@ -57,6 +61,7 @@ __all__ = [
 
 _MAX_SHARD_FILES = MAX_FILES - 16  # besides those that describe the iteration
 _MAX_COPIES = 1 << 14
+_MANY_RECORDS = 4096  # their descriptions take milliseconds, and starting a thread takes a tenth of one
 NOT_EXPRESSED = "metadata.json cannot express the layout"
 """Begins the warning about tensors that MindSpore Transformers will not read."""
 
@@ -318,6 +323,42 @@ def write_descriptions(plan: IterationPlan, folder: Location, *, mode: int) -> d
         tiles.write(folder / tiles.TILES_FILE, plan.tiles, mode, durable=False)
         written[tiles.TILES_FILE] = None
     return written
+
+
+class Descriptions:
+    """The files of `write_descriptions`. Those of many tensors are written in a thread, beside the shard files.
+
+    Args:
+        plan, folder, mode: as for `write_descriptions`.
+    """
+
+    def __init__(self, plan: IterationPlan, folder: Location, *, mode: int) -> None:
+        self._write = functools.partial(write_descriptions, plan, folder, mode=mode)
+        self._outcome: dict[str, PlainEntry | None] | BaseException | None = None
+        self._thread: threading.Thread | None = None
+        if len(plan.records.keys) >= _MANY_RECORDS:
+            thread = threading.Thread(target=self._run, name="reshard descriptions", daemon=True)
+            with contextlib.suppress(RuntimeError):  # the interpreter is about to end: `result` writes them
+                thread.start()
+                self._thread = thread
+
+    def _run(self) -> None:
+        self._outcome = capture(self._write)
+
+    def stop(self) -> None:
+        """Wait until nothing more is written into the folder."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def result(self) -> dict[str, PlainEntry | None]:
+        """What `write_descriptions` returns, once they are written. Raises as it does."""
+        self.stop()
+        if self._outcome is None:
+            self._run()
+        if isinstance(self._outcome, BaseException):
+            raise self._outcome
+        assert self._outcome is not None
+        return self._outcome
 
 
 def describe_cut(

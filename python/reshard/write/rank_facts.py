@@ -8,7 +8,6 @@ and plans. All functions are pure. Where ranks disagree, the error names the key
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from array import array
 from collections import Counter
@@ -472,9 +471,9 @@ def plan_key(ranks: Sequence[RankFacts]) -> list[Any]:
             key[-1][-1] += 1
             continue
         facts = one.arrays
-        names = json.dumps(facts.names, ensure_ascii=False).encode("utf-8", "surrogatepass")
-        digest = hashlib.blake2b(names)
-        digest.update(array("Q", facts.kind_of).tobytes())
+        digest = hashlib.blake2b("".join(facts.names).encode("utf-8", "surrogatepass"))
+        for column in (map(len, facts.names), facts.kind_of):
+            digest.update(array("Q", column).tobytes())
         kinds = [list(kind) for kind in facts.kinds]
         key.append([len(facts.names), digest.hexdigest(), kinds, list(one.shapes.items()), one.copies, 1])
     return key

@@ -84,7 +84,8 @@ impl MetadataEncoder {
     }
 
     fn __next__<'py>(&mut self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyBytes>>> {
-        let piece = raise(py, self.0.piece())?;
+        let piece = py.detach(|| self.0.piece());
+        let piece = raise(py, piece)?;
         Ok(piece.map(|piece| PyBytes::new(py, &piece)))
     }
 

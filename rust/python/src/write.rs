@@ -25,7 +25,7 @@ const DEFAULT_MEMORY_BYTES: u64 = 256 << 20;
 const SYNC_THREADS: usize = 8; // they wait for the disk
 
 /// Name, dtype, shape and buffer.
-type InputTensor<'py> = (
+type InputArguments<'py> = (
     PyBackedStr,
     PyBackedStr,
     Bound<'py, PyAny>,
@@ -170,8 +170,10 @@ pub(crate) fn write_plan(
     Ok(Written(written))
 }
 
-/// Borrowed buffers, with names, dtypes and shapes.
-struct InputTensors(Vec<(PyBackedStr, Dtype, Vec<u64>, Borrowed)>);
+/// Name, dtype, shape and borrowed buffer.
+type InputTensor = (PyBackedStr, Dtype, Vec<u64>, Borrowed);
+
+struct InputTensors(Vec<InputTensor>);
 
 impl InputTensors {
     fn new(py: Python<'_>, tensors: &Bound<'_, PyAny>) -> PyResult<Self> {
@@ -179,7 +181,7 @@ impl InputTensors {
         // Arrays that follow each other often share the object of their shape.
         let mut last: Option<(Bound<'_, PyAny>, Vec<u64>)> = None;
         for item in tensors.try_iter()? {
-            let (name, dtype, shape, object): InputTensor<'_> = item?.extract()?;
+            let (name, dtype, shape, object): InputArguments<'_> = item?.extract()?;
             let dtype = raise(py, Dtype::parse(&dtype))?;
             let shape = match &last {
                 Some((known, extents)) if known.is(&shape) => extents.clone(),
@@ -212,18 +214,27 @@ impl InputTensors {
         Ok(Self(inputs))
     }
 
-    fn plan(&self) -> reshard_core::Result<CorePlan<'_>> {
-        let sources = self
-            .0
-            .iter()
-            .map(|(name, dtype, shape, buffer)| MemoryTensor {
-                name: name.to_string(),
-                dtype: *dtype,
-                shape: shape.clone(),
-                bytes: buffer.bytes(),
-                strides_bytes: buffer.strides_bytes(),
-            });
-        CorePlan::of_memory(sources.collect())
+    /// The plan to write them.
+    fn plan(&self, py: Python<'_>, threads: Option<i64>) -> PyResult<CorePlan<'_>> {
+        const MANY: usize = 4096; // a pool takes longer to start than to plan fewer
+        let planned = if self.0.len() < MANY {
+            CorePlan::of_memory(self.0.iter().map(memory_tensor).collect())
+        } else {
+            let pool = pool(py, threads)?;
+            let tensors = self.0.par_iter().map(memory_tensor);
+            py.detach(|| pool.install(|| CorePlan::of_much_memory(tensors)))
+        };
+        raise(py, planned)
+    }
+}
+
+fn memory_tensor((name, dtype, shape, buffer): &InputTensor) -> MemoryTensor<'_> {
+    MemoryTensor {
+        name: name.to_string(),
+        dtype: *dtype,
+        shape: shape.clone(),
+        bytes: buffer.bytes(),
+        strides_bytes: buffer.strides_bytes(),
     }
 }
 
@@ -243,7 +254,7 @@ pub(crate) fn write_arrays(
     progress: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<Written> {
     let inputs = InputTensors::new(py, tensors)?;
-    let plan = raise(py, inputs.plan())?;
+    let plan = inputs.plan(py, threads)?;
     let options = writer::Options {
         metadata: metadata.unwrap_or_default().into_iter().collect(),
         container: None,
@@ -363,7 +374,7 @@ impl SnapshotPool {
         threads: Option<i64>,
     ) -> PyResult<Snapshot> {
         let inputs = InputTensors::new(py, tensors)?;
-        let plan = raise(py, inputs.plan())?;
+        let plan = inputs.plan(py, threads)?;
         let metadata: Vec<_> = metadata.unwrap_or_default().into_iter().collect();
         let control = Control::default();
         let taken = run(py, threads, plan.n_bytes(), None, &control, || {

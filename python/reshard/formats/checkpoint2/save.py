@@ -24,7 +24,7 @@ from reshard.storage.location import locate
 from reshard.write import pending_rollback
 from reshard.write.arrays import local_arrays
 from reshard.write.collective_save import Published, SaveFormat
-from reshard.write.iteration import FileContent, JointProgress, check_copies, write_descriptions
+from reshard.write.iteration import Descriptions, FileContent, JointProgress, check_copies
 from reshard.write.rank_facts import (
     LastMade,
     RankFacts,
@@ -95,6 +95,7 @@ class Checkpoint2Save(SaveFormat):
         self._files: list[ShardFile] = []
         self._planned: _Planned | None = None  # this and what follows: on rank 0
         self._attempt: protocol.Attempt | None = None
+        self._descriptions: Descriptions | None = None
         self._unsynced: list[str] = []
         self._reads_back = task.options.verify.after_save
         self._manifest: Manifest | None = None  # once it is published
@@ -159,6 +160,7 @@ class Checkpoint2Save(SaveFormat):
             from reshard.write import retention  # noqa: PLC0415  slow to import, and many saves have none
 
             self._reads_back = retention.must_read_back(task.root, task.iteration, options.retention.keep)
+        self._descriptions = Descriptions(self._planned.iteration, self._attempt.staging, mode=task.file_mode)
         return _Begun(str(self._attempt.staging), self._reads_back)
 
     # -- 5
@@ -206,13 +208,14 @@ class Checkpoint2Save(SaveFormat):
         """Describe, seal and publish what the ranks have written."""
         assert self._attempt is not None
         assert self._planned is not None
+        assert self._descriptions is not None
         task, plan, staging = self.task, self._planned.iteration, self._attempt.staging
         records = {name: (file, rank) for rank, of_rank in enumerate(written) for name, file in of_rank.items()}
         planned = {file.name: file.rank for file in plan.files}
         shards = {name: rank for name, (_, rank) in records.items() if name != state_files.arrays_file_name(rank)}
         if shards != planned:
             raise ReshardError(f"the ranks wrote {sorted(records)}, planned were {sorted(planned)}")
-        described = write_descriptions(plan, staging, mode=task.file_mode)
+        described = self._descriptions.result()
         common = self.own.common
         common.write(staging / checkpoint2.COMMON_FILE, task.file_mode, durable=False)
         manifest = protocol.seal(
@@ -246,6 +249,8 @@ class Checkpoint2Save(SaveFormat):
     def withdraw(self, *, is_known: bool) -> None:  # noqa: ARG002
         """Remove the staging folder, unless it was published."""
         if self._attempt is not None and self._manifest is None:
+            if self._descriptions is not None:
+                self._descriptions.stop()
             protocol.abandon(self._attempt)
 
     # -- 7

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -31,7 +30,7 @@ from reshard.storage.names import example_of
 from reshard.storage.publication import made_folder
 from reshard.storage.staging import STAGING_FOLDER
 from reshard.storage.trash import TRASH_FOLDER
-from reshard.write.iteration import check_copies, plan_layout, write_descriptions
+from reshard.write.iteration import Descriptions, check_copies, plan_layout
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -161,11 +160,12 @@ def _publish(
             folder_mode=options.folder_mode,
         )
         try:
-            # For many ranks the descriptions take long, and they do not depend on the files.
-            with ThreadPoolExecutor(1) as beside:
-                describing = beside.submit(write_descriptions, plan, attempt.staging, mode=options.file_mode)
+            descriptions = Descriptions(plan, attempt.staging, mode=options.file_mode)
+            try:
                 written = fill(attempt.staging)
-            described = describing.result()
+            finally:
+                descriptions.stop()
+            described = descriptions.result()
             common = job.source.common or CommonInfo()
             common.write(attempt.staging / checkpoint2.COMMON_FILE, options.file_mode, durable=False)
             rank_of = {file.name: file.rank for file in plan.files}
