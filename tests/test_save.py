@@ -43,6 +43,7 @@ from reshard.errors import (
     UnsupportedError,
 )
 from reshard.formats import manifest
+from reshard.formats.checkpoint2.metadata import write_metadata
 from reshard.formats.checkpoint2.save import Checkpoint2Save
 from reshard.storage import protocol
 from reshard.torch import Checkpointer
@@ -972,7 +973,6 @@ def test_a_name_of_a_subclass_of_text_is_saved_as_its_text(tmp_path: Path) -> No
 def test_descriptions_beside_the_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, many: int) -> None:
     monkeypatch.setattr(iterations, "_MANY_RECORDS", many)
     threads: list[str] = []
-    write_metadata = iterations.write_metadata
 
     def slow(*args: Any, **options: Any) -> object:
         threads.append(threading.current_thread().name)
