@@ -12,6 +12,7 @@ import argparse
 import json
 import mmap
 import multiprocessing
+import os
 import shutil
 import statistics
 import subprocess
@@ -227,6 +228,7 @@ def small_tensors(root: Path, n_ranks: int, n_tensors: int) -> Figures:  # noqa:
     found: Figures = {}
 
     def case(name: str, function: Callable[[], Any]) -> Any:
+        os.sync()  # else the disk would still write what the cases before have left to it
         provide(4 * data.nbytes)  # else the case that follows a freed array would find faster memory
         start = time.perf_counter()
         result = function()
