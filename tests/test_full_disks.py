@@ -213,6 +213,22 @@ def test_a_disk_without_room_is_seen_before_anything_is_written(disk: Path) -> N
     assert in_namespaces(act) == 2
 
 
+def test_a_tracker_that_can_be_neither_written_nor_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says all the same that the iteration is complete."""
+
+    def lose(_: Any, *__: Any, **___: Any) -> None:
+        patch.setattr(checkpoint2, "read_tracker", lose)
+        raise StorageError("the connection is lost", path="the tracker", errno=errno.ENOTCONN)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint2, "write_tracker", lose)
+        with pytest.raises(StorageError) as caught:
+            save(tmp_path / "root", 100)
+    assert "iteration 100 is complete in " in caught.value.message
+    assert "but the tracker cannot be read" in caught.value.message
+    assert caught.value.errno == errno.ENOTCONN
+
+
 @pytest.mark.parametrize(
     ("iteration", "restart", "said"),
     [

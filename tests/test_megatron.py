@@ -33,6 +33,7 @@ from reshard.errors import (
     ReshardError,
     UnsupportedError,
 )
+from reshard.formats.megatron import common_state
 from reshard.torch import as_tensor
 
 DATA = Path(__file__).parent / "data" / "torch"
@@ -491,3 +492,12 @@ def test_buffers_of_another_length_are_left_out(tmp_path: Path, caplog: pytest.L
         assert checkpoint.keys("optimizer") == []
         assert checkpoint.stored(3)["0.(torch.bfloat16, torch.float32).exp_avg"].shape == (1224,)
     assert "1224 elements, the parameters of the rank need 1160" in caplog.text
+
+
+def test_an_invalid_argument_leaves_the_other_counters() -> None:
+    found = common_state.counters_of({"args": {"consumed_train_samples": 80, "global_batch_size": -1}}, 10)
+    assert found is not None
+    assert (found.step_num, found.consumed_samples, found.global_batch_size) == (10, 80, None)
+    found = common_state.counters_of({"args": {"consumed_train_samples": "many", "global_batch_size": 8}}, 10)
+    assert found is not None
+    assert (found.step_num, found.consumed_samples, found.global_batch_size) == (10, None, 8)

@@ -659,11 +659,14 @@ def _is_in_place(attempt: Attempt, manifest: Manifest) -> bool:
 
 def _unfinished(attempt: Attempt, error: StorageError) -> StorageError:
     """The error for a published iteration that the tracker does not name, or that may be lost with the power."""
-    tracker = checkpoint2.read_tracker(attempt.root)[0]
-    if tracker is not None and tracker > attempt.iteration:
-        restart = f"but the tracker still names {tracker} (`reshard explain` shows what a restart resumes from)"
+    restart = "and a restart resumes from it"
+    try:
+        tracker = checkpoint2.read_tracker(attempt.root)[0]
+    except ReshardError:  # the same cause
+        restart = "but the tracker cannot be read (`reshard explain` shows what a restart resumes from)"
     else:
-        restart = "and a restart resumes from it"
+        if tracker is not None and tracker > attempt.iteration:
+            restart = f"but the tracker still names {tracker} (`reshard explain` shows what a restart resumes from)"
     return StorageError(
         f"iteration {attempt.iteration} is complete in {show(str(attempt.folder))}, {restart}; its save is not "
         f"finished: {error.message}",

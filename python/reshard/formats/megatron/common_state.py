@@ -6,6 +6,7 @@ the run are an `argparse.Namespace` in the file, and a dict here. Other objects 
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from reshard import _core
@@ -94,7 +95,9 @@ def counters_of(state: Mapping[str, Any], iteration: int | None) -> CommonInfo |
     samples, batch = argument(state, "consumed_train_samples"), argument(state, "global_batch_size")
     if iteration is None and samples is None:
         return None
-    try:
-        return CommonInfo(step_num=iteration, global_step=iteration, consumed_samples=samples, global_batch_size=batch)
-    except ArgumentError:  # arguments of another program under the same names
-        return CommonInfo(step_num=iteration, global_step=iteration)
+    known: dict[str, Any] = {}
+    for name, value in (("consumed_samples", samples), ("global_batch_size", batch)):
+        with contextlib.suppress(ArgumentError):  # an argument of another program under this name
+            CommonInfo(**{name: value})
+            known[name] = value
+    return CommonInfo(step_num=iteration, global_step=iteration, **known)
