@@ -22,6 +22,7 @@ from tests import original_reader
 from tests.arrays import Arrays, assert_same
 from tests.ckpt_files import dump
 from tests.oracle import local_arrays, mesh_ranks
+from tests.threads import in_threads
 
 import reshard
 from reshard.errors import ArgumentError, LayoutError, ReshardError, UnsupportedError
@@ -684,14 +685,44 @@ def test_many_tensors_are_written_as_few_are(form: str, tmp_path: Path) -> None:
         assert_same(load_file(target), expected)
 
 
-@pytest.mark.parametrize("to", ["checkpoint2", "checkpoint1"])
-def test_state_that_is_not_written_is_a_warning(tmp_path: Path, to: Any) -> None:
+def test_state_that_is_not_written_is_a_warning(tmp_path: Path) -> None:
     state = {"w": np.ones((2, 2), np.float32)}
     reshard.save(tmp_path / "with", 7, state, extra={"scheduler": {"last_epoch": 3}})
     reshard.save(tmp_path / "without", 7, state)
-    (warning,) = reshard.convert(tmp_path / "with", tmp_path / "new", to=to).warnings
+    (warning,) = reshard.convert(tmp_path / "with", tmp_path / "new", to="checkpoint1").warnings
     assert "is not written: scheduler. Resume from the source" in warning
-    assert not reshard.convert(tmp_path / "without", tmp_path / "other", to=to).warnings
-    if to == "checkpoint2":
-        part = reshard.convert(tmp_path / "with", tmp_path / "weights", to=to, part="model")
-        assert not part.warnings
+    assert not reshard.convert(tmp_path / "without", tmp_path / "other", to="checkpoint1").warnings
+
+
+def test_state_goes_into_another_iteration(tmp_path: Path) -> None:
+    """Text and arrays, of each rank, whatever the layout; the weights alone have none."""
+
+    def save(group: Any) -> None:
+        extra = {
+            "scheduler": {"last_epoch": 3, "lrs": np.linspace(0, 1, 5)},
+            "random": reshard.per_rank(np.arange(4) + group.rank),
+        }
+        layout = {"mesh": {"tp": 2}, "rules": [{"match": "w", "cut": ["tp"]}]}
+        reshard.save(
+            tmp_path / "source", 7, {"w": np.full((1, 2), group.rank)}, extra=extra, layout=layout, group=group
+        )
+
+    in_threads(2, save)
+    cuts = {"mesh": {"tp": 2, "dp": 2}, "rules": [{"match": "v", "cut": [None, "tp"]}]}
+    for number, options in enumerate([{}, {"layout": cuts, "select": {"rename": {"w": "v"}}}]):
+        target = tmp_path / f"target{number}"
+        report = reshard.convert(tmp_path / "source", target, to="checkpoint2", **options)  # type: ignore[arg-type]
+        assert not report.warnings
+        with reshard.open(target) as checkpoint:
+            checkpoint.scrub()
+            shared = checkpoint.extra(2)  # a rank that the source did not have
+            assert set(shared) == {"scheduler"}
+            for rank in range(2):
+                found = checkpoint.extra(rank)
+                assert found["random"].tolist() == (np.arange(4) + rank).tolist()
+                assert found["scheduler"]["last_epoch"] == 3
+                assert np.array_equal(found["scheduler"]["lrs"], np.linspace(0, 1, 5))
+    weights = reshard.convert(tmp_path / "source", tmp_path / "weights", to="checkpoint2", part="model")
+    assert not weights.warnings
+    with reshard.open(tmp_path / "weights") as checkpoint:
+        assert not checkpoint.extra()

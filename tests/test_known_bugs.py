@@ -234,7 +234,7 @@ def test_mindformers_4_metadata_comes_before_the_shards(root: Path, monkeypatch:
         seen.append(set(staging.names()))
         return real(plan, staging, **options)
 
-    monkeypatch.setattr("reshard.formats.checkpoint2.save.write_descriptions", spy)
+    monkeypatch.setattr("reshard.write.iteration.write_descriptions", spy)
     layout = {"mesh": {"tp": 4}, "rules": [{"match": "*", "cut": ["tp"]}]}
     work = partial(_save_a_row, root, 500, layout)
     assert not [one for one in in_threads(4, work) if isinstance(one, Exception)]

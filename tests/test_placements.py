@@ -389,7 +389,7 @@ def test_only_one_rank_of_each_kind_sends_what_it_knows() -> None:
                 some, more = (
                     {"part": 1, "digest": digests[n], "value": text} for n, text in enumerate(["some", "more"])
                 )
-                return {"values": [[more, some], None, None]}
+                return {"value": [more, some]}
             return answers.pop(0)
 
         def session(self, label: str) -> Watched:
@@ -399,7 +399,7 @@ def test_only_one_rank_of_each_kind_sends_what_it_knows() -> None:
 
     digests = [_digest("some"), _digest("more")]
     same = _digest("same")
-    answers = [{"values": [[same, digests[0]], [same, digests[0]], [same, digests[1]]]}]
+    answers = [{"value": {"all": [[same, digests[0]], [same, digests[0]], [same, digests[1]]]}}]
     known = gather_distinct(Watched(), ["same", "some"], [str, str], LONG)
     assert known == [[("same", [0, 1, 2])], [("some", [0, 1]), ("more", [2])]]
-    assert sent == [{"value": [same, digests[0]]}, {"value": []}, {"value": None}]
+    assert sent == [{"value": [same, digests[0]]}, {"value": []}]

@@ -46,7 +46,10 @@ impl Block {
     /// [`Kind::Layout`] if the extent is no multiple of `n`, or `n` is too large.
     pub fn equal(extent: u64, n: u64) -> Result<Vec<Self>> {
         if n == 0 || n > MAX_BLOCKS || !extent.is_multiple_of(n) {
-            let message = format!("{extent} elements do not divide into {n} equal blocks");
+            let message = format!(
+                "{} cannot be divided into {n} equal blocks",
+                elements(extent)
+            );
             return Err(Error::new(Kind::Layout, message));
         }
         let block = Self {
@@ -55,6 +58,11 @@ impl Block {
         };
         Ok(vec![block; n as usize])
     }
+}
+
+/// A number of elements, in words.
+fn elements(n: u64) -> String {
+    format!("{n} element{}", if n == 1 { "" } else { "s" })
 }
 
 /// How one dim is partitioned.
@@ -555,7 +563,8 @@ impl DimCut {
                         .map(|&a| format!("{} ({})", mesh.axes()[a].0, mesh.size(a)))
                         .collect();
                     let message = format!(
-                        "{what}{extent} elements are not divisible into {n_parts} parts over {}",
+                        "{what}{} cannot be divided into {n_parts} parts over {}",
+                        elements(extent),
                         names.join(" x ")
                     );
                     Err(Error::new(Kind::Layout, message).hint(

@@ -54,7 +54,6 @@ class Writer(ABC):
         options: names of those arguments of `convert` that this format has, but not every format.
         counts_counters: counters are tensors of the destination and are counted as such.
         in_root: an iteration is added to a checkpoint root, which can have other iterations.
-        writes_extra: it writes the state of the run beside the tensors and the counters.
     """
 
     name: ClassVar[str]
@@ -64,7 +63,6 @@ class Writer(ABC):
     options: ClassVar[frozenset[str]] = frozenset()
     counts_counters: ClassVar[bool] = False
     in_root: ClassVar[bool] = False
-    writes_extra: ClassVar[bool] = False
 
     @abstractmethod
     def write(self, job: Job, settings: Settings) -> Written:
@@ -76,6 +74,10 @@ class Writer(ABC):
 
     def is_one_file(self, target: Location) -> bool:  # noqa: ARG002
         """Whether the destination is a file, not a folder."""
+        return False
+
+    def writes_extra(self, source: Checkpoint) -> bool:  # noqa: ARG002
+        """Whether it writes the state of the run beside the tensors and the counters, if the source has any."""
         return False
 
     def apart(self, source: Checkpoint) -> Collection[str]:  # noqa: ARG002

@@ -41,9 +41,8 @@ def read(folder: Location, manifest: Manifest, rank: int) -> dict[str, Any]:
     shared, own = _of_rank(folder, manifest, 0), _of_rank(folder, manifest, rank) if rank else {}
     if rank and not own:
         # The names in the file of another rank show which values of rank 0 are rank-local.
-        matches = map(_FILE.fullmatch, manifest.files)
-        others = [number for match in matches if match is not None and (number := int(match[1]))]
-        private = _of_rank(folder, manifest, min(others)) if others else {}
+        other = next((number for number in ranks(manifest) if number), None)
+        private = {} if other is None else _of_rank(folder, manifest, other)
         shared = {name: value for name, value in shared.items() if name not in private}
     return shared | own
 
@@ -56,6 +55,33 @@ def _of_rank(folder: Location, manifest: Manifest, rank: int) -> dict[str, Any]:
     text = manifests.read_plain(folder, manifest, name, state.MAX_BYTES)
     is_there = arrays_name in manifest.shards
     return load_by_name(folder / name, text, folder / arrays_name if is_there else None, manifest)
+
+
+def ranks(manifest: Manifest) -> list[int]:
+    """The ranks whose state an iteration folder holds.
+
+    Args:
+        manifest: the manifest of the folder.
+    """
+    matches = map(_FILE.fullmatch, manifest.files)
+    return sorted(int(match[1]) for match in matches if match is not None)
+
+
+def stored(folder: Location, manifest: Manifest, rank: int) -> tuple[bytes, dict[str, np.ndarray]]:
+    """The text and the arrays of one of `ranks`, not decoded. Arguments and errors as `read`."""
+    text = manifests.read_plain(folder, manifest, state.file_name(rank), state.MAX_BYTES)
+    arrays_name = state.arrays_file_name(rank)
+    return text, _arrays(folder / arrays_name, manifest) if arrays_name in manifest.shards else {}
+
+
+def _arrays(path: Location, manifest: Manifest | None) -> dict[str, np.ndarray]:
+    """The arrays of a file."""
+    index = _core.Index()
+    file = index.add_file(str(path), follow_links=False)
+    if manifest is not None:
+        manifests.set_checksums(index, path.parent, manifest)
+    index.add_whole_file(file)
+    return load_all(index.plan(index.whole_request(index.keys())))
 
 
 def load_by_name(
@@ -74,14 +100,7 @@ def load_by_name(
         UnsupportedError: a later release wrote it.
         StorageError: the system failed to read the arrays.
     """
-    arrays: dict[str, np.ndarray] = {}
-    if arrays_path is not None:
-        index = _core.Index()
-        file = index.add_file(str(arrays_path), follow_links=False)
-        if manifest is not None:
-            manifests.set_checksums(index, arrays_path.parent, manifest)
-        index.add_whole_file(file)
-        arrays = load_all(index.plan(index.whole_request(index.keys())))
+    arrays = {} if arrays_path is None else _arrays(arrays_path, manifest)
     value = state.load(text, arrays, str(path))
     if not isinstance(value, dict):
         raise DamagedFileError(f"{show(str(path))} does not hold a dict of state", path=str(path))

@@ -262,7 +262,7 @@ def convert(
             )
             written = writer.write(job, settings)
             warnings = [*written.warnings]
-            if part_written == "all" and not writer.is_whole and not writer.writes_extra:
+            if part_written == "all" and not writer.is_whole and not writer.writes_extra(whole):
                 warnings += _extra_left_out(whole)
     return ConvertReport(
         path=str(written.path),

@@ -8,6 +8,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
+from reshard import _core
 from reshard.conversion.destinations import (
     Written,
     as_files,
@@ -20,7 +21,7 @@ from reshard.conversion.destinations import (
 )
 from reshard.conversion.writer import Settings, Writer
 from reshard.errors import DestinationExistsError, ReshardError, hints_without
-from reshard.formats import counter_tensors, manifest
+from reshard.formats import counter_tensors, manifest, state
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.common import CommonInfo
 from reshard.storage import filesystem, protocol
@@ -30,7 +31,9 @@ from reshard.storage.names import example_of
 from reshard.storage.publication import made_folder
 from reshard.storage.staging import STAGING_FOLDER
 from reshard.storage.trash import TRASH_FOLDER
+from reshard.write.arrays import local_arrays
 from reshard.write.iteration import Descriptions, check_copies, plan_layout
+from reshard.write.shard_files import WrittenFile
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint, LayoutLike
     from reshard.conversion.destinations import Job, Produce
     from reshard.storage.location import Location
+    from reshard.storage.protocol import FileRecord
     from reshard.write.iteration import IterationPlan
 
 # Entries of a root that are not checkpoints, but files of the save protocol.
@@ -66,7 +70,12 @@ class Checkpoint2Writer(Writer):
             dedup=settings.dedup is not False,
             strict_format=settings.strict_format,
             original_modes=settings.original_modes,
+            with_state=settings.with_state,
         )
+
+    def writes_extra(self, source: Checkpoint) -> bool:
+        """The files of another iteration: they do not depend on the layout."""
+        return bool(source.data.state_ranks())
 
     def apart(self, source: Checkpoint) -> Collection[str]:
         """Counters of other formats, which go into common.json. `global_step` stays a tensor, as in MindSpore."""
@@ -101,6 +110,7 @@ def _write(
     dedup: bool,
     strict_format: bool,
     original_modes: bool,
+    with_state: bool,
 ) -> Written:
     """Write one iteration into the root `job.target`, and update the tracker.
 
@@ -128,7 +138,16 @@ def _write(
     with produced(job, job.target / folder_name, files, sizes) as fill:
         if isinstance(fill, Written):
             return fill
-        return _publish(job, iteration, plan, sum(sizes), fill, n_ranks=len(bound.ranks), original_modes=original_modes)
+        return _publish(
+            job,
+            iteration,
+            plan,
+            sum(sizes),
+            fill,
+            n_ranks=len(bound.ranks),
+            original_modes=original_modes,
+            with_state=with_state,
+        )
 
 
 def _publish(
@@ -140,6 +159,7 @@ def _publish(
     *,
     n_ranks: int,
     original_modes: bool,
+    with_state: bool,
 ) -> Written:
     folder_name = checkpoint2.iteration_folder_name(iteration)
     warnings = list(plan.warnings)
@@ -169,11 +189,13 @@ def _publish(
             common = job.source.common or CommonInfo()
             common.write(attempt.staging / checkpoint2.COMMON_FILE, options.file_mode, durable=False)
             rank_of = {file.name: file.rank for file in plan.files}
+            records: dict[str, tuple[FileRecord, int]] = {name: (one, rank_of[name]) for name, one in written.items()}
+            texts = _write_state(job, attempt.staging, records) if with_state else []
             sealed = protocol.seal(
                 attempt,
-                {name: (one, rank_of[name]) for name, one in written.items()},
+                records,
                 world_size=n_ranks,
-                unsynced=[*described, checkpoint2.COMMON_FILE],
+                unsynced=[*described, *texts, checkpoint2.COMMON_FILE],
                 known=described,
                 ckpt_status=common.ckpt_status,
                 file_mode=options.file_mode,
@@ -193,7 +215,7 @@ def _publish(
             if is_new:
                 set_mode(job.target, 0o750)
             set_mode(job.target / checkpoint2.TRACKER_FILE, 0o640)
-    n_bytes = sum(one.n_bytes for one in written.values())
+    n_bytes = sum(one.n_bytes for one, _ in records.values())
     return Written(
         job.target / folder_name,
         len(plan.files),
@@ -201,6 +223,32 @@ def _publish(
         not_expressible=dict(plan.not_expressible),
         warnings=warnings,
     )
+
+
+def _write_state(job: Job, staging: Location, records: dict[str, tuple[FileRecord, int]]) -> list[str]:
+    """Write the state beside the tensors as the source stores it, with the rank-local state of all its ranks.
+
+    Args:
+        job: the conversion.
+        staging: the folder of the iteration.
+        records: gets the files of arrays.
+
+    Returns:
+        The names of the other files, which are not synced.
+    """
+    names = []
+    options = job.options
+    for rank in job.source.data.state_ranks():
+        text, arrays = job.source.data.stored_state(rank)
+        names.append(state.file_name(rank))
+        (staging / names[-1]).replace(text, options.file_mode, durable=False)
+        if arrays:
+            name = state.arrays_file_name(rank)
+            tensors = local_arrays(arrays, None).tensors()
+            path = str(staging / name)
+            written = _core.write_arrays(path, tensors, durable=options.durable, mode=options.file_mode)
+            records[name] = WrittenFile.of(written), rank
+    return names
 
 
 @contextlib.contextmanager

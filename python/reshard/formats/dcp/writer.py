@@ -46,7 +46,10 @@ class DcpWriter(Writer):
     """A folder of `torch.distributed.checkpoint`."""
 
     name = "dcp"
-    writes_extra = True
+
+    def writes_extra(self, source: Checkpoint) -> bool:  # noqa: ARG002
+        """As values of the checkpoint."""
+        return True
 
     def write(self, job: Job, settings: Settings) -> Written:
         """Write the data files, and `.metadata` last."""
