@@ -215,7 +215,7 @@ def _publish(
             if is_new:
                 set_mode(job.target, 0o750)
             set_mode(job.target / checkpoint2.TRACKER_FILE, 0o640)
-    n_bytes = sum(one.n_bytes for one, _ in records.values())
+    n_bytes = sum(one.n_bytes for one in written.values())
     return Written(
         job.target / folder_name,
         len(plan.files),
