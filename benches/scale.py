@@ -197,7 +197,7 @@ def coordinate(root: Path, n_ranks: int, n_tensors: int) -> Figures:
 
     reports = ranks.decoded(RankFacts, [json.loads(text)] * n_ranks)  # a group parses equal reports once
     lap("reports")
-    repr(plan_key(reports))
+    plan_key(reports)
     lap("key of the plan")
     plan: IterationPlan = plan_iteration(reports, layout, prefix=None, dedup=True, strict=False)
     lap("plan")

@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -158,6 +159,44 @@ def test_what_is_no_array_is_refused(model: Any, words: str, tmp_path: Path) -> 
 def test_a_name_in_model_and_optimizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="one of the optimizer"):
         reshard.save(tmp_path, 1, {"w": SQUARE}, {"w": SQUARE})
+
+
+class Twice(Mapping[str, Any]):
+    """A mapping that is no dict, and has a name twice."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["v", "w", "w"])
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, name: str) -> Any:
+        return SQUARE
+
+
+def test_a_mapping_with_a_name_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="`w` names a tensor"):
+        reshard.save(tmp_path, 1, Twice())
+
+
+@given(
+    st.lists(st.text(max_size=4) | st.text("ab'\"\\~ \x7f", max_size=4) | st.integers() | st.just("\ud800")),
+    st.integers(0, 5),
+)
+def test_plain_names(names: list[Any], max_bytes: int) -> None:
+    expected = all(
+        type(name) is str and 0 < len(name) <= max_bytes and all(" " <= c <= "~" and c not in "'\"\\" for c in name)
+        for name in names
+    )
+    assert _core.are_plain(names, max_bytes) == _core.are_plain(tuple(names), max_bytes) == expected
+
+
+def test_a_plain_name_has_the_class_str() -> None:
+    class Name(str):
+        __slots__ = ()
+
+    assert _core.are_plain(["w"], 1)
+    assert not _core.are_plain([Name("w")], 1)
 
 
 @pytest.mark.parametrize("shape", [(3, -1), "ab", 7, (1.5,)])

@@ -38,6 +38,7 @@ __all__ = [
     "Tile",
     "Written",
     "__version__",
+    "are_plain",
     "copy_ways",
     "crc32c",
     "decode_strategy",
@@ -850,7 +851,7 @@ class MetadataEncoder:
         grids: Sequence[MetadataGrid],
         layouts: Sequence[MetadataLayout],
         cells: Sequence[Sequence[MetadataCell]],
-        files: Sequence[tuple[str, int, Sequence[int | None]]],
+        files: Sequence[tuple[str, int, Sequence[int | None] | None]],
         shard_names: Mapping[int, tuple[str, str]],
     ) -> MetadataEncoder:
         """Begin the text.
@@ -862,9 +863,13 @@ class MetadataEncoder:
             grids: the distinct grids.
             layouts: the distinct layouts, in the order in which tensors first have them.
             cells: the distinct lists of cells, each in the order of the text.
-            files: name and rank of each file, and the numbers of the tensors in it; None is skipped.
-            shard_names: for tensors whose name is not printable ASCII without quotes and backslashes: the JSON of the
-                name of a shard before and after its number.
+            files: name and rank of each file, and the numbers of the tensors in it: None stands for all, and is skipped
+                in a list.
+            shard_names: for tensors whose name is not plain, see `are_plain`: the JSON of the name of a shard before and
+                after its number.
+
+        Raises:
+            ArgumentError: two tensors have one name.
         """
 
     def __iter__(self) -> MetadataEncoder: ...
@@ -896,6 +901,9 @@ def encode_strategy(
         parallel_strategy_item: the operators.
         parallel_layout_item: the parameters.
     """
+
+def are_plain(names: Sequence[object], max_bytes: int) -> bool:
+    """Whether all are of class `str`, with 1 to `max_bytes` printable ASCII characters and no quote or backslash."""
 
 def crc32c(data: object, before: int = 0) -> int:
     """Return the crc32c of a contiguous buffer, continued from the crc32c `before` of the preceding bytes."""

@@ -48,7 +48,7 @@ pub struct Array {
     pub(crate) copy_ops: Vec<CopyOp>,
     /// Ranges that no copy covers, sorted, in units.
     pub(crate) padding: Vec<(u64, u64)>,
-    /// For each copy the largest `dst_end` of all copies up to it, for the search of the first overlap.
+    /// For each copy the largest `dst_end` of all copies up to it, for the search of the first overlap; empty for one.
     max_end: Vec<u64>,
     n_units: u64,
 }
@@ -90,13 +90,15 @@ impl Array {
         }
         copy_ops.sort_by_key(|copy_op| copy_op.dst);
         let mut end = 0;
-        let max_end = copy_ops
-            .iter()
-            .map(|copy_op| {
-                end = end.max(copy_op.dst_end());
-                end
-            })
-            .collect();
+        let max_ends = copy_ops.iter().map(|copy_op| {
+            end = end.max(copy_op.dst_end());
+            end
+        });
+        let max_end = if copy_ops.len() > 1 {
+            max_ends.collect()
+        } else {
+            Vec::new()
+        };
         Ok(Self {
             name,
             stored,
@@ -126,7 +128,10 @@ impl Array {
 
     /// The copies that may overlap `start..end`, in units.
     pub(crate) fn copy_ops_over(&self, start: u64, end: u64) -> &[CopyOp] {
-        let first = self.max_end.partition_point(|e| *e <= start);
+        let first = match self.copy_ops.as_slice() {
+            [only] => usize::from(only.dst_end() <= start),
+            _ => self.max_end.partition_point(|e| *e <= start),
+        };
         let last = self.copy_ops.partition_point(|copy_op| copy_op.dst < end);
         self.copy_ops.get(first..last).unwrap_or(&[])
     }
@@ -135,10 +140,8 @@ impl Array {
     pub(crate) fn lengthen_run(&mut self, n_bytes: u64) {
         let n = self.n_bytes() + n_bytes;
         (self.stored, self.dtype, self.n_units) = (Dtype::U8, Dtype::U8, n);
-        for only in [&mut self.shape, &mut self.max_end] {
-            only.clear();
-            only.push(n);
-        }
+        self.shape.clear();
+        self.shape.push(n);
         let dims = &mut self.copy_ops[0].dims;
         dims.clear();
         dims.push(Dim {
@@ -289,6 +292,11 @@ impl<'a> Plan<'a> {
         Self::of_planned(planned.collect::<Vec<_>>().into_iter())
     }
 
+    /// Frees the arrays on the current rayon pool: that of many takes as long as to plan them.
+    pub fn free(self) {
+        self.arrays.into_par_iter().for_each(drop);
+    }
+
     fn of_planned(
         planned: impl ExactSizeIterator<Item = Result<(Array, &'a [u8])>>,
     ) -> Result<Self> {
@@ -321,11 +329,8 @@ impl<'a> MemoryTensor<'a> {
         let n_bytes = dtype
             .n_bytes(&shape)
             .ok_or_else(|| bad("does not have an integer number of bytes"))?;
-        let contiguous = row_major_strides(&shape);
-        let is_contiguous = per_unit > 1
-            || shape.iter().enumerate().all(|(d, len)| {
-                *len == 1 || strides_bytes.get(d) == Some(&(contiguous[d] * unit_bytes))
-            });
+        let is_contiguous =
+            per_unit > 1 || n_bytes == 0 || is_row_major(&shape, &strides_bytes, unit_bytes);
         let mut copy_ops = Vec::new();
         if n_bytes > 0 {
             let dims = if is_contiguous {
@@ -335,6 +340,7 @@ impl<'a> MemoryTensor<'a> {
                     dst: 1,
                 }]
             } else {
+                let contiguous = row_major_strides(&shape);
                 let dims = (0..shape.len()).map(|d| {
                     let stride = strides_bytes
                         .get(d)
@@ -370,6 +376,16 @@ impl<'a> MemoryTensor<'a> {
         let array = Array::new(name, (dtype, dtype), shape, copy_ops, Vec::new())?;
         Ok((array, bytes))
     }
+}
+
+/// Whether memory that has elements is contiguous in row-major order.
+fn is_row_major(shape: &[u64], strides_bytes: &[u64], unit_bytes: u64) -> bool {
+    let mut expected = unit_bytes;
+    shape.iter().enumerate().rev().all(|(d, len)| {
+        let is_next = *len == 1 || strides_bytes.get(d) == Some(&expected);
+        expected *= len;
+        is_next
+    })
 }
 
 fn checked_span(dims: &[Dim]) -> Option<u64> {

@@ -47,6 +47,9 @@ pub(crate) fn without(dims: &[Dim], at: usize) -> Vec<Dim> {
 /// Drops dims of one element, sorts by descending stride in the array, and merges contiguous dims.
 pub(crate) fn merge_dims(mut dims: Vec<Dim>) -> Vec<Dim> {
     dims.retain(|dim| dim.len != 1);
+    if dims.len() < 2 {
+        return dims;
+    }
     dims.sort_by_key(|dim| std::cmp::Reverse(dim.dst));
     let mut merged: Vec<Dim> = Vec::with_capacity(dims.len());
     for dim in dims {

@@ -6,6 +6,7 @@ of an array in its tensor. This module does not import torch: a caller that has 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import sys
@@ -168,6 +169,8 @@ class LocalArrays(Mapping[str, LocalArray]):
 
     def only(self, names: Sequence[str]) -> LocalArrays:
         """Some of them, in this order."""
+        if list(names) == self.names:
+            return self
         numbers = list(map(self._numbers.__getitem__, names))
         memory = list(map(self.memory.__getitem__, numbers))
         return LocalArrays(names, memory, self.kinds, list(map(self.kind_of.__getitem__, numbers)))
@@ -201,24 +204,22 @@ def local_arrays(model: Mapping[str, object] | None, optimizer: Mapping[str, obj
         if not isinstance(given, Mapping | None):
             raise ArgumentError(f"`{part}` is a {type(given).__name__}, expected a mapping of names to arrays")
         own_names: list[Any] = list(given or ())
-        names += own_names if _are_plain_names(own_names) else map(_checked_name, own_names)
+        names += own_names if _are_free(own_names) else map(_checked_name, own_names)
         values = [] if given is None else list(given.values())
         if set(map(type, values)) <= {np.ndarray}:
             # No statement for each array: 100,000 of them take as long as to write the arrays.
-            kinds = dict.fromkeys(map(_DTYPE_AND_SHAPE, values), 0)
-            if all(dtype in _PLAIN for dtype, _ in kinds):
-                for dtype, shape in kinds:
-                    kinds[dtype, shape] = numbers.setdefault(ArrayKind(part, _PLAIN[dtype], shape), len(numbers))
+            with contextlib.suppress(_NotPlainError):
+                kind_of += list(map(_KindNumbers(part, numbers).__getitem__, map(_DTYPE_AND_SHAPE, values)))
                 memory += values
-                kind_of += map(kinds.__getitem__, map(_DTYPE_AND_SHAPE, values))
                 continue
         for name, value in zip(own_names, values, strict=True):
             array, own = _array(name, value, part)
             memory.append(array)
             kind_of.append(numbers.setdefault(own, len(numbers)))
     made = LocalArrays(names, memory, tuple(numbers), kind_of)
-    if made.twin is not None:
-        name = made.twin
+    # The names of one dict are distinct.
+    is_one = any(type(one) is dict and len(one) == len(names) for one in (model, optimizer))
+    if not is_one and (name := made.twin) is not None:
         raise ArgumentError(
             f"{show(name)} names a tensor of the model and one of the optimizer",
             key=name,
@@ -321,15 +322,28 @@ def _of_tensor(tensor: Any, torch: Any) -> tuple[np.ndarray, str]:
     return array.view(dtypes.numpy_dtype(name)), name
 
 
-def _are_plain_names(names: Sequence[object]) -> bool:
-    """Whether these are names that need no further check: short, of printable ASCII, and of class `str`."""
-    if not set(map(type, names)) <= {str}:
-        return False
-    text = "".join(names)  # type: ignore[arg-type]
-    if not names or not text.isascii() or not text.isprintable() or "__metadata__" in names:
-        return not names
-    lengths = list(map(len, names))  # type: ignore[arg-type]
-    return min(lengths) > 0 and max(lengths) <= _MAX_NAME_BYTES
+class _NotPlainError(Exception):
+    """An array has a dtype that is not in `_PLAIN`."""
+
+
+class _KindNumbers(dict[tuple[np.dtype[Any], tuple[int, ...]], int]):
+    """Numbers of kinds by dtype and shape. A new kind gets the next number."""
+
+    def __init__(self, part: Part, numbers: dict[ArrayKind, int]) -> None:
+        super().__init__()
+        self._part, self._of = part, numbers
+
+    def __missing__(self, key: tuple[np.dtype[Any], tuple[int, ...]]) -> int:
+        dtype, shape = key
+        if dtype not in _PLAIN:
+            raise _NotPlainError
+        self[key] = number = self._of.setdefault(ArrayKind(self._part, _PLAIN[dtype], shape), len(self._of))
+        return number
+
+
+def _are_free(names: Sequence[object]) -> bool:
+    """Whether no file gives one of these names a meaning, and all are plain."""
+    return _core.are_plain(names, _MAX_NAME_BYTES) and "__metadata__" not in names
 
 
 def _checked_name(name: object) -> str:

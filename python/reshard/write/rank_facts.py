@@ -389,7 +389,7 @@ def _slots(
 
 
 class LastMade(Generic[T]):
-    """A cache of the last value, since a run saves the same tensors repeatedly.
+    """A cache of the last value, since a run saves the same tensors repeatedly. It compares what a value is made of.
 
     Example:
         >>> plans = LastMade[list[int]]()
@@ -398,15 +398,13 @@ class LastMade(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._last: tuple[bytes, T] | None = None
+        self._last: tuple[Any, T] | None = None
 
     def get(self, made_of: Any, make: Callable[[], T]) -> T:
         """The value that follows from `made_of`, a plain value; `make` is called if the last one was another."""
-        # Their text takes less time than their JSON.
-        key = hashlib.blake2b(repr(made_of).encode()).digest()
         last = self._last
-        if last is None or last[0] != key:
-            last = self._last = (key, make())
+        if last is None or last[0] != made_of:
+            last = self._last = (made_of, make())
         return last[1]
 
 
@@ -463,8 +461,12 @@ def check_state(ranks: Sequence[RankFacts]) -> None:
 def plan_key(ranks: Sequence[RankFacts]) -> list[Any]:
     """What the plan of a save follows from, as plain values: the facts of all ranks without host, options and state.
 
-    Ranks that follow each other and have the same facts are counted.
+    Ranks that follow each other and have the same facts are counted. The names of several ranks, which can be millions,
+    are represented by digests.
     """
+    if len(ranks) == 1:
+        one = ranks[0]
+        return [one.arrays.names, one.arrays.kind_of, one.arrays.kinds, list(one.shapes.items()), one.copies]
     key: list[Any] = []
     for number, one in enumerate(ranks):
         if number > 0 and one is ranks[number - 1]:

@@ -32,7 +32,7 @@ mod _core {
         copy_ways, default_threads, dtype_bits,
         geometry::{Layout, Mesh, Request},
         index::Index,
-        metadata::MetadataEncoder,
+        metadata::{MetadataEncoder, are_plain},
         patterns::{Expression, IndexPattern, Patterns},
         plan::{Loaded, Plan},
         records::{FileArray, FileTensor},

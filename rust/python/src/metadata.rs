@@ -3,16 +3,33 @@
 use crate::errors::raise;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
-use pyo3::types::PyBytes;
+use pyo3::types::{PyBytes, PyString};
 use reshard_formats::metadata::DeviceLayout;
-use reshard_formats::metadata::write::{Cell, Description, Encoder, File, Grid, Kind};
+use reshard_formats::metadata::write::{Cell, Description, Encoder, File, Grid, Kind, is_plain};
 use std::collections::HashMap;
+
+/// Whether all are of class `str`, plain and of 1 to `max_bytes` bytes.
+#[pyfunction]
+pub(crate) fn are_plain(names: &Bound<'_, PyAny>, max_bytes: usize) -> PyResult<bool> {
+    for name in names.try_iter()? {
+        let is_plain_name = match name?.cast_exact::<PyString>() {
+            // A text with a surrogate has no UTF-8.
+            Ok(name) => (name.to_str())
+                .is_ok_and(|name| (1..=max_bytes).contains(&name.len()) && is_plain(name)),
+            Err(_) => false,
+        };
+        if !is_plain_name {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
 
 type KindArguments = (String, Vec<u64>, usize, usize);
 type GridArguments = (Vec<u64>, Vec<u64>, usize, Vec<u64>);
 type LayoutArguments = (Vec<u64>, Vec<Vec<u64>>, Vec<String>, Vec<u64>);
 type CellArguments = (u64, Vec<u64>, Vec<usize>);
-type FileArguments = (String, u64, Vec<Option<u32>>);
+type FileArguments = (String, u64, Option<Vec<Option<u32>>>);
 
 /// The pieces of a text, and the table of it.
 #[pyclass(module = "reshard._core")]
@@ -58,10 +75,14 @@ impl MetadataEncoder {
             rank_group,
             files,
         };
+        let n_tensors = keys.len() as u32;
         let file = |(name, rank, tensors): FileArguments| File {
             name,
             rank,
-            tensors: tensors.into_iter().flatten().collect(),
+            tensors: match tensors {
+                Some(numbers) => numbers.into_iter().flatten().collect(),
+                None => (0..n_tensors).collect(),
+            },
         };
         let description = Description {
             keys,
@@ -76,7 +97,7 @@ impl MetadataEncoder {
             files: files.into_iter().map(file).collect(),
             shard_names,
         };
-        raise(py, Encoder::new(description)).map(Self)
+        raise(py, py.detach(|| Encoder::new(description))).map(Self)
     }
 
     fn __iter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {

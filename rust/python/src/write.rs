@@ -27,7 +27,7 @@ const SYNC_THREADS: usize = 8; // they wait for the disk
 /// Name, dtype, shape and buffer.
 type InputArguments<'py> = (
     PyBackedStr,
-    PyBackedStr,
+    Bound<'py, PyAny>,
     Bound<'py, PyAny>,
     Bound<'py, PyAny>,
 );
@@ -178,11 +178,19 @@ struct InputTensors(Vec<InputTensor>);
 impl InputTensors {
     fn new(py: Python<'_>, tensors: &Bound<'_, PyAny>) -> PyResult<Self> {
         let mut inputs = Vec::with_capacity(tensors.len().unwrap_or_default());
-        // Arrays that follow each other often share the object of their shape.
+        // Arrays that follow each other often share the objects of their dtype and their shape.
+        let mut last_dtype: Option<(Bound<'_, PyAny>, Dtype)> = None;
         let mut last: Option<(Bound<'_, PyAny>, Vec<u64>)> = None;
         for item in tensors.try_iter()? {
             let (name, dtype, shape, object): InputArguments<'_> = item?.extract()?;
-            let dtype = raise(py, Dtype::parse(&dtype))?;
+            let dtype = match &last_dtype {
+                Some((known, parsed)) if known.is(&dtype) => *parsed,
+                _ => {
+                    let parsed = raise(py, Dtype::parse(&dtype.extract::<PyBackedStr>()?))?;
+                    last_dtype = Some((dtype, parsed));
+                    parsed
+                }
+            };
             let shape = match &last {
                 Some((known, extents)) if known.is(&shape) => extents.clone(),
                 _ => {
@@ -214,17 +222,25 @@ impl InputTensors {
         Ok(Self(inputs))
     }
 
-    /// The plan to write them.
-    fn plan(&self, py: Python<'_>, threads: Option<i64>) -> PyResult<CorePlan<'_>> {
+    /// What `function` returns for the plan to write them.
+    fn planned<T>(
+        &self,
+        py: Python<'_>,
+        threads: Option<i64>,
+        function: impl FnOnce(&CorePlan<'_>) -> PyResult<T>,
+    ) -> PyResult<T> {
         const MANY: usize = 4096; // a pool takes longer to start than to plan fewer
-        let planned = if self.0.len() < MANY {
-            CorePlan::of_memory(self.0.iter().map(memory_tensor).collect())
-        } else {
-            let pool = pool(py, threads)?;
-            let tensors = self.0.par_iter().map(memory_tensor);
-            py.detach(|| pool.install(|| CorePlan::of_much_memory(tensors)))
-        };
-        raise(py, planned)
+        if self.0.len() < MANY {
+            let plan = CorePlan::of_memory(self.0.iter().map(memory_tensor).collect());
+            return function(&raise(py, plan)?);
+        }
+        let pool = pool(py, threads)?;
+        let tensors = self.0.par_iter().map(memory_tensor);
+        let plan = py.detach(|| pool.install(|| CorePlan::of_much_memory(tensors)));
+        let plan = raise(py, plan)?;
+        let result = function(&plan);
+        py.detach(|| pool.install(|| plan.free()));
+        result
     }
 }
 
@@ -254,7 +270,6 @@ pub(crate) fn write_arrays(
     progress: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<Written> {
     let inputs = InputTensors::new(py, tensors)?;
-    let plan = inputs.plan(py, threads)?;
     let options = writer::Options {
         metadata: metadata.unwrap_or_default().into_iter().collect(),
         container: None,
@@ -262,7 +277,9 @@ pub(crate) fn write_arrays(
         direct,
         mode,
     };
-    write_plan(py, &path, &plan, &options, buffers, threads, progress)
+    inputs.planned(py, threads, |plan| {
+        write_plan(py, &path, plan, &options, buffers, threads, progress)
+    })
 }
 
 #[pyfunction]
@@ -374,11 +391,12 @@ impl SnapshotPool {
         threads: Option<i64>,
     ) -> PyResult<Snapshot> {
         let inputs = InputTensors::new(py, tensors)?;
-        let plan = inputs.plan(py, threads)?;
         let metadata: Vec<_> = metadata.unwrap_or_default().into_iter().collect();
         let control = Control::default();
-        let taken = run(py, threads, plan.n_bytes(), None, &control, || {
-            snapshot::Snapshot::take(&self.0, &plan, &metadata, &control)
+        let taken = inputs.planned(py, threads, |plan| {
+            run(py, threads, plan.n_bytes(), None, &control, || {
+                snapshot::Snapshot::take(&self.0, plan, &metadata, &control)
+            })
         })?;
         Ok(Snapshot {
             n_bytes: taken.n_bytes(),

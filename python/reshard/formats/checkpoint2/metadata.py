@@ -16,7 +16,7 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard import _core
-from reshard.errors import ArgumentError, UnsupportedError
+from reshard.errors import UnsupportedError
 from reshard.formats.checkpoint2.shards import FilePlan, RecordKind, Records, TensorRecord, holders_of, shard_id
 from reshard.formats.manifest import PlainEntry, new_digest
 from reshard.storage.location import locate
@@ -24,7 +24,6 @@ from reshard.words import counted, listed, show
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
 
     from reshard.formats.checkpoint2.names import Part
     from reshard.layout.partition import Cut, Places, TensorLayout
@@ -47,6 +46,7 @@ _DTYPES = {
     "F32": "Float32",
     "F64": "Float64",
 }
+_LONGEST = (1 << 63) - 1  # any name
 # Names of axes with another meaning in the layouts of MindSpore.
 _RESERVED_AXES = ("", "None", "interleaved_parallel")
 
@@ -149,11 +149,7 @@ def write_metadata(
         if reason is not None:
             key = records.keys[records.kind_of.index(number)]
             raise UnsupportedError(f"metadata.json cannot describe {show(key)}: {reason}", key=key)
-    numbers = dict(zip(records.keys, range(len(records.keys)), strict=True))
-    if len(numbers) < len(records.keys):
-        key = next(key for number, key in enumerate(records.keys) if numbers[key] != number)
-        raise ArgumentError(f"{show(key)} is described twice", key=key)
-    encoder = _encoder(records, numbers, mesh, plan, prefix)
+    encoder = _encoder(records, mesh, plan, prefix)
     digest, n_bytes = new_digest(), 0
     with locate(path).writing(mode, durable=durable) as file:
         for piece in encoder:
@@ -163,9 +159,7 @@ def write_metadata(
     return WrittenMetadata(entry, encoder.table(entry.digest) if n_bytes >= MIN_TABLE_BYTES else None)
 
 
-def _encoder(
-    records: Records, numbers: Mapping[str, int], mesh: _core.Mesh, plan: FilePlan, prefix: str | None
-) -> _core.MetadataEncoder:
+def _encoder(records: Records, mesh: _core.Mesh, plan: FilePlan, prefix: str | None) -> _core.MetadataEncoder:
     """What makes the text. Thousands of tensors share a few kinds, grids and lists of cells, which are listed once."""
     layouts: dict[_core.MetadataLayout, int] = {}
     grids: dict[tuple[Places, Cut], tuple[int, _core.MetadataGrid]] = {}
@@ -187,8 +181,8 @@ def _encoder(
             cells[place, axes, part] = len(cells), found
         kinds.append((_DTYPES[dtype], layout.shape, grids[place, cut][0], cells[place, axes, part][0]))
     keys = tuple(records.keys)
-    text = "".join(keys)
-    is_plain = text.isascii() and text.isprintable() and not any(char in text for char in "'\"\\")
+    hold_all = [file.keys == keys for file in plan.files]
+    numbers = {} if all(hold_all) else dict(zip(keys, range(len(keys)), strict=True))
     return _core.MetadataEncoder(
         keys,
         records.kind_of,
@@ -197,10 +191,10 @@ def _encoder(
         list(layouts),
         [of_kind for _, of_kind in cells.values()],
         [
-            (file.name(prefix), file.rank, range(len(keys)) if file.keys == keys else list(map(numbers.get, file.keys)))
-            for file in plan.files
+            (file.name(prefix), file.rank, None if holds_all else list(map(numbers.get, file.keys)))
+            for file, holds_all in zip(plan.files, hold_all, strict=True)
         ],
-        {} if is_plain else {number: _shard_texts(key) for key, number in numbers.items()},
+        {} if _core.are_plain(keys, _LONGEST) else {number: _shard_texts(key) for number, key in enumerate(keys)},
     )
 
 

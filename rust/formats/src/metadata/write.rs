@@ -6,7 +6,7 @@
 use super::DeviceLayout;
 use super::table::{MAGIC, Writer};
 use reshard_core::error::{Error, Kind as ErrorKind, Printable, Result};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt::Write as _;
 use std::mem::take;
 
@@ -128,7 +128,7 @@ impl<K: AsRef<str>> Encoder<K> {
     /// Begins the text.
     ///
     /// # Errors
-    /// [`ErrorKind::Argument`]: a number is not that of an item of its list.
+    /// [`ErrorKind::Argument`]: a number is not that of an item of its list, or two tensors have one name.
     pub fn new(description: Description<K>) -> Result<Self> {
         let of = description;
         let n_tensors = of.keys.len();
@@ -163,6 +163,17 @@ impl<K: AsRef<str>> Encoder<K> {
             let message = "a description of metadata names what it does not list";
             return Err(Error::new(ErrorKind::Argument, message));
         }
+        let mut seen = HashSet::with_capacity(n_tensors);
+        if let Some(key) = of
+            .keys
+            .iter()
+            .map(AsRef::as_ref)
+            .find(|key| !seen.insert(*key))
+        {
+            let message = format!("`{}` is described twice", Printable(key));
+            return Err(Error::new(ErrorKind::Argument, message).key(key));
+        }
+        drop(seen);
         let held = of.files.iter().map(|file| bits(&file.tensors, n_tensors));
         let held = held.collect();
         let starts = of.files.iter().map(|File { name, rank, .. }| {
