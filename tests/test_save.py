@@ -1010,7 +1010,7 @@ def test_a_name_of_a_subclass_of_text_is_saved_as_its_text(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("many", [1, 1 << 30])
 def test_descriptions_beside_the_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, many: int) -> None:
-    monkeypatch.setattr(iterations, "_MANY_RECORDS", many)
+    monkeypatch.setattr(iterations, "_MANY_LINES", many)
     threads: list[str] = []
 
     def slow(*args: Any, **options: Any) -> object:

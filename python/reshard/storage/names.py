@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 _MAX_NAME_BYTES = 255
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def component_fault(name: str) -> str | None:
@@ -29,7 +30,7 @@ def component_fault(name: str) -> str | None:
         return "it has a path separator in it"
     if _CONTROL.search(name):
         return "it has a control character in it"
-    return "it is not valid Unicode" if any("\ud800" <= c <= "\udfff" for c in name) else None
+    return "it is not valid Unicode" if _SURROGATE.search(name) else None
 
 
 def is_too_long(name: str) -> bool:

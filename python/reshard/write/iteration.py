@@ -61,7 +61,7 @@ __all__ = [
 
 _MAX_SHARD_FILES = MAX_FILES - 16  # besides those that describe the iteration
 _MAX_COPIES = 1 << 14
-_MANY_RECORDS = 4096  # their descriptions take milliseconds, and starting a thread takes a tenth of one
+_MANY_LINES = 4096  # of tensors and files: they take milliseconds, and starting a thread takes a tenth of one
 NOT_EXPRESSED = "metadata.json cannot express the layout"
 """Begins the warning about tensors that MindSpore Transformers will not read."""
 
@@ -326,7 +326,7 @@ def write_descriptions(plan: IterationPlan, folder: Location, *, mode: int) -> d
 
 
 class Descriptions:
-    """The files of `write_descriptions`. Those of many tensors are written in a thread, beside the shard files.
+    """The files of `write_descriptions`. Long ones are written in a thread, beside the shard files.
 
     Args:
         plan, folder, mode: as for `write_descriptions`.
@@ -336,7 +336,7 @@ class Descriptions:
         self._write = functools.partial(write_descriptions, plan, folder, mode=mode)
         self._outcome: dict[str, PlainEntry | None] | BaseException | None = None
         self._thread: threading.Thread | None = None
-        if len(plan.records.keys) >= _MANY_RECORDS:
+        if len(plan.records.keys) + len(plan.files) >= _MANY_LINES:
             thread = threading.Thread(target=self._run, name="reshard descriptions", daemon=True)
             with contextlib.suppress(RuntimeError):  # the interpreter is about to end: `result` writes them
                 thread.start()
