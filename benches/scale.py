@@ -1,4 +1,4 @@
-"""Checkpoints of many ranks, of many tensors and of large files: opening, the coordinator of a save, many files.
+"""Checkpoints of many ranks, many tensors and large files: opening, the coordinator of a save, many files, memory.
 
     python benches/scale.py [--dir DIR] [--rounds 3] [--ranks 256 1024] [--quick]
 
@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 Figures = dict[str, float]
 
 LARGE_TENSORS = 8  # beside a hole
+HOLE_TENSOR_BYTES = 100_000_000
 ROW = 16  # elements of a tensor that a rank holds
 TP8 = {"mesh": {"tp": 8}, "rules": [{"match": "*", "cut": ["tp"]}]}
 
@@ -266,6 +268,37 @@ def rank_files(root: Path, n_ranks: int, n_tensors: int) -> Figures:
     return {name: seconds / n_ranks * 1e6 for name, seconds in taken.items()}
 
 
+def convert_hole(root: Path, n_ranks: int, file_bytes: int) -> Figures:
+    """Divide a file that consists of a hole among ranks, whose files hold the zeros; the peak of private memory."""
+    source = root.with_suffix(".safetensors")
+    size = min(file_bytes, HOLE_TENSOR_BYTES)
+    starts = range(0, file_bytes - size + 1, size)
+    header = {
+        key(i): {"dtype": "U8", "shape": [n_ranks, size // n_ranks], "data_offsets": [at, at + size]}
+        for i, at in enumerate(starts)
+    }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with source.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        out.truncate(8 + len(text) + len(starts) * size)
+    ended, peaks = threading.Event(), [0.0]
+
+    def watch() -> None:
+        while not ended.wait(0.002):
+            peaks.append(memory_mib("RssAnon"))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    start = time.perf_counter()
+    reshard.convert(source, root, layout=layout_of(n_ranks), commit={"durable": False})
+    taken = time.perf_counter() - start
+    ended.set()
+    watcher.join()
+    shutil.rmtree(root)
+    return {"convert": taken, "peak MiB": max(peaks)}
+
+
 def _answer(function: Callable[..., Figures], arguments: tuple[Any, ...], pipe: Any) -> None:
     pipe.send(function(*arguments))
 
@@ -295,11 +328,12 @@ def main() -> None:
     parser.add_argument("--small", type=int, default=100_000, help="tensors of 4 KiB")
     parser.add_argument("--files", type=int, default=16_384, help="files of ranks, of 8 tensors each")
     parser.add_argument("--file-gb", type=float, default=10, help="of files that consist of a hole")
+    parser.add_argument("--hole-gb", type=float, nargs="+", default=[1, 4], help="of files that are converted")
     parser.add_argument("--quick", action="store_true", help="a test of the script, not a measurement")
     options = parser.parse_args()
     if options.quick:
         options.rounds, options.ranks, options.tensors, options.small, options.files = 1, [8, 72], 16, 100, 16
-        options.file_gb = 0.002
+        options.file_gb, options.hole_gb = 0.002, [0.01]
     if options.dir is not None:
         options.dir.mkdir(parents=True, exist_ok=True)
     print("| case | median of | figures |\n|---|---:|---|")
@@ -330,6 +364,8 @@ def main() -> None:
                 shape = f"{n_ranks // n_parts} of {n_ranks} files of {options.file_gb:g} GB"
                 name = f"open and load from {shape}{'' if is_first else ', after rank 0'} (s)"
                 report(name, load_of_large, lambda _, large=large: large, n_ranks, n_parts, is_first)
+        for gb in options.hole_gb:
+            report(f"convert a hole of {gb:g} GB to 2 ranks (s)", convert_hole, new, 2, int(gb * 1e9))
         report(f"{options.files} files of 8 tensors out of one (us each)", rank_files, new, options.files, 8)
         report(f"{options.small} tensors of 4 KiB (us each)", small_tensors, new, 1, options.small)
 
