@@ -205,6 +205,47 @@ def test_a_failure_in_one_rank_ends_the_session_for_all_at_once() -> None:
     assert all(entry["seconds"] < LONG / 2 for told in (first, second, third) for entry in told[:2])
 
 
+def test_what_was_sent_before_a_rank_failed_is_received() -> None:
+    def work(group: TorchGroup) -> Any:
+        channel = group.session("save")
+        channel.barrier(timeout=LONG)
+        if group.rank == 1:
+            store = group._store
+
+            class Slow:
+                """The first answer that the value is missing arrives when rank 0 has sent it and failed."""
+
+                n_delayed = 0
+
+                def __getattr__(self, name: str) -> Any:
+                    return getattr(store, name)
+
+                def check(self, keys: list[str]) -> bool:
+                    found: bool = store.check(keys)
+                    if not found and not self.n_delayed and keys[0].endswith("/0"):
+                        self.n_delayed = 1
+                        until = time.monotonic() + LONG / 2
+                        while not store.check([f"{channel._token}/failed"]) and time.monotonic() < until:
+                            time.sleep(0.001)
+                    return found
+
+            slow = Slow()
+            group._store = slow  # type: ignore[assignment]
+            told = timed(lambda: channel.broadcast(None, timeout=LONG))
+            group._store = store
+            return [told, slow.n_delayed, timed(lambda: channel.barrier(timeout=LONG))]
+        time.sleep(0.2)
+        channel.broadcast("sent", timeout=0.1)
+        return [timed(lambda: channel.gather({1, 2}, timeout=LONG))]
+
+    with Job(2, work) as job:
+        (failed,), (told, n_delayed, after) = job.values()
+    assert failed["error"] == "ArgumentError"
+    assert (told["value"], n_delayed) == ("sent", 1)
+    assert after["error"] == "GroupError"
+    assert "ranks exchange JSON values" in after["text"]
+
+
 @pytest.mark.slow
 def test_a_store_that_is_silent_or_gone() -> None:
     ready, stopped, told, ended, gone = (Signal() for _ in range(5))

@@ -283,9 +283,15 @@ class TorchSession:
             GroupError: another rank has ended the session.
         """
         sleep_s = _FIRST_SLEEP_S
-        while not (condition() if condition is not None else self._store.check(list(keys))):
+
+        def holds() -> bool:
+            return condition() if condition is not None else self._store.check(list(keys))
+
+        while not holds():
             failed = f"{self._token}/failed"
             if self._token is not None and self._store.check([failed]):
+                if holds():  # what was sent before another rank failed
+                    return True
                 record = json.loads(self._store.get(failed))
                 raise GroupError(record["message"], hint=record["hint"], ranks=tuple(record["ranks"]))
             left_s = deadline - time.monotonic()
