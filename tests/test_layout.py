@@ -284,6 +284,7 @@ HOSTILE: dict[str, tuple[str | bytes, str]] = {
     "alias of itself": ("mesh: &a [*a]\n", "line 1: mesh[0]: alias `*a` has no anchor before it"),
     "bomb": (BOMB, "more than 1000000 values, including those of aliases"),
     "deep": ("mesh: " + "[" * 100_000, "is nested more than 16 deep"),
+    "deep mappings": ("mesh:\n" + "".join(" " * n + "a:\n" for n in range(1, 3000)), "is nested more than 16 deep"),
     "two documents": ("mesh: 1\n---\nmesh: 2\n", "line 2: holds more than one document"),
     "unquoted star": ("rules:\n  - match: *.weight\n", "line 2: not YAML while scanning an alias"),
     "tab": ("mesh:\n\ttp: 2\n", "line 2: not YAML"),

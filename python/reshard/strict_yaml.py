@@ -200,6 +200,8 @@ class _Reader:
         mark = getattr(error, "problem_mark", None)
         where = self.source if mark is None else f"{self.source}, line {mark.line + 1}"
         problem = getattr(error, "problem", None) or " ".join(str(error).split())
+        if "nesting depth" in problem:  # the limit of newer versions of libyaml, which reads ahead
+            self._refuse(0 if mark is None else mark.line + 1, (), f"is nested more than {_MAX_DEPTH} deep")
         context = getattr(error, "context", None)
         hint = 'quote a pattern that starts with `*`: "*.weight"' if context and "alias" in context else None
         about = f" {context}" if context else ""
