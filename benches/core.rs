@@ -11,6 +11,7 @@ use reshard_core::plan::{MemoryTensor, Plan};
 use reshard_core::region::Region;
 use reshard_core::request::Request;
 use reshard_core::source::Method;
+use reshard_core::team::Team;
 use reshard_core::writer::{self, Buffers, Options};
 use std::hint::black_box;
 
@@ -70,7 +71,14 @@ fn copy(criterion: &mut Criterion) {
             let plan = index.plan(&request, None, true).unwrap();
             group.bench_function(BenchmarkId::new(name, format!("{method:?}")), |bencher| {
                 bencher.iter(|| {
-                    fill(&plan, vec![&mut to], Stores::Streaming, &Control::default()).unwrap();
+                    fill(
+                        &plan,
+                        vec![&mut to],
+                        Stores::Streaming,
+                        &Control::default(),
+                        &Team::current(),
+                    )
+                    .unwrap();
                 });
             });
             let (row, column) = (shape[0] as usize - 1, 2 * (offset[1] as usize));

@@ -14,6 +14,7 @@ use reshard_core::region::{Region, row_major_strides};
 use reshard_core::request::Request;
 use reshard_core::source::Method;
 use reshard_core::stored::StoredTensor;
+use reshard_core::team::Team;
 use reshard_core::tile::Tile;
 use reshard_core::tuning::Tuning;
 use reshard_core::writer::{self, Buffers, Options};
@@ -296,7 +297,7 @@ proptest! {
                 let mut found = vec![0xA5; expected.len()];
                 let control = Control::default();
                 let tuning = Tuning::forced(way);
-                fill_tuned(&plan, vec![&mut found], Stores::Streaming, &control, &tuning).unwrap();
+                fill_tuned(&plan, vec![&mut found], Stores::Streaming, &control, &Team::current(), &tuning).unwrap();
                 prop_assert_eq!(control.done_bytes(), expected.len() as u64);
                 prop_assert_eq!(&found, &expected);
             }
@@ -327,7 +328,7 @@ proptest! {
             request.add("w", key, &to, position).unwrap();
             let mut found = vec![0xA5; expected.len()];
             let plan = index.plan(&request, None, true).unwrap();
-            fill(&plan, vec![&mut found], Stores::Streaming, &Control::default()).unwrap();
+            fill(&plan, vec![&mut found], Stores::Streaming, &Control::default(), &Team::current()).unwrap();
             prop_assert_eq!(&found, &expected);
         }
         // Without one cell the tensor is not covered; the error names a region inside the missing cell.

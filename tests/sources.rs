@@ -15,6 +15,7 @@ use reshard_core::request::Request;
 use reshard_core::route::Route;
 use reshard_core::shard_file::{Format, ShardFile};
 use reshard_core::source::{Method, Ranges, Source};
+use reshard_core::team::Team;
 use reshard_core::tuning::Tuning;
 use reshard_core::verify::{scrub, verify};
 use reshard_core::writer::{self, Buffers, Options, Sink};
@@ -165,7 +166,13 @@ fn filled(plan: &Plan<'_>) -> Result<Vec<Vec<u8>>> {
         .map(|array| vec![0xAA; array.n_bytes() as usize])
         .collect();
     let to = out.iter_mut().map(Vec::as_mut_slice).collect();
-    fill(plan, to, Stores::Fresh, &Control::default())?;
+    fill(
+        plan,
+        to,
+        Stores::Fresh,
+        &Control::default(),
+        &Team::current(),
+    )?;
     Ok(out)
 }
 
@@ -218,6 +225,7 @@ fn every_way_of_copying_copies_the_same_bytes_and_finds_damage() {
             to,
             stores,
             &Control::default(),
+            &Team::current(),
             &Tuning::forced(number),
         )?;
         Ok::<_, Error>(
@@ -255,7 +263,15 @@ fn every_way_of_copying_copies_the_same_bytes_and_finds_damage() {
                 .collect();
             let to = out.iter_mut().map(Vec::as_mut_slice).collect();
             let tuning = Tuning::forced(number);
-            fill_tuned(plan, to, Stores::Streaming, &Control::default(), &tuning).unwrap();
+            fill_tuned(
+                plan,
+                to,
+                Stores::Streaming,
+                &Control::default(),
+                &Team::current(),
+                &tuning,
+            )
+            .unwrap();
             out
         };
         assert!(copied(0) == copied(1) && copied(0)[0] == expected[0]);
@@ -286,10 +302,53 @@ fn a_verified_load_reads_every_chunk_once() {
     let plan = index.plan(&request, None, true).unwrap();
     let mut out = vec![0; N];
     let before = object.n_read.load(Relaxed);
-    fill(&plan, vec![&mut out], Stores::Fresh, &Control::default()).unwrap();
+    fill(
+        &plan,
+        vec![&mut out],
+        Stores::Fresh,
+        &Control::default(),
+        &Team::current(),
+    )
+    .unwrap();
     assert!(out == data);
     let n_read = object.n_read.load(Relaxed) - before;
     assert_eq!(n_read, checksums.n_bytes());
+}
+
+#[test]
+fn into_new_memory_no_more_is_read_than_into_given_memory() {
+    const ROWS: u64 = 4000;
+    const COLUMNS: u64 = 4096;
+    let data: Vec<u8> = (0..ROWS * COLUMNS).map(|i| (i * i % 251) as u8).collect();
+    let tensor = MemoryTensor {
+        name: "matrix".into(),
+        dtype: Dtype::U8,
+        shape: vec![ROWS, COLUMNS],
+        bytes: &data,
+        strides_bytes: vec![COLUMNS, 1],
+    };
+    let (bytes, checksums) = written(&Plan::of_memory(vec![tensor]).unwrap());
+    let mut request = Request::default();
+    let columns = Region::new(vec![0, 0], vec![ROWS, COLUMNS - 96]).unwrap();
+    request.add_region("matrix", "matrix", columns);
+    let mut index = Index::new();
+    let object = Object::new(bytes, false);
+    let opened = object.clone();
+    let file = index.add_source(name(), Format::Safetensors, move || Ok(opened.source()));
+    index.set_checksums(file, checksums).unwrap();
+    index.add_whole("matrix", file).unwrap();
+    let plan = index.plan(&request, None, true).unwrap();
+    let mut out = vec![0; (ROWS * (COLUMNS - 96)) as usize]; // bands end at pages: the same memory for both
+    let n_read = [Stores::Fresh, Stores::Streaming].map(|stores| {
+        out.fill(0);
+        let before = object.n_read.load(Relaxed);
+        let control = Control::default();
+        fill(&plan, vec![&mut out], stores, &control, &Team::current()).unwrap();
+        let rows = data.chunks(COLUMNS as usize);
+        assert!(rows.flat_map(|row| &row[..COLUMNS as usize - 96]).eq(&out));
+        object.n_read.load(Relaxed) - before
+    });
+    assert_eq!(n_read[0], n_read[1]);
 }
 
 #[test]

@@ -6,7 +6,7 @@
 //! fetched at once; a range with large gaps is fetched run by run.
 //!
 //! ```text
-//! for each band in parallel:
+//! for each band in parallel, on the calling thread and on those of a pool:
 //!     for each copy that overlaps the band:
 //!         for each box of the copy inside the band:      # at most 2 n - 1
 //!             for each dense part of the box:             # the box, or run by run
@@ -23,18 +23,24 @@ use crate::memory::{Stores, finish_stores};
 use crate::plan::{Array, Plan, PlanSource};
 use crate::readahead::{Piece, Readahead};
 use crate::strided::restrict;
+use crate::team::Team;
 use crate::tuning::Tuning;
-use crate::verify::{Checks, verify_files};
-use rayon::prelude::*;
+use crate::verify::{Checks, verifies_files, verify_files};
 
 const BAND_BYTES: u64 = 2 << 20;
 
-/// Fills one slice per array on the current rayon pool. Each slice has the size of its array in bytes.
+/// Fills one slice per array. Each slice has the size of its array in bytes.
 ///
 /// # Errors
 /// The number or the size of the slices is wrong, a source cannot be read or is damaged, or the run was cancelled.
-pub fn fill(plan: &Plan<'_>, out: Vec<&mut [u8]>, stores: Stores, control: &Control) -> Result<()> {
-    fill_tuned(plan, out, stores, control, Tuning::of_process())
+pub fn fill(
+    plan: &Plan<'_>,
+    out: Vec<&mut [u8]>,
+    stores: Stores,
+    control: &Control,
+    team: &Team<'_>,
+) -> Result<()> {
+    fill_tuned(plan, out, stores, control, team, Tuning::of_process())
 }
 
 /// As [`fill`], with other choices than those of the process.
@@ -46,6 +52,7 @@ pub fn fill_tuned(
     out: Vec<&mut [u8]>,
     stores: Stores,
     control: &Control,
+    team: &Team<'_>,
     tuning: &Tuning,
 ) -> Result<()> {
     if out.len() != plan.arrays().len() {
@@ -60,15 +67,16 @@ pub fn fill_tuned(
     }
     let checks = Checks::new(plan);
     let bands = split(plan, &checks, out)?;
-    verify_files(plan, control)?;
+    if verifies_files(plan) {
+        team.install(|| verify_files(plan, control))?;
+    }
     let measures = tuning.measures(plan.n_bytes());
     let pieces = bands
         .iter()
         .map(|band| band.iter().map(Band::piece).collect());
     let readahead = Readahead::new(plan, &checks, pieces.collect());
-    // In the order of the requests: the iterator of a vector would begin with two bands that are far apart.
-    let bands = bands.into_iter().enumerate().par_bridge();
-    bands.try_for_each(|(number, band)| {
+    // In the order of the requests.
+    team.for_each(bands, |number, band| {
         control.check()?;
         readahead.advance(number);
         let run = Run {

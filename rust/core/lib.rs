@@ -39,6 +39,7 @@ mod fetch;
 pub mod memory;
 mod readahead;
 pub mod strided;
+pub mod team;
 pub mod tuning;
 
 // Writing one file durably; verification of what is read.

@@ -2,7 +2,7 @@
 
 use crate::buffer::{Borrowed, Buffer, disjoint};
 use crate::errors::raise;
-use crate::run::run;
+use crate::run::{run, run_in_team};
 use crate::write::{Buffers, Written, write_plan};
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
@@ -265,7 +265,7 @@ impl Plan {
                 .collect::<Result<Vec<_>, _>>(),
         )?;
         let control = Control::default();
-        run(py, threads, self.0.n_bytes(), progress, &control, || {
+        run_in_team(py, threads, self.0.n_bytes(), progress, &control, |team| {
             let mut rests: Vec<(u64, &mut [u8])> = memories
                 .iter_mut()
                 .map(|memory| (0, memory.as_mut_slice()))
@@ -278,7 +278,7 @@ impl Plan {
                 rests[memory] = (start + array.n_bytes(), rest);
                 out.push(to);
             }
-            fill(&self.0, out, Stores::Fresh, &control)
+            fill(&self.0, out, Stores::Fresh, &control, team)
         })?;
         let buffers = memories
             .into_iter()
@@ -305,12 +305,13 @@ impl Plan {
             .collect::<PyResult<Vec<_>>>()?;
         disjoint(py, &borrowed)?;
         let control = Control::default();
-        run(py, threads, self.0.n_bytes(), progress, &control, || {
+        run_in_team(py, threads, self.0.n_bytes(), progress, &control, |team| {
             fill(
                 &self.0,
                 borrowed.iter().map(Borrowed::bytes_mut).collect(),
                 Stores::Streaming,
                 &control,
+                team,
             )
         })?;
         Ok(control.fetched_bytes())

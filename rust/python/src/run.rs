@@ -3,22 +3,19 @@
 use crate::errors::raise;
 use pyo3::prelude::*;
 use reshard_core::control::Control;
+use reshard_core::team::Team;
 use reshard_core::{Error, Kind};
+use std::cell::RefCell;
 use std::collections::HashMap;
-use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::time::Duration;
 
-/// Smaller work ends too soon for signals and progress.
-const QUIET_BYTES: u64 = 8 << 20;
 const MAX_THREADS: usize = 1024;
-const TICK: Duration = Duration::from_millis(50);
 
 pub(crate) fn default_threads() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// Runs `work` on `threads` threads. Calls `progress(done, total)` and handles signals while it runs.
+/// Runs `work` on a pool of `threads` threads. Calls `progress(done, total)` and handles signals while it runs.
 pub(crate) fn run<T: Send>(
     py: Python<'_>,
     threads: Option<i64>,
@@ -27,52 +24,50 @@ pub(crate) fn run<T: Send>(
     control: &Control,
     work: impl FnOnce() -> reshard_core::Result<T> + Send,
 ) -> PyResult<T> {
+    run_in_team(py, threads, total_bytes, progress, control, |team| {
+        team.install(work)
+    })
+}
+
+/// As [`run`], for work that the calling thread begins, and that uses `threads` threads, counting this one.
+pub(crate) fn run_in_team<T: Send>(
+    py: Python<'_>,
+    threads: Option<i64>,
+    total_bytes: u64,
+    progress: Option<&Bound<'_, PyAny>>,
+    control: &Control,
+    work: impl FnOnce(&Team<'_>) -> reshard_core::Result<T> + Send,
+) -> PyResult<T> {
     let pool = pool(py, threads)?;
-    if progress.is_none() && total_bytes < QUIET_BYTES {
-        let result = py.detach(|| pool.install(work));
-        return raise(py, result);
-    }
-    let report =
-        |done: u64| progress.map_or(Ok(()), |call| call.call1((done, total_bytes)).map(|_| ()));
-    report(0)?;
-    let mut interrupted = None;
-    let mut result = None;
-    // The scope waits for the work, and passes on a panic of it.
-    pool.in_place_scope(|scope| {
-        let (sender, receiver) = channel();
-        let result = &mut result;
-        scope.spawn(move |_| {
-            // Dropping the sender wakes the waiting thread, also after a panic.
-            let _sender = sender;
-            *result = Some(work());
-        });
-        // A receiver is not `Sync`, and the closure that runs detached needs a shared reference.
-        let receiver = Mutex::new(receiver);
-        loop {
-            let waited = py.detach(|| {
-                let receiver: &std::sync::mpsc::Receiver<()> =
-                    &receiver.lock().unwrap_or_else(PoisonError::into_inner);
-                receiver.recv_timeout(TICK)
-            });
-            if waited == Err(RecvTimeoutError::Disconnected) {
-                break;
+    let progress = progress.map(|call| call.clone().unbind());
+    let report = |py: Python<'_>, done: u64| match &progress {
+        Some(call) => call.call1(py, (done, total_bytes)).map(drop),
+        None => Ok(()),
+    };
+    report(py, 0)?;
+    let (result, interrupted) = py.detach(|| {
+        let interrupted = RefCell::new(None);
+        let tick = || {
+            if interrupted.borrow().is_some() {
+                return;
             }
-            if interrupted.is_none()
-                && let Err(error) = py
-                    .check_signals()
-                    .and_then(|()| report(control.done_bytes()))
-            {
+            let signals = |py: Python<'_>| {
+                py.check_signals()?;
+                report(py, control.done_bytes())
+            };
+            if let Err(error) = Python::attach(signals) {
                 control.cancel();
-                interrupted = Some(error);
+                interrupted.replace(Some(error));
             }
-        }
+        };
+        let result = work(&Team::new(&pool, &tick));
+        (result, interrupted.into_inner())
     });
     if let Some(error) = interrupted {
         return Err(error);
     }
-    let result = result.expect("work that ends without a panic has a result");
     let value = raise(py, result)?;
-    report(total_bytes)?;
+    report(py, total_bytes)?;
     Ok(value)
 }
 

@@ -1,0 +1,227 @@
+//! The threads that execute one piece of work: the calling thread, and those of a pool.
+//!
+//! Where work consists of parts, the calling thread executes some of them instead of waiting: it runs already, while a thread
+//! that is woken starts later, and often on the processor of the thread that wakes it.
+
+use crate::error::Result;
+use rayon::{Scope, ThreadPool};
+use std::cell::Cell;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// How often the calling thread does something else meanwhile.
+const TICK: Duration = Duration::from_millis(50);
+
+/// The calling thread and a pool. For work in parts the calling thread takes the place of one thread of the pool.
+pub struct Team<'a> {
+    pool: Option<&'a ThreadPool>,
+    tick: &'a dyn Fn(),
+}
+
+impl<'a> Team<'a> {
+    /// The calling thread and a pool. The calling thread calls `tick` every 50 ms while it waits, and between two parts
+    /// if 50 ms have passed.
+    pub fn new(pool: &'a ThreadPool, tick: &'a dyn Fn()) -> Self {
+        Self {
+            pool: Some(pool),
+            tick,
+        }
+    }
+
+    /// The calling thread and the current rayon pool.
+    pub fn current() -> Self {
+        Self {
+            pool: None,
+            tick: &|| (),
+        }
+    }
+
+    /// Runs work that uses the current rayon pool.
+    pub fn install<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
+        if self.pool.is_none() {
+            return work();
+        }
+        let mut result = None;
+        // The scope waits for the work, and passes on a panic of it.
+        self.scope(|scope, _| {
+            let (sender, receiver) = channel();
+            let result = &mut result;
+            scope.spawn(move |_| {
+                // Dropping the sender wakes the waiting thread, also after a panic.
+                let _sender = sender;
+                *result = Some(work());
+            });
+            self.wait(&receiver);
+        });
+        result.expect("work that ends without a panic has a result")
+    }
+
+    /// Calls `work` for each part. Parts are begun in their order, and none is begun after an error.
+    ///
+    /// # Errors
+    /// The first error of `work`.
+    pub(crate) fn for_each<T: Send>(
+        &self,
+        parts: Vec<T>,
+        work: impl Fn(usize, T) -> Result<()> + Sync,
+    ) -> Result<()> {
+        let n_parts = parts.len();
+        let parts = Mutex::new(parts.into_iter().enumerate());
+        let outcome = Mutex::new(Ok(()));
+        let next = || parts.lock().unwrap_or_else(PoisonError::into_inner).next();
+        let is_ok = || {
+            let outcome = outcome.lock().unwrap_or_else(PoisonError::into_inner);
+            outcome.is_ok()
+        };
+        let work_on_parts = |after_each: &dyn Fn()| {
+            while is_ok()
+                && let Some((number, part)) = next()
+            {
+                if let Err(error) = work(number, part) {
+                    let mut outcome = outcome.lock().unwrap_or_else(PoisonError::into_inner);
+                    if outcome.is_ok() {
+                        *outcome = Err(error);
+                    }
+                }
+                after_each();
+            }
+        };
+        self.scope(|scope, n_threads| {
+            let (sender, receiver) = channel();
+            for _ in 1..n_threads.min(n_parts) {
+                let (sender, work_on_parts) = (sender.clone(), &work_on_parts);
+                scope.spawn(move |_| {
+                    let _sender = sender;
+                    work_on_parts(&|| ());
+                });
+            }
+            drop(sender);
+            let due = Cell::new(Instant::now() + TICK);
+            work_on_parts(&|| {
+                if Instant::now() >= due.get() {
+                    (self.tick)();
+                    due.set(Instant::now() + TICK);
+                }
+            });
+            self.wait(&receiver);
+        });
+        outcome.into_inner().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn scope<'scope, R>(&self, function: impl FnOnce(&Scope<'scope>, usize) -> R) -> R {
+        match self.pool {
+            Some(pool) => pool.in_place_scope(|scope| function(scope, pool.current_num_threads())),
+            None => rayon::in_place_scope(|scope| function(scope, rayon::current_num_threads())),
+        }
+    }
+
+    /// Waits until all senders are dropped.
+    fn wait(&self, receiver: &Receiver<()>) {
+        while receiver.recv_timeout(TICK) == Err(RecvTimeoutError::Timeout) {
+            (self.tick)();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::{Error, Kind};
+    use std::collections::HashSet;
+    use std::sync::Barrier;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    fn pool(n_threads: usize) -> ThreadPool {
+        let builder = rayon::ThreadPoolBuilder::new().num_threads(n_threads);
+        builder.build().unwrap()
+    }
+
+    #[test]
+    fn the_calling_thread_works_beside_the_pool() {
+        let pool = pool(3);
+        let (barrier, threads) = (Barrier::new(3), Mutex::new(HashSet::new()));
+        let team = Team::new(&pool, &|| ());
+        // Three parts that wait for each other need three threads.
+        let numbers = vec![10, 11, 12];
+        team.for_each(numbers, |number, part| {
+            assert_eq!(part, 10 + number);
+            threads.lock().unwrap().insert(std::thread::current().id());
+            barrier.wait();
+            Ok(())
+        })
+        .unwrap();
+        let threads = threads.into_inner().unwrap();
+        assert_eq!(threads.len(), 3);
+        assert!(threads.contains(&std::thread::current().id()));
+    }
+
+    #[test]
+    fn no_part_is_begun_after_an_error() {
+        for n_threads in [1, 4] {
+            let pool = pool(n_threads);
+            let n_begun = AtomicUsize::new(0);
+            let error = Team::new(&pool, &|| ())
+                .for_each((0..1000).collect(), |_, part: usize| {
+                    n_begun.fetch_add(1, Ordering::SeqCst);
+                    if part == 20 {
+                        return Err(Error::new(Kind::Damaged, "part 20"));
+                    }
+                    std::thread::sleep(Duration::from_micros(100));
+                    Ok(())
+                })
+                .unwrap_err();
+            assert_eq!(error.to_string(), "part 20");
+            let n_begun = n_begun.into_inner();
+            assert!((21..=20 + 100 * n_threads).contains(&n_begun), "{n_begun}");
+        }
+    }
+
+    #[test]
+    fn the_calling_thread_ticks_while_it_works_and_while_it_waits() {
+        let pool = pool(2);
+        let n_ticks = Cell::new(0);
+        let tick = || n_ticks.set(n_ticks.get() + 1);
+        let team = Team::new(&pool, &tick);
+        let caller = std::thread::current().id();
+        let sleep = |n| std::thread::sleep(n * TICK);
+        assert_eq!(
+            team.install(|| {
+                sleep(3);
+                7
+            }),
+            7
+        );
+        let waiting = n_ticks.replace(0);
+        assert!(waiting > 0);
+        let barrier = Barrier::new(2);
+        let part = |_, ()| {
+            barrier.wait();
+            sleep(if std::thread::current().id() == caller {
+                2
+            } else {
+                5
+            });
+            Ok(())
+        };
+        team.for_each(vec![(), ()], part).unwrap();
+        assert!(
+            n_ticks.get() > 1,
+            "once after its part, then while it waits"
+        );
+    }
+
+    #[test]
+    fn a_panic_of_the_work_reaches_the_caller() {
+        let pool = pool(2);
+        let team = Team::new(&pool, &|| ());
+        let panics = |function: &dyn Fn()| {
+            std::panic::catch_unwind(std::panic::AssertUnwindSafe(function)).is_err()
+        };
+        assert!(panics(&|| team.install(|| panic!("as intended"))));
+        assert!(panics(&|| {
+            let _ = team.for_each(vec![0, 1, 2], |_, _| panic!("as intended"));
+        }));
+        assert_eq!(team.install(|| 1), 1);
+    }
+}
