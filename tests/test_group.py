@@ -16,10 +16,11 @@ import torch.distributed as dist
 from tests.ranks import Job, Signal
 
 from reshard.errors import ArgumentError, DamagedFileError, ReshardError, StorageError
-from reshard.group import Group, SingleProcess, TorchGroup, agree, resolve, session
+from reshard.group import Group, SingleProcess, TorchGroup, agree, decide, resolve, session
 
 LONG = 20.0  # a deadline that is not meant to pass
 SHORT = 0.5
+SLOW = 1.0  # what a slow rank takes
 LATE = 2.0  # how long after the deadline the last rank must know
 
 
@@ -536,6 +537,20 @@ def test_a_group_of_the_users_own() -> None:
         return [agree(channel, group.rank, LONG), timed(lambda: agree(channel, fault, LONG))["text"]]
 
     assert in_threads(3, work) == [[[0, 1, 2], "rank 1: full"]] * 3
+
+
+def test_the_decision_of_rank_0_has_the_whole_time_after_a_slow_rank() -> None:
+    def work(group: Group) -> int:
+        def choose(values: list[int]) -> int:
+            time.sleep(SLOW)
+            return sum(values)
+
+        if group.rank == 2:
+            time.sleep(SLOW)
+        decided: int = decide(group, group.rank, choose, 1.5 * SLOW)
+        return decided
+
+    assert in_threads(3, work) == [3, 3, 3]
 
 
 def test_a_stray_message_in_a_group_of_the_users_own() -> None:

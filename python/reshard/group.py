@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -174,13 +173,13 @@ def agree(group: Group, outcome: Any, timeout: float) -> list[Any]:
     Args:
         group: all its ranks call this.
         outcome: this rank's value (JSON-able and small, since all ranks receive all values), or its exception.
-        timeout: seconds to wait for a rank that has not answered.
+        timeout: seconds to wait for a rank that has not answered, and again for rank 0's answer.
 
     Returns:
         The values in rank order.
 
     Raises:
-        GroupError: ranks did not answer; at the latest two seconds after the deadline.
+        GroupError: ranks did not answer.
         ReshardError: ranks failed; the message names the ranks and their errors. If all raised the same class of
             `reshard.errors`, the error has this class. In a world of one the exception itself is raised; an interrupt
             of this process is raised unchanged.
@@ -215,7 +214,6 @@ def decide(group: Group, outcome: Any, choose: Callable[[list[Any]], Any], timeo
     Returns:
         What `choose` returned, on every rank.
     """
-    end = time.monotonic() + timeout
     # Both steps are in one session: a rank that waits in the second receives the name of a rank missing in the first.
     channel: Group = group.session("agree") if isinstance(group, TorchGroup) else group
     failure = outcome if isinstance(outcome, BaseException) else None
@@ -223,7 +221,7 @@ def decide(group: Group, outcome: Any, choose: Callable[[list[Any]], Any], timeo
     with _interrupt_stays(failure):
         reports = channel.gather(own, timeout=timeout)
     if reports is None:
-        return _told(channel, None, failure, end - time.monotonic())
+        return _told(channel, None, failure, timeout)
     failures = {rank: report["error"] for rank, report in enumerate(reports) if "error" in report}
     verdict = {"failed": encode(failures)}
     if not failures:
