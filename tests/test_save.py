@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -50,6 +51,7 @@ from reshard.storage import protocol
 from reshard.torch import Checkpointer
 from reshard.write import iteration as iterations
 from reshard.write import shard_files
+from reshard.write.arrays import local_arrays as own_arrays
 from reshard.write.collective_save import log_once
 from reshard.write.rank_facts import LastMade, plan_iteration
 from reshard.write.replicas import RankLocal
@@ -174,9 +176,50 @@ class Twice(Mapping[str, Any]):
         return SQUARE
 
 
-def test_a_mapping_with_a_name_twice_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="`w` names a tensor"):
-        reshard.save(tmp_path, 1, Twice())
+class Other(str):
+    """Text that is equal to nothing else."""
+
+    __slots__ = ()
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+@pytest.mark.parametrize("model", [Twice(), {Other("w"): SQUARE, "w": SQUARE}], ids=["mapping", "dict"])
+def test_a_mapping_with_a_name_twice_is_refused(tmp_path: Path, model: Any) -> None:
+    with pytest.raises(ArgumentError, match="`w` names two tensors of the model"):
+        reshard.save(tmp_path / "root", 1, model)
+    assert not (tmp_path / "root").exists()
+
+
+class Made(Mapping[str, Any]):
+    """A mapping that makes each value when it is asked for it, as one of tensors on a device."""
+
+    def __init__(self) -> None:
+        self.n_alive = self.most_alive = 0
+
+    def __iter__(self) -> Iterator[str]:
+        return map(str, range(9))
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, name: str) -> Any:
+        made = np.zeros(2, ">f4")  # it is copied, as a tensor of a device is
+        self.n_alive += 1
+        self.most_alive = max(self.most_alive, self.n_alive)
+        weakref.finalize(made, self._free)
+        return made
+
+    def _free(self) -> None:
+        self.n_alive -= 1
+
+
+def test_values_of_a_mapping_are_taken_one_by_one() -> None:
+    made = Made()
+    assert len(own_arrays(made, None)) == 9
+    assert made.most_alive <= 2  # the last one and the next one
 
 
 @given(
