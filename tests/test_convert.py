@@ -10,7 +10,9 @@ import logging
 import os
 import resource
 import stat
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -26,6 +28,7 @@ from tests.threads import in_threads
 
 import reshard
 from reshard.errors import ArgumentError, LayoutError, ReshardError, UnsupportedError
+from reshard.formats import manifest, state, state_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -726,3 +729,27 @@ def test_state_goes_into_another_iteration(tmp_path: Path) -> None:
     assert not weights.warnings
     with reshard.open(tmp_path / "weights") as checkpoint:
         assert not checkpoint.extra()
+
+
+def test_a_name_that_no_state_file_has_is_no_rank(tmp_path: Path) -> None:
+    """A manifest of another program: the file counts as any other one."""
+    folder = Path(reshard.save(tmp_path / "source", 7, {"w": np.ones(2)}, extra={"note": 1}).path)
+    known = manifest.read(folder)
+    files = {name.replace("extra-", "extra-0"): entry for name, entry in known.files.items()}
+    (folder / "extra-0000000.json").rename(folder / "extra-00000000.json")
+    manifest.write(folder, replace(known, files=files, digest=""))
+    with reshard.open(folder) as checkpoint:
+        assert checkpoint.manifest is not None
+        assert state_files.ranks(checkpoint.manifest) == []
+    assert not reshard.convert(folder, tmp_path / "target", to="checkpoint2").warnings
+    with reshard.open(tmp_path / "target") as checkpoint:
+        assert not checkpoint.extra()
+
+
+@pytest.mark.parametrize("rank", [0, 7, 9_999_999, 10_000_000, 10**18 - 1])
+def test_the_rank_in_the_name_of_a_state_file(rank: int) -> None:
+    def ranks(name: str) -> list[int]:
+        return state_files.ranks(SimpleNamespace(files={name: None}))  # type: ignore[arg-type]
+
+    assert ranks(state.file_name(rank)) == [rank]
+    assert ranks(state.file_name(rank).replace("-", "-0")) == []

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from reshard.formats.manifest import Manifest
     from reshard.storage.location import Location
 
-_FILE = re.compile(r"extra-([0-9]{7,18})\.json")
+_FILE = re.compile(r"extra-([0-9]{7}|[1-9][0-9]{7,17})\.json")  # as `state.file_name` spells them
 
 
 def read(folder: Location, manifest: Manifest, rank: int) -> dict[str, Any]:
