@@ -67,6 +67,16 @@ def ranks(manifest: Manifest) -> list[int]:
     return sorted(int(match[1]) for match in matches if match is not None)
 
 
+def has_rank_local(folder: Location, manifest: Manifest) -> bool:
+    """Whether the state of a rank may hold what a save stores for each rank: its text has that name.
+
+    Arguments and errors as `read`.
+    """
+    name = f'"{state.RANK_LOCAL}"'.encode()
+    texts = (manifests.read_plain(folder, manifest, state.file_name(rank), state.MAX_BYTES) for rank in ranks(manifest))
+    return any(name in text for text in texts)
+
+
 def stored(folder: Location, manifest: Manifest, rank: int) -> tuple[bytes, dict[str, np.ndarray]]:
     """The text and the arrays of one of `ranks`, not decoded. Arguments and errors as `read`."""
     text = manifests.read_plain(folder, manifest, state.file_name(rank), state.MAX_BYTES)

@@ -21,9 +21,10 @@ from reshard.conversion.destinations import (
 )
 from reshard.conversion.writer import Settings, Writer
 from reshard.errors import DestinationExistsError, ReshardError, hints_without
-from reshard.formats import counter_tensors, manifest, state
+from reshard.formats import counter_tensors, manifest, state, state_files
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.common import CommonInfo
+from reshard.formats.checkpoint2.traits import CHECKPOINT2
 from reshard.storage import filesystem, protocol
 from reshard.storage.changes import remove_file, remove_folder, set_mode
 from reshard.storage.claims import LOCK_FILE, WRITERS_FOLDER
@@ -70,12 +71,21 @@ class Checkpoint2Writer(Writer):
             dedup=settings.dedup is not False,
             strict_format=settings.strict_format,
             original_modes=settings.original_modes,
-            with_state=settings.with_state,
+            with_state=settings.with_state and self.writes_extra(job),
         )
 
-    def writes_extra(self, source: Checkpoint) -> bool:
-        """The files of another iteration: they do not depend on the layout."""
-        return bool(source.data.state_ranks())
+    def writes_extra(self, job: Job) -> bool:
+        """The state of another iteration. It does not depend on the layout.
+
+        It names tensors as the source does, and is left out if they are renamed. Rank-local state holds values of
+        tensors, and is left out if they are cast.
+        """
+        data = job.source.data
+        if data.traits != CHECKPOINT2 or data.manifest is None or job.is_renamed:
+            return False
+        if not state_files.ranks(data.manifest):
+            return False
+        return job.options.dtype is None or not state_files.has_rank_local(data.path, data.manifest)
 
     def apart(self, source: Checkpoint) -> Collection[str]:
         """Counters of other formats, which go into common.json. `global_step` stays a tensor, as in MindSpore."""
@@ -238,8 +248,10 @@ def _write_state(job: Job, staging: Location, records: dict[str, tuple[FileRecor
     """
     names = []
     options = job.options
-    for rank in job.source.data.state_ranks():
-        text, arrays = job.source.data.stored_state(rank)
+    data = job.source.data
+    assert data.manifest is not None
+    for rank in state_files.ranks(data.manifest):
+        text, arrays = state_files.stored(data.path, data.manifest, rank)
         names.append(state.file_name(rank))
         (staging / names[-1]).replace(text, options.file_mode, durable=False)
         if arrays:
