@@ -200,12 +200,12 @@ def _publish(
             common.write(attempt.staging / checkpoint2.COMMON_FILE, options.file_mode, durable=False)
             rank_of = {file.name: file.rank for file in plan.files}
             records: dict[str, tuple[FileRecord, int]] = {name: (one, rank_of[name]) for name, one in written.items()}
-            texts = _write_state(job, attempt.staging, records) if with_state else []
+            of_state = _write_state(job, attempt.staging, records) if with_state else []
             sealed = protocol.seal(
                 attempt,
                 records,
                 world_size=n_ranks,
-                unsynced=[*described, *texts, checkpoint2.COMMON_FILE],
+                unsynced=[*described, *of_state, checkpoint2.COMMON_FILE],
                 known=described,
                 ckpt_status=common.ckpt_status,
                 file_mode=options.file_mode,
@@ -244,22 +244,20 @@ def _write_state(job: Job, staging: Location, records: dict[str, tuple[FileRecor
         records: gets the files of arrays.
 
     Returns:
-        The names of the other files, which are not synced.
+        The names of all files. They are not synced.
     """
-    names = []
-    options = job.options
-    data = job.source.data
+    names: list[str] = []
+    data, mode = job.source.data, job.options.file_mode
     assert data.manifest is not None
     for rank in state_files.ranks(data.manifest):
         text, arrays = state_files.stored(data.path, data.manifest, rank)
         names.append(state.file_name(rank))
-        (staging / names[-1]).replace(text, options.file_mode, durable=False)
+        (staging / names[-1]).replace(text, mode, durable=False)
         if arrays:
-            name = state.arrays_file_name(rank)
+            names.append(state.arrays_file_name(rank))
             tensors = local_arrays(arrays, None).tensors()
-            path = str(staging / name)
-            written = _core.write_arrays(path, tensors, durable=options.durable, mode=options.file_mode)
-            records[name] = WrittenFile.of(written), rank
+            written = _core.write_arrays(str(staging / names[-1]), tensors, durable=False, mode=mode)
+            records[names[-1]] = WrittenFile.of(written), rank
     return names
 
 
