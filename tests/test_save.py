@@ -7,6 +7,7 @@ import enum
 import json
 import logging
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -1051,6 +1052,13 @@ def test_a_name_of_a_subclass_of_text_is_saved_as_its_text(tmp_path: Path) -> No
             assert checkpoint.read(name).tolist() == [i] * 3
 
 
+def join_descriptions() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "reshard descriptions":
+            thread.join(10)
+            assert not thread.is_alive()
+
+
 @pytest.mark.parametrize("many", [1, 1 << 30])
 def test_descriptions_beside_the_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, many: int) -> None:
     monkeypatch.setattr(iterations, "_MANY_LINES", many)
@@ -1076,9 +1084,98 @@ def test_descriptions_beside_the_shards(tmp_path: Path, monkeypatch: pytest.Monk
         patch.setattr(Checkpoint2Save, "write", fail)
         with pytest.raises(StorageError, match="the disk is full"):
             reshard.save(tmp_path / "root", 2, arrays)
-        assert "reshard descriptions" not in {thread.name for thread in threading.enumerate()}
+        join_descriptions()
         assert not list((tmp_path / "root" / ".staging").iterdir())
     monkeypatch.setattr(iterations, "write_metadata", fail)
     with pytest.raises(StorageError, match="the disk is full"):
         reshard.save(tmp_path / "root", 2, arrays)
     assert not list((tmp_path / "root" / ".staging").iterdir())
+
+
+class FailedError(Exception):
+    pass
+
+
+def fail_at_once(*_: object, **__: object) -> object:
+    raise FailedError
+
+
+def failing_save(root: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoint2Save, "write", fail_at_once)
+        reshard.save(root, 2, {"w": SQUARE})
+
+
+def failing_conversion(root: Path) -> None:
+    reshard.convert(root, root.with_name("target"), to="checkpoint2", progress=fail_at_once)
+
+
+@pytest.mark.parametrize("act", [failing_save, failing_conversion])
+@pytest.mark.parametrize("moment", ["start", "stop", "twice"])
+def test_an_interrupt_does_not_leave_the_thread_of_the_descriptions_alone(
+    moment: str, act: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends before the staging folder is removed, unless the user insists."""
+    root = tmp_path / "root"
+    reshard.save(root, 1, {"w": SQUARE})
+    is_writing, states = threading.Event(), []
+    start, end, abandon = threading.Thread.start, iterations.Descriptions._end, protocol.abandon
+    waits = threading.Semaphore(0)
+
+    def slow(*args: Any, **options: Any) -> object:
+        is_writing.set()
+        for _ in range({"start": 0, "stop": 1, "twice": 2}[moment]):
+            waits.acquire(timeout=10)
+            time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+        try:
+            return write_metadata(*args, **options)
+        finally:
+            is_writing.clear()
+
+    def watched_end(descriptions: iterations.Descriptions) -> None:
+        waits.release()
+        end(descriptions)
+
+    def interrupted_start(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == "reshard descriptions":
+            is_writing.wait(10)
+            raise KeyboardInterrupt
+
+    def watched_abandon(attempt: protocol.Attempt) -> None:
+        states.append(is_writing.is_set())
+        abandon(attempt)
+
+    monkeypatch.setattr(iterations, "_MANY_LINES", 1)
+    monkeypatch.setattr(iterations, "write_metadata", slow)
+    monkeypatch.setattr(iterations.Descriptions, "_end", watched_end)
+    monkeypatch.setattr(protocol, "abandon", watched_abandon)
+    if moment == "start":
+        monkeypatch.setattr(threading.Thread, "start", interrupted_start)
+    with pytest.raises(KeyboardInterrupt):
+        act(root)
+    join_descriptions()
+    assert states == [moment == "twice"]
+    assert not list((root / ".staging").iterdir())
+    assert not (tmp_path / "target").exists()
+    with reshard.open(root) as checkpoint:
+        assert checkpoint.iteration == 1
+
+
+def test_descriptions_without_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread starts while the interpreter ends."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "reshard descriptions":
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+        start(thread)
+
+    monkeypatch.setattr(iterations, "_MANY_LINES", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        reshard.save(tmp_path, 1, {"w": SQUARE})
+    with reshard.open(tmp_path) as checkpoint:
+        assert np.array_equal(checkpoint.read("w"), SQUARE)

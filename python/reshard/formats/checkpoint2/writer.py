@@ -189,12 +189,10 @@ def _publish(
             rollback=True,
             folder_mode=options.folder_mode,
         )
+        descriptions = Descriptions(plan, attempt.staging, mode=options.file_mode)
         try:
-            descriptions = Descriptions(plan, attempt.staging, mode=options.file_mode)
-            try:
-                written = fill(attempt.staging)
-            finally:
-                descriptions.stop()
+            descriptions.start()
+            written = fill(attempt.staging)
             described = descriptions.result()
             common = job.source.common or CommonInfo()
             common.write(attempt.staging / checkpoint2.COMMON_FILE, options.file_mode, durable=False)
@@ -217,9 +215,12 @@ def _publish(
                 attempt = replace(attempt, previous_tracker=None)
             warnings += protocol.publish(attempt, sealed)
         except BaseException:
-            protocol.abandon(attempt)
-            if not existed:
-                _remove_published(attempt)
+            try:
+                descriptions.stop()
+            finally:
+                protocol.abandon(attempt)
+                if not existed:
+                    _remove_published(attempt)
             raise
         if original_modes:
             if is_new:
