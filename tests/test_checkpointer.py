@@ -835,3 +835,25 @@ def test_extra_arrays_are_proven_like_shards(tmp_path: Path) -> None:
     assert found["mean"].tolist() == [0, 1, 2, 3, 4, 5]
     manifest = json.loads((tmp_path / "iteration_00000001" / "manifest.json").read_text())
     assert "extra-0000000.arrays" in manifest["shards"]
+
+
+def test_a_run_goes_on_from_tensors_that_a_conversion_has_renamed(tmp_path: Path) -> None:
+    def parts(name: str) -> dict[str, Any]:
+        model = nn.ModuleDict({name: nn.Linear(3, 2)})
+        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+
+    old, new = parts("old"), parts("new")
+    with make(tmp_path / "source") as made:
+        made.resume(**old)
+        old["model"]["old"](torch.ones(1, 3)).sum().backward()
+        old["optimizer"].step()
+        made.save(1, blocking=True)
+    (warning,) = reshard.convert(
+        tmp_path / "source", tmp_path / "target", to="checkpoint2", select={"rename": {"old": "new"}}
+    ).warnings
+    assert "is not written: environment, rng, run" in warning
+    with make(tmp_path / "target") as made:
+        assert made.resume(**new).initial_step == 1
+    weight, moved = old["model"]["old"].weight, new["model"]["new"].weight
+    assert torch.equal(moved, weight)
+    assert torch.equal(new["optimizer"].state[moved]["exp_avg"], old["optimizer"].state[weight]["exp_avg"])

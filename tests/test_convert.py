@@ -10,7 +10,9 @@ import logging
 import os
 import resource
 import stat
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -26,6 +28,7 @@ from tests.threads import in_threads
 
 import reshard
 from reshard.errors import ArgumentError, LayoutError, ReshardError, UnsupportedError
+from reshard.formats import manifest, state, state_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -708,8 +711,8 @@ def test_state_goes_into_another_iteration(tmp_path: Path) -> None:
         )
 
     in_threads(2, save)
-    cuts = {"mesh": {"tp": 2, "dp": 2}, "rules": [{"match": "v", "cut": [None, "tp"]}]}
-    for number, options in enumerate([{}, {"layout": cuts, "select": {"rename": {"w": "v"}}}]):
+    cuts = {"mesh": {"tp": 2, "dp": 2}, "rules": [{"match": "w", "cut": [None, "tp"]}]}
+    for number, options in enumerate([{}, {"layout": cuts}, {"select": {"rename": {"w": "w"}}}, {"dtype": "F32"}]):
         target = tmp_path / f"target{number}"
         report = reshard.convert(tmp_path / "source", target, to="checkpoint2", **options)  # type: ignore[arg-type]
         assert not report.warnings
@@ -726,3 +729,78 @@ def test_state_goes_into_another_iteration(tmp_path: Path) -> None:
     assert not weights.warnings
     with reshard.open(tmp_path / "weights") as checkpoint:
         assert not checkpoint.extra()
+
+
+def test_a_file_of_an_iteration_has_no_state_beside_its_tensors(tmp_path: Path) -> None:
+    folder = Path(reshard.save(tmp_path / "source", 7, {"w": np.ones(2)}, extra={"note": 1}).path)
+    reshard.convert(folder / "model-0000000-0000001.safetensors", tmp_path / "target", to="checkpoint2", iteration=7)
+    with reshard.open(tmp_path / "target") as checkpoint:
+        assert not checkpoint.extra()
+
+
+FUSED = {"rules": [{"from": ["w", "v"], "to": "wv", "join": 0}, {"from": "b", "to": "b"}]}
+
+
+@pytest.mark.parametrize(
+    ("options", "is_lost"),
+    [
+        ({"layout": {"mesh": {"dp": 2}, "rules": [{"match": "*"}]}}, False),
+        ({"select": {"drop": "v"}}, False),
+        ({"select": {"rename": {"b": "new.b"}}}, True),
+        ({"select": {"rename": {"w": "v", "v": "w"}}}, True),
+        ({"names": FUSED}, True),
+        ({"dtype": "BF16"}, True),
+    ],
+    ids=["layout", "drop", "rename", "swap", "fuse", "cast"],
+)
+def test_state_of_tensors_goes_into_another_iteration_if_they_stay_the_same(
+    options: Any, tmp_path: Path, *, is_lost: bool
+) -> None:
+    def save(group: Any) -> None:
+        tensors = {"w": np.zeros(4, np.float32), "v": np.ones(4, np.float32), "b": np.full(2, group.rank, np.float32)}
+        reshard.save(
+            tmp_path / "source",
+            7,
+            tensors,
+            extra={"note": 1},
+            layout={"mesh": {"dp": 2}, "rules": [{"match": "*"}]},
+            group=group,
+            verify={"may_differ": ["b"]},
+        )
+
+    assert in_threads(2, save) == [None, None]
+    report = reshard.convert(tmp_path / "source", tmp_path / "target", to="checkpoint2", **options)
+    with reshard.open(tmp_path / "target") as checkpoint:
+        found = [checkpoint.extra(rank) for rank in range(2)]
+    if is_lost:
+        assert report.warnings[0].startswith(
+            "the state of the run beside the tensors is not written: note, rank_local."
+        )
+        assert found == [{}, {}]
+    else:
+        assert not report.warnings
+        assert [one["rank_local"]["differing"]["b"].tolist() for one in found] == [[0, 0], [1, 1]]
+
+
+def test_a_name_that_no_state_file_has_is_no_rank(tmp_path: Path) -> None:
+    """A manifest of another program: the file counts as any other one."""
+    folder = Path(reshard.save(tmp_path / "source", 7, {"w": np.ones(2)}, extra={"note": 1}).path)
+    known = manifest.read(folder)
+    files = {name.replace("extra-", "extra-0"): entry for name, entry in known.files.items()}
+    (folder / "extra-0000000.json").rename(folder / "extra-00000000.json")
+    manifest.write(folder, replace(known, files=files, digest=""))
+    with reshard.open(folder) as checkpoint:
+        assert checkpoint.manifest is not None
+        assert state_files.ranks(checkpoint.manifest) == []
+    assert not reshard.convert(folder, tmp_path / "target", to="checkpoint2").warnings
+    with reshard.open(tmp_path / "target") as checkpoint:
+        assert not checkpoint.extra()
+
+
+@pytest.mark.parametrize("rank", [0, 7, 9_999_999, 10_000_000, 10**18 - 1])
+def test_the_rank_in_the_name_of_a_state_file(rank: int) -> None:
+    def ranks(name: str) -> list[int]:
+        return state_files.ranks(SimpleNamespace(files={name: None}))  # type: ignore[arg-type]
+
+    assert ranks(state.file_name(rank)) == [rank]
+    assert ranks(state.file_name(rank).replace("-", "-0")) == []

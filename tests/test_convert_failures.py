@@ -23,8 +23,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tests.threads import in_threads
 
 import reshard
+from reshard import _core
 from reshard.errors import (
     ArgumentError,
     CheckpointNotFoundError,
@@ -626,6 +628,33 @@ def test_what_is_durable_is_synced_before_it_is_named(source: Path, tmp_path: Pa
     # The folders that were made have names too.
     assert "sync " in found  # the folder `new`
     assert f"sync {tmp_path}" in found
+
+
+def test_state_is_synced_at_once_before_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def save(group: Any) -> None:
+        extra = {"random": reshard.per_rank(np.arange(4) + group.rank)}
+        layout = {"mesh": {"dp": 3}, "rules": [{"match": "*"}]}
+        reshard.save(tmp_path / "source", 7, {"w": W}, extra=extra, layout=layout, group=group)
+
+    in_threads(3, save)
+    real_sync, real_write = _core.sync_together, _core.write_arrays
+    synced: list[list[str]] = []
+    durable: list[bool] = []
+
+    def sync_together(files: list[str], folders: list[str]) -> None:
+        synced.append([Path(file).name for file in files])
+        real_sync(files, folders)
+
+    def write_arrays(*args: Any, **options: Any) -> Any:
+        durable.append(options["durable"])
+        return real_write(*args, **options)
+
+    monkeypatch.setattr(_core, "sync_together", sync_together)
+    monkeypatch.setattr(_core, "write_arrays", write_arrays)
+    reshard.convert(tmp_path / "source", tmp_path / "target", to="checkpoint2")
+    assert durable == [False] * 3
+    (before_manifest,) = [names for names in synced if any("manifest.json" in name for name in names)]
+    assert {f"extra-000000{rank}.{end}" for rank in range(3) for end in ("json", "arrays")} <= {*before_manifest}
 
 
 def test_a_hugging_face_folder_is_synced_before_it_is_named(source: Path, tmp_path: Path) -> None:

@@ -8,10 +8,13 @@ import os
 import re
 import shutil
 import tempfile
+import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import pytest
 from tests.memory_store import MemoryStore
 from tests.small_saves import (
@@ -28,12 +31,15 @@ from tests.small_saves import (
     tracker,
 )
 
+import reshard
 from reshard import _core
+from reshard.formats.checkpoint2.metadata import write_metadata
 from reshard.options import Retention
 from reshard.storage import protocol, staging
 from reshard.storage.local import LocalStore
 from reshard.storage.location import Location
 from reshard.storage.store import Abilities
+from reshard.write import iteration as iterations
 from reshard.write import retention
 
 if TYPE_CHECKING:
@@ -172,6 +178,62 @@ def test_killed_while_an_iteration_is_replaced(
 
 def test_killed_while_an_iteration_is_replaced_in_a_store_without_renames(in_memory: Location) -> None:
     check_killed_while_an_iteration_is_replaced(in_memory, IN_PLACE)
+
+
+@pytest.mark.parametrize("kill", [killed_at, killed_at_step], ids=["no more changes", "signal"])
+@pytest.mark.parametrize("seconds", [0.0, 0.03], ids=["first", "last"])
+def test_killed_while_a_thread_writes_the_descriptions(
+    seconds: float, kill: Callable[..., bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save with all its steps. The thread writes before the shards are written, or once the save waits for it."""
+    monkeypatch.setattr(iterations, "_MANY_LINES", 1)
+    monkeypatch.setattr(iterations, "write_metadata", by_a_thread(seconds))
+    base = tmp_path / "base"
+    restarted(partial(save_arrays, base, 100))
+    outcomes, seen = [], set()
+    for number, root in copies(base):
+        was_killed = kill(number, partial(save_arrays, root, 200))
+        if was_killed and signature(root) in seen:
+            continue
+        seen.add(signature(root))
+        outcomes.append(found_arrays(root))
+        assert was_killed or outcomes[-1] == 200
+        restarted(partial(protocol.recover, root))
+        assert found_arrays(root) in {outcomes[-1], 200}
+        restarted(partial(save_arrays, root, 300))
+        assert found_arrays(root) == 300
+        assert not debris(root)
+        if not was_killed:
+            break
+    assert len(outcomes) > 5
+    assert outcomes == sorted(outcomes)
+
+
+def by_a_thread(seconds: float) -> Callable[..., object]:
+    def write(*args: Any, **options: Any) -> object:
+        assert threading.current_thread().name == "reshard descriptions"
+        time.sleep(seconds)
+        return write_metadata(*args, **options)
+
+    return write
+
+
+def save_arrays(root: Path, iteration: int) -> None:
+    arrays = {f"w{i}": np.full(i + 1, iteration) for i in range(3)}
+    reshard.save(root, iteration, arrays, extra={"array": arrays["w2"]}, common={"epoch_num": 0})
+
+
+def found_arrays(root: Path) -> int:
+    """The iteration that a restart takes, which is whole."""
+    with reshard.open(root) as checkpoint:
+        arrays, extra, number = checkpoint.load(verify="full"), checkpoint.extra(), checkpoint.iteration
+        assert checkpoint.manifest is not None
+        assert "metadata.json" in checkpoint.manifest.files
+    assert number is not None
+    for array in (*arrays.values(), extra["array"]):
+        assert array.tolist() == [number] * array.size
+    assert len(arrays) == 3
+    return number
 
 
 def check_killed_while_an_iteration_is_replaced(base: RootT, abilities: Abilities) -> None:

@@ -7,14 +7,16 @@ import enum
 import json
 import logging
 import os
+import signal
 import stat
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +52,7 @@ from reshard.storage import protocol
 from reshard.torch import Checkpointer
 from reshard.write import iteration as iterations
 from reshard.write import shard_files
+from reshard.write.arrays import local_arrays as own_arrays
 from reshard.write.collective_save import log_once
 from reshard.write.rank_facts import LastMade, plan_iteration
 from reshard.write.replicas import RankLocal
@@ -174,9 +177,50 @@ class Twice(Mapping[str, Any]):
         return SQUARE
 
 
-def test_a_mapping_with_a_name_twice_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="`w` names a tensor"):
-        reshard.save(tmp_path, 1, Twice())
+class Other(str):
+    """Text that is equal to nothing else."""
+
+    __slots__ = ()
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+@pytest.mark.parametrize("model", [Twice(), {Other("w"): SQUARE, "w": SQUARE}], ids=["mapping", "dict"])
+def test_a_mapping_with_a_name_twice_is_refused(tmp_path: Path, model: Any) -> None:
+    with pytest.raises(ArgumentError, match="`w` names two tensors of the model"):
+        reshard.save(tmp_path / "root", 1, model)
+    assert not (tmp_path / "root").exists()
+
+
+class Made(Mapping[str, Any]):
+    """A mapping that makes each value when it is asked for it, as one of tensors on a device."""
+
+    def __init__(self) -> None:
+        self.n_alive = self.most_alive = 0
+
+    def __iter__(self) -> Iterator[str]:
+        return map(str, range(9))
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, name: str) -> Any:
+        made = np.zeros(2, ">f4")  # it is copied, as a tensor of a device is
+        self.n_alive += 1
+        self.most_alive = max(self.most_alive, self.n_alive)
+        weakref.finalize(made, self._free)
+        return made
+
+    def _free(self) -> None:
+        self.n_alive -= 1
+
+
+def test_values_of_a_mapping_are_taken_one_by_one() -> None:
+    made = Made()
+    assert len(own_arrays(made, None)) == 9
+    assert made.most_alive <= 2  # the last one and the next one
 
 
 @given(
@@ -1008,6 +1052,13 @@ def test_a_name_of_a_subclass_of_text_is_saved_as_its_text(tmp_path: Path) -> No
             assert checkpoint.read(name).tolist() == [i] * 3
 
 
+def join_descriptions() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "reshard descriptions":
+            thread.join(10)
+            assert not thread.is_alive()
+
+
 @pytest.mark.parametrize("many", [1, 1 << 30])
 def test_descriptions_beside_the_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, many: int) -> None:
     monkeypatch.setattr(iterations, "_MANY_LINES", many)
@@ -1033,9 +1084,98 @@ def test_descriptions_beside_the_shards(tmp_path: Path, monkeypatch: pytest.Monk
         patch.setattr(Checkpoint2Save, "write", fail)
         with pytest.raises(StorageError, match="the disk is full"):
             reshard.save(tmp_path / "root", 2, arrays)
-        assert "reshard descriptions" not in {thread.name for thread in threading.enumerate()}
+        join_descriptions()
         assert not list((tmp_path / "root" / ".staging").iterdir())
     monkeypatch.setattr(iterations, "write_metadata", fail)
     with pytest.raises(StorageError, match="the disk is full"):
         reshard.save(tmp_path / "root", 2, arrays)
     assert not list((tmp_path / "root" / ".staging").iterdir())
+
+
+class FailedError(Exception):
+    pass
+
+
+def fail_at_once(*_: object, **__: object) -> object:
+    raise FailedError
+
+
+def failing_save(root: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoint2Save, "write", fail_at_once)
+        reshard.save(root, 2, {"w": SQUARE})
+
+
+def failing_conversion(root: Path) -> None:
+    reshard.convert(root, root.with_name("target"), to="checkpoint2", progress=fail_at_once)
+
+
+@pytest.mark.parametrize("act", [failing_save, failing_conversion])
+@pytest.mark.parametrize("moment", ["start", "stop", "twice"])
+def test_an_interrupt_does_not_leave_the_thread_of_the_descriptions_alone(
+    moment: str, act: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends before the staging folder is removed, unless the user insists."""
+    root = tmp_path / "root"
+    reshard.save(root, 1, {"w": SQUARE})
+    is_writing, states = threading.Event(), []
+    start, end, abandon = threading.Thread.start, iterations.Descriptions._end, protocol.abandon
+    waits = threading.Semaphore(0)
+
+    def slow(*args: Any, **options: Any) -> object:
+        is_writing.set()
+        for _ in range({"start": 0, "stop": 1, "twice": 2}[moment]):
+            waits.acquire(timeout=10)
+            time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+        try:
+            return write_metadata(*args, **options)
+        finally:
+            is_writing.clear()
+
+    def watched_end(descriptions: iterations.Descriptions) -> None:
+        waits.release()
+        end(descriptions)
+
+    def interrupted_start(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == "reshard descriptions":
+            is_writing.wait(10)
+            raise KeyboardInterrupt
+
+    def watched_abandon(attempt: protocol.Attempt) -> None:
+        states.append(is_writing.is_set())
+        abandon(attempt)
+
+    monkeypatch.setattr(iterations, "_MANY_LINES", 1)
+    monkeypatch.setattr(iterations, "write_metadata", slow)
+    monkeypatch.setattr(iterations.Descriptions, "_end", watched_end)
+    monkeypatch.setattr(protocol, "abandon", watched_abandon)
+    if moment == "start":
+        monkeypatch.setattr(threading.Thread, "start", interrupted_start)
+    with pytest.raises(KeyboardInterrupt):
+        act(root)
+    join_descriptions()
+    assert states == [moment == "twice"]
+    assert not list((root / ".staging").iterdir())
+    assert not (tmp_path / "target").exists()
+    with reshard.open(root) as checkpoint:
+        assert checkpoint.iteration == 1
+
+
+def test_descriptions_without_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread starts while the interpreter ends."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "reshard descriptions":
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+        start(thread)
+
+    monkeypatch.setattr(iterations, "_MANY_LINES", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        reshard.save(tmp_path, 1, {"w": SQUARE})
+    with reshard.open(tmp_path) as checkpoint:
+        assert np.array_equal(checkpoint.read("w"), SQUARE)

@@ -106,6 +106,7 @@ class Job:
         counters: counters of the source that are not tensors there, as tensors, for formats that store them so.
         shared: this share of the work; None: all of it.
         left_out: names of tensors that were left out; a layout may have rules for them.
+        is_renamed: whether tensors have other names than in the source, or are fused or split.
     """
 
     source: Checkpoint
@@ -116,6 +117,7 @@ class Job:
     counters: Mapping[str, np.ndarray] = field(default_factory=dict)
     shared: Shared | None = None
     left_out: Collection[str] = ()
+    is_renamed: bool = False
 
     def whole_request(self, keys: Sequence[str]) -> _core.Request:
         """The request for some of the source's tensors, whole and in this order."""

@@ -39,6 +39,7 @@ class Selection:
         counters: counters that are not written as other tensors, including those of which the source has no tensor.
         left_out: names of tensors that `drop` leaves out, after `rename`.
         copies: keys of the source that the name map leaves out as copies, and the key that each must be equal to.
+        is_renamed: whether tensors have other names than in the source, or are fused or split.
     """
 
     source: Checkpoint
@@ -46,6 +47,7 @@ class Selection:
     counters: dict[str, np.ndarray]
     left_out: list[str]
     copies: dict[str, str]
+    is_renamed: bool = False
 
 
 def select(
@@ -119,7 +121,9 @@ def select(
         changes = dict(rename or {})
         longest_first = sorted(changes, key=len, reverse=True)
         left_out = [_renamed(key, changes, longest_first, set()) for key in tensors if key not in new]
-    return Selection(view, written, {new[name]: counters[name] for name in separate if name in new}, left_out, copies)
+    separate_counters = {new[name]: counters[name] for name in separate if name in new}
+    is_renamed = names is not None or any(key != name for key, name in new.items())
+    return Selection(view, written, separate_counters, left_out, copies, is_renamed)
 
 
 def _without(keys: list[str], others: Collection[str]) -> list[str]:

@@ -76,8 +76,12 @@ class Writer(ABC):
         """Whether the destination is a file, not a folder."""
         return False
 
-    def writes_extra(self, source: Checkpoint) -> bool:  # noqa: ARG002
-        """Whether it writes the state of the run beside the tensors and the counters, if the source has any."""
+    def writes_extra(self, job: Job) -> bool:  # noqa: ARG002
+        """Whether it writes the state of the run beside the tensors and the counters, if the source has any.
+
+        Raises:
+            ReshardError: that state cannot be read.
+        """
         return False
 
     def apart(self, source: Checkpoint) -> Collection[str]:  # noqa: ARG002

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    import numpy as np
-
     from reshard import _core
     from reshard._core import DeviceLayout
     from reshard.formats.checkpoint2.common import CommonInfo
@@ -238,14 +236,6 @@ class CheckpointData:
     def extra_state(self, rank: int) -> dict[str, Any]:  # noqa: ARG002
         """The state saved beside the tensors, as `Checkpoint.extra` returns it."""
         return {}
-
-    def state_ranks(self) -> list[int]:
-        """The ranks of which Checkpoint 2.0 stores state beside the tensors; empty in other formats."""
-        return []
-
-    def stored_state(self, rank: int) -> tuple[bytes, Mapping[str, np.ndarray]]:
-        """Text and arrays of the state of one of `state_ranks`, not decoded."""
-        raise NotImplementedError
 
     def read_common(self) -> CommonInfo | None:
         """The counters of the run, also where reading them takes the contents of tensors or other values."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from reshard.formats.manifest import Manifest
     from reshard.storage.location import Location
 
-_FILE = re.compile(r"extra-([0-9]{7,18})\.json")
+_FILE = re.compile(r"extra-([0-9]{7}|[1-9][0-9]{7,17})\.json")  # as `state.file_name` spells them
 
 
 def read(folder: Location, manifest: Manifest, rank: int) -> dict[str, Any]:
@@ -65,6 +65,16 @@ def ranks(manifest: Manifest) -> list[int]:
     """
     matches = map(_FILE.fullmatch, manifest.files)
     return sorted(int(match[1]) for match in matches if match is not None)
+
+
+def has_rank_local(folder: Location, manifest: Manifest) -> bool:
+    """Whether the state of a rank may hold what a save stores for each rank: its text has that name.
+
+    Arguments and errors as `read`.
+    """
+    name = f'"{state.RANK_LOCAL}"'.encode()
+    texts = (manifests.read_plain(folder, manifest, state.file_name(rank), state.MAX_BYTES) for rank in ranks(manifest))
+    return any(name in text for text in texts)
 
 
 def stored(folder: Location, manifest: Manifest, rank: int) -> tuple[bytes, dict[str, np.ndarray]]:

@@ -223,6 +223,7 @@ def convert(
                 overwrite,
                 selection.counters,
                 left_out=selection.left_out,
+                is_renamed=selection.is_renamed,
             )
             if share is not None:
                 if is_one_file:
@@ -260,10 +261,9 @@ def convert(
                 source=source,
                 with_state=part_written == "all",
             )
+            loses_extra = part_written == "all" and not writer.is_whole and not writer.writes_extra(job)
             written = writer.write(job, settings)
-            warnings = [*written.warnings]
-            if part_written == "all" and not writer.is_whole and not writer.writes_extra(whole):
-                warnings += _extra_left_out(whole)
+            warnings = [*written.warnings, *(_extra_left_out(whole) if loses_extra else [])]
     return ConvertReport(
         path=str(written.path),
         to=writer.name,

@@ -199,32 +199,31 @@ def local_arrays(model: Mapping[str, object] | None, optimizer: Mapping[str, obj
     memory: list[np.ndarray] = []
     numbers: dict[ArrayKind, int] = {}
     kind_of: list[int] = []
+    most_distinct = 0  # plain names of one dict: those of a subclass of `str` may say themselves what they are equal to
     parts: tuple[tuple[Part, object], ...] = (("model", model), ("optimizer", optimizer))
     for part, given in parts:
         if not isinstance(given, Mapping | None):
             raise ArgumentError(f"`{part}` is a {type(given).__name__}, expected a mapping of names to arrays")
         own_names: list[Any] = list(given or ())
-        names += own_names if _are_free(own_names) else map(_checked_name, own_names)
-        values = [] if given is None else list(given.values())
+        is_plain = _are_free(own_names)
+        names += own_names if is_plain else map(_checked_name, own_names)
+        if is_plain and type(given) is dict:
+            most_distinct = max(most_distinct, len(own_names))
+        # Another mapping may make each value when it is asked for it.
+        values: list[Any] = list(given.values()) if type(given) is dict else [None]
         if set(map(type, values)) <= {np.ndarray}:
             # No statement for each array: 100,000 of them take as long as to write the arrays.
             with contextlib.suppress(_NotPlainError):
                 kind_of += list(map(_KindNumbers(part, numbers).__getitem__, map(_DTYPE_AND_SHAPE, values)))
                 memory += values
                 continue
-        for name, value in zip(own_names, values, strict=True):
+        for name, value in (given or {}).items():
             array, own = _array(name, value, part)
             memory.append(array)
             kind_of.append(numbers.setdefault(own, len(numbers)))
     made = LocalArrays(names, memory, tuple(numbers), kind_of)
-    # The names of one dict are distinct.
-    is_one = any(type(one) is dict and len(one) == len(names) for one in (model, optimizer))
-    if not is_one and (name := made.twin) is not None:
-        raise ArgumentError(
-            f"{show(name)} names a tensor of the model and one of the optimizer",
-            key=name,
-            hint="rename one of them: a reader could not tell which is meant",
-        )
+    if most_distinct < len(names) and (name := made.twin) is not None:
+        raise _named_twice(made, name)
     return made
 
 
@@ -320,6 +319,17 @@ def _of_tensor(tensor: Any, torch: Any) -> tuple[np.ndarray, str]:
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[plain.element_size()]
     array: np.ndarray = plain.view(integers).numpy()
     return array.view(dtypes.numpy_dtype(name)), name
+
+
+def _named_twice(arrays: LocalArrays, name: str) -> ArgumentError:
+    found = zip(arrays.names, arrays.kind_of, strict=True)
+    parts = {arrays.kinds[kind].part for one, kind in found if one == name}
+    what = "a tensor of the model and one of the optimizer" if len(parts) > 1 else f"two tensors of the {parts.pop()}"
+    return ArgumentError(
+        f"{show(name)} names {what}",
+        key=name,
+        hint="rename one of them: a reader could not tell which is meant",
+    )
 
 
 class _NotPlainError(Exception):

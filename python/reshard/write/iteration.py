@@ -326,7 +326,7 @@ def write_descriptions(plan: IterationPlan, folder: Location, *, mode: int) -> d
 
 
 class Descriptions:
-    """The files of `write_descriptions`. Long ones are written in a thread, beside the shard files.
+    """The files of `write_descriptions`. After `start`, a thread writes long ones beside the shard files.
 
     Args:
         plan, folder, mode: as for `write_descriptions`.
@@ -334,27 +334,36 @@ class Descriptions:
 
     def __init__(self, plan: IterationPlan, folder: Location, *, mode: int) -> None:
         self._write = functools.partial(write_descriptions, plan, folder, mode=mode)
+        self._is_long = len(plan.records.keys) + len(plan.files) >= _MANY_LINES
+        self._writing = threading.Lock()
         self._outcome: dict[str, PlainEntry | None] | BaseException | None = None
-        self._thread: threading.Thread | None = None
-        if len(plan.records.keys) + len(plan.files) >= _MANY_LINES:
-            thread = threading.Thread(target=self._run, name="reshard descriptions", daemon=True)
+
+    def start(self) -> None:
+        """Write them in a thread if they are long; else `result` does. Call `stop` even if this is interrupted."""
+        if self._is_long:
             with contextlib.suppress(RuntimeError):  # the interpreter is about to end: `result` writes them
-                thread.start()
-                self._thread = thread
+                threading.Thread(target=self._run, name="reshard descriptions", daemon=True).start()
 
     def _run(self) -> None:
-        self._outcome = capture(self._write)
+        with self._writing:
+            if self._outcome is None:
+                self._outcome = capture(self._write)
 
     def stop(self) -> None:
-        """Wait until nothing more is written into the folder."""
-        if self._thread is not None:
-            self._thread.join()
+        """Wait until nothing more is written into the folder. An interrupt is raised then; a second one at once."""
+        try:
+            self._end()
+        except BaseException:
+            self._end()
+            raise
+
+    def _end(self) -> None:
+        with self._writing:
+            self._outcome = self._outcome or ReshardError("the save was withdrawn before they were written")
 
     def result(self) -> dict[str, PlainEntry | None]:
         """What `write_descriptions` returns, once they are written. Raises as it does."""
-        self.stop()
-        if self._outcome is None:
-            self._run()
+        self._run()
         if isinstance(self._outcome, BaseException):
             raise self._outcome
         assert self._outcome is not None

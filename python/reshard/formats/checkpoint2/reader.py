@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Collection, Iterator, Mapping
 
-    import numpy as np
-
     from reshard.checkpoint import Checkpoint
     from reshard.formats.base import PartName
     from reshard.formats.manifest import Manifest
@@ -111,15 +109,6 @@ class FolderData(CheckpointData):
         """Read from the state files beside the shard files."""
         found = {} if self.manifest is None else state_files.read(self.path, self.manifest, rank)
         return {name: one.decoded() if isinstance(one, TorchSaved) else one for name, one in found.items()}
-
-    def state_ranks(self) -> list[int]:
-        """From the manifest."""
-        return [] if self.manifest is None else state_files.ranks(self.manifest)
-
-    def stored_state(self, rank: int) -> tuple[bytes, Mapping[str, np.ndarray]]:
-        """From its files, verified."""
-        assert self.manifest is not None
-        return state_files.stored(self.path, self.manifest, rank)
 
     def encoded_state(self) -> dict[str, Any]:
         """The state of rank 0, which holds what all ranks share."""

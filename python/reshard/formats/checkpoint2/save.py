@@ -1,8 +1,8 @@
 """What `reshard.save` does in Checkpoint 2.0: an iteration folder is staged, sealed by its manifest and published.
 
-Rank 0 plans the files from the facts of all ranks and makes a staging folder, into which each rank writes its files.
-Each rank reports the checksums of what it wrote. Then rank 0 writes metadata.json, common.json and the manifest, and
-publishes the folder (`storage.protocol`).
+Rank 0 plans the files from the facts of all ranks and makes a staging folder, into which each rank writes its files. A
+long metadata.json is written meanwhile, a short one afterwards. Each rank reports the checksums of what it wrote. Then
+rank 0 writes common.json and the manifest, and publishes the folder (`storage.protocol`).
 """
 
 from __future__ import annotations
@@ -161,6 +161,7 @@ class Checkpoint2Save(SaveFormat):
 
             self._reads_back = retention.must_read_back(task.root, task.iteration, options.retention.keep)
         self._descriptions = Descriptions(self._planned.iteration, self._attempt.staging, mode=task.file_mode)
+        self._descriptions.start()
         return _Begun(str(self._attempt.staging), self._reads_back)
 
     # -- 5
@@ -249,9 +250,11 @@ class Checkpoint2Save(SaveFormat):
     def withdraw(self, *, is_known: bool) -> None:  # noqa: ARG002
         """Remove the staging folder, unless it was published."""
         if self._attempt is not None and self._manifest is None:
-            if self._descriptions is not None:
-                self._descriptions.stop()
-            protocol.abandon(self._attempt)
+            try:
+                if self._descriptions is not None:
+                    self._descriptions.stop()
+            finally:
+                protocol.abandon(self._attempt)
 
     # -- 7
 

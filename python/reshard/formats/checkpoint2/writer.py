@@ -21,9 +21,10 @@ from reshard.conversion.destinations import (
 )
 from reshard.conversion.writer import Settings, Writer
 from reshard.errors import DestinationExistsError, ReshardError, hints_without
-from reshard.formats import counter_tensors, manifest, state
+from reshard.formats import counter_tensors, manifest, state, state_files
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.common import CommonInfo
+from reshard.formats.checkpoint2.traits import CHECKPOINT2
 from reshard.storage import filesystem, protocol
 from reshard.storage.changes import remove_file, remove_folder, set_mode
 from reshard.storage.claims import LOCK_FILE, WRITERS_FOLDER
@@ -70,12 +71,21 @@ class Checkpoint2Writer(Writer):
             dedup=settings.dedup is not False,
             strict_format=settings.strict_format,
             original_modes=settings.original_modes,
-            with_state=settings.with_state,
+            with_state=settings.with_state and self.writes_extra(job),
         )
 
-    def writes_extra(self, source: Checkpoint) -> bool:
-        """The files of another iteration: they do not depend on the layout."""
-        return bool(source.data.state_ranks())
+    def writes_extra(self, job: Job) -> bool:
+        """The state of another iteration. It does not depend on the layout.
+
+        It names tensors as the source does, and is left out if they are renamed. Rank-local state holds values of
+        tensors, and is left out if they are cast.
+        """
+        data = job.source.data
+        if data.traits != CHECKPOINT2 or data.manifest is None or job.is_renamed:
+            return False
+        if not state_files.ranks(data.manifest):
+            return False
+        return job.options.dtype is None or not state_files.has_rank_local(data.path, data.manifest)
 
     def apart(self, source: Checkpoint) -> Collection[str]:
         """Counters of other formats, which go into common.json. `global_step` stays a tensor, as in MindSpore."""
@@ -179,23 +189,21 @@ def _publish(
             rollback=True,
             folder_mode=options.folder_mode,
         )
+        descriptions = Descriptions(plan, attempt.staging, mode=options.file_mode)
         try:
-            descriptions = Descriptions(plan, attempt.staging, mode=options.file_mode)
-            try:
-                written = fill(attempt.staging)
-            finally:
-                descriptions.stop()
+            descriptions.start()
+            written = fill(attempt.staging)
             described = descriptions.result()
             common = job.source.common or CommonInfo()
             common.write(attempt.staging / checkpoint2.COMMON_FILE, options.file_mode, durable=False)
             rank_of = {file.name: file.rank for file in plan.files}
             records: dict[str, tuple[FileRecord, int]] = {name: (one, rank_of[name]) for name, one in written.items()}
-            texts = _write_state(job, attempt.staging, records) if with_state else []
+            of_state = _write_state(job, attempt.staging, records) if with_state else []
             sealed = protocol.seal(
                 attempt,
                 records,
                 world_size=n_ranks,
-                unsynced=[*described, *texts, checkpoint2.COMMON_FILE],
+                unsynced=[*described, *of_state, checkpoint2.COMMON_FILE],
                 known=described,
                 ckpt_status=common.ckpt_status,
                 file_mode=options.file_mode,
@@ -207,9 +215,12 @@ def _publish(
                 attempt = replace(attempt, previous_tracker=None)
             warnings += protocol.publish(attempt, sealed)
         except BaseException:
-            protocol.abandon(attempt)
-            if not existed:
-                _remove_published(attempt)
+            try:
+                descriptions.stop()
+            finally:
+                protocol.abandon(attempt)
+                if not existed:
+                    _remove_published(attempt)
             raise
         if original_modes:
             if is_new:
@@ -234,20 +245,20 @@ def _write_state(job: Job, staging: Location, records: dict[str, tuple[FileRecor
         records: gets the files of arrays.
 
     Returns:
-        The names of the other files, which are not synced.
+        The names of all files. They are not synced.
     """
-    names = []
-    options = job.options
-    for rank in job.source.data.state_ranks():
-        text, arrays = job.source.data.stored_state(rank)
+    names: list[str] = []
+    data, mode = job.source.data, job.options.file_mode
+    assert data.manifest is not None
+    for rank in state_files.ranks(data.manifest):
+        text, arrays = state_files.stored(data.path, data.manifest, rank)
         names.append(state.file_name(rank))
-        (staging / names[-1]).replace(text, options.file_mode, durable=False)
+        (staging / names[-1]).replace(text, mode, durable=False)
         if arrays:
-            name = state.arrays_file_name(rank)
+            names.append(state.arrays_file_name(rank))
             tensors = local_arrays(arrays, None).tensors()
-            path = str(staging / name)
-            written = _core.write_arrays(path, tensors, durable=options.durable, mode=options.file_mode)
-            records[name] = WrittenFile.of(written), rank
+            written = _core.write_arrays(str(staging / names[-1]), tensors, durable=False, mode=mode)
+            records[names[-1]] = WrittenFile.of(written), rank
     return names
 
 

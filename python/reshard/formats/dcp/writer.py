@@ -47,7 +47,7 @@ class DcpWriter(Writer):
 
     name = "dcp"
 
-    def writes_extra(self, source: Checkpoint) -> bool:  # noqa: ARG002
+    def writes_extra(self, job: Job) -> bool:  # noqa: ARG002
         """As values of the checkpoint."""
         return True
 
