@@ -75,11 +75,13 @@ class VerifyReport:
         checkpoints: for a root every iteration, newest first; for rank folders every save, in the order in which they
             are tried; else one checkpoint. What a job removes meanwhile is left out.
         seconds: duration.
+        warnings: problems of a root itself, and folders in it that are not verified, as sentences.
     """
 
     path: str
     checkpoints: tuple[VerifiedCheckpoint, ...]
     seconds: float
+    warnings: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -152,7 +154,8 @@ def verify(
     checkpoints = tuple(one for one in results if one is not None)
     if not checkpoints:  # a job has removed them all, and has saved newer ones before
         return verify(path, strategy=strategy, direct=direct, threads=threads, progress=progress)
-    return VerifyReport(str(target), checkpoints, time.monotonic() - started)
+    warnings = () if order is None else (*order.warnings, *order.ignored)
+    return VerifyReport(str(target), checkpoints, time.monotonic() - started, warnings)
 
 
 class _CheckpointJob:
