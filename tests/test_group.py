@@ -285,6 +285,34 @@ def test_a_store_that_is_silent_or_gone() -> None:
             assert lost["seconds"] < LATE
 
 
+def test_a_store_that_answers_slowly_is_not_silent() -> None:
+    over = Signal()
+
+    def work(group: TorchGroup) -> Any:
+        group.barrier(timeout=LONG)
+        if group.rank == 0:
+            over.wait()
+            return None
+        store = group._store
+
+        class Slow:
+            """Answers are late, as on a loaded machine: the last one comes later than a silent store is waited for."""
+
+            def __getattr__(self, name: str) -> Any:
+                time.sleep(0.9)
+                return getattr(store, name)
+
+        group._store = Slow()  # type: ignore[assignment]
+        told = timed(lambda: agree(group, None, 0.2))
+        over.set()
+        return told
+
+    with Job(2, work) as job:
+        _, told = job.values()
+    assert (told["error"], told["ranks"]) == ("GroupError", [0])
+    assert "no answer of rank 0 of 2 within 0.2 s" in told["text"]
+
+
 def test_sessions_in_two_threads_do_not_hold_each_other_up() -> None:
     def work(group: TorchGroup) -> Any:
         slow, quick = session(group, "slow"), session(group, "quick")
