@@ -769,10 +769,10 @@ def test_an_exception_of_the_callback_stops_the_load(big: Path) -> None:
             raise StopError
 
     with reshard.open(big) as opened:
-        started = time.monotonic()
+        started = time.process_time()
         with pytest.raises(StopError):
             opened.load(progress=stop)
-        assert time.monotonic() - started < 2
+        assert time.process_time() - started < 1  # of processor: all of it takes more
         # What is opened can still be read.
         assert opened.read("w", (0, slice(0, 4))).tolist() == [0] * 4
 
@@ -807,7 +807,7 @@ def test_ctrl_c_stops_a_load(big: Path) -> None:
     while True:
         opened.load()
     """
-    assert interrupt(code, big) < 3
+    assert interrupt(code, big) < 8  # less than one on an idle machine, and all of a load takes more
 
 
 # -- reading
@@ -917,7 +917,8 @@ def test_closing_while_others_read() -> None:
         expected = ground_truth("ckpt2", 10)["output_layer.weight"].tobytes()
 
         def work(opened: reshard.Checkpoint = opened, expected: bytes = expected) -> str:
-            for _ in range(500):
+            deadline = time.monotonic() + 60
+            while time.monotonic() < deadline:
                 try:
                     assert opened.read("output_layer.weight").tobytes() == expected
                 except ArgumentError as error:

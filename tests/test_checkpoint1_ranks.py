@@ -128,7 +128,7 @@ def test_a_rank_that_is_killed_while_it_writes(tmp_path: Path, victim: int) -> N
             signal.pause()
 
         try:
-            save(group, root, 10, timeout=2, keep=1, progress=stop if group.rank == victim else None)
+            save(group, root, 10, timeout=4, keep=1, progress=stop if group.rank == victim else None)
         except GroupError:
             return "given up"
         return None

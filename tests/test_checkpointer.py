@@ -768,10 +768,12 @@ def test_clock_needs_a_board(tmp_path: Path) -> None:
 
 def test_lost_rank_costs_a_save_and_not_the_training(tmp_path: Path) -> None:
     def work(group: TorchGroup) -> Any:
-        with make(tmp_path, save_every=1, timeout=0.5, async_save=False) as made:
+        with make(tmp_path, save_every=1, timeout=30, async_save=False) as made:
             made.resume(model=Trainer().model)
             if group.rank == 1:
                 return "gone"
+            assert made._saver is not None
+            made._timeout = made._saver.timeout = 0.5
             made.step(1)
             with pytest.raises(GroupError, match="rank 1 of 2"):
                 made.save()
@@ -794,6 +796,8 @@ def test_killed_rank_costs_the_pending_save_and_not_the_time_of_the_others(
             with make(tmp_path, save_every=1, timeout=600, interrupts={"grace_s": 0.3}) as made:
                 made.resume(model=Trainer().model)
                 made.step(1)
+                if group.rank == 1:
+                    signal.pause()  # until its save kills it
                 raise KeyError("the network is gone")  # noqa: TRY301
         except KeyError as error:
             assert made._saver is not None
@@ -812,13 +816,13 @@ def test_save_that_moves_is_waited_for_after_an_error(tmp_path: Path, monkeypatc
     real = Checkpoint2Save.write
 
     def slowly(*args: Any) -> Any:
-        for done in range(8):
-            time.sleep(0.05)
-            args[-1](done, 8)
+        for done in range(10):
+            time.sleep(0.2)
+            args[-1](done, 10)
         return real(*args)
 
     def fail() -> None:
-        with resumed(tmp_path, save_every=1, interrupts={"grace_s": 0.15}) as (trainer, made, _):
+        with resumed(tmp_path, save_every=1, interrupts={"grace_s": 1.5}) as (trainer, made, _):
             trainer.run(made, 1, 1)
             raise KeyError
 

@@ -25,7 +25,7 @@ from tests.test_cli import all_commands, outcome, run
 import reshard
 from reshard import layout
 from reshard.cli import output
-from reshard.errors import ClaimedError, adapt_hint, hints_without
+from reshard.errors import ClaimedError, DamagedFileError, adapt_hint, hints_without
 from reshard.layout import BoundLayout
 from reshard.opening.near import near
 from reshard.options import Options
@@ -146,6 +146,35 @@ def test_two_folders_of_one_iteration(root: Path, caplog: pytest.LogCaptureFixtu
     reshard.open(root).close()
     assert warning in caplog.text
     assert (root / "iteration_100").is_dir()
+
+
+def test_folders_that_are_named_almost_like_an_iteration(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("iteration_00000100 (copy)", "Iteration-300", ".iteration_00000100.old", "iterations", "x"):
+        shutil.copytree(root / "iteration_00000100", root / name)
+    shutil.move(root / "iteration_00000100", root / "iteration_00000100.bak")
+    (root / "iteration_300 of today").write_text("no folder")
+    names = {"Iteration-300": 300, "iteration_00000100 (copy)": 100, "iteration_00000100.bak": 100}
+    of_iteration = "is ignored: the folder of an iteration is named `iteration_00000"
+    reasons = [f"`{name}` {of_iteration}{number}`; rename it to use it" for name, number in names.items()]
+    assert json.loads(run("explain", root, "--json").stdout)["warnings"][:3] == reasons
+    assert list(reshard.verify(root).warnings) == reasons
+    assert json.loads(run("verify", root, "--json").stdout)["warnings"] == reasons
+    stdout = run("explain", root).stdout
+    assert all(reason in stdout for reason in reasons)
+    assert run("verify", root).stderr == "".join(f"warning: {reason}\n" for reason in reasons)
+    caplog.clear()
+    assert reshard.load(root).iteration == 200
+    assert all(reason in caplog.text for reason in reasons)
+    (root / "iteration_00000100.bak").rename(root / "iteration_00000100")
+    for name in ("iteration_00000200 backup", "iteration_00000201 backup"):
+        (root / name).mkdir()
+    _, copy, _, rest = reshard.verify(root).warnings
+    assert copy == f"`iteration_00000100 (copy)` {of_iteration}100`, and iteration 100 is read from iteration_00000100"
+    assert rest == "1 more folder with such a name is ignored"
+    for name in ("iteration_00000100", "iteration_00000200"):
+        shutil.rmtree(root / name)
+    with pytest.raises(DamagedFileError, match="`Iteration-300` is ignored"):
+        reshard.open(root)
 
 
 def test_inspect_tells_a_save_in_progress_from_one_that_was_interrupted(root: Path) -> None:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import click
 import numpy as np
 import pytest
+from rich.console import Console
 from tests.test_cli import PROGRAM, all_commands, on_terminal, outcome, run
 
 import reshard
+from reshard.checkpoint import Checkpoint
 from reshard.cli import output
 
 if TYPE_CHECKING:
@@ -95,8 +100,59 @@ def test_progress_in_a_pipe_is_lines(root: Path, tmp_path: Path, monkeypatch: py
     assert result.stdout.startswith("wrote ")
     assert run("convert", tmp_path / "m.safetensors", tmp_path / "b", *how, "--json").stderr == ""
     assert run("convert", tmp_path / "m.safetensors", tmp_path / "c", *how, "--quiet").output == ""
-    monkeypatch.undo()
-    assert run("convert", tmp_path / "m.safetensors", tmp_path / "d", *how).stderr == ""  # it takes no 5 seconds
+    monkeypatch.setattr(output, "_LINE_SECONDS", 1000.0)
+    assert run("convert", tmp_path / "m.safetensors", tmp_path / "d", *how).stderr == ""
+
+
+@pytest.mark.parametrize("command", ["convert", "plan"])
+def test_planning_without_progress_says_so(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reshard.save_file({"w": np.ones(4)}, tmp_path / "m.safetensors")
+    (tmp_path / "tp.yaml").write_text("mesh: {tp: 2}\nrules: [{match: w, cut: [tp]}]\n")
+    bind, echo, said = Checkpoint.bind, output.echo, threading.Event()
+    monkeypatch.setattr(output.ProgressLines, "wait_s", 0.01)
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        assert said.wait(60)
+        return bind(*args, **kwargs)
+
+    def spy(text: str = "", *, err: bool = False) -> None:
+        echo(text, err=err)
+        if err:
+            said.set()
+
+    monkeypatch.setattr(Checkpoint, "bind", slow)
+    monkeypatch.setattr(output, "echo", spy)
+    more = [tmp_path / "out"] if command == "convert" else ["--no-measure"]
+    result = run(command, tmp_path / "m.safetensors", *more, "--layout", tmp_path / "tp.yaml")
+    assert result.stderr
+    assert {re.sub("[0-9]+", "N", line) for line in result.stderr.splitlines()} == {"preparing, N s"}
+
+
+def test_a_bar_says_that_it_waits_until_something_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(output, "console", lambda **_: Console(file=terminal, force_terminal=True, width=80))
+
+    def is_drawn(text: str) -> bool:
+        deadline = time.monotonic() + 60  # a thread draws
+        while text not in terminal.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return text in terminal.getvalue()
+
+    bar = output.ProgressBar()
+    assert bar.waiting(2.0)
+    assert is_drawn("preparing, 2 s")
+    assert bar.waiting(4.1)
+    assert is_drawn("preparing, 5 s")
+    bar(5 << 20, 10 << 20)
+    assert not bar.waiting(6.0)
+    assert is_drawn("5.00 MiB of 10.0 MiB")
+    bar.pause()
+    assert "preparing, 6 s" not in terminal.getvalue()
+    bar = output.ProgressBar()
+    assert bar.waiting(7.0)
+    assert is_drawn("preparing, 7 s")
+    bar.pause()  # a job that ends without any progress
+    assert terminal.getvalue().endswith("\x1b[2K")  # the line is erased
 
 
 def test_progress_that_nobody_reads_does_not_end_the_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -535,7 +535,7 @@ def test_ctrl_c_stops_at_once_and_leaves_nothing(big: Path, tmp_path: Path, name
         _, errors = process.communicate(timeout=30)
     finally:
         process.kill()
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 10  # less than one on an idle machine
     assert process.returncode in (-signal.SIGINT, 130)
     assert b"KeyboardInterrupt" in errors
     assert not list(tmp_path.iterdir())

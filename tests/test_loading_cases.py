@@ -117,7 +117,7 @@ def test_a_rank_that_cannot_read_the_configuration_tells_the_others(hf: Path, tm
     config.write_text(json.dumps({"load_checkpoint": str(hf), "pretrained_model_dir": str(hf), "use_parallel": True}))
 
     def work(group: Any) -> Any:
-        return reshard.load(config=config if group.rank == 0 else tmp_path / "elsewhere.yaml", group=group, timeout=5)
+        return reshard.load(config=config if group.rank == 0 else tmp_path / "elsewhere.yaml", group=group, timeout=20)
 
     for outcome in in_threads(2, work):
         assert isinstance(outcome, ReshardError)

@@ -117,9 +117,9 @@ def test_views_take_no_memory(tmp_path: Path) -> None:
 
 IMPORT = """
 import sys, time
-started = time.perf_counter()
+started = time.process_time()  # of processor: what else runs on the machine does not count
 import reshard
-print(time.perf_counter() - started, *sorted({name.partition(".")[0] for name in sys.modules}))
+print(time.process_time() - started, *sorted({name.partition(".")[0] for name in sys.modules}))
 """
 
 
@@ -128,7 +128,7 @@ def test_import_is_quick_and_brings_no_framework() -> None:
         subprocess.run([sys.executable, "-c", IMPORT], check=True, capture_output=True, text=True).stdout.split()
         for _ in range(5)
     ]
-    # The least of five: what else runs on the machine only ever adds.
+    # The least of five: the first one reads files from the disk.
     assert min(float(seconds) for seconds, *_ in runs) < 0.150
     for framework in ("torch", "mindspore", "jax", "tensorflow", "safetensors"):
         assert framework not in runs[0]

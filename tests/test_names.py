@@ -585,12 +585,12 @@ def test_parts_are_counted_in_all_tensors_before_one_is_made() -> None:
     names = NameMap.from_mapping(
         {"sizes": {"e": 200_000}, "rules": [{"from": "{i}.w", "to": "{i}.{e}.w", "lay": {"e": 0}}]}
     )
-    started = time.monotonic()
+    started = time.process_time()
     for n_tensors in (3, 2000):
         with pytest.raises(NamesError, match=r"into more than 500000 parts: 600000 with the 200000 of `2\.w`") as error:
             names.resolve({f"{i}.w": (200_000,) for i in range(n_tensors)})
         assert error.value.key == "2.w"
-    assert time.monotonic() - started < 2
+    assert time.process_time() - started < 2
 
 
 @pytest.mark.slow

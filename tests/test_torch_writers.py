@@ -238,6 +238,34 @@ def test_a_value_named_as_a_counter_does_not_replace_it(tmp_path: Path) -> None:
     assert reshard.open(tmp_path / "again").extra() == wanted
 
 
+def test_parts_come_back_from_dcp(tmp_path: Path) -> None:
+    model = {"w": np.arange(8.0).reshape(4, 2), "ema.w": np.ones((4, 2))}
+    state = {"exp_avg.w": np.full((4, 2), 2.0), "adam_m.w": np.full((4, 2), 3.0), "optimizer.state.w.v": np.ones(2)}
+    reshard.save(tmp_path / "run", 10, model, state, extra={"optimizer": {"lr": 0.1}})
+    layout = {"mesh": {"tp": 2}, "rules": [{"match": "w", "cut": ["tp"]}, {"match": "*"}]}
+    reshard.convert(tmp_path / "run", tmp_path / "dcp", to="dcp", layout=layout)
+    found = {name: torch.zeros(array.shape, dtype=torch.float64) for name, array in {**model, **state}.items()}
+    load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)  # under the names of the source
+    for name, array in {**model, **state}.items():
+        assert found[name].numpy().tobytes() == array.tobytes()
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "dcp.pt")
+    assert set(torch.load(tmp_path / "dcp.pt")) == {*model, *state, "optimizer", "iteration", "common"}
+    reshard.convert(tmp_path / "dcp", tmp_path / "again", to="dcp")
+    reshard.convert(tmp_path / "dcp", tmp_path / "back", to="checkpoint2", layout=layout)
+    for path in ("dcp", "again", "back"):
+        with reshard.open(tmp_path / path) as opened:
+            assert opened.keys("model") == [*model], path
+            assert opened.keys("optimizer") == [*state], path
+            assert path == "back" or "optimizer.lr" in opened.extra()
+    assert reshard.diff(tmp_path / "run", tmp_path / "back").equal
+    # Tensors that have other names than in the folder, and a conversion of the model alone.
+    reshard.convert(tmp_path / "dcp", tmp_path / "new", to="checkpoint2", select={"rename": {"w": "v"}})
+    with reshard.open(tmp_path / "new") as opened:
+        assert opened.keys("optimizer") == ["exp_avg.v", "adam_m.v", "optimizer.state.w.v"]
+    reshard.convert(tmp_path / "dcp", tmp_path / "hf")
+    assert reshard.open(tmp_path / "hf").keys() == [*model]
+
+
 def test_other_folders_of_dcp_are_written_again(tmp_path: Path) -> None:
     data = Path(__file__).parent / "data" / "torch"
     for name in ("dcp_2d/checkpoint", "dcp_plain/checkpoint", "dcp_hsdp/checkpoint"):

@@ -145,6 +145,23 @@ def test_names_that_are_too_long_are_no_damage(key: str, file: str, tmp_path: Pa
     assert "damaged," not in result.output
 
 
+def test_paths_that_are_too_long_are_no_damage(root: Path, tmp_path: Path) -> None:
+    parent = tmp_path
+    while len(str(parent)) < 3700:
+        parent /= "d" * 200
+    parent.mkdir(parents=True)
+    (parent / "run").mkdir()
+    shutil.copytree(root / "iteration_00000010", parent / "run/iteration_00000010")
+    # The system accepts the paths of the manifest and of names by which formats are detected, and not those of shards.
+    shard = FILES["model", 0]
+    moved = parent / ("r" * (4096 - len(f"{parent}//iteration_00000010/{shard}")))
+    (parent / "run").rename(moved)
+    (only,) = reshard.verify(moved / "iteration_00000010").checkpoints
+    assert only.state == "unreadable"
+    assert {fault.is_damage for fault in only.faults} == {False}
+    assert shard in {fault.file for fault in only.faults}
+
+
 def test_what_is_removed_meanwhile_is_left_out(root: Path) -> None:
     def job(done: int, total: int) -> None:
         if (root / "iteration_00000005").exists():

@@ -38,7 +38,8 @@ _LAST_SLEEP_S = 0.01  # longest interval between requests, by which an exchange 
 _RANKS_PER_SLEEP = 128  # with more ranks the interval is longer, since one server answers all of them
 _GRACE_S = 1.0  # ranks that wait for a root wait this much longer, so that the root can report the missing ranks
 _LINGER_S = 1.0  # for which the root of a broadcast waits until it is fetched
-_SILENCE_S = 1.5  # to wait for the store after the deadline
+_SILENCE_S = 1.5  # to wait for the store after the deadline, and for one request
+_LATE_S = 6.0  # after the deadline, if the store answers and only this process is slow
 _MAX_MESSAGE = 2000
 
 
@@ -137,6 +138,7 @@ class TorchSession:
         self._n_operations = 0
         self._error: GroupError | None = None
         self._is_abandoned = False
+        self._asked_at = 0.0  # when the last request was sent; all before it were answered
         self._longest_sleep_s = _LAST_SLEEP_S * max(1.0, group.world_size / _RANKS_PER_SLEEP)
 
     def barrier(self, *, timeout: float) -> None:
@@ -219,17 +221,27 @@ class TorchSession:
                 ended.put((None, error))
 
         threading.Thread(target=run, name=f"reshard {self._label}: {name}", daemon=True).start()
-        try:
-            result, error = ended.get(timeout=max(timeout, 0.0) + _SILENCE_S)
-        except queue.Empty:
-            self._is_abandoned = True
-            error = GroupError(
-                f"{name} in session `{self._label}`: the rendezvous store did not answer within {timeout:g} s",
-                hint="it is served by rank 0 or by the launcher on its host: see whether that one is alive",
-            )
-        except BaseException:  # Ctrl-C
-            self._is_abandoned = True
-            raise
+        result: Any = None
+        error: BaseException | None
+        end = max(deadline, time.monotonic()) + _SILENCE_S
+        while True:
+            try:
+                result, error = ended.get(timeout=max(end - time.monotonic(), 0.0))
+                break
+            except queue.Empty:
+                # If a request was sent since, the one before it was answered: the store is not silent.
+                before, end = end, min(self._asked_at + _SILENCE_S, deadline + _LATE_S)
+                if end > before:
+                    continue
+                self._is_abandoned = True
+                error = GroupError(
+                    f"{name} in session `{self._label}`: the rendezvous store did not answer within {timeout:g} s",
+                    hint="it is served by rank 0 or by the launcher on its host: see whether that one is alive",
+                )
+                break
+            except BaseException:  # Ctrl-C
+                self._is_abandoned = True
+                raise
         if error is None:
             return result
         self._error = error if isinstance(error, GroupError) else GroupError(f"session `{self._label}` has failed")
@@ -240,6 +252,7 @@ class TorchSession:
         """The store, while a caller waits for this session. Raises in an abandoned thread, which then ends."""
         if self._is_abandoned:
             raise GroupError(f"session `{self._label}` was given up")
+        self._asked_at = time.monotonic()
         return self._group._store  # noqa: SLF001  two halves of one thing
 
     def _join(self, name: str, deadline: float, timeout: float) -> None:

@@ -18,8 +18,9 @@ import shlex
 import shutil
 import sys
 import textwrap
+import threading
 import time
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, ParamSpec, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from rich.console import Console
+    from rich.status import Status
     from rich.table import Table
     from rich.text import Text
 
@@ -316,6 +318,9 @@ def echo_table(table: Table, out: Console | None = None) -> None:
 class ProgressBar:
     """A progress bar on stderr with bytes, rate and remaining time, for use as `progress=`. Can be reused."""
 
+    wait_s: ClassVar[float] = 2.0
+    """Time until `waiting` is called, and between two calls."""
+
     def __init__(self) -> None:
         from rich.progress import (
             BarColumn,
@@ -337,30 +342,60 @@ class ProgressBar:
             refresh_per_second=8,
         )
         self._task = self._bar.add_task("", total=None, bytes="")
+        self._lock = threading.Lock()
+        self._has_begun = False
+        self._status: Status | None = None  # until then
 
     def __call__(self, done_bytes: int, total_bytes: int) -> None:
         """Shows how much is done."""
         if not self._bar.live.is_started:
+            self._begin()
             self._bar.reset(self._task, total=total_bytes)
             self._bar.start()
         self._bar.update(
             self._task, completed=done_bytes, total=total_bytes, bytes=f"{size(done_bytes)} of {size(total_bytes)}"
         )
 
+    def waiting(self, seconds: float) -> bool:
+        """Show that so long nothing is done yet. Returns whether that is still so."""
+        from rich.status import Status
+
+        with self._lock:
+            if self._has_begun:
+                return False
+            if self._status is None:
+                self._status = Status(_preparing(seconds), console=self._bar.console, spinner="line")
+                self._status.start()
+            self._status.update(_preparing(seconds))
+            return True
+
     def pause(self) -> None:
         """Hide the bar until the next call."""
+        self._begin()
         self._bar.stop()
+
+    def _begin(self) -> None:
+        with self._lock:
+            self._has_begun = True
+            if self._status is not None:
+                self._status.stop()
+                self._status = None
 
 
 class ProgressLines:
     """Progress as lines on stderr, one every few seconds."""
 
+    wait_s: ClassVar[float] = _LINE_SECONDS
+    """Time until `waiting` is called, and between two calls."""
+
     def __init__(self) -> None:
+        self._has_begun = False
         self._begin: float | None = None
         self._last = 0.0
 
     def __call__(self, done_bytes: int, total_bytes: int) -> None:
         """Prints how much is done, if the last line is old enough."""
+        self._has_begun = True
         now = time.monotonic()
         if self._begin is None:
             self._begin = self._last = now
@@ -375,9 +410,22 @@ class ProgressLines:
         with contextlib.suppress(OSError):  # a closed stderr must not stop the work
             echo(line, err=True)
 
+    def waiting(self, seconds: float) -> bool:
+        """Print that so long nothing is done yet. Returns whether that is still so."""
+        if self._has_begun:
+            return False
+        with contextlib.suppress(OSError):
+            echo(_preparing(seconds), err=True)
+        return True
+
     def pause(self) -> None:
         """Start again with the next call, which is for another job."""
+        self._has_begun = True
         self._begin = None
+
+
+def _preparing(seconds: float) -> str:
+    return f"preparing, {duration(seconds)}"
 
 
 def duration(seconds: float) -> str:
@@ -397,6 +445,7 @@ def duration(seconds: float) -> str:
 def progress_bar() -> Iterator[ProgressBar | ProgressLines | None]:
     """Progress on stderr: a bar that disappears at the end of the block, or lines if stderr is not a terminal.
 
+    Until the work reports progress, which takes seconds for a plan of 100,000 ranks, the passed time is shown.
     None with `--quiet`, and with `--json` if stderr is not a terminal.
     """
     is_terminal = sys.stderr.isatty()
@@ -404,9 +453,19 @@ def progress_bar() -> Iterator[ProgressBar | ProgressLines | None]:
         yield None
         return
     bar = ProgressBar() if is_terminal else ProgressLines()
+    begun, ended = time.monotonic(), threading.Event()
+
+    def wait() -> None:
+        while not ended.wait(bar.wait_s) and bar.waiting(time.monotonic() - begun):
+            pass
+
+    waiting = threading.Thread(target=wait, name="reshard-progress", daemon=True)
+    waiting.start()
     try:
         yield bar
     finally:
+        ended.set()
+        waiting.join()
         bar.pause()
 
 

@@ -21,6 +21,7 @@ from reshard.cli.output import (
     echo_table,
     natural_order,
     plain_table,
+    progress_bar,
     shown,
     size,
     warn,
@@ -79,10 +80,11 @@ def plan(
     """
     from reshard.verbs.forecast import forecast, free_bytes, measure_speed
 
-    with collected_warnings(print_on_error=False), reshard.open(src, strategy=strategy) as checkpoint:
-        found = forecast(checkpoint, layout, part=part)
-        title = f"{checkpoint.format}: {checkpoint.path}"
-    free, speed = free_bytes(dst), measure_speed(dst) if measure else None
+    with progress_bar():
+        with collected_warnings(print_on_error=False), reshard.open(src, strategy=strategy) as checkpoint:
+            found = forecast(checkpoint, layout, part=part)
+            title = f"{checkpoint.format}: {checkpoint.path}"
+        free, speed = free_bytes(dst), measure_speed(dst) if measure else None
     numbers = _numbers(found, free, speed)
     if html is not None:
         from reshard.cli.pages.html import page

@@ -60,15 +60,16 @@ def verify(path: str, *, strategy: str | None, cached: bool, threads: int | None
     """
     with collected_warnings() as logged, progress_bar() as progress:
         report = reshard.verify(path, strategy=strategy, direct=not cached, threads=threads, progress=progress)
+    warnings = [*report.warnings, *logged]
     if as_json:
         fields: dict[str, Any] = dataclasses.asdict(report)
-        echo_json({"ok": report.ok, **fields, "warnings": logged})
+        echo_json({"ok": report.ok, **fields, "warnings": warnings})
     else:
         for one in report.checkpoints:
             _print_checkpoint(one)
         if report.n_bytes:
             echo(f"{size(report.n_bytes)} compared in {report.seconds:.1f} s, {rate(report.n_bytes, report.seconds)}")
-        warn(*logged)
+        warn(*warnings)
         for reason in dict.fromkeys(one.not_recorded for one in report.checkpoints if one.not_recorded):
             warn(f"the result is not recorded for `reshard prune`: {reason}")
     if not report.ok:

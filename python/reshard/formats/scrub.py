@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import heapq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -47,7 +48,8 @@ class Fault:
         begin: first byte that differs in a shard file, from the start of the file; else None.
         end: the byte after the last.
         tensors: names of the stored tensors with bytes in this range.
-        is_damage: False if the file could not be read, for example for lack of permission. Its state is unknown then.
+        is_damage: False if the file could not be read, for example for lack of permission, or if this version or the
+            file system does not support it. Its state is unknown then.
     """
 
     file: str | None
@@ -62,14 +64,19 @@ class Fault:
 
 
 def fault_of(error: ReshardError, file: str | None) -> Fault:
-    """The fault that an error reports.
+    """The fault that an error reports. What this version or the file system does not support is no damage.
+
+    A run still skips an iteration of which it does not support a file: that is what `is_damage` of the error says.
 
     Example:
         >>> fault_of(DamagedFileError("torn"), "common.json").is_damage
         True
+        >>> fault_of(UnsupportedError("a name of 2000 characters"), "a.safetensors").is_damage
+        False
     """
+    is_unsupported = isinstance(error, UnsupportedError) or getattr(error, "errno", None) == errno.ENAMETOOLONG
     tensors = () if error.key is None else (error.key,)
-    return Fault(file, one_line(error.message), tensors=tensors, is_damage=is_damage(error))
+    return Fault(file, one_line(error.message), tensors=tensors, is_damage=is_damage(error) and not is_unsupported)
 
 
 def own_sums(index: _core.Index) -> tuple[list[int], list[Fault]]:

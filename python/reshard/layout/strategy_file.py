@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 _MAX_PROTOBUF_BYTES = 32 << 20
 _MAX_JSON_BYTES = 64 << 20
-_MAX_JSON_VALUES = 1 << 22
+_MAX_JSON_VALUES = 1 << 21  # of names and numbers, which take up to 190 bytes of memory each
 _MAX_DEVICES = 1 << 20
 _MAX_NAME = 4096
 _PREFIX_BYTES = 4096

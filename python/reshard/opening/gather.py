@@ -128,16 +128,17 @@ class _Gatherer:
                 if order == before:
                     break
                 before = order
+                warnings = (*order.warnings, *order.ignored)
                 found: list[CandidateFacts] = []
                 refused = tuple(replace(_unopened(root, one), refusal=one.reason) for one in order.refused)
                 for n, one in enumerate(order.candidates):
                     opening = partial(look.open, one, self.method)
                     found.append(self._candidate(root / one.name, one.iteration, one.reason, "root", opening))
-                    facts = replace(facts, candidates=tuple(found), warnings=order.warnings)
+                    facts = replace(facts, candidates=tuple(found), warnings=warnings)
                     if is_settled(evaluate(self.config, facts)):
                         older = tuple(_unopened(root, one) for one in order.candidates[n + 1 :])
                         return replace(facts, candidates=(*found, *older, *refused))
-            facts = replace(facts, candidates=(*found, *refused), warnings=order.warnings)
+            facts = replace(facts, candidates=(*found, *refused), warnings=warnings)
             # A save may have finished, and retention deleted iterations meanwhile: list the root again.
         return facts
 

@@ -6,13 +6,13 @@ contents of the selected checkpoint are read as the run would read them; a damag
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from reshard import _core, opening
 from reshard.errors import ReshardError, StorageError
 from reshard.formats.rank_file import add_rank_file
-from reshard.formats.scrub import Fault, fault_of, own_sums, scrub_folder, scrub_plain
+from reshard.formats.scrub import Fault, fault_of, is_damage, own_sums, scrub_folder, scrub_plain
 from reshard.opening.gather import gather
 from reshard.opening.gather_ranks import path_of
 from reshard.resume import decide, evaluate
@@ -133,7 +133,7 @@ def _read(
                 return _own_sums(checkpoint._index)  # noqa: SLF001  as `scrub`, file by file
             return _manifest_sums(checkpoint, checkpoint.manifest, decision, progress)
     except ReshardError as error:
-        return [fault_of(error, None)], "no sums", 0
+        return [replace(fault_of(error, None), is_damage=is_damage(error))], "no sums", 0  # a run skips it
 
 
 def _manifest_sums(

@@ -8,15 +8,14 @@ report says so. Nothing is repaired or removed. The result for an iteration fold
 from __future__ import annotations
 
 import contextlib
-import errno
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from reshard import _core, opening
 from reshard.arguments import checked
 from reshard.checkpoint import Checkpoint
-from reshard.errors import CheckpointNotFoundError, ReshardError, UnsupportedError
+from reshard.errors import CheckpointNotFoundError, ReshardError
 from reshard.formats import manifest as manifests
 from reshard.formats import proofs
 from reshard.formats.checkpoint1 import reader as checkpoint1
@@ -76,11 +75,13 @@ class VerifyReport:
         checkpoints: for a root every iteration, newest first; for rank folders every save, in the order in which they
             are tried; else one checkpoint. What a job removes meanwhile is left out.
         seconds: duration.
+        warnings: problems of a root itself, and folders in it that are not verified, as sentences.
     """
 
     path: str
     checkpoints: tuple[VerifiedCheckpoint, ...]
     seconds: float
+    warnings: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -153,7 +154,8 @@ def verify(
     checkpoints = tuple(one for one in results if one is not None)
     if not checkpoints:  # a job has removed them all, and has saved newer ones before
         return verify(path, strategy=strategy, direct=direct, threads=threads, progress=progress)
-    return VerifyReport(str(target), checkpoints, time.monotonic() - started)
+    warnings = () if order is None else (*order.warnings, *order.ignored)
+    return VerifyReport(str(target), checkpoints, time.monotonic() - started, warnings)
 
 
 class _CheckpointJob:
@@ -228,7 +230,7 @@ class _CheckpointJob:
                 if isinstance(error, CheckpointNotFoundError) and self.is_given:
                     raise
                 name = None if error.path in (None, str(self.path)) else locate(str(error.path)).name
-                self.faults.append(_fault_of(error, name))
+                self.faults.append(fault_of(error, name))
         state = _state(self.faults, is_compared=is_compared)
         if self.manifest is not None and before is not None and state in ("whole", "damaged"):
             not_recorded = self._record(self.manifest, before)
@@ -273,7 +275,7 @@ class _SaveJob:
                 if index.verify_crc(file):
                     compared.append(index.file_bytes(file))
             except ReshardError as error:
-                faults.append(_fault_of(error, str(path.relative_to(self.root))))
+                faults.append(fault_of(error, str(path.relative_to(self.root))))
             index.close()
         iteration = None
         if not faults:
@@ -281,7 +283,7 @@ class _SaveJob:
                 with Checkpoint(checkpoint1.open_rank_files(self.root, self.save.files, self.strategy)) as opened:
                     iteration = opened.iteration
             except ReshardError as error:
-                faults.append(_fault_of(error, None))
+                faults.append(fault_of(error, None))
         files = list(self.save.files.values())
         if faults and self.save.fault is None and not all(one.exists() for one in files):
             return None
@@ -289,13 +291,6 @@ class _SaveJob:
         return VerifiedCheckpoint(
             str(files[0]), iteration, state == "whole", len(compared), sum(compared), tuple(faults), state
         )
-
-
-def _fault_of(error: ReshardError, file: str | None) -> Fault:
-    """The fault that an error reports. What this version or the file system does not support is no damage."""
-    fault, number = fault_of(error, file), getattr(error, "errno", None)
-    is_unsupported = isinstance(error, UnsupportedError) or number == errno.ENAMETOOLONG
-    return replace(fault, is_damage=False) if is_unsupported else fault
 
 
 def _state(faults: Sequence[Fault], *, is_compared: bool) -> State:

@@ -41,6 +41,7 @@ _TAGS: dict[Part, str] = {"model": "model", "optimizer": "opt"}
 _PARTS: dict[str, Part] = {tag: part for part, tag in _TAGS.items()}
 # At most 18 significant digits, so that the number fits 64 bits.
 _ITERATION_FOLDER = re.compile(r"iteration_0*([0-9]{1,18})")
+_LIKE_AN_ITERATION = re.compile(r"iteration[ _-]?0*([0-9]{1,18})", re.IGNORECASE)
 _SHARD_FILE = re.compile(r"(?:(.+)-)?(model|opt)-([0-9]{7,18})-([0-9]{7,18})\.safetensors?")
 _MAX_TRACKER_BYTES = 32
 _TRACKER = re.compile(rb"0*([0-9]{1,18})\n?")
@@ -295,6 +296,32 @@ def scan(root: str | os.PathLike[str]) -> tuple[list[tuple[int, str]], list[tupl
         )
         ignored += [(name, reason) for name in sorted(names) if name != chosen]
     return found, ignored
+
+
+def misnamed(root: str | os.PathLike[str]) -> list[str]:
+    """Sentences about folders that are not read because their names only resemble that of an iteration.
+
+    Copies and folders that a user has renamed are named like this: `iteration_00000100 (copy)`, `Iteration-100.old`.
+
+    Raises:
+        CheckpointNotFoundError: there is no such folder.
+        StorageError: it cannot be listed.
+    """
+    known = dict(scan(root)[0])
+    sentences = []
+    for name in sorted(entry.name for entry in locate(root).entries() if entry.kind == "folder"):
+        match = _LIKE_AN_ITERATION.search(name)
+        if match is None or name.startswith(".") or parse_iteration_folder(name) is not None:
+            continue
+        number = int(match[1])
+        text = f"{show(name)} is ignored: the folder of an iteration is named `{iteration_folder_name(number)}`"
+        has_other = f", and iteration {number} is read from {known[number]}" if number in known else ""
+        sentences.append(text + (has_other or "; rename it to use it"))
+    n_more = len(sentences) - _MAX_NAMED
+    if n_more > 0:
+        more = "1 more folder with such a name is" if n_more == 1 else f"{n_more} more folders with such names are"
+        sentences[_MAX_NAMED:] = [f"{more} ignored"]
+    return sentences
 
 
 # -- the shard files of an iteration

@@ -96,7 +96,8 @@ class Look:
             folders = tuple(self._facts(iteration, name) for iteration, name in listed)
             order = candidates.order(folders, tracker, fault, exact=exact)
             lines = (f"{show(name)} is skipped: {reason}" for name, reason in repeated)
-            self.order = replace(order, warnings=(*order.warnings, *lines))
+            ignored = tuple(checkpoint2.misnamed(root))
+            self.order = replace(order, warnings=(*order.warnings, *lines), ignored=ignored)
         except BaseException:
             self.close()
             raise
@@ -173,4 +174,5 @@ def best_of(root: Location, method: _core.ReadMethod = "auto") -> CheckpointData
                 return opened
         # A save may have ended meanwhile and retention may have removed iterations: list again until nothing changes.
     lines = [*order.warnings, *(f"{name}: {reason}" for name, reason in faults.items())]
-    raise nothing_complete(root, [*lines, *(f"{one.name}: {one.reason}" for one in order.refused)])
+    lines += [f"{one.name}: {one.reason}" for one in order.refused]
+    raise nothing_complete(root, [*lines, *order.ignored])

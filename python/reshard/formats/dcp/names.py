@@ -28,6 +28,11 @@ TRACKER_FILE = "latest_checkpointed_iteration.txt"
 MAX_METADATA_BYTES = 4 << 30
 SAVE_ID = f"{writer_mark.KEY} {writer_mark.MARK[writer_mark.KEY]}"
 """The `save_id` in a `.metadata` that this package wrote; torch stores a random one, and only compares it."""
+OPTIMIZER_ENTRY = f"{writer_mark.KEY} optimizer"
+"""The entry of the paths in a `.metadata` of this package whose path lists the tensors of the optimizer.
+
+Only tensors whose names do not say so are listed. torch looks up the path of an existing tensor or value, no other one.
+"""
 
 _STEP = re.compile(r"step-([0-9]{1,18})")
 _RANK = re.compile(r"__([0-9]{1,9})\.metadata")

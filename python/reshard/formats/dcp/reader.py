@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Self
 
 from reshard import _core
 from reshard.errors import (
@@ -28,7 +28,9 @@ from reshard.formats.dcp.names import (
     DATA_SUFFIX,
     MAX_METADATA_BYTES,
     METADATA_FILE,
+    OPTIMIZER_ENTRY,
     is_optimizer,
+    is_ours,
     rank_of_file,
     rank_of_metadata,
     step_of,
@@ -40,10 +42,11 @@ from reshard.storage.location import Location, locate
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from reshard.formats.base import OpenOptions, PartName, RootEntry
     from reshard.formats.checkpoint2.common import CommonInfo
+    from reshard.storage.store import Lock
 
 _log = logging.getLogger("reshard")
 
@@ -60,16 +63,28 @@ class _DcpData(CheckpointData):
         by_rank: of a folder without collectives the tensors of each rank.
         compared: tensors of which several ranks wrote a part, and which were compared.
         description: name of `.metadata`, or of that of the first rank; None: there is none.
+        recorded: returns the stored names of tensors that `.metadata` records as state of the optimizer.
+        is_view: the tensors can have other names than the stored arrays.
     """
 
     objects: Sequence[Sequence[_Object]] = ((),)
     by_rank: Sequence[_core.Index] = ()
     compared: set[str] = field(default_factory=set)
     description: str | None = None
+    recorded: Callable[[], Collection[str]] = frozenset
+    is_view: bool = False
 
     def part(self, key: str) -> PartName:
-        """By the name: the state of an optimizer is saved below `optimizer` or `optim`."""
-        return "optimizer" if is_optimizer(key) else "model"
+        """By the name: trainers save the state of an optimizer below `optimizer` or `optim`. Or as recorded."""
+        if is_optimizer(key):
+            return "optimizer"
+        recorded = self.recorded()
+        stored = [one.name for one in self.index.stored(key)] if recorded and self.is_view else [key]
+        return "optimizer" if any(name in recorded for name in stored) else "model"
+
+    def view(self, index: _core.Index, lock: Lock | None) -> Self:
+        """As `CheckpointData.view`."""
+        return replace(super().view(index, lock), is_view=True)
 
     def extra_state(self, rank: int) -> dict[str, Any]:
         """The values that are no tensors, by name. Without collectives each rank has values of its own."""
@@ -194,7 +209,16 @@ def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
         iteration=step_of(folder.name),
         objects=[objects],
         description=METADATA_FILE,
+        recorded=cache(partial(_recorded_as_optimizer, folder)),
     )
+
+
+def _recorded_as_optimizer(folder: Location) -> frozenset[str]:
+    """The tensors that this package has recorded as state of the optimizer. What others wrote is not decoded again."""
+    if not is_ours(folder):
+        return frozenset()
+    paths = _core.read_dcp_paths((folder / METADATA_FILE).read_small(MAX_METADATA_BYTES))
+    return frozenset(str(key) for name, path in paths if name == OPTIMIZER_ENTRY for key in path)
 
 
 def _warn_of(folder: Location, unsupported: Sequence[tuple[str, str]]) -> None:

@@ -22,7 +22,7 @@ from reshard.conversion.writer import Settings, Writer
 from reshard.errors import ArgumentError, UnsupportedError
 from reshard.formats import state
 from reshard.formats.dcp.metadata import Chunk, Place, Tensor, encode
-from reshard.formats.dcp.names import METADATA_FILE, data_file
+from reshard.formats.dcp.names import METADATA_FILE, OPTIMIZER_ENTRY, data_file, is_optimizer
 from reshard.formats.huggingface.names import plan_shards
 from reshard.formats.torch_file.archive import Composer, object_archive, tensor_archive
 from reshard.formats.torch_file.encode import NotPlainError, torch_dtype
@@ -62,8 +62,11 @@ class DcpWriter(Writer):
         bound = bind(job, settings.layout)
         values, paths, warnings = _state(job) if settings.with_state else ({}, {}, [])
         folder = plan_folder(job, bound, settings.max_bytes, values)
-        names = {key: (key,) for key in folder.tensors}
-        data = encode(folder.tensors, folder.objects, names | {name: paths[name] for name in folder.objects})
+        names: dict[str, Path] = {key: (key,) for key in folder.tensors}
+        names |= {name: paths[name] for name in folder.objects}
+        if state_keys := [key for key in job.source.keys("optimizer") if key in names and not is_optimizer(key)]:
+            names[OPTIMIZER_ENTRY] = tuple(state_keys)
+        data = encode(folder.tensors, folder.objects, names)
         warnings = [*bound.warnings, *warnings, *folder.warnings]
         return publish_folder(job, folder.files, {METADATA_FILE: data}, warnings=warnings)
 
