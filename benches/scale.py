@@ -352,6 +352,9 @@ def main() -> None:
             path.mkdir()
             return path / "files"
 
+        # First: this process grows, and those that are forked from it share its memory.
+        for gb in options.hole_gb:
+            report(f"convert a hole of {gb:g} GB to 2 ranks (s)", convert_hole, new, 2, int(gb * 1e9))
         for n_ranks in options.ranks:
             sizes, root = (n_ranks, options.tensors), folder / f"ranks{n_ranks}"
             write_tree(root, *sizes)
@@ -364,8 +367,6 @@ def main() -> None:
                 shape = f"{n_ranks // n_parts} of {n_ranks} files of {options.file_gb:g} GB"
                 name = f"open and load from {shape}{'' if is_first else ', after rank 0'} (s)"
                 report(name, load_of_large, lambda _, large=large: large, n_ranks, n_parts, is_first)
-        for gb in options.hole_gb:
-            report(f"convert a hole of {gb:g} GB to 2 ranks (s)", convert_hole, new, 2, int(gb * 1e9))
         report(f"{options.files} files of 8 tensors out of one (us each)", rank_files, new, options.files, 8)
         report(f"{options.small} tensors of 4 KiB (us each)", small_tensors, new, 1, options.small)
 
