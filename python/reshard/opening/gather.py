@@ -128,7 +128,7 @@ class _Gatherer:
                 if order == before:
                     break
                 before = order
-                warnings = (*order.warnings, *order.ignored)
+                warnings = (*order.warnings, *checkpoint2.misnamed(root))
                 found: list[CandidateFacts] = []
                 refused = tuple(replace(_unopened(root, one), refusal=one.reason) for one in order.refused)
                 for n, one in enumerate(order.candidates):

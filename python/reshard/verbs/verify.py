@@ -19,7 +19,7 @@ from reshard.errors import CheckpointNotFoundError, ReshardError
 from reshard.formats import manifest as manifests
 from reshard.formats import proofs
 from reshard.formats.checkpoint1 import reader as checkpoint1
-from reshard.formats.checkpoint2.names import parse_iteration_folder
+from reshard.formats.checkpoint2.names import misnamed, parse_iteration_folder
 from reshard.formats.rank_file import add_rank_file
 from reshard.formats.scrub import Fault, fault_of, own_sums, scrub_folder
 from reshard.storage.location import Location, locate
@@ -131,6 +131,7 @@ def verify(
     started = time.monotonic()
     target = locate(path)
     order, saves = opening.iterations(target), opening.rank_saves(target)
+    warnings = () if order is None else (*order.warnings, *misnamed(target))
     jobs: Sequence[_CheckpointJob | _SaveJob]
     if saves:
         known = checkpoint1.strategy_for(target, strategy)
@@ -154,7 +155,6 @@ def verify(
     checkpoints = tuple(one for one in results if one is not None)
     if not checkpoints:  # a job has removed them all, and has saved newer ones before
         return verify(path, strategy=strategy, direct=direct, threads=threads, progress=progress)
-    warnings = () if order is None else (*order.warnings, *order.ignored)
     return VerifyReport(str(target), checkpoints, time.monotonic() - started, warnings)
 
 

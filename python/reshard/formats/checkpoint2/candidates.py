@@ -67,14 +67,12 @@ class Order:
         refused: folders that are never tried, by descending iteration.
         tracker: the iteration that the tracker names; None without a tracker, or with an invalid one.
         warnings: problems of the root itself, as sentences.
-        ignored: folders that are not iterations, though their names resemble one, as sentences.
     """
 
     candidates: tuple[Candidate, ...]
     refused: tuple[Candidate, ...]
     tracker: int | None
     warnings: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ()
 
 
 def order(

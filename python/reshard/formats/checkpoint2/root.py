@@ -96,8 +96,7 @@ class Look:
             folders = tuple(self._facts(iteration, name) for iteration, name in listed)
             order = candidates.order(folders, tracker, fault, exact=exact)
             lines = (f"{show(name)} is skipped: {reason}" for name, reason in repeated)
-            ignored = tuple(checkpoint2.misnamed(root))
-            self.order = replace(order, warnings=(*order.warnings, *lines), ignored=ignored)
+            self.order = replace(order, warnings=(*order.warnings, *lines))
         except BaseException:
             self.close()
             raise
@@ -175,4 +174,4 @@ def best_of(root: Location, method: _core.ReadMethod = "auto") -> CheckpointData
         # A save may have ended meanwhile and retention may have removed iterations: list again until nothing changes.
     lines = [*order.warnings, *(f"{name}: {reason}" for name, reason in faults.items())]
     lines += [f"{one.name}: {one.reason}" for one in order.refused]
-    raise nothing_complete(root, [*lines, *order.ignored])
+    raise nothing_complete(root, [*lines, *checkpoint2.misnamed(root)])
