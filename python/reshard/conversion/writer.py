@@ -29,6 +29,7 @@ class Settings:
         model_files: a folder whose files that are not weights are copied, or None.
         source: the path of the source.
         with_state: whether counters and other state beside the tensors are written, by formats that hold them.
+        with_extra: whether the state of the run is, as `writes_extra` of the writer says.
     """
 
     layout: LayoutLike | None
@@ -41,6 +42,7 @@ class Settings:
     model_files: Location | None
     source: Location
     with_state: bool
+    with_extra: bool
 
 
 class Writer(ABC):

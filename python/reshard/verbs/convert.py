@@ -249,6 +249,8 @@ def convert(
                 ]
                 asked.append(None if layout is None else as_layout(layout).to_mapping())
                 job = replace(job, shared=_shared(job, Share(*share), asked, in_root=writer.in_root))
+            is_all = part_written == "all"
+            with_extra = is_all and writer.writes_extra(job)
             settings = Settings(
                 layout=layout,
                 iteration=iteration,
@@ -259,10 +261,11 @@ def convert(
                 original_modes=modes is not None,
                 model_files=model_folder,
                 source=source,
-                with_state=part_written == "all",
+                with_state=is_all,
+                with_extra=with_extra,
             )
-            loses_extra = part_written == "all" and not writer.is_whole and not writer.writes_extra(job)
             written = writer.write(job, settings)
+            loses_extra = is_all and not writer.is_whole and not with_extra
             warnings = [*written.warnings, *(_extra_left_out(whole) if loses_extra else [])]
     return ConvertReport(
         path=str(written.path),

@@ -71,7 +71,7 @@ class Checkpoint2Writer(Writer):
             dedup=settings.dedup is not False,
             strict_format=settings.strict_format,
             original_modes=settings.original_modes,
-            with_state=settings.with_state and self.writes_extra(job),
+            with_state=settings.with_extra,
         )
 
     def writes_extra(self, job: Job) -> bool:
