@@ -323,12 +323,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, help="folder for the files")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--ranks", type=int, nargs="*", default=[256, 1024])
+    parser.add_argument("--ranks", type=int, nargs="*", default=[256, 1024], help="none: without these cases")
     parser.add_argument("--tensors", type=int, default=1024)
     parser.add_argument("--small", type=int, default=100_000, help="tensors of 4 KiB")
     parser.add_argument("--files", type=int, default=16_384, help="files of ranks, of 8 tensors each")
     parser.add_argument("--file-gb", type=float, default=10, help="of files that consist of a hole")
-    parser.add_argument("--hole-gb", type=float, nargs="*", default=[1, 4], help="of files that are converted")
+    parser.add_argument(
+        "--hole-gb", type=float, nargs="*", default=[1, 4], help="of files that are converted; none: without this case"
+    )
     parser.add_argument("--quick", action="store_true", help="a test of the script, not a measurement")
     options = parser.parse_args()
     if options.quick:

@@ -179,7 +179,8 @@ def agree(group: Group, outcome: Any, timeout: float) -> list[Any]:
         The values in rank order.
 
     Raises:
-        GroupError: ranks did not answer: two seconds after the deadline, six if the store answers slowly.
+        GroupError: ranks did not answer in one of the two waits. It is raised at most two seconds after the deadline,
+            or six if the store answers slowly.
         ReshardError: ranks failed; the message names the ranks and their errors. If all raised the same class of
             `reshard.errors`, the error has this class. In a world of one the exception itself is raised; an interrupt
             of this process is raised unchanged.

@@ -68,6 +68,7 @@ pub fn fill_tuned(
     let checks = Checks::new(plan);
     let bands = split(plan, &checks, out)?;
     if verifies_files(plan) {
+        // Only then: a thread of the pool that is woken begins later than this one.
         team.install(|| verify_files(plan, control))?;
     }
     let measures = tuning.measures(plan.n_bytes());

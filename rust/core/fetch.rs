@@ -191,7 +191,7 @@ impl<'a> BoxCopy<'a> {
         let picked = tuning.pick(case, stores, n * self.unit_bytes, may_measure);
         self.way = picked.way;
         self.run.faulted.was_slow.set(false);
-        if self.way.descends && self.is_in_memory() {
+        if self.way.descends && self.is_borrowable() {
             self.copy_descending(dims, src, dst)?;
         } else {
             self.copy_by_way(dims, src, dst)?;
@@ -230,8 +230,8 @@ impl<'a> BoxCopy<'a> {
         Ok(())
     }
 
-    /// Whether the bytes of the source need no positioned reads, of which each part would take its own.
-    fn is_in_memory(&self) -> bool {
+    /// Whether ranges of the source are borrowed. Otherwise each part of a copy would take a positioned read of its own.
+    fn is_borrowable(&self) -> bool {
         match self.source {
             PlanSource::Memory(_) => true,
             PlanSource::File(_, file) => file.source().is_mapped(),
