@@ -24,9 +24,9 @@ fn copy(criterion: &mut Criterion) {
     let content: Vec<u8> = (0..ROWS * COLUMNS * 2).map(|i| (i % 251) as u8).collect();
     let strides = vec![COLUMNS * 2, 2];
     let plan = Plan::of_memory(vec![MemoryTensor {
-        name: "w".into(),
+        name: "w",
         dtype: Dtype::Bf16,
-        shape: vec![ROWS, COLUMNS],
+        shape: &[ROWS, COLUMNS],
         bytes: &content,
         strides_bytes: strides,
     }])

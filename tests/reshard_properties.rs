@@ -234,9 +234,9 @@ impl Factored {
             .iter()
             .zip(&contents)
             .map(|((name, ..), (shape, bytes))| MemoryTensor {
-                name: name.clone(),
+                name,
                 dtype,
-                shape: shape.clone(),
+                shape,
                 bytes,
                 strides_bytes: row_major_strides(shape)
                     .iter()
@@ -275,7 +275,7 @@ proptest! {
                     let shape = from.local_shape(position);
                     let mut strides: Vec<u64> = row_major_strides(&shape);
                     for stride in &mut strides { *stride *= size as u64; }
-                    let tensor = MemoryTensor { name: "w".into(), dtype, shape, bytes: &local, strides_bytes: strides };
+                    let tensor = MemoryTensor { name: "w", dtype, shape: &shape, bytes: &local, strides_bytes: strides };
                     let plan = Plan::of_memory(vec![tensor]).unwrap();
                     let mut buffers = Buffers::new(writer::MIN_MEMORY_BYTES).unwrap();
                     let written = writer::write(&path, &plan, &options(), &mut buffers, &Control::default()).unwrap();

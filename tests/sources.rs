@@ -110,17 +110,15 @@ fn with_plan<T>(action: impl FnOnce(&Plan<'_>) -> T) -> T {
     let data: Vec<u8> = (0..SHAPE[0] * SHAPE[1] * 4)
         .map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8)
         .collect();
-    let tensor = |name: &str, shape: &[u64], strides_bytes: &[u64]| MemoryTensor {
-        name: name.into(),
+    let tensor = |(name, shape, strides): (&'static str, &'static [u64], &[u64])| MemoryTensor {
+        name,
         dtype: Dtype::F32,
-        shape: shape.to_vec(),
+        shape,
         bytes: &data,
-        strides_bytes: strides_bytes.to_vec(),
+        strides_bytes: strides.to_vec(),
     };
-    let tensors = vec![
-        tensor("matrix", &SHAPE, &[SHAPE[1] * 4, 4]),
-        tensor("vector", &[70], &[4]),
-    ];
+    let matrix = tensor(("matrix", &SHAPE, &[SHAPE[1] * 4, 4]));
+    let tensors = vec![matrix, tensor(("vector", &[70], &[4]))];
     action(&Plan::of_memory(tensors).unwrap())
 }
 
@@ -283,9 +281,9 @@ fn a_verified_load_reads_every_chunk_once() {
     const N: usize = (8 << 20) + (100 << 10);
     let data: Vec<u8> = (0..N).map(|i| (i * i % 251) as u8).collect();
     let tensor = MemoryTensor {
-        name: "vector".into(),
+        name: "vector",
         dtype: Dtype::U8,
-        shape: vec![N as u64],
+        shape: &[N as u64],
         bytes: &data,
         strides_bytes: vec![1],
     };
@@ -321,9 +319,9 @@ fn into_new_memory_no_more_is_read_than_into_given_memory() {
     const COLUMNS: u64 = 4096;
     let data: Vec<u8> = (0..ROWS * COLUMNS).map(|i| (i * i % 251) as u8).collect();
     let tensor = MemoryTensor {
-        name: "matrix".into(),
+        name: "matrix",
         dtype: Dtype::U8,
-        shape: vec![ROWS, COLUMNS],
+        shape: &[ROWS, COLUMNS],
         bytes: &data,
         strides_bytes: vec![COLUMNS, 1],
     };

@@ -5,14 +5,19 @@ Offsets, shapes and strides are in elements unless a name ends in `_bytes`. A dt
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple, TypeAlias, final
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, final
+
+import numpy as np
 
 from reshard.layout.partition import Place, TensorLayout
 
 Progress: TypeAlias = Callable[[int, int], object]
 ReadMethod: TypeAlias = Literal["auto", "map", "read"]
+_T = TypeVar("_T")
+_U = TypeVar("_U")
 
 __all__ = [
+    "ArrayColumns",
     "ArrayPart",
     "Buffer",
     "Buffers",
@@ -39,6 +44,7 @@ __all__ = [
     "Written",
     "__version__",
     "are_plain",
+    "array_kinds",
     "copy_ways",
     "crc32c",
     "decode_strategy",
@@ -54,6 +60,7 @@ __all__ = [
     "read_torch_file",
     "read_torch_object",
     "rename",
+    "reordered",
     "scrub",
     "sync_together",
     "write_arrays",
@@ -776,7 +783,7 @@ class SnapshotPool:
 
     def take(
         self,
-        tensors: Iterable[tuple[str, str, Sequence[int], object]],
+        tensors: ArrayColumns | Iterable[tuple[str, str, Sequence[int], object]],
         *,
         metadata: Mapping[str, str] | None = None,
         threads: int | None = None,
@@ -905,6 +912,48 @@ def encode_strategy(
 def are_plain(names: Sequence[object], max_bytes: int) -> bool:
     """Whether all are of class `str`, with 1 to `max_bytes` printable ASCII characters and no quote or backslash."""
 
+def array_kinds(arrays: Sequence[object]) -> tuple[list[tuple[np.dtype[Any], tuple[int, ...]]], list[int]] | None:
+    """The distinct dtypes and shapes of numpy arrays, in the order of the arrays, and the number of each array's.
+
+    Equal dtypes can occur more than once. None: one is no array, or of a subclass.
+    """
+
+def reordered(
+    names: Sequence[str], order: Sequence[str], columns: tuple[Sequence[_T], Sequence[_U]]
+) -> tuple[list[_T], list[_U]] | None:
+    """The items of two columns in another order of their names; None: a name in `order` is not an object of `names`.
+
+    Args:
+        names: the names of the items.
+        order: some of them, in the other order.
+        columns: as many items each.
+    """
+
+@final
+class ArrayColumns:
+    """Arrays by column, as `write_arrays` takes them: faster for many than a tuple for each."""
+
+    def __new__(
+        cls,
+        names: Sequence[str],
+        kinds: Sequence[tuple[str, Sequence[int]]],
+        kind_of: Sequence[int],
+        memory: Sequence[object],
+    ) -> ArrayColumns:
+        """Arrays that share a few kinds.
+
+        Args:
+            names: their names.
+            kinds: dtype and shape.
+            kind_of: the number of the kind of each.
+            memory: the buffer of each.
+
+        Raises:
+            ArgumentError: the columns have different lengths, or a kind is not listed.
+        """
+
+    def __len__(self) -> int: ...
+
 def crc32c(data: object, before: int = 0) -> int:
     """Return the crc32c of a contiguous buffer, continued from the crc32c `before` of the preceding bytes."""
 
@@ -936,7 +985,7 @@ def scrub(
 
 def write_arrays(
     path: str,
-    tensors: Iterable[tuple[str, str, Sequence[int], object]],
+    tensors: ArrayColumns | Iterable[tuple[str, str, Sequence[int], object]],
     *,
     metadata: Mapping[str, str] | None = None,
     buffers: Buffers | None = None,
@@ -950,7 +999,7 @@ def write_arrays(
 
     Args:
         path: the file.
-        tensors: `(name, dtype, shape, buffer)` of each array, in the order of the data. Buffers may be strided; an
+        tensors: columns, or `(name, dtype, shape, buffer)` of each array, in the order of the data. Buffers may be strided; an
             array that runs backwards is copied.
         metadata: `__metadata__` of the header.
         buffers: memory to write through; None: allocated for this file.

@@ -297,10 +297,11 @@ mod tests {
         // The last chunk of the first array would be a band of its own; the others begin inside a page.
         let sizes = [(8 << 20) + (100 << 10), 5 << 20, 300 << 10, 9 << 20];
         let data = vec![7; 9 << 20];
-        let tensors = sizes.iter().enumerate().map(|(i, n)| MemoryTensor {
-            name: i.to_string(),
+        let names: Vec<_> = (0..sizes.len()).map(|i| i.to_string()).collect();
+        let tensors = sizes.iter().zip(&names).map(|(n, name)| MemoryTensor {
+            name,
             dtype: Dtype::U8,
-            shape: vec![*n],
+            shape: std::slice::from_ref(n),
             bytes: &data,
             strides_bytes: vec![1],
         });

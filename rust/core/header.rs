@@ -576,6 +576,12 @@ fn first_from(sorted: &[(u64, u32)], hash: u64) -> usize {
     low + sorted[low..high].partition_point(|&(other, _)| other < hash)
 }
 
+/// Whether all bytes of a text are of a kind. All are looked at: without an early end, many are at once.
+#[inline]
+pub fn all_bytes(text: &str, is_of_kind: impl Fn(u8) -> bool) -> bool {
+    (text.bytes()).fold(true, |are, byte| are & is_of_kind(byte))
+}
+
 /// Checks the name of a tensor: not empty, not too long, no control characters.
 pub fn check_name(name: &str) -> Result<()> {
     let n_bytes = name.len();
@@ -586,7 +592,7 @@ pub fn check_name(name: &str) -> Result<()> {
         let message = format!("the name has {n_bytes} bytes; at most {MAX_NAME_BYTES} are allowed");
         return Err(Error::new(Kind::Unsupported, message));
     }
-    let is_plain = name.bytes().all(|byte| (b' '..=b'~').contains(&byte)); // mostly, and faster
+    let is_plain = all_bytes(name, |byte| matches!(byte, b' '..=b'~')); // mostly, and faster
     if !is_plain && name.chars().any(char::is_control) {
         return Err(Error::damaged("the name contains a control character"));
     }

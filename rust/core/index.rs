@@ -14,7 +14,7 @@ use crate::factors::Factors;
 use crate::header::Entry;
 use crate::layout::{Cuts, Layout};
 use crate::local_array::{LocalArray, Part};
-use crate::plan::{Array, CopyOp, Plan, PlanSource, strided_copy};
+use crate::plan::{Array, CopyOp, CopyOps, Plan, PlanSource, strided_copy};
 use crate::region::{Dims, Region, row_major_strides};
 use crate::request::{RankRequest, Request, Requested, RequestedArray, WholeRequest};
 use crate::shard_file::{Format, ReadHeader, ShardFile, Table, verify_header};
@@ -23,9 +23,10 @@ use crate::stored::{
     Form, Grid, Holders, SelectedCopy, Stored, StoredTensor, Tiles, choose, in_order, named,
     no_holder, select_whole,
 };
-use crate::strided::Dim;
+use crate::strided::{CopyDims, Dim};
 use crate::tile::Tile;
 use rayon::prelude::*;
+use smallvec::smallvec;
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -243,13 +244,17 @@ impl FileRun {
             source: self.source,
             src_start_bytes: self.start,
             dst: 0,
-            dims: if n == 1 { Vec::new() } else { vec![run] },
+            dims: if n == 1 {
+                CopyDims::new()
+            } else {
+                smallvec![run]
+            },
         };
         Array::new(
             name.to_owned(),
             self.dtypes,
-            self.shape,
-            vec![copy_op],
+            &self.shape,
+            smallvec![copy_op],
             Vec::new(),
         )
     }
@@ -316,12 +321,11 @@ impl BoxSource {
             dst,
             dims,
         };
-        let shape = held.shape().to_vec();
         Array::new(
             name.to_owned(),
             self.bytes.dtypes,
-            shape,
-            vec![copy_op],
+            held.shape(),
+            smallvec![copy_op],
             Vec::new(),
         )
     }
@@ -1426,7 +1430,7 @@ impl Index {
             let new = files.filter(|&file| planning.opened[file as usize].is_none());
             self.read_checksums(new, true)?;
         }
-        let mut copy_ops = Vec::with_capacity(cells.len());
+        let mut copy_ops = CopyOps::with_capacity(cells.len());
         for cell in cells {
             let used = self.opened_for(planning, cell.file)?;
             let opened = Arc::clone(&used.file);
@@ -1454,7 +1458,7 @@ impl Index {
         let array = Array::new(
             name.to_owned(),
             (stored_dtype, dtype),
-            stored.shape.clone(),
+            &stored.shape,
             copy_ops,
             Vec::new(),
         )?;
@@ -1515,7 +1519,7 @@ impl Index {
         }
         let dtype = cast_target(stored_dtype, planning.cast)
             .map_err(|error| error.key(first_key).within(named(first_key)))?;
-        let mut copy_ops = Vec::new();
+        let mut copy_ops = CopyOps::new();
         for one in selected {
             let SelectedCopy {
                 file,
@@ -1558,7 +1562,7 @@ impl Index {
         let array = Array::new(
             requested.name.clone(),
             (stored_dtype, dtype),
-            requested.shape.clone(),
+            &requested.shape,
             copy_ops,
             requested.padding.clone(),
         )?;

@@ -8,8 +8,9 @@ use crate::dtype::{Dtype, n_elements};
 use crate::error::{Error, Kind, Result};
 use crate::region::{Region, row_major_strides};
 use crate::shard_file::ShardFile;
-use crate::strided::{Dim, dst_span, merge_dims};
+use crate::strided::{CopyDims, Dim, dst_span, merge_dims};
 use rayon::prelude::*;
+use smallvec::{SmallVec, smallvec};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -23,7 +24,7 @@ pub struct CopyOp {
     /// First element of the box in the array.
     pub dst: u64,
     /// The dims of the box.
-    pub dims: Vec<Dim>,
+    pub dims: CopyDims,
 }
 
 impl CopyOp {
@@ -32,6 +33,9 @@ impl CopyOp {
         self.dst + dst_span(&self.dims)
     }
 }
+
+/// The copies of an array. Most arrays are one box.
+pub type CopyOps = SmallVec<[CopyOp; 1]>;
 
 /// One requested local tensor.
 #[derive(Debug, Clone)]
@@ -43,9 +47,9 @@ pub struct Array {
     /// Requested dtype; it differs from `stored` if the array is cast.
     pub dtype: Dtype,
     /// Its shape, in storage order, in elements.
-    pub shape: Vec<u64>,
+    pub shape: SmallVec<[u64; 4]>,
     /// Sorted by `dst`, in units of [`Dtype::unit`] of `stored`.
-    pub(crate) copy_ops: Vec<CopyOp>,
+    pub(crate) copy_ops: CopyOps,
     /// Ranges that no copy covers, sorted, in units.
     pub(crate) padding: Vec<(u64, u64)>,
     /// For each copy the largest `dst_end` of all copies up to it, for the search of the first overlap; empty for one.
@@ -58,12 +62,12 @@ impl Array {
     pub fn new(
         name: String,
         (stored, dtype): (Dtype, Dtype),
-        shape: Vec<u64>,
-        mut copy_ops: Vec<CopyOp>,
+        shape: &[u64],
+        mut copy_ops: CopyOps,
         mut padding: Vec<(u64, u64)>,
     ) -> Result<Self> {
         let overflow = || Error::new(Kind::Argument, "the array has too many elements").key(&name);
-        let n = n_elements(&shape).ok_or_else(overflow)?;
+        let n = n_elements(shape).ok_or_else(overflow)?;
         let (per_unit, _) = stored.unit();
         if per_unit > 1 {
             let whole = n.is_multiple_of(per_unit)
@@ -103,7 +107,7 @@ impl Array {
             name,
             stored,
             dtype,
-            shape,
+            shape: SmallVec::from_slice(shape),
             copy_ops,
             padding,
             max_end,
@@ -201,14 +205,14 @@ pub enum PlanSource<'a> {
 #[derive(Debug)]
 pub struct MemoryTensor<'a> {
     /// Its name.
-    pub name: String,
+    pub name: &'a str,
     /// Its dtype.
     pub dtype: Dtype,
     /// Its shape.
-    pub shape: Vec<u64>,
+    pub shape: &'a [u64],
     /// All bytes from its first to its last element.
     pub bytes: &'a [u8],
-    /// Strides in bytes, one per dim; ignored for dtypes narrower than a byte.
+    /// Strides in bytes, one per dim; empty if it is row-major. Ignored for dtypes narrower than a byte.
     pub strides_bytes: Vec<u64>,
 }
 
@@ -276,8 +280,10 @@ impl<'a> Plan<'a> {
     /// # Errors
     /// The bytes or strides of a tensor do not match its shape.
     pub fn of_memory(tensors: Vec<MemoryTensor<'a>>) -> Result<Self> {
+        let sources = tensors.iter().map(|tensor| tensor.bytes).collect();
         let planned = tensors.into_iter().enumerate();
-        Self::of_planned(planned.map(|(number, tensor)| tensor.planned(number)))
+        let arrays = planned.map(|(number, tensor)| tensor.planned(number));
+        Self::of_planned(sources, arrays.collect())
     }
 
     /// As [`Plan::of_memory`], of many tensors, which are looked at on the current rayon pool.
@@ -288,8 +294,9 @@ impl<'a> Plan<'a> {
         tensors: impl IndexedParallelIterator<Item = MemoryTensor<'a>>,
     ) -> Result<Self> {
         let planned = tensors.enumerate();
-        let planned = planned.map(|(number, tensor)| tensor.planned(number));
-        Self::of_planned(planned.collect::<Vec<_>>().into_iter())
+        let planned = planned.map(|(number, tensor)| (tensor.bytes, tensor.planned(number)));
+        let (sources, arrays): (Vec<_>, Vec<_>) = planned.unzip();
+        Self::of_planned(sources, arrays)
     }
 
     /// Frees the arrays on the current rayon pool: that of many takes as long as to plan them.
@@ -297,24 +304,18 @@ impl<'a> Plan<'a> {
         self.arrays.into_par_iter().for_each(drop);
     }
 
-    fn of_planned(
-        planned: impl ExactSizeIterator<Item = Result<(Array, &'a [u8])>>,
-    ) -> Result<Self> {
-        let mut plan = Plan::default();
-        plan.arrays.reserve_exact(planned.len());
-        plan.sources.reserve_exact(planned.len());
-        for one in planned {
-            let (array, bytes) = one?;
-            plan.arrays.push(array);
-            plan.sources.push(PlanSource::Memory(bytes));
-        }
-        Ok(plan)
+    fn of_planned(sources: Vec<&'a [u8]>, arrays: Vec<Result<Array>>) -> Result<Self> {
+        Ok(Self {
+            arrays: arrays.into_iter().collect::<Result<_>>()?,
+            sources: sources.into_iter().map(PlanSource::Memory).collect(),
+            verify: false,
+        })
     }
 }
 
-impl<'a> MemoryTensor<'a> {
-    /// The array of this tensor, and its bytes, the source with this number.
-    fn planned(self, number: usize) -> Result<(Array, &'a [u8])> {
+impl MemoryTensor<'_> {
+    /// The array of this tensor, whose bytes are the source with this number.
+    fn planned(self, number: usize) -> Result<Array> {
         let MemoryTensor {
             name,
             dtype,
@@ -323,24 +324,26 @@ impl<'a> MemoryTensor<'a> {
             strides_bytes,
         } = self;
         let bad = |what: &str| {
-            Error::new(Kind::Argument, format!("the buffer of `{name}` {what}")).key(&name)
+            Error::new(Kind::Argument, format!("the buffer of `{name}` {what}")).key(name)
         };
         let (per_unit, unit_bytes) = dtype.unit();
         let n_bytes = dtype
-            .n_bytes(&shape)
+            .n_bytes(shape)
             .ok_or_else(|| bad("does not have an integer number of bytes"))?;
-        let is_contiguous =
-            per_unit > 1 || n_bytes == 0 || is_row_major(&shape, &strides_bytes, unit_bytes);
-        let mut copy_ops = Vec::new();
+        let is_contiguous = per_unit > 1
+            || n_bytes == 0
+            || strides_bytes.is_empty()
+            || is_row_major(shape, &strides_bytes, unit_bytes);
+        let mut copy_ops = CopyOps::new();
         if n_bytes > 0 {
             let dims = if is_contiguous {
-                vec![Dim {
-                    len: n_elements(&shape).expect("counted above"),
+                smallvec![Dim {
+                    len: n_elements(shape).expect("counted above"),
                     src: 1,
                     dst: 1,
                 }]
             } else {
-                let contiguous = row_major_strides(&shape);
+                let contiguous = row_major_strides(shape);
                 let dims = (0..shape.len()).map(|d| {
                     let stride = strides_bytes
                         .get(d)
@@ -352,7 +355,7 @@ impl<'a> MemoryTensor<'a> {
                         dst: contiguous[d],
                     })
                 });
-                dims.collect::<Option<Vec<_>>>()
+                dims.collect::<Option<CopyDims>>()
                     .ok_or_else(|| bad("has strides that are not multiples of the element size"))?
             };
             let span = if is_contiguous {
@@ -373,8 +376,7 @@ impl<'a> MemoryTensor<'a> {
                 dims: merge_dims(dims),
             });
         }
-        let array = Array::new(name, (dtype, dtype), shape, copy_ops, Vec::new())?;
-        Ok((array, bytes))
+        Array::new(name.to_owned(), (dtype, dtype), shape, copy_ops, Vec::new())
     }
 }
 
@@ -400,7 +402,7 @@ pub(crate) fn strided_copy(
     common: &Region,
     (src, src_strides): (u64, &[u64]),
     (dst, dst_strides): (u64, &[u64]),
-) -> (u64, u64, Vec<Dim>) {
+) -> (u64, u64, CopyDims) {
     let dims = (0..common.rank())
         .map(|d| Dim {
             len: common.shape()[d],

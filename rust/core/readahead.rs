@@ -11,7 +11,7 @@
 use crate::checksum::CHUNK_BYTES;
 use crate::error::Result;
 use crate::plan::{Array, CopyOp, Plan, PlanSource};
-use crate::strided::{Dim, is_one_run, restrict, src_span, widest, without};
+use crate::strided::{CopyDims, Dim, is_one_run, restrict, src_span, widest, without};
 use crate::verify::Checks;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -170,7 +170,7 @@ fn requested_sources(plan: &Plan<'_>) -> Vec<bool> {
 
 /// The number of the dim between whose rows are gaps of at least `min_gap` bytes, and the dims of a row; `None` if
 /// there are none.
-pub(crate) fn skips_gaps(dims: &[Dim], unit_bytes: u64, min_gap: u64) -> Option<(usize, Vec<Dim>)> {
+pub(crate) fn skips_gaps(dims: &[Dim], unit_bytes: u64, min_gap: u64) -> Option<(usize, CopyDims)> {
     if is_one_run(dims) {
         return None;
     }

@@ -10,7 +10,8 @@
 //! past the page cache: try it again with 16 MiB after 256 MiB, and if it is slow, after twice as many, and so on
 //! ```
 //!
-//! One route is in use at a time: a file system lets writes into the page cache wait until direct writes of the same
+//! One piece at a time is written into the page cache: file systems do not write two parts of a file there at the same
+//! time, and a thread that waits for its turn in the system uses a processor. One route is in use at a time: a file system lets writes into the page cache wait until direct writes of the same
 //! file have ended. The time is that in which at least one piece was being written.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -101,24 +102,17 @@ impl Routes {
     ///
     /// Args:
     ///     `n_bytes`: of the piece.
-    ///     `n_cached`: how many pieces may be written into the page cache at a time.
     ///     `write`: writes it by the route that it is given.
-    pub(crate) fn write<T>(
-        &self,
-        n_bytes: u64,
-        n_cached: usize,
-        write: impl FnOnce(Route) -> T,
-    ) -> T {
-        let route = self.begin(n_cached);
+    pub(crate) fn write<T>(&self, n_bytes: u64, write: impl FnOnce(Route) -> T) -> T {
+        let route = self.begin();
         let result = write(route);
         self.end(n_bytes);
         result
     }
 
-    fn begin(&self, n_cached: usize) -> Route {
+    fn begin(&self) -> Route {
         let must_wait = |state: &mut State| {
-            state.n_writing > 0
-                && (state.changes || state.route == Route::PageCache && state.n_writing >= n_cached)
+            state.n_writing > 0 && (state.changes || state.route == Route::PageCache)
         };
         let mut state = self
             .changed
@@ -256,7 +250,7 @@ mod tests {
             for _ in 0..8 {
                 scope.spawn(|| {
                     for _ in 0..50 {
-                        routes.write(PIECE, 2, |route| {
+                        routes.write(PIECE, |route| {
                             let n = writing[route as usize].fetch_add(1, SeqCst) + 1;
                             assert_eq!(writing[route.other() as usize].load(SeqCst), 0);
                             if route == Route::PageCache {
@@ -271,6 +265,6 @@ mod tests {
                 });
             }
         });
-        assert_eq!(most.into_inner(), 2);
+        assert_eq!(most.into_inner(), 1);
     }
 }

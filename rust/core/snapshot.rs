@@ -281,9 +281,9 @@ mod tests {
         for n in [3_u64, 2_500_000, 2_000_000] {
             let bytes: Vec<u8> = (0..n * 4).map(|i| (i % 251) as u8).collect();
             let tensors = vec![MemoryTensor {
-                name: "w".into(),
+                name: "w",
                 dtype: Dtype::F32,
-                shape: vec![n],
+                shape: std::slice::from_ref(&n),
                 bytes: &bytes,
                 strides_bytes: vec![4],
             }];

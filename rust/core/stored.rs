@@ -11,7 +11,7 @@ use crate::factors::Factors;
 use crate::layout::{Cuts, Layout};
 use crate::plan::{CopyOp, strided_copy};
 use crate::region::{Dims, Region, row_major_strides};
-use crate::strided::{Dim, merge_dims};
+use crate::strided::{CopyDims, Dim, merge_dims};
 use crate::tile::Tile;
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -125,7 +125,7 @@ pub(crate) struct CellCopy {
     pub(crate) stored_shape: Vec<u64>,
     /// First element in the tensor.
     pub(crate) dst: u64,
-    pub(crate) dims: Vec<Dim>,
+    pub(crate) dims: CopyDims,
 }
 
 /// The box that is copied, in the global tensor, and the tiles around it.
@@ -141,7 +141,7 @@ impl Boxes {
     ///
     /// # Errors
     /// The stored tensor is used in parts.
-    pub(crate) fn strided(&self, stored_shape: &[u64], strides: &[u64]) -> Result<(u64, Vec<Dim>)> {
+    pub(crate) fn strided(&self, stored_shape: &[u64], strides: &[u64]) -> Result<(u64, CopyDims)> {
         let plain = row_major_strides(stored_shape);
         if self.source.local_offset != 0 || self.source.local_strides != plain {
             let message = "a tensor is stored with strides of its own, and only parts of it belong to the checkpoint's tensor";
@@ -363,7 +363,7 @@ impl Grid {
         let mut copies = Vec::new();
         for cell in 0..n_cells {
             let (mut dst, mut rest) = (0, cell);
-            let mut dims: Vec<Dim> = to
+            let mut dims: CopyDims = to
                 .iter()
                 .map(|&dst| Dim {
                     len: 0,
@@ -804,7 +804,7 @@ pub(crate) fn select_whole<'a>(
     selected: &mut Vec<SelectedCopy<'a>>,
 ) {
     let (offset, extents) = (tile.global.offset(), tile.global.shape());
-    let mut dims = Vec::with_capacity(shape.len());
+    let mut dims = CopyDims::new();
     let (mut src, mut stride) = (0, 1);
     for d in (0..shape.len()).rev() {
         dims.push(Dim {

@@ -3,6 +3,7 @@
 use crate::error::Result;
 use crate::memory::{copy_run, prefetch};
 use crate::tuning::Way;
+use smallvec::SmallVec;
 
 /// Shorter runs are not prefetched: they share pages.
 pub(crate) const MIN_PREFETCHED_BYTES: usize = 256;
@@ -19,6 +20,9 @@ pub struct Dim {
     /// Stride in the array.
     pub dst: u64,
 }
+
+/// The dims of a box. Most boxes are one run.
+pub type CopyDims = SmallVec<[Dim; 1]>;
 
 /// Elements from the first to the last element of a box in the array, both included.
 pub(crate) fn dst_span(dims: &[Dim]) -> u64 {
@@ -38,20 +42,20 @@ pub(crate) fn widest(dims: &[Dim]) -> Option<(usize, Dim)> {
 }
 
 /// All dims except one: a row of a box.
-pub(crate) fn without(dims: &[Dim], at: usize) -> Vec<Dim> {
-    let mut row = dims.to_vec();
+pub(crate) fn without(dims: &[Dim], at: usize) -> CopyDims {
+    let mut row = CopyDims::from_slice(dims);
     row.remove(at);
     row
 }
 
 /// Drops dims of one element, sorts by descending stride in the array, and merges contiguous dims.
-pub(crate) fn merge_dims(mut dims: Vec<Dim>) -> Vec<Dim> {
+pub(crate) fn merge_dims(mut dims: CopyDims) -> CopyDims {
     dims.retain(|dim| dim.len != 1);
     if dims.len() < 2 {
         return dims;
     }
     dims.sort_by_key(|dim| std::cmp::Reverse(dim.dst));
-    let mut merged: Vec<Dim> = Vec::with_capacity(dims.len());
+    let mut merged = CopyDims::new();
     for dim in dims {
         match merged.last_mut() {
             Some(outer) if outer.src == dim.src * dim.len && outer.dst == dim.dst * dim.len => {

@@ -35,6 +35,7 @@ use rustix::fs::{FallocateFlags, Mode, OFlags};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fs::File;
+use std::ops::Deref;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -366,9 +367,38 @@ pub(crate) struct Content<'a> {
 /// What is copied into a file, in its order.
 struct Parts<'a> {
     /// First byte in the file, and what is copied there.
-    arrays: Vec<(u64, Cow<'a, Array>)>,
+    arrays: Vec<(u64, Part<'a>)>,
     /// Bytes of the parts before each part, and at last of all.
     bytes_before: Vec<u64>,
+}
+
+/// An array of the plan, or a run of several: most files have few of them or none.
+enum Part<'a> {
+    Array(&'a Array),
+    Run(Box<Array>),
+}
+
+impl Deref for Part<'_> {
+    type Target = Array;
+
+    fn deref(&self) -> &Array {
+        match self {
+            Self::Array(array) => array,
+            Self::Run(run) => run,
+        }
+    }
+}
+
+impl Part<'_> {
+    /// Makes it a run that has more bytes.
+    fn lengthen(&mut self, n_bytes: u64) {
+        if let Self::Array(array) = *self {
+            *self = Self::Run(Box::new(array.clone()));
+        }
+        if let Self::Run(run) = self {
+            run.lengthen_run(n_bytes);
+        }
+    }
 }
 
 impl<'a> Parts<'a> {
@@ -377,7 +407,7 @@ impl<'a> Parts<'a> {
         let arrays = Self::with_bytes(plan, starts);
         Self::new(
             arrays
-                .map(|(start, array)| (start, Cow::Borrowed(array)))
+                .map(|(start, array)| (start, Part::Array(array)))
                 .collect(),
         )
     }
@@ -390,7 +420,7 @@ impl<'a> Parts<'a> {
     /// The arrays that have bytes; those that follow each other in the file and in their source are one part. To copy
     /// 100,000 small arrays as one takes as long as a large one.
     fn of_runs(plan: &'a Plan<'_>, starts: &[u64]) -> Self {
-        let mut runs: Vec<(u64, Cow<'a, Array>)> = Vec::new();
+        let mut runs: Vec<(u64, Part<'a>)> = Vec::new();
         // The source of the last part, and its end there, if it is one run.
         let mut last: Option<(u32, u64)> = None;
         for (start, array) in Self::with_bytes(plan, starts) {
@@ -401,16 +431,16 @@ impl<'a> Parts<'a> {
                 Some((first, run))
                     if last.is_some() && last == here && *first + run.n_bytes() == start =>
                 {
-                    run.to_mut().lengthen_run(n_bytes);
+                    run.lengthen(n_bytes);
                 }
-                _ => runs.push((start, Cow::Borrowed(array))),
+                _ => runs.push((start, Part::Array(array))),
             }
             last = here.map(|(source, from)| (source, from + n_bytes));
         }
         Self::new(runs)
     }
 
-    fn new(arrays: Vec<(u64, Cow<'a, Array>)>) -> Self {
+    fn new(arrays: Vec<(u64, Part<'a>)>) -> Self {
         let (mut n_bytes, mut bytes_before) = (0, vec![0]);
         for (_, array) in &arrays {
             n_bytes += array.n_bytes();
@@ -680,8 +710,6 @@ struct PieceWriter<'a, S> {
     checksums: Vec<AtomicU32>,
     /// For files with sums of arrays.
     array_sums: Option<ArraySums>,
-    /// How many pieces processors work on at a time.
-    n_at_once: usize,
     fill_permits: Semaphore,
     /// Held while new memory is touched.
     touching: Mutex<()>,
@@ -717,7 +745,6 @@ impl<'a, S: Sink> PieceWriter<'a, S> {
                 }
                 _ => None,
             },
-            n_at_once,
             fill_permits: Semaphore::new(n_at_once),
             touching: Mutex::new(()),
             control,
@@ -818,7 +845,7 @@ impl<'a, S: Sink> PieceWriter<'a, S> {
         let write = |route| self.sink.write_at(at, piece, route);
         match self.routes {
             None => write(Route::Direct),
-            Some(routes) => routes.write(len as u64, self.n_at_once, write),
+            Some(routes) => routes.write(len as u64, write),
         }?;
         if let Bytes::InMemory(_) = self.bytes {
             self.control.advance(len as u64); // `fill_band` counts the bytes of the other kind

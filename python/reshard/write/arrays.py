@@ -6,11 +6,9 @@ of an array in its tensor. This module does not import torch: a caller that has 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import operator
 import sys
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
     from reshard.formats.checkpoint2.names import Part
 
 _MAX_NAME_BYTES = 1024
-_DTYPE_AND_SHAPE = operator.attrgetter("dtype", "shape")
 # The names of the dtypes of ordinary numpy arrays.
 _PLAIN = {
     dtype: dtypes.name_of(dtype)
@@ -165,21 +162,23 @@ class LocalArrays(Mapping[str, LocalArray]):
     @cached_property
     def n_bytes(self) -> int:
         """Bytes that they take in files."""
-        return sum(n * self.kinds[kind].n_bytes for kind, n in Counter(self.kind_of).items())
+        sizes = [kind.n_bytes for kind in self.kinds]
+        return sum(map(sizes.__getitem__, self.kind_of))
 
     def only(self, names: Sequence[str]) -> LocalArrays:
         """Some of them, in this order."""
         if list(names) == self.names:
             return self
-        numbers = list(map(self._numbers.__getitem__, names))
-        memory = list(map(self.memory.__getitem__, numbers))
-        return LocalArrays(names, memory, self.kinds, list(map(self.kind_of.__getitem__, numbers)))
+        found = _core.reordered(self.names, names, (self.memory, self.kind_of))
+        if found is None:  # equal names are different objects
+            numbers = list(map(self._numbers.__getitem__, names))
+            found = list(map(self.memory.__getitem__, numbers)), list(map(self.kind_of.__getitem__, numbers))
+        return LocalArrays(names, found[0], self.kinds, found[1])
 
-    def tensors(self) -> Iterable[tuple[str, str, tuple[int, ...], np.ndarray]]:
-        """As the core writes them: name, dtype, shape and memory of each."""
-        of_kind = [kind.dtype for kind in self.kinds], [kind.shape for kind in self.kinds]
-        columns = (map(column.__getitem__, self.kind_of) for column in of_kind)
-        return zip(self.names, *columns, self.memory, strict=True)
+    def tensors(self) -> _core.ArrayColumns:
+        """As the core writes them."""
+        kinds = [(kind.dtype, kind.shape) for kind in self.kinds]
+        return _core.ArrayColumns(self.names, kinds, self.kind_of, self.memory)
 
 
 def local_arrays(model: Mapping[str, object] | None, optimizer: Mapping[str, object] | None) -> LocalArrays:
@@ -211,12 +210,15 @@ def local_arrays(model: Mapping[str, object] | None, optimizer: Mapping[str, obj
             most_distinct = max(most_distinct, len(own_names))
         # Another mapping may make each value when it is asked for it.
         values: list[Any] = list(given.values()) if type(given) is dict else [None]
-        if set(map(type, values)) <= {np.ndarray}:
-            # No statement for each array: 100,000 of them take as long as to write the arrays.
-            with contextlib.suppress(_NotPlainError):
-                kind_of += list(map(_KindNumbers(part, numbers).__getitem__, map(_DTYPE_AND_SHAPE, values)))
-                memory += values
-                continue
+        # No statement for each array: 100,000 of them take as long as to write the arrays.
+        found = _core.array_kinds(values)
+        if found is not None and all(dtype in _PLAIN for dtype, _ in found[0]):
+            own_kinds = [ArrayKind(part, _PLAIN[dtype], shape) for dtype, shape in found[0]]
+            own_numbers = [numbers.setdefault(kind, len(numbers)) for kind in own_kinds]
+            is_same = own_numbers == list(range(len(own_numbers)))
+            kind_of += found[1] if is_same else map(own_numbers.__getitem__, found[1])
+            memory += values
+            continue
         for name, value in (given or {}).items():
             array, own = _array(name, value, part)
             memory.append(array)
@@ -330,25 +332,6 @@ def _named_twice(arrays: LocalArrays, name: str) -> ArgumentError:
         key=name,
         hint="rename one of them: a reader could not tell which is meant",
     )
-
-
-class _NotPlainError(Exception):
-    """An array has a dtype that is not in `_PLAIN`."""
-
-
-class _KindNumbers(dict[tuple[np.dtype[Any], tuple[int, ...]], int]):
-    """Numbers of kinds by dtype and shape. A new kind gets the next number."""
-
-    def __init__(self, part: Part, numbers: dict[ArrayKind, int]) -> None:
-        super().__init__()
-        self._part, self._of = part, numbers
-
-    def __missing__(self, key: tuple[np.dtype[Any], tuple[int, ...]]) -> int:
-        dtype, shape = key
-        if dtype not in _PLAIN:
-            raise _NotPlainError
-        self[key] = number = self._of.setdefault(ArrayKind(self._part, _PLAIN[dtype], shape), len(self._of))
-        return number
 
 
 def _are_free(names: Sequence[object]) -> bool:

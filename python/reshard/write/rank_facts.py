@@ -8,9 +8,9 @@ and plans. All functions are pure. Where ranks disagree, the error names the key
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from array import array
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
@@ -492,12 +492,11 @@ def planned_bytes(plan: IterationPlan, ranks: Sequence[RankFacts]) -> int:
     n_bytes = 0
     for rank, facts in enumerate(ranks):
         arrays = facts.arrays
-        written = [name for file in plan.files if file.rank == rank for name in file.arrays]
-        counts = Counter(arrays.kind_of)
-        if len(written) < len(arrays.names):
+        sizes = [math.prod(kind.shape) * dtypes.bits(kind.dtype) // 8 for kind in arrays.kinds]
+        written = [file.arrays for file in plan.files if file.rank == rank]
+        numbers: Iterable[int] = arrays.kind_of
+        if sum(map(len, written)) < len(arrays.names):
             number_of = dict(zip(arrays.names, arrays.kind_of, strict=True))
-            counts = Counter(map(number_of.__getitem__, written))
-        for number, n in counts.items():
-            kind = arrays.kinds[number]
-            n_bytes += n * (math.prod(kind.shape) * dtypes.bits(kind.dtype) // 8)
+            numbers = map(number_of.__getitem__, itertools.chain.from_iterable(written))
+        n_bytes += sum(map(sizes.__getitem__, numbers))
     return n_bytes

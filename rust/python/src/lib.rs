@@ -7,6 +7,7 @@
 )]
 #![allow(clippy::type_complexity, reason = "Python gets plain tuples")]
 
+mod arrays;
 mod buffer;
 mod errors;
 mod geometry;
@@ -28,6 +29,7 @@ use pyo3::prelude::*;
 mod _core {
     #[pymodule_export]
     use super::{
+        arrays::{ArrayColumns, array_kinds, reordered},
         buffer::Buffer,
         copy_ways, default_threads, dtype_bits,
         geometry::{Layout, Mesh, Request},

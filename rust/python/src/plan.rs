@@ -94,7 +94,7 @@ impl Places {
         for (i, array) in arrays.iter().enumerate() {
             let known = kind_of.last().copied().filter(|&last: &usize| {
                 let last = &kinds[last];
-                last.dtype == array.dtype && last.shape == array.shape
+                last.dtype == array.dtype && last.shape[..] == array.shape[..]
             });
             let number = known.unwrap_or_else(|| {
                 *numbers
@@ -102,7 +102,7 @@ impl Places {
                     .or_insert_with(|| {
                         kinds.push(Stack {
                             dtype: array.dtype,
-                            shape: array.shape.clone(),
+                            shape: array.shape.to_vec(),
                             step: array.n_bytes().next_multiple_of(ALIGN_BYTES),
                             numbers: Vec::new(),
                         });

@@ -1,16 +1,14 @@
 //! Writing files: from plans, from arrays, from snapshots of arrays.
 
-use crate::buffer::Borrowed;
+use crate::arrays::InputTensors;
 use crate::errors::raise;
 use crate::run::{n_threads, named_pool, pool, run};
 use pyo3::prelude::*;
-use pyo3::pybacked::PyBackedStr;
 use pyo3::types::PyBytes;
 use rayon::prelude::*;
 use reshard_core::checksum::Checksums;
 use reshard_core::control::Control;
-use reshard_core::dtype::Dtype;
-use reshard_core::plan::{MemoryTensor, Plan as CorePlan};
+use reshard_core::plan::Plan as CorePlan;
 use reshard_core::{Error, Kind};
 use reshard_core::{snapshot, writer};
 use std::collections::BTreeMap;
@@ -23,14 +21,6 @@ use std::thread::JoinHandle;
 
 const DEFAULT_MEMORY_BYTES: u64 = 256 << 20;
 const SYNC_THREADS: usize = 8; // they wait for the disk
-
-/// Name, dtype, shape and buffer.
-type InputArguments<'py> = (
-    PyBackedStr,
-    Bound<'py, PyAny>,
-    Bound<'py, PyAny>,
-    Bound<'py, PyAny>,
-);
 
 /// Size and checksums of a file that was written.
 #[pyclass(frozen, module = "reshard._core")]
@@ -168,90 +158,6 @@ pub(crate) fn write_plan(
         writer::write(path, plan, options, buffers, &control)
     })?;
     Ok(Written(written))
-}
-
-/// Name, dtype, shape and borrowed buffer.
-type InputTensor = (PyBackedStr, Dtype, Vec<u64>, Borrowed);
-
-struct InputTensors(Vec<InputTensor>);
-
-impl InputTensors {
-    fn new(py: Python<'_>, tensors: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let mut inputs = Vec::with_capacity(tensors.len().unwrap_or_default());
-        // Arrays that follow each other often share the objects of their dtype and their shape.
-        let mut last_dtype: Option<(Bound<'_, PyAny>, Dtype)> = None;
-        let mut last: Option<(Bound<'_, PyAny>, Vec<u64>)> = None;
-        for item in tensors.try_iter()? {
-            let (name, dtype, shape, object): InputArguments<'_> = item?.extract()?;
-            let dtype = match &last_dtype {
-                Some((known, parsed)) if known.is(&dtype) => *parsed,
-                _ => {
-                    let parsed = raise(py, Dtype::parse(&dtype.extract::<PyBackedStr>()?))?;
-                    last_dtype = Some((dtype, parsed));
-                    parsed
-                }
-            };
-            let shape = match &last {
-                Some((known, extents)) if known.is(&shape) => extents.clone(),
-                _ => {
-                    let extents: Vec<u64> = shape.extract()?;
-                    last = Some((shape, extents.clone()));
-                    extents
-                }
-            };
-            let buffer = Borrowed::forwards(&object)?;
-            let (per_unit, unit_bytes) = dtype.unit();
-            let n_bytes = dtype.n_bytes(&shape).unwrap_or(u64::MAX);
-            let agrees = if per_unit == 1 && !buffer.strides().is_empty() {
-                buffer.shape().eq(shape.iter().copied())
-                    && buffer.range().1 as u64 == n_bytes
-                    && unit_bytes > 0
-            } else {
-                buffer.range().1 as u64 == n_bytes
-            };
-            if !agrees {
-                let message = format!(
-                    "`{name}` is {dtype} of shape {shape:?}, but its buffer has {} bytes of shape {:?}",
-                    buffer.range().1,
-                    buffer.shape().collect::<Vec<_>>()
-                );
-                return raise(py, Err(Error::new(Kind::Mismatch, message).key(&name)));
-            }
-            inputs.push((name, dtype, shape, buffer));
-        }
-        Ok(Self(inputs))
-    }
-
-    /// What `function` returns for the plan to write them.
-    fn planned<T>(
-        &self,
-        py: Python<'_>,
-        threads: Option<i64>,
-        function: impl FnOnce(&CorePlan<'_>) -> PyResult<T>,
-    ) -> PyResult<T> {
-        const MANY: usize = 4096; // a pool takes longer to start than to plan fewer
-        if self.0.len() < MANY {
-            let plan = CorePlan::of_memory(self.0.iter().map(memory_tensor).collect());
-            return function(&raise(py, plan)?);
-        }
-        let pool = pool(py, threads)?;
-        let tensors = self.0.par_iter().map(memory_tensor);
-        let plan = py.detach(|| pool.install(|| CorePlan::of_much_memory(tensors)));
-        let plan = raise(py, plan)?;
-        let result = function(&plan);
-        py.detach(|| pool.install(|| plan.free()));
-        result
-    }
-}
-
-fn memory_tensor((name, dtype, shape, buffer): &InputTensor) -> MemoryTensor<'_> {
-    MemoryTensor {
-        name: name.to_string(),
-        dtype: *dtype,
-        shape: shape.clone(),
-        bytes: buffer.bytes(),
-        strides_bytes: buffer.strides_bytes(),
-    }
 }
 
 #[pyfunction]

@@ -6,6 +6,7 @@
 use super::DeviceLayout;
 use super::table::{MAGIC, Writer};
 use reshard_core::error::{Error, Kind as ErrorKind, Printable, Result};
+use reshard_core::header::all_bytes;
 use std::collections::{HashMap, HashSet};
 use std::fmt::Write as _;
 use std::mem::take;
@@ -101,6 +102,8 @@ pub struct Encoder<K> {
     is_begun: bool,
     is_ended: bool,
     table: Table,
+    /// Memory of a list that is made for each tensor.
+    files_of_cells: Vec<u32>,
 }
 
 /// The parts of the table that follow from the files that hold each tensor.
@@ -113,6 +116,8 @@ struct Table {
     in_order: Vec<u8>,
     /// The holders of the cells of a list in these files.
     known: HashMap<(usize, Vec<u32>), u32>,
+    /// Those of the last tensor: mostly the next one has them, too.
+    last: Option<((usize, Vec<u32>), u32)>,
     /// The start of a tensor of each kind behind its name.
     kinds: Vec<Vec<u8>>,
     tensors: Vec<u8>,
@@ -120,8 +125,9 @@ struct Table {
 
 /// Whether the name of a shard of this tensor is its text between single quotes.
 pub fn is_plain(key: &str) -> bool {
-    key.bytes()
-        .all(|byte| matches!(byte, b' '..=b'~') && !matches!(byte, b'\'' | b'"' | b'\\'))
+    all_bytes(key, |byte| {
+        matches!(byte, b' '..=b'~') && !matches!(byte, b'\'' | b'"' | b'\\')
+    })
 }
 
 impl<K: AsRef<str>> Encoder<K> {
@@ -208,6 +214,7 @@ impl<K: AsRef<str>> Encoder<K> {
             is_begun: false,
             is_ended: false,
             table,
+            files_of_cells: Vec::new(),
         })
     }
 
@@ -345,7 +352,8 @@ impl<K: AsRef<str>> Encoder<K> {
         let odd = self.of.shard_names.get(&(at as u32));
         let mut comma = if at == 0 { "" } else { "," };
         // The files of each cell, and their number before them.
-        let mut files = Vec::new();
+        let mut files = take(&mut self.files_of_cells);
+        files.clear();
         for (cell, group) in self.of.cells[of_kind].iter().zip(&self.groups[of_kind]) {
             out.push_str(comma);
             comma = ",";
@@ -393,7 +401,8 @@ impl<K: AsRef<str>> Encoder<K> {
         }
         let holders = self
             .table
-            .holders_of(of_kind, &self.of.cells[of_kind], files)?;
+            .holders_of(of_kind, &self.of.cells[of_kind], &files)?;
+        self.files_of_cells = files;
         let mut tensors = Writer(take(&mut self.table.tensors));
         tensors.text(key)?;
         tensors.0.extend(&self.table.kinds[number]);
@@ -407,9 +416,16 @@ impl Table {
     /// The number of the holders of a tensor.
     ///
     /// `files` has for each cell the number of its files and then the files, in the order of the cells.
-    fn holders_of(&mut self, of_kind: usize, cells: &[Cell], files: Vec<u32>) -> Result<u32> {
-        let known = (of_kind, files);
+    fn holders_of(&mut self, of_kind: usize, cells: &[Cell], files: &[u32]) -> Result<u32> {
+        if let Some(((kind, of), number)) = &self.last
+            && *kind == of_kind
+            && of == files
+        {
+            return Ok(*number);
+        }
+        let known = (of_kind, files.to_vec());
         if let Some(&number) = self.known.get(&known) {
+            self.last = Some((known, number));
             return Ok(number);
         }
         let mut rest = &known.1[..];
@@ -436,6 +452,7 @@ impl Table {
             self.in_order.extend(encoded);
             next
         });
+        self.last = Some((known.clone(), number));
         self.known.insert(known, number);
         Ok(number)
     }

@@ -1,0 +1,366 @@
+//! Arrays of the caller: what they have in common, and their memory, as the core writes it.
+//!
+//! There can be 100,000 of them, and to ask each by the interfaces of Python takes longer than to write 4 KiB. So they
+//! are given as columns, and numpy arrays are looked at directly.
+
+#![expect(unsafe_code, reason = "looks at the memory of numpy arrays")]
+
+use crate::buffer::Borrowed;
+use crate::errors::raise;
+use crate::run::pool;
+use numpy::{PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedStr;
+use pyo3::types::{PyList, PyTuple};
+use rayon::prelude::*;
+use reshard_core::dtype::Dtype;
+use reshard_core::plan::{MemoryTensor, Plan as CorePlan};
+use reshard_core::{Error, Kind};
+use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
+
+/// The distinct dtypes and shapes of numpy arrays, and the number of each array's; `None` if one is none, or of a
+/// subclass.
+///
+/// Equal dtypes can be several objects, and then occur several times.
+#[pyfunction]
+pub(crate) fn array_kinds<'py>(
+    arrays: &Bound<'py, PyAny>,
+) -> PyResult<Option<(Vec<(Bound<'py, PyAny>, Bound<'py, PyTuple>)>, Vec<u32>)>> {
+    let mut numbers: HashMap<(usize, Vec<usize>), u32> = HashMap::new();
+    let mut kinds = Vec::new();
+    let mut kind_of = Vec::with_capacity(arrays.len()?);
+    let mut last: Option<(usize, Vec<usize>, u32)> = None;
+    for array in arrays.try_iter()? {
+        let array = array?;
+        let Ok(array) = array.cast_exact::<PyUntypedArray>() else {
+            return Ok(None);
+        };
+        let dtype = array.dtype();
+        let (address, shape) = (dtype.as_ptr() as usize, array.shape());
+        let number = match &last {
+            Some((known, of, number)) if *known == address && of == shape => *number,
+            _ => {
+                let next = kinds.len() as u32;
+                let number = *numbers.entry((address, shape.to_vec())).or_insert(next);
+                if number == next {
+                    // Holds the dtype, whose address no other can get then.
+                    kinds.push((dtype.into_any(), PyTuple::new(array.py(), shape)?));
+                }
+                last = Some((address, shape.to_vec(), number));
+                number
+            }
+        };
+        kind_of.push(number);
+    }
+    Ok(Some((kinds, kind_of)))
+}
+
+/// The items of two columns in another order of their names; `None` if a name is another object than that of the order.
+#[pyfunction]
+pub(crate) fn reordered<'py>(
+    names: &Bound<'py, PyAny>,
+    order: &Bound<'py, PyAny>,
+    columns: (Bound<'py, PyAny>, Bound<'py, PyAny>),
+) -> PyResult<Option<(Bound<'py, PyList>, Bound<'py, PyList>)>> {
+    let mut numbers: HashMap<usize, usize, BuildHasherDefault<OfAddress>> = HashMap::default();
+    numbers.reserve(names.len()?);
+    for (number, name) in names.try_iter()?.enumerate() {
+        numbers.insert(name?.as_ptr() as usize, number);
+    }
+    let mut chosen = Vec::with_capacity(order.len()?);
+    for name in order.try_iter()? {
+        match numbers.get(&(name?.as_ptr() as usize)) {
+            Some(number) => chosen.push(*number),
+            None => return Ok(None),
+        }
+    }
+    let pick = |column: Bound<'py, PyAny>| {
+        let column: Vec<Bound<'py, PyAny>> = column.extract()?;
+        if column.len() != names.len()? {
+            return Err(PyValueError::new_err(
+                "a column has another length than the names",
+            ));
+        }
+        PyList::new(names.py(), chosen.iter().map(|number| &column[*number]))
+    };
+    Ok(Some((pick(columns.0)?, pick(columns.1)?)))
+}
+
+/// Hashes addresses of Python objects, whose lowest bits are equal.
+#[derive(Default)]
+struct OfAddress(u64);
+
+impl Hasher for OfAddress {
+    fn write(&mut self, bytes: &[u8]) {
+        for byte in bytes {
+            self.write_u64(u64::from(*byte));
+        }
+    }
+
+    fn write_u64(&mut self, value: u64) {
+        // The golden ratio: neighbours differ in the highest bits, too, which tables compare.
+        self.0 = (self.0 ^ value)
+            .wrapping_mul(0x9e37_79b9_7f4a_7c15)
+            .rotate_left(26);
+    }
+
+    fn write_usize(&mut self, value: usize) {
+        self.write_u64(value as u64);
+    }
+
+    fn finish(&self) -> u64 {
+        self.0
+    }
+}
+
+/// Arrays by column: names, memory, and the number of the dtype and shape of each.
+#[pyclass(frozen, module = "reshard._core")]
+pub(crate) struct ArrayColumns {
+    names: Py<PyAny>,
+    kinds: Vec<(Dtype, Vec<u64>)>,
+    kind_of: Vec<u32>,
+    memory: Py<PyAny>,
+}
+
+#[pymethods]
+impl ArrayColumns {
+    #[new]
+    fn new(
+        py: Python<'_>,
+        names: Bound<'_, PyAny>,
+        kinds: Vec<(PyBackedStr, Vec<u64>)>,
+        kind_of: Vec<u32>,
+        memory: Bound<'_, PyAny>,
+    ) -> PyResult<Self> {
+        let kinds = kinds
+            .into_iter()
+            .map(|(dtype, shape)| Ok((Dtype::parse(&dtype)?, shape)));
+        let kinds: Vec<_> = raise(py, kinds.collect::<reshard_core::Result<_>>())?;
+        let lengths = [names.len()?, memory.len()?];
+        let is_sound = lengths == [kind_of.len(); 2]
+            && kind_of.iter().all(|kind| (*kind as usize) < kinds.len());
+        if !is_sound {
+            let message =
+                "the columns of arrays have different lengths, or name a kind that is not listed";
+            return raise(py, Err(Error::new(Kind::Argument, message)));
+        }
+        Ok(Self {
+            names: names.unbind(),
+            kinds,
+            kind_of,
+            memory: memory.unbind(),
+        })
+    }
+
+    fn __len__(&self) -> usize {
+        self.kind_of.len()
+    }
+}
+
+/// The memory of an array, row-major if it has no strides.
+enum Lent {
+    /// A row-major numpy array and its first byte. Its owner keeps the memory, as it does while a buffer is exported.
+    Array(
+        #[expect(dead_code, reason = "keeps the memory")] Py<PyAny>,
+        *const u8,
+    ),
+    View(Borrowed),
+}
+
+// SAFETY: other threads use only the address, whose memory is kept until this is dropped.
+unsafe impl Send for Lent {}
+// SAFETY: as for Send.
+unsafe impl Sync for Lent {}
+
+struct InputTensor {
+    name: PyBackedStr,
+    kind: u32,
+    memory: Lent,
+}
+
+/// What tensors have in common.
+struct InputKind {
+    dtype: Dtype,
+    shape: Vec<u64>,
+    n_bytes: u64,
+}
+
+/// Arrays that are borrowed to be written.
+pub(crate) struct InputTensors {
+    kinds: Vec<InputKind>,
+    tensors: Vec<InputTensor>,
+}
+
+impl InputKind {
+    fn new(dtype: Dtype, shape: Vec<u64>) -> Self {
+        let n_bytes = dtype.n_bytes(&shape).unwrap_or(u64::MAX);
+        Self {
+            dtype,
+            shape,
+            n_bytes,
+        }
+    }
+
+    /// The first byte of a numpy array that is row-major and of this kind.
+    fn first_byte_of(&self, object: &Bound<'_, PyAny>) -> Option<*const u8> {
+        let array = object.cast_exact::<PyUntypedArray>().ok()?;
+        let (dtype, shape) = (array.dtype(), array.shape());
+        let (per_unit, _) = self.dtype.unit();
+        let n_bytes = shape
+            .iter()
+            .try_fold(dtype.itemsize(), |n, extent| n.checked_mul(*extent));
+        let is_of_kind = n_bytes.map(|n| n as u64) == Some(self.n_bytes)
+            && (per_unit > 1
+                || shape
+                    .iter()
+                    .map(|n| *n as u64)
+                    .eq(self.shape.iter().copied()))
+            && array.is_c_contiguous()
+            && !dtype.has_object();
+        // SAFETY: a live array, whose fields are only read.
+        is_of_kind.then(|| unsafe { (*array.as_array_ptr()).fields.data.cast_const().cast() })
+    }
+
+    fn lent(&self, py: Python<'_>, name: &str, object: &Bound<'_, PyAny>) -> PyResult<Lent> {
+        if let Some(first) = self.first_byte_of(object) {
+            return Ok(Lent::Array(object.clone().unbind(), first));
+        }
+        let array = object.cast::<PyUntypedArray>();
+        if array.is_ok_and(|array| array.dtype().has_object()) {
+            // numpy lends their addresses.
+            let message = format!("`{name}` is an array of Python objects");
+            return raise(py, Err(Error::new(Kind::Argument, message).key(name)));
+        }
+        let buffer = Borrowed::forwards(object)?;
+        let (per_unit, unit_bytes) = self.dtype.unit();
+        let n_bytes = buffer.range().1 as u64;
+        let agrees = if per_unit == 1 && !buffer.strides().is_empty() {
+            buffer.shape().eq(self.shape.iter().copied())
+                && n_bytes == self.n_bytes
+                && unit_bytes > 0
+        } else {
+            n_bytes == self.n_bytes
+        };
+        if !agrees {
+            let message = format!(
+                "`{name}` is {} of shape {:?}, but its buffer has {n_bytes} bytes of shape {:?}",
+                self.dtype,
+                self.shape,
+                buffer.shape().collect::<Vec<_>>()
+            );
+            return raise(py, Err(Error::new(Kind::Mismatch, message).key(name)));
+        }
+        Ok(Lent::View(buffer))
+    }
+}
+
+impl InputTensors {
+    /// Borrows columns, or an iterable of name, dtype, shape and buffer of each array.
+    pub(crate) fn new(py: Python<'_>, tensors: &Bound<'_, PyAny>) -> PyResult<Self> {
+        if let Ok(columns) = tensors.cast_exact::<ArrayColumns>() {
+            return Self::of_columns(py, columns.get());
+        }
+        let mut this = Self {
+            kinds: Vec::new(),
+            tensors: Vec::new(),
+        };
+        let mut numbers = HashMap::new();
+        for item in tensors.try_iter()? {
+            let (name, dtype, shape, object): (
+                PyBackedStr,
+                PyBackedStr,
+                Vec<u64>,
+                Bound<'_, PyAny>,
+            ) = item?.extract()?;
+            let dtype = raise(py, Dtype::parse(&dtype))?;
+            let kind = *numbers
+                .entry((dtype, shape))
+                .or_insert_with_key(|(dtype, shape)| {
+                    this.kinds.push(InputKind::new(*dtype, shape.clone()));
+                    this.kinds.len() as u32 - 1
+                });
+            this.push(py, name, kind, &object)?;
+        }
+        Ok(this)
+    }
+
+    fn of_columns(py: Python<'_>, columns: &ArrayColumns) -> PyResult<Self> {
+        let kinds = columns.kinds.iter();
+        let mut this = Self {
+            kinds: kinds
+                .map(|(dtype, shape)| InputKind::new(*dtype, shape.clone()))
+                .collect(),
+            tensors: Vec::with_capacity(columns.kind_of.len()),
+        };
+        let names = columns.names.bind(py).try_iter()?;
+        let memory = columns.memory.bind(py).try_iter()?;
+        for ((name, object), kind) in names.zip(memory).zip(&columns.kind_of) {
+            this.push(py, name?.extract()?, *kind, &object?)?;
+        }
+        if this.tensors.len() != columns.kind_of.len() {
+            let message = "the columns of arrays have become shorter";
+            return raise(py, Err(Error::new(Kind::Argument, message)));
+        }
+        Ok(this)
+    }
+
+    fn push(
+        &mut self,
+        py: Python<'_>,
+        name: PyBackedStr,
+        kind: u32,
+        object: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let memory = self.kinds[kind as usize].lent(py, &name, object)?;
+        self.tensors.push(InputTensor { name, kind, memory });
+        Ok(())
+    }
+
+    /// What `function` returns for the plan to write them.
+    pub(crate) fn planned<T>(
+        &self,
+        py: Python<'_>,
+        threads: Option<i64>,
+        function: impl FnOnce(&CorePlan<'_>) -> PyResult<T>,
+    ) -> PyResult<T> {
+        const MANY: usize = 4096; // a pool takes longer to start than to plan fewer
+        if self.tensors.len() < MANY {
+            let tensors = self.tensors.iter().map(|tensor| self.memory_tensor(tensor));
+            let plan = CorePlan::of_memory(tensors.collect());
+            return function(&raise(py, plan)?);
+        }
+        let pool = pool(py, threads)?;
+        let tensors = self
+            .tensors
+            .par_iter()
+            .map(|tensor| self.memory_tensor(tensor));
+        let plan = py.detach(|| pool.install(|| CorePlan::of_much_memory(tensors)));
+        let plan = raise(py, plan)?;
+        let result = function(&plan);
+        py.detach(|| pool.install(|| plan.free()));
+        result
+    }
+
+    fn memory_tensor<'a>(&'a self, tensor: &'a InputTensor) -> MemoryTensor<'a> {
+        let kind = &self.kinds[tensor.kind as usize];
+        let (bytes, strides_bytes) = match &tensor.memory {
+            Lent::Array(_, first) if kind.n_bytes > 0 => {
+                // SAFETY: the array is row-major and has as many bytes; it is held. If another Python thread writes to
+                // it meanwhile, the saved bytes change, as for any array that is passed to a writer.
+                let bytes = unsafe { std::slice::from_raw_parts(*first, kind.n_bytes as usize) };
+                (bytes, Vec::new())
+            }
+            Lent::Array(..) => (&[][..], Vec::new()),
+            Lent::View(buffer) => (buffer.bytes(), buffer.strides_bytes()),
+        };
+        MemoryTensor {
+            name: &tensor.name,
+            dtype: kind.dtype,
+            shape: &kind.shape,
+            bytes,
+            strides_bytes,
+        }
+    }
+}
