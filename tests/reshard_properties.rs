@@ -243,7 +243,7 @@ impl Factored {
                     .map(|stride| stride * size as u64)
                     .collect(),
             });
-        let plan = Plan::of_memory(tensors.collect()).unwrap();
+        let plan = Plan::of_memory(tensors).unwrap();
         let mut buffers = Buffers::new(writer::MIN_MEMORY_BYTES).unwrap();
         writer::write(path, &plan, &options(), &mut buffers, &Control::default()).unwrap();
         found

@@ -315,7 +315,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.safetensors");
         let (control, mut buffers) = (Control::default(), Buffers::new(16 << 20).unwrap());
-        let memory_plan = Plan::of_memory(tensors.collect()).unwrap();
+        let memory_plan = Plan::of_memory(tensors).unwrap();
         let checksums = write(&path, &memory_plan, &options, &mut buffers, &control).unwrap();
         let (mut index, mut request) = (Index::new(), Request::default());
         let file = index.add_file(path, false, Method::Map);

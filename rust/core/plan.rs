@@ -9,7 +9,6 @@ use crate::error::{Error, Kind, Result};
 use crate::region::{Region, row_major_strides};
 use crate::shard_file::ShardFile;
 use crate::strided::{CopyDims, Dim, dst_span, merge_dims};
-use rayon::prelude::*;
 use smallvec::{SmallVec, smallvec};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -279,37 +278,16 @@ impl<'a> Plan<'a> {
     ///
     /// # Errors
     /// The bytes or strides of a tensor do not match its shape.
-    pub fn of_memory(tensors: Vec<MemoryTensor<'a>>) -> Result<Self> {
-        let sources = tensors.iter().map(|tensor| tensor.bytes).collect();
-        let planned = tensors.into_iter().enumerate();
-        let arrays = planned.map(|(number, tensor)| tensor.planned(number));
-        Self::of_planned(sources, arrays.collect())
-    }
-
-    /// As [`Plan::of_memory`], of many tensors, which are looked at on the current rayon pool.
-    ///
-    /// # Errors
-    /// As [`Plan::of_memory`].
-    pub fn of_much_memory(
-        tensors: impl IndexedParallelIterator<Item = MemoryTensor<'a>>,
-    ) -> Result<Self> {
-        let planned = tensors.enumerate();
-        let planned = planned.map(|(number, tensor)| (tensor.bytes, tensor.planned(number)));
-        let (sources, arrays): (Vec<_>, Vec<_>) = planned.unzip();
-        Self::of_planned(sources, arrays)
-    }
-
-    /// Frees the arrays on the current rayon pool: that of many takes as long as to plan them.
-    pub fn free(self) {
-        self.arrays.into_par_iter().for_each(drop);
-    }
-
-    fn of_planned(sources: Vec<&'a [u8]>, arrays: Vec<Result<Array>>) -> Result<Self> {
-        Ok(Self {
-            arrays: arrays.into_iter().collect::<Result<_>>()?,
-            sources: sources.into_iter().map(PlanSource::Memory).collect(),
-            verify: false,
-        })
+    pub fn of_memory(tensors: impl IntoIterator<Item = MemoryTensor<'a>>) -> Result<Self> {
+        let tensors = tensors.into_iter();
+        let mut plan = Self::default();
+        plan.arrays.reserve_exact(tensors.size_hint().0);
+        plan.sources.reserve_exact(tensors.size_hint().0);
+        for (number, tensor) in tensors.enumerate() {
+            plan.sources.push(PlanSource::Memory(tensor.bytes));
+            plan.arrays.push(tensor.planned(number)?);
+        }
+        Ok(plan)
     }
 }
 

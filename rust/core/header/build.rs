@@ -96,6 +96,8 @@ pub fn build(
 fn push_tensors(out: &mut Vec<u8>, tensors: &[(&str, Dtype, &[u64])]) -> Result<Vec<u64>> {
     let mut starts = Vec::with_capacity(tensors.len());
     let mut start = 0_u64;
+    // Tensors that follow each other often have one dtype and shape: their bytes, and the text between name and offsets.
+    let (mut last, mut n_bytes, mut text) = (None, 0, Vec::new());
     for &(name, dtype, shape) in tensors {
         let refuse = |kind, problem: String| Err(refused(name, kind, &problem));
         if let Err(error) = check_name(name) {
@@ -104,16 +106,21 @@ fn push_tensors(out: &mut Vec<u8>, tensors: &[(&str, Dtype, &[u64])]) -> Result<
         if name == METADATA {
             return refuse(Kind::Argument, "the name is reserved".to_owned());
         }
-        if shape.len() > MAX_RANK {
-            return refuse(
-                Kind::Unsupported,
-                format!("{} dims; at most {MAX_RANK} are allowed", shape.len()),
-            );
+        if last != Some((dtype, shape)) {
+            last = Some((dtype, shape));
+            if shape.len() > MAX_RANK {
+                return refuse(
+                    Kind::Unsupported,
+                    format!("{} dims; at most {MAX_RANK} are allowed", shape.len()),
+                );
+            }
+            n_bytes = match tensor_bytes(dtype, shape) {
+                Ok(n_bytes) => n_bytes,
+                Err(problem) => return refuse(Kind::Argument, problem),
+            };
+            text.clear();
+            push_kind(&mut text, dtype, shape);
         }
-        let n_bytes = match tensor_bytes(dtype, shape) {
-            Ok(n_bytes) => n_bytes,
-            Err(problem) => return refuse(Kind::Argument, problem),
-        };
         let end = match start.checked_add(n_bytes) {
             Some(end) if end < NUMBER_END && shape.iter().all(|&extent| extent < NUMBER_END) => end,
             _ => {
@@ -127,16 +134,7 @@ fn push_tensors(out: &mut Vec<u8>, tensors: &[(&str, Dtype, &[u64])]) -> Result<
             out.push(b',');
         }
         push_json(out, name);
-        out.extend_from_slice(b":{\"dtype\":\"");
-        out.extend_from_slice(dtype.name().as_bytes());
-        out.extend_from_slice(b"\",\"shape\":[");
-        for (dim, &extent) in shape.iter().enumerate() {
-            if dim > 0 {
-                out.push(b',');
-            }
-            push_number(out, extent);
-        }
-        out.extend_from_slice(b"],\"data_offsets\":[");
+        out.extend_from_slice(&text);
         push_number(out, start);
         out.push(b',');
         push_number(out, end);
@@ -145,6 +143,20 @@ fn push_tensors(out: &mut Vec<u8>, tensors: &[(&str, Dtype, &[u64])]) -> Result<
         start = end;
     }
     Ok(starts)
+}
+
+/// Appends the text of a tensor behind its name, up to its offsets.
+fn push_kind(out: &mut Vec<u8>, dtype: Dtype, shape: &[u64]) {
+    out.extend_from_slice(b":{\"dtype\":\"");
+    out.extend_from_slice(dtype.name().as_bytes());
+    out.extend_from_slice(b"\",\"shape\":[");
+    for (dim, &extent) in shape.iter().enumerate() {
+        if dim > 0 {
+            out.push(b',');
+        }
+        push_number(out, extent);
+    }
+    out.extend_from_slice(b"],\"data_offsets\":[");
 }
 
 fn check_unique(tensors: &[(&str, Dtype, &[u64])]) -> Result<()> {

@@ -7,13 +7,11 @@
 
 use crate::buffer::Borrowed;
 use crate::errors::raise;
-use crate::run::pool;
 use numpy::{PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
-use pyo3::types::{PyList, PyTuple};
-use rayon::prelude::*;
+use pyo3::types::{PyList, PySequence, PyTuple};
 use reshard_core::dtype::Dtype;
 use reshard_core::plan::{MemoryTensor, Plan as CorePlan};
 use reshard_core::{Error, Kind};
@@ -77,13 +75,14 @@ pub(crate) fn reordered<'py>(
         }
     }
     let pick = |column: Bound<'py, PyAny>| {
-        let column: Vec<Bound<'py, PyAny>> = column.extract()?;
+        let column = column.cast::<PySequence>()?.to_list()?;
         if column.len() != names.len()? {
             return Err(PyValueError::new_err(
                 "a column has another length than the names",
             ));
         }
-        PyList::new(names.py(), chosen.iter().map(|number| &column[*number]))
+        let items = chosen.iter().map(|number| column.get_item(*number));
+        PyList::new(names.py(), items.collect::<PyResult<Vec<_>>>()?)
     };
     Ok(Some((pick(columns.0)?, pick(columns.1)?)))
 }
@@ -318,29 +317,11 @@ impl InputTensors {
         Ok(())
     }
 
-    /// What `function` returns for the plan to write them.
-    pub(crate) fn planned<T>(
-        &self,
-        py: Python<'_>,
-        threads: Option<i64>,
-        function: impl FnOnce(&CorePlan<'_>) -> PyResult<T>,
-    ) -> PyResult<T> {
-        const MANY: usize = 4096; // a pool takes longer to start than to plan fewer
-        if self.tensors.len() < MANY {
-            let tensors = self.tensors.iter().map(|tensor| self.memory_tensor(tensor));
-            let plan = CorePlan::of_memory(tensors.collect());
-            return function(&raise(py, plan)?);
-        }
-        let pool = pool(py, threads)?;
-        let tensors = self
-            .tensors
-            .par_iter()
-            .map(|tensor| self.memory_tensor(tensor));
-        let plan = py.detach(|| pool.install(|| CorePlan::of_much_memory(tensors)));
-        let plan = raise(py, plan)?;
-        let result = function(&plan);
-        py.detach(|| pool.install(|| plan.free()));
-        result
+    /// The plan to write them.
+    pub(crate) fn plan(&self, py: Python<'_>) -> PyResult<CorePlan<'_>> {
+        let tensors = self.tensors.iter().map(|tensor| self.memory_tensor(tensor));
+        let plan = py.detach(|| CorePlan::of_memory(tensors));
+        raise(py, plan)
     }
 
     fn memory_tensor<'a>(&'a self, tensor: &'a InputTensor) -> MemoryTensor<'a> {

@@ -183,9 +183,8 @@ pub(crate) fn write_arrays(
         direct,
         mode,
     };
-    inputs.planned(py, threads, |plan| {
-        write_plan(py, &path, plan, &options, buffers, threads, progress)
-    })
+    let plan = inputs.plan(py)?;
+    write_plan(py, &path, &plan, &options, buffers, threads, progress)
 }
 
 #[pyfunction]
@@ -299,10 +298,9 @@ impl SnapshotPool {
         let inputs = InputTensors::new(py, tensors)?;
         let metadata: Vec<_> = metadata.unwrap_or_default().into_iter().collect();
         let control = Control::default();
-        let taken = inputs.planned(py, threads, |plan| {
-            run(py, threads, plan.n_bytes(), None, &control, || {
-                snapshot::Snapshot::take(&self.0, plan, &metadata, &control)
-            })
+        let plan = inputs.plan(py)?;
+        let taken = run(py, threads, plan.n_bytes(), None, &control, || {
+            snapshot::Snapshot::take(&self.0, &plan, &metadata, &control)
         })?;
         Ok(Snapshot {
             n_bytes: taken.n_bytes(),
