@@ -8,7 +8,7 @@ import warnings
 import zipfile
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -236,6 +236,19 @@ def test_a_value_named_as_a_counter_does_not_replace_it(tmp_path: Path) -> None:
     again = reshard.convert(tmp_path / "step-7", tmp_path / "again", to="dcp")
     assert not again.warnings
     assert reshard.open(tmp_path / "again").extra() == wanted
+
+
+@pytest.mark.parametrize("select", [{"rename": {"w": "v"}}, {"rename": {"w": "w"}}])
+def test_values_that_name_other_tensors_are_not_written(tmp_path: Path, select: dict[str, Any]) -> None:
+    extra = {"frozen": {"w": True}, "note": "x"}
+    reshard.save(tmp_path / "root", 7, {"w": np.ones(2, np.float32)}, extra=extra)
+    is_renamed = select["rename"]["w"] != "w"
+    report = reshard.convert(tmp_path / "root", tmp_path / "step-7", to="dcp", select=select)
+    found = [warning for warning in report.warnings if "is not written: frozen, note" in warning]
+    assert len(found) == is_renamed
+    counters = {"iteration": 7, "common.step_num": 7, "common.global_step": 7}
+    values = {} if is_renamed else {"frozen.w": True, "note": "x"}
+    assert reshard.open(tmp_path / "step-7").extra() == counters | values
 
 
 def test_parts_come_back_from_dcp(tmp_path: Path) -> None:

@@ -47,9 +47,9 @@ class DcpWriter(Writer):
 
     name = "dcp"
 
-    def writes_extra(self, job: Job) -> bool:  # noqa: ARG002
-        """As values of the checkpoint."""
-        return True
+    def writes_extra(self, job: Job) -> bool:
+        """As values of the checkpoint. They name tensors as the source does, and are left out if these are renamed."""
+        return not job.is_renamed
 
     def write(self, job: Job, settings: Settings) -> Written:
         """Write the data files, and `.metadata` last."""
@@ -60,7 +60,7 @@ class DcpWriter(Writer):
             )
         check_folder_free(job)
         bound = bind(job, settings.layout)
-        values, paths, warnings = _state(job) if settings.with_state else ({}, {}, [])
+        values, paths, warnings = _state(job, settings) if settings.with_state else ({}, {}, [])
         folder = plan_folder(job, bound, settings.max_bytes, values)
         names: dict[str, Path] = {key: (key,) for key in folder.tensors}
         names |= {name: paths[name] for name in folder.objects}
@@ -184,14 +184,15 @@ def _regions(folder: Folder, bound: BoundLayout) -> dict[int, list[_Region]]:
 # -- other values
 
 
-def _state(job: Job) -> tuple[dict[str, object], dict[str, Path], list[str]]:
+def _state(job: Job, settings: Settings) -> tuple[dict[str, object], dict[str, Path], list[str]]:
     """Values beside the tensors by name, the path of each, and what cannot be written."""
     source = job.source
     values: dict[str, object] = {}
     paths: dict[str, Path] = {}
     warnings: list[str] = []
     # The counters first: they are the position of the run, and another value with such a name is left out.
-    for name, value in (*_counters(source).items(), *source.extra().items()):
+    extra = source.extra() if settings.with_extra else {}
+    for name, value in (*_counters(source).items(), *extra.items()):
         try:
             leaves = list(_leaves((name,), value, [_MAX_VALUES]))
         except NotPlainError as error:
@@ -205,7 +206,7 @@ def _state(job: Job) -> tuple[dict[str, object], dict[str, Path], list[str]]:
                 warnings.append(f"{show(key)} is not written: another entry has this name")
             else:
                 values[key], paths[key] = leaf, path
-    manifest = source.manifest
+    manifest = source.manifest if settings.with_extra else None
     others = [] if manifest is None else [name for name in manifest.files if _is_of_other_rank(name)]
     if others:
         warnings.append(f"the state of single ranks is written for rank 0 only: {listed(others, 3)} are left out")
