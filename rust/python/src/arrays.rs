@@ -3,9 +3,7 @@
 //! There can be 100,000 of them, and to ask each by the interfaces of Python takes longer than to write 4 KiB. So they
 //! are given as columns, and numpy arrays are looked at directly.
 
-#![expect(unsafe_code, reason = "looks at the memory of numpy arrays")]
-
-use crate::buffer::Borrowed;
+use crate::buffer::{Borrowed, Lent};
 use crate::errors::raise;
 use numpy::{PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::exceptions::PyValueError;
@@ -158,21 +156,6 @@ impl ArrayColumns {
     }
 }
 
-/// The memory of an array, row-major if it has no strides.
-enum Lent {
-    /// A row-major numpy array and its first byte. Its owner keeps the memory, as it does while a buffer is exported.
-    Array(
-        #[expect(dead_code, reason = "keeps the memory")] Py<PyAny>,
-        *const u8,
-    ),
-    View(Borrowed),
-}
-
-// SAFETY: other threads use only the address, whose memory is kept until this is dropped.
-unsafe impl Send for Lent {}
-// SAFETY: as for Send.
-unsafe impl Sync for Lent {}
-
 struct InputTensor {
     name: PyBackedStr,
     kind: u32,
@@ -202,29 +185,21 @@ impl InputKind {
         }
     }
 
-    /// The first byte of a numpy array that is row-major and of this kind.
-    fn first_byte_of(&self, object: &Bound<'_, PyAny>) -> Option<*const u8> {
+    /// The memory of a numpy array that is row-major and of this kind.
+    fn lent_directly(&self, object: &Bound<'_, PyAny>) -> Option<Lent> {
         let array = object.cast_exact::<PyUntypedArray>().ok()?;
-        let (dtype, shape) = (array.dtype(), array.shape());
         let (per_unit, _) = self.dtype.unit();
-        let n_bytes = shape
-            .iter()
-            .try_fold(dtype.itemsize(), |n, extent| n.checked_mul(*extent));
-        let is_of_kind = n_bytes.map(|n| n as u64) == Some(self.n_bytes)
-            && (per_unit > 1
-                || shape
-                    .iter()
-                    .map(|n| *n as u64)
-                    .eq(self.shape.iter().copied()))
-            && array.is_c_contiguous()
-            && !dtype.has_object();
-        // SAFETY: a live array, whose fields are only read.
-        is_of_kind.then(|| unsafe { (*array.as_array_ptr()).fields.data.cast_const().cast() })
+        let extents = array.shape().iter().map(|n| *n as u64);
+        if per_unit == 1 && !extents.eq(self.shape.iter().copied()) {
+            return None;
+        }
+        let lent = Lent::of_array(array)?;
+        (lent.bytes().len() as u64 == self.n_bytes).then_some(lent)
     }
 
     fn lent(&self, py: Python<'_>, name: &str, object: &Bound<'_, PyAny>) -> PyResult<Lent> {
-        if let Some(first) = self.first_byte_of(object) {
-            return Ok(Lent::Array(object.clone().unbind(), first));
+        if let Some(lent) = self.lent_directly(object) {
+            return Ok(lent);
         }
         let array = object.cast::<PyUntypedArray>();
         if array.is_ok_and(|array| array.dtype().has_object()) {
@@ -326,22 +301,12 @@ impl InputTensors {
 
     fn memory_tensor<'a>(&'a self, tensor: &'a InputTensor) -> MemoryTensor<'a> {
         let kind = &self.kinds[tensor.kind as usize];
-        let (bytes, strides_bytes) = match &tensor.memory {
-            Lent::Array(_, first) if kind.n_bytes > 0 => {
-                // SAFETY: the array is row-major and has as many bytes; it is held. If another Python thread writes to
-                // it meanwhile, the saved bytes change, as for any array that is passed to a writer.
-                let bytes = unsafe { std::slice::from_raw_parts(*first, kind.n_bytes as usize) };
-                (bytes, Vec::new())
-            }
-            Lent::Array(..) => (&[][..], Vec::new()),
-            Lent::View(buffer) => (buffer.bytes(), buffer.strides_bytes()),
-        };
         MemoryTensor {
             name: &tensor.name,
             dtype: kind.dtype,
             shape: &kind.shape,
-            bytes,
-            strides_bytes,
+            bytes: tensor.memory.bytes(),
+            strides_bytes: tensor.memory.strides_bytes(),
         }
     }
 }

@@ -1,11 +1,13 @@
 #![expect(
     unsafe_code,
-    reason = "the buffer protocol exports and imports raw memory"
+    reason = "the buffer protocol and numpy arrays export and import raw memory"
 )]
-//! The buffer protocol: exported memory (`Buffer`) and borrowed buffers of Python objects (`Borrowed`).
+//! The buffer protocol: exported memory (`Buffer`) and borrowed buffers of Python objects (`Borrowed`). The memory of
+//! numpy arrays is borrowed without it (`Lent`), in a tenth of the time.
 
 use crate::errors::raise;
 use memmap2::MmapMut;
+use numpy::{PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::ffi;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -197,6 +199,62 @@ impl Drop for Borrowed {
     fn drop(&mut self) {
         // SAFETY: filled by PyObject_GetBuffer and released once. The type requires that the interpreter is attached.
         unsafe { ffi::PyBuffer_Release(&raw mut *self.view) };
+    }
+}
+
+/// Memory that is borrowed for reading. Dropped with the interpreter attached, as [`Borrowed`].
+pub(crate) enum Lent {
+    /// A row-major numpy array, its first byte and the number of its bytes. Its owner keeps the memory unmoved, as for
+    /// an exported buffer.
+    Array(
+        #[expect(dead_code, reason = "keeps the memory")] Py<PyUntypedArray>,
+        *const u8,
+        usize,
+    ),
+    View(Borrowed),
+}
+
+// SAFETY: other threads use only the address, whose memory is kept until this is dropped.
+unsafe impl Send for Lent {}
+// SAFETY: as for Send.
+unsafe impl Sync for Lent {}
+
+impl Lent {
+    /// That of an array that is row-major and holds no Python objects.
+    pub(crate) fn of_array(array: &Bound<'_, PyUntypedArray>) -> Option<Self> {
+        let dtype = array.dtype();
+        if !array.is_c_contiguous() || dtype.has_object() {
+            return None;
+        }
+        let n_bytes = array.len() * dtype.itemsize();
+        // SAFETY: a live array, of which a field is read.
+        let first = unsafe { (*array.as_array_ptr()).fields.data };
+        Some(Self::Array(
+            array.clone().unbind(),
+            first.cast_const().cast(),
+            n_bytes,
+        ))
+    }
+
+    /// All bytes from the first to the last element.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        match self {
+            Self::Array(_, _, 0) => &[],
+            // SAFETY: the array is row-major and has as many bytes; it is held. If another Python thread writes to it
+            // meanwhile, the saved bytes change, as for any array that is passed to a writer.
+            Self::Array(_, first, n_bytes) => unsafe {
+                std::slice::from_raw_parts(*first, *n_bytes)
+            },
+            Self::View(buffer) => buffer.bytes(),
+        }
+    }
+
+    /// Strides in bytes, one per dim; empty if it is row-major.
+    pub(crate) fn strides_bytes(&self) -> Vec<u64> {
+        match self {
+            Self::Array(..) => Vec::new(),
+            Self::View(buffer) => buffer.strides_bytes(),
+        }
     }
 }
 
