@@ -999,8 +999,8 @@ def write_arrays(
 
     Args:
         path: the file.
-        tensors: columns, or `(name, dtype, shape, buffer)` of each array, in the order of the data. Buffers may be strided; an
-            array that runs backwards is copied.
+        tensors: columns, or `(name, dtype, shape, buffer)` of each array, in the order of the data. Buffers may be
+            strided; an array that runs backwards is copied.
         metadata: `__metadata__` of the header.
         buffers: memory to write through; None: allocated for this file.
         threads: number of threads; None: `default_threads()`.

@@ -11,8 +11,9 @@
 //! ```
 //!
 //! One piece at a time is written into the page cache: file systems do not write two parts of a file there at the same
-//! time, and a thread that waits for its turn in the system uses a processor. One route is in use at a time: a file system lets writes into the page cache wait until direct writes of the same
-//! file have ended. The time is that in which at least one piece was being written.
+//! time, and a thread that waits for its turn in the system uses a processor. One route is in use at a time: a file
+//! system lets writes into the page cache wait until direct writes of the same file have ended. The time is that in which
+//! at least one piece was being written.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
