@@ -343,7 +343,7 @@ def main() -> None:
     def report(name: str, function: Callable[..., Figures], path: Callable[[int], Path], *sizes: int) -> None:
         rounds = [fresh(function, path(number), *sizes) for number in range(options.rounds)]
         found = {field: [one[field] for one in rounds] for field in rounds[0]}
-        text = ", ".join(f"{name} {min(of):.3g}; {statistics.median(of):.3g}" for name, of in found.items())
+        text = ", ".join(f"{field} {min(of):.3g}; {statistics.median(of):.3g}" for field, of in found.items())
         print(f"| {name} | {options.rounds} | {text} |", flush=True)
 
     with tempfile.TemporaryDirectory(dir=options.dir) as made:

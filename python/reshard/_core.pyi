@@ -793,7 +793,7 @@ class SnapshotPool:
         The caller may change the buffers afterwards. A forked child does not inherit the memory.
 
         Args:
-            tensors: `(name, dtype, shape, buffer)` of each array; see `write_arrays`.
+            tensors: columns, or `(name, dtype, shape, buffer)` of each array; see `write_arrays`.
             metadata: `__metadata__` of the header.
             threads: number of threads; None: `default_threads()`.
         """

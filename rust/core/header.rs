@@ -576,7 +576,7 @@ fn first_from(sorted: &[(u64, u32)], hash: u64) -> usize {
     low + sorted[low..high].partition_point(|&(other, _)| other < hash)
 }
 
-/// Whether all bytes of a text are of a kind. All are looked at: without an early end, many are at once.
+/// Whether all bytes of a text are of a kind. The loop has no early exit, so that it is compiled to vector instructions.
 #[inline]
 pub fn all_bytes(text: &str, is_of_kind: impl Fn(u8) -> bool) -> bool {
     (text.bytes()).fold(true, |are, byte| are & is_of_kind(byte))

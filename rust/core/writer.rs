@@ -372,7 +372,7 @@ struct Parts<'a> {
     bytes_before: Vec<u64>,
 }
 
-/// An array of the plan, or a run of several: most files have few of them or none.
+/// An array of the plan, or a run of several. A file of many arrays has few runs, so only these are copies.
 enum Part<'a> {
     Array(&'a Array),
     Run(Box<Array>),

@@ -3,7 +3,7 @@
 //! There can be 100,000 of them, and to ask each by the interfaces of Python takes longer than to write 4 KiB. So they
 //! are given as columns, and numpy arrays are looked at directly.
 
-use crate::buffer::{Borrowed, Lent};
+use crate::buffer::{ArrayMemory, Borrowed};
 use crate::errors::raise;
 use numpy::{PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::exceptions::PyValueError;
@@ -13,8 +13,8 @@ use pyo3::types::{PyList, PySequence, PyTuple};
 use reshard_core::dtype::Dtype;
 use reshard_core::plan::{MemoryTensor, Plan as CorePlan};
 use reshard_core::{Error, Kind};
+use rustc_hash::FxHashMap;
 use std::collections::HashMap;
-use std::hash::{BuildHasherDefault, Hasher};
 
 /// The distinct dtypes and shapes of numpy arrays, and the number of each array's; `None` if one is none, or of a
 /// subclass.
@@ -60,7 +60,7 @@ pub(crate) fn reordered<'py>(
     order: &Bound<'py, PyAny>,
     columns: (Bound<'py, PyAny>, Bound<'py, PyAny>),
 ) -> PyResult<Option<(Bound<'py, PyList>, Bound<'py, PyList>)>> {
-    let mut numbers: HashMap<usize, usize, BuildHasherDefault<OfAddress>> = HashMap::default();
+    let mut numbers = FxHashMap::default();
     numbers.reserve(names.len()?);
     for (number, name) in names.try_iter()?.enumerate() {
         numbers.insert(name?.as_ptr() as usize, number);
@@ -85,38 +85,11 @@ pub(crate) fn reordered<'py>(
     Ok(Some((pick(columns.0)?, pick(columns.1)?)))
 }
 
-/// Hashes addresses of Python objects, whose lowest bits are equal.
-#[derive(Default)]
-struct OfAddress(u64);
-
-impl Hasher for OfAddress {
-    fn write(&mut self, bytes: &[u8]) {
-        for byte in bytes {
-            self.write_u64(u64::from(*byte));
-        }
-    }
-
-    fn write_u64(&mut self, value: u64) {
-        // The golden ratio: neighbours differ in the highest bits, too, which tables compare.
-        self.0 = (self.0 ^ value)
-            .wrapping_mul(0x9e37_79b9_7f4a_7c15)
-            .rotate_left(26);
-    }
-
-    fn write_usize(&mut self, value: usize) {
-        self.write_u64(value as u64);
-    }
-
-    fn finish(&self) -> u64 {
-        self.0
-    }
-}
-
 /// Arrays by column: names, memory, and the number of the dtype and shape of each.
 #[pyclass(frozen, module = "reshard._core")]
 pub(crate) struct ArrayColumns {
     names: Py<PyAny>,
-    kinds: Vec<(Dtype, Vec<u64>)>,
+    kinds: Vec<InputKind>,
     kind_of: Vec<u32>,
     memory: Py<PyAny>,
 }
@@ -133,7 +106,7 @@ impl ArrayColumns {
     ) -> PyResult<Self> {
         let kinds = kinds
             .into_iter()
-            .map(|(dtype, shape)| Ok((Dtype::parse(&dtype)?, shape)));
+            .map(|(dtype, shape)| Ok(InputKind::new(Dtype::parse(&dtype)?, shape)));
         let kinds: Vec<_> = raise(py, kinds.collect::<reshard_core::Result<_>>())?;
         let lengths = [names.len()?, memory.len()?];
         let is_sound = lengths == [kind_of.len(); 2]
@@ -159,10 +132,11 @@ impl ArrayColumns {
 struct InputTensor {
     name: PyBackedStr,
     kind: u32,
-    memory: Lent,
+    memory: ArrayMemory,
 }
 
 /// What tensors have in common.
+#[derive(Clone)]
 struct InputKind {
     dtype: Dtype,
     shape: Vec<u64>,
@@ -186,38 +160,40 @@ impl InputKind {
     }
 
     /// The memory of a numpy array that is row-major and of this kind.
-    fn lent_directly(&self, object: &Bound<'_, PyAny>) -> Option<Lent> {
+    fn memory_of_numpy(&self, object: &Bound<'_, PyAny>) -> Option<ArrayMemory> {
         let array = object.cast_exact::<PyUntypedArray>().ok()?;
         let (per_unit, _) = self.dtype.unit();
         let extents = array.shape().iter().map(|n| *n as u64);
         if per_unit == 1 && !extents.eq(self.shape.iter().copied()) {
             return None;
         }
-        let lent = Lent::of_array(array)?;
-        (lent.bytes().len() as u64 == self.n_bytes).then_some(lent)
+        let memory = ArrayMemory::of_numpy(array)?;
+        (memory.bytes().len() as u64 == self.n_bytes).then_some(memory)
     }
 
-    fn lent(&self, py: Python<'_>, name: &str, object: &Bound<'_, PyAny>) -> PyResult<Lent> {
-        if let Some(lent) = self.lent_directly(object) {
-            return Ok(lent);
+    /// The memory of any array of this kind.
+    fn memory_of(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        object: &Bound<'_, PyAny>,
+    ) -> PyResult<ArrayMemory> {
+        if let Some(memory) = self.memory_of_numpy(object) {
+            return Ok(memory);
         }
         let array = object.cast::<PyUntypedArray>();
         if array.is_ok_and(|array| array.dtype().has_object()) {
-            // numpy lends their addresses.
+            // Its buffer has their addresses.
             let message = format!("`{name}` is an array of Python objects");
             return raise(py, Err(Error::new(Kind::Argument, message).key(name)));
         }
         let buffer = Borrowed::forwards(object)?;
-        let (per_unit, unit_bytes) = self.dtype.unit();
+        let (per_unit, _) = self.dtype.unit();
         let n_bytes = buffer.range().1 as u64;
-        let agrees = if per_unit == 1 && !buffer.strides().is_empty() {
-            buffer.shape().eq(self.shape.iter().copied())
-                && n_bytes == self.n_bytes
-                && unit_bytes > 0
-        } else {
-            n_bytes == self.n_bytes
-        };
-        if !agrees {
+        let has_shape = per_unit > 1
+            || buffer.strides().is_empty()
+            || buffer.shape().eq(self.shape.iter().copied());
+        if !has_shape || n_bytes != self.n_bytes {
             let message = format!(
                 "`{name}` is {} of shape {:?}, but its buffer has {n_bytes} bytes of shape {:?}",
                 self.dtype,
@@ -226,7 +202,7 @@ impl InputKind {
             );
             return raise(py, Err(Error::new(Kind::Mismatch, message).key(name)));
         }
-        Ok(Lent::View(buffer))
+        Ok(ArrayMemory::Buffer(buffer))
     }
 }
 
@@ -261,11 +237,8 @@ impl InputTensors {
     }
 
     fn of_columns(py: Python<'_>, columns: &ArrayColumns) -> PyResult<Self> {
-        let kinds = columns.kinds.iter();
         let mut this = Self {
-            kinds: kinds
-                .map(|(dtype, shape)| InputKind::new(*dtype, shape.clone()))
-                .collect(),
+            kinds: columns.kinds.clone(),
             tensors: Vec::with_capacity(columns.kind_of.len()),
         };
         let names = columns.names.bind(py).try_iter()?;
@@ -287,7 +260,7 @@ impl InputTensors {
         kind: u32,
         object: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        let memory = self.kinds[kind as usize].lent(py, &name, object)?;
+        let memory = self.kinds[kind as usize].memory_of(py, &name, object)?;
         self.tensors.push(InputTensor { name, kind, memory });
         Ok(())
     }

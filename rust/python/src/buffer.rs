@@ -3,7 +3,7 @@
     reason = "the buffer protocol and numpy arrays export and import raw memory"
 )]
 //! The buffer protocol: exported memory (`Buffer`) and borrowed buffers of Python objects (`Borrowed`). The memory of
-//! numpy arrays is borrowed without it (`Lent`), in a tenth of the time.
+//! numpy arrays is borrowed without it (`ArrayMemory`), which is faster.
 
 use crate::errors::raise;
 use memmap2::MmapMut;
@@ -202,26 +202,26 @@ impl Drop for Borrowed {
     }
 }
 
-/// Memory that is borrowed for reading. Dropped with the interpreter attached, as [`Borrowed`].
-pub(crate) enum Lent {
+/// The memory of an array, for reading. Dropped with the interpreter attached, as [`Borrowed`].
+pub(crate) enum ArrayMemory {
     /// A row-major numpy array, its first byte and the number of its bytes. Its owner keeps the memory unmoved, as for
     /// an exported buffer.
-    Array(
+    Numpy(
         #[expect(dead_code, reason = "keeps the memory")] Py<PyUntypedArray>,
         *const u8,
         usize,
     ),
-    View(Borrowed),
+    Buffer(Borrowed),
 }
 
 // SAFETY: other threads use only the address, whose memory is kept until this is dropped.
-unsafe impl Send for Lent {}
+unsafe impl Send for ArrayMemory {}
 // SAFETY: as for Send.
-unsafe impl Sync for Lent {}
+unsafe impl Sync for ArrayMemory {}
 
-impl Lent {
+impl ArrayMemory {
     /// That of an array that is row-major and holds no Python objects.
-    pub(crate) fn of_array(array: &Bound<'_, PyUntypedArray>) -> Option<Self> {
+    pub(crate) fn of_numpy(array: &Bound<'_, PyUntypedArray>) -> Option<Self> {
         let dtype = array.dtype();
         if !array.is_c_contiguous() || dtype.has_object() {
             return None;
@@ -229,7 +229,7 @@ impl Lent {
         let n_bytes = array.len() * dtype.itemsize();
         // SAFETY: a live array, of which a field is read.
         let first = unsafe { (*array.as_array_ptr()).fields.data };
-        Some(Self::Array(
+        Some(Self::Numpy(
             array.clone().unbind(),
             first.cast_const().cast(),
             n_bytes,
@@ -239,21 +239,21 @@ impl Lent {
     /// All bytes from the first to the last element.
     pub(crate) fn bytes(&self) -> &[u8] {
         match self {
-            Self::Array(_, _, 0) => &[],
+            Self::Numpy(_, _, 0) => &[],
             // SAFETY: the array is row-major and has as many bytes; it is held. If another Python thread writes to it
             // meanwhile, the saved bytes change, as for any array that is passed to a writer.
-            Self::Array(_, first, n_bytes) => unsafe {
+            Self::Numpy(_, first, n_bytes) => unsafe {
                 std::slice::from_raw_parts(*first, *n_bytes)
             },
-            Self::View(buffer) => buffer.bytes(),
+            Self::Buffer(buffer) => buffer.bytes(),
         }
     }
 
     /// Strides in bytes, one per dim; empty if it is row-major.
     pub(crate) fn strides_bytes(&self) -> Vec<u64> {
         match self {
-            Self::Array(..) => Vec::new(),
-            Self::View(buffer) => buffer.strides_bytes(),
+            Self::Numpy(..) => Vec::new(),
+            Self::Buffer(buffer) => buffer.strides_bytes(),
         }
     }
 }

@@ -102,8 +102,6 @@ pub struct Encoder<K> {
     is_begun: bool,
     is_ended: bool,
     table: Table,
-    /// Memory of a list that is made for each tensor.
-    files_of_cells: Vec<u32>,
 }
 
 /// The parts of the table that follow from the files that hold each tensor.
@@ -114,10 +112,8 @@ struct Table {
     files: Vec<usize>,
     holders: HashMap<Vec<u8>, u32>,
     in_order: Vec<u8>,
-    /// The holders of the cells of a list in these files.
-    known: HashMap<(usize, Vec<u32>), u32>,
-    /// Those of the last tensor: mostly the next one has them, too.
-    last: Option<((usize, Vec<u32>), u32)>,
+    /// The holders of a list of cells in these files, by what `holders_of` is given.
+    known: HashMap<Vec<u32>, u32>,
     /// The start of a tensor of each kind behind its name.
     kinds: Vec<Vec<u8>>,
     tensors: Vec<u8>,
@@ -214,7 +210,6 @@ impl<K: AsRef<str>> Encoder<K> {
             is_begun: false,
             is_ended: false,
             table,
-            files_of_cells: Vec::new(),
         })
     }
 
@@ -351,9 +346,8 @@ impl<K: AsRef<str>> Encoder<K> {
         let of_kind = self.of.kinds[number].cells;
         let odd = self.of.shard_names.get(&(at as u32));
         let mut comma = if at == 0 { "" } else { "," };
-        // The files of each cell, and their number before them.
-        let mut files = take(&mut self.files_of_cells);
-        files.clear();
+        // The number of the list of cells, and for each cell the number of its files and then the files.
+        let mut files = vec![of_kind as u32];
         for (cell, group) in self.of.cells[of_kind].iter().zip(&self.groups[of_kind]) {
             out.push_str(comma);
             comma = ",";
@@ -399,10 +393,7 @@ impl<K: AsRef<str>> Encoder<K> {
                 return Err(Error::new(ErrorKind::Argument, message).key(key));
             }
         }
-        let holders = self
-            .table
-            .holders_of(of_kind, &self.of.cells[of_kind], &files)?;
-        self.files_of_cells = files;
+        let holders = self.table.holders_of(&self.of.cells[of_kind], files)?;
         let mut tensors = Writer(take(&mut self.table.tensors));
         tensors.text(key)?;
         tensors.0.extend(&self.table.kinds[number]);
@@ -415,20 +406,13 @@ impl<K: AsRef<str>> Encoder<K> {
 impl Table {
     /// The number of the holders of a tensor.
     ///
-    /// `files` has for each cell the number of its files and then the files, in the order of the cells.
-    fn holders_of(&mut self, of_kind: usize, cells: &[Cell], files: &[u32]) -> Result<u32> {
-        if let Some(((kind, of), number)) = &self.last
-            && *kind == of_kind
-            && of == files
-        {
-            return Ok(*number);
-        }
-        let known = (of_kind, files.to_vec());
+    /// `known` has the number of the list of cells, and for each cell the number of its files and then the files, in
+    /// the order of the cells.
+    fn holders_of(&mut self, cells: &[Cell], known: Vec<u32>) -> Result<u32> {
         if let Some(&number) = self.known.get(&known) {
-            self.last = Some((known, number));
             return Ok(number);
         }
-        let mut rest = &known.1[..];
+        let mut rest = &known[1..];
         let mut of_cells = Vec::with_capacity(cells.len());
         for cell in cells {
             let (n, after) = rest.split_first().expect("a number for each cell");
@@ -452,7 +436,6 @@ impl Table {
             self.in_order.extend(encoded);
             next
         });
-        self.last = Some((known.clone(), number));
         self.known.insert(known, number);
         Ok(number)
     }
