@@ -53,7 +53,7 @@ def reshard_(
         with reshard.open(at.path, method=method) as checkpoint:
             if cut == "whole":
                 return checkpoint.load(out=_as(given, ml_dtypes.bfloat16))
-            return checkpoint.load(model.LAYOUT, RANK, out=_as(given, ml_dtypes.bfloat16))
+            return checkpoint.load(model.LAYOUT, _rank, out=_as(given, ml_dtypes.bfloat16))
 
     return _time_load(sources, "hf", cut, into, load, **options)
 
@@ -80,7 +80,7 @@ def safetensors_(sources: Sources, cut: Cut, into: Into, **options: bool) -> flo
                     part = file.get_tensor(key)
                 else:
                     lazy = file.get_slice(key)
-                    part = lazy[model.own_slice(key, tuple(lazy.get_shape()), RANK)]
+                    part = lazy[model.own_slice(key, tuple(lazy.get_shape()), _rank)]
                 if to is None:
                     found[key] = part.clone(memory_format=torch.contiguous_format)
                 else:
@@ -96,7 +96,7 @@ def numpy_(sources: Sources, cut: Cut, into: Into, **options: bool) -> float:
     def load(at: Sources, given: dict[str, np.ndarray] | None) -> dict[str, Any]:
         found, jobs = {}, []
         for key, array in model.read(at.path).items():
-            part = array if cut == "whole" else array[model.own_slice(key, array.shape, RANK)]
+            part = array if cut == "whole" else array[model.own_slice(key, array.shape, _rank)]
             found[key] = np.empty(part.shape, np.uint16) if given is None else given[key]
             rows = max(1, _BAND_BYTES * len(part) // max(1, part.nbytes))
             jobs += [(found[key][i : i + rows], part[i : i + rows]) for i in range(0, len(part), rows)]
@@ -248,6 +248,16 @@ def cold_bytes(sources: Sources, cut: Cut, library: Literal["reshard", "safetens
     return float(_n_read)
 
 
+def cold_of_all(
+    member: fresh.Member, sources: Sources, library: Literal["reshard", "safetensors", "numpy"]
+) -> tuple[float, float]:
+    """The slices of one rank into fresh memory, while the other ranks load theirs from the same file."""
+    global _rank, _member
+    _rank, _member = member.rank, member
+    _LOADS[library](sources, "slices", "fresh", is_cold=True)
+    return _times
+
+
 def pages(sources: Sources, cut: Cut) -> float:
     """Bytes of the pages of the file that hold the header and what is loaded, computed."""
     at = sources.path.stat().st_size - sources.n_bytes()  # the tensors follow the header without gaps
@@ -277,6 +287,10 @@ def read_cold(sources: Sources) -> float:
 
 _LOADS: dict[str, Callable[..., float]] = {"reshard": reshard_, "safetensors": safetensors_, "numpy": numpy_}
 _n_read = 0
+_rank = RANK
+# One of several processes that load at the same time.
+_member: fresh.Member | None = None
+_times = (0.0, 0.0)
 
 
 def _bytes_read() -> int:
@@ -294,20 +308,26 @@ def _time_load(
     *,
     is_cold: bool = False,
 ) -> float:
-    global _n_read  # noqa: PLW0603  a process runs one case
+    global _n_read, _times  # noqa: PLW0603  a process runs one case
     load(sources.small, None if into == "fresh" else _given(sources.small, cut, into))
     given = None if into == "fresh" else _given(sources, cut, into)
     n_bytes = sum(array.nbytes for array in _expected(sources, cut).values())
     fresh.prepare(sources.files(form), 2 * n_bytes if given is None else 0)
     if is_cold:
+        if _member is not None:
+            _member.meet()  # each has read the file
         fresh.drop(sources.files(form))
     n_read = _bytes_read()
+    if _member is not None:
+        _member.meet()
     started = time.perf_counter()
     found = load(sources, given)
-    seconds = time.perf_counter() - started
+    _times = (started, time.perf_counter())
     _n_read = _bytes_read() - n_read
+    if _member is not None:
+        _member.meet()  # to check a result reads the file
     check(sources, cut, found)
-    return seconds
+    return _times[1] - _times[0]
 
 
 def check(sources: Sources, cut: Cut, found: dict[str, Any]) -> None:
@@ -326,7 +346,7 @@ def _expected(sources: Sources, cut: Cut) -> dict[str, np.ndarray]:
     whole = model.read(sources.path)
     if cut == "whole":
         return whole
-    return {key: array[model.own_slice(key, array.shape, RANK)] for key, array in whole.items()}
+    return {key: array[model.own_slice(key, array.shape, _rank)] for key, array in whole.items()}
 
 
 def _given(sources: Sources, cut: Cut, into: Into) -> dict[str, np.ndarray]:

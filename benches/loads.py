@@ -84,7 +84,14 @@ def cold(sources: Sources) -> list[Table]:
                 (Target("reshard", ("pages that are needed",), 1 / 1.05),),
             ),
         ]
-    return tables
+    whole = Case("read of the whole file", sources.n_bytes(), _run(load_cases.read_cold, sources), "limit")
+    together = [Case(one, sources.n_bytes(), _run_of_all(sources, library), kind) for one, library, kind in _COLD]
+    name = f"slices of {model.N_RANKS} ranks at the same time, from the disk"
+    return [*tables, Table(name, [*together, whole])]
+
+
+def _run_of_all(sources: Sources, library: str) -> Callable[[], float]:
+    return lambda: fresh.run_together(model.N_RANKS, load_cases.cold_of_all, sources, library)
 
 
 _COLD: list[tuple[str, str, Kind]] = [

@@ -13,6 +13,7 @@ from benches.table import Unavailable
 
 import reshard
 
+MIB = 1 << 20
 PAGE_BYTES = 4096
 N_ROWS, ROW_BYTES = 768, 16 << 10
 
@@ -70,3 +71,32 @@ def test_a_slice_reads_the_pages_that_it_needs(index: tuple[slice, slice], path:
     np.testing.assert_array_equal(found, content()[index])
     # The header is opened by a read of the system, which reads some pages behind it.
     assert read_bytes <= 1.05 * needed_bytes + (256 << 10), (read_bytes, needed_bytes)
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_gaps_that_other_ranks_read_are_read(tmp_path: Path, *, others: bool) -> None:
+    # 24 bands of 2 MiB, of which 8 are requested before the first is copied, in two pages of four of each row.
+    rows = np.random.default_rng(0).integers(0, 256, (6144, ROW_BYTES), np.uint8)
+    path = tmp_path / "model.safetensors"
+    reshard.save_file({"w": rows}, path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    try:
+        drop([path])
+    except Unavailable as error:
+        pytest.skip(str(error))
+    if others:  # another rank reads the other columns, and has got to the fourth band
+        with path.open("rb", buffering=0) as file:
+            data_start = path.stat().st_size - rows.nbytes
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+            for row in range(1024):
+                os.pread(file.fileno(), 8192, data_start + row * ROW_BYTES + 8192)
+    before = n_read()
+    with reshard.open(path) as checkpoint:
+        found = checkpoint.read("w", (slice(None), slice(0, 8192)))
+    read_bytes = n_read() - before
+    np.testing.assert_array_equal(found, rows[:, :8192])
+    if others:  # the gaps of the bands 8 to 23
+        assert 70 * MIB <= read_bytes <= 84 * MIB, read_bytes / MIB
+    else:
+        assert read_bytes <= 51 * MIB, read_bytes / MIB

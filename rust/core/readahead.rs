@@ -7,18 +7,27 @@
 //!
 //! Requested pages are cached one by one, and not in large folios, which are faster to map. So files that are read
 //! completely are left to the readahead of the system.
+//!
+//! The ranks of a host often load different columns of the same rows at the same time. Then all pages are needed, but
+//! each rank alone would request single pages, and a disk takes about as long for one page as for the complete row. So
+//! when a band is copied, the pages between its rows are counted. If others have read at least half of them, the
+//! following bands are requested with these gaps.
 
 use crate::checksum::CHUNK_BYTES;
 use crate::error::Result;
 use crate::plan::{Array, CopyOp, Plan, PlanSource};
+use crate::source::n_pages;
 use crate::strided::{CopyDims, Dim, is_one_run, restrict, src_span, widest, without};
 use crate::verify::Checks;
 use std::collections::BTreeMap;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Smaller gaps between runs are read: on a disk with 60,000 requests and 1 GB a second, that takes as long as
 /// another request.
 pub(crate) const MIN_GAP_BYTES: u64 = 8 << 10;
+/// Smaller gaps are read if other processes read them.
+const MIN_SHARED_GAP_BYTES: u64 = CHUNK_BYTES as u64;
 /// How many bands the requests are ahead of the copies.
 const N_AHEAD: usize = 8;
 /// Ranges of a source that are requested for one band. The pages of more are left to the readahead of the system.
@@ -29,6 +38,14 @@ const COMPLETE_TENTHS: u64 = 9;
 /// A part of an array: first unit, and one past the last.
 pub(crate) type Piece<'a> = (&'a Array, u64, u64);
 
+/// A part of a source that was requested without the gaps in it.
+struct Spread {
+    source: u32,
+    start: u64,
+    end: u64,
+    n_requested_pages: u64,
+}
+
 /// The requests of one execution of a plan.
 pub(crate) struct Readahead<'a> {
     plan: &'a Plan<'a>,
@@ -37,6 +54,10 @@ pub(crate) struct Readahead<'a> {
     is_requested: Vec<bool>,
     /// The pieces of each band.
     bands: Vec<Vec<Piece<'a>>>,
+    /// What was requested of each band with gaps that others could read.
+    spreads: Vec<OnceLock<Vec<Spread>>>,
+    /// Whether other processes read the gaps.
+    is_shared: AtomicBool,
     /// Whether pages were not in the page cache.
     is_cold: AtomicBool,
 }
@@ -48,10 +69,12 @@ impl<'a> Readahead<'a> {
             plan,
             checks,
             is_requested: requested_sources(plan),
+            spreads: bands.iter().map(|_| OnceLock::new()).collect(),
+            is_shared: AtomicBool::new(false),
             bands,
             is_cold: AtomicBool::new(false),
         };
-        for band in readahead.bands.iter().take(N_AHEAD) {
+        for band in 0..N_AHEAD.min(readahead.bands.len()) {
             readahead.request(band);
         }
         readahead
@@ -59,8 +82,11 @@ impl<'a> Readahead<'a> {
 
     /// Requests the pages of a band some bands behind `band`, which is copied next.
     pub(crate) fn advance(&self, band: usize) {
-        if let Some(pieces) = self.bands.get(band + N_AHEAD) {
-            self.request(pieces);
+        if band + N_AHEAD < self.bands.len() {
+            if self.others_read_gaps_of(band) {
+                self.is_shared.store(true, Ordering::Relaxed);
+            }
+            self.request(band + N_AHEAD);
         }
     }
 
@@ -69,10 +95,30 @@ impl<'a> Readahead<'a> {
         self.is_cold.load(Ordering::Relaxed)
     }
 
-    fn request(&self, pieces: &[Piece<'_>]) {
+    /// Whether at least half of the pages in the gaps of a band were read, though this process did not request them.
+    fn others_read_gaps_of(&self, band: usize) -> bool {
+        let (mut n_gap_pages, mut n_of_others) = (0, 0);
+        for spread in self.spreads[band].get().into_iter().flatten() {
+            let PlanSource::File(_, file) = &self.plan.sources[spread.source as usize] else {
+                continue;
+            };
+            let found = file
+                .source()
+                .n_resident_pages(spread.start, spread.end - spread.start);
+            let Some(n_resident) = found else {
+                continue; // unknown
+            };
+            n_gap_pages +=
+                n_pages(spread.start, spread.end).saturating_sub(spread.n_requested_pages);
+            n_of_others += n_resident.saturating_sub(spread.n_requested_pages);
+        }
+        n_of_others > 0 && n_of_others >= n_gap_pages / 2
+    }
+
+    fn request(&self, band: usize) {
         // First byte and end of each range, by source.
         let mut ranges: BTreeMap<u32, Vec<(u64, u64)>> = BTreeMap::new();
-        for (array, start, end) in pieces {
+        for (array, start, end) in &self.bands[band] {
             let unit_bytes = array.stored.unit().1;
             for copy_op in array.copy_ops_over(*start, *end) {
                 if !self.is_requested[copy_op.source as usize] {
@@ -87,6 +133,7 @@ impl<'a> Readahead<'a> {
                 let _ = restrict(&copy_op.dims, 0, copy_op.dst, all, &mut add);
             }
         }
+        let mut spreads: Vec<Spread> = Vec::new();
         for (source, mut ranges) in ranges {
             let PlanSource::File(_, file) = &self.plan.sources[source as usize] else {
                 continue;
@@ -97,12 +144,29 @@ impl<'a> Readahead<'a> {
                 while let Some((_, until)) = ranges.next_if(|next| next.0 < end + MIN_GAP_BYTES) {
                     end = end.max(until);
                 }
-                if !file.source().is_resident(start, end - start) {
-                    self.is_cold.store(true, Ordering::Relaxed);
-                    file.source().will_need(start, end - start);
+                if file.source().is_resident(start, end - start) {
+                    continue;
+                }
+                self.is_cold.store(true, Ordering::Relaxed);
+                file.source().will_need(start, end - start);
+                let n_requested_pages = n_pages(start, end);
+                match spreads.last_mut() {
+                    Some(last)
+                        if last.source == source && start < last.end + MIN_SHARED_GAP_BYTES =>
+                    {
+                        last.end = end;
+                        last.n_requested_pages += n_requested_pages;
+                    }
+                    _ => spreads.push(Spread {
+                        source,
+                        start,
+                        end,
+                        n_requested_pages,
+                    }),
                 }
             }
         }
+        let _ = self.spreads[band].set(spreads);
     }
 
     /// Adds the ranges of a box that begins at unit `src` of a copy. Gaps that are not read are left out.
@@ -122,7 +186,13 @@ impl<'a> Readahead<'a> {
             src_span(dims) * unit_bytes,
         );
         let checksums = self.checks.checksums(copy_op.source, file);
-        let min_gap = checksums.map_or(MIN_GAP_BYTES, |_| CHUNK_BYTES as u64);
+        let min_gap = if checksums.is_some() {
+            CHUNK_BYTES as u64
+        } else if self.is_shared.load(Ordering::Relaxed) {
+            MIN_SHARED_GAP_BYTES
+        } else {
+            MIN_GAP_BYTES
+        };
         if ranges.len() >= MAX_RANGES {
             return;
         }

@@ -311,6 +311,14 @@ impl Source {
         }
     }
 
+    /// Number of pages of a range of a mapped file that are in the page cache or being read; `None` if unknown.
+    pub(crate) fn n_resident_pages(&self, start: u64, len: u64) -> Option<u64> {
+        match &self.store {
+            Store::File(file) => file.n_resident_pages(self.range(start, len).ok()?),
+            Store::Ranges(_) => None,
+        }
+    }
+
     /// Whether ranges can be requested by [`Self::will_need`]: the source is a mapped file.
     pub(crate) fn is_file_map(&self) -> bool {
         matches!(&self.store, Store::File(LocalFile { map: Some(_), .. }))
@@ -482,29 +490,35 @@ impl LocalFile {
     }
 
     /// Whether a range of the map is in the page cache.
-    #[cfg(target_os = "linux")]
     fn is_resident(&self, range: std::ops::Range<usize>) -> bool {
-        let (Some(map), true) = (&self.map, self.knows_residency) else {
-            return false;
-        };
-        let page = rustix::param::page_size();
-        let first = range.start / page * page;
-        let n_pages = (range.end - first).div_ceil(page);
-        let n_cached = self
-            .fd
-            .as_ref()
-            .and_then(|FdSlot(file)| n_cached_pages(file, range.start as u64, range.len() as u64));
-        n_cached.map_or_else(
-            || all_in_memory(&map[first..range.end], n_pages),
-            |n| n == n_pages as u64,
-        )
+        let n_pages = n_pages(range.start as u64, range.end as u64);
+        self.n_resident_pages(range) == Some(n_pages)
     }
 
-    /// Whether a range of the map is in the page cache: unknown on this system.
-    #[cfg(not(target_os = "linux"))]
-    fn is_resident(&self, _range: std::ops::Range<usize>) -> bool {
-        false
+    /// Number of pages of a range of the map that are in the page cache or being read; `None` if unknown.
+    #[cfg(target_os = "linux")]
+    fn n_resident_pages(&self, range: std::ops::Range<usize>) -> Option<u64> {
+        let (Some(map), true) = (&self.map, self.knows_residency) else {
+            return None;
+        };
+        let first = range.start - range.start % rustix::param::page_size();
+        self.fd
+            .as_ref()
+            .and_then(|FdSlot(file)| n_cached_pages(file, range.start as u64, range.len() as u64))
+            .or_else(|| n_pages_in_memory(&map[first..range.end]))
     }
+
+    /// Number of pages of a range of the map that are in the page cache: unknown on this system.
+    #[cfg(not(target_os = "linux"))]
+    fn n_resident_pages(&self, _range: std::ops::Range<usize>) -> Option<u64> {
+        None
+    }
+}
+
+/// Number of pages that a range of bytes lies in.
+pub(crate) fn n_pages(start: u64, end: u64) -> u64 {
+    let page = rustix::param::page_size() as u64;
+    end.div_ceil(page).saturating_sub(start / page)
 }
 
 /// Reads of a source that bypass the page cache where possible.
@@ -547,15 +561,15 @@ fn n_cached_pages(file: &File, start: u64, len: u64) -> Option<u64> {
     (status == 0).then_some(found[0])
 }
 
-/// Whether all pages of a page-aligned part of a map are in memory, by mincore(2).
+/// Number of pages of a part of a map, which begins with a page, that are in memory, by mincore(2).
 #[cfg(target_os = "linux")]
-fn all_in_memory(part: &[u8], n_pages: usize) -> bool {
-    let mut pages = vec![0_u8; n_pages];
+fn n_pages_in_memory(part: &[u8]) -> Option<u64> {
+    let mut pages = vec![0_u8; part.len().div_ceil(rustix::param::page_size())];
     let at = part.as_ptr().cast_mut().cast();
     // SAFETY: the part is inside a live map and page-aligned. The call writes one byte per page to `pages`, which has
     // that many bytes.
     let status = unsafe { libc::mincore(at, part.len(), pages.as_mut_ptr().cast()) };
-    status == 0 && pages.iter().all(|page| page & 1 == 1)
+    (status == 0).then(|| pages.iter().filter(|page| **page & 1 == 1).count() as u64)
 }
 
 /// Opens a regular file. Returns it, its device and inode number, and its size in bytes.
@@ -750,7 +764,7 @@ mod tests {
                 return; // a kernel before 6.5
             };
             let map = &local.map.as_ref().unwrap()[start..start + page];
-            assert_eq!(n == 1, all_in_memory(map, 1), "at {start}");
+            assert_eq!(Some(n), n_pages_in_memory(map), "at {start}");
             n_resident += n;
         }
         assert!(n_resident > 0);
