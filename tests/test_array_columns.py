@@ -86,6 +86,31 @@ def test_a_snapshot_of_columns_is_the_file_of_tuples(tmp_path: Path, n: int) -> 
     assert (tmp_path / "snapshot").read_bytes() == expected
 
 
+@pytest.mark.parametrize(
+    "view",
+    [
+        pytest.param(lambda array: array[:, 4:], id="columns"),
+        pytest.param(lambda array: array[:, ::2], id="every second column"),
+        pytest.param(lambda array: array[::-2], id="rows backwards"),
+        pytest.param(lambda array: array.T, id="transposed"),
+        pytest.param(lambda array: np.broadcast_to(array[:1], array.shape), id="broadcast"),
+        pytest.param(lambda array: array[:0, 2:], id="empty"),
+    ],
+)
+def test_bytes_of_two_elements_in_any_order(tmp_path: Path, view: Any) -> None:
+    array = view(np.arange(32, dtype=np.uint8).reshape(4, 8))
+    kind = ("F4", (array.shape[0], 2 * array.shape[1]))
+    expected = array.tobytes()
+    assert bytes_written(tmp_path / "tuples", [("w", *kind, array)]) == expected
+    assert bytes_written(tmp_path / "columns", _core.ArrayColumns(["w"], [kind], [0], [array])) == expected
+
+
+def test_a_field_of_packed_records(tmp_path: Path) -> None:
+    records = np.zeros(5, [("a", "<f4"), ("b", "i1")])
+    records["a"] = np.arange(5)
+    assert bytes_written(tmp_path / "file", [("w", "F32", (5,), records["a"])]) == records["a"].tobytes()
+
+
 def test_arrays_of_another_kind_are_refused(tmp_path: Path) -> None:
     for kind in [("F32", (3, 2)), ("F32", (6,)), ("F64", (2, 3)), ("BF16", (2, 3))]:
         columns = _core.ArrayColumns(["w"], [kind], [0], [np.zeros((2, 3), np.float32)])
@@ -168,6 +193,15 @@ def test_another_order(order: list[int], n: int, are_copies: bool) -> None:  # n
         assert found_by_core is not None
         assert all(one is other for one, other in zip(found_by_core[0], expected[0], strict=True))
         assert found_by_core[1] == expected[1]
+
+
+def test_another_order_of_names_that_are_made_when_asked() -> None:
+    class Lazy(list[str]):
+        def __iter__(self) -> Any:
+            return (f"name {i}" for i in range(len(self)))
+
+    names = Lazy("abcde")
+    assert _core.reordered(names, Lazy("edc"), (list("abcde"), [0, 1, 2, 3, 4])) is None
 
 
 def test_another_order_of_columns_that_do_not_fit() -> None:

@@ -211,7 +211,7 @@ pub struct MemoryTensor<'a> {
     pub shape: &'a [u64],
     /// All bytes from its first to its last element.
     pub bytes: &'a [u8],
-    /// Strides in bytes, one per dim; empty if it is row-major. Ignored for dtypes narrower than a byte.
+    /// Strides in bytes, one per dim; empty if it is row-major, as those of dtypes narrower than a byte must be.
     pub strides_bytes: Vec<u64>,
 }
 
@@ -308,8 +308,10 @@ impl MemoryTensor<'_> {
         let n_bytes = dtype
             .n_bytes(shape)
             .ok_or_else(|| bad("does not have an integer number of bytes"))?;
-        let is_contiguous = per_unit > 1
-            || n_bytes == 0
+        if per_unit > 1 && !strides_bytes.is_empty() {
+            return Err(bad("has strides, and its dtype is narrower than a byte"));
+        }
+        let is_contiguous = n_bytes == 0
             || strides_bytes.is_empty()
             || is_row_major(shape, &strides_bytes, unit_bytes);
         let mut copy_ops = CopyOps::new();

@@ -61,9 +61,11 @@ pub(crate) fn reordered<'py>(
     columns: (Bound<'py, PyAny>, Bound<'py, PyAny>),
 ) -> PyResult<Option<(Bound<'py, PyList>, Bound<'py, PyList>)>> {
     let mut numbers = FxHashMap::default();
-    numbers.reserve(names.len()?);
-    for (number, name) in names.try_iter()?.enumerate() {
-        numbers.insert(name?.as_ptr() as usize, number);
+    // Held, so that no other object gets the address of one of them.
+    let held = names.try_iter()?.collect::<PyResult<Vec<_>>>()?;
+    numbers.reserve(held.len());
+    for (number, name) in held.iter().enumerate() {
+        numbers.insert(name.as_ptr() as usize, number);
     }
     let mut chosen = Vec::with_capacity(order.len()?);
     for name in order.try_iter()? {
@@ -74,7 +76,7 @@ pub(crate) fn reordered<'py>(
     }
     let pick = |column: Bound<'py, PyAny>| {
         let column = column.cast::<PySequence>()?.to_list()?;
-        if column.len() != names.len()? {
+        if column.len() != held.len() {
             return Err(PyValueError::new_err(
                 "a column has another length than the names",
             ));
@@ -187,8 +189,9 @@ impl InputKind {
             let message = format!("`{name}` is an array of Python objects");
             return raise(py, Err(Error::new(Kind::Argument, message).key(name)));
         }
-        let buffer = Borrowed::forwards(object)?;
-        let (per_unit, _) = self.dtype.unit();
+        let (per_unit, unit_bytes) = self.dtype.unit();
+        // The dims of a dtype of less than a byte are not those of its bytes.
+        let buffer = Borrowed::readable(object, unit_bytes, per_unit > 1)?;
         let n_bytes = buffer.range().1 as u64;
         let has_shape = per_unit > 1
             || buffer.strides().is_empty()

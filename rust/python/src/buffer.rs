@@ -97,8 +97,9 @@ pub(crate) struct Borrowed {
     view: Box<ffi::Py_buffer>,
 }
 
-// SAFETY: other threads use only the address, which the exporter keeps valid until the release. The value is dropped,
-// and so released, only with the interpreter attached.
+// SAFETY: other threads use only the address, which the exporter keeps valid until the release. numpy does not for an
+// array that is resized with `refcheck=False` meanwhile, or whose map is truncated: the caller must not do that. The
+// value is dropped, and so released, only with the interpreter attached.
 unsafe impl Send for Borrowed {}
 // SAFETY: as for Send.
 unsafe impl Sync for Borrowed {}
@@ -119,15 +120,29 @@ impl Borrowed {
         Self::get(object, ffi::PyBUF_WRITABLE | ffi::PyBUF_C_CONTIGUOUS)
     }
 
-    /// Readable, with strides of at least 0, of any format. An array that runs backwards is copied.
-    pub(crate) fn forwards(object: &Bound<'_, PyAny>) -> PyResult<Self> {
+    /// Readable, of any format, with strides that are multiples of the size of a unit and at least 0; row-major if
+    /// `row_major`. Other arrays are copied.
+    pub(crate) fn readable(
+        object: &Bound<'_, PyAny>,
+        unit_bytes: u64,
+        row_major: bool,
+    ) -> PyResult<Self> {
         let this = Self::get(object, ffi::PyBUF_STRIDES)?;
-        if this.strides().iter().any(|stride| *stride < 0) {
-            // The buffer keeps the copy alive.
-            let copy = object.call_method0(intern!(object.py(), "copy"))?;
-            return Self::get(&copy, ffi::PyBUF_C_CONTIGUOUS);
+        let fits = |stride: &ffi::Py_ssize_t| {
+            u64::try_from(*stride).is_ok_and(|stride| stride.is_multiple_of(unit_bytes))
+        };
+        if this.is_row_major() || !row_major && this.strides().iter().all(fits) {
+            return Ok(this);
         }
-        Ok(this)
+        // The buffer keeps the copy alive.
+        let copy = object.call_method0(intern!(object.py(), "copy"))?;
+        Self::get(&copy, ffi::PyBUF_C_CONTIGUOUS)
+    }
+
+    /// Whether the elements follow each other in row-major order.
+    fn is_row_major(&self) -> bool {
+        // SAFETY: filled by PyObject_GetBuffer and not released yet.
+        unsafe { ffi::PyBuffer_IsContiguous(&raw const *self.view, c"C".as_ptr().read()) == 1 }
     }
 
     pub(crate) fn range(&self) -> (usize, usize) {
@@ -146,7 +161,11 @@ impl Borrowed {
         self.dims(self.view.strides)
     }
 
-    pub(crate) fn strides_bytes(&self) -> Vec<u64> {
+    /// Strides in bytes, one per dim; empty if it is row-major.
+    fn strides_bytes(&self) -> Vec<u64> {
+        if self.is_row_major() {
+            return Vec::new();
+        }
         self.strides()
             .iter()
             .map(|stride| stride.cast_unsigned() as u64)
@@ -204,8 +223,8 @@ impl Drop for Borrowed {
 
 /// The memory of an array, for reading. Dropped with the interpreter attached, as [`Borrowed`].
 pub(crate) enum ArrayMemory {
-    /// A row-major numpy array, its first byte and the number of its bytes. Its owner keeps the memory unmoved, as for
-    /// an exported buffer.
+    /// A row-major numpy array, its first byte and the number of its bytes. The memory does not move while the array is
+    /// held, unless it is resized with `refcheck=False`.
     Numpy(
         #[expect(dead_code, reason = "keeps the memory")] Py<PyUntypedArray>,
         *const u8,
