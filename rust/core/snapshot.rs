@@ -12,9 +12,12 @@ use crate::plan::Plan;
 use crate::writer::{Content, Options, write_image};
 use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 /// Sizes are rounded up to a multiple of this, so that a state that grows slightly can reuse memory.
 const ROUND_BYTES: u64 = 4 << 20;
+/// How often a thread that waits for reserved memory asks whether to stop.
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// More threads do not clear memory faster.
 const MAX_TOUCHING_THREADS: usize = 8;
 
@@ -67,6 +70,9 @@ impl Pool {
         let mut missing = Vec::new();
         for n_bytes in image_bytes {
             let size = rounded(*n_bytes);
+            if size == 0 {
+                continue;
+            }
             match smallest_fit(known.iter().copied(), size) {
                 Some(i) => {
                     known.swap_remove(i);
@@ -106,7 +112,10 @@ impl Pool {
 
     /// Acquires the smallest free memory of one to two times the size, or allocates memory, with the matching kind of
     /// stores.
-    fn acquire(&self, n_bytes: u64) -> Result<(Memory, Stores)> {
+    ///
+    /// # Errors
+    /// The memory cannot be allocated, or the run was cancelled.
+    fn acquire(&self, n_bytes: u64, control: &Control) -> Result<(Memory, Stores)> {
         let size = rounded(n_bytes);
         let mut unused = self.unused();
         loop {
@@ -116,8 +125,9 @@ impl Pool {
             if smallest_fit(unused.coming.iter().copied(), size).is_none() {
                 break;
             }
-            let waited = self.has_come.wait(unused);
-            unused = waited.unwrap_or_else(PoisonError::into_inner);
+            control.check()?;
+            let waited = self.has_come.wait_timeout(unused, CHECK_INTERVAL);
+            unused = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
         drop(unused);
         let memory = Memory::new(size)?;
@@ -208,7 +218,7 @@ impl Snapshot {
     ) -> Result<Self> {
         check_process(pool)?;
         let content = Content::new(plan, metadata)?;
-        let (mut memory, stores) = pool.acquire(content.n_bytes())?;
+        let (mut memory, stores) = pool.acquire(content.n_bytes(), control)?;
         let image = &mut memory.as_mut_slice()[..content.n_bytes() as usize];
         let filled = content.fill(0, image, stores, control);
         let this = Self {
@@ -316,20 +326,34 @@ mod tests {
     fn reserved_memory_is_waited_for_and_reserved_once() {
         let pool = Arc::new(Pool::new(u64::MAX));
         for _ in 0..2 {
-            pool.reserve(&[5 << 20, 5 << 20, 1 << 20]); // the second time nothing is missing
+            pool.reserve(&[0, 5 << 20, 5 << 20, 1 << 20]); // the second time nothing is missing
         }
-        let found: Vec<_> = (0..4).map(|_| pool.acquire(5 << 20).unwrap()).collect();
+        let found: Vec<_> = (0..4)
+            .map(|_| pool.acquire(5 << 20, &Control::default()).unwrap())
+            .collect();
         let reserved: Vec<_> = found.iter().map(|(_, stores)| *stores).collect();
         let (fresh, streaming) = (Stores::Fresh, Stores::Streaming);
         assert_eq!(reserved, [streaming, streaming, fresh, fresh]);
-        assert_eq!(pool.acquire(1).unwrap().1, streaming);
+        assert_eq!(pool.acquire(1, &Control::default()).unwrap().1, streaming);
+    }
+
+    #[test]
+    fn a_thread_that_waits_for_memory_can_be_stopped() {
+        let (pool, control) = (Arc::new(Pool::new(u64::MAX)), Control::default());
+        pool.unused().coming.push(8 << 20); // never comes
+        control.cancel();
+        let error = pool.acquire(8 << 20, &control).unwrap_err();
+        assert_eq!(error.kind(), Kind::Cancelled);
     }
 
     #[test]
     fn a_reservation_without_memory_ends() {
         let pool = Arc::new(Pool::new(u64::MAX));
         pool.reserve(&[1 << 60, 1 << 20]);
-        assert!(pool.acquire(1 << 60).is_err());
-        assert_eq!(pool.acquire(1).unwrap().1, Stores::Streaming);
+        assert!(pool.acquire(1 << 60, &Control::default()).is_err());
+        assert_eq!(
+            pool.acquire(1, &Control::default()).unwrap().1,
+            Stores::Streaming
+        );
     }
 }

@@ -32,9 +32,11 @@ use crate::verify::{Checks, verifies_files, verify_files};
 use crc_fast::{CrcAlgorithm, checksum, checksum_combine};
 use rayon::prelude::*;
 use rustix::fs::{FallocateFlags, Mode, OFlags};
+use rustix::io::retry_on_intr;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fs::File;
+use std::hash::{BuildHasher, RandomState};
 use std::ops::Deref;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -762,11 +764,21 @@ impl<'a, S: Sink> PieceWriter<'a, S> {
                 .map(AtomicU32::into_inner)
                 .collect());
         }
+        let n_buffers = buffers.len();
+        let buffers = Mutex::new(buffers.into_iter());
+        let next = || {
+            let mut buffers = buffers.lock().unwrap_or_else(PoisonError::into_inner);
+            buffers.next()
+        };
+        let write = || next().map_or(Ok(()), |buffer| self.touch_and_write(buffer));
         std::thread::scope(|scope| {
-            let writers: Vec<_> = buffers
-                .into_iter()
-                .map(|buffer| scope.spawn(|| self.touch_and_write(buffer)))
-                .collect();
+            // Where the system refuses threads, those that exist write all pieces.
+            let started = (0..n_buffers)
+                .map_while(|_| std::thread::Builder::new().spawn_scoped(scope, write).ok());
+            let writers: Vec<_> = started.collect();
+            if writers.is_empty() {
+                return write();
+            }
             // All threads are joined before an error is returned.
             let results: Vec<_> = writers
                 .into_iter()
@@ -946,35 +958,33 @@ pub(crate) struct TemporaryFile {
     is_published: bool,
 }
 
+/// A hidden name that no other process uses, also on another host, and that does not end in `.safetensors`, so that
+/// readers ignore the file.
+fn temporary_name(name: &str) -> String {
+    const MAX_BYTES: usize = 255; // of a name in a folder
+    let random = RandomState::new().hash_one(std::process::id());
+    let end = format!(".{random:016x}.tmp");
+    let mut kept = name.len().min(MAX_BYTES - 1 - end.len());
+    while !name.is_char_boundary(kept) {
+        kept -= 1;
+    }
+    format!(".{}{end}", &name[..kept])
+}
+
 impl TemporaryFile {
     pub(crate) fn create(path: &Path, n_bytes: u64, options: &Options) -> Result<Self> {
-        static COUNTER: AtomicU64 = AtomicU64::new(0);
         let name = path.file_name().ok_or_else(|| {
             Error::new(
                 Kind::Argument,
                 format!("{} is not the path of a file", path.display()),
             )
         })?;
-        // The name does not end in `.safetensors`, so that readers ignore the file.
-        let serial = COUNTER.fetch_add(1, Ordering::Relaxed);
-        let temporary = path.with_file_name(format!(
-            ".{}.{}-{serial}.tmp",
-            name.to_string_lossy(),
-            std::process::id()
-        ));
+        let temporary = path.with_file_name(temporary_name(&name.to_string_lossy()));
         let flags =
             OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
         // The type has 16 bits on macOS.
         let mode = Mode::from_raw_mode(options.mode as rustix::fs::RawMode);
-        let open = || rustix::fs::open(&temporary, flags, mode);
-        let opened = open().or_else(|errno| {
-            // A file of a terminated process with the same process id.
-            if errno == rustix::io::Errno::EXIST {
-                rustix::fs::unlink(&temporary)?;
-                return open();
-            }
-            Err(errno)
-        });
+        let opened = retry_on_intr(|| rustix::fs::open(&temporary, flags, mode));
         let buffered =
             opened.map_err(|errno| Error::io("cannot create", &temporary, &errno.into()))?;
         let mut this = Self {
@@ -987,7 +997,7 @@ impl TemporaryFile {
             is_published: false,
         };
         // Small files too: a network file system may report a full disk when a file is closed, which goes unseen.
-        let is_reserved = this.reserve(n_bytes.max(1))?;
+        let is_reserved = this.reserve(n_bytes)?;
         if options.direct && n_bytes >= PIECE_BYTES as u64 {
             let flags = OFlags::WRONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
             // tmpfs and some network file systems do not support it. Then all writes are buffered.
@@ -1000,7 +1010,12 @@ impl TemporaryFile {
 
     /// Reserves space: a full disk is an error before anything is written. False if the file system cannot do it.
     fn reserve(&self, n_bytes: u64) -> Result<bool> {
-        match rustix::fs::fallocate(&self.buffered, FallocateFlags::empty(), 0, n_bytes) {
+        // A range must not be empty, and a file without bytes stays one.
+        let (flags, len) = match n_bytes {
+            0 => (FallocateFlags::KEEP_SIZE, 1),
+            n => (FallocateFlags::empty(), n),
+        };
+        match retry_on_intr(|| rustix::fs::fallocate(&self.buffered, flags, 0, len)) {
             Ok(()) => Ok(true),
             Err(
                 rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS | rustix::io::Errno::INVAL,

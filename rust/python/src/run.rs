@@ -86,8 +86,8 @@ pub(crate) fn n_threads(py: Python<'_>, threads: Option<i64>) -> PyResult<usize>
 
 /// The pool of a size, one per process: threads do not survive a fork, so a child process creates its own.
 ///
-/// The lock is held only with the interpreter attached, and the forking thread has the interpreter attached: the lock
-/// is never held in a new child process.
+/// The lock is held only with the interpreter attached, while no Python code runs, and the forking thread has the
+/// interpreter attached: the lock is never held in a new child process, nor by a thread that waits for the interpreter.
 pub(crate) fn pool(py: Python<'_>, threads: Option<i64>) -> PyResult<Arc<rayon::ThreadPool>> {
     named_pool(py, "reshard", n_threads(py, threads)?)
 }
@@ -100,25 +100,25 @@ pub(crate) fn named_pool(
 ) -> PyResult<Arc<rayon::ThreadPool>> {
     type Pools = Mutex<HashMap<(u32, &'static str, usize), Arc<rayon::ThreadPool>>>;
     static POOLS: OnceLock<Pools> = OnceLock::new();
-    let mut pools = POOLS
-        .get_or_init(Pools::default)
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner);
     let key = (std::process::id(), name, n_threads);
-    if let Some(pool) = pools.get(&key) {
-        return Ok(Arc::clone(pool));
-    }
-    let built = rayon::ThreadPoolBuilder::new()
-        .num_threads(n_threads)
-        .thread_name(move |i| format!("{name}-{i}"))
-        .build()
-        .map_err(|error| {
-            Error::new(
-                Kind::Io,
-                format!("cannot start {n_threads} threads: {error}"),
-            )
-        });
-    let pool = Arc::new(raise(py, built)?);
-    pools.insert(key, Arc::clone(&pool));
-    Ok(pool)
+    let pool = {
+        let mut pools = POOLS
+            .get_or_init(Pools::default)
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        if let Some(pool) = pools.get(&key) {
+            return Ok(Arc::clone(pool));
+        }
+        let built = rayon::ThreadPoolBuilder::new()
+            .num_threads(n_threads)
+            .thread_name(move |i| format!("{name}-{i}"))
+            .build();
+        built
+            .map(|pool| Arc::clone(pools.entry(key).or_insert(Arc::new(pool))))
+            .map_err(|error| {
+                let message = format!("cannot start {n_threads} threads: {error}");
+                Error::new(Kind::Io, message)
+            })
+    };
+    raise(py, pool)
 }

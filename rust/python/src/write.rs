@@ -16,7 +16,7 @@ use std::ffi::OsString;
 use std::fs::{DirEntry, read_dir};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 use std::thread::JoinHandle;
 
 const DEFAULT_MEMORY_BYTES: u64 = 256 << 20;
@@ -125,15 +125,18 @@ pub(crate) fn write_plan(
         own = Buffers::new(py, DEFAULT_MEMORY_BYTES)?;
         &own
     };
-    // Waiting here would block another thread that needs the interpreter.
-    let busy = |_| {
-        Error::new(
-            Kind::Argument,
-            "another thread is writing with these buffers",
-        )
-    };
     buffers.stop_touching(py);
-    let buffers = &mut *raise(py, buffers.buffers.try_lock().map_err(busy))?;
+    // Waiting here would block another thread that needs the interpreter.
+    let mut buffers = match buffers.buffers.try_lock() {
+        Ok(buffers) => buffers,
+        // A write panicked. Its memory can be used again.
+        Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+        Err(TryLockError::WouldBlock) => {
+            let message = "another thread is writing with these buffers";
+            return raise(py, Err(Error::new(Kind::Argument, message)));
+        }
+    };
+    let buffers = &mut *buffers;
     let control = Control::default();
     if threads.is_some() {
         // Counting the processors reads four files of the system.
