@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+import reshard
 from reshard import dtypes
 from reshard.errors import ArgumentError, ReshardError, UnsupportedError
 from reshard.interop import load_file, safe_open, save_file
@@ -237,6 +239,31 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
         np.testing.assert_array_equal(f.get_tensor("x"), before)
     assert load_file(path)["x"].tolist() == [0, 1, 2]
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_files_of_other_writers_stay(tmp_path: Path) -> None:
+    # A process in another container, on the same file system, has the same process id and counts in the same way.
+    others = [tmp_path / f".x.safetensors.{os.getpid()}-{n}.tmp" for n in range(2000)]
+    for other in others:
+        other.touch()
+    save_file({"x": np.arange(3)}, tmp_path / "x.safetensors")
+    assert all(other.exists() for other in others)
+
+
+@pytest.mark.parametrize("letter", ["x", "é", "界"])
+def test_names_as_long_as_the_file_system_permits(tmp_path: Path, letter: str) -> None:
+    path = tmp_path / (letter * ((255 - len(".safetensors")) // len(letter.encode())) + ".safetensors")
+    save_file({"x": np.arange(3)}, path)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
+def test_tensors_can_be_resized_afterwards(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = {"x": torch.ones(4, 6, dtype=dtype), "column": torch.ones(4, 6, dtype=dtype)[:, 1:3]}
+    save_file(tensors, tmp_path / "x.safetensors")
+    reshard.save(tmp_path / "root", 1, tensors, extra={"tensor": (extra := torch.ones(3))})
+    for tensor in (*tensors.values(), extra):
+        tensor.untyped_storage().resize_(0)
 
 
 def test_the_mode_is_that_of_any_new_file(tmp_path: Path) -> None:

@@ -91,6 +91,8 @@ def fill_out(
     """The same as `fill`, for arrays that a caller gave as `out`: an error says that they are undefined."""
     try:
         fill(plan, out, threads, progress)
+    except ArgumentError:
+        raise  # before the first byte
     except ReshardError as error:
         error.message += " (the arrays given in `out` are undefined now)"
         raise

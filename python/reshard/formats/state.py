@@ -45,6 +45,7 @@ from reshard import _core, dtypes
 from reshard.errors import ArgumentError, DamagedFileError, UnsupportedError
 from reshard.formats.state_loader import INT64, MAX_DEPTH, Loader, TorchSaved, damaged, dtype_spelling, float_name
 from reshard.strict_json import parse_json
+from reshard.tensor_memory import memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -305,7 +306,7 @@ class _Dumper:
         except UnsupportedError:
             raise ArgumentError(f"{path} is a tensor of dtype {value.dtype}, which cannot be saved", key=path) from None
         plain = value.detach().resolve_conj().resolve_neg().contiguous()
-        data: np.ndarray = plain.reshape(-1).view(torch.uint8).numpy()
+        data = memory_of(plain.reshape(-1).view(torch.uint8), torch)
         if spelling != "<c16":
             data = data.view(dtypes.numpy_dtype(spelling)).reshape(tuple(value.shape))
         return {"!tensor": self._stored(data, spelling, value.shape)}

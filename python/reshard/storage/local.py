@@ -709,7 +709,7 @@ def _renamed(path: str, mode: int) -> Iterator[tuple[int, str]]:
     """
     folder, name = os.path.split(path)
     # Hidden, and with no suffix that a reader lists: a crash may leave it behind.
-    temporary = os.path.join(folder, f".{name[:200]}.{os.urandom(8).hex()}.tmp")
+    temporary = os.path.join(folder, f".{os.fsdecode(os.fsencode(name)[:200])}.{os.urandom(8).hex()}.tmp")
     # The mode is set when the file is made: at no time can others read what they should not.
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
     try:

@@ -18,6 +18,7 @@ import numpy as np
 
 from reshard import _core, dtypes
 from reshard.errors import ArgumentError, MismatchError, UnsupportedError
+from reshard.tensor_memory import memory_of
 from reshard.words import show
 
 if TYPE_CHECKING:
@@ -319,8 +320,7 @@ def _of_tensor(tensor: Any, torch: Any) -> tuple[np.ndarray, str]:
     if tensor.device.type != "cpu":
         plain = plain.cpu()
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[plain.element_size()]
-    array: np.ndarray = plain.view(integers).numpy()
-    return array.view(dtypes.numpy_dtype(name)), name
+    return memory_of(plain.view(integers), torch).view(dtypes.numpy_dtype(name)), name
 
 
 def _named_twice(arrays: LocalArrays, name: str) -> ArgumentError:
