@@ -46,6 +46,7 @@ from reshard.errors import (
     StorageError,
     UnsupportedError,
 )
+from reshard.formats.checkpoint2 import reader
 
 SAMPLES = Path(__file__).parent / "data" / "mindspore"
 TREES = [
@@ -1013,3 +1014,42 @@ def test_errors_that_were_raised_can_be_pickled(small: reshard.Checkpoint, tmp_p
             str(caught.value),
             {k: v for k, v in vars(caught.value).items() if k != "__notes__"},
         )
+
+
+def test_an_iteration_that_is_saved_again_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "run"
+    for iteration in (100, 200):
+        reshard.save(root, iteration, {"w": np.full(8, float(iteration))})
+    again = iter([1.0, 2.0])
+    unlisted = reader._unlisted
+
+    def replaced(*arguments: Any) -> Any:
+        value = next(again, None)
+        if value is not None:  # after the checksums were read, and before the files are opened
+            reshard.save(root, 200, {"w": np.full(8, value)})
+        return unlisted(*arguments)
+
+    monkeypatch.setattr(reader, "_unlisted", replaced)
+    with reshard.open(root / "iteration_00000200") as checkpoint:
+        assert checkpoint.read("w").tolist() == [2.0] * 8
+
+
+def test_an_iteration_that_is_saved_again_while_it_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "run"
+    for iteration in (100, 200):
+        reshard.save(root, iteration, {"w": np.full(8, iteration)})
+    load = reshard.Checkpoint.load
+    n_loads = 0
+
+    def replaced(checkpoint: reshard.Checkpoint, *arguments: Any, **options: Any) -> Any:
+        nonlocal n_loads
+        n_loads += 1
+        if n_loads == 1:  # a file that is opened when it is first used is that of another save
+            reshard.save(root, 200, {"w": np.full(8, 7)})
+            raise DamagedFileError("bytes differ from what was written", path=str(root))
+        return load(checkpoint, *arguments, **options)
+
+    monkeypatch.setattr(reshard.Checkpoint, "load", replaced)
+    loaded = reshard.load(root)
+    assert (loaded.iteration, loaded.state["w"].tolist(), n_loads) == (200, [7] * 8, 2)
+    assert [one.iteration for one in loaded.decision.verdicts if not one.taken] in ([], [100])

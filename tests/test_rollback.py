@@ -6,6 +6,7 @@ by one, what goes wrong in the original and in other systems of this kind.
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import logging
@@ -24,8 +25,9 @@ from click.testing import CliRunner
 from tests import small_saves
 
 import reshard
+from reshard import _core
 from reshard.cli import main
-from reshard.errors import CheckpointNotFoundError, ClaimedError, DamagedFileError, ReshardError
+from reshard.errors import CheckpointNotFoundError, ClaimedError, DamagedFileError, ReshardError, StorageError
 from reshard.formats import manifest as manifests
 from reshard.storage import claims, protocol
 from reshard.write import pending_rollback
@@ -452,3 +454,19 @@ def test_rollback_on_the_command_line(root: Path) -> None:
     assert "iteration_00000200  selected" in CliRunner().invoke(main, ["explain", str(root)]).stdout
     got = CliRunner().invoke(main, ["rollback", str(root), "201"])
     assert (got.exit_code, "hint: it holds 300, 200, 100" in got.stderr) == (1, True)
+
+
+def test_an_unreadable_iteration_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "run"
+    for iteration in (100, 200):
+        reshard.save(root, iteration, {"w": np.arange(8)})
+
+    def denied(path: str, *_: object, **__: object) -> None:
+        raise StorageError(f"cannot open {path}: Permission denied", path=path, errno=errno.EACCES)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_core, "scrub", denied)
+        with pytest.raises(StorageError, match=r"iteration_00000100` could not be read: cannot open") as caught:
+            reshard.rollback(root, 100)
+    assert "give this user read permission" in (caught.value.hint or "")
+    assert reshard.rollback(root, 100).verified

@@ -221,3 +221,21 @@ def test_the_command(root: Path) -> None:
     assert told["checkpoints"][1]["faults"][0]["tensors"] == ["adam_m.w"]
     original = CliRunner().invoke(main, ["verify", str(SAMPLE)])
     assert (original.exit_code, original.stdout.count("unverified")) == (0, 2)
+
+
+def test_an_iteration_that_is_saved_again_meanwhile(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    for iteration in (100, 200, 300):
+        reshard.save(root, iteration, {"w": np.full(1000, iteration)})
+    reshard.rollback(root, 100)
+    saved: list[object] = []
+
+    def job(_done: int, _total: int) -> None:
+        if not saved:  # the first bytes of 300 are compared; the manifest of 200 has been read
+            saved.append(reshard.save(root, 200, {"w": np.full(1000, 7)}))
+            saved.append(reshard.save(root, 300, {"w": np.full(1000, 8)}))
+
+    report = reshard.verify(root, progress=job)
+    assert [one.iteration for one in report.checkpoints] == [300, 200, 100]
+    assert {one.state for one in report.checkpoints} == {"whole"}
+    assert reshard.load(root).iteration == 300

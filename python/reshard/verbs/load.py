@@ -71,6 +71,9 @@ _log = logging.getLogger("reshard")
 _VISIBLE_SECONDS = 30.0  # seconds for which a network file system may show older content to another rank
 _FIRST_SLEEP_S, _LAST_SLEEP_S = 0.01, 1.0
 
+_REPLACED = "it was saved again while it was read"
+_MAX_REPLACED = 3  # times that an iteration which is saved again meanwhile is read
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -346,24 +349,35 @@ def load_with(
         return _Terms(asked, known, wanted.compatible, wanted.allow_fresh, wanted.method, cut, own)
 
     states: dict[str, str] = {}  # of folders, before their contents were read
+    is_replaced = False  # whether the folder was saved again while it was read
 
     def read_from(checkpoint: Checkpoint, decision: ResumeDecision) -> T:
+        nonlocal is_replaced
         with checkpoint:
-            if scrub:
-                if checkpoint.manifest is not None and members.rank == 0:
-                    with contextlib.suppress(StorageError):  # then the result is not recorded
-                        states[str(decision.path)] = proofs.state_of(checkpoint.data.path, checkpoint.manifest)
-                checkpoint.scrub((members.rank, members.world_size), threads=threads)
-            return read(checkpoint, decision)
+            try:
+                if scrub:
+                    if checkpoint.manifest is not None and members.rank == 0:
+                        with contextlib.suppress(StorageError):  # then the result is not recorded
+                            states[str(decision.path)] = proofs.state_of(checkpoint.data.path, checkpoint.manifest)
+                    checkpoint.scrub((members.rank, members.world_size), threads=threads)
+                return read(checkpoint, decision)
+            except ReshardError:
+                lock = checkpoint.data.lock
+                is_replaced = lock is not None and not lock.is_current()
+                raise
 
     terms, faults = capture(prepare), dict[str, str]()
+    n_replaced = 0
     while True:
+        is_replaced = False
         decision, open_it = _choose(ranks, terms, faults)
         if decision.path is None:
             _report(observers, decision, members.rank)
             return decision, None
         loaded = capture(lambda: read_from(open_it(), decision))  # noqa: B023  done before the next round
         damage = _damage_of(loaded) if isinstance(loaded, ReshardError) else None
+        if damage is not None and is_replaced and n_replaced < _MAX_REPLACED:
+            damage = _REPLACED
         reasons = ranks.share(damage or (loaded if isinstance(loaded, BaseException) else None), str | None)
         found = [(number, reason) for number, reason in enumerate(reasons) if reason is not None]
         if not found:
@@ -375,6 +389,9 @@ def load_with(
             return decision, loaded
         del loaded  # its memory is needed for the next
         number, reason = found[0]
+        if any(reason == _REPLACED for _, reason in found):
+            n_replaced += 1
+            continue
         faults[decision.path] = reason if members.world_size == 1 else f"rank {number}: {reason}"
         _log.info("%s is skipped: %s", decision.path, faults[decision.path])
 

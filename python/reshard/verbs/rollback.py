@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from reshard import opening
 from reshard.arguments import check, plain_integer
 from reshard.checkpoint import Checkpoint
-from reshard.errors import CheckpointNotFoundError, DamagedFileError, hints_without
+from reshard.errors import CheckpointNotFoundError, DamagedFileError, StorageError, hints_without
 from reshard.events import Observers
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint2 import names as checkpoint2
@@ -84,7 +84,8 @@ def rollback(
         CheckpointNotFoundError: there is no such root, or no such iteration in it.
         ClaimedError: another process writes into the root.
         DamagedFileError: the iteration is not complete, or bytes of it differ from its manifest.
-        StorageError: the system failed. The tracker names the old iteration or the new one.
+        StorageError: the system failed, or a file of the iteration could not be read. The tracker names the old
+            iteration or the new one.
 
     Example:
         >>> import numpy as np, reshard
@@ -151,8 +152,15 @@ def _check(
         return False
     report = verify_checkpoint(folder, threads=threads, progress=progress)
     for one in report.checkpoints:
-        for fault in one.faults:
+        for fault in sorted(one.faults, key=lambda fault: not fault.is_damage):
             name = "" if fault.file is None or fault.file in fault.message else f"{show(fault.file)}: "
+            if not fault.is_damage:
+                raise StorageError(
+                    f"{show(str(folder))} could not be read: {name}{fault.message}",
+                    path=str(folder),
+                    hint="run this as the user of the training, or give this user read permission; it is not known to "
+                    "be damaged",
+                )
             raise DamagedFileError(
                 f"{show(str(folder))} is damaged: {name}{fault.message}",
                 path=str(folder),

@@ -32,8 +32,11 @@ if TYPE_CHECKING:
     from reshard.formats.checkpoint1.reader import RankSave
     from reshard.formats.manifest import Manifest
     from reshard.opening import StrategyLike
+    from reshard.storage.store import Lock
 
 __all__ = ["Fault", "VerifiedCheckpoint", "VerifyReport", "verify"]
+
+_MAX_TRIES = 3  # to compare an iteration that is saved again meanwhile
 
 State: TypeAlias = Literal["whole", "damaged", "unreadable", "structure"]
 
@@ -147,7 +150,7 @@ def verify(
         nonlocal done
         done += n_bytes
         if progress is not None:
-            progress(done, total)
+            progress(min(done, total), total)  # an iteration that was replaced meanwhile is compared again
 
     if not jobs:
         raise CheckpointNotFoundError(f"{show(str(target))} holds no iteration folder", path=str(target))
@@ -168,6 +171,11 @@ class _CheckpointJob:
         self.faults: list[Fault] = []
         self.manifest: Manifest | None = None
         self.names: list[str] = []
+        self._read_manifest()
+
+    def _read_manifest(self) -> None:
+        self.manifest, self.names = None, []
+        path = self.path
         folder = path if path.is_folder() else path.parent
         try:
             manifest = manifests.read(folder)
@@ -188,15 +196,23 @@ class _CheckpointJob:
         """Compare the files; None: a job has removed the iteration since it was found."""
         folder = self.path if self.path.is_folder() else self.path.parent
         try:
-            with contextlib.nullcontext() if self.manifest is None else manifests.read_lock(folder):
-                result = self._compare(advance, direct=direct, threads=threads)
+            for n_left in reversed(range(_MAX_TRIES)):
+                with contextlib.nullcontext() if self.manifest is None else manifests.read_lock(folder) as lock:
+                    if lock is not None:
+                        self._read_manifest()  # the iteration may have been saved again since
+                    result = self._compare(lock, advance, direct=direct, threads=threads)
+                    if lock is None or n_left == 0 or lock.is_current():
+                        break
         except CheckpointNotFoundError:
             if self.is_given:
                 raise
             return None
         return result if self.is_given or not result.faults or self.path.exists() else None
 
-    def _compare(self, advance: Callable[[int], None], *, direct: bool, threads: int | None) -> VerifiedCheckpoint:
+    def _compare(
+        self, lock: Lock | None, advance: Callable[[int], None], *, direct: bool, threads: int | None
+    ) -> VerifiedCheckpoint:
+        self.faults = []
         n_files = n_bytes = 0
         before: str | None = None
         not_recorded: str | None = None
@@ -232,7 +248,8 @@ class _CheckpointJob:
                 name = None if error.path in (None, str(self.path)) else locate(str(error.path)).name
                 self.faults.append(fault_of(error, name))
         state = _state(self.faults, is_compared=is_compared)
-        if self.manifest is not None and before is not None and state in ("whole", "damaged"):
+        is_compared_now = lock is None or lock.is_current()
+        if self.manifest is not None and before is not None and state in ("whole", "damaged") and is_compared_now:
             not_recorded = self._record(self.manifest, before)
         return VerifiedCheckpoint(
             str(self.path),

@@ -620,7 +620,7 @@ def _verify(
     folder: Location, known: set[str], faults: dict[str, str], warnings: list[str], progress: _core.Progress | None
 ) -> None:
     """Compare an iteration with its manifest, and record the result: in `known` or `faults`, and beside it."""
-    with manifests.read_lock(folder):  # no other process removes it meanwhile
+    with manifests.read_lock(folder) as lock:  # no other process removes it meanwhile
         manifest = manifests.read(folder)
         state = proofs.state_of(folder, manifest)
         done, total = 0, sum(entry.n_bytes for entry in manifest.shards.values())
@@ -632,6 +632,8 @@ def _verify(
                 progress(done, total)
 
         found = scrub_folder(folder, manifest, advance=advance)
+        if not lock.is_current():
+            return  # it was saved again meanwhile: what is verified is decided again
     if found:
         fault = next((one for one in found if one.is_damage), found[0])
         verdict = "found damaged when it was verified" if fault.is_damage else "could not be verified"

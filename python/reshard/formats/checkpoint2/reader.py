@@ -43,7 +43,7 @@ _log = logging.getLogger("reshard")
 
 _MAX_PARSED = 64  # headers that are parsed when a folder is opened
 _TENSOR_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".ckpt")
-_MAX_TRIES = 3  # to open an iteration that is saved again meanwhile
+_MAX_TRIES = 10  # to open an iteration that is saved again meanwhile
 
 Unlisted: TypeAlias = tuple[tuple[str, str, tuple[int, ...], tuple[str, ...]], ...]
 
@@ -186,12 +186,17 @@ def open_folder(
         with contextlib.ExitStack() as stack:
             if locked is None:
                 locked = stack.enter_context(locked_manifest(folder, None if known is None else known.outline))
+            # If the folder was replaced meanwhile, files of two saves may be mixed: try again.
             try:
-                return _open_locked(folder, locked, method, iteration, known)
+                data = _open_locked(folder, locked, method, iteration, known)
             except ReshardError:
-                # If the folder was replaced meanwhile, files of two saves were mixed: try again.
                 if n_left == 0 or locked.is_unchanged(folder):
                     raise
+            else:
+                if n_left == 0 or data.lock is None or data.lock.is_current():
+                    return data
+                data.index.close()
+                data.lock.close()
         locked = None
     raise AssertionError  # not reached
 
