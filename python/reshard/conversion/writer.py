@@ -56,6 +56,7 @@ class Writer(ABC):
         options: names of those arguments of `convert` that this format has, but not every format.
         counts_counters: counters are tensors of the destination and are counted as such.
         in_root: an iteration is added to a checkpoint root, which can have other iterations.
+        keeps_others: files of other formats in the destination stay where they are, not only folders of iterations.
     """
 
     name: ClassVar[str]
@@ -65,6 +66,7 @@ class Writer(ABC):
     options: ClassVar[frozenset[str]] = frozenset()
     counts_counters: ClassVar[bool] = False
     in_root: ClassVar[bool] = False
+    keeps_others: ClassVar[bool] = False
 
     @abstractmethod
     def write(self, job: Job, settings: Settings) -> Written:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from reshard.errors import DestinationExistsError
 from reshard.formats.base import Match
 from reshard.formats.checkpoint1.format import CHECKPOINT1
 from reshard.formats.checkpoint2.format import CHECKPOINT2, TILED
@@ -19,6 +20,7 @@ from reshard.formats.huggingface.reader import HUGGINGFACE
 from reshard.formats.megatron.format import MEGATRON
 from reshard.formats.single_file.reader import SINGLE_FILE
 from reshard.formats.torch_file.format import TORCH_FILE
+from reshard.words import show
 
 if TYPE_CHECKING:
     from reshard.formats.base import Format
@@ -42,6 +44,9 @@ FORMATS: tuple[Format, ...] = (
 def detect(path: Location) -> Format:
     """The format of an existing path: the first that matches, else the first that accepts it as a fallback.
 
+    A folder with iterations that this package has completed is a root of Checkpoint 2.0, whatever lies beside them: a
+    run is resumed from what was saved.
+
     Raises:
         StorageError: the system failed to list or read the path.
 
@@ -52,6 +57,8 @@ def detect(path: Location) -> Format:
         >>> detect(locate("w.safetensors")).traits.name
         'safetensors'
     """
+    if CHECKPOINT2.holds_saves(path):
+        return CHECKPOINT2
     fallback = None
     for one in FORMATS:
         match = one.detect(path)
@@ -61,3 +68,38 @@ def detect(path: Location) -> Format:
             fallback = one
     assert fallback is not None  # each kind of path has a fallback
     return fallback
+
+
+def check_destination(path: Location, name: str, *, keeps_others: bool = True) -> None:
+    """Refuse a folder that would be opened as another format than the one that is written into it.
+
+    Args:
+        path: the folder, which need not exist.
+        name: of the format that is written.
+        keeps_others: files of other formats stay where they are, not only folders of iterations.
+
+    Raises:
+        DestinationExistsError: it is such a folder; or a root of Megatron-Core, which has a tracker of the same name as
+            Checkpoint 2.0.
+        StorageError: the system failed to list or read the path.
+
+    Example:
+        >>> import numpy as np, reshard
+        >>> from reshard.storage.location import locate
+        >>> _ = reshard.save("destination", 1, {"w": np.zeros(2)})
+        >>> check_destination(locate("destination"), "checkpoint2")
+    """
+    if path.found() != "folder":
+        return
+    found = detect(path)
+    is_same = found.traits.name == name or found.detect(path) is not Match.YES
+    if is_same or (name == CHECKPOINT2.traits.name and found is not MEGATRON):
+        return  # completed iterations come first
+    if not keeps_others and found not in (CHECKPOINT2, MEGATRON):
+        return
+    raise DestinationExistsError(
+        f"{show(str(path))} is a checkpoint of the format {found.traits.name}, which would be opened instead of one of "
+        f"the format {name}",
+        path=str(path),
+        hint="choose another folder",
+    )

@@ -24,6 +24,7 @@ from reshard.formats import writer_mark
 from reshard.formats.base import StoredTensor
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1.reader import open_rank_files, strategy_for
+from reshard.formats.registry import check_destination
 from reshard.formats.writers import WRITERS, writer_for
 from reshard.group import SingleProcess, resolve, session
 from reshard.layout import as_layout
@@ -264,6 +265,7 @@ def convert(
                 with_state=is_all,
                 with_extra=with_extra,
             )
+            check_destination(target, writer.name, keeps_others=writer.keeps_others)
             written = writer.write(job, settings)
             loses_extra = is_all and not writer.is_whole and not with_extra
             warnings = [*written.warnings, *(_extra_left_out(whole) if loses_extra else [])]

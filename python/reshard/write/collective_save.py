@@ -312,7 +312,7 @@ def save_collectively(
     if dry_run and blocking:
         ranks.combine(report, functools.partial(_check, save), save.report_type, None)
         return None
-    plan = ranks.combine(report, save.plan, save.report_type, save.plan_type)
+    plan = ranks.combine(report, functools.partial(_plan, save), save.report_type, save.plan_type)
     if dry_run:
         if ready is None:
             _reserve(save, plan)
@@ -370,7 +370,22 @@ def _reserve(save: SaveFormat, plan: Any) -> None:
 
 
 def _check(save: SaveFormat, reports: list[Any]) -> None:
+    _check_root(save)
     save.check(reports)
+
+
+def _plan(save: SaveFormat, reports: list[Any]) -> Any:
+    _check_root(save)
+    return save.plan(reports)
+
+
+def _check_root(save: SaveFormat) -> None:
+    """Refuse a root that a restart would open as another format."""
+    root = locate(save.task.root)
+    if root.is_folder():
+        from reshard.formats import registry  # noqa: PLC0415  slow to import
+
+        registry.check_destination(root, save.traits.name)
 
 
 def _finish(

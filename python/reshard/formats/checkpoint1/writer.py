@@ -56,6 +56,7 @@ class Checkpoint1Writer(Writer):
     """A folder for each rank, with the strategy files of the layout."""
 
     name = "checkpoint1"
+    keeps_others = True
     metadata: ClassVar[Mapping[str, str]] = {"format": "ms", "remove_redundancy": "False"}
     options = frozenset({"iteration", "prefix", "modes"})
     counts_counters = True

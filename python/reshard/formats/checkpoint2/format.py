@@ -8,6 +8,7 @@ from reshard.formats.base import Format, Match
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2 import traits
 from reshard.formats.tiled import names as tiles
+from reshard.storage.filesystem import MANIFEST_FILE
 
 if TYPE_CHECKING:
     from reshard.formats.base import CheckpointData, OpenOptions
@@ -28,6 +29,13 @@ class Checkpoint2(Format):
     def is_root(self, path: Location) -> bool:
         """Whether it holds iteration folders or a tracker."""
         return checkpoint2.is_root(path)
+
+    def holds_saves(self, path: Location) -> bool:
+        """Whether it holds an iteration that this package has completed."""
+        if not path.is_folder():
+            return False
+        newest_first = reversed(checkpoint2.list_iterations(path))
+        return any((path / name / MANIFEST_FILE).exists() for _, name in newest_first)
 
     def open(self, path: Location, options: OpenOptions) -> CheckpointData:
         """The best iteration of a root, or an iteration folder."""

@@ -24,6 +24,7 @@ class TorchWriter(Writer):
     """A file of `torch.save`, or a folder of `.bin` files."""
 
     name = "torch"
+    keeps_others = True
     default_part = "model"
     is_whole = True
     options = frozenset({"model_files"})
