@@ -1053,3 +1053,13 @@ def test_an_iteration_that_is_saved_again_while_it_is_loaded(tmp_path: Path, mon
     loaded = reshard.load(root)
     assert (loaded.iteration, loaded.state["w"].tolist(), n_loads) == (200, [7] * 8, 2)
     assert [one.iteration for one in loaded.decision.verdicts if not one.taken] in ([], [100])
+
+
+def test_a_masked_array_is_not_filled(tmp_path: Path) -> None:
+    reshard.save_file({"w": np.arange(3.0)}, tmp_path / "w.safetensors")
+    out = np.ma.masked_array(np.zeros(3), [False, True, False])
+    with reshard.open(tmp_path / "w.safetensors") as checkpoint:
+        with pytest.raises(ArgumentError, match="MaskedArray, expected a numpy array"):
+            checkpoint.load(out={"w": out})
+        with pytest.raises(ArgumentError, match="MaskedArray, expected a numpy array"):
+            checkpoint.read("w", slice(None, None, -1), out=out)

@@ -12,7 +12,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard.errors import ArgumentError, CheckpointNotFoundError, LayoutError, StorageError
+import reshard
+from reshard.errors import ArgumentError, CheckpointNotFoundError, LayoutError, ReshardError, StorageError
 from reshard.layout import Block, LayoutRule, ModelLayout, OptimizerRule, Partition, PlaceRule, as_layout
 from reshard.layout.patterns import IndexedPattern, Matcher, Pattern, glob_of, natural_order
 from reshard.words import show
@@ -633,3 +634,14 @@ def test_keys_are_ordered_by_their_numbers() -> None:
 def test_what_is_shown_cannot_drive_a_terminal() -> None:
     assert show("a\x1b]0;\u202e\n") == "`a\\x1b]0;\\u202e\\n`"
     assert len(show("x" * 10_000)) < 300
+
+
+@pytest.mark.parametrize("align", [1 << 61, (1 << 62) - 1, 1 << 62, (1 << 62) + (1 << 10), (1 << 63) - 1])
+def test_a_joined_array_that_no_memory_holds_is_refused(tmp_path: Path, align: int) -> None:
+    reshard.save_file({"w": np.zeros((64, 8), np.float32)}, tmp_path / "model.safetensors")
+    layout = {"mesh": {"a": 2}, "rules": [{"match": "w", "flat": {"axes": ["a"], "join": "j", "align": align}}]}
+    with (
+        reshard.open(tmp_path / "model.safetensors") as checkpoint,
+        pytest.raises(ReshardError, match=r"too (long|many)"),
+    ):
+        checkpoint.load(layout, rank=0)

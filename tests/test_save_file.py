@@ -294,3 +294,15 @@ def test_tensors_of_a_gpu(tmp_path: Path) -> None:
     tensor = torch.arange(24.0, device="cuda").reshape(4, 6).T
     save_file({"x": tensor}, tmp_path / "x.safetensors")
     assert torch.equal(safetensors.torch.load_file(tmp_path / "x.safetensors")["x"], tensor.cpu())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_refused(tmp_path: Path) -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+    with pytest.raises(UnsupportedError, match="nested"):
+        save_file({"x": nested}, tmp_path / "x.safetensors")
+
+
+def test_a_masked_array_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="mask"):
+        save_file({"x": np.ma.masked_array([1.0, 2.0], [False, True])}, tmp_path / "x.safetensors")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -116,7 +117,8 @@ def check_out(key: str, out: np.ndarray, dtype: str, shape: tuple[int, ...]) -> 
         MismatchError: its dtype or shape differs.
     """
     expected, expected_shape = dtypes.numpy_dtype(dtype), dtypes.array_shape(dtype, shape)
-    if not isinstance(out, np.ndarray):
+    masked = sys.modules.get("numpy.ma")
+    if not isinstance(out, np.ndarray) or (masked is not None and isinstance(out, masked.MaskedArray)):
         raise ArgumentError(f"`out` for `{key}` is a {type(out).__name__}, expected a numpy array", key=key)
     if out.dtype != expected or out.shape != expected_shape:
         raise MismatchError(

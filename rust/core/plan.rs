@@ -67,7 +67,12 @@ impl Array {
     ) -> Result<Self> {
         let overflow = || Error::new(Kind::Argument, "the array has too many elements").key(&name);
         let n = n_elements(shape).ok_or_else(overflow)?;
-        let (per_unit, _) = stored.unit();
+        let (per_unit, unit_bytes) = stored.unit();
+        // No array in memory is longer. Sums and products below do not overflow.
+        let most_bytes = (n / per_unit).checked_mul(unit_bytes.max(dtype.unit().1));
+        if most_bytes.is_none_or(|n_bytes| i64::try_from(n_bytes).is_err()) {
+            return Err(overflow());
+        }
         if per_unit > 1 {
             let whole = n.is_multiple_of(per_unit)
                 && padding
@@ -252,7 +257,8 @@ impl<'a> Plan<'a> {
 
     /// Bytes of all arrays.
     pub fn n_bytes(&self) -> u64 {
-        self.arrays.iter().map(Array::n_bytes).sum()
+        let sizes = self.arrays.iter().map(Array::n_bytes);
+        sizes.fold(0, u64::saturating_add)
     }
 
     /// Number of copies.

@@ -377,6 +377,7 @@ impl Request {
             .ok_or_else(|| bad("it is too long".to_owned()))?;
         let total = end
             .checked_next_multiple_of(unit)
+            .filter(|total| *total < 1 << 62)
             .ok_or_else(|| bad("it is too long".to_owned()))?;
         let part_len = total / parts;
         let own = first.mesh().fold(position, axes) * part_len;

@@ -249,6 +249,9 @@ def as_array(value: object) -> tuple[np.ndarray, str]:
     if torch is not None and isinstance(value, torch.Tensor):
         return _of_tensor(value, torch)
     array: np.ndarray | None = None
+    masked = sys.modules.get("numpy.ma")
+    if masked is not None and isinstance(value, masked.MaskedArray):
+        raise UnsupportedError("a masked array has a mask, which no file holds", hint="pass `.filled()` or `.data`")
     if isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
     elif hasattr(value, "__dlpack__"):
@@ -310,6 +313,8 @@ def _of_tensor(tensor: Any, torch: Any) -> tuple[np.ndarray, str]:
         name = dtypes.parse_dtype(tensor.dtype)
     except UnsupportedError:
         raise UnsupportedError(f"tensors of dtype {tensor.dtype} have no place in a safetensors file") from None
+    if tensor.is_nested:
+        raise UnsupportedError("a nested tensor has no one array", hint="pass `tensor.to_padded_tensor(...)`")
     if tensor.layout != torch.strided:
         raise UnsupportedError(f"a tensor of layout {tensor.layout} has no one array", hint="pass `tensor.to_dense()`")
     if hasattr(tensor, "to_local"):
