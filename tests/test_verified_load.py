@@ -6,6 +6,7 @@ bug.
 
 from __future__ import annotations
 
+import datetime as dt
 import fcntl
 import gc
 import json
@@ -20,6 +21,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tests import sealed
 from tests.sealed import FILES, TP2
+from tests.unprivileged import closed, nobody, reachable
 
 import reshard
 from reshard import _core
@@ -30,8 +32,10 @@ from reshard.errors import (
     EmptyRootError,
     MismatchError,
     ReshardError,
+    StorageError,
     UnsupportedError,
 )
+from reshard.events import Event
 from reshard.formats import manifest as manifests
 from reshard.messages import decode, encode
 
@@ -40,6 +44,8 @@ if TYPE_CHECKING:
 
     from reshard.formats.base import CheckpointData
     from reshard.storage.location import Location
+
+__all__ = ["reachable"]  # a fixture
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -389,7 +395,7 @@ def test_a_later_version_is_not_fallen_back_from(root: Path) -> None:
 # -- roots
 
 
-@pytest.mark.parametrize("make", ["nothing", "an empty folder", "what a first save left"])
+@pytest.mark.parametrize("make", ["nothing", "an empty folder", "what a first save left", "its events", "a new volume"])
 def test_an_empty_root_is_an_error_of_its_own(make: str, tmp_path: Path) -> None:
     root = tmp_path / "root"
     if make != "nothing":
@@ -398,6 +404,12 @@ def test_an_empty_root_is_an_error_of_its_own(make: str, tmp_path: Path) -> None
         (root / ".staging").mkdir()
         (root / ".writers").mkdir()
         (root / ".lock").touch()
+    if make == "its events":
+        reshard.EventLog(root)(Event("begun", 10, dt.datetime.now(dt.UTC)))
+        (root / "events.1.jsonl").touch()
+        assert (root / "events.jsonl").exists()
+    if make == "a new volume":
+        (root / "lost+found").mkdir()
     with pytest.raises(EmptyRootError):
         reshard.open(root)
 
@@ -412,15 +424,33 @@ def test_what_could_be_no_root_is_not_empty_but_missing(name: str, tmp_path: Pat
         assert not isinstance(caught.value, EmptyRootError)
 
 
-@pytest.mark.parametrize("name", ["latest_checkpointed_iteration.txt", "saves.jsonl", "model.bin", "iteration_1/"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "latest_checkpointed_iteration.txt",
+        "saves.jsonl",
+        "model.bin",
+        "iteration_1/",
+        "events.jsonl/",
+        "lost+found/#12/",
+    ],
+)
 def test_anything_else_is_never_a_fresh_start(name: str, tmp_path: Path) -> None:
     if name.endswith("/"):
-        (tmp_path / name).mkdir()
+        (tmp_path / name).mkdir(parents=True)
     else:
         (tmp_path / name).write_text("7")
     with pytest.raises(ReshardError) as caught:
         reshard.open(tmp_path)
     assert not isinstance(caught.value, EmptyRootError)
+
+
+def test_a_folder_of_recovered_files_that_cannot_be_listed(reachable: Path) -> None:
+    (reachable / "lost+found").mkdir()
+    closed(reachable / "lost+found")
+    with nobody(), pytest.raises(StorageError, match=r"lost\+found`: Permission denied") as caught:
+        reshard.open(reachable)
+    assert caught.value.hint == "if the volume is new, use a folder in it as the checkpoint root"
 
 
 def test_an_error_names_every_candidate_and_its_fault(root: Path) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from reshard.arguments import checked
 from reshard.checkpoint import Checkpoint
-from reshard.errors import CheckpointNotFoundError, EmptyRootError
+from reshard.errors import CheckpointNotFoundError, EmptyRootError, StorageError
 from reshard.formats import registry
 from reshard.formats.base import OpenOptions, StrategyLike
 from reshard.formats.checkpoint1.format import CHECKPOINT1
@@ -50,6 +50,7 @@ _names, __getattr__ = exports(
 )
 __all__ = [*_names, "StrategyLike", "iterations", "open", "rank_saves"]  # noqa: PLE0604  names, found above
 
+_LOST_FILES = "lost+found"  # made by mkfs in the top folder of a volume; fsck puts files without a name there
 _log = logging.getLogger("reshard")
 
 
@@ -122,11 +123,29 @@ def _open(target: Location, strategy: StrategyLike | None, method: _core.ReadMet
 
 
 def _is_empty(folder: Location) -> bool:
-    """Whether a folder contains at most hidden entries, such as those of an unfinished first save.
+    """Whether a folder contains at most what an unfinished first save leaves: hidden entries and a log of events.
 
-    A `.metadata` without its data files is a damaged checkpoint: a run must not start over because of it.
+    A `.metadata` without its data files is a damaged checkpoint: a run must not start over because of it. The folder
+    `lost+found` of a new volume is ignored if it is empty.
+
+    Raises:
+        StorageError: a folder cannot be listed.
     """
-    return all(name.startswith(".") and name != METADATA_FILE for name in folder.names())
+    from reshard.formats.event_log import EVENT_FILE, OLD_EVENT_FILE  # noqa: PLC0415  slow to import
+
+    rest = {
+        entry.name
+        for entry in folder.entries()
+        if not (entry.name.startswith(".") and entry.name != METADATA_FILE)
+        and not (entry.name in (EVENT_FILE, OLD_EVENT_FILE) and entry.kind == "file")
+    }
+    if rest != {_LOST_FILES}:
+        return not rest
+    try:
+        return not (folder / _LOST_FILES).names()
+    except StorageError as error:
+        error.hint = "if the volume is new, use a folder in it as the checkpoint root"
+        raise
 
 
 def iterations(path: str | os.PathLike[str]) -> Order | None:
