@@ -1,6 +1,6 @@
 """The local file system as a store. Files are opened once: what is checked is what is read, and links are not followed.
 
-Tensors' bytes do not come here; the core moves them.
+What root makes in a folder of another user is given to that user. Tensors' bytes do not come here; the core moves them.
 """
 
 from __future__ import annotations
@@ -161,6 +161,7 @@ class LocalStore(Store):
         except OSError as error:
             raise _failed("making", path, error) from error
         try:
+            _give(handle, path)
             with failing("writing", path):
                 _write(handle, data)
                 if durable:
@@ -207,6 +208,7 @@ class LocalStore(Store):
         """See `Store.append_line`."""
         handle, n_bytes = _open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, mode)
         try:
+            _give(handle, path)
             with failing("writing", path):
                 if n_bytes and os.pread(handle, 1, n_bytes - 1) != b"\n":
                     line = b"\n" + line
@@ -231,6 +233,14 @@ class LocalStore(Store):
             except FileExistsError:
                 if not os.path.isdir(path):
                     raise
+                return
+        if os.geteuid() == 0:
+            with contextlib.suppress(OSError):
+                handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                try:
+                    _give(handle, path)
+                finally:
+                    close_read(handle)
 
     def sync_folder(self, path: str) -> None:
         """See `Store.sync_folder`."""
@@ -328,20 +338,10 @@ class LocalStore(Store):
 
     def lock(self, path: str, *, shared: bool, seconds: float, make: bool = False) -> Lock:
         """See `Store.lock`: flock(2)."""
+        refusal: PermissionError | None = None
         if make:
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
             with failing("opening", path):
-                try:
-                    handle = os.open(path, flags, 0o666)
-                except OSError as error:
-                    if error.errno != errno.ELOOP:
-                        raise
-                    raise StorageError(
-                        f"{show(path)} is a symbolic link, expected a file",
-                        path=path,
-                        errno=error.errno,
-                        hint="remove the link",
-                    ) from None
+                handle, refusal = _open_lock(path)
         else:
             handle, _ = _open(path)
         lock = _LocalLock(path, handle, shared=shared)
@@ -350,6 +350,9 @@ class LocalStore(Store):
         except BaseException:
             lock.close()
             raise
+        if refusal is not None and lock.errno is not None:  # NFS locks exclusively only what is open for writing
+            lock.close()
+            raise _failed("opening", path, refusal)
         return lock
 
     def hold(self, path: str) -> HeldFile:
@@ -516,6 +519,30 @@ def _is_at(handle: int, path: str) -> bool:
             return os.path.samestat(os.lstat(path), os.fstat(handle))
         except FileNotFoundError:
             return False
+
+
+def _open_lock(path: str) -> tuple[int, PermissionError | None]:
+    """A handle of a lock file, which is made if it is missing. Raises OSError, StorageError.
+
+    Returns:
+        The handle; and why it is open for reading only, or None.
+    """
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        handle = os.open(path, flags | os.O_RDWR | os.O_CREAT, 0o666)
+    except PermissionError as error:  # the file of another user, in a folder of this one
+        with contextlib.suppress(OSError):
+            if os.access(os.path.dirname(path) or ".", os.W_OK | os.X_OK, effective_ids=True):
+                return os.open(path, flags | os.O_RDONLY), error
+        raise
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise StorageError(
+            f"{show(path)} is a symbolic link, expected a file", path=path, errno=error.errno, hint="remove the link"
+        ) from None
+    _give(handle, path)
+    return handle, None
 
 
 def _flock(handle: int, path: str, operation: int, seconds: float) -> int | None:
@@ -689,6 +716,27 @@ def _write(handle: int, data: bytes) -> None:
         data = data[os.write(handle, data) :]
 
 
+def _give(handle: int, path: str) -> bool:
+    """As root, give a new file or folder to the owner of the folder that it is in. Never raises.
+
+    An operator's `sudo reshard` would otherwise leave files that the user of the training cannot change. A file with
+    content or a second name is not new. Where root may not give files away, as on some network file systems, nothing
+    changes.
+
+    Returns:
+        Whether it was given to another user.
+    """
+    if os.geteuid() != 0:
+        return False
+    with contextlib.suppress(OSError):
+        owner, made = os.stat(os.path.dirname(path) or "."), os.fstat(handle)
+        is_new = modes.S_ISDIR(made.st_mode) or (made.st_size == 0 and made.st_nlink == 1)
+        if owner.st_uid != 0 and made.st_uid == 0 and is_new:
+            os.fchown(handle, owner.st_uid, owner.st_gid)
+            return True
+    return False
+
+
 def _remove(name: str, folder: int) -> None:
     """Remove an entry of an open folder, whatever it is."""
     try:
@@ -713,6 +761,11 @@ def _renamed(path: str, mode: int) -> Iterator[tuple[int, str]]:
     # The mode is set when the file is made: at no time can others read what they should not.
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
     try:
+        if _give(handle, path):
+            with contextlib.suppress(OSError):
+                old = os.lstat(path).st_mode
+                if modes.S_ISREG(old):  # the umask of root may be narrower than that of the user
+                    os.fchmod(handle, modes.S_IMODE(old) & mode)
         yield handle, temporary
         os.replace(temporary, path)
     except BaseException:
