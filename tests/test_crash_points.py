@@ -4,6 +4,7 @@ iteration, in recovery and in retention. What was acknowledged is found, what is
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -33,6 +34,7 @@ from tests.small_saves import (
 
 import reshard
 from reshard import _core
+from reshard.errors import CheckpointNotFoundError, DamagedFileError, StorageError
 from reshard.formats.checkpoint2.metadata import write_metadata
 from reshard.options import Retention
 from reshard.storage import protocol, staging
@@ -338,6 +340,47 @@ def test_killed_in_retention(*, is_in_place: bool, base: Path, monkeypatch: pyte
         refuse_folder_renames(monkeypatch)
         with_abilities(monkeypatch, IN_PLACE)
     check_killed_in_retention(base)
+
+
+def test_killed_in_retention_on_a_full_disk(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a trash and without the mark: what has lost its manifest does not count, and is left."""
+    restarted(partial(fill, base))
+    protocol.recover(base)
+    protocol.release(base)
+    assert not (base / ".trash").exists()
+    real_create, real_make = LocalStore.create, LocalStore.make_folder
+
+    def create(store: LocalStore, path: str, *args: Any, **how: Any) -> None:
+        if path.endswith(".unfinished"):
+            raise StorageError("the disk is full", path=path, errno=errno.ENOSPC)
+        real_create(store, path, *args, **how)
+
+    def make_folder(store: LocalStore, path: str, mode: int = 0o777) -> None:
+        if path.endswith(".trash") and (Path(path).parent / "iteration_00000100").exists():
+            raise StorageError("the disk is full", path=path, errno=errno.ENOSPC)
+        real_make(store, path, mode)
+
+    n_left = 0
+    for number, root in copies(base):
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalStore, "create", create)
+            patch.setattr(LocalStore, "make_folder", make_folder)
+            was_killed = killed_at(number, partial(retention.apply, root, Retention(keep=2)))
+        assert found(root) == found_by_the_original(root) == (500, 0)
+        whole = all_held(root)
+        assert whole >= {(400, 0), (500, 0)}
+        for iteration, folder in folders(root).items():
+            if (iteration, 0) not in whole:
+                n_left += 1
+                with pytest.raises((DamagedFileError, CheckpointNotFoundError)):
+                    reshard.open(folder)
+        assert not restarted(partial(warnings_of_retention, root))
+        assert all_held(root) == {(400, 0), (500, 0)}
+        check_next_save(root, 600, 0)
+        if not was_killed:
+            break
+    assert n_left > 3
+    assert number > 10
 
 
 def test_killed_in_retention_in_a_store_without_renames(in_memory: Location) -> None:

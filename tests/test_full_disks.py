@@ -24,6 +24,7 @@ from tests.small_saves import fork, stopped_at
 import reshard
 from reshard import _core
 from reshard.errors import StorageError
+from reshard.formats import manifest as manifests
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2 import save as saving
 from reshard.storage import protocol
@@ -280,6 +281,30 @@ def test_retention_on_a_full_disk(disk: Path) -> None:
             return list(removed.iterations)
 
     assert in_namespaces(act) == [100, 200]
+
+
+def test_retention_without_a_trash_on_a_full_disk(disk: Path) -> None:
+    """The oldest iteration is removed in place. A tmpfs without inodes refuses a folder, as a full ext4 does."""
+
+    def act() -> list[list[int]]:
+        with disk_of(disk, "size=64m") as root:
+            for iteration in (100, 200, 300, 400):
+                save(root, iteration)
+            reshard.verify(root)
+            protocol.release(root)
+            assert not (root / ".trash").exists()
+            used = os.statvfs(root)
+            mount(disk, f"size=64m,nr_inodes={used.f_files - used.f_ffree}", MS_REMOUNT)
+            lock = manifests.read_lock(root / "iteration_00000200")
+            first = retention.apply(root, reshard.Retention(keep=1))
+            lock.close()
+            second = retention.apply(root, reshard.Retention(keep=1))
+            assert not second.warnings
+            assert not small_saves.debris(root)
+            is_whole(root, (400, 4))
+            return [list(first.iterations), list(second.iterations)]
+
+    assert in_namespaces(act) == [[100, 300], [200]]
 
 
 # -- read-only

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 # Error numbers of a store that cannot rename folders, or not between folders.
 NO_FOLDER_RENAME = frozenset((errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM))
+# Error numbers of a full disk, and of a quota that is used up.
+NO_SPACE = frozenset((errno.ENOSPC, errno.EDQUOT))
 # Error numbers of the process, the system or a connection, which say nothing about the content of a file. Another
 # checkpoint would fail too, or the next attempt succeeds: the newest one must not be skipped.
 NO_FAULT_OF_A_FILE = frozenset(

@@ -1,7 +1,8 @@
 """`.trash`: folders that are being removed. A folder is renamed into it, which is one step, and is removed there.
 
 It knows names and the lock of readers; `protocol` and `retention` decide what is removed. Where folders cannot be
-renamed there is no trash: a folder is removed in place, the manifest first, and is marked as unfinished before.
+renamed there is no trash: a folder is removed in place, the manifest first, and is marked as unfinished before. So is
+an old iteration if the disk is so full that the trash cannot be made.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 from reshard.errors import ReshardError, StorageError
 from reshard.storage import filesystem
 from reshard.storage.filesystem import MANIFEST_FILE, UNFINISHED_FILE
-from reshard.storage.store import NO_FOLDER_RENAME, LockHeldError
+from reshard.storage.store import NO_FOLDER_RENAME, NO_SPACE, LockHeldError
 from reshard.words import show
 
 if TYPE_CHECKING:
@@ -69,9 +70,41 @@ def remove(root: Location, folder: Location, iteration: int, *, durable: bool) -
     except StorageError as error:
         if error.errno not in NO_FOLDER_RENAME or not folder.is_folder():
             raise
-        with contextlib.suppress(FileExistsError):
-            filesystem.make_file(folder / UNFINISHED_FILE, REMOVED.encode(), durable=durable)
-        filesystem.remove_folder(folder, durable=durable)
+        remove_in_place(folder, durable=durable)
+
+
+def make(root: Location, *, durable: bool) -> bool:
+    """Make the trash unless there is one. Returns whether there is: not if the disk is full. Raises StorageError."""
+    try:
+        filesystem.make_folder(root / TRASH_FOLDER, 0o777, durable=durable)
+    except StorageError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        return False
+    return True
+
+
+def remove_in_place(folder: Location, *, durable: bool) -> None:
+    """Remove a folder without the trash: mark it as unfinished, then remove the manifest, then the rest.
+
+    On a full disk the mark may be impossible. Then only a folder with a manifest is removed: what this package wrote
+    does not count once its manifest is gone, but what is left after a crash has to be removed by hand.
+
+    Args:
+        folder: what is removed.
+        durable: sync every change.
+
+    Raises:
+        StorageError: the system failed; a part may be left.
+    """
+    try:
+        filesystem.make_file(folder / UNFINISHED_FILE, REMOVED.encode(), durable=durable)
+    except FileExistsError:
+        pass
+    except StorageError as error:
+        if error.errno not in NO_SPACE or not (folder / MANIFEST_FILE).exists():
+            raise
+    filesystem.remove_folder(folder, durable=durable)
 
 
 def empty(root: Location, *, durable: bool) -> list[str]:

@@ -15,8 +15,9 @@ published (`Verify.after_save`), by `verify`, by a load with `verify="full"`, or
   by every rank before it is published (`must_read_back`): one save in `keep`. With `keep=1` it is every save.
 - Where no iteration has a manifest, as MindSpore Transformers saves, the structure is all that can be checked.
 
-An iteration is removed by a rename into the trash, the oldest first, and deleted there. One that is being read is
-skipped. `apply` never fails a save: an error of the system becomes a warning.
+An iteration is removed by a rename into the trash, the oldest first, and deleted there. If the disk is too full to make
+the trash, it is deleted in place. One that is being read is skipped. `apply` never fails a save: an error of the system
+becomes a warning.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from reshard.formats.scrub import is_damage, scrub_folder
 from reshard.storage import claims, filesystem, staging, trash
 from reshard.storage.filesystem import MANIFEST_FILE, UNFINISHED_FILE
 from reshard.storage.location import Location, locate
-from reshard.storage.trash import REMOVED, TRASH_FOLDER
+from reshard.storage.trash import REMOVED
 from reshard.words import show
 
 if TYPE_CHECKING:
@@ -656,7 +657,7 @@ def _carry_out(root: Location, decision: _Decision, done: _Done, *, durable: boo
         done.warnings.append(f"no iteration is removed: {reason}; verify iteration {decision.first[0].iteration}")
         return
     if decision.gone:
-        filesystem.make_folder(root / TRASH_FOLDER, 0o777, durable=durable)
+        trash.make(root, durable=durable)
     for one in decision.gone:
         _remove(root, one, done, durable=durable)
 
@@ -670,7 +671,10 @@ def _remove(root: Location, one: Facts, done: _Done, *, durable: bool) -> None:
             done.warnings.append(f"iteration {one.iteration} is being read: it is removed another time")
             return
         try:
-            trash.remove(root, folder, one.iteration, durable=durable)
+            if trash.make(root, durable=durable):
+                trash.remove(root, folder, one.iteration, durable=durable)
+            else:
+                trash.remove_in_place(folder, durable=durable)  # which needs no space, and makes some
         except StorageError as error:
             done.kept[one.iteration] = "it could not be removed"
             done.warnings.append(f"iteration {one.iteration} could not be removed: {error.message}")
