@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import inspect
+import io
 import json
 import os
 import pty
@@ -25,13 +26,15 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from click.testing import CliRunner, Result
+from rich.cells import cell_len
+from rich.console import Console
 from tests import sealed
 from tests.unprivileged import closed, nobody, reachable, readable
 
 import reshard
 from reshard.cli import main
 from reshard.cli.inspect import _folded
-from reshard.cli.output import common_key, rate, shown, size
+from reshard.cli.output import common_key, fitted, plain_table, rate, shown, size
 from reshard.cli.picture import _short_names
 from reshard.layout import merge_strategies, write_strategy
 from reshard.verbs import demo as demo_module
@@ -518,10 +521,10 @@ def test_paths_and_control_characters_are_escaped(tmp_path: Path) -> None:
 # -- terminals
 
 
-def on_terminal(*args: object, both: bool = False) -> tuple[int, str, str]:
+def on_terminal(*args: object, both: bool = False, columns: int = 100) -> tuple[int, str, str]:
     """Exit code, stdout (a pipe, unless `both`) and what a terminal at stderr gets to see."""
     master, slave = pty.openpty()
-    environment = {**os.environ, "COLUMNS": "100", "TERM": "xterm-256color"}
+    environment = {**os.environ, "COLUMNS": str(columns), "TERM": "xterm-256color"}
     process = start(*args, stdout=slave if both else subprocess.PIPE, stderr=slave, env=environment)
     os.close(slave)
     seen = b""
@@ -572,6 +575,49 @@ def test_a_pipe_gets_one_line_a_tensor(tmp_path: Path) -> None:
     code, out, _ = outcome("inspect", tmp_path / "m.safetensors", env={**os.environ, "COLUMNS": "40"})
     assert code == 0
     assert re.search(rf"^{re.escape(key)} +U8 +1 +1 B$", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("width", [1000, 80, 40, 20, 10])
+def test_a_narrow_terminal_crops_nothing(width: int) -> None:
+    terminal = io.StringIO()
+    columns = ("saved at", "iteration", "size", "why")
+    rows = [
+        ("2026-11-25T23:50:28+00:00", "1200400", "2.29 MiB", "the tracker names it " * 3),
+        ("2026-11-25T23:50:28+00:00", "999999999999", "1023 KiB", "[x] \u5c42 " + "q" * 70),
+        ("", "7", "", ""),
+    ]
+    out = Console(file=terminal, force_terminal=True, color_system=None, width=width, markup=False)
+    table = plain_table(*columns, right=("iteration",), folds=("why",))
+    for row in rows:
+        table.add_row(*row)
+    out.print(fitted(table, out))
+    lines = terminal.getvalue().splitlines()
+    words = [word for row in rows for cell in row for word in cell.split()]
+    assert all(cell_len(line.rstrip()) <= width for line in lines)
+    found = "".join(terminal.getvalue().split())
+    if fitted(table, out) is table:
+        assert all(word in found or len(word) == 70 for word in words)
+        assert found.count("q") == 70
+    else:
+        cells = [(f"{name}: ", cell) for row in rows for name, cell in zip(columns, row, strict=True)]
+        expected = "".join(name + cell for name, cell in cells if cell or name == "saved at: ")
+        assert found == "".join(expected.split())
+    assert (fitted(table, out) is table) == (width >= 80)
+
+
+@pytest.mark.slow
+def test_metrics_of_saves_on_a_narrow_terminal(tmp_path: Path) -> None:
+    metrics = {"train/loss": 12.345678, "eval/perplexity": 123.456789, "iteration": 1523.25, "lr": 3e-4}
+    reshard.save(tmp_path / "run", 1200400, {"w": np.zeros(300000)}, metrics=metrics)
+    _, _, seen = on_terminal("inspect", tmp_path / "run", both=True, columns=80)
+    rows = [line.split() for line in re.sub("\x1b\\[[0-9;]*m", "", seen).splitlines()]
+    first = next(n for n, row in enumerate(rows) if row[:2] == ["saved", "at"])
+    assert rows[first + 1][1:4] == ["1200400", "2.29", "MiB"]
+    assert rows[first + 3] == ["iteration", "train/loss", "eval/perplexity", "iteration", "lr"]
+    assert rows[first + 4] == ["1200400", "12.3457", "123.457", "1523.25", "0.0003"]
+    _, _, seen = on_terminal("inspect", tmp_path / "run", both=True, columns=40)
+    assert "    iteration: 1200400" in re.sub("\x1b\\[[0-9;]*m", "", seen)
+    assert "and 2 more metrics: iteration, lr; --json lists them" in seen
 
 
 @pytest.mark.parametrize(

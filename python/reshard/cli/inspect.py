@@ -32,6 +32,7 @@ from reshard.cli.output import (
     echo_table,
     facts_table,
     join_dims,
+    n_fitting,
     plain_table,
     shown,
     size,
@@ -45,6 +46,8 @@ from reshard.words import counted, listed
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from rich.console import Console
+    from rich.table import Table
     from rich.text import Text
 
     from reshard.checkpoint import Checkpoint
@@ -387,17 +390,45 @@ def _print_rank_saves(facts: Contents, saves: Sequence[RankSaveState], *, everyt
 
 
 def _print_saves(saves: Sequence[SaveRecord], n_saves: int) -> None:
-    """Print the save log, newest first."""
-    metrics = list(dict.fromkeys(name for save in saves for name in save.metrics))
-    table = plain_table(
-        "saved at", "iteration", "size", "took", "training waited", *map(shown, metrics), right=("iteration",)
-    )
-    for save in reversed(saves):
-        values = (f"{save.metrics[name]:.6g}" if name in save.metrics else "" for name in metrics)
-        took = (f"{save.wall_s:.1f} s", f"{save.stall_s:.1f} s")
-        table.add_row(shown(save.saved_at), str(save.iteration), size(save.n_bytes), *took, *values)
-    echo_table(table)
+    """Print the save log, newest first. On a narrow terminal the metrics have a table of their own."""
+    newest_first = list(reversed(saves))
+    columns = [
+        ("saved at", [shown(save.saved_at) for save in newest_first]),
+        ("iteration", [str(save.iteration) for save in newest_first]),
+        ("size", [size(save.n_bytes) for save in newest_first]),
+        ("took", [f"{save.wall_s:.1f} s" for save in newest_first]),
+        ("training waited", [f"{save.stall_s:.1f} s" for save in newest_first]),
+    ]
+    metrics = [
+        (shown(name), [f"{save.metrics[name]:.6g}" if name in save.metrics else "" for save in newest_first])
+        for name in dict.fromkeys(name for save in saves for name in save.metrics)
+    ]
+    out = console()
+    table = _saves_table([*columns, *metrics])
+    if n_fitting(table, out) == len(table.columns):
+        echo_table(table, out)
+    else:
+        echo_table(_saves_table(columns), out)
+        _print_metrics(columns[1], metrics, out)
     echo_more(n_saves - len(saves), "older saves")
+
+
+def _saves_table(columns: Sequence[tuple[str, list[str]]]) -> Table:
+    table = plain_table(*(name for name, _ in columns), right=("iteration",))
+    for cells in zip(*(cells for _, cells in columns), strict=True):
+        table.add_row(*cells)
+    return table
+
+
+def _print_metrics(iterations: tuple[str, list[str]], metrics: Sequence[tuple[str, list[str]]], out: Console) -> None:
+    """Print as many metrics as the terminal is wide enough for, at least one."""
+    if not metrics:
+        return
+    n_shown = max(1, n_fitting(_saves_table([iterations, *metrics]), out) - 1)
+    echo()
+    echo_table(_saves_table([iterations, *metrics[:n_shown]]), out)
+    rest = [name for name, _ in metrics[n_shown:]]
+    echo_more(len(rest), f"more metric{'' if len(rest) == 1 else 's'}: {listed(rest)}", "--json lists them")
 
 
 def _print_modules(rows: Iterable[TensorRow]) -> None:

@@ -51,6 +51,9 @@ _QUIET = "reshard.quiet"  # key in the `meta` of a click context, which nested c
 _OPTIONS = {("diff", "strategy"): "--strategy-a or --strategy-b", ("split", "strategy"): "--source-strategy"}
 _NUMBER = re.compile(r"(?:(?<=\.)|^)[0-9]{1,18}(?=\.|$)")  # a component of a key
 _LINE_SECONDS = 5.0  # time between two lines of progress without a terminal
+_GAP = 2  # blanks between the columns of a table
+_INDENT = 4  # of the cells of a row that have their own lines
+_MIN_FOLDED = 20  # characters that a wrapped column needs, if its longest word is not shorter
 
 
 class _PathType(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.5 on
@@ -276,13 +279,13 @@ def plain_table(*columns: str, right: Sequence[str] = (), folds: Sequence[str] =
     Args:
         columns: headers of the columns.
         right: headers of right-aligned columns.
-        folds: headers of columns that are wrapped if the terminal is too narrow.
+        folds: headers of columns that are wrapped if the terminal is too narrow. All others need their full width.
         header: whether to show the headers.
     """
     from rich.table import Table
 
     table = Table(
-        box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim", show_edge=False, show_header=header
+        box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="dim", show_edge=False, show_header=header
     )
     for name in columns:
         table.add_column(name, justify="right" if name in right else "left", no_wrap=name not in folds, overflow="fold")
@@ -298,17 +301,56 @@ def styled(text: str, style: str | None) -> Text:
 
 def facts_table(facts: Sequence[tuple[str, str | Text]]) -> Table:
     """Names and values as `echo_facts` prints them, to be drawn with other parts."""
-    table = plain_table("", "", folds=("",), header=False)
+    table = plain_table("name", "", folds=("",), header=False)
     for name, text in facts:
         table.add_row(f"  {name}", text)
     return table
 
 
+def n_fitting(table: Table, out: Console) -> int:
+    """How many columns of a `plain_table` the terminal is wide enough for, from the first one on."""
+    from rich.measure import Measurement
+
+    options = out.options.update(width=10_000)
+    end = 0
+    for n, column in enumerate(table.columns):
+        header = [column.header] if table.show_header else []
+        widths = [Measurement.get(out, options, cell) for cell in (*header, *column.cells)]
+        if column.no_wrap:
+            end += max((width.maximum for width in widths), default=0)
+        else:
+            end += min(max((width.minimum for width in widths), default=0), _MIN_FOLDED)
+        if end > out.width:
+            return n
+        end += _GAP
+    return len(table.columns)
+
+
+def fitted(table: Table, out: Console) -> Table:
+    """A `plain_table` as it is or, if the terminal is too narrow for it, as a list with a line for each cell.
+
+    rich would crop the columns, and a cropped number is a wrong one.
+    """
+    from rich.padding import Padding
+
+    if n_fitting(table, out) == len(table.columns):
+        return table
+    stacked = plain_table("", folds=("",), header=False)
+    for cells in zip(*(column.cells for column in table.columns), strict=True):
+        for n, (column, cell) in enumerate(zip(table.columns, cells, strict=True)):
+            if n and not str(cell):
+                continue
+            name = str(column.header) if table.show_header else ""
+            text = styled("", None).append(f"{name}: " if name else "", "dim").append(cell)
+            stacked.add_row(Padding(text, (0, 0, 0, _INDENT if n else 0)))
+    return stacked
+
+
 def echo_table(table: Table, out: Console | None = None) -> None:
-    """Print a table without trailing blanks."""
+    """Print a table without trailing blanks; a table without lines as `fitted` makes it."""
     out = console() if out is None else out
     with out.capture() as captured:
-        out.print(table)
+        out.print(fitted(table, out) if table.box is None else table)
     echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 

@@ -7,7 +7,7 @@ import os
 import re
 from typing import TYPE_CHECKING
 
-from reshard.cli.output import echo, echo_facts, echo_more, echo_table, join_dims, plain_table, shown, size
+from reshard.cli.output import console, echo, echo_facts, echo_more, echo_table, join_dims, plain_table, shown, size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -68,12 +68,19 @@ def _draw(info: TensorInfo, short: Callable[[str], str]) -> bool:
     columns = cuts[across] if across < len(cuts) else [None]
     if len(rows) > _MAX_DOWN or len(columns) > _MAX_ACROSS:
         return False
-    table = Table(box=SQUARE, show_lines=True, header_style="dim", pad_edge=True)
     corner = f"dim {down}" if info.shape else ""
-    table.add_column(f"{corner} \\ dim {across}" if across < len(cuts) else corner, style="dim", no_wrap=True)
-    for column in columns:
-        table.add_column("" if column is None else _interval(*column), overflow="fold")
-    for row in rows:
+    corner = f"{corner} \\ dim {across}" if across < len(cuts) else corner
+    left = ["" if row is None else _interval(*row) for row in rows]
+    top = ["" if column is None else _interval(*column) for column in columns]
+    # Each column has two blanks and a line, and a cell of several files is wrapped.
+    out = console()
+    if sum(3 + len(text) for text in (max(corner, *left, key=len), *top)) + 1 > out.width:
+        return False
+    table = Table(box=SQUARE, show_lines=True, header_style="dim", pad_edge=True)
+    table.add_column(corner, style="dim", no_wrap=True)
+    for text in top:
+        table.add_column(text, overflow="fold", min_width=max(1, len(text)))
+    for row, name in zip(rows, left, strict=True):
         cells = []
         for column in columns:
             region = [parts[0] for parts in cuts]
@@ -82,8 +89,8 @@ def _draw(info: TensorInfo, short: Callable[[str], str]) -> bool:
                     region[dim] = part
             shard = regions[tuple(offset for offset, _ in region), tuple(extent for _, extent in region)]
             cells.append(_files(shard, short))
-        table.add_row("" if row is None else _interval(*row), *cells)
-    echo_table(table)
+        table.add_row(name, *cells)
+    echo_table(table, out)
     return True
 
 

@@ -24,6 +24,7 @@ from reshard.cli.output import (
     echo_json,
     echo_table,
     facts_table,
+    fitted,
     plain_table,
     rate,
     shown,
@@ -36,7 +37,7 @@ from reshard.storage.location import locate
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
     from rich.table import Table
 
     from reshard.cli.watched import InFlight, Newest, RunState, Watch
@@ -144,17 +145,17 @@ def _show_live(watched: Watch, interval: float) -> None:
     with Live(console=out, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
             state, _ = watched.look()
-            live.update(_page(state, max(_MIN_SHOWN, out.height - 11)), refresh=True)
+            live.update(_page(state, max(_MIN_SHOWN, out.height - 11), out), refresh=True)
             time.sleep(interval)
 
 
-def _page(state: RunState, n_events: int) -> RenderableType:
+def _page(state: RunState, n_events: int, out: Console) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    parts: list[RenderableType] = [facts_table(_facts(state))]
+    parts: list[RenderableType] = [fitted(facts_table(_facts(state)), out)]
     if state.events:
-        parts += ["", _table(state.events[-n_events:])]
+        parts += ["", fitted(_table(state.events[-n_events:]), out)]
     return Group(*parts, "", Text("Ctrl-C ends this command; the run goes on", style="dim"))
 
 
