@@ -453,6 +453,26 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
         assert process.stderr is not None
         process.stdout.close()  # before anything was printed
         assert process.stderr.read() == ""
+    assert process.returncode == 141  # as if SIGPIPE had ended it
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["plan", "--help"], ["inspect", CKPT2], ["inspect", CKPT2, "--json"], ["diff", "a", "b", "--json"]],
+)
+def test_output_that_cannot_be_written(words: list[object]) -> None:
+    with Path("/dev/full").open("wb") as full:
+        code, _, err = outcome(*words, stdout=full)
+    assert code == 74
+    assert err.startswith("error: cannot write to stdout: No space left on device\nhint: only the output is lost")
+    assert len(err.splitlines()) == 2
+
+
+def test_messages_that_cannot_be_written_change_no_exit_code(tmp_path: Path) -> None:
+    with Path("/dev/full").open("wb") as full:
+        assert outcome("inspect", tmp_path, stderr=full)[:2] == (1, "")
+        assert outcome("inspect", stderr=full)[:2] == (2, "")
+        assert outcome("inspect", tmp_path, stdout=full, stderr=full)[0] == 1
 
 
 @pytest.mark.slow

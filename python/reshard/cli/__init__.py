@@ -1,7 +1,8 @@
 """The command line: one module per command, on top of the public API.
 
 Results go to stdout; progress, warnings and errors go to stderr. Exit codes: 0 success, 1 refused or damaged, 2 usage
-error, 130 interrupted. `output` holds what the commands share. Nothing here knows a format.
+error, 74 the output could not be written, 130 interrupted, 141 the reader of a pipe has ended. `output` holds what the
+commands share. Nothing here knows a format.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from reshard.cli.merge import merge
 from reshard.cli.names import names
 from reshard.cli.output import quiet_option
 from reshard.cli.plan import plan
+from reshard.cli.program import Program
 from reshard.cli.prune import pin, prune, unpin
 from reshard.cli.rollback import rollback
 from reshard.cli.split import split
@@ -31,7 +33,7 @@ from reshard.storage.host import open_standard_streams
 __all__ = ["main"]
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, message="reshard %(version)s")
 @quiet_option
 def main() -> None:
@@ -63,7 +65,7 @@ def main() -> None:
     Shell completion in bash (for zsh and fish see docs/commands.md):
       eval "$(_RESHARD_COMPLETE=bash_source reshard)"
 
-    Exit codes: 0 success, 1 refused or damaged, 2 usage error, 130 interrupted.
+    Exit codes: 0 success, 1 refused or damaged, 2 usage error, 74 the output could not be written, 130 interrupted.
     """
     open_standard_streams()
 

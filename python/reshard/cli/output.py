@@ -20,7 +20,7 @@ import sys
 import textwrap
 import threading
 import time
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, ParamSpec, TextIO, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
@@ -45,7 +45,9 @@ R = TypeVar("R")
 
 STRATEGY_HELP = "Layout of rank folders: the strategy file, or the folder with the strategy files of the run."
 
-_INTERRUPTED = 130
+INTERRUPTED = 130
+_NO_OUTPUT = 74  # EX_IOERR of sysexits.h
+_NO_READER = 141  # of a process that SIGPIPE ends
 _QUIET = "reshard.quiet"  # key in the `meta` of a click context, which nested contexts share
 # Arguments whose options have another name, by command and argument. All other names are the same.
 _OPTIONS = {("diff", "strategy"): "--strategy-a or --strategy-b", ("split", "strategy"): "--source-strategy"}
@@ -182,6 +184,47 @@ def ranges(numbers: Sequence[int]) -> list[str]:
 # -- printing
 
 
+class OutputError(Exception):
+    """stdout cannot be written, for the reason `cause`. Not an OSError, because those are errors of checkpoints."""
+
+    def __init__(self, cause: OSError) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+def end_output(error: OutputError) -> int:
+    """Report that stdout cannot be written. Returns the exit code; a reader that has ended is no error."""
+    _disconnect(sys.stdout)
+    if isinstance(error.cause, BrokenPipeError):
+        return _NO_READER
+    _echo_message("error", f"cannot write to stdout: {error.cause.strerror}")
+    _echo_message("hint", "only the output is lost: what the command has already done to checkpoints is not undone")
+    return _NO_OUTPUT
+
+
+def _write(text: str, *, nl: bool = True) -> None:
+    try:
+        click.echo(text, nl=nl)
+    except OSError as error:
+        raise OutputError(error) from None
+
+
+def _write_stderr(text: str) -> None:
+    """Print a message. If that is not possible, there is no place for an error either, and the work goes on."""
+    try:
+        click.echo(text, err=True)
+    except OSError:
+        _disconnect(sys.stderr)
+
+
+def _disconnect(stream: TextIO) -> None:
+    """Connect a stream that cannot be written to the null device. Python writes what is left of it at its end."""
+    with contextlib.suppress(OSError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+
+
 def echo(text: str = "", *, err: bool = False) -> None:
     """Print a line; untrusted parts must be escaped by `shown`. With `--quiet` only text for stderr is printed.
 
@@ -189,13 +232,15 @@ def echo(text: str = "", *, err: bool = False) -> None:
         text: the line.
         err: print to stderr.
     """
-    if err or not _is_set(_QUIET):
-        click.echo(text, err=err)
+    if err:
+        _write_stderr(text)
+    elif not _is_set(_QUIET):
+        _write(text)
 
 
 def echo_file(text: str) -> None:
     """Print the content of a requested file, such as a layout, also with `--quiet`."""
-    click.echo(text, nl=False)
+    _write(text, nl=False)
 
 
 def write_page(path: str, content: str) -> None:
@@ -245,7 +290,7 @@ def echo_more(n: int, what: str = "more", how: str = "--all lists them") -> None
 
 def echo_json(value: object) -> None:
     """Print the JSON object of a command."""
-    click.echo(json.dumps(value, indent=2, ensure_ascii=True, default=str))
+    _write(json.dumps(value, indent=2, ensure_ascii=True, default=str))
 
 
 def warn(*messages: str) -> None:
@@ -257,9 +302,9 @@ def warn(*messages: str) -> None:
 def _echo_message(kind: str, message: str) -> None:
     first, *rest = message.split("\n")
     title = f"{kind}:" if _is_plain() else click.style(f"{kind}:", bold=True)
-    click.echo(f"{title} {shown(first)}", err=True)
+    _write_stderr(f"{title} {shown(first)}")
     for line in rest:
-        click.echo(shown(line), err=True)
+        _write_stderr(shown(line))
 
 
 def console(*, err: bool = False) -> Console:
@@ -561,16 +606,22 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             function(*args, **kwargs)
-        except BrokenPipeError:
-            raise  # handled by click: the reader of stdout has ended
         except (ReshardError, OSError) as error:
             _report(error, as_json=bool(kwargs["as_json"]))
             raise click.exceptions.Exit(1) from None
         except KeyboardInterrupt:
             echo("interrupted", err=True)
-            raise click.exceptions.Exit(_INTERRUPTED) from None
+            raise click.exceptions.Exit(INTERRUPTED) from None
 
     return wrapped
+
+
+def echo_usage(error: click.ClickException) -> None:
+    """Print why the command line is wrong."""
+    try:
+        error.show()
+    except OSError:
+        _disconnect(sys.stderr)
 
 
 def hint_of(hint: str | None) -> str | None:

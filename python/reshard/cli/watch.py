@@ -21,6 +21,7 @@ from reshard.cli.output import (
     duration,
     echo,
     echo_facts,
+    echo_file,
     echo_json,
     echo_table,
     facts_table,
@@ -130,7 +131,7 @@ def _print_lines(watched: Watch, interval: float, *, as_json: bool) -> None:
                 warn(state.problem)
         for event in new:
             if as_json:
-                click.echo(json.dumps(event.to_json()))
+                echo_file(f"{json.dumps(event.to_json())}\n")
             elif event.kind != "writing":
                 echo("  ".join(text for text in _cells(event, with_date=True) if text))
         sys.stdout.flush()
