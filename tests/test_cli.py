@@ -498,6 +498,42 @@ def test_interrupt_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["big.safetensors"]
 
 
+@pytest.mark.parametrize("module", ["click", "reshard.cli.inspect", "numpy", "reshard.cli.contents"])
+@pytest.mark.parametrize("becomes", ["KeyboardInterrupt", "ImportError"])
+def test_interrupts_of_imports(module: str, becomes: str) -> None:
+    program = f"""
+import os, signal, sys
+from reshard.__main__ import main
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                while True:
+                    pass
+            except KeyboardInterrupt:
+                raise {becomes}
+
+sys.meta_path.insert(0, Interrupting())
+sys.argv[1:] = ["inspect", {str(CKPT2)!r}]
+main()
+"""
+    found = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=60)
+    assert (found.returncode, found.stdout, found.stderr.strip()) == (130, "", "interrupted")
+
+
+@pytest.mark.parametrize(
+    "words", [["plan", "x"], ["prune", "x", "--keep", "0"], ["inspect", "x", "--no-such"], ["no-such"], ["explain"]]
+)
+def test_wrong_usage_with_json_is_json(words: list[str]) -> None:
+    plain, found = run(*words), run(*words, "--json")
+    facts = json.loads(found.stdout)
+    assert (found.exit_code, found.stderr, facts["error"]) == (2, "", "UsageError")
+    assert f"Error: {facts['message']}" in plain.stderr
+    assert facts["hint"] == f"see {' '.join(['main', words[0]] if words[0] != 'no-such' else ['main'])} --help"
+
+
 # -- hostile names
 
 

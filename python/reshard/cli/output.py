@@ -616,8 +616,13 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
     return wrapped
 
 
-def echo_usage(error: click.ClickException) -> None:
+def echo_usage(error: click.ClickException, *, as_json: bool) -> None:
     """Print why the command line is wrong."""
+    if as_json:
+        context = getattr(error, "ctx", None)
+        hint = None if context is None else f"see {context.command_path} {context.help_option_names[-1]}"
+        echo_json({"error": "UsageError", "message": error.format_message(), "path": None, "key": None, "hint": hint})
+        return
     try:
         error.show()
     except OSError:

@@ -1,17 +1,21 @@
-"""The command line as a program: its exit code if the output cannot be written."""
+"""The command line as a program: its exit code if it is interrupted or its output cannot be written."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
+import signal
 import sys
-from typing import TYPE_CHECKING, Any
+import threading
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from reshard.cli.output import INTERRUPTED, OutputError, echo, echo_usage, end_output
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 
 class Program(click.Group):
@@ -20,7 +24,10 @@ class Program(click.Group):
     def main(self, args: Sequence[str] | None = None, *more: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         """Run a command and end the process with its exit code."""
         run = functools.partial(super().main, args, *more, standalone_mode=False, **extra)
-        return sys.exit(_exit_code(run)) if standalone_mode else run()
+        if not standalone_mode:
+            return run()
+        words = itertools.takewhile(lambda word: word != "--", sys.argv[1:] if args is None else args)
+        return sys.exit(_exit_code(run, as_json="--json" in words))
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         """Parse the words of the command line. `--help` and `--version` are printed here."""
@@ -37,15 +44,46 @@ class Program(click.Group):
             raise OutputError(error) from None
 
 
-def _exit_code(run: Callable[[], Any]) -> int:
-    try:
-        code = run()
-    except click.ClickException as error:
-        echo_usage(error)
-        return error.exit_code
-    except click.Abort:
-        echo("interrupted", err=True)
-        return INTERRUPTED
-    except OutputError as error:
-        return end_output(error)
+def _exit_code(run: Callable[[], Any], *, as_json: bool) -> int:
+    with _noted_interrupts() as interrupts:
+        try:
+            code = run()
+        except click.ClickException as error:
+            return _usage(error, as_json=as_json)
+        except OutputError as error:
+            return end_output(error)
+        except BaseException as error:
+            # An interrupt within the import of an extension module becomes an ImportError.
+            if not interrupts and not isinstance(error, click.Abort):
+                raise
+            echo("interrupted", err=True)
+            return INTERRUPTED
     return code if isinstance(code, int) else 0
+
+
+def _usage(error: click.ClickException, *, as_json: bool) -> int:
+    try:
+        echo_usage(error, as_json=as_json)
+    except OutputError as lost:
+        return end_output(lost)
+    return error.exit_code
+
+
+@contextlib.contextmanager
+def _noted_interrupts() -> Iterator[list[int]]:
+    """Collect the interrupts of the block, which raise KeyboardInterrupt as usual."""
+    interrupts: list[int] = []
+
+    def interrupt(number: int, _: object) -> NoReturn:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield interrupts
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,0 +1,29 @@
+"""The program `reshard`. Ctrl-C ends it with exit code 130 also while it imports the command line."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import NoReturn
+
+
+def main() -> None:
+    """Run the command line."""
+    # KeyboardInterrupt within the import of an extension module would become a traceback or another error.
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_default:
+        signal.signal(signal.SIGINT, _end)
+    from reshard.cli import main as run  # noqa: PLC0415  after the handler is set
+
+    if is_default:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    run()
+
+
+def _end(*_: object) -> NoReturn:
+    os.write(2, b"interrupted\n")
+    os._exit(130)
+
+
+if __name__ == "__main__":
+    main()
