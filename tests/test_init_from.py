@@ -162,6 +162,73 @@ def test_the_state_of_the_optimizer_comes_along_on_request(tmp_path: Path) -> No
         resumed(tmp_path / "x", model, adam(model), init_from=init)
 
 
+def of_loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The file of a training loop, as the tutorials of torch write it."""
+    return {"epoch": 1, "model_state_dict": model.state_dict(), "optimizer_state_dict": optimizer.state_dict()}
+
+
+def of_lightning(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {
+        "global_step": 2,
+        "state_dict": {f"model.{key}": value for key, value in model.state_dict().items()},
+        "optimizer_states": [optimizer.state_dict()],
+        "callbacks": {"ModelCheckpoint": {"best_model_score": torch.tensor(1.0)}},
+    }
+
+
+def with_average(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    average = {key: torch.zeros_like(value) for key, value in model.state_dict().items()}
+    return {"model": model.state_dict(), "ema": average, "optim_state_dict": optimizer.state_dict()}
+
+
+@pytest.mark.parametrize("made", [of_loop, of_lightning, with_average])
+def test_a_file_of_torch_with_more_than_the_model_is_one_to_start_from(tmp_path: Path, made: Any) -> None:
+    before, state = saved(tmp_path / "pretrained")
+    torch.save(made(before, state), tmp_path / "file.pt")
+    model = Model()
+    optimizer = adam(model)
+    decision = resumed(tmp_path / "run", model, optimizer, init_from=tmp_path / "file.pt")
+    assert same(model, before)
+    assert not optimizer.state
+    left = {
+        of_loop: None,
+        of_lightning: "`callbacks.ModelCheckpoint.best_model_score`",
+        with_average: "`ema.embed.weight`",
+    }
+    assert [line.split(", ")[0] for line in decision.warnings] == (
+        [f"the checkpoint also has {left[made]}"] if left[made] else []
+    )
+    init = InitFrom(tmp_path / "file.pt", fresh_optimizer=False)
+    resumed(tmp_path / "other", (model := Model()), (optimizer := adam(model)), init_from=init)
+    assert same(model, before)
+    for one, other in zip(state.state.values(), optimizer.state.values(), strict=True):
+        assert all(torch.equal(one[slot], other[slot]) for slot in one)
+
+
+def test_tensors_beside_the_model_are_refused_in_its_own_state_dict(tmp_path: Path) -> None:
+    source = Model(seed=1)
+    state = {f"model.{key}": value for key, value in source.state_dict().items()}
+    for file in (state, {"state_dict": state, "best": torch.tensor(1.0)}):
+        torch.save(file, tmp_path / "file.pt")
+        resumed(tmp_path / "run", (model := Model()), init_from=tmp_path / "file.pt")
+        assert same(model, source)
+        state["loss.weight"] = torch.ones(2)
+        torch.save(file, tmp_path / "file.pt")
+        with pytest.raises(MismatchError, match=r"the trainer does not have `.*loss\.weight`"):
+            resumed(tmp_path / "run", Model(), init_from=tmp_path / "file.pt")
+        del state["loss.weight"]
+
+
+def test_unknown_names_of_optimizer_state_are_not_loaded(tmp_path: Path) -> None:
+    before, state = saved(tmp_path / "pretrained")
+    torch.save({"model": before.state_dict(), "opt": state.state_dict()}, tmp_path / "file.pt")
+    resumed(tmp_path / "run", (model := Model()), adam(model), init_from=tmp_path / "file.pt")
+    assert same(model, before)
+    with pytest.raises(MismatchError, match="holds no optimizer state") as caught:
+        resumed(tmp_path / "x", model, adam(model), init_from=InitFrom(tmp_path / "file.pt", fresh_optimizer=False))
+    assert "fresh_optimizer=True" in str(caught.value)
+
+
 def test_a_key_that_looks_like_optimizer_state_does_not_become_some(tmp_path: Path) -> None:
     model = nn.Linear(2, 2, bias=False)
     tensors = {"weight": torch.ones(2, 2), "model.weight": torch.zeros(2, 2)}

@@ -185,13 +185,15 @@ def _read_of_torch(
     values, options = _with_tensor_options(values, checkpoint, described)
     state = translated([key for key in checkpoint if key not in options], values, _live(described))
     _check_plain(checkpoint, values, state.trainer if part == "all" else {})
-    checkpoint.data.check(checkpoint.keys(part))
+    # A run that starts from a model does not need what lies beside it, such as averaged weights or metrics.
+    outside = set(state.outside).intersection(checkpoint.keys(part)) if init is not None or part == "model" else set()
+    keys = [key for key in checkpoint.keys(part) if key not in outside]
+    checkpoint.data.check(keys)
     index = checkpoint.data.index
-    tensors = {
-        state.keys[key]: StoredTensor(*index.info(key), index.stored(key))
-        for key in checkpoint.keys(part)
-        if key in state.keys
-    }
+    tensors = {state.keys[key]: StoredTensor(*index.info(key), index.stored(key)) for key in keys if key in state.keys}
+    if outside:
+        names = listed(map(show, sorted(outside)), MOST_NAMES)
+        wanted.notes.append(f"the checkpoint also has {names}, outside of the state dict of the model: not loaded")
     _check_distinct(checkpoint, state)
     of_optimizer = checkpoint.keys("optimizer")
     wanted.of_optimizer = {state.keys[key] for key in of_optimizer if key in state.keys}

@@ -61,9 +61,10 @@ def check_has_optimizer(run: Run, found: Read, saved: Mapping[str, Any], options
     if run.optimizer is None or "optimizer" in saved.get("trainer", {}) or found.has_optimizer:
         return []
     if options.strict.missing == "error":
+        argument = "fresh_optimizer=True" if options.only == "tensors" else "strict=False"
         raise MismatchError(
             "the checkpoint holds no optimizer state, and the run has an optimizer",
-            hint="`strict=False` starts the optimizer with new state",
+            hint=f"`{argument}` starts the optimizer with new state",
         )
     return ["the checkpoint holds no optimizer state: the optimizer starts with new state"]
 

@@ -38,7 +38,18 @@ _STEP = re.compile(r"step-([0-9]{1,18})")
 _RANK = re.compile(r"__([0-9]{1,9})\.metadata")
 _FILE = re.compile(r"__([0-9]{1,9})_[0-9]+\.distcp|shard-([0-9]{5,9})-model-[0-9]+-of-[0-9]+\.safetensors")
 _MAX_DIGITS = 18
-_OPTIMIZER = frozenset(("optim", "optimizer", "optimizers"))
+_OPTIMIZER = frozenset(
+    (
+        "optim",
+        "optim_state",
+        "optim_state_dict",
+        "optimizer",
+        "optimizer_state",
+        "optimizer_state_dict",
+        "optimizer_states",  # of Lightning
+        "optimizers",
+    )
+)
 
 
 def step_of(name: str) -> int | None:

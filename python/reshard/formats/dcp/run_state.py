@@ -43,7 +43,7 @@ class Values:
 
     Attributes:
         by_name: the values by their flattened names.
-        paths: keys and positions that lead to a value, by name. Where it is missing, the dots of the name part them.
+        paths: keys and positions that lead to a value or a tensor, by name. If missing, the dots of the name part them.
     """
 
     by_name: Mapping[str, object] = field(default_factory=dict)
@@ -77,12 +77,14 @@ class RunState:
 
     Attributes:
         keys: for each tensor its name in this package, by its stored name. A tensor that is the step is left out.
+        outside: stored names of tensors beside the state dict of the model that are no state of an optimizer.
         trainer: the state beside the tensors, as `reshard.torch` saves it.
         notes: what is left out.
     """
 
     keys: Mapping[str, str]
     trainer: Mapping[str, Any]
+    outside: Collection[str] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -177,7 +179,9 @@ def translated(keys: Iterable[str], values: Values, live: Live) -> RunState:
     keys = list(keys)
     known = _Groups.of(values, live)
     prefix = _prefix(keys, live.tensors)
+    around = _around(keys, values, prefix)
     renamed: dict[str, str] = {}
+    outside: list[str] = []
     slots: dict[str, list[str]] = {}
     for key in keys:
         name = key.removeprefix(prefix)
@@ -189,6 +193,8 @@ def translated(keys: Iterable[str], values: Values, live: Live) -> RunState:
             continue  # the step of the decision
         if of_state is None:
             renamed[key] = name if key.startswith(prefix) and not is_optimizer(key) else key
+            if not key.startswith(around) and not is_optimizer(key):
+                outside.append(key)
             continue
         parameter, slot = known.name(of_state[0]), of_state[1]
         renamed[key] = f"{slot}.{parameter}"
@@ -208,7 +214,7 @@ def translated(keys: Iterable[str], values: Values, live: Live) -> RunState:
     trainer["objects"] |= dict.fromkeys(unknown)  # refused, or reported: the run has none of this name
     of_trainer = sorted(name for name in left if name in _OF_TRAINER)
     notes = [f"{listed(map(show, of_trainer))} of the checkpoint is not restored: the run has no such object"]
-    return RunState(renamed, trainer, tuple(notes if of_trainer else ()))
+    return RunState(renamed, trainer, outside, tuple(notes if of_trainer else ()))
 
 
 def _prefix(keys: Sequence[str], names: Collection[str]) -> str:
@@ -226,6 +232,13 @@ def _prefix(keys: Sequence[str], names: Collection[str]) -> str:
     order = {prefix: n for n, prefix in enumerate(_PREFIXES)}
     best = sorted(counts, key=lambda prefix: (-counts[prefix], order.get(prefix, len(order)), len(prefix), prefix))
     return best[0] if best else ""
+
+
+def _around(keys: Sequence[str], values: Values, prefix: str) -> str:
+    """The part of the prefix that leads to the state dict of the model: `state_dict.` if that has `model.weight`."""
+    path = next((values.paths.get(key, ()) for key in keys if key.startswith(prefix)), ())
+    starts = ("".join(f"{step}." for step in path[:n]) for n in range(len(path), 0, -1))
+    return next(filter(prefix.startswith, starts), "")
 
 
 def _state_of(key: str) -> tuple[str, str] | None:
@@ -382,6 +395,7 @@ def flat_values(value: object, is_tensor: Callable[[object], bool]) -> Values:
 
     def visit(path: tuple[str | int, ...], one: object) -> None:
         if is_tensor(one):
+            paths[".".join(map(str, path))] = path
             return
         if isinstance(one, dict) and one:
             for key, inner in one.items():
