@@ -218,4 +218,4 @@ def test_the_command(tmp_path: Path) -> None:
     assert (told["equal"], told["n_equal"], told["differences"][0]["max_abs"]) == (False, 1, "inf")
     assert told["differences"][1]["kind"] == "only in b"
     nothing = CliRunner().invoke(main, ["diff", a, str(tmp_path / "nothing")])
-    assert (nothing.exit_code, "there is nothing" in nothing.stderr) == (1, True)
+    assert (nothing.exit_code, "there is nothing" in nothing.stderr) == (2, True)  # not as "different"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,7 @@ _MAX_ROWS = 60
 @click.option("--strategy-b", type=PATH, metavar="PATH", help="The same for B.")
 @options("memory", "threads")
 @click.option("--all", "everything", is_flag=True, help="List every tensor that differs.")
-@command
+@functools.partial(command, refused=2)
 def diff(a: str, b: str, *, everything: bool, as_json: bool, **options: Any) -> None:
     """Compare the tensors of A and B: keys, shapes, dtypes, and every bit.
 
@@ -54,7 +55,7 @@ def diff(a: str, b: str, *, everything: bool, as_json: bool, **options: Any) -> 
       reshard diff output/checkpoint hf/ --part model
       reshard diff hf/ output/checkpoint --part model --json
 
-    Exit codes: 0 equal, 1 different or refused, 2 usage error.
+    Exit codes: 0 equal, 1 different, 2 refused or usage error.
     """
     with collected_warnings() as logged, progress_bar() as progress:
         report = reshard.diff(a, b, progress=progress, **options)

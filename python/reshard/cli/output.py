@@ -597,8 +597,8 @@ def quiet_option(function: Callable[P, R]) -> Callable[P, R]:
     )(function)
 
 
-def command(function: Callable[P, None]) -> Callable[P, None]:
-    """Wrap a command: errors are printed, with `--json` as an object, and end it with exit code 1."""
+def command(function: Callable[P, None], *, refused: int = 1) -> Callable[P, None]:
+    """Wrap a command: errors are printed, with `--json` as an object, and end it with the exit code `refused`."""
 
     @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON; an error is JSON, too.")
     @quiet_option
@@ -608,7 +608,7 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
             function(*args, **kwargs)
         except (ReshardError, OSError) as error:
             _report(error, as_json=bool(kwargs["as_json"]))
-            raise click.exceptions.Exit(1) from None
+            raise click.exceptions.Exit(refused) from None
         except KeyboardInterrupt:
             echo("interrupted", err=True)
             raise click.exceptions.Exit(INTERRUPTED) from None
