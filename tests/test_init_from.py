@@ -145,6 +145,13 @@ def test_names_include_and_exclude_choose_tensors_by_the_names_of_the_model(tmp_
         resumed(tmp_path / "x", Model(), init_from={"include": ["*"]})
 
 
+def test_a_name_map_that_does_not_exist_is_no_damage_of_the_checkpoint(tmp_path: Path) -> None:
+    reshard.torch.save_file(Model().state_dict(), tmp_path / "w.safetensors")
+    init = InitFrom(tmp_path / "w.safetensors", names=tmp_path / "absent.yaml")
+    with pytest.raises(ArgumentError, match=r"^there is no name map file `.*absent\.yaml`\nhint: `names` of"):
+        resumed(tmp_path / "run", Model(), init_from=init)
+
+
 def test_the_state_of_the_optimizer_comes_along_on_request(tmp_path: Path) -> None:
     _, before = saved(tmp_path / "pretrained")
     model = Model()

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from reshard.config import split_iteration
-from reshard.errors import ConfigError, ReshardError
+from reshard.errors import ArgumentError, CheckpointNotFoundError, ConfigError, ReshardError
 from reshard.opening.gather import gather
 from reshard.options import InitFrom
 from reshard.resume import decide
@@ -81,6 +81,7 @@ def initial(checkpoint: Checkpoint, init: InitFrom | None) -> Iterator[Checkpoin
         init: what is taken; None: the checkpoint as it is.
 
     Raises:
+        ArgumentError: the file of the name map does not exist.
         NamesError: the name map does not match the tensors.
 
     Example:
@@ -94,7 +95,12 @@ def initial(checkpoint: Checkpoint, init: InitFrom | None) -> Iterator[Checkpoin
     if init is None or init.names is None:
         yield checkpoint
         return
-    with checkpoint.renamed(init.names, part="model" if init.fresh_optimizer else "all") as renamed:
+    try:
+        view = checkpoint.renamed(init.names, part="model" if init.fresh_optimizer else "all")
+    except CheckpointNotFoundError as error:  # of the name map, not of the checkpoint
+        hint = "`names` of `init_from` is the path of a name map, a preset or a mapping"
+        raise ArgumentError(error.message, path=error.path, hint=hint) from None
+    with view as renamed:
         yield renamed
 
 
