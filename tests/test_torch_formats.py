@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -35,6 +36,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import reshard
 from reshard import _core
+from reshard.cli import main
 from reshard.errors import (
     CheckpointNotFoundError,
     CoverageError,
@@ -465,6 +467,14 @@ def test_tensors_inside_other_objects_are_told_of(
     torch.save({"w": torch.ones(2), "size": torch.Size([1])}, tmp_path / "x.pt")
     reshard.open(tmp_path / "x.pt").close()
     assert not caplog.text
+
+
+def test_inspect_warns_of_tensors_that_are_not_read(tmp_path: Path) -> None:
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "x.pt")
+    result = CliRunner().invoke(main, ["inspect", str(tmp_path / "x.pt")])
+    assert (result.exit_code, "there are no tensors" in result.stdout) == (0, True), result.output
+    assert "warning: " in result.stderr
+    assert "are not read: `` (torch.nn.modules.linear.Linear). Save their `state_dict()`" in result.stderr
 
 
 def test_a_control_character_in_a_name_is_refused_with_the_name(tmp_path: Path) -> None:

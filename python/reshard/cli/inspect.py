@@ -37,6 +37,7 @@ from reshard.cli.output import (
     shown,
     size,
     styled,
+    warn,
     without_numbers,
     write_page,
 )
@@ -106,14 +107,16 @@ def inspect(
     """
     if html is not None and (pattern is not None or as_layout):
         raise click.UsageError("--html shows the whole checkpoint: it excludes PATTERN and --layout")
-    # The output contains the warnings that are logged (skipped iterations).
-    with collected_warnings(print_on_error=False), reshard.open(path, strategy=strategy) as checkpoint:
+    with collected_warnings(print_on_error=False) as logged, reshard.open(path, strategy=strategy) as checkpoint:
         if as_layout:
             echo_as_file(reshard.ModelLayout.like(checkpoint), as_json=as_json)
             return
         from reshard.cli.contents import gather_contents
 
         facts = gather_contents(path, checkpoint, everything=everything)
+        # The output of a root contains the warnings that are logged (skipped iterations).
+        if facts.iterations is None and facts.rank_saves is None:
+            warn(*logged)
         rows = _matching(facts.rows, pattern)
         if html is not None:
             from reshard.cli.pages.html import page
