@@ -364,6 +364,8 @@ def test_new_names(drop: list[str], rename: dict[str, str], expected: dict[str, 
         ({"select": {"drop": [3]}}, "a name in `drop` must be text, found int"),
         ({"select": {"drop": ""}}, "which matches every name"),
         ({"select": {"drop": ["l", "h", "e", "adam_m.", "g", "s"]}}, "nothing to write"),
+        ({"select": {"drop": "head*"}}, "(?s)`drop` has `head\\*`.*it is not a pattern.*`head` matches every name"),
+        ({"select": {"rename": {"*": "x."}}}, "`rename` has `\\*`"),
         ({"select": {"suffix": "20_2"}}, "no folders `rank_"),
     ],
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from reshard.names import NameMap
 
 _log = logging.getLogger("reshard")
+
+_PATTERN = frozenset("*?[{")
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,7 @@ def new_names(keys: Sequence[str], drop: Sequence[str] = (), rename: Mapping[str
         rename: new prefixes by old ones. The longest that matches applies; "" matches every name.
 
     Raises:
-        ArgumentError: a prefix is not text, or two tensors would have the same name.
+        ArgumentError: a prefix is not text, or a glob that begins no name, or two tensors would have the same name.
 
     Example:
         >>> new_names(["w", "adam_m.w", "step_num"], rename={"": "model."})
@@ -184,6 +187,13 @@ def new_names(keys: Sequence[str], drop: Sequence[str] = (), rename: Mapping[str
     names = {key: _renamed(key, changes, longest_first, used) for key in kept}
     unused += [text for text in changes if text not in used]
     for text in unused:
+        if not _PATTERN.isdisjoint(text):
+            word = "drop" if text in drop else "rename"
+            start = re.split(r"[*?[{]", text)[0]
+            raise ArgumentError(
+                f"`{word}` has {show(text)}, and no tensor name begins with this text: it is not a pattern",
+                hint=f"{show(start)} matches every name that begins with it" if start else None,
+            )
         _log.warning("no tensor name begins with %s: this prefix of `drop` or `rename` has no effect", show(text))
     seen: dict[str, str] = {}
     for old, new in names.items():
