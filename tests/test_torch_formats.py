@@ -469,6 +469,29 @@ def test_tensors_inside_other_objects_are_told_of(
     assert not caplog.text
 
 
+def test_a_conversion_leaves_out_the_optimizer_and_warns_of_the_entry_of_the_model(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state = {"model_state_dict": model.state_dict(), "optimizer_state_dict": optimizer.state_dict(), "epoch": 1}
+    torch.save(state, tmp_path / "x.pt")
+    report = reshard.convert(tmp_path / "x.pt", tmp_path / "a")
+    assert reshard.open(tmp_path / "a").keys() == ["model_state_dict.weight", "model_state_dict.bias"]
+    (warning,) = report.warnings
+    assert warning.startswith("names begin with `model_state_dict.`")
+    assert "`--rename model_state_dict.=`" in warning
+    torch.save({**state, "best": torch.ones(1)}, tmp_path / "x.pt")
+    assert "tensors outside of `model_state_dict` are written, too: `best`." in "".join(
+        reshard.convert(tmp_path / "x.pt", tmp_path / "b").warnings
+    )
+    select = {"rename": {"model_state_dict.": ""}, "drop": "best"}
+    report = reshard.convert(tmp_path / "x.pt", tmp_path / "c", select=select)
+    assert (reshard.open(tmp_path / "c").keys(), report.warnings) == (["weight", "bias"], ())
+    torch.save({f"model.{key}": value for key, value in model.state_dict().items()}, tmp_path / "x.pt")
+    assert reshard.convert(tmp_path / "x.pt", tmp_path / "d").warnings == ()
+
+
 def test_inspect_warns_of_tensors_that_are_not_read(tmp_path: Path) -> None:
     torch.save(torch.nn.Linear(2, 2), tmp_path / "x.pt")
     result = CliRunner().invoke(main, ["inspect", str(tmp_path / "x.pt")])

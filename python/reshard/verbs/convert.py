@@ -37,7 +37,7 @@ from reshard.words import listed, show
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from reshard.checkpoint import LayoutLike, Part
     from reshard.conversion.writer import Writer
@@ -55,6 +55,10 @@ Target = Literal[
     "megatron",
     "deepspeed-universal",
 ]
+
+
+# Entries of files of `torch.save` that hold the state dict of a model, the first one that is there.
+_MODEL_ENTRIES = ("state_dict", "model_state_dict", "model", "module")
 
 
 @dataclass(frozen=True)
@@ -269,6 +273,8 @@ def convert(
             written = writer.write(job, settings)
             loses_extra = is_all and not writer.is_whole and not with_extra
             warnings = [*written.warnings, *(_extra_left_out(whole) if loses_extra else [])]
+            if part_written == "model" and not selection.is_renamed:
+                warnings += _with_entries(whole, job.keys)
     return ConvertReport(
         path=str(written.path),
         to=writer.name,
@@ -292,6 +298,24 @@ def _extra_left_out(source: Checkpoint) -> list[str]:
         return []
     what = f"the state of the run beside the tensors is not written: {listed(names, 3)}"
     return [f"{what}. Resume from the source, with any layout, to keep it"]
+
+
+def _with_entries(source: Checkpoint, keys: Sequence[str]) -> list[str]:
+    """Warnings about names of weights that begin with an entry of a file of `torch.save`, and tensors outside of it."""
+    values = source.data.run_values() if source.data.traits.name == "torch" else None
+    if values is None:
+        return []
+    entry_of = {key: str(path[0]) for key in keys if len(path := values.paths.get(key, ())) > 1}
+    entry = next((one for one in _MODEL_ENTRIES if one in entry_of.values()), None)
+    if entry is None:
+        return []
+    removes = f"`--rename {entry}.=` or `Select(rename={{'{entry}.': ''}})` removes it"
+    warnings = [f"names begin with `{entry}.`, the entry of the file that holds the model: {removes}"]
+    others = [show(key) for key in keys if entry_of.get(key) != entry]
+    if others:
+        removes = "`--drop` or `Select(drop=...)` leaves them out"
+        warnings.append(f"tensors outside of `{entry}` are written, too: {listed(others, 3)}. {removes}")
+    return warnings
 
 
 def _check_copies(source: Checkpoint, copies: Mapping[str, str], max_bytes: int, threads: int | None) -> None:
