@@ -149,6 +149,21 @@ def test_inspect_names_the_damage_of_what_it_passes_over(tmp_path: Path) -> None
     assert "iteration_00000005  complete, unverified (selected, tracker)" in out
 
 
+def test_inspect_of_two_folders_of_one_iteration_does_not_call_the_tracker_invalid(tmp_path: Path) -> None:
+    reshard.save(tmp_path, 7, {"w": np.zeros(2)}, commit={"durable": False})
+    shutil.copytree(tmp_path / "iteration_00000007", tmp_path / "iteration_0000000007")
+    out = run("inspect", tmp_path).stdout
+    assert "iteration_00000007  complete (selected, tracker)" in out
+    assert re.search(r"^ +warning +`iteration_0000000007` is skipped", out, re.MULTILINE)
+    assert json.loads(run("inspect", tmp_path, "--json").stdout)["tracker_reason"] is None
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("9")
+    out = run("inspect", tmp_path).stdout
+    assert re.search(
+        r"^ +warning +the tracker is invalid: it names iteration 9, which has no folder$", out, re.MULTILINE
+    )
+    assert "the tracker is invalid" in json.loads(run("inspect", tmp_path, "--json").stdout)["tracker_reason"]
+
+
 def test_inspect_does_not_call_an_unreadable_iteration_damaged(reachable: Path) -> None:
     for iteration in (1, 2, 3):
         reshard.save(reachable / "root", iteration, {"w": np.zeros(2)}, commit={"durable": False})

@@ -87,13 +87,14 @@ class Contents:
     rows: list[TensorRow]
     iterations: list[Iteration] | None
     rank_saves: list[RankSaveState] | None
-    tracker_reason: str | None
+    tracker_reason: str | None  # why the tracker is invalid
     layout: ModelLayout | None
     layout_reason: str | None  # why there is no layout
     files: list[tuple[str, int]]  # name and bytes
     saves: list[SaveRecord]  # the save log of the root, oldest first
     parts: dict[str, dict[str, Any]]  # totals of "model" and "optimizer"
     leftovers: list[Leftover]
+    warnings: tuple[str, ...] = ()  # about the root
 
     @property
     def unseen(self) -> list[str]:
@@ -138,13 +139,14 @@ def gather_contents(path: str, checkpoint: Checkpoint, *, everything: bool) -> C
         rows=rows,
         iterations=found,
         rank_saves=_rank_saves(path, checkpoint, everything=everything),
-        tracker_reason="; ".join(order.warnings) or None if order is not None else None,
+        tracker_reason="; ".join(order.warnings) or None if order is not None and order.tracker is None else None,
         layout=layout,
         layout_reason=reason,
         files=[(file.name, file.n_bytes) for file in checkpoint.files()],
         saves=[] if order is None else _saves(path),
         parts=_parts(rows),
         leftovers=[*([] if order is None else leftovers_in_root(locate(path))), *leftovers_in_iteration(checkpoint)],
+        warnings=() if order is None else order.warnings,
     )
 
 

@@ -356,8 +356,7 @@ def _print_iterations(facts: Contents, iterations: Sequence[Iteration], *, every
         lines.append((shown(one.folder), _colored(state, text if reason is None else f"{text}: {shown(reason)}")))
     if len(listed) < len(iterations):
         lines.append(("...", f"and {len(iterations) - len(listed)} older; --all lists and checks them"))
-    if facts.tracker_reason is not None:
-        lines.append(("no tracker", shown(facts.tracker_reason)))
+    lines += [("warning", shown(one)) for one in facts.warnings]
     if listed and listed[0].complete is False:
         lines.append(("next", f"see what a restart does: reshard explain {shlex.quote(shown(facts.path))}"))
     echo_table(facts_table(lines))
