@@ -17,9 +17,10 @@ from click.testing import CliRunner
 from tests import sealed
 from tests.sealed import FILES
 
+import reshard
 from reshard.cli import main
 from reshard.config import Config
-from reshard.errors import ReshardError, StorageError
+from reshard.errors import CheckpointNotFoundError, ReshardError, StorageError
 from reshard.formats.checkpoint2.reader import open_folder
 from reshard.opening.gather import gather
 from reshard.resume import RunFacts, decide
@@ -197,8 +198,11 @@ def test_a_folder_of_other_things_is_no_fresh_start(work: Path) -> None:
 def test_a_link_that_leads_nowhere_is_no_fresh_start(work: Path) -> None:
     (work / "link").symlink_to(work / "not mounted")
     config = Config(str(work / "link"), resume=True)
-    with pytest.raises(ReshardError, match="holds no checkpoint"):
+    with pytest.raises(ReshardError, match="holds no checkpoint") as caught:
         decide(config, gather(config))
+    assert f"it is a symbolic link to `{work}/not mounted`, which does not exist" in str(caught.value)
+    with pytest.raises(CheckpointNotFoundError, match=r"there is nothing at `.*link`: it is a symbolic link to"):
+        reshard.open(work / "link")
 
 
 def test_older_candidates_are_not_opened_once_one_is_taken(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -299,6 +299,18 @@ def test_a_root_that_is_no_folder(root: Path) -> None:
         protocol.begin(root, 100)
 
 
+def test_a_root_that_is_a_link_to_nothing(root: Path, tmp_path: Path) -> None:
+    root.symlink_to(tmp_path / "not mounted" / "run")
+    for place in (root, root / "run"):
+        found = protocol.obstacle(place)
+        assert found is not None
+        assert f"is not a folder: it is a symbolic link to `{tmp_path}/not mounted/run`, which does not exist" in str(
+            found
+        )
+    with pytest.raises(DestinationExistsError, match="mount the disk"):
+        protocol.begin(root, 100)
+
+
 @pytest.mark.parametrize("name", [".staging", ".trash", ".writers"])
 def test_links_in_place_of_our_folders(name: str, root: Path, tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()

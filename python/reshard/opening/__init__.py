@@ -19,7 +19,7 @@ from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.format import CHECKPOINT2
 from reshard.formats.dcp.names import METADATA_FILE
 from reshard.lazy import exports
-from reshard.storage.location import Location, locate
+from reshard.storage.location import BROKEN_LINK_HINT, Location, locate
 from reshard.words import show
 
 if TYPE_CHECKING:
@@ -112,6 +112,10 @@ def _open(target: Location, strategy: StrategyLike | None, method: _core.ReadMet
     )
     if found is None:
         # A broken link can mean that a disk is not mounted, so it is not an empty root.
+        if (broken := target.broken_link()) is not None:
+            raise CheckpointNotFoundError(
+                f"there is nothing at {show(str(target))}: {broken}", path=str(target), hint=BROKEN_LINK_HINT
+            )
         kind = EmptyRootError if could_be_root and not target.exists() else CheckpointNotFoundError
         raise kind(f"there is nothing at {show(str(target))}", path=str(target))
     if could_be_root and found == "folder" and _is_empty(target):

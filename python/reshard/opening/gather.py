@@ -23,7 +23,8 @@ from reshard.opening import open as open_path
 from reshard.opening.gather_ranks import counters_of, gather_saves, holds_optimizer, saves_root
 from reshard.resume import CandidateFacts, ResumeFacts, RunFacts, evaluate
 from reshard.resume.choose import is_settled
-from reshard.storage.location import Location, locate
+from reshard.storage.location import BROKEN_LINK_HINT, Location, locate
+from reshard.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -62,6 +63,7 @@ def gather(
     Raises:
         StorageError: a file cannot be read. This is not damage, so the checkpoint is not skipped.
         UnsupportedError: a later release wrote the next candidate.
+        CheckpointNotFoundError: the path is a symbolic link whose target does not exist.
 
     Example:
         >>> from reshard.config import Config
@@ -81,6 +83,10 @@ def gather(
         return gatherer.at_root(locate(root), iteration)
     if path.found() is None:
         # A broken link can mean that a disk is not mounted: the run must not start fresh.
+        if (broken := path.broken_link()) is not None:
+            raise CheckpointNotFoundError(
+                f"{show(str(path))} holds no checkpoint: {broken}", path=str(path), hint=BROKEN_LINK_HINT
+            )
         return replace(facts, kind="other") if path.exists() else facts
     found = registry.detect(path)
     if found.traits.has_metadata and found.is_root(path):

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from reshard.storage.store import Entry, Kind, Lock, OpenedFolder, Stat, Store
 
 
+BROKEN_LINK_HINT = "mount the disk of the target, or correct the link"
+"""For an error about a `Location.broken_link`."""
+
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # one slash: `Path` joins the two of a URL
 
 
@@ -177,6 +180,12 @@ class Location:
             if error.errno in (errno.ENOTDIR, errno.ELOOP):  # below a file; a link that names itself
                 return None
             raise
+
+    def broken_link(self) -> str | None:
+        """The reason, for a message, of a symbolic link whose target does not exist; else None. Raises as `found`."""
+        if self.kind() != "link" or self.found() is not None:
+            return None
+        return f"it is a symbolic link to {show(str(self.resolved()))}, which does not exist"
 
     def stat(self, *, follow_links: bool = False) -> Stat:
         """Its kind, size, identity, times and mode. Raises CheckpointNotFoundError, StorageError."""

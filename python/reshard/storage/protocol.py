@@ -41,7 +41,7 @@ from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.manifest import CHECKSUMS_FILE, PINNED_FILE, Manifest
 from reshard.storage import claims, filesystem, staging, trash
 from reshard.storage.filesystem import MANIFEST_FILE, UNFINISHED_FILE
-from reshard.storage.location import Location, locate
+from reshard.storage.location import BROKEN_LINK_HINT, Location, locate
 from reshard.storage.recovery import recover, recover_locked
 from reshard.storage.staging import STAGING_FOLDER, StagedName
 from reshard.storage.trash import TRASH_FOLDER
@@ -469,6 +469,10 @@ def make_root(root: str | os.PathLike[str], mode: int, *, durable: bool) -> None
 
 def _wrong_root(place: Location) -> DestinationExistsError | None:
     """The error for an existing path that cannot be a checkpoint root."""
+    if (broken := place.broken_link()) is not None:
+        return DestinationExistsError(
+            f"{show(str(place))} is not a folder: {broken}", path=str(place), hint=BROKEN_LINK_HINT
+        )
     if place.exists() and not place.is_folder():
         return DestinationExistsError(
             f"{show(str(place))} is not a folder; a checkpoint root is one", path=str(place), hint="choose another root"
