@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader
 
 import reshard
 from reshard.errors import ArgumentError, DamagedFileError, GroupError, MismatchError, ReshardError, StorageError
@@ -125,6 +126,83 @@ def test_resumed_run_is_the_same_run(tmp_path: Path, whole: list[float], mode: d
         assert (trainer.counter.n, trainer.sampler.total, trainer.schedule.last_epoch) == (24, 24, 6)
         assert losses[:6] + trainer.run(made, 7, 12) == whole
     assert [line.iteration for line in reshard.formats.save_log.read(tmp_path)] == [3, 6, 9, 12]
+
+
+class Loop:
+    """A loop over a DataLoader of 20 samples, 5 steps an epoch, that draws from the stream of torch in each step."""
+
+    def __init__(
+        self, root: Path, *, workers: int = 0, rank: int = 0, world_size: int = 1, kind: str = "plain"
+    ) -> None:
+        self.root, self.workers, self.rank, self.world_size, self.kind = root, workers, rank, world_size, kind
+
+    def loader(self, sampler: ElasticSampler) -> Any:
+        options: dict[str, Any] = {"batch_size": sampler.local_batch_size, "sampler": sampler}
+        if self.kind == "batches":
+            options = {"batch_sampler": sampler.batches()}
+        if self.kind == "generator":
+            options["generator"] = torch.Generator()
+        if self.kind == "stateful":
+            stateful = pytest.importorskip("torchdata.stateful_dataloader")
+            return stateful.StatefulDataLoader(range(20), num_workers=self.workers, **options)
+        return DataLoader(range(20), num_workers=self.workers, **options)  # type: ignore[arg-type]
+
+    def run(self, last: int) -> list[Any]:
+        torch.manual_seed(5)
+        model = nn.Linear(1, 1)
+        torch.manual_seed(6 + self.rank)
+        sampler, seen = ElasticSampler(20, 0, True, 4, self.rank, self.world_size), list[Any]()
+        loader = self.loader(sampler)
+        with make(self.root, save_every=1, async_save=False) as made:
+            step = made.resume(model=model, sampler=sampler).initial_step
+            while step < last:
+                for batch in loader:
+                    seen.append([batch.tolist(), torch.rand(()).item()])
+                    step += 1
+                    made.step(step)
+                    if step == last:
+                        break
+        return seen
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("kind", ["plain", "batches", "generator", "stateful"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resumed_loop_over_a_loader_draws_the_same_numbers(tmp_path: Path, workers: int, kind: str) -> None:
+    """Resumed within an epoch, at its end, and twice within the same epoch."""
+    whole = Loop(tmp_path / "whole", workers=workers, kind=kind).run(12)
+    loop = Loop(tmp_path / "parts", workers=workers, kind=kind)
+    assert [one for last in (1, 3, 5, 6, 10, 12) for one in loop.run(last)] == whole
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resumed_loop_over_a_loader_draws_the_same_numbers_on_every_rank(tmp_path: Path, workers: int) -> None:
+    def run(name: str, last: int) -> list[list[Any]]:
+        def work(group: TorchGroup) -> list[Any]:
+            return Loop(tmp_path / name, workers=workers, rank=group.rank, world_size=2).run(last)
+
+        with Job(2, work) as job:
+            return list(job.values())
+
+    whole = run("whole", 8)
+    assert whole[0][0][1] != whole[1][0][1]
+    parts = [run("parts", last) for last in (3, 5, 8)]
+    assert [parts[0][rank] + parts[1][rank] + parts[2][rank] for rank in range(2)] == whole
+
+
+@pytest.mark.parametrize("draw", [torch.rand, torch.manual_seed])
+def test_only_the_draw_of_the_loader_is_taken_back(tmp_path: Path, draw: Callable[[int], object]) -> None:
+    """A program that draws or seeds between `resume` and the loop keeps what it did."""
+    Loop(tmp_path).run(3)
+    sampler = ElasticSampler(20, 0, True, 4, 0, 1)
+    make(tmp_path).resume(model=nn.Linear(1, 1), sampler=sampler)
+    draw(1)
+    batches = iter(DataLoader(range(20), 4, sampler=sampler))  # type: ignore[arg-type]
+    before = torch.get_rng_state()
+    next(batches)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_live_tensors_are_filled_in_place(tmp_path: Path) -> None:

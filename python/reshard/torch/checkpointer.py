@@ -58,7 +58,7 @@ from reshard.torch.resuming import (
     with_data_position,
 )
 from reshard.torch.run import Run, interval, number_of, object_name
-from reshard.torch.sampler import ElasticSampler
+from reshard.torch.sampler import ElasticSampler, keep_stream
 from reshard.torch.saving import Saver
 from reshard.torch.state import describe
 from reshard.verbs.load import Wanted, load_with, pass_over, resumed
@@ -477,6 +477,8 @@ class Checkpointer:
                     for name in sorted(run.whole_optimizers)
                 ]
             notes += self._restore_rest(saved, decision, check)
+            if "rng" in saved and isinstance(run.sampler, ElasticSampler):
+                keep_stream(run.sampler)
             if decision.scaling is not None and decision.scaling.factor != 1 and run.has_scheduler:
                 notes.append(
                     "the batch size changed, and with it the number of steps: the scheduler goes on where it was, and "

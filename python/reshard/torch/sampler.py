@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
+import torch
 from torch.utils.data import Sampler
 
 from reshard.errors import ArgumentError, MismatchError
@@ -43,9 +44,12 @@ class ElasticSampler(Sampler[int]):
 
     Iteration starts after the last completed step and ends with the epoch. A loop that was interrupted continues after
     its last completed step. `step` enters the next epoch, which has another order, as soon as the last batch is
-    complete. `batch_size` of the loader may be any divisor of `local_batch_size` (gradient accumulation). Every new
-    loop over a DataLoader draws one random number; pass it a generator of its own, so that a resumed run does not draw
-    once more from the global random state of torch.
+    complete. `batch_size` of the loader may be any divisor of `local_batch_size` (gradient accumulation).
+
+    Every new loop over a DataLoader without a generator draws one number from the random stream of torch. If a
+    `Checkpointer` resumed within an epoch, the first loop over the sampler takes this draw back, because the
+    uninterrupted run did not make it there. Pass a generator, as above, if the program ends loops within an epoch or
+    uses `persistent_workers`, or draws random numbers between `resume` and the loop.
 
     The rest of an epoch that is smaller than a batch is dropped (different samples in each epoch, if shuffled). With
     `drop_last=False` it is filled up to a whole batch with the first samples of the same epoch, which are then read
@@ -115,6 +119,7 @@ class ElasticSampler(Sampler[int]):
             epoch_len=self.dataset_len,
             first_epoch=0,
         )
+        self._stream: torch.Tensor | None = None  # to which the draw of the next loader is taken back
 
     @property
     def epoch(self) -> int:
@@ -187,6 +192,7 @@ class ElasticSampler(Sampler[int]):
             (1, 4, 12)
         """
         self._state = self._state_after(self._state, count("n_steps", n_steps, 0))
+        self._stream = None
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of a later epoch, as with `DistributedSampler`. Has no effect for the current epoch.
@@ -296,6 +302,17 @@ class ElasticSampler(Sampler[int]):
             )
         return messages
 
+    def _take_back_draw(self) -> None:
+        """Set the random stream of torch to its state before the draw of a loader, if that was the only draw."""
+        before, self._stream = self._stream, None
+        if before is None:
+            return
+        after = torch.Generator()
+        after.set_state(before)
+        torch.empty((), dtype=torch.int64).random_(generator=after)  # as a DataLoader draws the seed of its workers
+        if torch.equal(torch.get_rng_state(), after.get_state()):
+            torch.set_rng_state(before)
+
     def _steps_left(self, state: _State) -> int:
         whole, rest = divmod(state.epoch_len - state.consumed, self.global_batch_size)
         return whole + (rest > 0 and not self.drop_last)
@@ -314,6 +331,16 @@ class ElasticSampler(Sampler[int]):
             total=total,
             epoch_len=self.dataset_len,
         )
+
+
+def keep_stream(sampler: ElasticSampler) -> None:
+    """Keep the current state of the random stream of torch over the draw of the next loader of a resumed sampler.
+
+    A loader without a generator draws a number when a loop over it begins. At the start of an epoch the uninterrupted
+    run drew it, too, and it is kept. Within an epoch the uninterrupted run was in the loop, and the draw is taken back
+    when the loader reads the first index, which it does after the draw.
+    """
+    sampler._stream = torch.get_rng_state() if sampler.consumed else None  # noqa: SLF001 - same module
 
 
 class ElasticBatches(Sampler[list[int]]):
@@ -365,6 +392,7 @@ class _ReadAhead(Iterator[Item], Generic[Item]):
     def _next_block(self) -> None:
         """Compute the indices of the next whole steps."""
         sampler, local = self._sampler, self._sampler.local_batch_size
+        sampler._take_back_draw()  # noqa: SLF001
         n_steps = min(max(1, _BLOCK // local), self._n_steps - self._n_computed)
         if n_steps == 0:
             raise StopIteration
