@@ -343,6 +343,46 @@ def test_an_object_without_state_is_refused_with_what_to_do(tmp_path: Path) -> N
         Checkpointer(tmp_path, signals=()).resume(model=layers(0), extra={"n": 3})
 
 
+def test_extra_without_names_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"`extra` is of type list, expected a dict of objects by name"):
+        Checkpointer(tmp_path, signals=()).resume(model=layers(0), extra=[nn.Linear(1, 1)])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [list, dict])
+def test_several_schedulers_are_resumed(tmp_path: Path, kind: type) -> None:
+    def build() -> tuple[Any, Any, list[Any], Any]:
+        model = layers(0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        warmup = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=10)
+        decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        given = [warmup, decay] if kind is list else {"warmup": warmup, "decay": decay}
+        return model, optimizer, [warmup, decay], given
+
+    model, optimizer, schedulers, given = build()
+    with Checkpointer(tmp_path, signals=()) as made:
+        made.resume(model=model, optimizer=optimizer, scheduler=given)
+        optimizer.step()
+        for one in schedulers:
+            one.step()
+        schedulers[1].step()
+        made.save(1, blocking=True)
+    rate = optimizer.param_groups[0]["lr"]
+    model, optimizer, schedulers, given = build()
+    Checkpointer(tmp_path, signals=()).resume(model=model, optimizer=optimizer, scheduler=given)
+    assert [one.last_epoch for one in schedulers] == [1, 2]
+    assert optimizer.param_groups[0]["lr"] == rate
+
+
+def test_an_invalid_scheduler_is_named(tmp_path: Path) -> None:
+    model = layers(0)
+    with pytest.raises(ArgumentError, match=r"`scheduler\.1` is of type int"):
+        Checkpointer(tmp_path, signals=()).resume(model=model, scheduler=[nn.Linear(1, 1), 3])
+    with pytest.raises(ArgumentError, match=r"`extra` has an object named `scheduler\.a`"):
+        Checkpointer(tmp_path, signals=()).resume(
+            model=model, scheduler={"a": nn.Linear(1, 1)}, extra={"scheduler.a": nn.Linear(1, 1)}
+        )
+
+
 @pytest.mark.parametrize("stop", [3, 4, 5, 9])
 def test_a_stateful_loader_needs_no_generator(tmp_path: Path, stop: int) -> None:
     """Batches and the random numbers of the loop go on as in an uninterrupted run, within an epoch and at its end."""

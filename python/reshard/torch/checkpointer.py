@@ -362,9 +362,10 @@ class Checkpointer:
                 Tensors on the device `meta` get their values here.
             optimizer: one of torch's, or several; it need not have made a step. The `state_dict` of any other one, such
                 as a wrapper with copies in float32, is saved whole, as objects of `extra` are.
-            scheduler: anything with `state_dict` and `load_state_dict`.
-            sampler: the same. `step` advances an `ElasticSampler`; one without state in the checkpoint skips the steps
-                that the decision gives.
+            scheduler: anything with `state_dict` and `load_state_dict`; or a list of several, or a dict of several by
+                name.
+            sampler: anything with these two methods. `step` advances an `ElasticSampler`; one without state in the
+                checkpoint skips the steps that the decision gives.
             extra: anything else with `state_dict` and `load_state_dict`, by name, or a dict of values and tensors,
                 which is restored in place. Rank 0's state is saved, and that of other ranks must equal it. Of an object
                 wrapped in `reshard.per_rank` the state of each rank is saved, which fits the same number of ranks only.
@@ -686,7 +687,10 @@ class Checkpointer:
         step = count("step", step)
         n_new = step - run.last
         if n_new < 1:
-            raise ArgumentError(f"step {step} is complete, and so was step {run.last} before it: steps count up")
+            raise ArgumentError(
+                f"step {step} is complete, and so was step {run.last} before it: steps count up",
+                hint="the first step after `resume` is `initial_step + 1`",
+            )
         number = None if loss is None else number_of(loss, "loss")
         numbers = {name: number_of(value, f"metrics[{name!r}]") for name, value in (metrics or {}).items()}
         run.last = step

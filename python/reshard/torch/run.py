@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +15,6 @@ from reshard.torch.checks import count
 from reshard.torch.optimizers import split_optimizers, unwrapped
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from reshard.torch.emergency import Rendezvous
     from reshard.write.save import PendingSave, SaveReport
 
@@ -48,6 +47,11 @@ class Run:
     """
 
     def __init__(self, model: Any, optimizer: Any, scheduler: Any, sampler: Any, extra: Mapping[str, Any]) -> None:
+        if not isinstance(extra, Mapping):
+            raise ArgumentError(
+                f"`extra` is of type {type(extra).__name__}, expected a dict of objects by name",
+                hint='give each object a name: `extra={"ema": ema}`',
+            )
         self.model, self.sampler = model, sampler
         self.optimizer, whole = split_optimizers(optimizer)
         self.whole_optimizers = frozenset(whole)
@@ -58,13 +62,12 @@ class Run:
             if name in extra:
                 raise ArgumentError(f"`extra` has an object named `{name}`, and so is `optimizer` saved")
         self.objects |= whole
-        self.has_scheduler = scheduler is not None
-        if scheduler is not None:
-            if "scheduler" in extra:
-                raise ArgumentError(
-                    "`extra` has an object named `scheduler`, but `scheduler` is an argument of its own"
-                )
-            self.objects["scheduler"] = scheduler
+        schedulers = _by_name("scheduler", scheduler)
+        self.has_scheduler = bool(schedulers)
+        for name in schedulers:
+            if name in extra:
+                raise ArgumentError(f"`extra` has an object named `{name}`, and so is `scheduler` saved")
+        self.objects |= schedulers
         for name, one in {**self.objects, **self.per_rank, **({} if sampler is None else {"sampler": sampler})}.items():
             if not callable(getattr(one, "state_dict", None)) or not callable(getattr(one, "load_state_dict", None)):
                 given = "sampler" if one is sampler else object_name(name)
@@ -150,6 +153,15 @@ def _with_state(one: Any) -> Any:
     return _DictState(one) if isinstance(one, dict) and not hasattr(one, "state_dict") else one
 
 
+def _by_name(name: str, given: Any) -> dict[str, Any]:
+    """The objects in an argument that is one object, a list of several, or a dict of several by name."""
+    if isinstance(given, Mapping) and not hasattr(given, "state_dict"):
+        return {f"{name}.{key}": one for key, one in given.items()}
+    if not isinstance(given, list | tuple):
+        return {} if given is None else {name: given}
+    return {name if len(given) == 1 else f"{name}.{number}": one for number, one in enumerate(given)}
+
+
 def _give_generator(loader: Any) -> None:
     """Give a loader of torch without a generator one of its own, for its shuffling and the seeds of its workers.
 
@@ -169,10 +181,10 @@ def object_name(name: str) -> str:
     """The name of an object in messages: as it is passed to `resume`.
 
     Example:
-        >>> object_name("scheduler"), object_name("ema")
-        ('scheduler', "extra['ema']")
+        >>> object_name("scheduler"), object_name("optimizer.1"), object_name("ema")
+        ('scheduler', 'optimizer.1', "extra['ema']")
     """
-    return name if name == "scheduler" or name.partition(".")[0] == "optimizer" else f"extra[{name!r}]"
+    return name if name.partition(".")[0] in {"optimizer", "scheduler"} else f"extra[{name!r}]"
 
 
 def interval(save_every: int | str | None) -> tuple[int | None, float | None]:
