@@ -122,7 +122,8 @@ def test_resumed_run_is_the_same_run(tmp_path: Path, whole: list[float], mode: d
         assert decision.fresh
         losses = trainer.run(made, 1, 8)
     with resumed(tmp_path, seed=99, save_every=3, **mode) as (trainer, made, decision):
-        assert (decision.initial_step, decision.warnings) == (6, ())
+        seed_is_saved = "seed 99 of the sampler is not used: the order of the saved seed 0 continues"
+        assert (decision.initial_step, decision.warnings) == (6, (seed_is_saved,))
         assert (trainer.counter.n, trainer.sampler.total, trainer.schedule.last_epoch) == (24, 24, 6)
         assert losses[:6] + trainer.run(made, 7, 12) == whole
     assert [line.iteration for line in reshard.formats.save_log.read(tmp_path)] == [3, 6, 9, 12]

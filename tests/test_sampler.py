@@ -299,7 +299,9 @@ def test_foreign_states_are_refused_and_change_nothing(state: Any) -> None:
 
 def test_seed_is_that_of_the_state_and_shuffle_must_agree() -> None:
     sampler = make(20, 4, seed=99)
-    sampler.load_state_dict(state_at())
+    assert sampler.load_state_dict(state_at()) == [
+        "seed 99 of the sampler is not used: the order of the saved seed 7 continues"
+    ]
     assert sampler.seed == 7
     assert list(sampler) == order_of(20, 1)[8:]
     with pytest.raises(MismatchError, match="shuffle"):
@@ -444,6 +446,40 @@ def test_the_generator_of_the_loader_spares_the_random_state() -> None:
     before = torch.get_rng_state()
     list(DataLoader(Ids(20), batch_size=4, sampler=sampler, generator=torch.Generator()))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("batch", "per_step", "found"),
+    [
+        (8, 1, "read 64 samples of this rank, and 8 steps of 4 samples were completed: samples are read again"),
+        (2, 1, "read 64 samples of this rank, and 32 steps of 4 samples were completed: samples are left out"),
+        (4, 1, None),
+        (2, 2, None),
+    ],
+)
+def test_a_wrong_batch_size_of_the_loader_is_reported(
+    caplog: pytest.LogCaptureFixture, batch: int, per_step: int, found: str | None, workers: int
+) -> None:
+    sampler = make(64, 4)
+    loader = DataLoader(Ids(64), batch_size=batch, sampler=sampler, num_workers=workers)
+    for _ in range(3):
+        for number, _ in enumerate(loader, 1):
+            if number % per_step == 0:
+                sampler.step()
+    assert len(caplog.messages) == (found is not None)
+    assert found is None or found in caplog.messages[0]
+
+
+def test_loops_that_complete_no_steps_or_are_left_early_are_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    sampler = make(64, 4)
+    for _ in range(2):
+        assert len(list(sampler)) == 64
+    for _ in range(3):
+        for _ in itertools.islice(DataLoader(Ids(64), batch_size=4, sampler=sampler), 10):
+            sampler.step()
+    assert not caplog.messages
 
 
 # -- StatefulDataLoader: its habits first, then itself where it is installed

@@ -11,6 +11,7 @@ of an epoch, and `load_state_dict` describes changed datasets. This module reads
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Generic, Self, TypeVar
@@ -22,6 +23,8 @@ from torch.utils.data import Sampler
 from reshard.errors import ArgumentError, MismatchError
 from reshard.torch.checks import MAX_SEED, count, shown
 from reshard.torch.permutation import MAX_LEN, Permutation
+
+_log = logging.getLogger("reshard")
 
 _KIND = "reshard.ElasticSampler/1"  # version of the state and of the order; a different order needs a new number
 _BLOCK = 1 << 14  # indices that are computed at a time, rounded to whole steps
@@ -44,7 +47,8 @@ class ElasticSampler(Sampler[int]):
 
     Iteration starts after the last completed step and ends with the epoch. A loop that was interrupted continues after
     its last completed step. `step` enters the next epoch, which has another order, as soon as the last batch is
-    complete. `batch_size` of the loader may be any divisor of `local_batch_size` (gradient accumulation).
+    complete. `batch_size` of the loader may be any divisor of `local_batch_size` (gradient accumulation). If a loop
+    reads an epoch to its end, but more or fewer steps were completed, the next loop logs a warning.
 
     Every new loop over a DataLoader without a generator draws one number from the random stream of torch. If a
     `Checkpointer` resumed within an epoch, the first loop over the sampler takes this draw back, because the
@@ -120,6 +124,8 @@ class ElasticSampler(Sampler[int]):
             first_epoch=0,
         )
         self._stream: torch.Tensor | None = None  # to which the draw of the next loader is taken back
+        self._read: tuple[int, int] | None = None  # of the last loop to the end: `total` at its start, number of steps
+        self._has_warned = False
 
     @property
     def epoch(self) -> int:
@@ -232,7 +238,9 @@ class ElasticSampler(Sampler[int]):
         data_skip_steps: int | None = None,
         grown: bool = False,
     ) -> list[str]:
-        """Continue from a saved state, of any number of ranks and any batch size. The saved seed is used.
+        """Continue from a saved state, of any number of ranks and any batch size.
+
+        The saved seed is used, and a message reports that the seed of the sampler is another one.
 
         A dataset of the same length is assumed to be the same, and the saved order continues. A dataset of another
         length is new data: the counts of epochs and samples continue, and the new data is read
@@ -292,6 +300,11 @@ class ElasticSampler(Sampler[int]):
                 hint="choose one: ignore_data_skip (new data, read from the start), data_skip_steps (new data, skip "
                 "this number of steps), or grown=True (samples were appended)",
             )
+        if saved.shuffle and saved.seed != self.seed:
+            messages.append(
+                f"seed {self.seed} of the sampler is not used: the order of the saved seed {saved.seed} continues"
+            )
+        self._read = None
         # With a larger batch the rest of the epoch may be less than one batch.
         self._state = self._state_after(state_now, 0)
         if self.epoch != state_now.epoch:
@@ -312,6 +325,27 @@ class ElasticSampler(Sampler[int]):
         torch.empty((), dtype=torch.int64).random_(generator=after)  # as a DataLoader draws the seed of its workers
         if torch.equal(torch.get_rng_state(), after.get_state()):
             torch.set_rng_state(before)
+
+    def _check_read(self) -> None:
+        """Warn once if the last loop to the end of the epoch read samples of more or fewer steps than were completed.
+
+        Only the start of the next loop shows this: workers of a loader read ahead, and the last steps come after the
+        last index.
+        """
+        read, self._read = self._read, None
+        if read is None:
+            return
+        total, n_steps = read
+        n_made, local = (self.total - total) // self.global_batch_size, self.local_batch_size
+        if n_made in {0, n_steps} or self._has_warned:
+            return
+        self._has_warned = True
+        effect = "are read again, if the loop was not left early" if n_made < n_steps else "are left out"
+        _log.warning(
+            f"the last loop over the sampler read {n_steps * local} samples of this rank, and {n_made} steps of {local}"
+            f" samples were completed: samples {effect}; pass the loader `batch_size=sampler.local_batch_size`, or a "
+            "divisor of it, and complete a step after so many samples"
+        )
 
     def _steps_left(self, state: _State) -> int:
         whole, rest = divmod(state.epoch_len - state.consumed, self.global_batch_size)
@@ -393,8 +427,11 @@ class _ReadAhead(Iterator[Item], Generic[Item]):
         """Compute the indices of the next whole steps."""
         sampler, local = self._sampler, self._sampler.local_batch_size
         sampler._take_back_draw()  # noqa: SLF001
+        if self._n_computed == 0:
+            sampler._check_read()  # noqa: SLF001
         n_steps = min(max(1, _BLOCK // local), self._n_steps - self._n_computed)
         if n_steps == 0:
+            sampler._read = (self._start.total, self._n_steps)  # noqa: SLF001
             raise StopIteration
         first = self._start.consumed + self._n_computed * sampler.global_batch_size + sampler.rank * local
         positions = first + sampler.global_batch_size * np.arange(n_steps)[:, None] + np.arange(local)
