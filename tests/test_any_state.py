@@ -383,8 +383,11 @@ def test_an_invalid_scheduler_is_named(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("has_generator", [False, True])
 @pytest.mark.parametrize("stop", [3, 4, 5, 9])
-def test_a_stateful_loader_needs_no_generator(tmp_path: Path, stop: int) -> None:
+def test_a_stateful_loader_goes_on_with_or_without_a_generator(
+    tmp_path: Path, stop: int, *, has_generator: bool
+) -> None:
     """Batches and the random numbers of the loop go on as in an uninterrupted run, within an epoch and at its end."""
     loader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
 
@@ -392,7 +395,8 @@ def test_a_stateful_loader_needs_no_generator(tmp_path: Path, stop: int) -> None
         torch.manual_seed(5)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            data = loader(list(range(10)), batch_size=2, shuffle=True)
+            generator = torch.Generator().manual_seed(3) if has_generator else None
+            data = loader(list(range(10)), batch_size=2, shuffle=True, generator=generator)
         seen: list[Any] = []
         with Checkpointer(root, save_every=3, signals=(), async_save=False) as made:
             decision = made.resume(model=nn.Linear(1, 1), sampler=data)

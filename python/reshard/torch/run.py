@@ -163,16 +163,23 @@ def _by_name(name: str, given: Any) -> dict[str, Any]:
 
 
 def _give_generator(loader: Any) -> None:
-    """Give a loader of torch without a generator one of its own, for its shuffling and the seeds of its workers.
+    """Give a loader of torch a generator of its own, for its shuffling and the seeds of its workers.
 
-    Else each iterator that begins draws from the stream of the process. A resumed run begins one more of them than an
-    uninterrupted run, and all later random numbers would differ.
+    Without a generator, each iterator that begins draws from the stream of the process. A resumed run begins one more
+    of them than an uninterrupted run, and all later random numbers would differ. A generator of a stateful loader that
+    also shuffles the samples stays that of the shuffling only: the state of the loader has its state before the draw
+    for the workers, which the resumed run does not repeat.
     """
-    if not isinstance(loader, torch.utils.data.DataLoader) or loader.generator is not None:
+    if not isinstance(loader, torch.utils.data.DataLoader):
+        return
+    samplers = [loader.sampler, getattr(loader.batch_sampler, "sampler", None)]
+    if loader.generator is not None and not any(
+        hasattr(loader, "state_dict") and getattr(one, "generator", None) is loader.generator for one in samplers
+    ):
         return
     loader.generator = torch.Generator()
     loader.generator.manual_seed(torch.initial_seed() % (1 << 63))
-    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+    for sampler in samplers:
         if getattr(sampler, "generator", loader) is None:
             sampler.generator = loader.generator  # type: ignore[union-attr]
 
