@@ -190,6 +190,14 @@ def test_position_in_other_batches() -> None:
     assert now.batches == 1
 
 
+@pytest.mark.slow
+def test_the_root_of_the_callback_may_be_named(tmp_path: Path) -> None:
+    train(tmp_path / "run", max_steps=4, save_strategy="steps", save_steps=2)
+    made = trainer(tmp_path / "run", max_steps=6, save_strategy="steps", save_steps=2)
+    made.train(resume_from_checkpoint=str(tmp_path / "other" / ".." / "run"))
+    assert made.state.global_step == 6
+
+
 def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
     for options in ({"save_only_model": True}, {"auto_find_batch_size": True}, {"enable_jit_checkpoint": True}):
         with pytest.raises(UnsupportedError, match=next(iter(options))):
@@ -197,6 +205,8 @@ def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
     made = trainer(tmp_path / "run")
     with pytest.raises(ArgumentError, match="is True, and there is no checkpoint"):
         made.train(resume_from_checkpoint=True)
+    with pytest.raises(ArgumentError, match="and there is no checkpoint"):
+        made.train(resume_from_checkpoint=str(tmp_path / "run"))
     with pytest.raises(ArgumentError, match="leave it out, or remove the callback"):
         made.train(resume_from_checkpoint=str(tmp_path))
     callback = ReshardCallback(tmp_path / "late")

@@ -164,18 +164,19 @@ class ResumingTrainer(Trainer):
         """Train from the newest checkpoint in the root of the callback, if there is one.
 
         Args:
-            resume_from_checkpoint: True: raise an error if there is no checkpoint.
+            resume_from_checkpoint: True, or the root of the callback: raise an error if there is no checkpoint.
             trial: not supported.
             args: as `Trainer.train`.
             kwargs: as `Trainer.train`.
 
         Raises:
-            ArgumentError: the path of a checkpoint is given, or there is none to resume from.
+            ArgumentError: the path of something else is given, or there is no checkpoint to resume from.
             UnsupportedError: a trial of a hyperparameter search.
             ReshardError: as `Checkpointer.resume` and `Checkpointer.step`.
         """
         check_arguments(self)
-        if isinstance(resume_from_checkpoint, str | os.PathLike):
+        is_path = isinstance(resume_from_checkpoint, str | os.PathLike)
+        if is_path and locate(resume_from_checkpoint).resolved() != locate(self._reshard_plan.root).resolved():
             raise ArgumentError(
                 f"`resume_from_checkpoint` is {show(os.fspath(resume_from_checkpoint))}, and the callback resumes from "
                 f"{show(self._reshard_plan.root)}",
