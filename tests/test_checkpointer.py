@@ -297,6 +297,13 @@ def test_steps_count_up(tmp_path: Path) -> None:
         made.step(5)
 
 
+def test_a_root_that_a_shell_expands_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArgumentError, match="begins with `~`"):
+        Checkpointer("~/run", save_every=1, signals=()).resume(model=nn.Linear(1, 1))
+    assert not list(tmp_path.iterdir())
+
+
 def test_nothing_is_saved_after_close(tmp_path: Path) -> None:
     with resumed(tmp_path, save_every=1) as (trainer, made, _):
         made.step(1)

@@ -267,6 +267,23 @@ def test_a_url_is_no_path(path: str | Path, tmp_path: Path, monkeypatch: pytest.
     assert str(locate(tmp_path / "s3:" / "x")).endswith("/s3:/x")
 
 
+@pytest.mark.parametrize("path", ["~/run", Path("~/run"), "~"])
+def test_a_path_that_a_shell_expands_is_refused(
+    path: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for act in (
+        lambda: reshard.save(path, 1, {"w": np.zeros(2)}),
+        lambda: reshard.open(path),
+        lambda: reshard.load(path),
+    ):
+        with pytest.raises(ArgumentError, match="begins with `~`"):
+            act()
+    assert not list(tmp_path.iterdir())
+    assert locate("~run").name == "~run"
+    assert str(locate(tmp_path / "~" / "x")).endswith("/~/x")
+
+
 def test_a_location_of_another_store_is_no_local_path() -> None:
     place = Location(MemoryStore(), "run")
     assert not place.is_local

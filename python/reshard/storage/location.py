@@ -41,7 +41,8 @@ def locate(path: str | os.PathLike[str]) -> Location:
         path: text, a path or a location. Links are not resolved.
 
     Raises:
-        ArgumentError: it is a URL. As a path it would name a folder `s3:` in the working directory.
+        ArgumentError: it is a URL, or begins with `~`. As a path it would name a folder `s3:` or `~` in the working
+            directory.
 
     Example:
         >>> locate("output//checkpoint/").name
@@ -56,6 +57,12 @@ def locate(path: str | os.PathLike[str]) -> Location:
             path=text,
             hint="object stores are not supported: use a folder, and copy it. If a local folder has this name, pass "
             "its absolute path",
+        )
+    if text == "~" or text.startswith("~/"):
+        raise ArgumentError(
+            f"{show(str(path))} begins with `~`, which only a shell replaces by the home directory",
+            path=text,
+            hint="pass `os.path.expanduser(path)`. If a local folder has this name, pass its absolute path",
         )
     return Location(LOCAL, text)
 
