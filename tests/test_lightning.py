@@ -25,6 +25,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import reshard
 from reshard.errors import ArgumentError, DamagedFileError, MismatchError, UnsupportedError
 from reshard.lightning import callback_of, resuming
+from reshard.torch import load_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -214,6 +215,16 @@ def test_the_best_are_kept(tmp_path: Path) -> None:
     trainer.validate(model, DataLoader(TensorDataset(torch.ones(8, 4)), 4), ckpt_path="best", verbose=False)
     with reshard.open(saving.best_model_path) as checkpoint:
         assert model.net[0].weight.tolist() == checkpoint.read("net.0.weight").tolist()
+    with torch.no_grad():
+        model.net[0].weight.zero_()
+    tensors = load_file(saving.best_model_path)
+    model.load_state_dict({name: tensors[name] for name in model.state_dict()})
+    assert torch.equal(model.net[0].weight, tensors["net.0.weight"])
+
+
+def test_an_unknown_argument_is_one_of_the_public_class() -> None:
+    with pytest.raises(TypeError, match=r"^ReshardCheckpoint.__init__\(\) got an unexpected .*'filename'"):
+        callback_of("lightning")(filename="best")  # type: ignore[call-arg]
 
 
 def _metrics(root: Path) -> dict[int, dict[str, float]]:

@@ -408,6 +408,9 @@ class Saving:
             rng.restore(**state)
 
 
+Saving.__init__.__qualname__ = "ReshardCheckpoint.__init__"  # Python's error for an unknown argument has this name
+
+
 def _positions(trainer: Any, *, is_end: bool) -> list[dict[str, Any] | None]:
     """The position in each loader of training data."""
     n_ahead = len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))  # noqa: SLF001
