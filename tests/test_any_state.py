@@ -310,7 +310,8 @@ def test_a_dict_is_restored_in_place(tmp_path: Path) -> None:
     def build(seed: int) -> tuple[Any, dict[str, Any]]:
         model = layers(seed)
         shadow = {name: one.detach().clone() for name, one in model.named_parameters()}
-        return model, {"shadow": shadow, "decay": 0.9 + seed, "history": [seed] * (2 - seed), "grown": torch.ones(seed)}
+        grown = torch.ones(3 - 3 * seed)
+        return model, {"shadow": shadow, "decay": 0.9 + seed, "history": [seed] * (2 - seed), "grown": grown}
 
     model, saved = build(0)
     with Checkpointer(tmp_path, signals=()) as made:
@@ -318,12 +319,62 @@ def test_a_dict_is_restored_in_place(tmp_path: Path) -> None:
         made.save(1, blocking=True)
     assert "extra.ema.shadow.0.weight" in reshard.open(tmp_path)
     model, live = build(1)
-    weight, history, mine = live["shadow"]["0.weight"], live["history"], SimpleNamespace(n=0, other=1)
+    weight, history, mine = live["shadow"]["0.weight"], live["history"], SimpleNamespace(n=0)
     Checkpointer(tmp_path, signals=()).resume(model=model, extra={"ema": live, "mine": reshard.per_rank(vars(mine))})
     assert equal(live, saved)
     assert mine == SimpleNamespace(n=3)
     assert live["shadow"]["0.weight"] is weight
     assert live["history"] is history
+
+
+def counters() -> dict[str, Any]:
+    return {"a": 0, "b": 7, "w": torch.zeros(3), "deep": [{"n": 1, "m": torch.zeros(1)}], "later": {}}
+
+
+def in_dicts(root: Path, saved: Any, live: Any, *, is_per_rank: bool, **options: Any) -> Any:
+    """Save a dict, then resume with another one."""
+    wrap = reshard.per_rank if is_per_rank else lambda one: one
+    with Checkpointer(root, signals=()) as made:
+        made.resume(model=layers(0), extra={"p": wrap(saved)})
+        made.save(1, blocking=True)
+    return Checkpointer(root, signals=()).resume(model=layers(1), extra={"p": wrap(live)}, **options)
+
+
+@pytest.mark.parametrize("is_per_rank", [False, True])
+def test_a_dict_keeps_keys_that_the_checkpoint_lacks_or_is_refused(tmp_path: Path, *, is_per_rank: bool) -> None:
+    saved = {"a": 1, "w": torch.ones(3), "deep": [{"m": torch.ones(1)}], "later": {"x": 2}, "new": 4}
+    for number, strict in enumerate((True, {"unexpected": "skip"})):
+        live = counters()
+        with pytest.raises(MismatchError, match=r"the checkpoint lacks `extra\['p'\]\['deep'\]\[0\]\['n'\]`.*\['b'\]"):
+            in_dicts(tmp_path / f"{number}", saved, live, is_per_rank=is_per_rank, strict=strict)
+        assert equal({**live, "w": None}, {**counters(), "w": None})  # tensors are read into the memory of the run
+    live = counters()
+    w, inner = live["w"], live["deep"][0]["m"]
+    decision = in_dicts(tmp_path / "keep", saved, live, is_per_rank=is_per_rank, strict={"missing": "keep"})
+    assert equal(live, {**saved, "b": 7, "deep": [{"n": 1, "m": torch.ones(1)}]})
+    assert live["w"] is w
+    assert live["deep"][0]["m"] is inner
+    assert any("extra['p']['b']" in line for line in decision.warnings)
+
+
+@pytest.mark.parametrize("is_per_rank", [False, True])
+def test_tensors_of_a_dict_have_the_saved_shape_and_dtype(tmp_path: Path, *, is_per_rank: bool) -> None:
+    for number, (of_saved, of_live) in enumerate(((2, 3), (1, 3), (3, 1), (0, 3))):
+        root, live = tmp_path / f"{number}", {"w": torch.zeros(of_live)}
+        saved = {"w": torch.ones(of_saved)}
+        words = rf"`extra\['p'\]\['w'\]` has shape \({of_saved},\) in the checkpoint, and \({of_live},\) in the run"
+        with pytest.raises(MismatchError, match=words):
+            in_dicts(root, saved, live, is_per_rank=is_per_rank, strict=False)
+        decision = in_dicts(root / "skip", saved, live, is_per_rank=is_per_rank, strict={"shape": "skip"})
+        assert equal(live, {"w": torch.zeros(of_live)})
+        assert sum("has shape" in line for line in decision.warnings) == 1
+    half = {"w": torch.zeros(2, dtype=torch.bfloat16)}
+    w = half["w"]
+    with pytest.raises(MismatchError, match=r"`extra\['p'\]\['w'\]` is float32 in the checkpoint, and bfloat16 in"):
+        in_dicts(tmp_path / "dtype", {"w": torch.ones(2)}, half, is_per_rank=is_per_rank)
+    in_dicts(tmp_path / "cast", {"w": torch.ones(2)}, half, is_per_rank=is_per_rank, cast=True)
+    assert half["w"] is w
+    assert equal(half, {"w": torch.ones(2, dtype=torch.bfloat16)})
 
 
 def test_wrong_arguments_are_named(tmp_path: Path) -> None:

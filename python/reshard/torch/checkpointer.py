@@ -51,6 +51,7 @@ from reshard.torch.resuming import (
     check_has_optimizer,
     check_restored,
     initial_state,
+    match_objects,
     restore_objects,
     restore_random,
     restore_sampler,
@@ -463,12 +464,14 @@ class Checkpointer:
             how = replace(how, only="model" if is_weights_alone else "tensors" if is_init else None)
 
             def restore() -> list[str]:
-                return [
+                states, of_objects = match_objects(run, found, saved, members.world_size, how)
+                messages = [
                     *([] if is_weights_alone else self._lonely_model(run, found, saved, how)),
                     *restore_tensors(described, found, of_tensors, how),
-                    *restore_objects(run, found, saved, members.world_size, how),
-                    *restore_sampler(run.sampler, saved, decision, self._config, how),
+                    *of_objects,
                 ]
+                restore_objects(run, states)
+                return messages + restore_sampler(run.sampler, saved, decision, self._config, how)
 
             notes += self._together(restore)[members.rank]
             if is_init:

@@ -14,6 +14,7 @@ import torch
 from reshard import dtypes
 from reshard.errors import MismatchError
 from reshard.options import Strict
+from reshard.torch.dicts import DictState
 from reshard.torch.objects import entries_of, placements_of, put_back
 from reshard.torch.optimizers import OptimizerRecord, StateUpdate, saved_options, set_options
 from reshard.torch.tensors import as_tensor, from_tensor
@@ -36,11 +37,12 @@ class Report:
 
     Attributes:
         missing: state that the trainer has on this rank and the checkpoint lacks: keys of tensors, `options.<key>` of
-            a parameter that was in no parameter group, `modules.<name>`, `objects.<name>`.
+            a parameter that was in no parameter group, `modules.<name>`, `objects.<name>`, and keys of dicts.
         unexpected: state that the checkpoint has for this rank and the trainer lacks.
         shared: buffers, and `modules.<name>`, that differed between the ranks that saved them. With another number of
             ranks all ranks get the value of the first one.
-        changed: what was saved with another optimizer or in other groups, as sentences.
+        changed: what was saved with another optimizer or in other groups, and tensors of dicts that keep their values,
+            as sentences.
     """
 
     missing: tuple[str, ...] = ()
@@ -404,7 +406,7 @@ class _Restore:
                 self.missing.append(f"modules.{name}")
         for name, one in live.objects.items():
             if name in objects:
-                self.calls.append((one.load_state_dict, self._object_state(name, objects[name])))
+                self.calls.append((one.load_state_dict, self._fitted(name, one, objects[name])))
             else:
                 self.missing.append(self.object_name(name))
         self.unexpected += [self.object_name(name) for name in objects if name not in live.objects]
@@ -417,6 +419,16 @@ class _Restore:
                 live.optimizers, self.record, self._known_name, skip=self.policy.other_optimizer == "skip"
             )
             self.changed += changed
+
+    def _fitted(self, name: str, one: Any, saved: Any) -> Any:
+        """The saved state of an object with its tensors, compared with the object as far as its class is known."""
+        state = self._object_state(name, saved)
+        if not isinstance(one, DictState):
+            return state
+        fitted = one.fitted(state, self.object_name(name), self.policy, cast=self.cast)
+        self.missing += fitted.missing
+        self.changed += fitted.notes
+        return fitted.value
 
     def _object_state(self, name: str, state: Any) -> Any:
         """The saved state of an object with its tensors. They are placed as those that the object has now."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from reshard.errors import MismatchError, UnsupportedError
 from reshard.resume import EpochStep
 from reshard.torch import rng
+from reshard.torch.dicts import DictState
 from reshard.torch.loading import MOST_NAMES
 from reshard.torch.restore import apply
 from reshard.torch.run import object_name
@@ -137,10 +138,10 @@ def restore_tensors(described: Described, found: Read, saved: Mapping[str, Any],
     return [*messages, *report.changed]
 
 
-def restore_objects(
+def match_objects(
     run: Run, found: Read, saved: Mapping[str, Any], world_size: int, options: RestoreOptions
-) -> list[str]:
-    """Restore the rank-local objects (`reshard.per_rank`), which requires the same number of ranks.
+) -> tuple[dict[str, Any], list[str]]:
+    """Compare the rank-local objects (`reshard.per_rank`), which require the same number of ranks. Changes nothing.
 
     Args:
         run: the run.
@@ -150,18 +151,25 @@ def restore_objects(
         options: arguments of `Checkpointer.resume`.
 
     Returns:
-        Messages about differences.
+        The state of each object that is restored, by name, and messages about differences.
 
     Raises:
         MismatchError: an object cannot be restored, and `strict` is set.
     """
-    messages = []
+    states: dict[str, Any] = {}
+    messages: list[str] = []
+    notes: list[str] = []
     kept = saved.get("per rank", {})
     unexpected = [f"the run does not have {show(object_name(str(name)))}" for name in kept if name not in run.per_rank]
     is_same = found.world_size == world_size
     for name, one in run.per_rank.items():
         if name in kept and is_same:
-            one.load_state_dict(kept[name])
+            states[name] = kept[name]
+            if isinstance(one, DictState):
+                fitted = one.fitted(kept[name], object_name(name), options.strict, cast=options.cast)
+                states[name] = fitted.value
+                messages += [f"the checkpoint lacks {show(key)}" for key in fitted.missing]
+                notes += fitted.notes
         elif saved:
             why = "the checkpoint does not have it"
             if not is_same:
@@ -171,7 +179,13 @@ def restore_objects(
     refused = refused + (unexpected if options.strict.unexpected == "error" else [])
     if refused:
         raise MismatchError("; ".join(refused), hint="`strict=False` continues without them")
-    return messages + unexpected
+    return states, [*messages, *unexpected, *notes]
+
+
+def restore_objects(run: Run, states: Mapping[str, Any]) -> None:
+    """Restore the rank-local objects to the states from `match_objects`."""
+    for name, state in states.items():
+        run.per_rank[name].load_state_dict(state)
 
 
 def restore_sampler(

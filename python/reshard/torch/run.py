@@ -12,6 +12,7 @@ import torch
 from reshard.errors import ArgumentError
 from reshard.formats.state import PerRank
 from reshard.torch.checks import count
+from reshard.torch.dicts import DictState
 from reshard.torch.optimizers import split_optimizers, unwrapped
 
 if TYPE_CHECKING:
@@ -116,41 +117,8 @@ class Run:
         self._hooks = []
 
 
-class _DictState:
-    """A dict as an object with state. Loading changes the dict, and the containers and tensors in it, in place."""
-
-    def __init__(self, values: dict[Any, Any]) -> None:
-        self.values = values
-
-    def state_dict(self) -> dict[Any, Any]:
-        return dict(self.values)
-
-    def load_state_dict(self, state: Mapping[Any, Any]) -> None:
-        _set(self.values, state)
-
-
-@torch.no_grad()
-def _set(live: Any, saved: Any) -> Any:
-    """Give a live value the content of a saved one, in place if both have the same type; returns the new value."""
-    if isinstance(live, dict) and isinstance(saved, dict):
-        values = {key: _set(live.get(key), value) for key, value in saved.items()}
-        live.clear()
-        live.update(values)
-    elif isinstance(live, list) and isinstance(saved, list):
-        live[:] = map(_set, [*live, *[None] * len(saved)], saved)
-    elif (
-        isinstance(live, torch.Tensor)
-        and isinstance(saved, torch.Tensor)
-        and (live.shape, live.dtype, live.is_meta) == (saved.shape, saved.dtype, False)
-    ):
-        live.copy_(saved)
-    else:
-        return saved
-    return live
-
-
 def _with_state(one: Any) -> Any:
-    return _DictState(one) if isinstance(one, dict) and not hasattr(one, "state_dict") else one
+    return DictState(one) if isinstance(one, dict) and not hasattr(one, "state_dict") else one
 
 
 def _by_name(name: str, given: Any) -> dict[str, Any]:

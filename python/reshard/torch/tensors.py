@@ -132,3 +132,35 @@ def from_tensor(tensor: torch.Tensor) -> tuple[np.ndarray, str]:
     if tensor.device.type != "cpu":
         raise UnsupportedError(f"expected a CPU tensor, found device `{tensor.device}`", hint="pass `tensor.cpu()`")
     return as_array(tensor)
+
+
+def overwrite(live: torch.Tensor, new: torch.Tensor) -> bool:
+    """Copy into a tensor of the same shape.
+
+    Elements of an expanded tensor share memory. It can hold the values only if they are equal there.
+
+    Returns:
+        False: it is expanded, and cannot hold the values. Nothing is changed then.
+
+    Example:
+        >>> row = torch.zeros(1, 2)
+        >>> overwrite(row.expand(3, 2), torch.ones(3, 2)), row
+        (True, tensor([[1., 1.]]))
+        >>> overwrite(row.expand(3, 2), torch.arange(6.0).reshape(3, 2))
+        False
+    """
+    live = live.detach()
+    expanded = [dim for dim, stride in enumerate(_strides(live)) if stride == 0 and live.shape[dim] > 1]
+    for dim in expanded:
+        first = new.narrow(dim, 0, 1)
+        if not first.expand_as(new).equal(new):
+            return False
+        live, new = live.narrow(dim, 0, 1), first
+    live.copy_(new)
+    return True
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides; none of a distributed tensor, or of one with another layout."""
+    is_plain = tensor.layout is torch.strided and not hasattr(tensor, "device_mesh")
+    return tensor.stride() if is_plain else ()
