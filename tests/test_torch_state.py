@@ -17,6 +17,7 @@ from torch.optim import lr_scheduler
 from reshard.errors import ArgumentError, MismatchError, UnsupportedError
 from reshard.formats import state as state_format
 from reshard.torch import from_tensor
+from reshard.torch.optimizers import OptimizerRecord, merge_records
 from reshard.torch.restore import Report, apply
 from reshard.torch.state import Described, describe
 
@@ -541,10 +542,37 @@ def test_groups_may_be_made_otherwise() -> None:
     arrays, extra = fitting(model, apart)
     with pytest.raises(MismatchError, match=r"`bias` and `weight` are in one group .*: lr is 0.1 and 0.2"):
         apply(describe(model, alike), arrays, extra)
+    # The options that they had together are those of neither group.
+    arrays, extra = fitting(model, torch.optim.SGD(parameters, lr=0.5, weight_decay=0.01))
+    words = r"`bias` and `weight` were saved in one group .* groups with different options: lr is 0.2 and 0.1"
+    by_optimizer = [torch.optim.SGD([model.bias], lr=0.2), torch.optim.SGD([model.weight], lr=0.1)]
+    for order in (apart, by_optimizer):
+        one = describe(model, order)
+        with pytest.raises(MismatchError, match=words if order is by_optimizer else "were saved in one group"):
+            apply(one, arrays, extra, strict=False)
+        assert len(apply(one, arrays, extra, strict={"other_optimizer": "skip"}).changed) == 2
+        assert sorted(group["lr"] for live in one.live.optimizers for group in live.optimizer.param_groups) == [
+            0.1,
+            0.2,
+        ]
+    # Options that the checkpoint lacks keep their values.
+    named: list[dict[str, Any]] = [{"params": [p], "mark": p.ndim} for p in parameters]
+    marked = torch.optim.SGD(named, lr=1.0)
+    apply(describe(model, marked), arrays, extra)
+    assert [(group["lr"], group["mark"]) for group in marked.param_groups] == [(0.5, 2), (0.5, 1)]
     # A parameter that was not trained before.
     arrays, extra = fitting(model, torch.optim.SGD([model.weight], lr=0.1))
     report = apply(describe(model, alike), arrays, extra, strict=False)
     assert report == Report(missing=("options.bias",))
+
+
+def test_groups_of_two_optimizers_with_equal_options_stay_apart() -> None:
+    """They may have other options in the run that resumes, which is not a split of one group."""
+    model = nn.Linear(2, 2)
+    optimizers = [torch.optim.SGD([p], lr=0.5) for p in (model.weight, model.bias)]
+    record = OptimizerRecord.from_value(describe(model, optimizers).extra["optimizer"])
+    merged = merge_records([record, record])
+    assert [group["params"] for group in merged.groups] == [["weight"], ["bias"]]
 
 
 def test_state_that_the_checkpoint_does_not_have_is_dropped() -> None:

@@ -262,6 +262,7 @@ def merge_records(records: Sequence[OptimizerRecord]) -> OptimizerRecord:
     whole = OptimizerRecord()
     where: dict[str, dict[str, Any]] = {}
     for record in records:
+        used: set[int] = set()  # groups of two optimizers of one class stay apart
         for group in record.groups:
             new = [name for name in group["params"] if name not in where]
             for name in group["params"]:
@@ -272,10 +273,12 @@ def merge_records(records: Sequence[OptimizerRecord]) -> OptimizerRecord:
                         key=name,
                     )
             same_index = (g for g in whole.groups if g["class"] == group["class"] and g["index"] == group["index"])
-            target = next((g for g in same_index if _same(g["options"], group["options"])), None)
+            alike = (g for g in same_index if id(g) not in used and _same(g["options"], group["options"]))
+            target = next(alike, None)
             if target is None:
                 target = {**group, "params": []}
                 whole.groups.append(target)
+            used.add(id(target))
             target["params"] = [*target["params"], *new]
             where |= dict.fromkeys(new, target)
         for name, slots in record.slots.items():
@@ -412,44 +415,83 @@ def saved_options(
         optimizers: the optimizers.
         record: the saved record.
         known_name: returns the name of a parameter in the record.
-        skip: a group whose parameters were saved with different options keeps its own.
+        skip: groups that do not match the saved ones keep their own.
 
     Returns:
         `(group, options)` of each group, and sentences about those that keep their own.
 
     Raises:
-        MismatchError: parameters of one group were saved with different options, and `skip` is not set.
+        MismatchError: parameters of one group were saved with different options, or parameters that were saved in one
+            group are in groups with different options, and `skip` is not set.
     """
     found: list[tuple[dict[str, Any], Mapping[str, Any]]] = []
-    changed: list[str] = []
+    matched: list[tuple[dict[str, Any], dict[str, dict[str, Any]]]] = []
     for live in optimizers:
         # Options of another class of optimizer have another meaning.
         groups = [group for group in record.groups if group["class"] == live.kind]
         saved_group = {name: group for group in groups for name in group["params"]}
         for index, group in enumerate(live.optimizer.param_groups):
-            names = [name for p in group["params"] if (name := known_name(live.names[id(p)])) in saved_group]
-            saved = [saved_group[name] for name in names]
-            if not group["params"]:
-                saved = [g for g in groups if g["index"] == index][:1]
-            other = next((one for one in saved if not _same(one["options"], saved[0]["options"])), None)
-            if other is not None:
-                name = names[saved.index(other)]
-                message = (
-                    f"{show(name)} and {show(names[0])} are in one group of the optimizer, and were saved with "
-                    f"different options: {_differing(saved[0]['options'], other['options'])}"
-                )
-                if not skip:
-                    raise MismatchError(
-                        message,
-                        key=name,
-                        hint="use the same parameter groups as the run that saved; "
-                        '`strict={"other_optimizer": "skip"}` keeps the options of the run',
-                    )
-                changed.append(f"{message}; the group keeps the options of the run")
-            elif saved:
-                # A ZeroRedundancyOptimizer passes them on to its local optimizer at each step.
-                found.append((group, saved[0]["options"]))
+            if group["params"]:
+                names = [known_name(live.names[id(p)]) for p in group["params"]]
+                matched.append((group, {name: saved_group[name] for name in names if name in saved_group}))
+            else:
+                found += [(group, one["options"]) for one in groups if one["index"] == index][:1]
+    split = _split_groups(matched)
+    changed: list[str] = []
+    for group, saved in matched:
+        first = next(iter(saved), "")
+        other = next((name for name in saved if not _same(saved[name]["options"], saved[first]["options"])), None)
+        if other is not None:
+            key, message = (
+                other,
+                (
+                    f"{show(other)} and {show(first)} are in one group of the optimizer, and were saved with different "
+                    f"options: {_differing(saved[first]['options'], saved[other]['options'])}"
+                ),
+            )
+        elif id(group) in split:
+            key, message = first, split[id(group)]
+        else:
+            # A ZeroRedundancyOptimizer passes them on to its local optimizer at each step.
+            found += [(group, saved[first]["options"])] if saved else []
+            continue
+        if not skip:
+            raise MismatchError(
+                message,
+                key=key,
+                hint="use the same parameter groups as the run that saved; "
+                '`strict={"other_optimizer": "skip"}` keeps the options of the run',
+            )
+        changed.append(f"{message}; the group keeps the options of the run")
     return found, changed
+
+
+def _split_groups(matched: Iterable[tuple[dict[str, Any], dict[str, dict[str, Any]]]]) -> dict[int, str]:
+    """The groups, by `id`, whose options differ from those of another group with parameters of the same saved group.
+
+    Args:
+        matched: each group of the run, and the saved group of each of its parameters.
+
+    Returns:
+        What differs, as a sentence.
+    """
+    holders: dict[int, list[tuple[dict[str, Any], str, dict[str, Any]]]] = {}
+    for group, saved in matched:
+        names = {id(one): (name, one) for name, one in reversed(saved.items())}
+        for key, (name, one) in names.items():
+            # Options that were not saved keep their values anyway.
+            own = {option: group.get(option) for option in one["options"]}
+            holders.setdefault(key, []).append((group, name, own))
+    split: dict[int, str] = {}
+    for several in holders.values():
+        for group, name, own in several:
+            other = next((one for one in several if not _same(own, one[2])), None)
+            if other is not None:
+                split[id(group)] = (
+                    f"{show(name)} and {show(other[1])} were saved in one group of the optimizer, and are in groups "
+                    f"with different options: {_differing(own, other[2])}"
+                )
+    return split
 
 
 def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
