@@ -374,6 +374,50 @@ def test_another_optimizer_and_other_groups_are_skipped_by_name(tmp_path: Path) 
     assert any("the group keeps the options of the run" in line for line in decision.warnings)
 
 
+def trained(root: Path, *parts: str, **options: Any) -> Any:
+    """Resume a run that trains these parts of the model, make a step, save; the restored counters and the warnings."""
+    model = Model(seed=3)
+    for name, part in model.named_children():
+        part.requires_grad_(name in parts)
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], foreach=False)
+    with Checkpointer(root, signals=()) as made:
+        decision = made.resume(model=model, optimizer=optimizer, **options)
+        n_steps = {n: int(optimizer.state[one].get("step", 0)) for n, one in model.named_parameters()}
+        train(model, optimizer)
+        made.save(decision.initial_step + 1, blocking=True)
+    return n_steps, decision.warnings
+
+
+def test_layers_are_frozen_and_unfrozen_between_two_runs(tmp_path: Path) -> None:
+    skip = {"other_optimizer": "skip"}
+    trained(tmp_path / "one", "head", "layer")
+    with pytest.raises(MismatchError) as caught:
+        trained(tmp_path / "one", "head", "embed")
+    assert str(caught.value).startswith(
+        "`embed.weight` has no saved optimizer state: it was not trained, and `layer.weight`, `layer.bias` were "
+        'trained, and are not now\nhint: `strict={"other_optimizer": "skip"}`'
+    )
+    for strict in ({"missing": "keep"}, {"unexpected": "skip"}):
+        with pytest.raises(MismatchError, match=r"not trained|are not now"):
+            trained(tmp_path / "one", "head", "embed", strict=strict)
+    n_steps, warnings = trained(tmp_path / "one", "head", "embed", strict=skip)
+    assert {name for name, n in n_steps.items() if n} == {"head.weight", "head.bias"}
+    said = [line for line in warnings if "trained" in line]
+    assert said == [
+        "`embed.weight` has no saved optimizer state: it was not trained, and starts with new state",
+        "`layer.weight` was trained, and is not now: its optimizer state is not loaded",
+        "`layer.bias` was trained, and is not now: its optimizer state is not loaded",
+    ]
+    # The next run has the same layers.
+    n_steps, warnings = trained(tmp_path / "one", "head", "embed")
+    assert [n_steps[name] for name in ("embed.weight", "head.bias", "layer.bias")] == [1, 2, 0]
+    assert not any("trained" in line for line in warnings)
+    n_steps, warnings = trained(tmp_path / "one", "embed", "layer", strict=False)
+    assert [n_steps[name] for name in ("embed.weight", "layer.weight")] == [2, 0]
+    assert any("`options.layer.weight`" in line for line in warnings)
+    assert any("`exp_avg.head.bias`" in line for line in warnings)
+
+
 # ------------------------------------------------------------------------------------------------------------- ranks
 
 

@@ -507,8 +507,9 @@ class Strict(Options):
             starts them with new state; "grow": a tensor with more rows than the saved one, such as the embedding of a
             larger vocabulary, keeps the saved rows, and its new rows keep their initial values. Their optimizer state
             is zero in the new rows. Other differences of shape stay an error.
-        other_optimizer: parameters that were saved with another optimizer or in other groups. "error" (default);
-            "skip": the optimizer starts them with new state, or their group keeps its options.
+        other_optimizer: parameters that were saved with another optimizer or in other groups, or that only one of the
+            two runs trains. "error" (default); "skip": the optimizer starts them with new state, or their group keeps
+            its options. State of parameters that are not trained now is not loaded.
 
     Raises:
         ArgumentError: a value is not accepted.

@@ -133,15 +133,16 @@ def apply(
     if only == "model":
         restore.unexpected += [key for key in restore.loaded if not restore.is_used(key)]
     else:
-        restore.match_optimizers()
+        restore.match_optimizers(has_groups=only is None)
     if only is None:
         restore.match_others(has_extra=extra is not None)
+    trained = restore.compare_trained()
     report = Report(
         tuple(restore.missing), tuple(restore.unexpected), tuple(restore.shared), tuple(dict.fromkeys(restore.changed))
     )
     if policy.missing == "error":
         own.refuse(restore.unfit)
-    _refuse(report, policy)
+    _refuse(report, trained, policy)
     restore.apply(init, device)
     return report
 
@@ -272,6 +273,8 @@ class _Restore:
     unexpected: list[str] = field(default_factory=list)
     shared: list[str] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
+    untrained: list[str] = field(default_factory=list)  # parameters that the run that saved did not train
+    frozen: dict[str, list[str]] = field(default_factory=dict)  # parameters that are not trained now: keys of state
     unfit: list[str] = field(default_factory=list)  # rank-local state that this rank cannot use
     fills: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)  # key, live, loaded
     updates: list[StateUpdate] = field(default_factory=list)
@@ -325,18 +328,21 @@ class _Restore:
                 hint="pass `init`; it is called as `init(name, buffer)` to fill each of them",
             )
 
-    def match_optimizers(self) -> None:
+    def match_optimizers(self, *, has_groups: bool) -> None:
         optimizers = self.described.live.optimizers
         if self.extra["optimizer"] and optimizers:
             self.record = OptimizerRecord.from_value(self.extra["optimizer"])
+            if has_groups:
+                self._match_groups(optimizers, self.record)
         given = self._state_arrays(optimizers)
         kinds = {
             name: group["class"] for group in (self.record or OptimizerRecord()).groups for name in group["params"]
         }
+        untrained = set(self.untrained)
         for live in optimizers:
             for name, (parameter, group) in live.owned().items():
                 known = name if self.record is None else self._known_name(name)
-                if name in self.kept or name in self.new_state:
+                if name in self.kept or name in self.new_state or name in untrained:
                     continue
                 if kinds.get(known, live.kind) != live.kind:
                     if self.policy.other_optimizer == "skip":
@@ -360,6 +366,44 @@ class _Restore:
                 self._match_state(
                     StateUpdate(live, parameter, group), name, known, arrays | self.own.arrays.get(known, {})
                 )
+
+    def _match_groups(self, optimizers: Iterable[NamedOptimizer], record: OptimizerRecord) -> None:
+        """Find the parameters that were in no parameter group."""
+        known = {name for group in record.groups for name in group["params"]}
+        names = [name for live in optimizers for name in live.names.values() if self._known_name(name) not in known]
+        # Files of other programs may have groups without parameters of this model. Then nothing is known.
+        is_known = not known.isdisjoint({*self.described.model, *self.described.aliases})
+        new = set(self.missing) if is_known else set(names)
+        self.missing += [f"options.{name}" for name in names if name in new]
+        self.untrained += [name for name in names if name not in new | self.kept]
+
+    def compare_trained(self) -> list[str]:
+        """Decide for parameters that were trained, or are trained now, but not both.
+
+        Returns:
+            What is refused, as parts of a sentence.
+        """
+        parts: list[str] = []
+        if self.policy.other_optimizer == "skip":
+            self.changed += [
+                f"{show(name)} has no saved optimizer state: it was not trained, and starts with new state"
+                for name in self.untrained
+            ]
+            self.changed += [
+                f"{show(name)} was trained, and is not now: its optimizer state is not loaded" for name in self.frozen
+            ]
+            return parts
+        if self.policy.missing == "keep":
+            self.missing += [f"options.{name}" for name in self.untrained]
+        elif self.untrained:
+            has, was = ("has", "it was") if len(self.untrained) == 1 else ("have", "they were")
+            parts.append(f"{listed(map(show, self.untrained))} {has} no saved optimizer state: {was} not trained")
+        if self.policy.unexpected == "skip":
+            self.unexpected += [key for keys in self.frozen.values() for key in keys]
+        elif self.frozen:
+            was, now = ("was", "is") if len(self.frozen) == 1 else ("were", "are")
+            parts.append(f"{listed(map(show, self.frozen))} {was} trained, and {now} not now")
+        return parts
 
     def _rank_local_slots(self, known: str, arrays: Mapping[str, np.ndarray]) -> tuple[set[str], set[str]]:
         """The slots of a parameter with rank-local state: of regions, and of copies that differ between ranks."""
@@ -411,10 +455,6 @@ class _Restore:
                 self.missing.append(self.object_name(name))
         self.unexpected += [self.object_name(name) for name in objects if name not in live.objects]
         if self.record is not None:
-            names = {name for group in self.record.groups for name in group["params"]}
-            for one_live in live.optimizers:
-                own = (self._known_name(name) for name in one_live.names.values())
-                self.missing += [f"options.{name}" for name in own if name not in names]
             self.options, changed = saved_options(
                 live.optimizers, self.record, self._known_name, skip=self.policy.other_optimizer == "skip"
             )
@@ -494,9 +534,16 @@ class _Restore:
             slot, _, name = key.partition(".")  # no slot has a dot in it
             if name in name_of:
                 found.setdefault(name_of[name], {})[slot] = array
+            elif self._is_frozen(slot, name):
+                self.frozen.setdefault(name, []).append(key)
             else:
                 self.unexpected.append(key)
         return found
+
+    def _is_frozen(self, slot: str, name: str) -> bool:
+        """Whether a slot is state of a parameter of the model that no optimizer has now."""
+        is_slot = self.record is not None and slot in self.record.slots.get(name, ())
+        return is_slot and self.described.aliases.get(name, name) in self.described.model
 
     def _checked(self, key: str, local: torch.Tensor, array: np.ndarray) -> torch.Tensor:
         """The array as a tensor that can be copied into the local one."""
@@ -596,7 +643,7 @@ def _materialize(live: Any, local: torch.Tensor, device: torch.device | str | No
     torch.utils.swap_tensors(live, new)  # type: ignore[no-untyped-call]
 
 
-def _refuse(report: Report, policy: Strict) -> None:
+def _refuse(report: Report, trained: Sequence[str], policy: Strict) -> None:
     parts: list[str] = []
     missing = report.missing if policy.missing == "error" else ()
     unexpected = report.unexpected if policy.unexpected == "error" else ()
@@ -604,9 +651,11 @@ def _refuse(report: Report, policy: Strict) -> None:
         parts.append(f"the checkpoint lacks {listed(map(show, missing))}")
     if unexpected:
         parts.append(f"the trainer does not have {listed(map(show, unexpected))}")
-    if parts:
-        raise MismatchError(
-            ", and ".join(parts),
-            key=(*missing, *unexpected)[0],
-            hint="`strict=False` loads what fits",
-        )
+    if not parts and not trained:
+        return
+    skip = '`strict={"other_optimizer": "skip"}` starts newly trained parameters with new state, and skips other state'
+    raise MismatchError(
+        ", and ".join([*parts, *trained]),
+        key=next(iter((*missing, *unexpected)), None),
+        hint="`strict=False` loads what fits" if parts else skip,
+    )
