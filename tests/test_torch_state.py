@@ -575,6 +575,34 @@ def test_groups_of_two_optimizers_with_equal_options_stay_apart() -> None:
     assert [group["params"] for group in merged.groups] == [["weight"], ["bias"]]
 
 
+class Expanded(nn.Module):
+    """A buffer of one row, and one whose rows are that row."""
+
+    row: torch.Tensor
+    rows: torch.Tensor
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.register_buffer("row", torch.full((1, 3), value))
+        self.register_buffer("rows", self.row.expand(4, 3))
+
+
+def test_an_expanded_buffer_is_restored() -> None:
+    arrays, extra = fitting(Expanded(2.0), None)
+    other = Expanded(0.0)
+    rows = other.rows
+    apply(describe(other), arrays, extra)
+    assert other.rows is rows
+    assert rows.tolist() == [[2.0] * 3] * 4
+    other.row.fill_(5.0)
+    assert rows[3].tolist() == [5.0] * 3  # it shares memory, as before
+    # Rows that differ need memory of their own.
+    apply(describe(other), {**arrays, "rows": np.arange(12, dtype=np.float32).reshape(4, 3)}, extra)
+    assert other.rows is rows
+    assert rows.flatten().tolist() == list(range(12))
+    assert other.row.tolist() == [[2.0] * 3]
+
+
 def test_state_that_the_checkpoint_does_not_have_is_dropped() -> None:
     """Going back to before the first step, in the same process."""
     model = net()

@@ -17,7 +17,7 @@ from reshard.options import Strict
 from reshard.torch.dicts import DictState
 from reshard.torch.objects import entries_of, placements_of, put_back
 from reshard.torch.optimizers import OptimizerRecord, StateUpdate, saved_options, set_options
-from reshard.torch.tensors import as_tensor, from_tensor
+from reshard.torch.tensors import as_tensor, from_tensor, overwrite
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
@@ -583,8 +583,8 @@ class _Restore:
             for key, local, tensor in self.fills:
                 if local.is_meta:
                     _materialize(named.tensors[key], tensor.to(local.dtype), device)
-                else:
-                    _copy(local, tensor)
+                elif not _copy(local, tensor):
+                    _give_memory(named.tensors[key], tensor)
             filled: dict[int, torch.Tensor] = {}
             for key, (module, name) in named.transient.items():
                 buffer = getattr(module, name)
@@ -615,15 +615,21 @@ def _tensor(array: np.ndarray, dtype: str | None = None) -> torch.Tensor:
     return as_tensor(array if array.flags.writeable else array.copy(), dtype)
 
 
-def _copy(live: torch.Tensor, loaded: torch.Tensor) -> None:
-    """Copy into a tensor of the trainer, unless the array was loaded into its memory."""
-    if live.data_ptr() != loaded.data_ptr() or live.stride() != loaded.stride():
-        live.detach().copy_(loaded)
+def _copy(live: torch.Tensor, loaded: torch.Tensor) -> bool:
+    """Copy into a tensor of the trainer, unless the array was loaded into its memory; see `overwrite`."""
+    is_same = live.data_ptr() == loaded.data_ptr() and live.stride() == loaded.stride()
+    return is_same or overwrite(live, loaded)
 
 
 def _copy_distributed(live: Any, loaded: torch.Tensor) -> None:
     local = live.to_local() if hasattr(live, "to_local") else live
-    _copy(local, loaded.reshape(local.shape))
+    if not _copy(local, loaded.reshape(local.shape)):
+        _give_memory(local, loaded.reshape(local.shape))
+
+
+def _give_memory(live: torch.Tensor, loaded: torch.Tensor) -> None:
+    """Give an expanded tensor that does not hold the loaded values memory of its own."""
+    live.data = loaded.to(live.device, live.dtype, copy=True)
 
 
 def _materialize(live: Any, local: torch.Tensor, device: torch.device | str | None) -> None:
