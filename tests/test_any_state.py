@@ -377,6 +377,48 @@ def test_tensors_of_a_dict_have_the_saved_shape_and_dtype(tmp_path: Path, *, is_
     assert equal(half, {"w": torch.ones(2, dtype=torch.bfloat16)})
 
 
+class Refusing:
+    """An object that saves its state, and does not load it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyError(*state)
+
+
+def test_an_object_that_does_not_load_its_state_is_named(tmp_path: Path) -> None:
+    def parts(**changed: Any) -> dict[str, Any]:
+        model = layers(1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+        return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "sampler": None, **changed}
+
+    def check(name: str, both: list[dict[str, Any]], message: str) -> Any:
+        with Checkpointer(tmp_path / name, signals=()) as made:
+            made.resume(**both[0])
+            made.save(1, blocking=True)
+        with pytest.raises(MismatchError, match=message) as caught:
+            Checkpointer(tmp_path / name, signals=()).resume(**both[1])
+        return caught.value
+
+    other = parts()
+    two: list[Any] = [torch.optim.lr_scheduler.LinearLR(other["optimizer"]) for _ in range(2)]
+    other["scheduler"] = torch.optim.lr_scheduler.SequentialLR(other["optimizer"], two, [3])
+    words = "^`scheduler`, a SequentialLR, does not load its saved state: KeyError: '_schedulers'"
+    check("scheduler", [parts(), other], words)
+    words = r"^`extra\['a'\]`, a Refusing, does not load its saved state: KeyError: 'n'"
+    check("shared", [parts(extra={"a": Refusing()}) for _ in range(2)], words)
+    check("per rank", [parts(extra={"a": reshard.per_rank(Refusing())}) for _ in range(2)], words)
+    check("sampler", [parts(sampler=Refusing()) for _ in range(2)], "^`sampler`, a Refusing, does not load")
+    words = r"^`weight` of `extra\['teacher'\]` has shape \(2, 2\) in the checkpoint, and \(3, 2\) in the run"
+    teachers = [nn.Linear(2, 2), nn.Linear(2, 3)]
+    assert check("teacher", [parts(extra={"teacher": one}) for one in teachers], words).key == "weight"
+    teachers = [nn.Linear(2, 2, bias=False), nn.Linear(2, 2)]
+    words = r"^`extra\['teacher'\]`, a Linear, does not load .* Missing key\(s\) in state_dict: \"bias"
+    check("bias", [parts(extra={"teacher": one}) for one in teachers], words)
+
+
 def test_wrong_arguments_are_named(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"`model` has a Tensor(.|\n)*not its `state_dict\(\)`"):
         Checkpointer(tmp_path, signals=()).resume(model=layers(0).state_dict())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from reshard import dtypes
-from reshard.errors import MismatchError
+from reshard.errors import MismatchError, ReshardError
 from reshard.options import Strict
 from reshard.torch.dicts import DictState
 from reshard.torch.objects import entries_of, placements_of, put_back
@@ -98,7 +98,8 @@ def apply(
 
     Raises:
         MismatchError: a shape or dtype differs; state is missing or unexpected; rank-local state cannot be used; a
-            tensor would stay on device `meta`. Nothing is changed then, except by loading into `out()`.
+            tensor would stay on device `meta`. Nothing is changed then, except by loading into `out()`. Also if an
+            object raises an exception when it loads its state; then the tensors are restored.
 
     Example:
         >>> import numpy as np
@@ -145,6 +146,34 @@ def apply(
     _refuse(report, trained, policy)
     restore.apply(init, device)
     return report
+
+
+def load_into(name: str, load: Callable[[Any], object], state: Any) -> None:
+    """Call the method of an object that loads its state.
+
+    Args:
+        name: the name of the object in errors.
+        load: the method.
+        state: the saved state.
+
+    Raises:
+        MismatchError: the method raised an exception.
+
+    Example:
+        >>> load_into("scheduler", {"last": 1}.update, {"last": 5})
+    """
+    try:
+        load(state)
+    except ReshardError:
+        raise
+    except Exception as error:
+        owner = getattr(load, "__self__", None)
+        what = show(name) if owner is None else f"{show(name)}, a {type(owner).__name__},"
+        raise MismatchError(
+            f"{what} does not load its saved state: {type(error).__name__}: {' '.join(str(error).split())}",
+            key=name,
+            hint="its class or its settings are others than those of the run that saved",
+        ) from error
 
 
 def parameter_like(described: Described, entry: Entry, shape: tuple[int, ...]) -> str | None:
@@ -278,7 +307,7 @@ class _Restore:
     unfit: list[str] = field(default_factory=list)  # rank-local state that this rank cannot use
     fills: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)  # key, live, loaded
     updates: list[StateUpdate] = field(default_factory=list)
-    calls: list[tuple[Callable[[Any], object], Any]] = field(default_factory=list)
+    calls: list[tuple[str, Callable[[Any], object], Any]] = field(default_factory=list)  # name, call, state
     options: list[tuple[dict[str, Any], Mapping[str, Any]]] = field(default_factory=list)  # of groups
     record: OptimizerRecord | None = None
     _used: set[str] = field(default_factory=set)
@@ -445,12 +474,12 @@ class _Restore:
             self.shared += [f"modules.{name}" for name in kept if name in live.named.extra_state]
         for name, module in live.named.extra_state.items():
             if name in modules:
-                self.calls.append((module.set_extra_state, modules[name]))
+                self.calls.append((f"modules.{name}", module.set_extra_state, modules[name]))
             else:
                 self.missing.append(f"modules.{name}")
         for name, one in live.objects.items():
             if name in objects:
-                self.calls.append((one.load_state_dict, self._fitted(name, one, objects[name])))
+                self.calls.append((self.object_name(name), one.load_state_dict, self._fitted(name, one, objects[name])))
             else:
                 self.missing.append(self.object_name(name))
         self.unexpected += [self.object_name(name) for name in objects if name not in live.objects]
@@ -463,12 +492,28 @@ class _Restore:
     def _fitted(self, name: str, one: Any, saved: Any) -> Any:
         """The saved state of an object with its tensors, compared with the object as far as its class is known."""
         state = self._object_state(name, saved)
+        if isinstance(one, torch.nn.Module) and type(one).load_state_dict is torch.nn.Module.load_state_dict:
+            self._check_parameters(one, self.object_name(name), state)
         if not isinstance(one, DictState):
             return state
         fitted = one.fitted(state, self.object_name(name), self.policy, cast=self.cast)
         self.missing += fitted.missing
         self.changed += fitted.notes
         return fitted.value
+
+    def _check_parameters(self, module: torch.nn.Module, name: str, state: Any) -> None:
+        """Check the shapes of parameters. `load_state_dict` would raise only after the model was restored."""
+        for key, parameter in module.named_parameters(remove_duplicate=False):
+            saved = state.get(key) if isinstance(state, dict) else None
+            if torch.nn.parameter.is_lazy(parameter) or not isinstance(saved, torch.Tensor):
+                continue
+            if saved.shape != parameter.shape:
+                raise MismatchError(
+                    f"{show(key)} of {show(name)} has shape {tuple(saved.shape)} in the checkpoint, and "
+                    f"{tuple(parameter.shape)} in the run",
+                    key=key,
+                    hint="pass a module of the same sizes as the run that saved",
+                )
 
     def _object_state(self, name: str, state: Any) -> Any:
         """The saved state of an object with its tensors. They are placed as those that the object has now."""
@@ -596,8 +641,8 @@ class _Restore:
                     setattr(module, name, filled[id(buffer)])
             for update in self.updates:
                 update.apply(_copy_distributed)
-        for call, value in self.calls:
-            call(value)
+        for name, call, value in self.calls:
+            load_into(name, call, value)
         # Last, because creating a scheduler changes the learning rate.
         for group, options in self.options:
             set_options(group, options)

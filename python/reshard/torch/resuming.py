@@ -14,7 +14,7 @@ from reshard.resume import EpochStep
 from reshard.torch import rng
 from reshard.torch.dicts import DictState
 from reshard.torch.loading import MOST_NAMES
-from reshard.torch.restore import apply
+from reshard.torch.restore import apply, load_into
 from reshard.torch.run import object_name
 from reshard.torch.sampler import ElasticSampler
 from reshard.words import listed, show
@@ -183,9 +183,13 @@ def match_objects(
 
 
 def restore_objects(run: Run, states: Mapping[str, Any]) -> None:
-    """Restore the rank-local objects to the states from `match_objects`."""
+    """Restore the rank-local objects to the states from `match_objects`.
+
+    Raises:
+        MismatchError: an object raised an exception.
+    """
     for name, state in states.items():
-        run.per_rank[name].load_state_dict(state)
+        load_into(object_name(name), run.per_rank[name].load_state_dict, state)
 
 
 def restore_sampler(
@@ -224,7 +228,7 @@ def restore_sampler(
             return [f"the checkpoint has no sampler: {decision.data_skip_steps} steps of data are skipped"]
         return ["the checkpoint has no sampler: the data starts from the beginning"] if decision.initial_step else []
     if not isinstance(sampler, ElasticSampler):
-        sampler.load_state_dict(saved["sampler"])
+        load_into("sampler", sampler.load_state_dict, saved["sampler"])
         return []
     return sampler.load_state_dict(
         saved["sampler"],
