@@ -17,6 +17,8 @@ from reshard.outputs import load_all
 from reshard.words import show
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import numpy as np
 
     from reshard.formats.manifest import Manifest
@@ -53,8 +55,8 @@ def _of_rank(folder: Location, manifest: Manifest, rank: int) -> dict[str, Any]:
     if name not in manifest.files:
         return {}
     text = manifests.read_plain(folder, manifest, name, state.MAX_BYTES)
-    is_there = arrays_name in manifest.shards
-    return load_by_name(folder / name, text, folder / arrays_name if is_there else None, manifest)
+    arrays = read_arrays(folder / arrays_name, manifest) if arrays_name in manifest.shards else {}
+    return load_by_name(folder / name, text, arrays)
 
 
 def ranks(manifest: Manifest) -> list[int]:
@@ -81,11 +83,20 @@ def stored(folder: Location, manifest: Manifest, rank: int) -> tuple[bytes, dict
     """The text and the arrays of one of `ranks`, not decoded. Arguments and errors as `read`."""
     text = manifests.read_plain(folder, manifest, state.file_name(rank), state.MAX_BYTES)
     arrays_name = state.arrays_file_name(rank)
-    return text, _arrays(folder / arrays_name, manifest) if arrays_name in manifest.shards else {}
+    return text, read_arrays(folder / arrays_name, manifest) if arrays_name in manifest.shards else {}
 
 
-def _arrays(path: Location, manifest: Manifest | None) -> dict[str, np.ndarray]:
-    """The arrays of a file."""
+def read_arrays(path: Location, manifest: Manifest | None = None) -> dict[str, np.ndarray]:
+    """The arrays of a file.
+
+    Args:
+        path: the file.
+        manifest: the manifest with the checksums of the file; None: they are not verified.
+
+    Raises:
+        DamagedFileError: it is invalid, or differs from its checksums.
+        StorageError: the system failed to read it.
+    """
     index = _core.Index()
     file = index.add_file(str(path), follow_links=False)
     if manifest is not None:
@@ -94,23 +105,18 @@ def _arrays(path: Location, manifest: Manifest | None) -> dict[str, np.ndarray]:
     return load_all(index.plan(index.whole_request(index.keys())))
 
 
-def load_by_name(
-    path: Location, text: bytes, arrays_path: Location | None, manifest: Manifest | None = None
-) -> dict[str, Any]:
+def load_by_name(path: Location, text: bytes, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Decode state whose top level is a dict.
 
     Args:
         path: the file of the text, for messages.
         text: content of the file.
-        arrays_path: the file of the arrays; None: there are none.
-        manifest: the manifest with the checksums of the arrays; None: they are not verified.
+        arrays: its arrays.
 
     Raises:
-        DamagedFileError: it is invalid, or its arrays differ from their checksums.
+        DamagedFileError: it is invalid.
         UnsupportedError: a later release wrote it.
-        StorageError: the system failed to read the arrays.
     """
-    arrays = {} if arrays_path is None else _arrays(arrays_path, manifest)
     value = state.load(text, arrays, str(path))
     if not isinstance(value, dict):
         raise DamagedFileError(f"{show(str(path))} does not hold a dict of state", path=str(path))

@@ -247,7 +247,7 @@ def _check(root: str, save: str, own: tuple[int, int], method: _core.ReadMethod)
                 common = checkpoint.common
             has_optimizer |= holds_optimizer(checkpoint)
             (file,) = rank_files(checkpoint).values()
-            files[rank] = FileFacts.of(checkpoint.common, has_crc=file.has_crc)
+            files[rank] = FileFacts.of(checkpoint.common, file)
     return _Report(faults, files, common, has_optimizer)
 
 

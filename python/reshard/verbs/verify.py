@@ -19,6 +19,7 @@ from reshard.errors import CheckpointNotFoundError, ReshardError
 from reshard.formats import manifest as manifests
 from reshard.formats import proofs
 from reshard.formats.checkpoint1 import reader as checkpoint1
+from reshard.formats.checkpoint1 import state as checkpoint1_state
 from reshard.formats.checkpoint2.names import misnamed, parse_iteration_folder
 from reshard.formats.rank_file import add_rank_file
 from reshard.formats.scrub import Fault, fault_of, own_sums, scrub_folder
@@ -273,7 +274,7 @@ class _CheckpointJob:
 
 
 class _SaveJob:
-    """One save in rank folders: each file is opened and compared with its CRC, if it has one; then all are opened."""
+    """One save in rank folders: the CRC of each file and the digests of its state are compared; then all are opened."""
 
     n_bytes = 0
 
@@ -286,13 +287,15 @@ class _SaveJob:
         faults: list[Fault] = []
         compared: list[int] = []
         for path in self.save.files.values():
-            index = _core.Index()
+            index, at = _core.Index(), path
             try:
-                file = add_rank_file(index, path).file
-                if index.verify_crc(file):
-                    compared.append(index.file_bytes(file))
+                weights = add_rank_file(index, path)
+                if index.verify_crc(weights.file):
+                    compared.append(index.file_bytes(weights.file))
+                at = path.with_name(checkpoint1_state.file_name(path.name))
+                checkpoint1_state.read(weights)
             except ReshardError as error:
-                faults.append(fault_of(error, str(path.relative_to(self.root))))
+                faults.append(fault_of(error, str(at.relative_to(self.root))))
             index.close()
         iteration = None
         if not faults:

@@ -180,6 +180,11 @@ class Copies:
             {**arrays, **copies} if copies else arrays, own=None if rank_local is None else rank_local.state, **options
         )
 
+    @property
+    def has_state(self) -> bool:
+        """Whether this rank has state besides copies that differ."""
+        return self.extra is not None or self.own is not None
+
     def freeze(self, rank: int) -> None:
         """Compute checksums and copy what the caller may change after the call."""
         if self.own:

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard.formats import counter_tensors
+from reshard.formats.checkpoint1.state import SAVE_KEY
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from reshard.formats.checkpoint2.common import CommonInfo
+    from reshard.formats.rank_file import OpenedRankFile
     from reshard.layout.strategy import Strategy
 
 SAME_ON_ALL = ("epoch_num", "step_num", "global_step")
@@ -31,16 +33,19 @@ class FileFacts:
     Attributes:
         counters: the counters in it, by name.
         has_crc: whether it ends with its CRC; None: the format has none.
+        save: the id of its save; None: it has none.
     """
 
     counters: dict[str, int | float]
     has_crc: bool | None = None
+    save: str | None = None
 
     @classmethod
-    def of(cls, common: CommonInfo | None, *, has_crc: bool | None) -> FileFacts:
+    def of(cls, common: CommonInfo | None, file: OpenedRankFile) -> FileFacts:
         """The facts of a file with these counters."""
         values = {name: None if common is None else getattr(common, name) for name in counter_tensors.NAMES}
-        return cls({name: value for name, value in values.items() if value is not None}, has_crc)
+        counters = {name: value for name, value in values.items() if value is not None}
+        return cls(counters, file.has_crc, file.metadata.get(SAVE_KEY))
 
 
 def faults_of(files: Mapping[int, FileFacts]) -> dict[int, str]:
@@ -62,6 +67,10 @@ def faults_of(files: Mapping[int, FileFacts]) -> dict[int, str]:
                 found[rank] = (
                     f"`{name}` {state}, in the file of rank {holder} it is {expected}: truncated, or of another save"
                 )
+    holder = next((rank for rank, file in files.items() if file.save is not None), None)
+    if holder is not None:
+        others = (rank for rank, file in files.items() if file.save != files[holder].save)
+        found = dict.fromkeys(others, f"it and the file of rank {holder} are of different saves") | found
     holder = next((rank for rank, file in files.items() if file.has_crc), None)
     if holder is not None:
         truncated = (rank for rank, file in files.items() if file.has_crc is False)

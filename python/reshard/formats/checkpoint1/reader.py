@@ -98,9 +98,8 @@ class RankFoldersData(CheckpointData):
 
     def extra_state(self, rank: int) -> dict[str, Any]:
         """Read from the files beside the weights of a rank."""
-        paths = {number: file.path for number, file in self.files.items()}
-        only = next(iter(paths.values())) if len(paths) == 1 else None  # the folder of one rank was opened
-        return checkpoint1_state.read(paths.get(rank, only), paths.get(0))
+        only = next(iter(self.files.values())) if len(self.files) == 1 else None  # the folder of one rank was opened
+        return checkpoint1_state.read(self.files.get(rank, only), self.files.get(0))
 
     def device_layouts(self, shapes: Callable[[], Shapes]) -> Mapping[str, DeviceLayout]:
         """From the strategy."""
@@ -311,7 +310,8 @@ def open_rank_files(
 
     Raises:
         CheckpointNotFoundError: a rank of the strategy has no file, or a file is missing.
-        DamagedFileError: a file violates its format, lacks data that other ranks have, or belongs to another save.
+        DamagedFileError: a file violates its format, lacks data that other ranks have, or belongs to another save;
+            state beside a file is missing or altered.
         MismatchError: the strategy has other ranks, or the shape of an array contradicts it.
         CoverageError: no rank holds some part of a tensor.
 
@@ -326,6 +326,8 @@ def open_rank_files(
     _check_ranks(root, files, known)
     index = _core.Index()
     ranks = {rank: add_rank_file(index, files[rank], method=method) for rank in sorted(files)}
+    for file in ranks.values():
+        checkpoint1_state.check(file)
     tensors = RankTensors(root, ranks, known)
     common = tensors.check(method)
     for key in tensors.keys:

@@ -32,6 +32,7 @@ from reshard.formats.checkpoint1 import strategies
 from reshard.formats.checkpoint1.names import TRAITS
 from reshard.formats.checkpoint1.save_plan import FolderView, Naming, ShardAssignment
 from reshard.formats.checkpoint1.save_rank import RankSide, WrittenWeights, arrays_by_kind, folder_of, look
+from reshard.formats.checkpoint1.state import SAVE_KEY
 from reshard.formats.checkpoint1.strategies import Shapes  # noqa: TC001  messages are decoded by their type hints
 from reshard.formats.checkpoint2.common import CommonInfo  # noqa: TC001  as the one before
 from reshard.storage import claims, filesystem, mounts, protocol
@@ -58,10 +59,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Report:
-    """What a rank holds, and what is in its folder."""
+    """What a rank holds, what is in its folder, and whether it has state besides arrays."""
 
     facts: RankFacts
     view: FolderView
+    has_state: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class _Plan:
         strategy_by: the ranks that write the strategy: one on each host that has a root of its own.
         shapes: the shapes of the strategy; None where rank 0 alone writes it.
         replicas: which ranks hold copies of what.
+        save: the id of the save, if any rank may have state; None: there are no state files.
     """
 
     naming: Naming
@@ -83,6 +86,7 @@ class _Plan:
     strategy_by: tuple[int, ...] = ()
     shapes: Shapes | None = None
     replicas: Replicas = field(default_factory=Replicas)
+    save: str | None = None
 
 
 @dataclass(frozen=True)
@@ -171,7 +175,8 @@ class Checkpoint1Save(SaveFormat):
 
     def report(self) -> _Report:
         """The facts of this rank, and the content of its folder."""
-        return _Report(self.own.facts, look(self.task.root, self.rank, self.world_size, self._prefix, self._position))
+        view = look(self.task.root, self.rank, self.world_size, self._prefix, self._position)
+        return _Report(self.own.facts, view, self.own.copies.has_state)
 
     @property
     def _position(self) -> tuple[int, int]:
@@ -214,6 +219,7 @@ class Checkpoint1Save(SaveFormat):
             replicas = Replicas.of(
                 checked.plan.holders if self.task.options.verify.check_replicas else {}, checked.facts
             )
+        has_state = any(one.has_state for one in reports) or any(may_differ for *_, may_differ in replicas.rows)
         return _Plan(
             self._naming,
             checked.assignment,
@@ -221,6 +227,7 @@ class Checkpoint1Save(SaveFormat):
             tuple(checked.firsts) if self._strategy is not None else (),
             checked.shapes if len(checked.firsts) > 1 else None,
             replicas,
+            os.urandom(16).hex() if has_state else None,
         )
 
     @property
@@ -255,7 +262,7 @@ class Checkpoint1Save(SaveFormat):
         """Make this rank's files ready, and the strategy, if this rank writes it."""
         layout = self.own.layout
         counters = [name for name in counter_tensors.NAMES if name in self.own.arrays]
-        self._side = RankSide(self.task, self.rank, plan.naming, counters)
+        self._side = RankSide(self.task, self.rank, plan.naming, counters, plan.save)
         if self.rank not in plan.strategy_by:
             self._strategy = None
         elif self.rank != 0 and layout is not None and plan.shapes is not None:  # on a host of its own
@@ -271,8 +278,10 @@ class Checkpoint1Save(SaveFormat):
             network=self._own_options.save_network_params,
             trainable=self._own_options.trained_names,
         )
+        of_kind = {"full": metadata | ({} if plan.save is None else {SAVE_KEY: plan.save})}
         self._side.files.update(
-            (kind, make(plan.naming.file(self.rank, kind).name, arrays, metadata)) for kind, arrays in by_kind.items()
+            (kind, make(plan.naming.file(self.rank, kind).name, arrays, of_kind.get(kind, metadata)))
+            for kind, arrays in by_kind.items()
         )
 
     # -- 4

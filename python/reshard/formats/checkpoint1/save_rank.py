@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
+    import numpy as np
+
     from reshard.formats.checkpoint1.names import FileKind, FileName
     from reshard.formats.checkpoint1.save_plan import FolderView, Naming
     from reshard.formats.checkpoint1.strategies import Strategies
@@ -147,6 +149,7 @@ class RankSide:
         rank: this one.
         naming: what files are called.
         counters: names of counters that the caller gave as tensors.
+        save: the id of the save, if it has state files; None: it has none.
         files: its files by kind, ready to be written.
     """
 
@@ -154,6 +157,7 @@ class RankSide:
     rank: int
     naming: Naming
     counters: Sequence[str] = ()
+    save: str | None = None
     files: dict[FileKind, ShardFile] = field(default_factory=dict)
     _made: list[Path] = field(default_factory=list)
 
@@ -168,7 +172,7 @@ class RankSide:
         """Write and sync everything but `meta.json`.
 
         Args:
-            state: text and arrays of the state files; None: there are none.
+            state: text and arrays of the state files; None: this rank has no state.
             strategy: what this rank writes of how tensors are partitioned; None: nothing.
             reads_back: whether the files are read back.
             progress: called as `progress(done_bytes, total_bytes)`.
@@ -184,8 +188,8 @@ class RankSide:
             protocol.make_root(folder, task.folder_mode, durable=task.durable)
             _sweep(folder, self.file)
             written.append(self._write_weights(folder / file.name, file, joint.of_file(file.n_bytes), reads_back))
-        if self.files and state is not None:
-            self._write_state(*state)
+        if self.files and self.save is not None:
+            self._write_state(*(state or checkpoint1_state.dump({}, {})), self.save)
         if strategy is not None:
             strategy.write(task.file_mode, task.folder_mode, durable=task.durable)
         return tuple(written)
@@ -210,7 +214,7 @@ class RankSide:
         name = f"{path.parent.parent.name}/{path.parent.name}/{path.name}"
         return WrittenWeights(name, written.n_bytes, digest)
 
-    def _write_state(self, text: str, arrays: Mapping[str, object]) -> None:
+    def _write_state(self, text: str, arrays: Mapping[str, np.ndarray], save: str) -> None:
         folder, task = folder_of(self.task.root, self.rank), self.task
         if arrays:
             path = folder / checkpoint1_state.arrays_file_name(self.file)
@@ -219,7 +223,8 @@ class RankSide:
             _core.write_arrays(str(path), tensors, durable=task.durable, mode=task.file_mode)
         path = folder / checkpoint1_state.file_name(self.file)
         self._begin(path)
-        locate(path).replace(text, task.file_mode, durable=task.durable)
+        content = checkpoint1_state.file_text(text, arrays, save)
+        locate(path).replace(content, task.file_mode, durable=task.durable)
 
     def _begin(self, path: Path) -> None:
         """Refuse a name that exists: the file is of another save."""

@@ -195,7 +195,7 @@ class RankTensors:
             MismatchError: the strategy has other names than the files.
         """
         found = self._counters(method)
-        facts = {rank: FileFacts.of(found.get(rank), has_crc=file.has_crc) for rank, file in self.files.items()}
+        facts = {rank: FileFacts.of(found.get(rank), file) for rank, file in self.files.items()}
         faults = faults_of(facts)
         if self.strategy is not None and not faults:
             # Only a `.ckpt` file can be truncated between two tensors and still be well-formed.
