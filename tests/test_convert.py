@@ -782,6 +782,14 @@ def test_state_of_tensors_goes_into_another_iteration_if_they_stay_the_same(
         assert [one["rank_local"]["differing"]["b"].tolist() for one in found] == [[0, 0], [1, 1]]
 
 
+@pytest.mark.parametrize("to", ["huggingface", "torch", "mindspore", "safetensors", "checkpoint1"])
+def test_state_that_is_not_written_is_reported_by_every_format(to: Any, tmp_path: Path) -> None:
+    reshard.save(tmp_path / "source", 7, {"w": np.ones(2)}, extra={"note": 1})
+    (warning,) = reshard.convert(tmp_path / "source", tmp_path / "target", to=to, part="all").warnings
+    assert "the state of the run beside the tensors is not written: note." in warning
+    assert not reshard.convert(tmp_path / "source", tmp_path / "weights", to=to, part="model").warnings
+
+
 def test_a_name_that_no_state_file_has_is_no_rank(tmp_path: Path) -> None:
     """A manifest of another program: the file counts as any other one."""
     folder = Path(reshard.save(tmp_path / "source", 7, {"w": np.ones(2)}, extra={"note": 1}).path)

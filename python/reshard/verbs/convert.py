@@ -271,7 +271,7 @@ def convert(
             )
             check_destination(target, writer.name, keeps_others=writer.keeps_others)
             written = writer.write(job, settings)
-            loses_extra = is_all and not writer.is_whole and not with_extra
+            loses_extra = is_all and not with_extra
             warnings = [*written.warnings, *(_extra_left_out(whole) if loses_extra else [])]
             if part_written == "model" and not selection.is_renamed:
                 warnings += _with_entries(whole, job.keys)

@@ -68,6 +68,10 @@ class UniversalWriter(Writer):
     is_whole = True
     options = frozenset({"iteration"})
 
+    def writes_extra(self, job: Job) -> bool:  # noqa: ARG002
+        """The client state; values that cannot be encoded are in its warnings."""
+        return True
+
     def write(self, job: Job, settings: Settings) -> Written:
         """Write the files of the parameters, then the small ones, and the tag last.
 
