@@ -782,6 +782,30 @@ def test_state_of_tensors_goes_into_another_iteration_if_they_stay_the_same(
         assert [one["rank_local"]["differing"]["b"].tolist() for one in found] == [[0, 0], [1, 1]]
 
 
+@pytest.mark.parametrize(
+    ("rename", "expected"),
+    [
+        (
+            {"": "pre."},
+            ["pre.layers.1.w", "pre.w", "adam.v.pre.layers.1.w", "adam_m.pre.b.w", "mine.pre.w", "pre.count"],
+        ),
+        ({"layers.": "h."}, ["h.1.w", "w", "adam.v.h.1.w", "adam_m.b.w", "mine.w", "count"]),
+        ({"adam.v.layers.": "v."}, ["layers.1.w", "w", "v.1.w", "adam_m.b.w", "mine.w", "count"]),
+        ({"b.": "c."}, ["layers.1.w", "w", "adam.v.layers.1.w", "adam_m.c.w", "mine.w", "count"]),
+    ],
+)
+def test_state_of_any_slot_is_renamed_like_its_parameter(
+    rename: dict[str, str], expected: list[str], tmp_path: Path
+) -> None:
+    model, state = ["layers.1.w", "w"], ["adam.v.layers.1.w", "adam_m.b.w", "mine.w", "count"]
+    given = [{key: np.full(2, n) for n, key in enumerate(keys, first)} for first, keys in ((0, model), (2, state))]
+    reshard.save(tmp_path / "source", 7, *given)
+    reshard.convert(tmp_path / "source", tmp_path / "target", to="checkpoint2", select={"rename": rename})
+    with reshard.open(tmp_path / "target") as opened:
+        assert (set(opened.keys("model")), set(opened.keys("optimizer"))) == (set(expected[:2]), set(expected[2:]))
+        assert [opened.read(key)[0] for key in expected] == [0, 1, 2, 3, 4, 5]
+
+
 @pytest.mark.parametrize("to", ["huggingface", "torch", "mindspore", "safetensors", "checkpoint1"])
 def test_state_that_is_not_written_is_reported_by_every_format(to: Any, tmp_path: Path) -> None:
     reshard.save(tmp_path / "source", 7, {"w": np.ones(2)}, extra={"note": 1})

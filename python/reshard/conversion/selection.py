@@ -95,7 +95,8 @@ def select(
     is_same, unplaced = not drop and not rename, source.unplaced()
     if keys and is_same and names is None and len(tensors) == len(source) and not separate and not unplaced:
         return Selection(source, keys, {}, [], {})  # without a table of 100,000 names
-    new = new_names([*tensors, *separate], drop, rename)
+    states = _states(source) if rename else {}
+    new = new_names([*tensors, *separate], drop, rename, states=states)
     written = keys if is_same else [new[key] for key in keys if key in new]
     if not written:
         raise ArgumentError(
@@ -123,7 +124,7 @@ def select(
     if drop:
         changes = dict(rename or {})
         longest_first = sorted(changes, key=len, reverse=True)
-        left_out = [_renamed(key, changes, longest_first, set()) for key in tensors if key not in new]
+        left_out = [_renamed(key, changes, longest_first, set(), states) for key in tensors if key not in new]
     separate_counters = {new[name]: counters[name] for name in separate if name in new}
     is_renamed = names is not None or any(key != name for key, name in new.items())
     return Selection(view, written, separate_counters, left_out, copies, is_renamed)
@@ -152,7 +153,26 @@ def _stored(source: Checkpoint, key: str) -> StoredTensor:
     return StoredTensor(dtype, shape, source.data.index.stored(key))
 
 
-def new_names(keys: Sequence[str], drop: Sequence[str] = (), rename: Mapping[str, str] | None = None) -> dict[str, str]:
+def _states(source: Checkpoint) -> dict[str, tuple[str, str]]:
+    """The slot and the parameter of tensors of the optimizer part whose names end like a tensor of the model."""
+    of_model = set(source.keys("model"))
+    found: dict[str, tuple[str, str]] = {}
+    for key in source.keys("optimizer"):
+        dot = key.find(".")
+        while dot >= 0 and key[dot + 1 :] not in of_model:
+            dot = key.find(".", dot + 1)
+        if dot >= 0:
+            found[key] = key[:dot], key[dot + 1 :]
+    return found
+
+
+def new_names(
+    keys: Sequence[str],
+    drop: Sequence[str] = (),
+    rename: Mapping[str, str] | None = None,
+    *,
+    states: Mapping[str, tuple[str, str]] | None = None,
+) -> dict[str, str]:
     """The new name of each tensor that stays.
 
     Optimizer state `<slot>.<parameter>` is renamed like its parameter, unless a longer prefix matches. Counters keep
@@ -162,6 +182,7 @@ def new_names(keys: Sequence[str], drop: Sequence[str] = (), rename: Mapping[str
         keys: names of the tensors.
         drop: prefixes of the names of tensors that are left out.
         rename: new prefixes by old ones. The longest that matches applies; "" matches every name.
+        states: slot and parameter of optimizer state by key, for slots whose names are not known.
 
     Raises:
         ArgumentError: a prefix is not text, or a glob that begins no name, or two tensors would have the same name.
@@ -184,7 +205,7 @@ def new_names(keys: Sequence[str], drop: Sequence[str] = (), rename: Mapping[str
     unused = [text for text in drop if not any(key.startswith(text) for key in keys)]
     used: set[str] = set()
     longest_first = sorted(changes, key=len, reverse=True)
-    names = {key: _renamed(key, changes, longest_first, used) for key in kept}
+    names = {key: _renamed(key, changes, longest_first, used, states or {}) for key in kept}
     unused += [text for text in changes if text not in used]
     for text in unused:
         if not _PATTERN.isdisjoint(text):
@@ -204,12 +225,18 @@ def new_names(keys: Sequence[str], drop: Sequence[str] = (), rename: Mapping[str
     return names
 
 
-def _renamed(key: str, changes: Mapping[str, str], longest_first: Sequence[str], used: set[str]) -> str:
+def _renamed(
+    key: str,
+    changes: Mapping[str, str],
+    longest_first: Sequence[str],
+    used: set[str],
+    states: Mapping[str, tuple[str, str]],
+) -> str:
     old = next((text for text in longest_first if key.startswith(text)), None)
-    state = counter_tensors.parameter_of(key)
+    state = counter_tensors.parameter_of(key) or states.get(key)
     if state is not None and not (old and len(old) > len(state[0])):
         # No prefix matches more than the slot: state is renamed like its parameter.
-        return f"{state[0]}.{_renamed(state[1], changes, longest_first, used)}"
+        return f"{state[0]}.{_renamed(state[1], changes, longest_first, used, states)}"
     if old is None or (counter_tensors.is_counter(key) and old != key):
         return key
     used.add(old)
