@@ -114,6 +114,18 @@ def test_counters_without_state_are_left_out(tmp_path: Path) -> None:
         assert list(found.keys()) == ["w.fp32"]
 
 
+@pytest.mark.parametrize("name", ["global_step", "step_num", "epoch_num", "loss_scale"])
+def test_a_tensor_of_several_elements_is_no_counter(name: str, tmp_path: Path) -> None:
+    tensors: dict[str, Any] = {name: np.ones(3, np.float32), "w": np.ones(2, np.float32), "n": np.arange(2)}
+    reshard.save_file(tensors, tmp_path / "a.safetensors")
+    report = reshard.convert(tmp_path / "a.safetensors", tmp_path / "universal", to="deepspeed-universal")
+    assert (report.n_tensors, report.warnings) == (3, ())
+    with reshard.open(tmp_path / "universal") as found:
+        assert {key: (found[key].dtype, found.read(key).tolist()) for key in found.keys()} == {  # noqa: SIM118
+            f"{name}.fp32": ("F32", [1, 1, 1]), "w.fp32": ("F32", [1, 1]), "n.fp32": ("I64", [0, 1]),
+        }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("tensors", "options", "message"),
     [

@@ -25,6 +25,7 @@ from reshard.conversion.destinations import (
     produced,
 )
 from reshard.conversion.writer import Settings, Writer
+from reshard.counters import is_counter
 from reshard.errors import ArgumentError, UnsupportedError
 from reshard.formats import counter_tensors
 from reshard.formats.deepspeed import names
@@ -142,7 +143,7 @@ def _content(job: Job, iteration: int | None) -> _Content:
     """Group the tensors by parameter, and check that DeepSpeed loads what is written."""
     source = job.source
     # A single file has no parts: there the names tell.
-    of_optimizer = {*source.keys("optimizer"), *filter(counter_tensors.is_state, job.keys)}
+    of_optimizer = {*source.keys("optimizer"), *(key for key in job.keys if _is_state(key, source.shape(key)))}
     tensors: dict[str, dict[str, str]] = {}
     for key in job.keys:
         if key not in of_optimizer:
@@ -200,6 +201,11 @@ def _content(job: Job, iteration: int | None) -> _Content:
         content.warnings.append(f"{listed(map(show, others), 3)} are not written: they belong to no parameter")
     _add_values(content, source.extra())
     return content
+
+
+def _is_state(key: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor is optimizer state or a counter, by its name; a counter has one element."""
+    return counter_tensors.is_state(key) and (not counter_tensors.is_counter(key) or is_counter(key, shape))
 
 
 def _parameter_and_slot(key: str, weights: Mapping[str, object]) -> tuple[str, str] | None:
