@@ -135,6 +135,8 @@ _OTHER_FILES = {
     # The logs of the examples: they show a user's own program.
     "reshard.examples.train_gpt": {"Path.open()"},
     "reshard.examples.train_lightning": {"Path.open()"},
+    # A message on stderr, and the end of the process.
+    "reshard.__main__": {"os.write", "os._exit"},
 }
 
 

@@ -20,12 +20,13 @@ import sys
 import textwrap
 import threading
 import time
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, ParamSpec, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, ParamSpec, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError, adapt_hint
+from reshard.storage.host import disconnect
 from reshard.storage.location import locate
 from reshard.words import show
 
@@ -194,7 +195,7 @@ class OutputError(Exception):
 
 def end_output(error: OutputError) -> int:
     """Report that stdout cannot be written. Returns the exit code; a reader that has ended is no error."""
-    _disconnect(sys.stdout)
+    disconnect(sys.stdout)
     if isinstance(error.cause, BrokenPipeError):
         return _NO_READER
     _echo_message("error", f"cannot write to stdout: {error.cause.strerror}")
@@ -214,15 +215,7 @@ def _write_stderr(text: str) -> None:
     try:
         click.echo(text, err=True)
     except OSError:
-        _disconnect(sys.stderr)
-
-
-def _disconnect(stream: TextIO) -> None:
-    """Connect a stream that cannot be written to the null device. Python writes what is left of it at its end."""
-    with contextlib.suppress(OSError):
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, stream.fileno())
-        os.close(null)
+        disconnect(sys.stderr)
 
 
 def echo(text: str = "", *, err: bool = False) -> None:
@@ -626,7 +619,7 @@ def echo_usage(error: click.ClickException, *, as_json: bool) -> None:
     try:
         error.show()
     except OSError:
-        _disconnect(sys.stderr)
+        disconnect(sys.stderr)
 
 
 def hint_of(hint: str | None) -> str | None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing import TextIO
 
 
 @functools.cache
@@ -31,3 +36,16 @@ def open_standard_streams() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115  until the process ends
+
+
+def disconnect(stream: TextIO) -> None:
+    """Connect a standard stream that cannot be written to the null device.
+
+    Without this, Python writes what is left in the buffer when the process ends, and that fails once more.
+    """
+    with contextlib.suppress(OSError):  # also that of a stream without a number, as in tests
+        null = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(null, stream.fileno())
+        finally:
+            os.close(null)
