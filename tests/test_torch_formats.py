@@ -498,6 +498,9 @@ def test_inspect_warns_of_tensors_that_are_not_read(tmp_path: Path) -> None:
     assert (result.exit_code, "there are no tensors" in result.stdout) == (0, True), result.output
     assert "warning: " in result.stderr
     assert "are not read: `` (torch.nn.modules.linear.Linear). Save their `state_dict()`" in result.stderr
+    result = CliRunner().invoke(main, ["inspect", str(tmp_path / "x.pt"), "--json"])
+    assert result.stderr == ""
+    assert "are not read" in json.loads(result.stdout)["warnings"][0]
 
 
 def test_a_control_character_in_a_name_is_refused_with_the_name(tmp_path: Path) -> None:

@@ -115,8 +115,9 @@ def inspect(
 
         facts = gather_contents(path, checkpoint, everything=everything)
         # The output of a root contains the warnings that are logged (skipped iterations).
-        if facts.iterations is None and facts.rank_saves is None:
-            warn(*logged)
+        warnings = logged if facts.iterations is None and facts.rank_saves is None else []
+        if not as_json:
+            warn(*warnings)
         rows = _matching(facts.rows, pattern)
         if html is not None:
             from reshard.cli.pages.html import page
@@ -124,7 +125,7 @@ def inspect(
 
             write_page(html, page(f"reshard inspect {path}", "inspect", inspect_data(facts, _lines(facts))))
         if as_json:
-            echo_json(_json(facts, rows))
+            echo_json({**_json(facts, rows), "warnings": warnings})
         elif html is not None:
             echo(f"wrote {shown(html)}")
         elif pattern is None:
