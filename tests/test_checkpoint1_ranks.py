@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import signal
 from typing import TYPE_CHECKING, Any
 
@@ -199,6 +200,10 @@ def test_two_jobs_in_one_root(tmp_path: Path) -> None:
     root = tmp_path / "other"
     protocol.make_root(root, 0o750, durable=False)
     reshard.save(root, 1, {"w": np.zeros(2)})  # claimed, and no rank folder in it
+    with Job(4, lambda group: save_or_tell(group, root)) as job:
+        assert job.values() == ["DestinationExistsError"] * 4
+    shutil.rmtree(root / "iteration_00000001")
+    (root / "latest_checkpointed_iteration.txt").unlink()
     with Job(4, lambda group: save_or_tell(group, root)) as job:
         assert job.values() == ["ClaimedError"] * 4
 

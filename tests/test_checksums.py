@@ -24,6 +24,8 @@ def test_crc32c_is_the_standard_one() -> None:
         assert _core.crc32c(data[3:], _core.crc32c(data[:3])) == crc32c(data)
     with pytest.raises(ArgumentError, match="not contiguous"):
         _core.crc32c(np.zeros((4, 4))[:, 1])
+    with pytest.raises(ArgumentError, match="not contiguous"):
+        _core.crc32c(np.zeros((4, 3)).T)
 
 
 def arrays() -> dict[str, np.ndarray]:

@@ -269,7 +269,8 @@ def convert(
                 with_state=is_all,
                 with_extra=with_extra,
             )
-            check_destination(target, writer.name, keeps_others=writer.keeps_others)
+            if overwrite:  # else it has to be empty
+                check_destination(target, writer.name, keeps_others=writer.keeps_others)
             written = writer.write(job, settings)
             loses_extra = is_all and not with_extra
             warnings = [*written.warnings, *(_extra_left_out(whole) if loses_extra else [])]

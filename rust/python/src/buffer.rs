@@ -140,7 +140,7 @@ impl Borrowed {
     }
 
     /// Whether the elements follow each other in row-major order.
-    fn is_row_major(&self) -> bool {
+    pub(crate) fn is_row_major(&self) -> bool {
         // SAFETY: filled by PyObject_GetBuffer and not released yet.
         unsafe { ffi::PyBuffer_IsContiguous(&raw const *self.view, c"C".as_ptr().read()) == 1 }
     }

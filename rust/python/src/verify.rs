@@ -8,12 +8,20 @@ use reshard_core::checksum::Checksums;
 use reshard_core::control::Control;
 use reshard_core::source::{Method, Source};
 use reshard_core::verify;
+use reshard_core::{Error, Kind};
 use std::path::PathBuf;
 
 #[pyfunction]
 #[pyo3(signature = (data, before=0))]
 pub(crate) fn crc32c(py: Python<'_>, data: &Bound<'_, PyAny>, before: u32) -> PyResult<u32> {
-    let data = Borrowed::readable(data, 1, true)?;
+    let data = Borrowed::readable(data, 1, false)?;
+    if !data.is_row_major() {
+        let error = Error::new(
+            Kind::Argument,
+            "cannot compute the checksum of an array that is not contiguous",
+        );
+        return raise(py, Err(error.hint("pass a contiguous copy of it")));
+    }
     Ok(py.detach(|| reshard_core::checksum::crc32c(before, data.bytes())))
 }
 
