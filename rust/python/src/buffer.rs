@@ -13,7 +13,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use reshard_core::memory::Memory;
 use reshard_core::{Error, Kind};
-use std::ffi::c_int;
+use std::ffi::{c_char, c_int};
 
 /// Owned memory or a private map, exported as a writable buffer of bytes. Every view of it keeps it alive.
 #[pyclass(frozen, module = "reshard._core")]
@@ -141,8 +141,9 @@ impl Borrowed {
 
     /// Whether the elements follow each other in row-major order.
     pub(crate) fn is_row_major(&self) -> bool {
+        let order = c_char::from_ne_bytes(*b"C");
         // SAFETY: filled by PyObject_GetBuffer and not released yet.
-        unsafe { ffi::PyBuffer_IsContiguous(&raw const *self.view, c"C".as_ptr().read()) == 1 }
+        unsafe { ffi::PyBuffer_IsContiguous(&raw const *self.view, order) == 1 }
     }
 
     pub(crate) fn range(&self) -> (usize, usize) {
