@@ -7,22 +7,14 @@ from typing import Any
 
 import numpy as np
 
+_ORDER = "<" if sys.byteorder == "little" else ">"
+_SPELLINGS = {1: "|u1", 2: f"{_ORDER}i2", 4: f"{_ORDER}i4", 8: f"{_ORDER}i8"}  # by size in bytes
+
 
 class _Lent:
-    """The memory of a tensor as numpy reads it. The array holds this object, and so the tensor."""
+    """Memory as numpy reads it. The array holds this object, and so the tensor."""
 
     __slots__ = ("__array_interface__", "tensor")
-
-    def __init__(self, tensor: Any) -> None:
-        self.tensor = tensor
-        size, kind = tensor.element_size(), "u" if tensor.element_size() == 1 else "i"
-        self.__array_interface__ = {
-            "version": 3,
-            "typestr": f"{'<' if sys.byteorder == 'little' else '>'}{kind}{size}",
-            "shape": tuple(tensor.shape),
-            "strides": tuple(n * size for n in tensor.stride()),
-            "data": (tensor.data_ptr(), False),
-        }
 
 
 def memory_of(tensor: Any, torch: Any) -> np.ndarray:
@@ -31,8 +23,18 @@ def memory_of(tensor: Any, torch: Any) -> np.ndarray:
     `Tensor.numpy` does the same, but then the storage of the tensor can never be resized again, as some trainers do to
     free memory.
     """
-    # A tensor that is computed, such as one of a subclass, has no memory of its own: `numpy` refuses it.
-    if type(tensor) is torch.Tensor and (tensor.numel() == 0 or tensor.data_ptr()):
-        return np.asarray(_Lent(tensor))
-    array: np.ndarray = tensor.numpy()
+    address = tensor.data_ptr() if type(tensor) is torch.Tensor else 0
+    if not address:
+        # Empty; or computed, such as one of a subclass, which has no memory of its own: `numpy` refuses it.
+        computed: np.ndarray = tensor.numpy()
+        return computed
+    size = tensor.element_size()
+    lent: Any = _Lent()
+    lent.tensor = tensor
+    interface = {"version": 3, "typestr": _SPELLINGS[size], "shape": tuple(tensor.shape), "data": (address, False)}
+    if not tensor.is_contiguous():
+        interface["strides"] = tuple(n * size for n in tensor.stride())
+    lent.__array_interface__ = interface
+    array = np.asarray(lent)
+    del lent.__array_interface__  # objects that live make each run of the garbage collector longer
     return array
