@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from tests.loops import batches_and_draws
 from tests.ranks import Job
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -490,19 +491,10 @@ def test_a_stateful_loader_goes_on_with_or_without_a_generator(
             warnings.simplefilter("ignore")
             generator = torch.Generator().manual_seed(3) if has_generator else None
             data = loader(list(range(10)), batch_size=2, shuffle=True, generator=generator)
-        seen: list[Any] = []
         with Checkpointer(root, save_every=3, signals=(), async_save=False) as made:
             decision = made.resume(model=nn.Linear(1, 1), sampler=data)
             assert not decision.warnings
-            step = decision.initial_step
-            while step < last:
-                for batch in data:
-                    seen.append([batch.tolist(), torch.rand(()).item()])
-                    step += 1
-                    made.step(step)
-                    if step == last:
-                        break
-        return seen
+            return batches_and_draws(made, data, decision.initial_step, last)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

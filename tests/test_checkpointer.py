@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from tests.loops import batches_and_draws
 from tests.ranks import Job
 from tests.training import gathered
 from torch import nn
@@ -152,18 +153,11 @@ class Loop:
         torch.manual_seed(5)
         model = nn.Linear(1, 1)
         torch.manual_seed(6 + self.rank)
-        sampler, seen = ElasticSampler(20, 0, True, 4, self.rank, self.world_size), list[Any]()
+        sampler = ElasticSampler(20, 0, True, 4, self.rank, self.world_size)
         loader = self.loader(sampler)
         with make(self.root, save_every=1, async_save=False) as made:
             step = made.resume(model=model, sampler=sampler).initial_step
-            while step < last:
-                for batch in loader:
-                    seen.append([batch.tolist(), torch.rand(()).item()])
-                    step += 1
-                    made.step(step)
-                    if step == last:
-                        break
-        return seen
+            return batches_and_draws(made, loader, step, last)
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")

@@ -11,8 +11,8 @@ _ORDER = "<" if sys.byteorder == "little" else ">"
 _SPELLINGS = {1: "|u1", 2: f"{_ORDER}i2", 4: f"{_ORDER}i4", 8: f"{_ORDER}i8"}  # by size in bytes
 
 
-class _Lent:
-    """Memory as numpy reads it. The array holds this object, and so the tensor."""
+class _ArrayInterface:
+    """What numpy makes an array of. The array holds this object, and so the tensor."""
 
     __slots__ = ("__array_interface__", "tensor")
 
@@ -29,12 +29,12 @@ def memory_of(tensor: Any, torch: Any) -> np.ndarray:
         computed: np.ndarray = tensor.numpy()
         return computed
     size = tensor.element_size()
-    lent: Any = _Lent()
-    lent.tensor = tensor
+    described: Any = _ArrayInterface()
+    described.tensor = tensor
     interface = {"version": 3, "typestr": _SPELLINGS[size], "shape": tuple(tensor.shape), "data": (address, False)}
     if not tensor.is_contiguous():
         interface["strides"] = tuple(n * size for n in tensor.stride())
-    lent.__array_interface__ = interface
-    array = np.asarray(lent)
-    del lent.__array_interface__  # objects that live make each run of the garbage collector longer
+    described.__array_interface__ = interface
+    array = np.asarray(described)
+    del described.__array_interface__  # objects that live make each run of the garbage collector longer
     return array

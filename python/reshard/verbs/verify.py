@@ -249,8 +249,8 @@ class _CheckpointJob:
                 name = None if error.path in (None, str(self.path)) else locate(str(error.path)).name
                 self.faults.append(fault_of(error, name))
         state = _state(self.faults, is_compared=is_compared)
-        is_compared_now = lock is None or lock.is_current()
-        if self.manifest is not None and before is not None and state in ("whole", "damaged") and is_compared_now:
+        is_current = lock is None or lock.is_current()  # else the folder holds another save now
+        if self.manifest is not None and before is not None and state in ("whole", "damaged") and is_current:
             not_recorded = self._record(self.manifest, before)
         return VerifiedCheckpoint(
             str(self.path),
