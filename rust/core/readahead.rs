@@ -83,7 +83,7 @@ impl<'a> Readahead<'a> {
     /// Requests the pages of a band some bands behind `band`, which is copied next.
     pub(crate) fn advance(&self, band: usize) {
         if band + N_AHEAD < self.bands.len() {
-            if self.others_read_gaps_of(band) {
+            if !self.is_shared.load(Ordering::Relaxed) && self.others_read_gaps_of(band) {
                 self.is_shared.store(true, Ordering::Relaxed);
             }
             self.request(band + N_AHEAD);
