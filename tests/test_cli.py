@@ -515,19 +515,21 @@ def test_interrupt_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("module", ["click", "reshard.cli.inspect", "numpy", "reshard.cli.contents"])
 @pytest.mark.parametrize("becomes", ["KeyboardInterrupt", "ImportError"])
-def test_interrupts_of_imports(module: str, becomes: str) -> None:
+@pytest.mark.parametrize("times", [1, 2])
+def test_interrupts_of_imports(module: str, becomes: str, times: int) -> None:
     program = f"""
-import os, signal, sys
+import os, signal, sys, time
 from reshard.__main__ import main
 
 class Interrupting:
     def find_spec(self, name, path=None, target=None):
         if name == {module!r}:
             try:
-                os.kill(os.getpid(), signal.SIGINT)
-                while True:
-                    pass
+                for _ in range({times}):
+                    os.kill(os.getpid(), signal.SIGINT)
+                    time.sleep(0.05)
             except KeyboardInterrupt:
+                print({times} - 1 or "not expected")
                 raise {becomes}
 
 sys.meta_path.insert(0, Interrupting())
@@ -535,7 +537,10 @@ sys.argv[1:] = ["inspect", {str(CKPT2)!r}]
 main()
 """
     found = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=60)
-    assert (found.returncode, found.stdout, found.stderr.strip()) == (130, "", "interrupted")
+    is_raised = times == 2 and module in ("numpy", "reshard.cli.contents")  # the others come before the command
+    assert (found.returncode in (130, -signal.SIGINT), found.stderr.strip()) == (True, "interrupted")
+    assert found.stdout == "1\n" * is_raised
+    assert is_raised or found.returncode == 130
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from reshard.errors import (
     UnsupportedError,
 )
 from reshard.storage import filling
+from reshard.storage.local import LocalStore
 from reshard.write import iteration as planning
 
 if TYPE_CHECKING:
@@ -483,6 +484,66 @@ def test_an_interrupt_in_the_publication_loses_no_foreign_folder(
     with pytest.raises(KeyboardInterrupt):
         reshard.convert(source, tmp_path / "out", overwrite=True)
     assert snapshot(tmp_path) == before
+
+
+def interrupt_after(monkeypatch: pytest.MonkeyPatch, n: int) -> list[str]:
+    """Raise KeyboardInterrupt right after the n-th call that makes, renames or syncs; the calls so far."""
+    calls: list[str] = []
+
+    def watched(name: str) -> Any:
+        method = getattr(LocalStore, name)
+
+        def call(store: LocalStore, path: str, *args: Any, **options: Any) -> Any:
+            found = method(store, path, *args, **options)
+            calls.append(f"{name} {path}")
+            if len(calls) == n + 1:
+                raise KeyboardInterrupt
+            return found
+
+        return call
+
+    for name in ("make_folder", "rename", "exchange", "link", "sync_folder"):
+        monkeypatch.setattr(LocalStore, name, watched(name))
+    return calls
+
+
+@pytest.mark.parametrize("there", ["nothing", "an empty folder", "an earlier one"])
+@every_kind
+def test_an_interrupt_after_any_call_leaves_the_old_or_the_new(
+    source: Path, tmp_path: Path, name: str, options: Any, there: str
+) -> None:
+    for n in range(100):
+        folder = tmp_path / str(n)
+        target = folder / "new" / name
+        folder.mkdir()
+        save_file({"a": W, "b": W + 1, "c": W + 2}, source)
+        if there == "an empty folder":
+            (target if "." not in name else target.parent).mkdir(parents=True)
+        elif there == "an earlier one":
+            reshard.convert(source, target, **options)
+            save_file({"a": W + 5, "b": W + 6, "c": W + 7}, source)
+        before = snapshot(folder)
+        with pytest.MonkeyPatch.context() as patches:
+            calls = interrupt_after(patches, n)
+            try:
+                reshard.convert(source, target, overwrite=there == "an earlier one", **options)
+            except KeyboardInterrupt:
+                is_interrupted = True
+            else:
+                is_interrupted = False
+        if not is_interrupted:
+            assert n > 1
+            break
+        if snapshot(folder) == before:
+            continue
+        if (target / ".lock").exists():  # the next process recovers what a save of a checkpoint root left
+            reshard.convert(source, target, overwrite=True, **options)
+        left = [path for path in folder.rglob("*") if path.name.endswith((".staging", ".tmp")) or path.is_symlink()]
+        assert [path for path in left if not path.is_dir() or any(path.iterdir())] == [], calls[-1]
+        with reshard.open(target) as opened:
+            assert np.array_equal(opened.read("b"), load_file(source)["b"]), calls[-1]
+    else:
+        pytest.fail("it never ended")
 
 
 def test_a_tracker_that_cannot_be_written_leaves_nothing(source: Path, tmp_path: Path) -> None:

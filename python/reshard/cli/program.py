@@ -8,7 +8,7 @@ import itertools
 import signal
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,6 +16,9 @@ from reshard.cli.output import INTERRUPTED, OutputError, echo, echo_usage, end_o
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from types import FrameType
+
+_SECONDS_TO_WAIT = 0.01  # until the next look whether an import has ended
 
 
 class Program(click.Group):
@@ -53,7 +56,7 @@ def _exit_code(run: Callable[[], Any], *, as_json: bool) -> int:
         except OutputError as error:
             return end_output(error)
         except BaseException as error:
-            # An interrupt within the import of an extension module becomes an ImportError.
+            # A second interrupt, within the import of an extension module, becomes an ImportError.
             if not interrupts and not isinstance(error, click.Abort):
                 raise
             echo("interrupted", err=True)
@@ -71,19 +74,38 @@ def _usage(error: click.ClickException, *, as_json: bool) -> int:
 
 @contextlib.contextmanager
 def _noted_interrupts() -> Iterator[list[int]]:
-    """Collect the interrupts of the block, which raise KeyboardInterrupt as usual."""
+    """Collect the interrupts of the block, which raise KeyboardInterrupt: after an import, if one is going on.
+
+    KeyboardInterrupt within the import of an extension module may be printed as a traceback or become another error. A
+    second interrupt does not wait.
+    """
     interrupts: list[int] = []
 
-    def interrupt(number: int, _: object) -> NoReturn:
-        interrupts.append(number)
-        raise KeyboardInterrupt
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            interrupts.append(number)
+        waits = len(interrupts) == 1 and _is_importing(frame)
+        signal.setitimer(signal.ITIMER_REAL, _SECONDS_TO_WAIT if waits else 0)
+        if not waits:
+            raise KeyboardInterrupt
 
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield interrupts
         return
+    old = signal.signal(signal.SIGALRM, interrupt)
     signal.signal(signal.SIGINT, interrupt)
     try:
         yield interrupts
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False

@@ -81,9 +81,9 @@ def filled_folder(
     """
     place = locate(target)
     staging = place / staging_name(os.urandom(8).hex())
-    staging.store.make_folder(staging.path, mode)
     moves = _Moves(staging / _REPLACED)
     try:
+        staging.store.make_folder(staging.path, mode)
         for name in subfolders:
             staging.store.make_folder(str(staging / name), mode)
         yield staging

@@ -195,7 +195,7 @@ def begin(
                 filesystem.make_folder(work, folder_mode, durable=False)
             else:
                 staging.make_in_place(folder, f"{claim.generation}.{attempt_id}", folder_mode, durable=durable)
-        except StorageError:
+        except BaseException:
             abandon(attempt)  # it may exist without being durable
             raise
     return attempt

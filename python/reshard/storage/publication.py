@@ -62,8 +62,8 @@ def made_folder(path: str | os.PathLike[str], *, mode: int, durable: bool) -> It
     made: list[Location] = []
     try:
         for folder in reversed(missing):
+            made.append(folder)  # first: an interrupt may come right after it is made
             folder.store.make_folder(folder.path, mode)
-            made.append(folder)
         yield
         if durable:
             for folder in reversed(made):
@@ -124,8 +124,8 @@ def published_folder(
     """
     place = locate(target)
     staging = _staging_of(place)
-    staging.store.make_folder(staging.path, mode)
     try:
+        staging.store.make_folder(staging.path, mode)
         for name in subfolders:
             staging.store.make_folder(str(staging / name), mode)
         yield staging
