@@ -36,12 +36,14 @@ from reshard.errors import (
 )
 from reshard.formats import manifest as manifests
 from reshard.resume import RunFacts
+from reshard.verbs.load import Wanted, load_with
 from reshard.write import pending_rollback
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from reshard.group import Group
+    from reshard.resume import ResumeDecision
     from reshard.storage.location import Location
 
 SAMPLES = Path(__file__).parent / "data" / "mindspore"
@@ -461,6 +463,22 @@ def test_real_processes_agree(root: Path) -> None:
             assert digest == hashlib.sha256(b"".join(own[key].tobytes() for key in sorted(own))).hexdigest()
             assert reason == values[0][2]
         damage(root, FILES["opt", 1])
+
+
+def test_a_lock_that_cannot_be_asked_hides_no_damage(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(checkpoint: reshard.Checkpoint, decision: ResumeDecision) -> int:
+        if decision.iteration == 5:
+            return 5
+
+        def refuse(_: object) -> bool:
+            monkeypatch.undo()
+            raise StorageError("stale file handle", path=str(root))
+
+        monkeypatch.setattr(type(checkpoint.data.lock), "is_current", refuse)
+        raise DamagedFileError("a byte is wrong")
+
+    decision, found = load_with(read, Wanted(root=root))
+    assert (found, decision.verdicts[0].reason) == (5, "a byte is wrong")
 
 
 def test_a_dead_rank_is_an_error_in_time(root: Path) -> None:

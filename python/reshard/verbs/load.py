@@ -363,7 +363,8 @@ def load_with(
                 return read(checkpoint, decision)
             except ReshardError:
                 lock = checkpoint.data.lock
-                is_replaced = lock is not None and not lock.is_current()
+                with contextlib.suppress(StorageError):  # an error of the question would hide the first one
+                    is_replaced = lock is not None and not lock.is_current()
                 raise
 
     terms, faults = capture(prepare), dict[str, str]()
