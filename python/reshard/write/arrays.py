@@ -6,6 +6,7 @@ of an array in its tensor. This module does not import torch: a caller that has 
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import sys
@@ -309,10 +310,7 @@ def _array(name: str, value: object, part: Part) -> tuple[np.ndarray, ArrayKind]
 
 def _of_tensor(tensor: Any, torch: Any) -> tuple[np.ndarray, str]:
     """A tensor's memory as an array, for every dtype: both sides can look at it as integers of the same width."""
-    try:
-        name = dtypes.parse_dtype(tensor.dtype)
-    except UnsupportedError:
-        raise UnsupportedError(f"tensors of dtype {tensor.dtype} have no place in a safetensors file") from None
+    name = _torch_dtype(tensor.dtype)
     if tensor.is_nested:
         raise UnsupportedError("a nested tensor has no one array", hint="pass `tensor.to_padded_tensor(...)`")
     if tensor.layout != torch.strided:
@@ -324,8 +322,15 @@ def _of_tensor(tensor: Any, torch: Any) -> tuple[np.ndarray, str]:
     plain = tensor.detach().resolve_conj().resolve_neg()
     if tensor.device.type != "cpu":
         plain = plain.cpu()
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[plain.element_size()]
-    return memory_of(plain.view(integers), torch).view(dtypes.numpy_dtype(name)), name
+    return memory_of(plain, torch).view(dtypes.numpy_dtype(name)), name
+
+
+@functools.cache
+def _torch_dtype(dtype: Any) -> str:
+    try:
+        return dtypes.parse_dtype(dtype)
+    except UnsupportedError:
+        raise UnsupportedError(f"tensors of dtype {dtype} have no place in a safetensors file") from None
 
 
 def _named_twice(arrays: LocalArrays, name: str) -> ArgumentError:
