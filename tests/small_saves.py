@@ -187,6 +187,10 @@ def found(root: Root) -> State | None:
     """What a restart takes: the reading rules, in the plainest words."""
     root = readable(root)
     named, there = tracker(root), folders(root)
+    for staged in (root / ".staging").glob("*.*.*"):
+        number, _, attempt = staged.name.split(".")
+        if int(number) not in there and (old := root / ".trash" / f"{number}.{attempt}").is_dir():
+            there[int(number)] = old  # a crash between the two renames of a replacement
     if named not in there:
         named = None
     manifests = {n: json.loads((folder / "manifest.json").read_bytes()) for n, folder in there.items() if held(folder)}

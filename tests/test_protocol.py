@@ -47,8 +47,10 @@ from reshard.errors import (
     StorageError,
 )
 from reshard.formats import manifest as manifests
+from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.names import write_tracker
-from reshard.storage import claims, filesystem, protocol, staging
+from reshard.formats.checkpoint2.root import order_of
+from reshard.storage import claims, filesystem, protocol, staging, trash
 from reshard.storage.local import LOCAL, LocalStore
 from reshard.storage.location import Location, locate
 from reshard.storage.store import Abilities
@@ -1018,6 +1020,23 @@ def test_what_made_room_is_put_back(root: Path, monkeypatch: pytest.MonkeyPatch)
     place = locate(root)
     assert not staging.put_back(place, place / ".staging" / f"100.9.{'0' * 32}", durable=True)
     assert all_held(root) == set()
+
+
+def test_what_made_room_is_found_before_it_is_put_back(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalStore, "abilities", lambda *_: Abilities(renames_folders=True, exchanges=False))
+    in_child(partial(save, root, 100))
+    crash(root, "rename 100", 100, 1)
+    place = locate(root)
+    ((iteration, name),) = checkpoint2.list_iterations(place)
+    assert (iteration, name.partition("/")[0], checkpoint2.tracked_iteration(place)) == (100, ".trash", 100)
+    order = order_of(place)
+    assert [(one.iteration, one.reason) for one in order.candidates] == [(100, "named by the tracker")]
+    assert "its replacement was interrupted" in order.warnings[0]
+    reshard.pin(root, 100)
+    assert trash.empty(place, durable=False) == []
+    assert recovered(root) == ["iteration 100 was being replaced, and is put back"]
+    assert all_held(root) == {(100, 0)}
+    assert (root / "iteration_00000100" / ".pinned").exists()
 
 
 def test_names_that_nobody_here_gives_are_not_touched(root: Path) -> None:

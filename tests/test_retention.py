@@ -20,6 +20,7 @@ from tests.small_saves import (
     fork,
     found,
     in_child,
+    kill_self,
     save,
     stopped_at,
     tracker,
@@ -33,8 +34,9 @@ from reshard.formats import save_log
 from reshard.formats.checkpoint2.names import write_tracker
 from reshard.formats.save_log import SaveRecord
 from reshard.options import Retention
-from reshard.storage import claims, protocol
+from reshard.storage import claims, filesystem, protocol
 from reshard.storage.local import LocalStore
+from reshard.storage.store import Abilities
 from reshard.write import retention
 from reshard.write.retention import Facts
 
@@ -463,3 +465,18 @@ def test_a_lock_that_is_not_free_is_a_warning(root: Path, monkeypatch: pytest.Mo
     assert "retention stopped" in done.warnings[0]
     assert tracker(root) == 200
     assert json.loads((root / "iteration_00000100" / "manifest.json").read_bytes())["iteration"] == 100
+
+
+def test_an_iteration_whose_replacement_was_interrupted_is_kept(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalStore, "abilities", lambda *_: Abilities(renames_folders=True, exchanges=False))
+    in_child(lambda: fill(root, 1, 2, 3))
+
+    def between_two_renames() -> None:
+        filesystem._step = lambda name: kill_self() if name.startswith("rename 3.") else None
+        save(root, 3, 1)
+
+    assert in_child(between_two_renames) is None
+    removed = retention.remove(root, Retention(keep=1))
+    assert removed.iterations == (1,)
+    assert "its replacement was interrupted" in removed.kept[3]
+    assert found(root) == (3, 0)

@@ -28,7 +28,7 @@ _OURS = frozenset(
         event_log.OLD_EVENT_FILE,
         claims.LOCK_FILE,
         claims.WRITERS_FOLDER,
-        staging.STAGING_FOLDER,
+        trash.STAGING_FOLDER,
         trash.TRASH_FOLDER,
         "strategy",  # of runs that MindSpore Transformers or a save in Checkpoint 1.0 made
     )
@@ -55,13 +55,14 @@ class Leftover:
 
 def leftovers_in_root(root: Location) -> list[Leftover]:
     """Entries of a root that are neither iterations nor files of reshard. Raises StorageError if listing it fails."""
-    found = [_staged(root, name) for name in filesystem.names(root / staging.STAGING_FOLDER)]
+    iterations = {name for _, name in checkpoint2.list_iterations(root)}
+    found = [_staged(root, name) for name in filesystem.names(root / trash.STAGING_FOLDER)]
     for name in filesystem.names(root / trash.TRASH_FOLDER):
         path = root / trash.TRASH_FOLDER / name
-        what = "a removed iteration, which the next save deletes"
-        found.append(Leftover(f"{trash.TRASH_FOLDER}/{name}", what, _n_bytes(path)))
+        if f"{trash.TRASH_FOLDER}/{name}" not in iterations:
+            what = "a removed iteration, which the next save deletes"
+            found.append(Leftover(f"{trash.TRASH_FOLDER}/{name}", what, _n_bytes(path)))
     repeated = dict(checkpoint2.resolve_candidates(root).ignored)
-    iterations = {name for _, name in checkpoint2.list_iterations(root)}
     for name in filesystem.names(root):
         if name in iterations or name in _OURS or (name.startswith(".") and name not in repeated):
             continue
@@ -89,7 +90,7 @@ def leftovers_in_iteration(checkpoint: Checkpoint) -> list[Leftover]:
 
 
 def _staged(root: Location, name: str) -> Leftover:
-    path = root / staging.STAGING_FOLDER / name
+    path = root / trash.STAGING_FOLDER / name
     parsed = staging.StagedName.parse(name)
     what = f"{_kind(path)}, not part of a checkpoint"
     if name.startswith("share-"):
@@ -102,7 +103,7 @@ def _staged(root: Location, name: str) -> Leftover:
             None: "in progress or interrupted: another host writes into the root",
         }[is_alive]
         what = f"a save of iteration {parsed.iteration} {state}"
-    return Leftover(f"{staging.STAGING_FOLDER}/{name}", what, _n_bytes(path))
+    return Leftover(f"{trash.STAGING_FOLDER}/{name}", what, _n_bytes(path))
 
 
 def _kind(path: Location) -> str:

@@ -19,7 +19,7 @@ from reshard.events import Event
 from reshard.formats import event_log, save_log
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.opening import iterations, rank_saves
-from reshard.storage import claims, filesystem, staging
+from reshard.storage import claims, filesystem, staging, trash
 from reshard.storage.location import locate
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ class Watch:
         """The save in progress by its folder: whether its process is running, and without a log that it is there."""
         staged = {
             name: parsed
-            for name in filesystem.names(self._root / staging.STAGING_FOLDER)
+            for name in filesystem.names(self._root / trash.STAGING_FOLDER)
             if (parsed := staging.StagedName.parse(name)) is not None
         }
         newest = max(staged.values(), key=lambda one: (one.generation, one.iteration), default=None)
@@ -228,7 +228,7 @@ class Watch:
             return
         is_alive = claims.is_alive(self._root, newest.generation)
         if self._in_flight is None or (not self._has_log and self._in_flight.iteration != newest.iteration):
-            folder = self._root / staging.STAGING_FOLDER / str(newest)
+            folder = self._root / trash.STAGING_FOLDER / str(newest)
             begun_at = dt.datetime.fromtimestamp(folder.stat().modified_ns / 1e9, dt.UTC)
             if self._has_log:
                 return  # the log knows that it has ended: the folder is about to go

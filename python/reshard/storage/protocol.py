@@ -8,10 +8,10 @@
 A published folder is never changed in place. An existing iteration is exchanged with the new one in one step, and then
 moved to the trash.
 
-If the store cannot exchange names, the old iteration is moved to the trash first and kept there, and `recover` moves it
-back if the new one was not published. If the store cannot rename folders, files are written into the final folder and
-the manifest completes them. Only in this case, an iteration that is saved again is removed before the new one is
-complete.
+If the store cannot exchange names, the old iteration is moved to the trash first and kept there. If the new one was not
+published, readers find the old one there (`trash.set_aside`), and `recover` moves it back. If the store cannot rename
+folders, files are written into the final folder and the manifest completes them. Only in this case, an iteration that
+is saved again is removed before the new one is complete.
 
 Only the coordinator calls this module; the other ranks know only the staging folder. This module does not choose the
 content of files, nor the old iterations that are kept (`retention`). `store` defines what a store must support.
@@ -43,8 +43,8 @@ from reshard.storage import claims, filesystem, staging, trash
 from reshard.storage.filesystem import MANIFEST_FILE, UNFINISHED_FILE
 from reshard.storage.location import BROKEN_LINK_HINT, Location, locate
 from reshard.storage.recovery import recover, recover_locked
-from reshard.storage.staging import STAGING_FOLDER, StagedName
-from reshard.storage.trash import TRASH_FOLDER
+from reshard.storage.staging import StagedName
+from reshard.storage.trash import STAGING_FOLDER, TRASH_FOLDER
 from reshard.words import show
 
 if TYPE_CHECKING:

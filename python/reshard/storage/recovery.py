@@ -17,9 +17,9 @@ from reshard.formats.manifest import TRACKED_FILE
 from reshard.storage import claims, filesystem, staging, trash
 from reshard.storage.filesystem import MANIFEST_FILE, UNFINISHED_FILE
 from reshard.storage.location import locate
-from reshard.storage.staging import STAGING_FOLDER, StagedName
+from reshard.storage.staging import StagedName
 from reshard.storage.store import PROBE_PREFIX
-from reshard.storage.trash import TRASH_FOLDER
+from reshard.storage.trash import STAGING_FOLDER, TRASH_FOLDER
 
 if TYPE_CHECKING:
     import os

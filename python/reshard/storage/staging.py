@@ -21,7 +21,7 @@ from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.manifest import PINNED_FILE, TRACKED_FILE
 from reshard.storage import filesystem
 from reshard.storage.filesystem import UNFINISHED_FILE
-from reshard.storage.trash import TRASH_FOLDER
+from reshard.storage.trash import STAGING_FOLDER, TRASH_FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from reshard.storage.claims import Claim
     from reshard.storage.location import Location
     from reshard.storage.store import Abilities
-
-STAGING_FOLDER = ".staging"
 
 _STAGED = re.compile(r"([0-9]{1,18})\.([0-9]{1,18})\.([0-9a-f]{32})")
 _log = logging.getLogger("reshard")

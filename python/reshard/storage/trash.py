@@ -24,10 +24,12 @@ if TYPE_CHECKING:
 
     from reshard.storage.location import Location
 
+STAGING_FOLDER = ".staging"
 TRASH_FOLDER = ".trash"
 REMOVED = "removed"  # in the mark of an unfinished folder, where others have the name of who writes
 
 _ENTRY = re.compile(r"[0-9]{1,18}\.[0-9a-f]{32}")
+_STAGED = re.compile(r"([0-9]{1,18})\.[0-9]{1,18}\.([0-9a-f]{32})")  # `staging.StagedName`
 
 
 def discard(root: Location, folder: Location, iteration: int, attempt_id: str | None = None, *, durable: bool) -> None:
@@ -51,6 +53,25 @@ def discard(root: Location, folder: Location, iteration: int, attempt_id: str | 
     if durable:
         filesystem.sync(trash)
         filesystem.sync(folder.parent)
+
+
+def set_aside(root: Location) -> dict[int, str]:
+    """Old iterations that were moved into the trash for new ones that are still in `.staging`.
+
+    A process that ends between the two renames leaves them there. `staging.put_back` moves them back.
+
+    Returns:
+        The paths relative to the root, by iteration.
+
+    Raises:
+        StorageError: a folder cannot be listed.
+    """
+    found = {}
+    for name in filesystem.names(root / STAGING_FOLDER):
+        match = _STAGED.fullmatch(name)
+        if match is not None and (root / TRASH_FOLDER / f"{match[1]}.{match[2]}").is_folder():
+            found[int(match[1])] = f"{TRASH_FOLDER}/{match[1]}.{match[2]}"
+    return found
 
 
 def remove(root: Location, folder: Location, iteration: int, *, durable: bool) -> None:
@@ -108,7 +129,10 @@ def remove_in_place(folder: Location, *, durable: bool) -> None:
 
 
 def empty(root: Location, *, durable: bool) -> list[str]:
-    """Remove what is in the trash. What is still being read stays, and so does what this package did not put there.
+    """Remove what is in the trash.
+
+    What is still being read stays, and so do iterations that `set_aside` returns and what this package did not put
+    there.
 
     Returns:
         What could not be removed, and why.
@@ -116,10 +140,13 @@ def empty(root: Location, *, durable: bool) -> list[str]:
     trash = root / TRASH_FOLDER
     warnings = []
     try:
+        kept = set(set_aside(root).values())
         entries = [name for name in filesystem.names(trash) if _ENTRY.fullmatch(name)]
     except StorageError as error:
         return [error.message]
     for name in entries:
+        if f"{TRASH_FOLDER}/{name}" in kept:
+            continue
         with reader_held_off(trash / name) as is_free:
             if not is_free:
                 warnings.append(f"{show(str(trash / name))} is still being read: it is removed another time")

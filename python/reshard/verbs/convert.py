@@ -32,7 +32,7 @@ from reshard.names import as_names, config_beside
 from reshard.options import Commit, Files, Select, explains_moved
 from reshard.storage.filling import staging_name
 from reshard.storage.location import Location, locate
-from reshard.storage.staging import STAGING_FOLDER
+from reshard.storage.trash import STAGING_FOLDER
 from reshard.words import listed, show
 
 if TYPE_CHECKING:

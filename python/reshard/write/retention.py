@@ -41,7 +41,7 @@ from reshard.formats.scrub import is_damage, scrub_folder
 from reshard.storage import claims, filesystem, staging, trash
 from reshard.storage.filesystem import MANIFEST_FILE, UNFINISHED_FILE
 from reshard.storage.location import Location, locate
-from reshard.storage.trash import REMOVED
+from reshard.storage.trash import REMOVED, TRASH_FOLDER
 from reshard.words import show
 
 if TYPE_CHECKING:
@@ -409,7 +409,8 @@ def pin(root: str | os.PathLike[str], iteration: int) -> None:
         CheckpointNotFoundError: there is no such iteration.
         StorageError: the system failed.
     """
-    with claims.locked(_folder(root, iteration).parent):
+    _folder(root, iteration)  # before a lock file is created in a folder that is not a root
+    with claims.locked(root):
         folder = _folder(root, iteration)
         with contextlib.suppress(FileExistsError):
             filesystem.make_file(folder / PINNED_FILE, durable=True)
@@ -423,7 +424,8 @@ def unpin(root: str | os.PathLike[str], iteration: int) -> None:
         CheckpointNotFoundError: there is no such iteration.
         StorageError: the system failed.
     """
-    with claims.locked(_folder(root, iteration).parent):
+    _folder(root, iteration)  # before a lock file is created in a folder that is not a root
+    with claims.locked(root):
         folder = _folder(root, iteration)
         filesystem.remove_file(folder / PINNED_FILE)
         filesystem.sync(folder)
@@ -503,6 +505,8 @@ def _contents(
 
 def _judge(folder: Location, judge: Callable[[Location], str | None]) -> tuple[Manifest | None, str | None, bool]:
     """The manifest of a complete iteration, or why it is not complete, and whether that is merely not known."""
+    if folder.parent.name == TRASH_FOLDER:
+        return None, "its replacement was interrupted: the next save moves it back", False
     try:
         has_manifest = _is_there(folder / MANIFEST_FILE)
         if staging.unfinished(folder) not in (None, REMOVED):

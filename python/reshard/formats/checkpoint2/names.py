@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
-from reshard.storage import filesystem
+from reshard.storage import filesystem, trash
 from reshard.storage.location import locate
 from reshard.storage.names import component_fault
 from reshard.storage.store import NO_FAULT_OF_A_FILE
@@ -239,6 +239,9 @@ def list_iterations(root: str | os.PathLike[str]) -> list[tuple[int, str]]:
     is used, since MindSpore Transformers finds only that one by its tracker; if there is none, the folder with the
     shortest name.
 
+    An old iteration whose replacement was interrupted between two renames (`trash.set_aside`) has no such folder. Its
+    "folder name" is its path in the root, below `.trash`.
+
     Raises:
         CheckpointNotFoundError: there is no such folder.
         StorageError: it cannot be listed.
@@ -279,9 +282,11 @@ def tracked_iteration(root: str | os.PathLike[str]) -> int | None:
 
 def scan(root: str | os.PathLike[str]) -> tuple[list[tuple[int, str]], list[tuple[str, str]]]:
     """`list_iterations`, and the folders that repeat a number and the links, each with the reason. Raises as it."""
+    place = locate(root)
     by_number: dict[int, list[str]] = {}
     found, ignored = [], []
-    for entry in locate(root).entries():
+    entries = place.entries()
+    for entry in entries:
         number = parse_iteration_folder(entry.name)
         if number is not None and entry.kind == "folder":
             by_number.setdefault(number, []).append(entry.name)
@@ -295,6 +300,9 @@ def scan(root: str | os.PathLike[str]) -> tuple[list[tuple[int, str]], list[tupl
             f"iteration {number} is read from {chosen}: nothing reads or removes this folder; remove one of the two"
         )
         ignored += [(name, reason) for name in sorted(names) if name != chosen]
+    if (trash.TRASH_FOLDER, "folder") in entries:
+        missing = [one for one in trash.set_aside(place).items() if one[0] not in by_number]
+        found = sorted([*found, *missing])
     return found, ignored
 
 

@@ -95,7 +95,13 @@ class Look:
         try:
             folders = tuple(self._facts(iteration, name) for iteration, name in listed)
             order = candidates.order(folders, tracker, fault, exact=exact)
-            lines = (f"{show(name)} is skipped: {reason}" for name, reason in repeated)
+            lines = [f"{show(name)} is skipped: {reason}" for name, reason in repeated]
+            lines += [
+                f"iteration {iteration} is read from {show(name)}: its replacement was interrupted, and the next save "
+                "moves it back"
+                for iteration, name in listed
+                if "/" in name
+            ]
             self.order = replace(order, warnings=(*order.warnings, *lines))
         except BaseException:
             self.close()

@@ -30,8 +30,7 @@ from reshard.storage.changes import remove_file, remove_folder, set_mode
 from reshard.storage.claims import LOCK_FILE, WRITERS_FOLDER
 from reshard.storage.names import example_of
 from reshard.storage.publication import made_folder
-from reshard.storage.staging import STAGING_FOLDER
-from reshard.storage.trash import TRASH_FOLDER
+from reshard.storage.trash import STAGING_FOLDER, TRASH_FOLDER
 from reshard.write.arrays import local_arrays
 from reshard.write.iteration import Descriptions, check_copies, plan_layout
 from reshard.write.shard_files import WrittenFile
