@@ -260,11 +260,29 @@ def test_a_url_is_no_path(path: str | Path, tmp_path: Path, monkeypatch: pytest.
         lambda: reshard.open(path),
         lambda: reshard.load(path),
         lambda: reshard.verify(path),
+        lambda: reshard.save_file({"w": np.zeros(2)}, path),
+        lambda: reshard.convert("w.safetensors", "to", layout=path),
+        lambda: reshard.load(config=path),
     ):
         with pytest.raises(ArgumentError, match="is a URL"):
             act()
     assert [one.name for one in tmp_path.iterdir()] == ["w.safetensors"]
     assert str(locate(tmp_path / "s3:" / "x")).endswith("/s3:/x")
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("s3://KEY:sec/ret@bucket/run@2", "`s3://bucket/run@2`"),
+        ("https://bucket.host/run?X-Amz-Signature=secret", "`https://bucket.host/run`"),
+        ("hf://org/model@main", "`hf://org/model@main`"),
+    ],
+)
+def test_credentials_in_a_url_are_not_shown(url: str, shown: str) -> None:
+    with pytest.raises(ArgumentError, match="is a URL") as caught:
+        locate(url)
+    assert caught.value.message.startswith(shown)
+    assert "sec" not in repr(vars(caught.value))
 
 
 @pytest.mark.parametrize("path", ["~/run", Path("~/run"), "~"])

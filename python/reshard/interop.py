@@ -21,6 +21,7 @@ from reshard.arguments import checked
 from reshard.errors import ArgumentError, UnsupportedError
 from reshard.indexing import TensorIndexError, normalize_index
 from reshard.opening import open as open_checkpoint
+from reshard.storage.location import locate
 from reshard.words import check_text, counted
 from reshard.write.arrays import as_array
 
@@ -145,7 +146,7 @@ def save_file(
         metadata: text by key, for the header of the file.
 
     Raises:
-        ArgumentError: a key or metadata is not text, or a value is neither an array nor a tensor.
+        ArgumentError: a key or metadata is not text, a value is neither an array nor a tensor, or `filename` is a URL.
         UnsupportedError: a dtype that the format lacks; a sparse, quantized or distributed tensor.
         StorageError: the operating system failed the write.
 
@@ -172,7 +173,7 @@ def save_file(
         check_text(text, f"value of the metadata `{key}`")
     entries.sort(key=lambda entry: dtypes.file_order(entry[0], entry[1]))
     # The default mode of a new file: 0666 minus the umask.
-    _core.write_arrays(os.fsdecode(filename), entries, metadata=metadata, mode=0o666)
+    _core.write_arrays(os.fspath(locate(filename)), entries, metadata=metadata, mode=0o666)
 
 
 class SafeOpen(Generic[Array]):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.errors import CheckpointNotFoundError
+from reshard.storage.location import locate
 from reshard.storage.store import failing
 from reshard.words import show
 
@@ -21,12 +22,13 @@ def read_input(path: str | os.PathLike[str], max_bytes: int) -> bytes:
         max_bytes: at most so many bytes are read, and the rest is left.
 
     Raises:
+        ArgumentError: it is a URL, or begins with `~`.
         CheckpointNotFoundError: there is no such file.
         StorageError: it is a folder, or the system failed to read it.
     """
     with failing("reading", path):
         try:
-            with Path(path).open("rb") as file:
+            with Path(locate(path)).open("rb") as file:
                 return file.read(max_bytes)
         except FileNotFoundError:
             raise CheckpointNotFoundError(f"there is no file {show(str(path))}", path=str(path)) from None

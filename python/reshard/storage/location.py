@@ -32,6 +32,7 @@ BROKEN_LINK_HINT = "mount the disk of the target, or correct the link"
 """For an error about a `Location.broken_link`."""
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # one slash: `Path` joins the two of a URL
+_CREDENTIALS = re.compile(r"(:/+)[^@]*:[^@]*@|\?.*", re.DOTALL)  # `name:password@`, and a signature in the query
 
 
 def locate(path: str | os.PathLike[str]) -> Location:
@@ -52,9 +53,10 @@ def locate(path: str | os.PathLike[str]) -> Location:
         return path
     text = str(Path(path))  # by way of Path: one spelling for "a//b/" and "a/b"
     if _URL.match(text):
+        url = _CREDENTIALS.sub(r"\1", str(path))
         raise ArgumentError(
-            f"{show(str(path))} is a URL, expected a path of a file system",
-            path=text,
+            f"{show(url)} is a URL, expected a path of a file system",
+            path=url,
             hint="object stores are not supported: use a folder, and copy it. If a local folder has this name, pass "
             "its absolute path",
         )

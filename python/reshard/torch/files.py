@@ -19,6 +19,7 @@ from reshard import _core, dtypes
 from reshard.errors import ArgumentError, UnsupportedError
 from reshard.formats.aliases import ALIASES, aliases_text
 from reshard.opening import open as open_checkpoint
+from reshard.storage.location import locate
 from reshard.torch.tensors import as_tensor, from_tensor
 from reshard.words import check_text
 
@@ -131,7 +132,9 @@ def save_file(
         entries.append((name, dtype, dtypes.tensor_shape(dtype, array.shape), array.view(f"u{array.itemsize}")))
     entries.sort(key=lambda entry: dtypes.file_order(entry[0], entry[1]))
     # The default mode of a new file: 0666 minus the umask.
-    _core.write_arrays(os.fsdecode(filename), entries, metadata=texts if aliases else metadata, mode=0o666)
+    _core.write_arrays(
+        os.fspath(locate(os.fsdecode(filename))), entries, metadata=texts if aliases else metadata, mode=0o666
+    )
 
 
 def _as_tensor(array: object, dtype: str) -> torch.Tensor:

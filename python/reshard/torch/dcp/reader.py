@@ -31,6 +31,7 @@ from reshard.formats.state_loader import TorchSaved
 from reshard.opening import open as open_checkpoint
 from reshard.options import Verify
 from reshard.outputs import fill
+from reshard.storage.location import locate
 from reshard.torch.dcp.writer import STATE_NAME, Writer
 from reshard.torch.tensors import as_tensor, from_tensor, torch_dtype
 from reshard.words import show
@@ -102,7 +103,7 @@ class Reader(StorageReader):
         """Begin with another checkpoint, at this path if one is given."""
         self.close()
         if checkpoint_id is not None:
-            self.path = os.fspath(checkpoint_id)
+            self.path = str(locate(checkpoint_id))
 
     def close(self) -> None:
         """Close the files, if they are open."""

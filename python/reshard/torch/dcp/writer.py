@@ -234,9 +234,7 @@ class Writer(StorageWriter):
         """Begin another checkpoint, at this path if one is given."""
         self._running.end()
         if checkpoint_id is not None:
-            if not self.validate_checkpoint_id(checkpoint_id):
-                raise UnsupportedError(f"{show(os.fspath(checkpoint_id))} is not a path of the local file system")
-            self.path = os.fspath(checkpoint_id)
+            self.path = str(locate(checkpoint_id))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001
         """Begin a save. Raises UnsupportedError for `use_collectives=False`."""
