@@ -187,7 +187,7 @@ def found(root: Root) -> State | None:
     """What a restart takes: the reading rules, in the plainest words."""
     root = readable(root)
     named, there = tracker(root), folders(root)
-    for staged in (root / ".staging").glob("*.*.*"):
+    for staged in (root / ".staging").glob("[0-9]*.*.*"):
         number, _, attempt = staged.name.split(".")
         if int(number) not in there and (old := root / ".trash" / f"{number}.{attempt}").is_dir():
             there[int(number)] = old  # a crash between the two renames of a replacement

@@ -354,9 +354,23 @@ def test_the_manifest_goes_first_and_for_good(root: Path) -> None:
     kinds = [line.split(" ")[0] for line in seen]
     first = kinds.index("unlink")
     assert kinds.index("rename") < first
-    assert seen[first] == "unlink manifest.json"
+    assert seen[first].endswith("manifest.json")
     assert kinds[first + 1] == "fsync"
     assert kinds[first + 2] == "unlink"
+
+
+def test_no_file_is_open_in_a_folder_that_is_removed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(root, 100, 200)
+    opened = []
+
+    def look(step: str) -> None:
+        if step.startswith("remove 100."):
+            links = [os.path.realpath(name) for name in Path("/proc/self/fd").iterdir()]
+            opened.append([link for link in links if "/.trash/100." in link and "manifest" in link])
+
+    monkeypatch.setattr(filesystem, "_step", look)
+    assert retention.remove(root, Retention(keep=1)).iterations == (100,)
+    assert opened == [[]]
 
 
 # -- others at the same time

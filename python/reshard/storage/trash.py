@@ -147,15 +147,40 @@ def empty(root: Location, *, durable: bool) -> list[str]:
     for name in entries:
         if f"{TRASH_FOLDER}/{name}" in kept:
             continue
-        with reader_held_off(trash / name) as is_free:
-            if not is_free:
-                warnings.append(f"{show(str(trash / name))} is still being read: it is removed another time")
-                continue
-            try:
+        try:
+            if remove_manifest(trash / name, durable=durable):
                 filesystem.remove_folder(trash / name, durable=durable)
-            except StorageError as error:
-                warnings.append(f"{show(str(trash / name))} is left over: {error.message}")
+            else:
+                warnings.append(f"{show(str(trash / name))} is still being read: it is removed another time")
+        except StorageError as error:
+            warnings.append(f"{show(str(trash / name))} is left over: {error.message}")
     return warnings
+
+
+def remove_manifest(folder: Location, *, durable: bool) -> bool:
+    """Remove the manifest of a folder unless a process reads the folder. After that no process opens it for reading.
+
+    The rest is removed without the lock. On NFS and FUSE, a file that is removed while it is open gets another name in
+    its folder, and the folder cannot be removed.
+
+    Args:
+        folder: a folder that is being removed.
+        durable: sync the folder.
+
+    Returns:
+        Whether no process reads it.
+
+    Raises:
+        StorageError: the system failed.
+    """
+    if folder.kind() != "folder":  # a link in its place is not followed
+        return True
+    with reader_held_off(folder) as is_free:
+        if is_free and (folder / MANIFEST_FILE).exists():
+            filesystem.remove_file(folder / MANIFEST_FILE)
+            if durable:
+                filesystem.sync(folder)
+    return is_free
 
 
 @contextlib.contextmanager
