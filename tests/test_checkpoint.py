@@ -107,6 +107,19 @@ def test_a_root_is_its_trackers_iteration(tree: str, iteration: int, method: Any
         assert_truth(opened, ground_truth(tree, iteration), iteration)
 
 
+@pytest.mark.parametrize("tree", ["ckpt2", "ckpt2_dedup"])
+def test_every_rank_loads_what_it_held_by_the_layout_of_the_checkpoint(tree: str) -> None:
+    """Also `shared.scale`: both stages hold it, and metadata.json has only the layout of the first."""
+    with reshard.open(folder_of("ckpt2", 10)) as every_copy, reshard.open(folder_of(tree, 10)) as opened:
+        layout = reshard.ModelLayout.like(opened)
+        for rank in range(8):
+            held = every_copy.stored(rank)
+            loaded = opened.load(layout, rank=rank)
+            assert held.keys() - {"global_step"} <= loaded.keys()
+            for key in held.keys() & loaded.keys():
+                assert loaded[key].tobytes() == held[key].tobytes(), (key, rank)
+
+
 def test_the_tensor_that_the_original_cannot_load() -> None:
     """It has no layout and lies on the second stage alone, where the original does not look."""
     with reshard.open(SAMPLES / "ckpt2" / "checkpoint") as opened:

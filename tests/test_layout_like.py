@@ -149,6 +149,37 @@ def test_state_that_is_cut_in_no_one_way_does_not_follow() -> None:
     }
 
 
+def test_a_tensor_on_all_stages_is_placed_on_none() -> None:
+    tensors: dict[str, Stored] = {
+        "layers.0.w": ((8, 4), [2, 2], [0, -1], AB, STAGE0),
+        "layers.1.w": ((8, 4), [2, 2], [0, -1], AB, STAGE1),
+        "layers.0.tied": ((8, 4), [2, 2, 2], [0, 1], ["pp", *AB], STAGE0 + STAGE1),
+        "scale": ((4,), [8], [-1], ["all"], STAGE0 + STAGE1),
+    }
+    layout = check(Fake(tensors))
+    assert layout.mesh == {"pp": 2, "a": 2, "b": 2}
+    assert "tied" not in str(layout.to_mapping()["place"])
+
+
+def test_a_tensor_on_some_stages_is_on_all_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    stages = [[0, 1], [2, 3], [4, 5]]
+    tensors: dict[str, Stored] = {f"l.{n}.w": ((4,), [2], [0], ["x"], ranks) for n, ranks in enumerate(stages)}
+    tensors["tied"] = ((4,), [2, 2], [0], ["pp", "x"], [0, 1, 4, 5])
+    layout = ModelLayout.like(Fake(tensors))
+    assert layout.bind({key: stored[0] for key, stored in tensors.items()}).layouts["tied"].holders() == list(range(6))
+    assert "on all: `tied`" in caplog.text
+
+
+def test_a_tensor_that_is_divided_over_the_stages_is_refused() -> None:
+    tensors: dict[str, Stored] = {
+        "layers.0.w": ((8, 4), [2, 2], [0, -1], AB, STAGE0),
+        "layers.1.w": ((8, 4), [2, 2], [0, -1], AB, STAGE1),
+        "tied": ((8, 4), [4, 2], [1, -1], AB, STAGE0 + STAGE1),
+    }
+    with pytest.raises(LayoutError, match="tensors lie on different groups of ranks"):
+        ModelLayout.like(Fake(tensors))
+
+
 def test_different_matrices_are_refined_to_one_mesh() -> None:
     ranks = list(range(8))
     tensors: dict[str, Stored] = {
@@ -309,6 +340,10 @@ def checkpoints(draw: st.DrawFn) -> Fake:
                 tensors[f"m.l.{n}.{name}"] = (*state, stages[by_layer[n]])
                 optimizer.add(f"m.l.{n}.{name}")
     tensors["head"] = (*device_layout(), stages[draw(st.integers(0, n_stages - 1))])
+    if n_stages > 1:
+        shape, matrix, tensor_map, alias = device_layout()
+        every = [rank for stage in stages for rank in stage]
+        tensors["l.0.tied"] = (shape, [n_stages, *matrix], tensor_map, ["all", *alias], every)
     return Fake(tensors, optimizer=optimizer)
 
 

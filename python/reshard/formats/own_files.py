@@ -9,7 +9,7 @@ tensors in them. It knows no whole tensors and no layouts.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ArgumentError, DamagedFileError
 from reshard.formats import manifest as manifests
@@ -134,6 +134,27 @@ def storage_ranks(data: bytes, name: str) -> dict[str, int]:
             raise DamagedFileError(
                 f"{show(name)}: {show(file)} was written by rank {found[file]} and by rank {rank}", path=name
             )
+    return found
+
+
+def ranks_of_tensors(folder: Location) -> dict[str, set[int]]:
+    """The ranks that hold each tensor, whether their copy is stored or not, from `metadata.json`.
+
+    Raises:
+        DamagedFileError: the content is invalid.
+        StorageError: the system failed to read it.
+    """
+    path = folder / checkpoint2.METADATA_FILE
+    content: Any = parse_json(path.read_small(MAX_METADATA_BYTES), str(path))
+    found: dict[str, set[int]] = {}
+    try:
+        for key, tensor in content["state_dict_metadata"].items():
+            held = found.setdefault(key, set())
+            for chunk in tensor["chunk"]:
+                for entry in content["storage_data"][str((key, tuple(chunk["global_offset"])))]:
+                    held.update(entry["rank_group"], (entry["storage_rank"],))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DamagedFileError(f"{show(str(path))} changed while it was read", path=str(path)) from error
     return found
 
 

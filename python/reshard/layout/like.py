@@ -10,22 +10,27 @@ have more patterns than needed.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
+from reshard._core import DeviceLayout
 from reshard.errors import LayoutError
 from reshard.layout.file import LayoutFile
 from reshard.layout.partition import Cut, trimmed
 from reshard.layout.patterns import IndexedPattern, Pattern, glob_of
 from reshard.layout.resolve import resolve, state_of
-from reshard.words import counted, show
+from reshard.words import counted, listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from reshard._core import DeviceLayout
+_log = logging.getLogger("reshard")
+
+_ALL = -1
+"""The stage of a tensor that all stages hold."""
 
 
 class _Shaped(Protocol):
@@ -82,7 +87,7 @@ class _Stored:
         stage_axis: its name, or None if there is one stage.
         n_stages: how many.
         cut: the axes that divide each dim of a tensor; (): none.
-        stage: of each tensor; None: unknown (a null layout), or there is only one.
+        stage: of each tensor; `_ALL`: every stage holds it; None: unknown (a null layout), or there is only one.
     """
 
     tensors: dict[str, tuple[int, ...]]
@@ -104,14 +109,20 @@ class _Stored:
                 )
             if any(not -1 <= v < len(matrix) for axes in tensor_map for v in axes):
                 raise LayoutError(f"{show(key)}: its tensor map names an axis outside {list(matrix)}", key=key)
-        stages = sorted({tuple(ranks) for *_, ranks in known.values()})
+        groups = {tuple(ranks) for *_, ranks in known.values()}
+        several = {group for group in groups if any(set(other) < set(group) for other in groups)}
+        n_ranks = min(map(len, groups))
+        parts = {group[at : at + n_ranks] for group in several for at in range(0, len(group), n_ranks)}
+        stages = sorted(groups - several | parts)
         ranks = [rank for stage in stages for rank in stage]
         if len({len(stage) for stage in stages}) > 1 or len(set(ranks)) != len(ranks):
-            raise LayoutError(
-                "tensors lie on different groups of ranks, which are not the stages of one mesh",
-                hint="write a layout file",
-            )
+            raise _no_stages()
         number = {stage: n for n, stage in enumerate(stages)}
+        on_several = {key: layout for key, layout in known.items() if tuple(layout.rank_list) not in number}
+        known = {**known, **{key: _on_each(layout, stages) for key, layout in on_several.items()}}
+        on_some = [key for key, layout in on_several.items() if len(layout.rank_list) < len(ranks)]
+        if on_some:
+            _log.warning("tensors are stored on some stages; in a layout, on all: %s", listed(map(show, on_some)))
         spans = common_spans({tuple(matrix) for matrix, *_ in known.values()})
         names = axis_names(spans, known.values())
         stage_axis: str | None = None
@@ -127,8 +138,39 @@ class _Stored:
             n_stages=len(stages),
             cut=dict.fromkeys(tensors, ()) | {key: cut_on(*layout[:2], spans, names) for key, layout in known.items()},
             stage=dict.fromkeys(tensors)
-            | {key: number[tuple(layout.rank_list)] for key, layout in known.items() if stage_axis},
+            | {key: number[tuple(layout.rank_list)] for key, layout in known.items() if stage_axis}
+            | dict.fromkeys(on_several, _ALL),
         )
+
+
+def _on_each(layout: DeviceLayout, stages: Sequence[tuple[int, ...]]) -> DeviceLayout:
+    """The layout over the ranks of the first stage of a tensor that several stages hold alike. Raises LayoutError."""
+    matrix, tensor_map, alias, ranks = layout
+    held = [stage for stage in stages if stage[0] in ranks]
+    if [rank for stage in held for rank in stage] != list(ranks):
+        raise _no_stages()
+    left = len(held[0])
+    sizes: list[int] = []  # of the axes within a stage, innermost first
+    for size in reversed(matrix):
+        if left == 1:
+            break
+        sizes.append(min(size, left))
+        if max(size, left) % sizes[-1]:
+            raise _no_stages()
+        left //= sizes[-1]
+    n_axes = len(sizes)
+    sizes_of = dict(enumerate(sizes))
+    divided = {v for axes in tensor_map for v in axes if v >= 0}
+    if any(size != sizes_of.get(v, 1) for v, size in enumerate(reversed(matrix)) if v in divided):
+        raise _no_stages()
+    within = [[v for v in axes if v < n_axes] for axes in tensor_map]
+    return DeviceLayout(sizes[::-1], within, alias[len(matrix) - n_axes :], held[0])
+
+
+def _no_stages() -> LayoutError:
+    return LayoutError(
+        "tensors lie on different groups of ranks, which are not the stages of one mesh", hint="write a layout file"
+    )
 
 
 # An axis of a device matrix spans from the product of all axes from it on (outer) to that of those after it (inner).
@@ -261,7 +303,8 @@ class _Writer:
         for key, layout in resolved.layouts.items():
             stages = {coordinate for _, coordinate in layout.place}
             stage = stored.stage[key]
-            if trimmed(layout.partition.cut) != stored.cut[key] or (stage is not None and stages != {stage}):
+            expected = set() if stage == _ALL else {stage}
+            if trimmed(layout.partition.cut) != stored.cut[key] or (stage is not None and stages != expected):
                 return False
         return True
 
@@ -322,7 +365,7 @@ class _Writer:
         seen_set = set(seen)
         with_state = not seen_set.isdisjoint(self.parameter)
         for key in seen:
-            if (wanted := stage[key]) is None or key in placed:
+            if (wanted := stage[key]) in (None, _ALL) or key in placed:
                 continue
             for template in self._templates(key, with_state=with_state):
                 if template in tried:
@@ -369,7 +412,7 @@ class _Writer:
             n = max(n, index + 1)
             stage = self.stored.stage[key]
             # A null layout records no stage: the tensor may be on that of its layer.
-            if stage is not None and stage_of.setdefault(index, stage) != stage:
+            if stage == _ALL or (stage is not None and stage_of.setdefault(index, stage) != stage):
                 return None
         if n != len(stage_of):
             return None

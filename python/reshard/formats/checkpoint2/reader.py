@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from reshard import _core
+from reshard._core import DeviceLayout
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, MismatchError, ReshardError
 from reshard.formats import manifest as manifests
 from reshard.formats import state_files, writer_mark
@@ -22,7 +23,7 @@ from reshard.formats.base import CheckpointData, Shapes
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.common import MAX_COMMON_BYTES, CommonInfo
 from reshard.formats.checkpoint2.traits import CHECKPOINT2, TILED
-from reshard.formats.own_files import MAX_METADATA_BYTES, own_files
+from reshard.formats.own_files import MAX_METADATA_BYTES, own_files, ranks_of_tensors
 from reshard.formats.state_loader import TorchSaved
 from reshard.formats.tiled import names as tiles
 from reshard.storage.filesystem import MANIFEST_FILE
@@ -118,6 +119,14 @@ class FolderData(CheckpointData):
         """The tensors of tiles.json."""
         return () if self.tiles is None else self.tiles.tensors
 
+    def device_layouts(self, shapes: Callable[[], Shapes]) -> Mapping[str, DeviceLayout]:
+        """From metadata.json. MindSpore Transformers records the first stage of a tensor that several stages hold."""
+        layouts = super().device_layouts(shapes)
+        if self.manifest is not None or len({tuple(layout.rank_list) for layout in layouts.values()}) < 2:
+            return layouts
+        held = ranks_of_tensors(self.path)
+        return {key: _on_ranks(layout, held.get(key, set())) for key, layout in layouts.items()}
+
     def layout_mapping(self, shapes: Callable[[], Shapes]) -> Mapping[str, Any] | None:  # noqa: ARG002
         """From tiles.json."""
         return None if self.tiles is None else self.tiles.layout
@@ -125,6 +134,15 @@ class FolderData(CheckpointData):
     def view(self, index: _core.Index, lock: Lock | None) -> Self:
         """Without the content of tiles.json, which describes the stored tensors."""
         return replace(super().view(index, lock), tiles=None, chosen=None)
+
+
+def _on_ranks(layout: DeviceLayout, held: set[int]) -> DeviceLayout:
+    """The layout of a tensor, repeated on the further ranks that hold it."""
+    if held <= set(layout.rank_list):
+        return layout
+    matrix, tensor_map, alias, ranks = layout
+    # The further ranks need not be whole stages: `ModelLayout.like` refuses them then.
+    return DeviceLayout((len(held) // len(ranks), *matrix), tensor_map, ("", *alias), tuple(sorted(held)))
 
 
 def open_chosen(chosen: Chosen, *, method: _core.ReadMethod = "auto") -> CheckpointData:
