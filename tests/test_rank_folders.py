@@ -650,6 +650,27 @@ def test_a_table_on_two_stages(tmp_path: Path) -> None:
         assert_same(opened.load(layout, rank=3), {"tied": tied[2:], "own": own[2:]})
 
 
+def test_a_tensor_that_two_stages_divide_differently(tmp_path: Path) -> None:
+    items = {"tied": Item((4, 2), (2,), (0, -1)), "other": Item((4, 2), (2,), (-1, 0), stage=1)}
+    cut = write_strategy(tmp_path / "cut", items, 2)
+    path = cut / "strategy_stage_1.json"
+    path.write_text(path.read_text().replace('"other"', '"tied"'))
+    tied = np.arange(8.0).reshape(4, 2)
+    parts = (tied[:2], tied[2:], tied[:, :1], tied[:, 1:])
+    root = write_ranks(tmp_path / "tree", [{"tied": np.ascontiguousarray(part)} for part in parts])
+    with reshard.open(root, strategy=cut) as opened:
+        assert_same(opened.load(), {"tied": tied})
+        with pytest.raises(LayoutError, match="stages 0 and 1 cut `tied` differently"):
+            reshard.ModelLayout.like(opened)
+
+
+def test_state_without_redundant_copies_that_is_not_beside_its_parameter(tree: Path) -> None:
+    """Ranks 0 and 1 hold the parameter, ranks 2 and 3 its state, with values that are equal on all ranks."""
+    holding(2, 3, **{"adam_m.w": np.zeros_like(SLICES[0]), "w": np.empty(0)})(tree)
+    with opened_cut(tree) as opened:
+        assert_same(opened.load(keys=["adam_m.w", "w"]), {"adam_m.w": np.zeros_like(W), "w": W})
+
+
 # -- `.ckpt` files
 
 

@@ -332,10 +332,9 @@ def open_rank_files(
     common = tensors.check(method)
     for key in tensors.keys:
         if key not in tensors.unplaced:
-            # Ranks with the same shard may have split it into different records. These overlap without being replicas.
-            is_split = any(len(one.parts) > 1 for one in tensors.held[key].values())
             stored = tensors.placed(key)
-            index.add_tiles(key, stored.dtype, stored.shape, stored.stored, overlapping=is_split)
+            overlaps = tensors.overlaps(key, stored.shape)
+            index.add_tiles(key, stored.dtype, stored.shape, stored.stored, overlapping=overlaps)
     tensors.check_coverage(index)
     tensors.warn()
     return RankFoldersData(

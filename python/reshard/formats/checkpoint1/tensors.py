@@ -72,8 +72,16 @@ class RankTensors:
         if self.strategy is None or state is None or not self.strategy.stages_of(state[1]):
             return None
         parts = self.held.get(state[1], {})
-        has_same_shapes = all(rank in parts and parts[rank].shape == one.shape for rank, one in self.held[key].items())
-        return state[1] if has_same_shapes else None
+        stages, n_devices = self.strategy.stages_of(state[1]), self.strategy.devices_per_stage
+        # Without redundant copies a rank can hold the state and not the parameter, whose parts have one shape then.
+        shapes = {part.shape for part in parts.values()}
+
+        def has_same_shape(rank: int, shape: tuple[int, ...]) -> bool:
+            if rank in parts:
+                return parts[rank].shape == shape
+            return rank // n_devices in stages and shapes == {shape}
+
+        return state[1] if all(has_same_shape(rank, one.shape) for rank, one in self.held[key].items()) else None
 
     def placed(self, key: str) -> StoredTensor:
         """A whole tensor and the stored arrays of all ranks that it consists of.
@@ -131,6 +139,17 @@ class RankTensors:
                 key=key,
             )
         return next(iter(found))
+
+    def overlaps(self, key: str, shape: tuple[int, ...]) -> bool:
+        """Whether stored arrays of a tensor can overlap without being replicas."""
+        # Ranks with the same shard may have split it into different records.
+        if any(len(one.parts) > 1 for one in self.held[key].values()):
+            return True
+        if self.strategy is None:
+            return False
+        listed_key, n = self.followed.get(key, key), self.strategy.devices_per_stage
+        stages = self.strategy.stages_of(listed_key)
+        return len({self.strategy.cut_of(listed_key, stage * n, len(shape), shape) for stage in stages}) > 1
 
     def check_coverage(self, index: _core.Index) -> None:
         """Check that the stored arrays cover every tensor.
