@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as nps
+from safetensors.numpy import save_file
 from tests.ckpt_files import dump, field, text, value, varint
 
 import reshard
@@ -475,3 +476,17 @@ def test_names_are_swapped(tmp_path: Path) -> None:
     (tmp_path / "names.yaml").write_text("a: b\nb: a\n")
     report = reshard.convert_files(path, tmp_path / "new" / "y.safetensors", name_map=tmp_path / "names.yaml")
     check_equal(load(Path(report.files[0].path)), {"b": W, "a": W[0]})
+
+
+def test_int4_in_safetensors_is_refused_as_in_ckpt(tmp_path: Path) -> None:
+    """MindSpore packs two elements in each byte of an I8 array, and records that in the metadata."""
+    folder = tmp_path / "ranks" / "rank_0"
+    folder.mkdir(parents=True)
+    file = folder / "net.safetensors"
+    save_file({"w": np.zeros((4, 2), np.int8)}, file, {"format": "ms", "w": "Int4"})
+    for path in (file, tmp_path / "ranks"):
+        with pytest.raises(UnsupportedError, match=r"net.safetensors.*`w` is Int4") as caught:
+            reshard.open(path)
+        assert caught.value.key == "w"
+    save_file({"w": np.zeros((4, 2), np.int8)}, file, {"format": "ms", "v": "Int4"})
+    reshard.open(file).close()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reshard._core import StoredArray
-from reshard.errors import DamagedFileError, KeyNotFoundError
+from reshard.errors import DamagedFileError, KeyNotFoundError, UnsupportedError
 from reshard.formats.ckpt import names as ckpt
 from reshard.storage.location import Location, locate
 from reshard.words import counted, show
@@ -64,7 +64,7 @@ def add_rank_file(
     Raises:
         CheckpointNotFoundError: there is no such file.
         DamagedFileError: it is empty, truncated or zeroed, violates its format in another way, or is a link.
-        UnsupportedError: it holds an unknown type.
+        UnsupportedError: it holds an unknown type, or Int4.
         StorageError: it cannot be read.
 
     Example:
@@ -82,8 +82,27 @@ def add_rank_file(
     has_crc = None
     if kind == "ckpt":
         has_crc = ckpt.has_crc(locate(path).read_tail(ckpt.TAIL_BYTES, follow_links=follow_links))
+    check_no_int4(index, file)
     metadata, strings = index.file_metadata(file) or {}, tuple(index.file_strings(file))
     return OpenedRankFile(file, path, kind, tensors, metadata, strings, has_crc)
+
+
+def check_no_int4(index: _core.Index, file: int) -> None:
+    """Refuse a safetensors file with Int4 tensors of MindSpore: bytes of two elements, as the metadata records.
+
+    Raises:
+        UnsupportedError: it has such a tensor.
+    """
+    packed = [key for key, value in (index.file_metadata(file) or {}).items() if value == "Int4"]
+    for key in packed:
+        if any(array.name == key for array in index.file_arrays(file)):
+            path = str(index.file_path(file))
+            raise UnsupportedError(
+                f"{show(path)}: {show(key)} is Int4, two elements in each byte, which is not supported",
+                path=path,
+                key=key,
+                hint="save the tensor in another dtype",
+            )
 
 
 def kind_of(path: str | os.PathLike[str], *, follow_links: bool = False) -> Literal["safetensors", "ckpt"]:

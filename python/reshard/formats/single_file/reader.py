@@ -11,6 +11,7 @@ from reshard.counters import AS_TENSORS
 from reshard.errors import DamagedFileError
 from reshard.formats.aliases import add_aliases
 from reshard.formats.base import CheckpointData, Format, Match, Traits
+from reshard.formats.rank_file import check_no_int4
 from reshard.storage.filesystem import MANIFEST_FILE
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def _open_file(path: Location, method: _core.ReadMethod) -> CheckpointData:
 
 
 def _added(path: Location, method: _core.ReadMethod, index: _core.Index, file: int) -> CheckpointData:
+    check_no_int4(index, file)
     index.add_whole_file(file)
     return CheckpointData(traits=SingleFile.traits, path=path, index=index, method=method, aliases=add_aliases(index))
 
