@@ -667,3 +667,11 @@ def test_a_safetensors_file_that_begins_as_a_strategy(tmp_path: Path) -> None:
     assert not is_strategy(path)
     with pytest.raises(DamagedFileError, match="it is a safetensors file"):
         read_strategy(path)
+
+
+def test_a_strategy_whose_ninth_byte_is_a_brace(tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    write_strategy_file(path, stage_file(0, {"ab{0}": W}))
+    assert path.read_bytes()[8:9] == b"{"
+    assert is_strategy(path)
+    assert read_strategy(path).keys() == ("ab{0}",)

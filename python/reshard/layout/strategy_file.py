@@ -32,6 +32,7 @@ _MAX_DEVICES = 1 << 20
 _MAX_NAME = 4096
 _PREFIX_BYTES = 4096
 _FIELDS = ("current_stage", "parallel_strategy_item", "parallel_layout_item")
+_SAFETENSORS = b"\0\0\0\0{"  # bytes 4 to 8: a length below 4 GiB, and the start of a header
 _FIRST_FIELD = re.compile(rb'(?:\xef\xbb\xbf)?\s*\{\s*"(?:%s)"' % "|".join(_FIELDS).encode())
 
 
@@ -219,7 +220,7 @@ def _kind(prefix: bytes) -> str | None:
     if _FIRST_FIELD.match(prefix):
         return "json"
     # A safetensors file begins with the length of its header. Its low byte can have any value, including 0x08.
-    if prefix[:1] != b"\x08" or prefix[8:9] == b"{":
+    if prefix[:1] != b"\x08" or prefix[4:9] == _SAFETENSORS:
         return None
     end = next((n for n, byte in enumerate(prefix[1:11], 2) if byte < 0x80), 0)
     # All writers write `current_stage` first, then operators or parameters.
@@ -234,7 +235,7 @@ def _check_kind(prefix: bytes, path: str) -> None:
         found = "it is empty, or a folder"
     elif not any(prefix):
         found = "it begins with zeros"
-    elif prefix[8:9] == b"{":
+    elif prefix[4:9] == _SAFETENSORS:
         found = "it is a safetensors file"
     elif prefix[:1] == b"\x0a":
         found = "it looks like a file of weights"
