@@ -213,7 +213,7 @@ def test_a_strategy_with_a_byte_order_mark_is_told_so(tmp_path: Path) -> None:
 
 def test_what_is_not_listed_is_whole_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
     layout = ModelLayout.from_strategy(Strategy({0: {"l.0.w": LayoutItem((2,), ((0, -1),))}}, source="told once"))
-    shapes = {"l.0.w": (4, 4), "l.1.w": (4, 4), "l.0.*": (4,), "step": ()}
+    shapes = {"l.0.w": (4, 4), "l.1.w": (4, 4), "l.0.*": (4,), "step": (), "global_step": (1,)}
     bound = layout.bind(shapes)
     expected = "`told once` does not list `l.1.w`, `l.0.*`: whole on every rank"
     assert bound.warnings == [expected]
@@ -223,6 +223,7 @@ def test_what_is_not_listed_is_whole_and_told_once(caplog: pytest.LogCaptureFixt
     assert bound.layouts["l.0.w"].local_shape(1) == (2, 4)
     with pytest.raises(LayoutError, match="does not list"):
         layout.bind(shapes, strict=True)
+    layout.bind({"l.0.w": (4, 4), "global_step": (1,)}, strict=True)
 
 
 def test_tensors_of_several_stages() -> None:

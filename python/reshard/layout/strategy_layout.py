@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard._core import DeviceLayout
+from reshard.counters import is_counter
 from reshard.errors import LayoutError
 from reshard.layout.like import axis_names, common_spans, cut_on, stage_axis_name
 from reshard.layout.partition import Partition, Places, TensorLayout
@@ -129,7 +130,8 @@ def layouts_of(strategy: Strategy, tensors: Mapping[str, Sequence[int]] | None =
             f"{show(strategy.source)} puts {listed(map(show, several))} on some stages; in a layout, one or all: "
             "here it is all"
         )
-    unlisted = [key for key, layout in layouts.items() if key not in cuts and layout.shape]
+    whole = {key: layout.shape for key, layout in layouts.items() if key not in cuts}
+    unlisted = [key for key, shape in whole.items() if shape and not is_counter(key, shape)]
     strategy.check_unlisted(unlisted)
     if unlisted:
         warnings.append(f"{show(strategy.source)} does not list {listed(map(show, unlisted))}: whole on every rank")
