@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -351,6 +354,49 @@ def test_no_file(tmp_path: Path) -> None:
         ModelLayout.from_yaml(tmp_path / "none.yaml")
     with pytest.raises(StorageError, match="directory"):
         ModelLayout.from_yaml(tmp_path)
+
+
+def test_a_pipe_without_a_writer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reshard.storage.inputs._WRITER_SECONDS", 0.05, raising=False)
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(StorageError, match=r"pipe\.yaml`: a pipe that no process has opened for writing in 0\.05 s"):
+        as_layout(tmp_path / "pipe.yaml")
+
+
+@pytest.mark.parametrize("wait", ["to open", "to write"])
+def test_a_pipe_is_read_to_its_end(wait: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = tmp_path / "pipe.yaml"
+    os.mkfifo(pipe)
+    if wait == "to write":
+        monkeypatch.setattr("reshard.storage.inputs._WRITER_SECONDS", 0.05)
+
+    def write() -> None:
+        if wait == "to open":
+            time.sleep(0.05)
+        with pipe.open("w") as file:
+            time.sleep(0.2 if wait == "to write" else 0.0)
+            for part in ("mesh: {tp: 2}\n", "rules: []\n" + "#" * 100_000):
+                file.write(part)
+                file.flush()
+                time.sleep(0.02)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        assert as_layout(pipe).mesh == {"tp": 2}
+    finally:
+        writer.join()
+
+
+def test_output_of_a_program_is_a_layout() -> None:
+    with subprocess.Popen(["/bin/sh", "-c", "echo '{mesh: {tp: 2}, rules: []}'"], stdout=subprocess.PIPE) as program:
+        assert program.stdout is not None
+        assert as_layout(f"/dev/fd/{program.stdout.fileno()}").mesh == {"tp": 2}
+    with subprocess.Popen(["/bin/true"], stdout=subprocess.PIPE) as program:
+        assert program.stdout is not None
+        program.wait()
+        with pytest.raises(LayoutError, match="is empty"):
+            as_layout(f"/dev/fd/{program.stdout.fileno()}")
 
 
 def test_a_huge_file_is_not_read(tmp_path: Path) -> None:

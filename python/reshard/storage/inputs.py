@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import select
+import stat
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from reshard.errors import CheckpointNotFoundError
+from reshard.errors import CheckpointNotFoundError, StorageError
 from reshard.storage.location import locate
 from reshard.storage.store import failing
 from reshard.words import show
 
-if TYPE_CHECKING:
-    import os
+_WRITER_SECONDS = 10.0  # until another process must have opened a pipe
 
 
 def read_input(path: str | os.PathLike[str], max_bytes: int) -> bytes:
@@ -24,11 +25,37 @@ def read_input(path: str | os.PathLike[str], max_bytes: int) -> bytes:
     Raises:
         ArgumentError: it is a URL, or begins with `~`.
         CheckpointNotFoundError: there is no such file.
-        StorageError: it is a folder, or the system failed to read it.
+        StorageError: it is a folder, or a pipe that no process opens for writing, or the system failed to read it.
     """
     with failing("reading", path):
         try:
-            with Path(locate(path)).open("rb") as file:
+            file_path = Path(locate(path))
+            if stat.S_ISFIFO(file_path.stat().st_mode):
+                return _read_pipe(file_path, max_bytes)
+            with file_path.open("rb") as file:
                 return file.read(max_bytes)
         except FileNotFoundError:
             raise CheckpointNotFoundError(f"there is no file {show(str(path))}", path=str(path)) from None
+
+
+def _read_pipe(path: Path, max_bytes: int) -> bytes:
+    # Opening a pipe waits for a writer, without a limit unless the descriptor does not block.
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        poll = select.poll()
+        poll.register(file, select.POLLIN)
+        first = b""
+        if not poll.poll(_WRITER_SECONDS * 1000):
+            try:
+                first = os.read(file.fileno(), max_bytes)
+            except BlockingIOError:
+                pass  # a process has opened it, and has not written yet
+            else:
+                if not first:
+                    raise StorageError(
+                        f"reading {show(str(path))}: a pipe that no process has opened for writing in "
+                        f"{_WRITER_SECONDS:g} s",
+                        path=str(path),
+                        hint="start the program that writes into it, or give a file",
+                    )
+        os.set_blocking(file.fileno(), True)
+        return first + file.read(max_bytes - len(first))
