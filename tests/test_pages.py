@@ -235,6 +235,26 @@ def test_a_forecast_is_what_a_conversion_writes_and_a_load_reads(tmp_path: Path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dst", "m.safetensors", "src", "tp2.yaml"]
 
 
+def test_a_forecast_counts_the_padding_of_joined_arrays(tmp_path: Path) -> None:
+    """In a file, a joined array starts each key at a multiple of `align`, and small keys are not in every part."""
+    reshard.save_file({f"b{n}": np.ones(n, np.float32) for n in (1, 2, 3)}, tmp_path / "m.safetensors")
+    for align in (1, 64):
+        flat = f"{{axes: [dp], join: biases, align: {align}}}"
+        layout = write_yaml(tmp_path / "l.yaml", f"{{mesh: {{dp: 4}}, rules: [{{match: 'b*', flat: {flat}}}]}}")
+        arguments = ["plan", str(tmp_path / "m.safetensors"), "--layout", str(layout), "--no-measure", "--json"]
+        found = json.loads(CliRunner().invoke(main, arguments).stdout)
+        reshard.convert(tmp_path / "m.safetensors", tmp_path / f"dst{align}", layout=layout)
+        with reshard.open(tmp_path / f"dst{align}") as converted:
+            written = {
+                file.name: sum(array.nbytes for array in reshard.load_file(converted.path / file.name).values())
+                for file in converted.files()
+            }
+        assert {file["name"]: file["n_bytes"] for file in found["files"]} == written
+        assert found["n_bytes"] == 24
+        assert found["written_bytes"] == sum(written.values()) == {1: 32, 64: 1024}[align]
+        assert found["needed_bytes"] == -(-sum(written.values()) * 21 // 20)
+
+
 def test_a_forecast_is_printed_and_drawn(tmp_path: Path) -> None:
     name = HOSTILE[0]
     reshard.save_file({name: np.zeros((8, 4), np.float32)}, tmp_path / "m.safetensors")

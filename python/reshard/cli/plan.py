@@ -106,15 +106,17 @@ def plan(
 
 def _numbers(found: Forecast, free: int | None, speed: Speed | None) -> dict[str, Any]:
     """What is needed and available, in bytes and seconds."""
+    written = found.written_bytes
     return {
+        "written_bytes": written,
         "load_bytes": sum(found.rank_bytes.values()),
         "max_rank_bytes": max(found.rank_bytes.values(), default=0),
-        "needed_bytes": found.n_bytes + -(-found.n_bytes // _SPARE),
+        "needed_bytes": written + -(-written // _SPARE),
         "free_bytes": free,
         "convert_bytes_per_s": None if speed is None else speed.convert_bytes_per_s,
         "read_bytes_per_s": None if speed is None else speed.read_bytes_per_s,
-        "seconds_cached": None if speed is None else speed.seconds(found.n_bytes, cached=True),
-        "seconds": None if speed is None else speed.seconds(found.n_bytes, cached=False),
+        "seconds_cached": None if speed is None else speed.seconds(written, cached=True),
+        "seconds": None if speed is None else speed.seconds(written, cached=False),
     }
 
 
@@ -129,7 +131,7 @@ def _facts(found: Forecast, numbers: dict[str, Any], dst: str) -> list[tuple[str
         ("tensors", f"{found.n_tensors}, {size(found.n_bytes)} in {counted(len(found.sources), 'file')}"),
         ("layout", f"{mesh}, {counted(len(ranks), 'rank')}"),
         ("load", f"{load}; {size(numbers['load_bytes'])} on all ranks"),
-        ("convert", f"writes {size(found.n_bytes)}, each shard once, in at most {size(_BUFFERS)} of buffers"),
+        ("convert", f"writes {size(found.written_bytes)}, each shard once, in at most {size(_BUFFERS)} of buffers"),
     ]
     if found.files is not None:
         sizes = [file.n_bytes for file in found.files]

@@ -43,11 +43,12 @@ class Forecast:
 
     Attributes:
         n_tensors: number of tensors.
-        n_bytes: bytes of the tensors, each once; what `convert` writes.
+        n_bytes: bytes of the tensors, each once.
         mesh: sizes of the axes of the layout.
         sources: the files of the source.
         rank_bytes: by rank, the bytes of its arrays: what `load` allocates on it.
-        files: the files that `convert` writes for the layout, each shard once; None: too many shards to assign them.
+        files: the files that `convert` writes for the layout, each shard once, and the bytes of their arrays; None: too
+            many shards to assign them.
         transfers: by rank and then by the number of a source file, the bytes that `load` copies. Copies of a shard in
             several files are read from one of them.
         warnings: rules of the layout without an effect, tensors that metadata.json cannot describe.
@@ -61,6 +62,11 @@ class Forecast:
     files: tuple[FileInfo, ...] | None
     transfers: Mapping[int, Mapping[int, int]]
     warnings: tuple[str, ...]
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes of the arrays that `convert` writes; without the padding of joined arrays if `files` is None."""
+        return self.n_bytes if self.files is None else sum(file.n_bytes for file in self.files)
 
 
 def forecast(checkpoint: Checkpoint, layout: LayoutLike, *, part: Part = "all") -> Forecast:
@@ -97,7 +103,7 @@ def forecast(checkpoint: Checkpoint, layout: LayoutLike, *, part: Part = "all") 
         plan = checkpoint.data.index.plan(bound.request(rank, chosen), verify=False)
         transfers[rank], exact[rank] = plan.source_bytes, plan.n_bytes
     computed = {} if len(planned) == len(bound.ranks) else rank_bytes(bound, tensors)
-    files, warnings = _files(bound, tensors)
+    files, warnings = _files(checkpoint.data.index, bound, tensors)
     return Forecast(
         n_tensors=len(keys),
         n_bytes=sum(dtypes.n_bytes(tensor.dtype, tensor.shape) for tensor in tensors.values()),
@@ -118,9 +124,9 @@ def _planned_ranks(ranks: list[int], n_tensors: int) -> list[int]:
 
 
 def rank_bytes(bound: BoundLayout, tensors: Mapping[str, WholeTensor]) -> dict[int, int]:
-    """Bytes of each rank's arrays, without the padding between joined arrays. Equal layouts are computed once."""
+    """Bytes of each rank's arrays; of joined ones, as if each key were divided by itself."""
     bits: Counter[int] = Counter()
-    layouts = {}
+    layouts = {}  # equal ones are computed once
     for key, tensor in tensors.items():
         layout = bound.layouts[key]
         layouts[id(layout)] = layout
@@ -133,28 +139,17 @@ def rank_bytes(bound: BoundLayout, tensors: Mapping[str, WholeTensor]) -> dict[i
 
 
 def _files(
-    bound: BoundLayout, tensors: Mapping[str, WholeTensor]
+    index: _core.Index, bound: BoundLayout, tensors: Mapping[str, WholeTensor]
 ) -> tuple[tuple[FileInfo, ...] | None, tuple[str, ...]]:
     """The files that `convert` writes, with the bytes of their arrays, and its warnings."""
-    sizes = dict(bound.mesh.axes)
-    n_shards = sum(math.prod(sizes[axis] for axis in bound.tensor_layouts[key].partition.axes) for key in tensors)
+    mesh = dict(bound.mesh.axes)
+    n_shards = sum(math.prod(mesh[axis] for axis in bound.tensor_layouts[key].partition.axes) for key in tensors)
     if n_shards > _MAX_SHARDS:
         return None, ()
     plan = plan_layout(tensors, bound)
-    joins = {join.name: [key for key in join.keys if key in tensors] for join in bound.joins}
-    local: dict[tuple[int, int], int] = {}  # elements of a rank's part, by layout
-
-    def n_bytes(name: str, rank: int) -> int:
-        found = 0
-        for key in joins.get(name, [name]):
-            layout = bound.layouts[key]
-            place = (id(layout), rank)
-            if place not in local:
-                local[place] = math.prod(layout.local_shape(rank)) if layout.holds(rank) else 0
-            found += local[place] * dtypes.bits(tensors[key].dtype) // 8
-        return found
-
-    files = tuple(FileInfo(file.name, sum(n_bytes(name, file.rank) for name in file.arrays)) for file in plan.files)
+    requests = bound.requests_of([(file.rank, file.arrays) for file in plan.files])
+    sizes = index.request_bytes(requests)
+    files = tuple(FileInfo(file.name, n_bytes) for file, n_bytes in zip(plan.files, sizes, strict=True))
     return files, plan.warnings
 
 
