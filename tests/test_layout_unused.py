@@ -19,6 +19,7 @@ from reshard.layout.file import LayoutFile
 from reshard.layout.patterns import expand_braces, glob_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
 LLAMA = [
@@ -179,6 +180,27 @@ def test_a_load_warns_and_goes_on(source: Path) -> None:
         assert opened.load(TYPO, rank=0)[LLAMA[0]].shape == (8, 8)
     with pytest.raises(LayoutError, match="matches no key"):
         ModelLayout.from_mapping(TYPO).bind({"a": (2,)}, strict=True)
+
+
+def test_nearest_keys_are_sought_for_the_hint_that_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search takes 45 ms for a model of 1000 tensors, and a layout can have thousands of entries for other ones."""
+    sought: list[str] = []
+
+    def nearest(text: str, candidates: Iterable[str], **_: object) -> list[str]:
+        sought.append(text)
+        return list(candidates)[:1]
+
+    monkeypatch.setattr("reshard.layout.resolve.nearest", nearest)
+    rules = [*({"match": f"h.{n}.w"} for n in range(20)), {"match": "*"}]
+    place = [{"match": f"h.{n}.{{i}}.*", "axis": "tp"} for n in range(20)]
+    bound = ModelLayout.from_mapping({"mesh": {"tp": 2}, "rules": rules, "place": place}).bind({"a.w": (2,)})
+    assert len(bound.unused) == 40
+    assert sought == []
+    with pytest.raises(LayoutError, match=r"h\.0\.w.*, and 39 more") as caught:
+        bound.refuse_unused()
+    assert caught.value.hint is not None
+    assert "the nearest keys are `a.w`" in caught.value.hint
+    assert len(sought) == 1
 
 
 def test_what_is_optional_may_match_nothing(source: Path, tmp_path: Path) -> None:

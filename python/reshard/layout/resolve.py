@@ -7,6 +7,7 @@ module does not know the content of the tensors or where they are stored.
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import math
 from dataclasses import dataclass, field, replace
@@ -19,12 +20,11 @@ from reshard.layout.patterns import IndexedPattern, Matcher, natural_order
 from reshard.words import counted, listed, nearest, show
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from reshard.layout.file import LayoutFile, LayoutRule, PlaceRule
     from reshard.layout.partition import Places
 
-_MAX_HINTS = 8  # finding the nearest keys takes time, and an error shows one hint
 _MAX_WARNINGS = 100  # about rules that match no key
 _MAX_PLACED = 10_000_000  # matches of all entries of `place`: real layouts have a few for each tensor
 _MAX_BLOCKS = 1 << 20  # of all tensors of different shape together: fused tensors have a few for each expert
@@ -54,13 +54,17 @@ class Unused:
 
     Attributes:
         text: which one.
-        hint: what to do about it.
         match: its patterns, with a wildcard for the index; empty if other keys would change nothing.
     """
 
     text: str
-    hint: str
     match: tuple[str, ...]
+    _hint: Callable[[], str] = field(repr=False, compare=False)
+
+    @property
+    def hint(self) -> str:
+        """What to do about it. Found on demand: the search for the nearest keys takes time, and few hints are shown."""
+        return self._hint()
 
     def matches(self, keys: Collection[str]) -> bool:
         """Whether it matches one of these keys."""
@@ -164,21 +168,23 @@ class _Resolver:
             # Each of them may be there for another model, but not all: then nothing is cut.
             texts = tuple(text for n in cutting for text in self.layout.rules[n].match)
             what = f"none of the rules that cut, such as {_texts(texts[:3])}, matches a key"
-            yield Unused(what, self._hint(texts[0]), texts)
+            yield Unused(what, texts, functools.partial(self._hint, texts[0]))
         last = next((n for n, rule in enumerate(self.layout.rules) if "*" in rule.match), len(self.layout.rules))
         for n, rule in enumerate(self.layout.rules):
             if n > last and not rule.optional:
                 yield Unused(
                     f"rules[{n}], {_texts(rule.match)}, comes after rules[{last}], `*`, which takes every key",
-                    "of the rules that match a key the first counts: put `*` last",
                     (),
+                    lambda: "of the rules that match a key the first counts: put `*` last",
                 )
         rest = [n for n, rule in enumerate(self.layout.rules[:last]) if n not in used and not rule.optional]
         # A rule whose keys all belong to earlier ones does match something, and is there for a reason.
-        for count, n in enumerate(Matcher([self.layout.rules[n].match for n in rest]).unused(self.own)):
+        for n in Matcher([self.layout.rules[n].match for n in rest]).unused(self.own):
             match = self.layout.rules[rest[n]].match
-            hint = self._hint_of(match) if count < _MAX_HINTS else ""
-            yield Unused(f"rules[{rest[n]}], {_texts(match)}, matches no key", hint, match)
+            yield self._no_key(f"rules[{rest[n]}], {_texts(match)}", match)
+
+    def _no_key(self, which: str, match: tuple[str, ...]) -> Unused:
+        return Unused(f"{which}, matches no key", match, functools.partial(self._hint_of, match))
 
     def _cuts(self, rule: LayoutRule) -> bool:
         """Whether a rule divides its tensors over several ranks."""
@@ -377,7 +383,7 @@ class _Resolver:
                 coordinates = self._coordinates_of(n, entry, indexed[n], matched[n])
             if not coordinates and not entry.optional:
                 match = tuple(IndexedPattern.any_index(text) if entry.at is None else text for text in entry.match)
-                unused.append(Unused(f"place[{n}], {_texts(entry.match)}, matches no key", self._hint_of(match), match))
+                unused.append(self._no_key(f"place[{n}], {_texts(entry.match)}", match))
             for key, coordinate in coordinates.items():
                 place.setdefault(key, []).append((entry.axes, coordinate))
         return {key: tuple(entries) for key, entries in place.items()}, unused

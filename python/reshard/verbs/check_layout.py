@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint, LayoutLike
     from reshard.layout import ModelLayout, Partition
 
+_MAX_HINTS = 8  # about rules that match no key: each takes time
 _MAX_FAULTS = 50  # then the rest is not checked: each fault binds the layout again
 
 
@@ -138,7 +139,7 @@ def check_layout(checkpoint: Checkpoint, layout: LayoutLike) -> LayoutCheck:
     warnings: list[str] = []
     if bound is not None:
         unused = [one for one in bound.unused if not one.matches(dropped)]
-        faults += [Fault(None, one.text, one.hint or None) for one in unused]
+        faults += [Fault(None, one.text, one.hint if n < _MAX_HINTS else None) for n, one in enumerate(unused)]
         texts = {one.text for one in bound.unused}
         warnings = [text for text in bound.warnings if text not in texts]
     return LayoutCheck(
