@@ -501,3 +501,15 @@ def test_a_scalar_in_a_join_is_one_element_of_it() -> None:
     )
     request = given.bind({"a": (), "b": (2,)}).request(0)
     assert request.last() == ((2,), [("a", ((), (), 0, ())), ("b", ((0,), (1,), 1, (1,)))])
+
+
+def test_rules_with_one_partition_share_the_layouts_of_its_tensors() -> None:
+    """So that 100,000 rules, one for each tensor, are checked and made into geometry once."""
+    rules = [{"match": f"{n}.w", "cut": ["tp"]} for n in range(3)]
+    layout = ModelLayout.from_mapping({"mesh": {"tp": 2}, "rules": rules})
+    found = layout.bind({"0.w": (4, 2), "1.w": (4, 2), "2.w": (2, 2)})
+    assert found.tensor_layouts["0.w"] is found.tensor_layouts["1.w"]
+    assert found.layouts["0.w"] is found.layouts["1.w"]
+    assert found.tensor_layouts["2.w"].shape == (2, 2)
+    with pytest.raises(LayoutError, match=r"dim 0 of `1\.w` has 3 elements"):
+        layout.bind({"0.w": (4, 2), "1.w": (3, 2), "2.w": (2, 2)})

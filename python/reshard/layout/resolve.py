@@ -126,6 +126,9 @@ class _Resolver:
         self.own = [key for key in self.tensors if key not in self.parameter]
         self.matcher = Matcher([rule.match for rule in layout.rules])
         self.rule_of: dict[str, tuple[int, int]] = {}  # (rule, entry of its `match`)
+        # Thousands of rules share a handful of partitions: the first rule with the partition of each rule.
+        first: dict[tuple[Partition, bool], int] = {}
+        self.like = [first.setdefault((rule.partition, rule.join is None), n) for n, rule in enumerate(layout.rules)]
         self.by_rule: dict[tuple[int, tuple[int, ...]], TensorLayout] = {}
         self.states: dict[TensorLayout, tuple[TensorLayout, tuple[int, ...]]] = {}
         self.n_blocks = 0
@@ -209,10 +212,10 @@ class _Resolver:
 
     def _by_rule(self, key: str) -> TensorLayout:
         n, _ = self.rule_of[key]
-        shape = self.tensors[key]
-        if (n, shape) not in self.by_rule:
-            self.by_rule[n, shape] = self._checked(key, shape, self.layout.rules[n])
-        return self.by_rule[n, shape]
+        kind = (self.like[n], self.tensors[key])
+        if kind not in self.by_rule:
+            self.by_rule[kind] = self._checked(key, self.tensors[key], self.layout.rules[n])
+        return self.by_rule[kind]
 
     def _checked(self, key: str, shape: tuple[int, ...], rule: LayoutRule) -> TensorLayout:
         partition = rule.partition
