@@ -290,6 +290,34 @@ def test_an_average_grows_with_its_model_and_an_absent_object_is_reported(tmp_pa
     assert any("`extra.swa.module.weight` has shape (3, 2)" in line for line in decision.warnings)
 
 
+def tied_average(seed: int, rows: int) -> Any:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Embedding(rows, 2), nn.Linear(2, rows, bias=False))
+    model[1].weight = model[0].weight
+    return AveragedModel(model)
+
+
+def views(seed: int, rows: int) -> Any:
+    table = torch.full((rows, 2), float(seed))
+    return {"table": table, "first": table[:2], "flat": table.view(-1)}
+
+
+@pytest.mark.parametrize("make", [tied_average, views])
+def test_an_object_whose_tensors_share_memory_is_restored(make: Callable[[int, int], Any], tmp_path: Path) -> None:
+    kept, restored, model = make(3, 4), make(5, 4), nn.Linear(2, 1)
+    with Checkpointer(tmp_path, signals=()) as made:
+        made.resume(model=model, extra={"kept": kept})
+        made.save(1, blocking=True)
+    Checkpointer(tmp_path, signals=()).resume(model=model, extra={"kept": restored})
+    state, expected = ((one if isinstance(one, dict) else one.state_dict()) for one in (restored, kept))
+    assert equal(dict(state), dict(expected))
+    if make is tied_average:
+        assert restored.module[0].weight is restored.module[1].weight
+        larger = make(5, 6)
+        Checkpointer(tmp_path, signals=()).resume(model=model, extra={"kept": larger}, strict={"shape": "grow"})
+        assert torch.equal(larger.module[0].weight[:4], kept.module[0].weight)
+
+
 def test_names_of_objects_do_not_collide(tmp_path: Path) -> None:
     model = layers(0)
     with pytest.raises(ArgumentError, match=r"`extra` has an object named `optimizer`"):

@@ -155,6 +155,8 @@ class Described:
     def out(self) -> dict[str, np.ndarray]:
         """Arrays over the memory of the trainer to load into, by key: of contiguous tensors on the host.
 
+        Of tensors that share memory, such as tied weights in an average of the model, only one has an array.
+
         Example:
             >>> from torch import nn
             >>> model = nn.Linear(2, 3)
@@ -162,11 +164,18 @@ class Described:
             >>> model.bias.tolist()
             [7.0, 7.0, 7.0]
         """
-        return {
+        arrays = {
             key: from_tensor(tensor)[0]
             for key, tensor in (self.model | self.optimizer).items()
             if tensor.device.type == "cpu" and tensor.is_contiguous()
         }
+        end = 0
+        for key, start in sorted(((key, array.ctypes.data) for key, array in arrays.items()), key=lambda one: one[1]):
+            if start < end and arrays[key].nbytes:
+                del arrays[key]
+            else:
+                end = max(end, start + arrays[key].nbytes)
+        return arrays
 
 
 @dataclass(frozen=True, eq=False)
