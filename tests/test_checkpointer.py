@@ -675,6 +675,33 @@ def test_exception_saves_the_last_complete_step(tmp_path: Path) -> None:
     assert reshard.open(tmp_path).iteration == 3
 
 
+@pytest.mark.parametrize(("stops_at", "waits"), [(2, False), (2, True), (3, False)])
+def test_exception_after_a_failed_save_in_the_background_saves_the_last_complete_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stops_at: int, *, waits: bool
+) -> None:
+    real = Checkpoint2Save.publish
+    failures = [StorageError("no room")]
+
+    def publish(save: Checkpoint2Save, *args: Any, **options: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return real(save, *args, **options)
+
+    monkeypatch.setattr(Checkpoint2Save, "publish", publish)
+
+    def stop() -> None:
+        with resumed(tmp_path, save_every=2, interrupts={"save_on_exception": True}) as (trainer, made, _):
+            trainer.run(made, 1, stops_at)
+            if waits:
+                made.wait()
+            raise KeyError
+
+    with pytest.raises(StorageError if waits else KeyError):
+        stop()
+    assert reshard.open(tmp_path).iteration == stops_at
+    assert waits or "the save in the background failed: no room" in caplog.messages
+
+
 def test_exception_on_one_rank_saves_nothing(tmp_path: Path) -> None:
     def work(group: TorchGroup) -> str:
         trainer = Trainer()

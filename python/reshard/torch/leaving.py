@@ -12,9 +12,10 @@ import time
 from typing import TYPE_CHECKING, NoReturn
 
 from reshard.collective import Collective
-from reshard.errors import ReshardError
+from reshard.errors import GroupError, ReshardError
 from reshard.group import session
 from reshard.torch.emergency import EXIT_CODE, EXIT_GRACE_S
+from reshard.torch.run import NOT_SAVED
 
 if TYPE_CHECKING:
     from reshard.group import Group
@@ -43,7 +44,7 @@ def save_and_exit(saver: Saver, signals: Signals, step: int, why: str, seconds: 
         saver.wait(seconds)
     except (ReshardError, TimeoutError) as error:
         _log.error("the save in the background failed: %s", error)
-        run.saved = -1  # so that this step is saved below
+        run.saved = NOT_SAVED
     saved, message = True, f"iteration {step} is saved"
     if run.saved != step:
         try:
@@ -89,13 +90,23 @@ def save_after(saver: Saver, error: BaseException, seconds: float) -> None:
     """
     run = saver.run
     if run.last == run.saved:
-        return
+        try:
+            saver.wait_after_error(seconds)
+        except GroupError:
+            raise
+        except ReshardError as failed:
+            _log.error("the save in the background failed: %s", failed)
+        else:
+            return
     own = (run.last, run.n_updates == 0 and not run.is_updating)  # the last step, and whether no other has begun
     what = f"{type(error).__name__} in the step after {run.last}"
     states = Collective(session(saver.group, "exception"), seconds).share(own, tuple[int, bool])
     if any(state != (run.last, True) for state in states):
         _log.error("%s: nothing is saved, the ranks are not at the end of the same step: %s", what, states)
         return
-    saver.wait(seconds)
+    try:
+        saver.wait(seconds)
+    except ReshardError as failed:
+        _log.error("the save in the background failed: %s", failed)
     saver.save(run.last, blocking=True, timeout=seconds, interrupted=True)
     _log.warning("%s: iteration %d is saved", what, run.last)

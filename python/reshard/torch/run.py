@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from reshard.torch.emergency import Rendezvous
     from reshard.write.save import PendingSave, SaveReport
 
+NOT_SAVED = -1
+
 _HOURS = r"(?:([0-9.]+)\s*(?:h|hours?))?"
 _MINUTES = r"(?:([0-9.]+)\s*min(?:utes?)?)?"
 _SECONDS = r"(?:([0-9.]+)\s*(?:s|sec|seconds?))?"
@@ -35,7 +37,7 @@ class Run:
         objects: other objects with state, by name; the state of rank 0 is saved.
         per_rank: other objects with rank-local state, by name.
         last: the last complete step.
-        saved: the last step that was saved or resumed from.
+        saved: the last step that was saved or resumed from; `NOT_SAVED` if its save in the background failed.
         saved_at: time of that save, of `time.monotonic`.
         above: the newest iteration of the root, if the steps of this run start below it; else 0.
         loss, metrics, healthy: of the last complete step.

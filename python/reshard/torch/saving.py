@@ -27,7 +27,7 @@ from reshard.formats.state import per_rank
 from reshard.group import session
 from reshard.torch import rng
 from reshard.torch.exports import Exports, export
-from reshard.torch.run import object_name
+from reshard.torch.run import NOT_SAVED, object_name
 from reshard.torch.sampler import ElasticSampler
 from reshard.torch.staging import Staging, on_device
 from reshard.torch.state import describe
@@ -189,6 +189,7 @@ class Saver:
             is_late = isinstance(error, TimeoutError) and not isinstance(error, ReshardError)
             if pending.done() and not is_late:
                 self.run.pending = None  # its error is raised once
+                self.run.saved = NOT_SAVED
             raise
 
     def wait_after_error(self, seconds: float) -> None:
