@@ -803,6 +803,20 @@ def test_a_claim_that_was_removed(root: Path) -> None:
         save(root, 200)
 
 
+def test_a_root_that_is_another_folder_than_the_claimed_one_is_reported(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(root, 100)
+    moved = root.rename(root.with_name("moved"))
+    root.mkdir()
+    save(root, 200)
+    save(root, 300)
+    message = f"{root} is not the folder that this process has claimed"
+    assert sum(line.startswith(message) for line in caplog.messages) == 1
+    assert claims.held(moved) is None
+    assert found(root)[0] == 300
+
+
 def test_a_forked_child_is_another_process(root: Path) -> None:
     save(root, 100)
     attempt = protocol.begin(root, 200)

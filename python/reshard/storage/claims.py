@@ -133,6 +133,15 @@ def hold(
                 del _held[key]
             else:
                 return claim
+        for other, old in list(_held.items()):
+            if old.root == place:
+                _log.warning(
+                    "%s is not the folder that this process has claimed: that one was removed or renamed, or a file "
+                    "system was mounted or unmounted there. Saves go into the new folder",
+                    place,
+                )
+                _drop(old)
+                del _held[other]
         claim = _held[key] = _claim(place, takeover=takeover, durable=durable, folder_mode=folder_mode)
         return claim
 
