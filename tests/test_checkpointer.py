@@ -291,6 +291,15 @@ def test_steps_count_up(tmp_path: Path) -> None:
         made.step(5)
 
 
+def test_a_save_that_was_due_at_an_omitted_step_is_made_at_the_next_one(tmp_path: Path) -> None:
+    with make(tmp_path, save_every=10, keep=None, async_save=False) as made:
+        made.resume(model=nn.Linear(1, 1))
+        for step in (5, 9, 15, 19, 20, 25, 55):
+            made.step(step)
+    assert reshard.open(tmp_path).iteration == 55
+    assert sorted(path.name[-2:] for path in tmp_path.glob("iteration_*")) == ["15", "20", "55"]
+
+
 def test_a_root_that_a_shell_expands_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ArgumentError, match="begins with `~`"):

@@ -112,7 +112,8 @@ class Checkpointer:
 
     Args:
         root: the checkpoint root.
-        save_every: steps from one save to the next; or a time, "30min", "1h30min", "90s", by rank 0's clock; None: save
+        save_every: steps from one save to the next: a save is due at each multiple, or at the first call of `step`
+            after it; or a time, "30min", "1h30min", "90s", by rank 0's clock; None: save
             only in `save`.
         keep: number of newest iterations that are kept; short for `retention=Retention(keep=...)`. Default 5. None:
             all.
@@ -702,7 +703,8 @@ class Checkpointer:
             run.sampler.step(n_new)
         run.loss, run.metrics = number, numbers
         run.healthy = self._health(step, run.loss, run.metrics)
-        is_due = save or (self._every_steps is not None and step % self._every_steps == 0)
+        every = self._every_steps
+        is_due = save or (every is not None and step // every > (step - n_new) // every)
         if not saver.is_reserved:
             saver.is_reserved = True
             if not is_due:  # else the save itself allocates the memory, which may be in use at the next step
