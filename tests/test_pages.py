@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -86,6 +87,24 @@ def test_a_page_shows_iterations_tensors_files_and_regions(tmp_path: Path) -> No
     ]
     assert [mark[5:7] for mark in data["files"]["marks"]] == [[144, 0], [0, 128]]
     assert data["notes"] == []
+
+
+def test_a_page_replaces_pages_only(tmp_path: Path) -> None:
+    root = a_run(tmp_path / "run")
+    weights, pipe, target = tmp_path / "model.safetensors", tmp_path / "pipe", tmp_path / "p.html"
+    reshard.save_file({"w": np.zeros(4)}, weights)
+    before = weights.read_bytes()
+    (tmp_path / "link").symlink_to(weights)
+    os.mkfifo(pipe)
+    for other, what in ((weights, "is not a page"), (tmp_path / "link", "is not a page"), (pipe, "a pipe, a socket")):
+        done = CliRunner().invoke(main, ["inspect", str(root), "--html", str(other)])
+        assert (done.exit_code, what in done.output, str(other) in done.output) == (1, True, True), done.output
+    assert (weights.read_bytes() == before, pipe.is_fifo(), (tmp_path / "link").is_symlink()) == (True, True, True)
+    for content in ("", "<!doctype html>\n<title>another</title>", None):
+        if content is not None:
+            target.write_text(content)
+        run("inspect", root, "--html", target)
+        assert data_of(target.read_text())
 
 
 def test_regions_are_drawn_as_the_grid_that_is_stored(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import reshard
+import reshard.torch
 from reshard import dtypes
 from reshard.errors import ArgumentError, ReshardError, UnsupportedError
 from reshard.interop import load_file, safe_open, save_file
@@ -227,6 +228,15 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
             save_file({"x": np.zeros(2)}, path)
         assert isinstance(caught.value, OSError)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_device_or_a_pipe_is_not_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    for save, value in ((save_file, np.zeros(2)), (reshard.torch.save_file, torch.zeros(2))):
+        with pytest.raises(reshard.errors.StorageError, match=r"pipe` is a pipe, a socket or a device"):
+            save({"x": value}, path)  # type: ignore[dict-item]
+        assert path.is_fifo()
 
 
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, ParamSpec, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError, adapt_hint
+from reshard.errors import ArgumentError, CheckpointNotFoundError, DestinationExistsError, ReshardError, adapt_hint
 from reshard.storage.host import disconnect
 from reshard.storage.location import locate
 from reshard.words import show
@@ -53,6 +53,7 @@ _QUIET = "reshard.quiet"  # key in the `meta` of a click context, which nested c
 # Arguments whose options have another name, by command and argument. All other names are the same.
 _OPTIONS = {("diff", "strategy"): "--strategy-a or --strategy-b", ("split", "strategy"): "--source-strategy"}
 _NUMBER = re.compile(r"(?:(?<=\.)|^)[0-9]{1,18}(?=\.|$)")  # a component of a key
+_PAGE = re.compile(rb"\s*(<!doctype html|$)", re.IGNORECASE)  # the beginning of a file that a page may replace
 _LINE_SECONDS = 5.0  # time between two lines of progress without a terminal
 _GAP = 2  # blanks between the columns of a table
 _INDENT = 4  # of the cells of a row that have their own lines
@@ -237,8 +238,18 @@ def echo_file(text: str) -> None:
 
 
 def write_page(path: str, content: str) -> None:
-    """Write a page; a file that is there is replaced as a whole. Raises StorageError."""
-    locate(path).replace(content, durable=False)
+    """Write a page. An older page is replaced as a whole; another file is refused.
+
+    Raises:
+        DestinationExistsError: the file is not a page.
+        StorageError: the system failed, or `path` is not a file.
+    """
+    target = locate(path)
+    target.check_replaceable()
+    if target.is_file() and not _PAGE.match(target.read_head(64, follow_links=True)):
+        hint = "--html is the page to write: choose another name, or remove the file"
+        raise DestinationExistsError(f"{show(path)} exists and is not a page", path=path, hint=hint)
+    target.replace(content, durable=False)
 
 
 def _is_set(name: str) -> bool:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError, StorageError
 from reshard.storage.local import LOCAL
-from reshard.storage.store import join
+from reshard.storage.store import join, kind_words
 from reshard.words import show
 
 if TYPE_CHECKING:
@@ -260,6 +260,15 @@ class Location:
         """
         content = data.encode() if isinstance(data, str) else data
         self.store.replace(self.path, content, mode, durable=durable)
+
+    def check_replaceable(self) -> None:
+        """Refuse a pipe, a socket or a device: a rename onto it would remove it, as `/dev/null`. Links are followed.
+
+        Raises:
+            StorageError: it is one of these.
+        """
+        if self.kind(follow_links=True) == "other":
+            raise StorageError(f"{show(str(self))} is {kind_words('other')}, expected a file", path=str(self))
 
     def writing(self, mode: int = 0o666, *, durable: bool = True) -> AbstractContextManager[BinaryIO]:
         """A binary file to write into, which gets this name when the block ends without an error.
