@@ -69,11 +69,39 @@ def test_a_hint_names_the_iterations_that_are_there(root: Path) -> None:
 
 def test_other_wrong_paths_get_a_hint(root: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "toy"}')
-    assert "hint: the file has no known format" in run("inspect", tmp_path / "config.json").stderr
+    for command in ("inspect", "verify"):  # not "damaged"
+        result = run(command, tmp_path / "config.json")
+        assert (
+            f"error: `{tmp_path / 'config.json'}` holds no checkpoint: its content has no known format" in result.stderr
+        )
+        assert (result.exit_code, result.stdout) == (1, "")
+    assert run("explain", tmp_path / "config.json").stderr.startswith(f"error: {tmp_path / 'config.json'} exists and ")
     assert "name its folder as the source" in run("convert", root, tmp_path / "hf", "--iteration", 100).stderr
     reshard.save_file({"w": np.zeros(2)}, tmp_path / "w.safetensors")
     taken = run("convert", tmp_path / "w.safetensors", root).stderr
     assert f"error: {root} is not empty: it holds iteration_00000100\n" in taken  # not a hidden file
+
+
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943\nsize 1503300328\n"
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        (tmp_path / name).write_text(pointer)
+        result = run("inspect", tmp_path / name)
+        assert f"error: `{tmp_path / name}` is a pointer of Git LFS" in result.stderr, result.stderr
+        assert "hint: run `git lfs pull`" in result.stderr
+    assert f"`{tmp_path / 'model.safetensors'}` is a pointer" in run("inspect", tmp_path).stderr
+
+
+def test_a_repository_of_the_hub_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in ("inspect Qwen/Qwen3", "convert Qwen/Qwen3 out", "explain run --init-from Qwen/Qwen3"):
+        assert "`hf download Qwen/Qwen3 --local-dir FOLDER`" in run(*words.split()).stderr, words
+    (tmp_path / "Qwen").mkdir()
+    assert "hf download" not in run("inspect", "Qwen/Qwen3").stderr
+
+
+def test_a_glob_gets_no_hidden_name_as_hint(root: Path) -> None:
+    assert "hint" not in run("inspect", root / "iter*").stderr
 
 
 def test_either_side_of_a_comparison_gets_a_hint(root: Path, tmp_path: Path) -> None:

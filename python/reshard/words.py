@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import TYPE_CHECKING
 
 from reshard.errors import ArgumentError
@@ -10,6 +11,7 @@ from reshard.errors import ArgumentError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _MAX_SHOWN = 256  # characters of untrusted text in a message
 
 
@@ -56,6 +58,18 @@ def show(text: str) -> str:
     """
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:_MAX_SHOWN])
     return f"`{shown}{'...' if len(text) > _MAX_SHOWN else ''}`"
+
+
+def hub_hint(path: str) -> str | None:
+    """A hint for a path without anything, if it may be the name of a repository of the Hugging Face Hub.
+
+    Example:
+        >>> hub_hint("Qwen/Qwen3-0.6B"), hub_hint("/data/run")
+        ('a checkpoint is a local path; to download a model: `hf download Qwen/Qwen3-0.6B --local-dir FOLDER`', None)
+    """
+    if not _REPOSITORY.fullmatch(path):
+        return None
+    return f"a checkpoint is a local path; to download a model: `hf download {path} --local-dir FOLDER`"
 
 
 def counted(n: int, noun: str) -> str:

@@ -247,7 +247,7 @@ def write_page(path: str, content: str) -> None:
     target = locate(path)
     target.check_replaceable()
     if target.is_file() and not _PAGE.match(target.read_head(64, follow_links=True)):
-        hint = "--html is the page to write: choose another name, or remove the file"
+        hint = "choose another name for the page, or remove the file"
         raise DestinationExistsError(f"{show(path)} exists and is not a page", path=path, hint=hint)
     target.replace(content, durable=False)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from reshard.arguments import checked
 from reshard.checkpoint import Checkpoint
-from reshard.errors import CheckpointNotFoundError, EmptyRootError, StorageError
+from reshard.errors import CheckpointNotFoundError, DamagedFileError, EmptyRootError, ReshardError, StorageError
 from reshard.formats import registry
 from reshard.formats.base import OpenOptions, StrategyLike
 from reshard.formats.checkpoint1.format import CHECKPOINT1
@@ -20,7 +20,7 @@ from reshard.formats.checkpoint2.format import CHECKPOINT2
 from reshard.formats.dcp.names import METADATA_FILE
 from reshard.lazy import exports
 from reshard.storage.location import BROKEN_LINK_HINT, Location, locate
-from reshard.words import show
+from reshard.words import hub_hint, show
 
 if TYPE_CHECKING:
     import os
@@ -50,6 +50,7 @@ _names, __getattr__ = exports(
 )
 __all__ = [*_names, "StrategyLike", "iterations", "open", "rank_saves"]  # noqa: PLE0604  names, found above
 
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _LOST_FILES = "lost+found"  # made by mkfs in the top folder of a volume; fsck puts files without a name there
 _log = logging.getLogger("reshard")
 
@@ -117,13 +118,28 @@ def _open(target: Location, strategy: StrategyLike | None, method: _core.ReadMet
                 f"there is nothing at {show(str(target))}: {broken}", path=str(target), hint=BROKEN_LINK_HINT
             )
         kind = EmptyRootError if could_be_root and not target.exists() else CheckpointNotFoundError
-        raise kind(f"there is nothing at {show(str(target))}", path=str(target))
+        hint = None if target.parent.exists() else hub_hint(str(target))
+        raise kind(f"there is nothing at {show(str(target))}", path=str(target), hint=hint)
     if could_be_root and found == "folder" and _is_empty(target):
         raise EmptyRootError(f"{show(str(target))} is an empty folder", path=str(target))
     format_ = registry.detect(target)
     if strategy is not None and not (format_.traits.rank_folders or format_.traits.takes_strategy):
         _log.warning("%s does not consist of rank folders: the strategy is ignored", target)
-    return Checkpoint(format_.open(target, OpenOptions(method, strategy)))
+    try:
+        return Checkpoint(format_.open(target, OpenOptions(method, strategy)))
+    except (DamagedFileError, CheckpointNotFoundError) as error:
+        _check_downloaded(error)
+        raise
+
+
+def _check_downloaded(error: ReshardError) -> None:
+    """Raises DamagedFileError if the file of an error is what Git leaves in a clone in place of a file that LFS stores."""
+    if error.path is None or (file := locate(error.path)).kind(follow_links=True) != "file":
+        return
+    if file.read_head(len(_LFS_POINTER), follow_links=True) == _LFS_POINTER:
+        message = f"{show(str(file))} is a pointer of Git LFS: the file itself was not downloaded"
+        hint = "run `git lfs pull` in the clone, or download the model with `hf download`"
+        raise DamagedFileError(message, path=error.path, hint=hint) from None
 
 
 def _is_empty(folder: Location) -> bool:

@@ -97,7 +97,8 @@ def _similar_paths(target: Location) -> list[Location]:
 
 
 def _similar_names(folder: Location, name: str) -> list[str]:
-    return nearest(name, _names(folder)[:_MAX_ENTRIES], _MAX_FOUND)
+    names = [one for one in _names(folder) if one.startswith(".") == name.startswith(".")]
+    return nearest(name, names[:_MAX_ENTRIES], _MAX_FOUND)
 
 
 def _names(folder: Location) -> list[str]:

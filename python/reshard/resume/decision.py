@@ -15,7 +15,7 @@ from reshard.config import split_iteration
 from reshard.errors import CheckpointNotFoundError, UnsupportedError
 from reshard.resume.choose import evaluate, name_of, no_usable_candidate
 from reshard.resume.restore import continue_run, start_fresh, with_checkpoint
-from reshard.words import show
+from reshard.words import hub_hint, show
 
 if TYPE_CHECKING:
     from reshard.config import Config
@@ -70,7 +70,8 @@ def decide(
         if config.resume and split_iteration(config.load_path)[1] is None:
             return start_fresh(config, facts, (), [f"{facts.path} {state}: the training starts from nothing"], warnings)
         word = "load_checkpoint" if config.init_from is None else "init_from"
-        raise CheckpointNotFoundError(f"{facts.path} {state}, and {word} names it", path=facts.path)
+        hint = hub_hint(facts.path) if facts.kind == "absent" else None
+        raise CheckpointNotFoundError(f"{facts.path} {state}, and {word} names it", path=facts.path, hint=hint)
     verdicts = evaluate(config, facts)
     taken = next((n for n, verdict in enumerate(verdicts) if verdict.taken), None)
     if taken is None:

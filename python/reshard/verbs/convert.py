@@ -33,7 +33,7 @@ from reshard.options import Commit, Files, Select, explains_moved
 from reshard.storage.filling import staging_name
 from reshard.storage.location import Location, locate
 from reshard.storage.trash import STAGING_FOLDER
-from reshard.words import listed, show
+from reshard.words import hub_hint, listed, show
 
 if TYPE_CHECKING:
     import os
@@ -424,7 +424,8 @@ def _check_options(
 
 def _check_apart(source: Location, target: Location) -> None:
     if source.found() is None:
-        raise CheckpointNotFoundError(f"there is nothing at {source}", path=str(source))
+        hint = None if source.parent.exists() else hub_hint(str(source))
+        raise CheckpointNotFoundError(f"there is nothing at {show(str(source))}", path=str(source), hint=hint)
     a, b = source.resolved(), target.resolved()
     if b.kind() == "link":  # only a loop of links resolves to a link
         target.stat(follow_links=True)  # raises

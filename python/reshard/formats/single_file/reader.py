@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.counters import AS_TENSORS
-from reshard.errors import DamagedFileError
+from reshard.errors import CheckpointNotFoundError, DamagedFileError
 from reshard.formats.aliases import add_aliases
 from reshard.formats.base import CheckpointData, Format, Match, Traits
 from reshard.formats.rank_file import check_no_int4
 from reshard.storage.filesystem import MANIFEST_FILE
+from reshard.words import show
 
 if TYPE_CHECKING:
     from reshard.formats.base import OpenOptions
     from reshard.storage.location import Location
 
+_LENGTH_BYTES = 8  # of the field before the header
 _log = logging.getLogger("reshard")
 
 
@@ -34,15 +36,24 @@ class SingleFile(Format):
         """The tensors of the file."""
         try:
             return _open_file(path, options.method)
-        except DamagedFileError as error:
-            if path.suffix != ".safetensors":
-                error.hint = error.hint or (
-                    "the file has no known format: name a .safetensors, .ckpt or torch file, or a checkpoint folder"
-                )
-            raise
+        except DamagedFileError:
+            if path.suffix == ".safetensors" or _may_have_header(path):
+                raise
+            raise CheckpointNotFoundError(
+                f"{show(str(path))} holds no checkpoint: its content has no known format",
+                path=str(path),
+                hint="name a .safetensors, .ckpt or torch file, or a checkpoint folder",
+            ) from None
 
 
 SINGLE_FILE = SingleFile()
+
+
+def _may_have_header(path: Location) -> bool:
+    """Whether the length field of the header is less than the size of the file."""
+    head = path.read_head(_LENGTH_BYTES, follow_links=True)
+    n_bytes = path.stat(follow_links=True).n_bytes
+    return len(head) == _LENGTH_BYTES and int.from_bytes(head, "little") <= n_bytes - _LENGTH_BYTES
 
 
 def _open_file(path: Location, method: _core.ReadMethod) -> CheckpointData:
