@@ -779,10 +779,10 @@ def all_commands() -> list[tuple[str, click.Command]]:
 
 
 def examples() -> list[str]:
-    """The lines of all help texts that show a command, without what is explained behind them."""
+    """The lines of all help texts that show a command, without the comment behind it."""
     commands = [main, *(command for _, command in all_commands())]
     lines = [line.strip() for command in commands for line in (command.help or "").splitlines()]
-    return list(dict.fromkeys(re.split(r" {3,}", line)[0] for line in lines if line.startswith("reshard ")))
+    return list(dict.fromkeys(re.split(r" {2,}# ", line)[0] for line in lines if line.startswith("reshard ")))
 
 
 @pytest.fixture(scope="session")

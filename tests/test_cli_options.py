@@ -264,3 +264,29 @@ def test_the_pages_of_a_healthy_torch_run_name_no_problem(tmp_path: Path) -> Non
         page = run(command, root).output
         assert not re.search("unknown|not one|warning|error|epochs done|never|damaged|unverified", page), page
     assert "steps are counted in the batch size of the checkpoint, 12 samples" in run("explain", root).stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("convert a b --max-shard-size 16mb", "Invalid value for '--max-shard-size': `16mb` is not a size"),
+        ("convert a b --memory 0", "Invalid value for '--memory': a size is from 1 to"),
+        ("demo --size x", "Invalid value for '--size': `x` is not a size"),
+        ("pin run iteration_00000075", "'iteration_00000075' is not a valid integer."),
+        ("prune run --keep 1 --keep-best loss 1 --keep-best acc 1", "Invalid value for --keep-best: is given twice"),
+    ],
+)
+def test_a_wrong_value_is_a_usage_error_that_names_the_option(words: str, message: str) -> None:
+    result = run(*words.split())
+    assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
+
+
+def test_a_folder_without_the_iteration_gets_a_hint(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    for iteration in (50, 75):
+        reshard.save(root, iteration, {"w": np.zeros(2)}, commit={"durable": False})
+    inside = f"hint: this is one iteration; give the folder that holds it: `{root}`"
+    for command in ("pin", "unpin", "rollback"):
+        assert "hint: it holds 75, 50" in run(command, root, 12).stderr
+        assert inside in run(command, root / "iteration_00000075", 75).stderr
+    assert inside in run("prune", root / "iteration_00000075", "--keep", 1).stderr

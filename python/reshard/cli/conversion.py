@@ -10,7 +10,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 import reshard
-from reshard.cli.output import PATH, collected_warnings, echo, echo_json, progress_bar, rate, shown, size, warn
+from reshard.cli.output import (
+    PATH,
+    SIZE,
+    WholeNumber,
+    collected_warnings,
+    echo,
+    echo_json,
+    progress_bar,
+    rate,
+    shown,
+    size,
+    warn,
+)
 from reshard.words import counted, listed
 
 if TYPE_CHECKING:
@@ -78,7 +90,7 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
     ),
     "iteration": click.option(
         "--iteration",
-        type=click.IntRange(min=0),
+        type=WholeNumber(min=0),
         metavar="N",
         help="Number of the iteration that is written; for rank folders with --prefix the step. Default: that of SRC, "
         "or its step, or 0.",
@@ -92,6 +104,7 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
     "dtype": click.option("--dtype", metavar="DTYPE", help="Cast floating-point tensors to DTYPE, such as bfloat16."),
     "max_shard_size": click.option(
         "--max-shard-size",
+        type=SIZE,
         metavar="SIZE",
         help="Maximum size of a file of full weights or of dcp. Default: 4GiB for huggingface and torch, about 3GiB "
         "for mindspore, no limit for dcp.",
@@ -102,10 +115,15 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
         help="Write each shard once, or every replica. Default: once, but in rank folders every replica.",
     ),
     "memory": click.option(
-        "--memory", default="256MiB", show_default=True, metavar="SIZE", help="Memory limit of the copy buffers."
+        "--memory",
+        type=SIZE,
+        default="256MiB",
+        show_default=True,
+        metavar="SIZE",
+        help="Memory limit of the copy buffers.",
     ),
     "threads": click.option(
-        "--threads", type=click.IntRange(1, 1024), metavar="N", help="Number of copy threads. Default: all processors."
+        "--threads", type=WholeNumber(1, 1024), metavar="N", help="Number of copy threads. Default: all processors."
     ),
     "no_sync": click.option(
         "--no-sync", is_flag=True, help="Do not sync files to disk. DST can be lost in a power failure."

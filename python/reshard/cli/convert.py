@@ -30,23 +30,23 @@ def convert(src: str, dst: str, **given: Any) -> None:
     """Convert the checkpoint SRC to DST, in another format, layout, file size or dtype.
 
     SRC is a checkpoint in any format that reshard reads; see `reshard inspect --help`. In a checkpoint root, the
-    newest complete iteration is read. DST is written atomically; an existing folder keeps its mode and its other files.
-    Buffers stay within --memory for any size of the model.
+    newest complete iteration is read. DST is written atomically. With --overwrite, it may be a folder with other files,
+    which stay. Buffers stay within --memory for any size of the model.
 
     \b
     Examples:
-      reshard convert output/checkpoint hf/                  merge to Hugging Face
-      reshard convert output/checkpoint hf/ --model-files base/      and copy config.json, the tokenizer and so on
-      reshard convert hf/ tp4/ --layout tp4.yaml             split
-      reshard convert output/checkpoint/iteration_00000400 hf/       an older iteration than the newest
-      reshard convert hf/ tp4/ --layout tp4.yaml --iteration 7       split, as iteration 7
+      reshard convert output/checkpoint hf/                  # merge to Hugging Face
+      reshard convert output/checkpoint hf/ --model-files base/      # and copy config.json, the tokenizer and so on
+      reshard convert hf/ tp4/ --layout tp4.yaml             # split
+      reshard convert output/checkpoint/iteration_00000400 hf/       # an older iteration than the newest
+      reshard convert hf/ tp4/ --layout tp4.yaml --iteration 7       # split, as iteration 7
       reshard convert output/checkpoint all.safetensors
       reshard convert weights.ckpt weights.safetensors
-      reshard convert output/checkpoint weights.pt           one file for torch.load
-      reshard convert hf/ start/step-0 --to dcp --layout tp4.yaml    for torch.distributed.checkpoint.load
+      reshard convert output/checkpoint weights.pt           # one file for torch.load
+      reshard convert hf/ start/step-0 --to dcp --layout tp4.yaml    # for torch.distributed.checkpoint.load
       reshard convert hf/ small/ --max-shard-size 500MB --dtype bfloat16
-      reshard convert hf/ mcore/ --names mindspore           as MindSpore Transformers names, fuses and stacks tensors
+      reshard convert hf/ mcore/ --names mindspore           # as MindSpore Transformers names, fuses and stacks tensors
       reshard convert mcore/ back/ --names mindspore:reverse --config hf/
-      reshard convert output/checkpoint hf/ --share 0/4      a quarter of the work, on the first of four machines
+      reshard convert output/checkpoint hf/ --share 0/4      # a quarter of the work, on the first of four machines
     """
     run_conversion(src, dst, **given)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from reshard.arguments import parse_size
-from reshard.cli.output import PATH, collected_warnings, command, echo, echo_json, progress_bar, rate, shown, size
+from reshard.cli.output import PATH, SIZE, collected_warnings, command, echo, echo_json, progress_bar, rate, shown, size
 from reshard.storage.changes import temporary_folder
 from reshard.words import counted
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @click.command(short_help="Shard, reshard and merge a small model in a temporary folder, and compare every byte.")
-@click.option("--size", "model_size", default="200MB", show_default=True, metavar="SIZE",
+@click.option("--size", "model_size", type=SIZE, default="200MB", show_default=True, metavar="SIZE",
               help="Approximate size of the model; a number without a unit is in MB. "
               "The demo writes four times as much.")  # fmt: skip
 @click.option("--keep", type=PATH, metavar="DIR", help="Use this empty or new folder, and keep it.")

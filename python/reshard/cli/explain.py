@@ -12,6 +12,7 @@ import click
 
 from reshard.cli.output import (
     PATH,
+    WholeNumber,
     collected_warnings,
     command,
     echo,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from reshard.verbs.explain import Answer
 
 _FRESH = 3
-_COUNT = click.IntRange(min=1)
+_COUNT = WholeNumber(min=1)
 _STYLES = {"selected": "bold green", "skipped": "red", "unreadable": "red"}
 
 

@@ -12,6 +12,7 @@ import reshard
 from reshard.cli.output import (
     PATH,
     STRATEGY_HELP,
+    WholeNumber,
     collected_warnings,
     command,
     common_key,
@@ -33,7 +34,7 @@ from reshard.words import counted, listed
 if TYPE_CHECKING:
     from reshard.verbs.check_layout import Fault, LayoutCheck, RuleUse
 
-_COUNT = click.IntRange(1, 1 << 20)
+_COUNT = WholeNumber(1, 1 << 20)
 _MAX_SHOWN = 20  # faults, and rules
 _MAX_RANKS = 16
 

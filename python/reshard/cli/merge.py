@@ -47,6 +47,6 @@ def merge(src: str, dst: str, **given: Any) -> None:
       reshard merge ranks/ full/ --strategy strategy/ --suffix 20_2
       reshard merge ranks/ full/ --strategy strategy/ --drop adam_ --rename =model.
       reshard merge ranks/ hf/ --strategy strategy/ --to huggingface --max-shard-size 2GB
-      reshard merge ranks/ full/ --strategy strategy/ --share 0/2      on the first of two machines
+      reshard merge ranks/ full/ --strategy strategy/ --share 0/2      # on the first of two machines
     """
     run_conversion(src, dst, **given)

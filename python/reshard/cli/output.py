@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, ParamSpec, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
+from reshard.arguments import parse_size
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DestinationExistsError, ReshardError, adapt_hint
 from reshard.storage.host import disconnect
 from reshard.storage.location import locate
@@ -76,6 +77,28 @@ class _PathType(click.ParamType):  # type: ignore[type-arg]  # generic from clic
 
 
 PATH = _PathType()
+
+
+class WholeNumber(click.IntRange):
+    """An integer of a range. `click.IntRange` calls another text "not a valid integer range"."""
+
+    name = "integer"
+
+
+class _SizeType(click.ParamType):  # type: ignore[type-arg]  # as above
+    """A size in bytes, checked and passed on as text."""
+
+    name = "size"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            parse_size(value)
+        except ArgumentError as error:
+            self.fail(str(error), param, ctx)
+        return value
+
+
+SIZE = _SizeType()
 
 
 # -- text and numbers

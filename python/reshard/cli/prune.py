@@ -10,6 +10,7 @@ import click
 import reshard
 from reshard.cli.output import (
     PATH,
+    WholeNumber,
     collected_warnings,
     command,
     echo,
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 
     from reshard.verbs.prune import Removed
 
-_COUNT = click.IntRange(min=1)
-_ITERATION = click.IntRange(min=0)
+_COUNT = WholeNumber(min=1)
+_ITERATION = WholeNumber(min=0)
 
 
 @click.command(short_help="Remove old iterations of a root.")
@@ -39,8 +40,9 @@ _ITERATION = click.IntRange(min=0)
 @click.option(
     "--keep-best",
     type=(str, _COUNT),
+    multiple=True,
     metavar="METRIC N",
-    help="Also keep the N iterations with the lowest values of METRIC, such as loss; -METRIC: the highest.",
+    help="Also keep the N iterations with the lowest values of METRIC, such as loss; -METRIC: the highest. Once only.",
 )
 @click.option("--dry-run", is_flag=True, help="Only report what would be removed.")
 @command
@@ -49,7 +51,7 @@ def prune(
     *,
     keep: int,
     keep_every: int | None,
-    keep_best: tuple[str, int] | None,
+    keep_best: tuple[tuple[str, int], ...],
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -67,8 +69,13 @@ def prune(
 
     Exit codes: 0 success, 1 refused, or an iteration could not be removed, 2 usage error.
     """
+    if len(keep_best) > 1:
+        raise click.BadParameter(
+            "is given twice; pin the iterations that are the best by another metric", param_hint="--keep-best"
+        )
+    best = keep_best[0] if keep_best else None
     with collected_warnings() as logged, progress_bar() as progress:
-        retention = reshard.Retention(keep=keep, keep_every=keep_every, best=keep_best)
+        retention = reshard.Retention(keep=keep, keep_every=keep_every, best=best)
         log = event_log.follow_up(root)  # of the run, if it has one
         removed = reshard.prune(root, retention=retention, dry_run=dry_run, progress=progress, on_event=log)
     warnings = list(dict.fromkeys((*logged, *removed.warnings)))

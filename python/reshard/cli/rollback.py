@@ -7,13 +7,23 @@ import dataclasses
 import click
 
 import reshard
-from reshard.cli.output import PATH, collected_warnings, command, echo, echo_json, progress_bar, shown, warn
+from reshard.cli.output import (
+    PATH,
+    WholeNumber,
+    collected_warnings,
+    command,
+    echo,
+    echo_json,
+    progress_bar,
+    shown,
+    warn,
+)
 from reshard.formats import event_log
 
 
 @click.command(short_help="Make the next restart resume from a given iteration.")
 @click.argument("root", type=PATH)
-@click.argument("iteration", type=click.IntRange(0, 10**18 - 1))
+@click.argument("iteration", type=WholeNumber(0, 10**18 - 1))
 @click.option(
     "--verify/--no-verify",
     default=True,
@@ -21,7 +31,7 @@ from reshard.formats import event_log
     help="Compare every byte of the iteration with its manifest first, or only sizes and headers.",
 )
 @click.option(
-    "--threads", type=click.IntRange(1, 1024), metavar="N", help="Number of read threads. Default: all processors."
+    "--threads", type=WholeNumber(1, 1024), metavar="N", help="Number of read threads. Default: all processors."
 )
 @click.option("--dry-run", is_flag=True, help="Change nothing; print what would change.")
 @command

@@ -11,6 +11,7 @@ import reshard
 from reshard.cli.output import (
     PATH,
     STRATEGY_HELP,
+    WholeNumber,
     collected_warnings,
     command,
     echo,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     help="Read through the page cache. This is faster, and does not find damage on the disk if a file is in the cache.",
 )
 @click.option(
-    "--threads", type=click.IntRange(1, 1024), metavar="N", help="Number of read threads. Default: all processors."
+    "--threads", type=WholeNumber(1, 1024), metavar="N", help="Number of read threads. Default: all processors."
 )
 @command
 def verify(path: str, *, strategy: str | None, cached: bool, threads: int | None, as_json: bool) -> None:

@@ -133,7 +133,7 @@ def _open(target: Location, strategy: StrategyLike | None, method: _core.ReadMet
 
 
 def _check_downloaded(error: ReshardError) -> None:
-    """Raises DamagedFileError if the file of an error is what Git leaves in a clone in place of a file that LFS stores."""
+    """Raises DamagedFileError if the file of an error is what Git leaves in a clone in place of one that LFS stores."""
     if error.path is None or (file := locate(error.path)).kind(follow_links=True) != "file":
         return
     if file.read_head(len(_LFS_POINTER), follow_links=True) == _LFS_POINTER:

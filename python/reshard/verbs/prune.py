@@ -77,7 +77,8 @@ def prune(
     if known is None:
         raise ArgumentError("`prune` needs `keep` or `retention`", hint="for example `keep=5`")
     if not checkpoint2.list_iterations(root):
-        raise CheckpointNotFoundError(f"{show(os.fspath(root))} holds no iteration folder", path=os.fspath(root))
+        message = f"{show(os.fspath(root))} holds no iteration folder"
+        raise CheckpointNotFoundError(message, path=os.fspath(root), hint=checkpoint2.missing_hint(root))
     return remove(
         root,
         known,

@@ -134,11 +134,8 @@ def _folder(root: Location, iteration: int) -> Location:
 
 
 def _not_found(root: Location, iteration: int) -> CheckpointNotFoundError:
-    found = [str(number) for number, _ in checkpoint2.list_iterations(root)]
-    hint = "give the folder that holds the iteration folders"
-    if found:
-        hint = f"it holds {listed(reversed(found))}"
-    elif checkpoint1.is_root(root):
+    hint = checkpoint2.missing_hint(root)
+    if not checkpoint2.list_iterations(root) and checkpoint1.is_root(root):
         hint = "rank folders have no tracker: `load_checkpoint` of the configuration names the file to resume from"
     return CheckpointNotFoundError(f"there is no iteration {iteration} in {show(str(root))}", path=str(root), hint=hint)
 

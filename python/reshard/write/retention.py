@@ -434,7 +434,8 @@ def unpin(root: str | os.PathLike[str], iteration: int) -> None:
 def _folder(root: str | os.PathLike[str], iteration: int) -> Location:
     name = dict(checkpoint2.list_iterations(root)).get(iteration)
     if name is None:
-        raise CheckpointNotFoundError(f"there is no iteration {iteration} in {show(str(root))}", path=str(root))
+        message = f"there is no iteration {iteration} in {show(str(root))}"
+        raise CheckpointNotFoundError(message, path=str(root), hint=checkpoint2.missing_hint(root))
     return locate(root) / name
 
 

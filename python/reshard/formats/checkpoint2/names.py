@@ -249,6 +249,22 @@ def list_iterations(root: str | os.PathLike[str]) -> list[tuple[int, str]]:
     return scan(root)[0]
 
 
+def missing_hint(root: str | os.PathLike[str]) -> str:
+    """A hint for a folder that lacks an iteration: which ones it holds, or which folder is meant.
+
+    Raises:
+        CheckpointNotFoundError: there is no such folder.
+        StorageError: it cannot be listed.
+    """
+    found = [str(number) for number, _ in list_iterations(root)]
+    if found:
+        return f"it holds {listed(reversed(found))}"
+    folder = locate(root)
+    if parse_iteration_folder(folder.name) is not None:
+        return f"this is one iteration; give the folder that holds it: {show(str(folder.parent))}"
+    return "give the folder that holds the iteration folders"
+
+
 def resolve_candidates(root: str | os.PathLike[str]) -> Candidates:
     """In which order the iterations of a root are tried.
 
