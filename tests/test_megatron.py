@@ -176,6 +176,14 @@ def test_a_release_is_opened_if_there_is_no_iteration(root: Path) -> None:
         assert (checkpoint.path.name, checkpoint.iteration) == ("release", 10)
 
 
+def test_a_save_by_torch_alone_in_a_folder_of_an_iteration_is_opened(tmp_path: Path) -> None:
+    # As Megatron-FSDP saves: no `metadata.json`, no `common.pt`.
+    shutil.copytree(DATA / "dcp_plain/checkpoint", tmp_path / "run/iter_0000003")
+    for path in (tmp_path / "run", tmp_path / "run/iter_0000003"):
+        with reshard.open(path) as found, reshard.open(DATA / "dcp_plain/checkpoint") as wanted:
+            assert (found.iteration, list(found)) == (3, list(wanted))
+
+
 def config(folder: Path, **fields: object) -> None:
     (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", **fields}))
 

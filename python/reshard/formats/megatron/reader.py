@@ -39,7 +39,8 @@ def open_iteration(folder: Location, options: OpenOptions) -> CheckpointData:
     if names.CONFIG_FILE not in listed and names.COMMON_FILE not in listed and METADATA_FILE in listed:
         # Megatron-FSDP saves with `torch.distributed.checkpoint`; so does Megatron-Core 0.19, which records more.
         data = DCP.open(folder, options)
-        if not any(name.startswith(names.COMMON_OBJECT) for name in getattr(data, "objects", ())):
+        objects = [one for of_rank in getattr(data, "objects", ()) for one in of_rank]
+        if not any(one[0].startswith(names.COMMON_OBJECT) for one in objects):
             return replace(data, iteration=names.iteration_of(folder.name))
     return open_torch_dist(folder, options.method)
 
