@@ -202,6 +202,7 @@ def sub(old: bytes, new: bytes) -> Any:
         (sub(b'"shards":{\n', b'"shards":[{\n'), "not valid JSON"),
         (lambda body: b'{"version":1,\n"shards":' + b"[" * 50 + b"]" * 50, "nests deeper"),
         (lambda body: b"\xef\xbb\xbf" + body, "byte order mark"),
+        (lambda body: b'{"version":[' + b"," * 8_000_000, "holds more than 8000000 values"),
     ],
 )  # fmt: skip
 def test_a_forged_digest_saves_no_malformed_record(change: Any, message: str, folder: Path) -> None:

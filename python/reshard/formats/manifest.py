@@ -66,6 +66,7 @@ _VERSION_WITH_METRICS = 2  # a release that reads only version 1 reports a later
 _MAX_BYTES = 256 << 20
 MAX_FILES = 1_000_000
 """Most files of a checkpoint."""
+_MAX_VALUES = 8 * MAX_FILES  # an entry has at most 7
 _MIN_OUTLINED = 256  # entries, 48 KB; a smaller manifest is read as a whole
 _PIECE_BYTES = 16 << 10
 _EARLY_CHECKSUMS_BYTES = 1 << 20  # those of 64 GiB: their damage is found when the checkpoint is opened
@@ -483,7 +484,7 @@ def _dump(value: object) -> str:
 def _parse(place: Location, data: bytes, given: Mapping[str, Any] | None = None) -> Manifest:
     """The manifest of a text; `given`: fields of the manifest in place of those in the text."""
     path = str(place)
-    content = parse_json(data, path)
+    content = parse_json(data, path, max_values=_MAX_VALUES)
     try:
         return _manifest_of(content, given or {})
     except ArgumentError as error:

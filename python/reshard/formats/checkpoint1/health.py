@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 HEALTH_FILE = "health_ckpts.json"
 
 _MAX_BYTES = 64 << 20
+_MAX_VALUES = 1 << 22  # three for each save
 
 
 def health_path(root: str | os.PathLike[str]) -> Path:
@@ -97,7 +98,7 @@ def note(
 
 
 def _records(path: Path) -> list[Any]:
-    records = read_json(path, _MAX_BYTES)
+    records = read_json(path, _MAX_BYTES, max_values=_MAX_VALUES)
     if not isinstance(records, list):
         raise DamagedFileError(f"{show(str(path))} does not hold a list of saves", path=str(path))
     return records

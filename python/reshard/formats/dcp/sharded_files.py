@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"shard-([0-9]{5,9})-model-([0-9]{5,9})-of-([0-9]{5,9})\.safetensors")
 _INFO = "DCP_SHARDING_INFO"
+_MAX_VALUES = 1 << 23  # of a header with a million tensors
 _OFFSETS = "saved_offsets"
 
 
@@ -205,7 +206,7 @@ def _missing(folder: Location, what: str) -> CheckpointNotFoundError:
 def _offsets(path: Location, text: str | None) -> dict[str, tuple[int, ...]]:
     if text is None:
         raise _damaged(path, f"its header has no `{_INFO}`: it is no shard file of torch.distributed.checkpoint")
-    content = parse_json(text.encode(), f"{path}: {_INFO}")
+    content = parse_json(text.encode(), f"{path}: {_INFO}", max_values=_MAX_VALUES)
     if not isinstance(content, dict):
         raise _damaged(path, f"`{_INFO}` is no object")
     return {name: _offset(path, name, value) for name, value in content.items()}
