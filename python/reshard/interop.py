@@ -172,9 +172,10 @@ def save_file(
         check_text(key, "key of the metadata")
         check_text(text, f"value of the metadata `{key}`")
     entries.sort(key=lambda entry: dtypes.file_order(entry[0], entry[1]))
-    locate(os.fsdecode(filename)).check_replaceable()
+    target = locate(os.fsdecode(filename))
+    target.check_replaceable()
     # The default mode of a new file: 0666 minus the umask.
-    _core.write_arrays(os.fspath(locate(filename)), entries, metadata=metadata, mode=0o666)
+    _core.write_arrays(str(target), entries, metadata=metadata, mode=0o666)
 
 
 class SafeOpen(Generic[Array]):

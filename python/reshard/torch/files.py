@@ -131,11 +131,10 @@ def save_file(
         # The buffer protocol has no format for bfloat16 and the narrow floats: pass the bytes as integers.
         entries.append((name, dtype, dtypes.tensor_shape(dtype, array.shape), array.view(f"u{array.itemsize}")))
     entries.sort(key=lambda entry: dtypes.file_order(entry[0], entry[1]))
-    locate(os.fsdecode(filename)).check_replaceable()
+    target = locate(os.fsdecode(filename))
+    target.check_replaceable()
     # The default mode of a new file: 0666 minus the umask.
-    _core.write_arrays(
-        os.fspath(locate(os.fsdecode(filename))), entries, metadata=texts if aliases else metadata, mode=0o666
-    )
+    _core.write_arrays(str(target), entries, metadata=texts if aliases else metadata, mode=0o666)
 
 
 def _as_tensor(array: object, dtype: str) -> torch.Tensor:
