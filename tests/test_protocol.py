@@ -50,7 +50,7 @@ from reshard.formats import manifest as manifests
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.names import write_tracker
 from reshard.formats.checkpoint2.root import order_of
-from reshard.storage import claims, filesystem, protocol, staging, trash
+from reshard.storage import claims, filesystem, mounts, protocol, staging, trash
 from reshard.storage.local import LOCAL, LocalStore
 from reshard.storage.location import Location, locate
 from reshard.storage.store import Abilities
@@ -1034,6 +1034,20 @@ def test_what_made_room_is_put_back(root: Path, monkeypatch: pytest.MonkeyPatch)
     place = locate(root)
     assert not staging.put_back(place, place / ".staging" / f"100.9.{'0' * 32}", durable=True)
     assert all_held(root) == set()
+
+
+def test_where_a_rename_copies_the_files_iterations_are_written_in_place(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mounts, "filesystem_type", lambda _: "fuse.s3fs")
+    monkeypatch.setattr(filesystem, "rename", lambda one, other: pytest.fail(f"rename {one} to {other}"))
+    assert LOCAL.abilities(str(root)) == Abilities(renames_folders=False, exchanges=False)
+    for iteration in (100, 200, 300):
+        in_child(partial(save, root, iteration))
+    place = locate(root)
+    trash.remove(place, place / "iteration_00000100", 100, durable=True)
+    assert all_held(root) == {(200, 0), (300, 0)}
+    assert not debris(root)
 
 
 def test_what_made_room_is_found_before_it_is_put_back(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -377,6 +377,8 @@ class LocalStore(Store):
 
     def abilities(self, path: str) -> Abilities:
         """See `Store.abilities`."""
+        if self.renames_by_copy(path):
+            return Abilities(renames_folders=False, exchanges=False)
         folder = join(path, f"{PROBE_PREFIX}{os.urandom(8).hex()}")
         try:
             with failing("probing", folder):
@@ -398,6 +400,10 @@ class LocalStore(Store):
             return Abilities(renames_folders=True, exchanges=True)
         finally:
             _remove_tree(folder, ignore_errors=True)
+
+    def renames_by_copy(self, path: str) -> bool:
+        """See `Store.renames_by_copy`: by the type of the file system."""
+        return mounts.renames_by_copy(mounts.filesystem_type(path))
 
     def folder_identity(self, path: str) -> Hashable:
         """See `Store.folder_identity`: device and inode."""

@@ -20,6 +20,8 @@ _NETWORK = re.compile(
 # FUSE file systems on a disk of this host. Most others (s3fs, sshfs, gcsfuse, juicefs) are network file systems.
 _FUSE = re.compile(r"fuse|fuse\..*")
 _LOCAL_FUSE = re.compile(r"fuse\.(overlayfs|fuse-overlayfs|lxcfs|squashfuse|squashfuse_ll|snapfuse)")
+# Buckets of object stores. They have no rename: these programs copy each object of a folder and then remove it.
+_BUCKET = re.compile(r"fuse\.(s3fs|ossfs|obsfs|cosfs|goofys|geesefs|rclone|gcsfuse|blobfuse2?|mountpoint-s3)")
 _ESCAPE = re.compile(rb"\\([0-3][0-7]{2})")  # space, tab, newline and backslash, as \040 and so on
 _UNKNOWN = "unknown"
 
@@ -104,6 +106,16 @@ def is_network(filesystem: str) -> bool:
     if _FUSE.fullmatch(filesystem):
         return _LOCAL_FUSE.fullmatch(filesystem) is None
     return _NETWORK.fullmatch(filesystem) is not None
+
+
+def renames_by_copy(filesystem: str) -> bool:
+    """Whether this type renames a folder by copying its files one by one, so that a crash leaves a part of them.
+
+    Example:
+        >>> renames_by_copy("fuse.s3fs"), renames_by_copy("fuse.sshfs")
+        (True, False)
+    """
+    return _BUCKET.fullmatch(filesystem) is not None
 
 
 def is_shared(path: str | os.PathLike[str], shared_paths: str | None) -> bool:

@@ -517,6 +517,10 @@ class Store(abc.ABC):
             StorageError: the system failed with an error other than a missing ability.
         """
 
+    def renames_by_copy(self, path: str) -> bool:  # noqa: ARG002
+        """Whether a rename of a folder copies its files one by one. Then `abilities` has no renames."""
+        return False
+
     @abc.abstractmethod
     def folder_identity(self, path: str) -> Hashable:
         """A value that identifies a folder independently of its path; in a store without folders, the path."""

@@ -86,12 +86,34 @@ def remove(root: Location, folder: Location, iteration: int, *, durable: bool) -
     Raises:
         StorageError: the system failed; in place, a part may be left, marked as unfinished.
     """
+    if take_out(root, folder, iteration, durable=durable):
+        filesystem.remove_folder(folder, durable=durable)
+
+
+def take_out(root: Location, folder: Location, iteration: int, *, durable: bool) -> bool:
+    """Do what makes a folder no checkpoint: rename it into the trash, or mark it and remove its manifest.
+
+    Args:
+        root: the checkpoint root.
+        folder: what is removed.
+        iteration: its iteration.
+        durable: sync every change.
+
+    Returns:
+        Whether the folder is still there, and the caller removes it. No file in it may be open then.
+
+    Raises:
+        StorageError: the system failed.
+    """
     try:
-        discard(root, folder, iteration, durable=durable)
+        if not (root.store.renames_by_copy(root.path) and folder.kind() == "folder"):
+            discard(root, folder, iteration, durable=durable)
+            return False
     except StorageError as error:
         if error.errno not in NO_FOLDER_RENAME or not folder.is_folder():
             raise
-        remove_in_place(folder, durable=durable)
+    mark_removed(folder, durable=durable)
+    return True
 
 
 def make(root: Location, *, durable: bool) -> bool:
@@ -105,8 +127,8 @@ def make(root: Location, *, durable: bool) -> bool:
     return True
 
 
-def remove_in_place(folder: Location, *, durable: bool) -> None:
-    """Remove a folder without the trash: mark it as unfinished, then remove the manifest, then the rest.
+def mark_removed(folder: Location, *, durable: bool) -> None:
+    """Begin to remove a folder without the trash: mark it as unfinished, then remove the manifest.
 
     On a full disk the mark may be impossible. Then only a folder with a manifest is removed: what this package wrote
     does not count once its manifest is gone, but what is left after a crash has to be removed by hand.
@@ -116,7 +138,7 @@ def remove_in_place(folder: Location, *, durable: bool) -> None:
         durable: sync every change.
 
     Raises:
-        StorageError: the system failed; a part may be left.
+        StorageError: the system failed.
     """
     try:
         filesystem.make_file(folder / UNFINISHED_FILE, REMOVED.encode(), durable=durable)
@@ -125,7 +147,10 @@ def remove_in_place(folder: Location, *, durable: bool) -> None:
     except StorageError as error:
         if error.errno not in NO_SPACE or not (folder / MANIFEST_FILE).exists():
             raise
-    filesystem.remove_folder(folder, durable=durable)
+    if (folder / MANIFEST_FILE).exists():
+        filesystem.remove_file(folder / MANIFEST_FILE)
+        if durable:
+            filesystem.sync(folder)
 
 
 def empty(root: Location, *, durable: bool) -> list[str]:

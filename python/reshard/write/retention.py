@@ -670,21 +670,24 @@ def _carry_out(root: Location, decision: _Decision, done: _Done, *, durable: boo
 def _remove(root: Location, one: Facts, done: _Done, *, durable: bool) -> None:
     folder = root / one.name
     n_bytes = _n_bytes(folder)
-    with trash.reader_held_off(folder) as is_free:
-        if not is_free:
-            done.kept[one.iteration] = "it is being read"
-            done.warnings.append(f"iteration {one.iteration} is being read: it is removed another time")
-            return
-        try:
+    try:
+        with trash.reader_held_off(folder) as is_free:
+            if not is_free:
+                done.kept[one.iteration] = "it is being read"
+                done.warnings.append(f"iteration {one.iteration} is being read: it is removed another time")
+                return
+            is_there = True
             if trash.make(root, durable=durable):
-                trash.remove(root, folder, one.iteration, durable=durable)
+                is_there = trash.take_out(root, folder, one.iteration, durable=durable)
             else:
-                trash.remove_in_place(folder, durable=durable)  # which needs no space, and makes some
-        except StorageError as error:
-            done.kept[one.iteration] = "it could not be removed"
-            done.warnings.append(f"iteration {one.iteration} could not be removed: {error.message}")
-            done.failed.append(one.iteration)
-            return
+                trash.mark_removed(folder, durable=durable)  # a removal in place needs no space, and makes some
+        if is_there:
+            filesystem.remove_folder(folder, durable=durable)
+    except StorageError as error:
+        done.kept[one.iteration] = "it could not be removed"
+        done.warnings.append(f"iteration {one.iteration} could not be removed: {error.message}")
+        done.failed.append(one.iteration)
+        return
     done.iterations.append(one.iteration)
     done.sizes.append(n_bytes)
 
