@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
+import reshard
+from reshard.errors import StorageError
 from reshard.storage import mounts
 from reshard.storage.mounts import Mount, filesystem_type, is_network, is_shared, parse_mountinfo, volatile
 
@@ -143,3 +147,28 @@ def test_what_is_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mounts, "parse_mountinfo", lambda _data: {})
     assert filesystem_type("/") == "unknown"
     assert volatile("/") is None
+
+
+@pytest.mark.parametrize("name", ["iteration_00000002/manifest.json", "latest_checkpointed_iteration.txt"])
+def test_an_input_output_error_of_a_network_file_system_is_no_damage(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "run"
+    for iteration in (1, 2, 3):
+        reshard.save(root, iteration, {"w": np.full(4, iteration)})
+    reshard.rollback(root, 2)
+    real = os.open
+
+    def fail(path: str, *args: int, **more: int) -> int:
+        if str(path).endswith(name):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return real(path, *args, **more)
+
+    monkeypatch.setattr(os, "open", fail)
+    monkeypatch.setattr(mounts, "filesystem_type", lambda _: "ext4")
+    with reshard.open(root) as checkpoint:
+        assert checkpoint.iteration != 2
+    for filesystem in ("nfs4", "fuse.s3fs"):
+        monkeypatch.setattr(mounts, "filesystem_type", lambda _, found=filesystem: found)
+        with pytest.raises(StorageError, match="Input/output error"):
+            reshard.open(root)

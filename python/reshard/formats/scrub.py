@@ -11,8 +11,7 @@ from reshard import _core
 from reshard.errors import DamagedFileError, ReshardError, StorageError, UnsupportedError
 from reshard.formats import manifest as manifests
 from reshard.storage.filesystem import MANIFEST_FILE
-from reshard.storage.location import Location, locate
-from reshard.storage.store import NO_FAULT_OF_A_FILE
+from reshard.storage.location import Location, is_fault_of_file, locate
 from reshard.words import listed, one_line, show
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ def is_damage(error: ReshardError) -> bool:
     """
     if isinstance(error, UnsupportedError) and locate(str(error.path)).name == MANIFEST_FILE:
         return False
-    return not (isinstance(error, StorageError) and error.errno in NO_FAULT_OF_A_FILE)
+    return not isinstance(error, StorageError) or is_fault_of_file(error)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError, StorageError
 from reshard.storage.local import LOCAL
-from reshard.storage.store import join, kind_words
+from reshard.storage.store import NO_FAULT_OF_A_FILE, join, kind_words
 from reshard.words import show
 
 if TYPE_CHECKING:
@@ -67,6 +67,22 @@ def locate(path: str | os.PathLike[str]) -> Location:
             hint="pass `os.path.expanduser(path)`. If a local folder has this name, pass its absolute path",
         )
     return Location(LOCAL, text)
+
+
+def is_fault_of_file(error: StorageError) -> bool:
+    """Whether an error of the system may be due to the content of its file: a part of a disk that cannot be read.
+
+    On a network file system, EIO also means that the server does not answer. Another checkpoint would fail too, or the
+    next attempt succeeds.
+
+    Example:
+        >>> is_fault_of_file(StorageError("a timeout", path="run", errno=errno.ETIMEDOUT))
+        False
+    """
+    if error.errno == errno.EIO and error.path is not None:
+        place = locate(error.path)
+        return not place.store.is_shared(place.path, None)
+    return error.errno not in NO_FAULT_OF_A_FILE
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
 from reshard.storage import filesystem, trash
-from reshard.storage.location import locate
+from reshard.storage.location import is_fault_of_file, locate
 from reshard.storage.names import component_fault
-from reshard.storage.store import NO_FAULT_OF_A_FILE
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
@@ -170,7 +169,7 @@ def read_tracker(root: str | os.PathLike[str]) -> tuple[int | None, str | None]:
     except CheckpointNotFoundError:
         return None, None
     except ReshardError as error:
-        if isinstance(error, StorageError) and error.errno in NO_FAULT_OF_A_FILE:
+        if isinstance(error, StorageError) and not is_fault_of_file(error):
             raise
         return None, error.message
     match = _TRACKER.fullmatch(data)
