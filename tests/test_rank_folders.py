@@ -608,6 +608,25 @@ def test_a_strategy_that_is_not_needed(tmp_path: Path, caplog: pytest.LogCapture
     assert any("the strategy is ignored" in line for line in caplog.messages)
 
 
+def test_files_that_end_in_their_rank(tree: Path) -> None:
+    """As `transform_checkpoints` of MindSpore names them; a step in the name is no rank."""
+
+    def name(form: str) -> None:
+        for rank in range(4):
+            (file,) = (tree / f"rank_{rank}").iterdir()
+            file.rename(file.with_name(form.replace("#", str(rank))))
+
+    name("checkpoint_#.safetensors")
+    with opened_cut(tree) as opened:
+        assert_same(opened.load(keys=["w"]), {"w": W})
+    assert [(save.name, save.fault) for save in rank_saves(tree) or ()] == [("checkpoint_0.safetensors", None)]
+    result = run("merge", tree, tree.parent / "full", "--strategy", tree.parent / "cut")
+    assert result.exit_code == 0, result.stderr
+    name("net-1_#.safetensors")
+    with pytest.raises(DamagedFileError, match="ranks 1, 2, 3 have no file of it"):
+        opened_cut(tree)
+
+
 def test_a_folder_that_is_called_like_a_rank_and_is_something_else(tmp_path: Path) -> None:
     reshard.save_file({"w": W}, tmp_path / "w.safetensors")
     layout = {"mesh": {"tp": 2}, "rules": [{"match": "*", "cut": ["tp"]}]}

@@ -26,7 +26,7 @@ from reshard.strict_json import read_json
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
 TRAITS = Traits("checkpoint1", counters_as_tensors=True, expects_manifest=True, rank_folders=True, counters=AS_TENSORS)
 
@@ -49,6 +49,7 @@ _FILE = re.compile(
     rf"(.+)_rank_{_INT}(?:_([1-9][0-9]{{0,17}}))?(-network|-trainable_params|)-{_INT}_{_INT}\.(safetensors|ckpt)"
 )
 _SUFFIX = re.compile(r"[-_]?(?:[0-9]{1,18}-)?(?:[0-9]{1,18}_)?[0-9]{1,18}")
+_EPOCH = re.compile(r"-[0-9]+_$")
 _LAST_NUMBERS = re.compile(r"([0-9]{1,18})_([0-9]{1,18})$")
 _MAX_META_BYTES = 1 << 16
 _MAX_NAMED = 3  # names that a message lists before it only counts them
@@ -232,6 +233,37 @@ def list_weight_files(folder: str | os.PathLike[str]) -> list[str]:
         StorageError: it cannot be listed.
     """
     return sorted(name for name in _names(folder) if not name.startswith(".") and name.rpartition(".")[2] in EXTENSIONS)
+
+
+def numbered_files(folders: Mapping[int, Location]) -> dict[int, Location]:
+    """The files `<prefix><r>.ckpt` of all ranks, as `transform_checkpoints` of MindSpore names them.
+
+    Returns:
+        The file of each rank; empty if not every rank has one, or there are several prefixes.
+
+    Raises:
+        StorageError: a folder cannot be listed.
+
+    Example:
+        >>> import os
+        >>> from pathlib import Path
+        >>> for rank in range(2):
+        ...     os.makedirs(f"transformed/rank_{rank}")
+        ...     Path(f"transformed/rank_{rank}/checkpoint_{rank}.ckpt").touch()
+        >>> [file.name for file in numbered_files(rank_folders("transformed")).values()]
+        ['checkpoint_0.ckpt', 'checkpoint_1.ckpt']
+    """
+    forms = []
+    for rank, folder in folders.items():
+        parts = (name.rpartition(f"{rank}.") for name in list_weight_files(folder))
+        # The number of `<prefix>-<epoch>_<step>.ckpt` is the step: on ranks with different steps, of different saves.
+        found = {(prefix, suffix) for prefix, _, suffix in parts if suffix in EXTENSIONS}
+        forms.append({one for one in found if _EPOCH.search(one[0]) is None})
+    common = set.intersection(*forms) if forms else set()
+    if len(common) != 1:
+        return {}
+    ((prefix, suffix),) = common
+    return {rank: folder / f"{prefix}{rank}.{suffix}" for rank, folder in folders.items()}
 
 
 def _names(folder: str | os.PathLike[str]) -> list[str]:

@@ -160,7 +160,10 @@ def open_rank_folders(root: Location, strategy: StrategyLike | None, method: _co
     known = strategy_for(root, strategy)
     folders = checkpoint1.rank_folders(root)
     _check_ranks(root, folders, known)
-    return _open_best(root, folders, order_of_saves(folders), known, method)
+    order = order_of_saves(folders)
+    if numbered := _numbered(order, folders):
+        return open_rank_files(root, numbered, known, method)
+    return _open_best(root, folders, order, known, method)
 
 
 def open_rank_folder(folder: Location, strategy: StrategyLike | None, method: _core.ReadMethod) -> CheckpointData:
@@ -219,6 +222,12 @@ def _open_best(
     raise nothing_complete(root, lines)
 
 
+def _numbered(order: SaveOrder, folders: Mapping[int, Location]) -> dict[int, Location]:
+    """The files that are named by prefix and rank, if no save in the order has the files of all ranks."""
+    is_complete = any(save.fault is None for save in order.candidates)
+    return {} if is_complete else checkpoint1.numbered_files(folders)
+
+
 def files_of(save: str, folders: Mapping[int, Location]) -> dict[int, Location]:
     """The file of each rank in a save, from the name of any of them.
 
@@ -250,6 +259,8 @@ def rank_saves(root: Location) -> tuple[RankSave, ...]:
     """The saves of a folder of rank folders, as `opening.rank_saves` returns them. Raises StorageError."""
     folders = checkpoint1.rank_folders(root)
     order = order_of_saves(folders)
+    if numbered := _numbered(order, folders):
+        return (RankSave(next(iter(numbered.values())).name, numbered, "named by prefix and rank", None),)
     saves = (*order.candidates, *order.refused)
     return tuple(RankSave(save.name, files_of(save.name, folders), save.reason, save.fault) for save in saves)
 
