@@ -120,6 +120,22 @@ def test_every_rank_loads_what_it_held_by_the_layout_of_the_checkpoint(tree: str
                 assert loaded[key].tobytes() == held[key].tobytes(), (key, rank)
 
 
+def test_an_undescribed_tensor_with_different_values_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "iteration_00000010"
+    shutil.copytree(folder_of("ckpt2", 10), folder)
+    with reshard.open(folder):
+        assert not caplog.messages
+    path = folder / "demo-opt-0000003-0000008.safetensors"
+    arrays = original_reader.read_shard_file(path)
+    path.chmod(0o600)
+    save_file(arrays | {UNLISTED: arrays[UNLISTED] + 1}, path, {"format": "ms"})
+    with reshard.open(folder) as opened:
+        assert opened.read(UNLISTED).shape == (1,)
+    (message,) = caplog.messages
+    assert "`global_step` is not in the description" in message
+    assert "`demo-opt-0000003-0000008.safetensors` hold different values" in message
+
+
 def test_the_tensor_that_the_original_cannot_load() -> None:
     """It has no layout and lies on the second stage alone, where the original does not look."""
     with reshard.open(SAMPLES / "ckpt2" / "checkpoint") as opened:

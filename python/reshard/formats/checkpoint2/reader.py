@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
-from reshard import _core
+from reshard import _core, dtypes
 from reshard._core import DeviceLayout
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, MismatchError, ReshardError
 from reshard.formats import manifest as manifests
@@ -23,9 +23,10 @@ from reshard.formats.base import CheckpointData, Shapes
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.common import MAX_COMMON_BYTES, CommonInfo
 from reshard.formats.checkpoint2.traits import CHECKPOINT2, TILED
-from reshard.formats.own_files import MAX_METADATA_BYTES, own_files, ranks_of_tensors
+from reshard.formats.own_files import MAX_METADATA_BYTES, opened_again, own_files, ranks_of_tensors
 from reshard.formats.state_loader import TorchSaved
 from reshard.formats.tiled import names as tiles
+from reshard.outputs import load_all
 from reshard.storage.filesystem import MANIFEST_FILE
 from reshard.storage.location import Location, locate
 from reshard.storage.store import kind_words
@@ -33,7 +34,7 @@ from reshard.words import show
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from reshard.checkpoint import Checkpoint
     from reshard.formats.base import PartName
@@ -44,6 +45,7 @@ _log = logging.getLogger("reshard")
 
 _MAX_PARSED = 64  # headers that are parsed when a folder is opened
 _TENSOR_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".ckpt")
+_MAX_COMPARED = 4096  # bytes of a tensor whose copies are compared when a folder is opened
 _MAX_TRIES = 10  # to open an iteration that is saved again meanwhile
 
 Unlisted: TypeAlias = tuple[tuple[str, str, tuple[int, ...], tuple[str, ...]], ...]
@@ -248,6 +250,8 @@ def _open_locked(
         if manifest is None and (is_checkpoint2 or iteration is not None):
             _refuse_unfinished(index, folder, locked)
         unlisted = _unlisted(index, folder, rest)
+        if manifest is None:
+            _warn_of_different_copies(index, folder, unlisted)
     _add_unlisted(index, unlisted)
     data = FolderData(
         traits=CHECKPOINT2 if is_checkpoint2 else TILED,
@@ -561,14 +565,46 @@ def _unlisted(index: _core.Index, folder: Location, rest: list[int]) -> Unlisted
     return tuple(unlisted)
 
 
+def _warn_of_different_copies(index: _core.Index, folder: Location, unlisted: Unlisted) -> None:
+    """Compare the copies of small tensors without a description, which are read as replicas of each other."""
+    compared = {
+        name: files[:_MAX_PARSED]
+        for name, dtype, shape, files in unlisted
+        if len(files) > 1 and dtypes.n_bytes(dtype, shape) <= _MAX_COMPARED
+    }
+    if not compared:
+        return
+    numbers = {name: file for file, name in enumerate(index.file_names)}
+    used = list(dict.fromkeys(file for files in compared.values() for file in files))
+    copies = opened_again(index, [numbers[file] for file in used], None)
+    for name, dtype, shape, _ in unlisted:
+        for file in compared.get(name, ()):
+            copies.add_tiles(f"{file} {name}", dtype, shape, _copies(name, shape, [used.index(file)]))
+    names = [f"{file} {name}" for name, files in compared.items() for file in files]
+    arrays = load_all(copies.plan(copies.whole_request(names), verify=False))
+    copies.close()
+    for name, files in compared.items():
+        values = {file: arrays[f"{file} {name}"].tobytes() for file in files}
+        different = [file for file in files if values[file] != values[files[0]]]
+        if different:
+            _log.warning(
+                "%s: %s is not in the description, and is read as one value, but %s and %s hold different values",
+                *(folder, show(name), show(files[0]), show(different[0])),
+            )
+
+
 def _add_unlisted(index: _core.Index, unlisted: Unlisted) -> None:
     if not unlisted:
         return
     numbers = {name: file for file, name in enumerate(index.file_names)}
     for name, dtype, shape, files in unlisted:
-        strides = [1] * len(shape)
-        for dim in range(len(shape) - 1, 0, -1):
-            strides[dim - 1] = strides[dim] * max(shape[dim], 1)
-        tile = _core.Tile((0,) * len(shape), shape, 0, tuple(strides))
-        stored = [_core.StoredArray(numbers[file], name, shape, [tile]) for file in files]
-        index.add_tiles(name, dtype, shape, stored)
+        index.add_tiles(name, dtype, shape, _copies(name, shape, [numbers[file] for file in files]))
+
+
+def _copies(name: str, shape: tuple[int, ...], files: Sequence[int]) -> list[_core.StoredArray]:
+    """The copies of a tensor that each of some files holds whole."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 1, 0, -1):
+        strides[dim - 1] = strides[dim] * max(shape[dim], 1)
+    tile = _core.Tile((0,) * len(shape), shape, 0, tuple(strides))
+    return [_core.StoredArray(file, name, shape, [tile]) for file in files]
