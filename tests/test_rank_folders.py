@@ -669,6 +669,28 @@ def test_a_table_on_two_stages(tmp_path: Path) -> None:
         assert_same(opened.load(layout, rank=3), {"tied": tied[2:], "own": own[2:]})
 
 
+@pytest.mark.parametrize("axes", [(-1, -1), (0, -1)])
+def test_a_tensor_of_a_layer_on_two_stages(axes: tuple[int, ...], tmp_path: Path) -> None:
+    """The place of the other tensors of its layer does not apply to it."""
+    items = {f"l.{stage}.w": Item((4, 2), (2,), (0, -1), stage=stage) for stage in (0, 1)}
+    tied = Item((4, 2), (2,), axes)
+    cut = write_strategy(tmp_path / "cut", items | {"l.0.tied": tied}, 2)
+    path = cut / "strategy_stage_1.json"
+    content = json.loads(path.read_text())
+    first = json.loads((cut / "strategy_stage_0.json").read_text())
+    content["parallel_layout_item"]["l.0.tied"] = first["parallel_layout_item"]["l.0.tied"]
+    path.write_text(json.dumps(content))
+    whole = np.arange(8.0).reshape(4, 2)
+    held = [
+        {f"l.{rank // 2}.w": whole[rank % 2 * 2 :][:2], "l.0.tied": tied.slices(whole)[rank % 2]} for rank in range(4)
+    ]
+    root = write_ranks(tmp_path / "tree", held)
+    with reshard.open(root, strategy=cut) as opened:
+        layout = reshard.ModelLayout.like(opened)
+        for rank in range(4):
+            assert_same(opened.load(layout, rank=rank), held[rank])
+
+
 def test_a_tensor_that_two_stages_divide_differently(tmp_path: Path) -> None:
     items = {"tied": Item((4, 2), (2,), (0, -1)), "other": Item((4, 2), (2,), (-1, 0), stage=1)}
     cut = write_strategy(tmp_path / "cut", items, 2)

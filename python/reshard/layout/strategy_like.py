@@ -1,7 +1,7 @@
 """The layout in which rank folders are stored, from the strategy with which they were opened.
 
 Where device layouts of Checkpoint 2.0 can express the strategy, they are returned, and `like` finds patterns for keys
-with the same partition. Otherwise, for uneven tables and for tensors that several stages divide, every key gets a rule.
+with the same partition. Otherwise, for uneven tables, every key gets a rule.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def device_layouts(strategy: Strategy, shapes: Shapes, followed: Mapping[str, str]) -> dict[str, DeviceLayout | None]:
-    """The layout of each tensor on the stage that holds it; None: every rank holds it whole.
+    """The layout of each tensor on the stages that hold it; None: every rank holds it whole.
 
     Args:
         strategy: how the run divided its tensors.
@@ -46,13 +46,14 @@ def _device_layout(strategy: Strategy, key: str, shape: tuple[int, ...]) -> Devi
     stages = strategy.stages_of(key)
     if not stages:
         return None
-    first = stages[0] * strategy.devices_per_stage
-    cut = strategy.cut_of(key, first, len(shape), shape)
-    if cut is None or (len(stages) > 1 and not any(cut.tensor_map)):
+    n = strategy.devices_per_stage
+    cut = strategy.cut_of(key, stages[0] * n, len(shape), shape)
+    if cut is None:
         return None
-    names = ("",) * len(cut.dev_matrix)  # the axes of a strategy have no names
-    ranks = tuple(range(first, first + strategy.devices_per_stage))
-    return DeviceLayout(cut.dev_matrix, cut.tensor_map, names, ranks)
+    matrix = cut.dev_matrix if len(stages) == 1 else (len(stages), *cut.dev_matrix)
+    names = ("",) * len(matrix)  # the axes of a strategy have no names
+    ranks = tuple(rank for stage in stages for rank in range(stage * n, stage * n + n))
+    return DeviceLayout(matrix, cut.tensor_map, names, ranks)
 
 
 def named_mapping(strategy: Strategy, shapes: Shapes, followed: Mapping[str, str]) -> dict[str, object] | None:
@@ -69,7 +70,7 @@ def named_mapping(strategy: Strategy, shapes: Shapes, followed: Mapping[str, str
     """
     found = layouts_of(strategy, shapes)
     partitions = {key: layout.partition for key, layout in found.layouts.items()}
-    if not any(one.sizes or (one.axes and len(strategy.stages_of(key)) > 1) for key, one in partitions.items()):
+    if not any(one.sizes for one in partitions.values()):
         return None
     layouts = {key: replace(found.layouts[of], shape=shapes[key]) for key, of in followed.items()}
     return replace(found, layouts=found.layouts | layouts).mapping()
