@@ -93,7 +93,11 @@ def layouts_of(strategy: Strategy, tensors: Mapping[str, Sequence[int]] | None =
         for cut in by_stage[:1]
     ]
     matrices = {cut.dev_matrix for by_stage in cuts.values() for cut in by_stage}
-    spans = common_spans(matrices)
+    try:
+        spans = common_spans(matrices)
+    except LayoutError as error:
+        error.path, error.message = strategy.source, f"{show(strategy.source)}: {error.message}"
+        raise
     names = axis_names(spans, on_devices)
     sizes = {name: outer // inner for name, (outer, inner) in zip(names, spans, strict=True)}
     mesh = dict(sizes)
