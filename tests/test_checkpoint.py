@@ -120,6 +120,28 @@ def test_every_rank_loads_what_it_held_by_the_layout_of_the_checkpoint(tree: str
                 assert loaded[key].tobytes() == held[key].tobytes(), (key, rank)
 
 
+def test_optimizer_files_that_metadata_does_not_name_are_read(tmp_path: Path) -> None:
+    """Of an optimizer without state: its files hold `global_step` alone, which metadata.json does not list."""
+    folder = tmp_path / "iteration_00000010"
+    shutil.copytree(folder_of("ckpt2", 10), folder)
+    metadata = json.loads((folder / "metadata.json").read_text())
+    names = {key: [entry["file_name"] for entry in of] for key, of in metadata["storage_data"].items()}
+    in_optimizer = {key for key, of in names.items() if "-opt-" in of[0]}
+    assert in_optimizer
+    metadata["storage_data"] = {key: of for key, of in metadata["storage_data"].items() if key not in in_optimizer}
+    tensors = {
+        key: of for key, of in metadata["state_dict_metadata"].items() if f"('{key}', (0,))" in metadata["storage_data"]
+    }
+    (folder / "metadata.json").write_text(json.dumps(metadata | {"state_dict_metadata": tensors}))
+    for path in folder.glob("*-opt-*"):
+        step = original_reader.read_shard_file(path)[UNLISTED]
+        path.chmod(0o600)
+        save_file({UNLISTED: step}, path, {"format": "ms"})
+    with reshard.open(folder) as opened:
+        assert opened.keys("optimizer") == [UNLISTED]
+        assert opened.read(UNLISTED).tolist() == [10]
+
+
 def test_an_undescribed_tensor_with_different_values_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "iteration_00000010"
     shutil.copytree(folder_of("ckpt2", 10), folder)

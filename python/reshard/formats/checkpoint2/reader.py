@@ -460,6 +460,9 @@ def _index(
         names = [name for *_, name in known if name not in files]
     elif described.metadata is None and described.tiles is None:
         names = checkpoint2.list_shard_files(folder)
+    elif described.metadata is not None and not any(map(_is_of_optimizer, files)):
+        # Files of an optimizer without state hold `global_step` alone, which metadata.json does not list.
+        names = sorted(filter(_is_of_optimizer, folder.names()))
     if not described.has_metadata and described.tiles is None and not names:
         reason = _not_a_file(folder) or "no metadata.json, no shard files, no Hugging Face index"
         raise CheckpointNotFoundError(
@@ -468,6 +471,11 @@ def _index(
             hint="pass a .safetensors file, a Hugging Face folder, a checkpoint root or an iteration folder",
         )
     return index, [index.add_file(str(folder / name), follow_links=False, method=method) for name in names]
+
+
+def _is_of_optimizer(name: str) -> bool:
+    parsed = checkpoint2.parse_shard_file_name(name)
+    return parsed is not None and parsed.part == "optimizer"
 
 
 def _not_a_file(folder: Location) -> str | None:
