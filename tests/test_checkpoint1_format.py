@@ -161,6 +161,7 @@ CHOICES: list[tuple[str, list[str], str | None, str | type[ReshardError]]] = [
     ("not the end of another number", [THREE, THREE], "0_2", CheckpointNotFoundError),
     ("of a run", [THREE, THREE], "1-12_2", "x_rank_{0}_1-12_2.ckpt"),
     ("of a run, with an underscore", [THREE, THREE], "_1-12_2", "x_rank_{0}_1-12_2.ckpt"),
+    ("of a run, not of a rank", ["x_rank_{0}-9_2.ckpt x_rank_{0}_1-9_2.ckpt"] * 2, "1-9_2", "x_rank_{0}_1-9_2.ckpt"),
     ("a number alone", ["x-3.ckpt x-5.ckpt"] * 2, "5", "x-5.ckpt"),
     ("a number alone that fits several", [THREE, THREE], "2", ArgumentError),
     ("the shortest name", ["x_rank_{0}-9_2.ckpt x_rank_{0}_1-9_2.ckpt"] * 2, "9_2", "x_rank_{0}-9_2.ckpt"),

@@ -436,7 +436,11 @@ def _ends(name: str, suffix: str | None) -> bool:
     if suffix is None:
         return True
     stem, wanted = name.rpartition(".")[0], suffix.lstrip("-_")
-    return stem.endswith((f"-{wanted}", f"_{wanted}"))
+    if not stem.endswith((f"-{wanted}", f"_{wanted}")):
+        return False
+    # In `x_rank_1-20_2` the number before the dash is the rank, not the run.
+    parsed = parse_file_name(name)
+    return parsed is None or "-" not in wanted or parsed.suffix == wanted
 
 
 def _last_numbers(name: str) -> tuple[int, int] | None:
