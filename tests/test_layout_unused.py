@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import subprocess
 from typing import TYPE_CHECKING, Any
@@ -162,14 +163,17 @@ def test_nothing_is_saved_by_a_layout_that_matches_nothing(tmp_path: Path) -> No
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("pattern", ["*", "**", "re:.*", "re:.+"])
 def test_nothing_is_written_by_a_layout_with_a_rule_behind_one_that_takes_every_key(
-    source: Path, tmp_path: Path
+    pattern: str, source: Path, tmp_path: Path
 ) -> None:
-    layout = {"mesh": {"tp": 4}, "rules": [{"match": "*"}, {"match": "*.{q,k}_proj.weight", "cut": ["tp"]}]}
-    with pytest.raises(LayoutError, match=r"rules\[1\].*comes after rules\[0\], `\*`, which takes every key") as caught:
+    rules = [{"match": ["a.bias", pattern]}, {"match": "*.{q,k}_proj.weight", "cut": ["tp"]}]
+    layout = {"mesh": {"tp": 4}, "rules": rules}
+    named = rf"rules\[1\].*comes after rules\[0\], `{re.escape(pattern)}`, which takes every key"
+    with pytest.raises(LayoutError, match=named) as caught:
         reshard.convert(source, tmp_path / "out", layout=layout)
     assert caught.value.hint is not None
-    assert "put `*` last" in caught.value.hint
+    assert f"put `{pattern}` last" in caught.value.hint
     assert not (tmp_path / "out").exists()
 
 

@@ -10,6 +10,7 @@ import bisect
 import functools
 import itertools
 import math
+import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from reshard.layout.file import LayoutFile, LayoutRule, PlaceRule
     from reshard.layout.partition import Places
 
+_EVERY_KEY = re.compile(r"\*+|re:\.[*+]")
 _MAX_WARNINGS = 100  # about rules that match no key
 _MAX_PLACED = 10_000_000  # matches of all entries of `place`: real layouts have a few for each tensor
 _MAX_BLOCKS = 1 << 20  # of all tensors of different shape together: fused tensors have a few for each expert
@@ -160,7 +162,8 @@ class _Resolver:
         if found is None:
             patterns = (text for rule in self.layout.rules for text in rule.match)
             near = ", ".join(show(text) for text in nearest(key, patterns, cutoff=0.0))
-            hint = f'the nearest patterns are {near}; a last rule `match: "*"` keeps the others unsharded'
+            nearby = f"the nearest patterns are {near}; " if near else ""
+            hint = f'{nearby}a last rule `match: "*"` keeps the others unsharded'
             raise LayoutError(f"no rule matches {show(key)}", key=key, hint=hint)
         return found
 
@@ -172,13 +175,17 @@ class _Resolver:
             texts = tuple(text for n in cutting for text in self.layout.rules[n].match)
             what = f"none of the rules that cut, such as {_texts(texts[:3])}, matches a key"
             yield Unused(what, texts, functools.partial(self._hint, texts[0]))
-        last = next((n for n, rule in enumerate(self.layout.rules) if "*" in rule.match), len(self.layout.rules))
+        every = (
+            (n, text) for n, rule in enumerate(self.layout.rules) for text in rule.match if _EVERY_KEY.fullmatch(text)
+        )
+        last, pattern = next(every, (len(self.layout.rules), ""))
         for n, rule in enumerate(self.layout.rules):
             if n > last and not rule.optional:
                 yield Unused(
-                    f"rules[{n}], {_texts(rule.match)}, comes after rules[{last}], `*`, which takes every key",
+                    f"rules[{n}], {_texts(rule.match)}, comes after rules[{last}], {show(pattern)}, which takes "
+                    "every key",
                     (),
-                    lambda: "of the rules that match a key the first counts: put `*` last",
+                    lambda: f"of the rules that match a key the first counts: put {show(pattern)} last",
                 )
         rest = [n for n, rule in enumerate(self.layout.rules[:last]) if n not in used and not rule.optional]
         # A rule whose keys all belong to earlier ones does match something, and is there for a reason.
