@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -109,6 +110,18 @@ def test_the_example_is_printed_as_it_was_written(tmp_path: Path) -> None:
 def test_json_is_yaml_and_its_dims_are_text(tmp_path: Path) -> None:
     text = '{"mesh": {"tp": 2}, "rules": [{"match": "*", "cut": ["tp"], "sizes": {"0": [3, 4]}}]}'
     assert ModelLayout.from_yaml(write(tmp_path, text)).rules[0].partition.sizes == ((0, (3, 4)),)
+
+
+@pytest.mark.parametrize("is_ascii", [False, True])
+def test_json_has_any_character(tmp_path: Path, *, is_ascii: bool) -> None:
+    """Most writers of JSON escape a character above U+FFFF as two."""
+    for match in ("\U0001f600.*", "a\\\U0001f600", "re:\\\\\U0001f600", '/\u00e9\t"', "\U0001f600\U0010ffff"):
+        value = {"mesh": {"\U0001f600": 2}, "rules": [{"match": match}]}
+        path = write(tmp_path, json.dumps(value, ensure_ascii=is_ascii))
+        assert ModelLayout.from_yaml(path).to_mapping() == value
+    for half in ("\\ud83d", "\\ude00\\ud83d", "\\ud83d\\\\ude00"):
+        with pytest.raises(LayoutError, match="escape"):
+            ModelLayout.from_yaml(write(tmp_path, '{"mesh": {"tp": 2}, "rules": [{"match": "' + half + '"}]}'))
 
 
 @pytest.mark.parametrize(

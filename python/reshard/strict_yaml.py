@@ -7,6 +7,7 @@ its values, so that a few lines cannot expand to millions of values.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -29,6 +30,8 @@ _MAX_BYTES = 16 << 20
 _MAX_VALUES = 1_000_000
 _MAX_DEPTH = 16
 _INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9]{0,18})")
+# A character as the two escapes of JSON, which YAML does not know. The backslashes before it are pairs.
+_SURROGATES = re.compile(r"(?<!\\)((?:\\\\)*)((?:\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2})")
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's scanner where PyYAML has it: ten times as fast
 _START = (yaml.ScalarEvent, yaml.SequenceStartEvent, yaml.MappingStartEvent)
 _END = (yaml.SequenceEndEvent, yaml.MappingEndEvent)
@@ -124,6 +127,7 @@ class _Reader:
         except UnicodeDecodeError as error:
             line = data.count(b"\n", 0, error.start) + 1
             self._refuse(line, (), "is not UTF-8")
+        text = _SURROGATES.sub(lambda match: match[1] + json.loads(f'"{match[2]}"'), text)
         try:
             events = yaml.parse(text, Loader=_LOADER)
             next(events)  # start of the stream
