@@ -465,6 +465,13 @@ def test_an_object_without_state_is_refused_with_what_to_do(tmp_path: Path) -> N
         Checkpointer(tmp_path, signals=()).resume(model=layers(0), extra={"n": 3})
 
 
+def test_state_that_contains_itself_is_refused(tmp_path: Path) -> None:
+    progress: dict[str, Any] = {}
+    progress["self"] = [progress]
+    with pytest.raises(ArgumentError, match="`progress` contains itself"):
+        Checkpointer(tmp_path, signals=()).resume(model=nn.Linear(1, 1), extra={"progress": progress})
+
+
 def test_extra_without_names_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"`extra` is of type list, expected a dict of objects by name"):
         Checkpointer(tmp_path, signals=()).resume(model=layers(0), extra=[nn.Linear(1, 1)])  # type: ignore[arg-type]

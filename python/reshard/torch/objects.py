@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reshard import dtypes
-from reshard.errors import MismatchError, UnsupportedError
+from reshard.errors import ArgumentError, MismatchError, UnsupportedError
+from reshard.formats.state_loader import MAX_DEPTH
 from reshard.words import show
 
 if TYPE_CHECKING:
@@ -75,6 +76,9 @@ def lift(state: Any, name: str) -> Lifted:
         state: the state dict of an object.
         name: the name of the object.
 
+    Raises:
+        ArgumentError: the value contains itself or is nested too deeply.
+
     Example:
         >>> lifted = lift({"decay": 0.9, "shadow": {"w": torch.ones(2)}}, "ema")
         >>> lifted.state, lifted.entries[0].path, list(lifted.tensors)
@@ -84,6 +88,8 @@ def lift(state: Any, name: str) -> Lifted:
     key_of: dict[int, str] = {}
 
     def walk(value: Any, path: tuple[Any, ...]) -> Any:
+        if len(path) > MAX_DEPTH:
+            raise ArgumentError(f"the state of {show(name)} contains itself or is nested too deeply")
         if _is_lifted(value):
             if id(value) not in key_of:
                 key_of[id(value)] = key = _free(".".join(("extra", name, *map(_word, path))), lifted.tensors)
