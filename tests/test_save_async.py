@@ -371,3 +371,18 @@ def test_an_error_in_the_background_is_told_on_all_ranks(tmp_path: Path) -> None
         for told in job.values():
             assert "rank 1: the disk is gone" in told[0]
     assert not list(tmp_path.glob("iteration_*"))
+
+
+def test_a_failed_save_into_another_root_is_logged_and_does_not_fail_the_next_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    save(first, 1, np.zeros(N)).result(30)
+    (first / ".lock").unlink()
+    (first / ".lock").mkdir()
+    failed = save(first, 2, np.zeros(N))
+    save(second, 2, np.ones(N)).result(30)
+    assert np.array_equal(saved(second), np.ones(N))
+    assert any(f"the save of iteration 2 into {first} failed" in line for line in caplog.messages)
+    with pytest.raises(StorageError):
+        failed.result(30)

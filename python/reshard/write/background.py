@@ -23,6 +23,7 @@ from reshard.write import process_end
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 _log = logging.getLogger("reshard")
 
@@ -46,11 +47,12 @@ class PendingSave(Pending[T]):
     """
 
     def __init__(
-        self, iteration: int, work: Callable[..., T], progress: _core.Progress | None, exit_seconds: float
+        self, iteration: int, work: Callable[..., T], progress: _core.Progress | None, exit_seconds: float, root: Path
     ) -> None:
         super().__init__(f"the save of iteration {iteration}", functools.partial(work, progress=self._advance))
         self.iteration = iteration
         self.exit_seconds = exit_seconds
+        self.root = root
         self.is_error_seen = False
         self._report = progress
         self._progress = (0, 0)
@@ -102,7 +104,7 @@ _pool: _core.SnapshotPool | None = None
 
 
 def start(
-    iteration: int, work: Callable[..., T], progress: _core.Progress | None, *, exit_seconds: float
+    iteration: int, work: Callable[..., T], progress: _core.Progress | None, *, exit_seconds: float, root: Path
 ) -> PendingSave[T]:
     """Run `work(progress=...)` in the background. `finish_previous` must have come before.
 
@@ -111,9 +113,10 @@ def start(
         work: the save; it is given what to call with `(done_bytes, total_bytes)`.
         progress: called with the same besides, from the background.
         exit_seconds: how long the end of the interpreter waits for it.
+        root: the checkpoint root.
     """
     global _pending  # noqa: PLW0603  one pending save a process is the point
-    pending = PendingSave(iteration, work, progress, exit_seconds)
+    pending = PendingSave(iteration, work, progress, exit_seconds, root)
     with _lock:
         _pending = pending  # type: ignore[assignment]
     # Not at import: exit functions that are registered last run first, and saves need those registered at import.
@@ -122,8 +125,12 @@ def start(
     return pending
 
 
-def finish_previous(timeout: float) -> None:
+def finish_previous(timeout: float, root: Path | None = None) -> None:
     """Wait for the pending save, if there is one, and raise its error unless a caller has seen it.
+
+    Args:
+        timeout: seconds.
+        root: the checkpoint root of the next save. The error of a save into another root is logged and not raised.
 
     Raises:
         ReshardError: it failed, or it has not ended in time.
@@ -143,7 +150,9 @@ def finish_previous(timeout: float) -> None:
         if _pending is previous:
             _pending = None
     error = previous.unseen_error()
-    if error is not None:
+    if error is not None and root not in (None, previous.root):
+        _log.error("the save of iteration %d into %s failed: %s", previous.iteration, previous.root, error)
+    elif error is not None:
         error.add_note(
             f"(the save of iteration {previous.iteration} failed in the background; the next save reports this)"
         )

@@ -329,7 +329,7 @@ def save_collectively(
     if ready is None:
         save.own.observers("copied", task.iteration, seconds=stall_seconds)
     finish = functools.partial(_watched, save, started, functools.partial(finish, stall_seconds=stall_seconds))
-    return background.start(task.iteration, finish, progress, exit_seconds=task.timeout)
+    return background.start(task.iteration, finish, progress, exit_seconds=task.timeout, root=task.root)
 
 
 def _watched(

@@ -270,7 +270,7 @@ def save(  # noqa: PLR0917  what is saved is often given by position
             progress=progress,
         )
         if not dry_run:
-            background.finish_previous(timeout)
+            background.finish_previous(timeout, task.root)
         checkpoint2.iteration_folder_name(iteration)
         of = save_format(options.format)
         _check_options(options, model)
