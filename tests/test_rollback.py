@@ -343,7 +343,7 @@ def test_a_rollback_to_what_is_missing_or_damaged_is_refused(root: Path) -> None
         reshard.rollback(root, 250)
     with pytest.raises(CheckpointNotFoundError, match="there is no folder"):
         reshard.rollback(root / "typo", 200)
-    with pytest.raises(CheckpointNotFoundError, match="hint: give the folder that holds"):
+    with pytest.raises(CheckpointNotFoundError, match=r"hint: .*give the folder that holds"):
         reshard.rollback(folder_of(root, 200), 200)
     assert sorted(path.name for path in folder_of(root, 200).iterdir() if path.is_dir()) == []
     flip(shard_of(root, 200))

@@ -19,6 +19,7 @@ from tests.test_cli import run, start
 
 import reshard
 from reshard.cli.watched import Watch
+from reshard.errors import StorageError
 from reshard.events import Event
 from reshard.formats.event_log import EVENT_FILE, EventLog
 from reshard.storage import claims, protocol
@@ -75,7 +76,10 @@ def test_a_run_without_a_log(tmp_path: Path, format_: str) -> None:
 
 def test_files_of_whole_weights_and_empty_folders(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    assert "no complete checkpoint yet" in run("watch", tmp_path / "empty", "--once").stdout
+    assert (
+        "no complete checkpoint; for the reasons run: reshard explain"
+        in run("watch", tmp_path / "empty", "--once").stdout
+    )
     reshard.save_file({"w": np.zeros(3)}, tmp_path / "model.safetensors")
     assert "newest" in run("watch", tmp_path, "--once").stdout
     result = run("watch", tmp_path / "model.safetensors", "--once")
@@ -101,6 +105,20 @@ def test_a_damaged_newest_iteration_is_not_the_newest_complete_one(tmp_path: Pat
 
 
 # -- the save in progress
+
+
+def test_an_iteration_that_cannot_be_read_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "run"
+    save(root, 100)
+
+    def refuse(*_: object) -> None:
+        raise StorageError("opening `manifest.json`: Permission denied")
+
+    monkeypatch.setattr("reshard.cli.watched.reshard.open", refuse)
+    result = run("watch", root, "--once")
+    assert result.exit_code == 1
+    assert "problem      opening `manifest.json`: Permission denied\n" in result.stdout
+    assert f"newest       not known; for the reasons run: reshard explain {root}\n" in result.stdout
 
 
 def test_the_save_in_progress_with_its_progress(tmp_path: Path) -> None:

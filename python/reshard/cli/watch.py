@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 _MAX_SHOWN = 20  # events that `--once` prints
 _MIN_SHOWN = 3
 _MAX_REASON = 300
-_NONE_YET = "no complete checkpoint yet"
 
 
 @click.command(short_help="Show a run while it saves.")
@@ -120,8 +119,7 @@ def _print_lines(watched: Watch, interval: float, *, as_json: bool) -> None:
     while True:
         state, new = watched.look()
         if is_first and state.exists and not as_json:
-            newest = _NONE_YET if state.newest is None else _newest(state.newest, dt.datetime.now(dt.UTC))
-            echo(f"{shown(state.root)}: {newest}")
+            echo(f"{shown(state.root)}: {_newest(state, dt.datetime.now(dt.UTC))}")
         is_first = False
         if (state.exists, state.problem) != known:
             known = (state.exists, state.problem)
@@ -167,10 +165,10 @@ def _facts(state: RunState) -> list[tuple[str, str]]:
     if state.problem is not None:
         facts.append(("problem", shown(state.problem)))
     now = dt.datetime.now(dt.UTC)
-    facts.append(("newest", _NONE_YET if state.newest is None else _newest(state.newest, now)))
+    facts.append(("newest", _newest(state, now)))
     if state.newest is not None and state.newest.skipped:
         names = listed(map(shown, state.newest.skipped))
-        facts.append(("skipped", f"{names}; for the reasons run: reshard explain {shlex.quote(shown(state.root))}"))
+        facts.append(("skipped", f"{names}; {_reasons(state)}"))
     if state.newest is not None and state.newest.seconds is not None:
         facts.append(("last save", _last_save(state.newest)))
     facts.append(("in progress", "no save" if state.in_flight is None else _in_flight(state.in_flight, now)))
@@ -182,11 +180,18 @@ def _facts(state: RunState) -> list[tuple[str, str]]:
     return [*facts, ("source", source)]
 
 
+def _reasons(state: RunState) -> str:
+    return f"for the reasons run: reshard explain {shlex.quote(shown(state.root))}"
+
+
 def _waiting(state: RunState) -> str:
     return f"{shown(state.root)} does not exist yet: waiting for it"
 
 
-def _newest(newest: Newest, now: dt.datetime) -> str:
+def _newest(state: RunState, now: dt.datetime) -> str:
+    newest = state.newest
+    if newest is None:
+        return f"{'not known' if state.problem else 'no complete checkpoint'}; {_reasons(state)}"
     what = shown(newest.name) if newest.iteration is None else f"iteration {newest.iteration}"
     age = duration(max(0.0, (now - newest.saved_at).total_seconds()))
     when = newest.saved_at.astimezone().strftime("%Y-%m-%d %H:%M:%S")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import reshard
 from reshard.cli.output import collected_warnings
-from reshard.errors import CheckpointNotFoundError, ReshardError
+from reshard.errors import CheckpointNotFoundError, ReshardError, StorageError, UnsupportedError
 from reshard.events import Event
 from reshard.formats import event_log, save_log
 from reshard.formats.checkpoint2 import names as checkpoint2
@@ -264,6 +264,8 @@ class Watch:
                 n_bytes = sum(file.n_bytes for file in files) if manifest is None else manifest.n_bytes
                 skipped = tuple(one for one, _ in checkpoint.skipped)
                 newest = Newest(checkpoint.iteration, name, n_bytes, when, skipped=skipped)
+        except (StorageError, UnsupportedError):
+            raise  # it may be complete
         except ReshardError:
             newest = None
         self._newest = (key, newest)
