@@ -287,7 +287,9 @@ def test_steps_count_up(tmp_path: Path) -> None:
     made.step(1)
     made.step(5)
     assert trainer.sampler.total == 5 * 4
-    with pytest.raises(ArgumentError, match=r"step 5 is complete, and so was step 5.*\n.*`initial_step \+ 1`"):
+    with pytest.raises(
+        ArgumentError, match=r"`step` is 5, expected more than 5, the last completed step.*\n.*`initial_step \+ 1`"
+    ):
         made.step(5)
 
 

@@ -495,3 +495,23 @@ def test_a_dead_rank_is_an_error_in_time(root: Path) -> None:
     assert second is None
     assert first is not None
     assert first["error"] == "GroupError"
+
+
+def test_a_missing_layout_file_is_no_fault_of_a_checkpoint(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    for iteration in (1, 2):
+        reshard.save(root, iteration, {"w": np.zeros(4)}, commit={"durable": False})
+    with pytest.raises(CheckpointNotFoundError, match=r"^there is no layout file `.*nope\.yaml`") as caught:
+        reshard.load(root, tmp_path / "nope.yaml")
+    assert "damaged" not in str(caught.value)
+
+
+def test_an_unknown_key_names_the_path_and_similar_keys(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    reshard.save_file({"layers.0.weight": np.zeros(4)}, path)
+    with reshard.open(path) as checkpoint:
+        for call in (checkpoint.read, checkpoint.__getitem__, lambda key: checkpoint.load(keys=[key])):
+            with pytest.raises(KeyNotFoundError) as caught:
+                call("layer.0.weight")
+            assert caught.value.message == f"there is no tensor `layer.0.weight` in {path}"
+            assert (caught.value.key, caught.value.hint) == ("layer.0.weight", "did you mean `layers.0.weight`?")

@@ -29,7 +29,7 @@ from reshard.errors import (
 from reshard.formats.base import StoredTensor
 from reshard.indexing import normalize_index
 from reshard.outputs import as_array, as_arrays, check_out, check_outs, fill_out, keeps_order, load_all
-from reshard.words import check_text, counted, listed, show
+from reshard.words import check_text, counted, listed, nearest, show
 
 if TYPE_CHECKING:
     import os
@@ -240,7 +240,7 @@ class Checkpoint:
     def __getitem__(self, key: str) -> TensorInfo:
         """dtype, shape, size and shards of a tensor; KeyNotFoundError if there is no tensor of this name."""
         self._check_placed(key)
-        dtype, shape = self._index.info(key)
+        dtype, shape = self._info(key)
         shards = tuple(
             StoredShard(region.offset, region.shape, tuple(map(self.data.file_name, region.files)))
             for region in self._index.shards(key)
@@ -345,7 +345,7 @@ class Checkpoint:
             array([4, 8])
         """
         self._check_placed(key)
-        dtype, shape = self._index.info(key)
+        dtype, shape = self._info(key)
         if dtypes.is_packed(dtype) and index not in (None, ..., ()):
             raise ArgumentError(f"`{key}` is {dtype}, packed into bytes: it can only be read whole", key=key)
         box = normalize_index(() if index is None else index, shape)
@@ -789,6 +789,22 @@ class Checkpoint:
 
         return as_layout(layout).bind(self._shapes(), optimizer_keys=set(self.keys("optimizer")))
 
+    def _info(self, key: str) -> tuple[str, tuple[int, ...]]:
+        """Dtype and shape of a tensor. Raises KeyNotFoundError."""
+        try:
+            return self._index.info(key)
+        except KeyNotFoundError:
+            raise self._missing(key) from None
+
+    def _missing(self, key: str) -> KeyNotFoundError:
+        near = " or ".join(show(name) for name in nearest(key, self))
+        return KeyNotFoundError(
+            f"there is no tensor {show(key)} in {self.path}",
+            key=key,
+            path=str(self.path),
+            hint=f"did you mean {near}?" if near else None,
+        )
+
     def _wanted(self, part: Part, keys: Collection[str] | None) -> list[str]:
         if keys is None:
             return self.keys(part)
@@ -796,5 +812,5 @@ class Checkpoint:
         chosen = {keys} if isinstance(keys, str) else set(keys)
         for key in chosen:
             if key not in self:
-                raise KeyNotFoundError(f"there is no tensor `{key}` in {self.path}", key=key, path=str(self.path))
+                raise self._missing(key)
         return [key for key in wanted if key in chosen]

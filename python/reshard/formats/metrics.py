@@ -33,7 +33,7 @@ def checked(metrics: Mapping[str, Any]) -> dict[str, int | float]:
         if not isinstance(name, str) or not name.isprintable():
             raise ArgumentError("a metric's name is not printable text")
         if not is_number(value):
-            raise ArgumentError(f"the metric {show(name)} is not a number of 64 bits")
+            raise ArgumentError(f"the metric {show(name)} is {show(repr(value))}, expected a number of 64 bits")
     if sum(len(name) + 32 for name in found) > _MAX_CHARACTERS:
         raise ArgumentError(
             f"{len(found)} metrics are too many: their names and values have more than {_MAX_CHARACTERS} characters"

@@ -692,7 +692,7 @@ class Checkpointer:
         n_new = step - run.last
         if n_new < 1:
             raise ArgumentError(
-                f"step {step} is complete, and so was step {run.last} before it: steps count up",
+                f"`step` is {step}, expected more than {run.last}, the last completed step",
                 hint="the first step after `resume` is `initial_step + 1`",
             )
         number = None if loss is None else number_of(loss, "loss")
@@ -833,7 +833,7 @@ class Checkpointer:
     def _running(self) -> Saver:
         self._check_open()
         if self._saver is None:
-            raise ArgumentError("`resume` has not been called, which says what there is to save")
+            raise ArgumentError("`resume` has not been called: it gets the model and the other objects to save")
         return self._saver
 
 

@@ -42,7 +42,7 @@ from reshard.formats.checkpoint1.reader import open_rank_files, strategy_for
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.scrub import scrub_plain
 from reshard.group import resolve, session
-from reshard.layout import ModelLayout
+from reshard.layout import ModelLayout, as_layout
 from reshard.opening.gather import gather
 from reshard.opening.gather_ranks import SavesRoot, gather_saves, is_deduplicated, open_own, path_of, saves_root
 from reshard.options import Reading, Verify, explains_moved
@@ -183,10 +183,13 @@ def load(
     # An error of one rank's options is sent as a value, because the other ranks are waiting.
     options = capture(lambda: (Reading.of(reading), Verify.of(verify)))
     known, compared = options if isinstance(options, tuple) else (Reading(), Verify())
+    # Read before a checkpoint is: a missing layout file is no fault of a checkpoint.
+    own_layout = capture(lambda: None if layout is None else as_layout(layout))
 
     def check() -> None:
-        if isinstance(options, BaseException):
-            raise options
+        for one in (options, own_layout):
+            if isinstance(one, BaseException):
+                raise one
         check_arguments(
             layout=layout,
             rank=rank,
@@ -205,7 +208,7 @@ def load(
             resolve(group, rank)
 
     def read(checkpoint: Checkpoint, decision: ResumeDecision) -> Loaded:
-        wanted_layout = layout
+        wanted_layout = None if isinstance(own_layout, BaseException) else own_layout
         if wanted_layout is None and config is not None and checkpoint.data.traits.is_pretrained:
             wanted_layout = _layout_of(as_config(config), rank, members.world_size)
         state = checkpoint.load(
