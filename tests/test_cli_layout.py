@@ -217,3 +217,9 @@ def test_copies_that_the_map_leaves_out_are_named(tmp_path: Path) -> None:
     (tmp_path / "n.yaml").write_text("rules: [{from: a, to: c}, {from: b, tied: a}]")
     result = run("names", "show", tmp_path / "n.yaml", tmp_path / "m.safetensors")
     assert (result.exit_code, "left out, as copies of others: 1\n  b\n" in result.stdout) == (0, True), result.output
+
+
+def test_a_misspelled_family_gets_the_family_as_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "l.yaml").write_text("")  # similar, too
+    assert "hint: did you mean 'llama'?" in run("layout", "preset", "lama").stderr

@@ -836,3 +836,14 @@ def test_the_rank_in_the_name_of_a_state_file(rank: int) -> None:
 
     assert ranks(state.file_name(rank)) == [rank]
     assert ranks(state.file_name(rank).replace("-", "-0")) == []
+
+
+@pytest.mark.parametrize("name", ["w.ckpt", "w.npz", "w.safetensor"])
+def test_the_name_of_another_file_does_not_become_a_folder(name: str, tmp_path: Path) -> None:
+    source, target = tmp_path / "w.safetensors", tmp_path / name
+    reshard.save_file({"w": np.zeros(2)}, source)
+    with pytest.raises(ArgumentError, match=rf"{name}` is the name of a file of a format that is not written"):
+        reshard.convert(source, target)
+    assert not target.exists()
+    reshard.convert(source, target, to="huggingface")
+    assert target.is_dir()

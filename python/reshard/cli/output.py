@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import errno
 import functools
 import json
 import logging
@@ -26,7 +27,14 @@ import click
 from click.shell_completion import CompletionItem
 
 from reshard.arguments import parse_size
-from reshard.errors import ArgumentError, CheckpointNotFoundError, DestinationExistsError, ReshardError, adapt_hint
+from reshard.errors import (
+    ArgumentError,
+    CheckpointNotFoundError,
+    DestinationExistsError,
+    ReshardError,
+    StorageError,
+    adapt_hint,
+)
 from reshard.storage.host import disconnect
 from reshard.storage.location import locate
 from reshard.words import show
@@ -684,7 +692,8 @@ def _is_given(path: str | None) -> bool:
 
 def _report(error: ReshardError | OSError, *, as_json: bool) -> None:
     facts = _facts(error)
-    if isinstance(error, CheckpointNotFoundError) and _is_given(error.path):
+    has_names = (facts["hint"] or "").startswith("did you mean")
+    if isinstance(error, CheckpointNotFoundError) and not has_names and _is_given(error.path):
         facts["hint"] = _near_hint(str(error.path)) or facts["hint"]
     if as_json:
         echo_json(facts)
@@ -731,6 +740,8 @@ def _facts(error: ReshardError | OSError) -> dict[str, Any]:
     if isinstance(error, ReshardError):
         message = _with_options(error.message) if isinstance(error, ArgumentError) else error.message
         hint = hint_of(error.hint)
+        if hint is None and isinstance(error, StorageError) and error.errno in (errno.EACCES, errno.EPERM):
+            hint = "run this as the user that owns the files, or change their permissions"
         return {"error": name, "message": message, "path": error.path, "key": error.key, "hint": hint}
     path = None if error.filename is None else str(error.filename)
     message = str(error) if error.strerror is None else error.strerror if path is None else f"{path}: {error.strerror}"

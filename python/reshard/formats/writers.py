@@ -17,6 +17,7 @@ from reshard.formats.full_weights.writer import FullWeightsWriter
 from reshard.formats.huggingface.writer import HuggingFaceWriter
 from reshard.formats.tiled.writer import SafetensorsWriter
 from reshard.formats.torch_file.writer import TorchWriter
+from reshard.words import show
 
 if TYPE_CHECKING:
     from reshard.conversion.writer import Writer
@@ -34,6 +35,8 @@ WRITERS: tuple[Writer, ...] = (
     UniversalWriter(),
 )
 
+_OTHER_FILES = (".ckpt", ".distcp", ".gguf", ".h5", ".npy", ".npz", ".onnx", ".safetensor")
+
 
 def writer_for(to: str | None, target: Location, *, has_layout: bool) -> Writer:
     """The writer of a format. Default: Checkpoint 2.0 with a layout, else by the suffix of the destination.
@@ -44,7 +47,7 @@ def writer_for(to: str | None, target: Location, *, has_layout: bool) -> Writer:
         has_layout: whether a layout is given.
 
     Raises:
-        ArgumentError: there is no such format.
+        ArgumentError: there is no such format, or the destination has the suffix of a file that no format writes.
 
     Example:
         >>> from reshard.storage.location import locate
@@ -53,6 +56,13 @@ def writer_for(to: str | None, target: Location, *, has_layout: bool) -> Writer:
     """
     known = {one.name: one for one in WRITERS}
     if to is None:
+        if target.suffix in _OTHER_FILES and not target.is_folder():
+            raise ArgumentError(
+                f"{show(str(target))} is the name of a file of a format that is not written",
+                path=str(target),
+                hint="for one file choose a name with .safetensors, .bin, .pt or .pth; "
+                'for a folder with this name give `to="huggingface"`',
+            )
         by_suffix = (one.name for one in WRITERS if one.is_one_file(target))
         return known["checkpoint2" if has_layout else next(by_suffix, "huggingface")]
     if to not in known:

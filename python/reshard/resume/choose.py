@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from reshard.config import split_iteration
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError, UnsupportedError
 from reshard.resume.counters import saved_steps
 from reshard.resume.facts import CandidateFacts, ResumeFacts, Verdict
@@ -103,6 +104,8 @@ def no_usable_candidate(config: Config, facts: ResumeFacts, verdicts: tuple[Verd
         hint = "run this as the user of the training, or give this user read permission; the files are not damaged"
     elif all(candidate.refusal for candidate in facts.candidates):
         error_class = CheckpointNotFoundError
+        if split_iteration(config.load_path)[1] is not None:
+            hint = "choose an iteration that exists; leave `iteration=` out to load the newest"
     elif not any(candidate.fault for candidate in facts.candidates):
         error_class = UnsupportedError
         if all(candidate.common is None for candidate in facts.candidates):
