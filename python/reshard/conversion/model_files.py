@@ -17,7 +17,7 @@ from reshard.formats.full_weights import names as full_weights
 from reshard.formats.tiled import names as tiles
 from reshard.storage.changes import copy_file, has_same_content, make_folders
 from reshard.strict_json import read_json
-from reshard.words import show
+from reshard.words import hub_hint, show
 
 if TYPE_CHECKING:
     from reshard.storage.location import Location
@@ -98,7 +98,8 @@ def find_model_files(folder: Location) -> ModelFiles:
         StorageError: the system failed to list it.
     """
     if not folder.is_folder():
-        raise ArgumentError(f"{show(str(folder))} is not a folder with the files of a model", path=str(folder))
+        message = f"{show(str(folder))} is not a folder with the files of a model"
+        raise ArgumentError(message, path=str(folder), hint=hub_hint(str(folder)))
     found = ModelFiles()
     _collect(folder, "", found, _allowed(folder))
     return found
