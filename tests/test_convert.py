@@ -847,3 +847,17 @@ def test_the_name_of_another_file_does_not_become_a_folder(name: str, tmp_path: 
     assert not target.exists()
     reshard.convert(source, target, to="huggingface")
     assert target.is_dir()
+
+
+def test_a_source_and_a_destination_inside_each_other_are_refused(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    reshard.save(root, 1, {"w": np.zeros(2)}, commit={"durable": False})
+    inside = root / "iteration_00000001"
+    for source, target, message in (
+        (root, root, "are the same"),
+        (root, root / "hf", f"destination {root / 'hf'} is inside source {root}"),
+        (inside, root, f"source {inside} is inside destination {root}"),
+    ):
+        with pytest.raises(ArgumentError) as caught:
+            reshard.convert(source, target)
+        assert message in caught.value.message

@@ -145,13 +145,13 @@ def merge_strategies(
     if target.exists():
         if not overwrite:
             raise DestinationExistsError(
-                f"{show(str(target))} exists", path=str(target), hint="remove it, or ask to overwrite it"
+                f"{show(str(target))} exists", path=str(target), hint="remove it, or give `overwrite=True`"
             )
         try:
             read_strategy_file(target, follow_links=False)
         except DamagedFileError as error:
             raise DestinationExistsError(
-                f"{show(str(target))} is to be replaced, but it is no strategy file: {error.message}", path=str(target)
+                f"only a strategy file is replaced: {error.message}", path=str(target), hint="choose another name"
             ) from None
     content = merged_file(stages)
     check_reads_back(target, content, strategy.stages)

@@ -432,8 +432,10 @@ def _check_apart(source: Location, target: Location) -> None:
     if a == b or a in b.parents or b in a.parents:
         # A file beside others in one folder is allowed: only a destination inside the source, or a source inside the
         # destination, is refused.
-        raise ArgumentError(
-            f"source {source} and destination {target} lie inside each other",
-            path=str(target),
-            hint="choose another one",
-        )
+        if a == b:
+            message = f"source {source} and destination {target} are the same"
+        elif a in b.parents:
+            message = f"destination {target} is inside source {source}"
+        else:
+            message = f"source {source} is inside destination {target}"
+        raise ArgumentError(message, path=str(target), hint="choose another destination")
