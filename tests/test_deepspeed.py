@@ -234,7 +234,7 @@ DAMAGES: dict[str, tuple[int, Callable[[Files], object], str]] = {
     "a model file of another step": (
         3,
         lambda f: f[MODEL_1].update(global_steps=6),
-        "`global_steps` differs.*: 4 and 6",
+        "`global_steps` differs.*: `4` and `6`",
     ),
     "another version": (1, lambda f: f[optimizer_file(1)].update(ds_version="0.9"), "`ds_version` differs"),
     "a version of the model": (1, lambda f: f[MODEL[1]].update(ds_version="0.9"), "rank_0.*`ds_version` differs"),
@@ -302,6 +302,25 @@ def test_files_that_do_not_belong_together_are_refused(damage: str, tmp_path: Pa
     change(files)
     with pytest.raises(ReshardError, match=message):
         reshard.open(write(tmp_path / "global_step4", files))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda f, long: [_zero(f, r).update(partition_count=long) for r in (0, 1)],
+        lambda f, long: [_zero(f, r).update(param_alignment_paddings=[[long]]) for r in (0, 1)],
+        lambda f, long: f[MODEL[1]].update(param_shapes=[long]),
+        lambda f, long: f[MODEL[1]].update(param_shapes=[{"a": long}]),
+        lambda f, long: f[MODEL[1]].update(ds_version=long),
+    ],
+    ids=["partition_count", "paddings", "names", "shape", "version"],
+)
+def test_a_long_value_is_shortened_in_the_message(change: Callable[[Files, str], object], tmp_path: Path) -> None:
+    _, files = example(1)
+    change(files, "x" * 10_000)
+    with pytest.raises(ReshardError, match=r"x\.\.\.") as caught:
+        reshard.open(write(tmp_path / "global_step4", files))
+    assert len(str(caught.value)) < 2000
 
 
 def test_a_model_of_another_step_is_refused_where_its_weights_differ(tmp_path: Path) -> None:

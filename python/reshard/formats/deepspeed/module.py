@@ -178,7 +178,7 @@ def fragments(
 
 def _items(value: object, file: StateFile) -> Iterator[tuple[str, object]]:
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
-        raise damaged(file.file, f"expected a dict with names of parameters, found {value!r}")
+        raise damaged(file.file, f"expected a dict with names of parameters, found {show(repr(value))}")
     yield from value.items()
 
 

@@ -133,7 +133,7 @@ def as_shape(value: object, file: Location) -> tuple[int, ...]:
     if isinstance(value, _core.Opaque) and value.name == "torch.Size":
         value = value.arguments[0] if value.arguments else ()
     if not isinstance(value, tuple | list) or not all(type(n) is int and n >= 0 for n in value):
-        raise damaged(file, f"expected the shape of a parameter, found {value!r}")
+        raise damaged(file, f"expected the shape of a parameter, found {show(repr(value))}")
     return tuple(value)
 
 
@@ -224,7 +224,7 @@ def _same(first: StateFile, other: StateFile, expected: Mapping[str, Any], found
     for key, value in expected.items():
         other_value = found.get(key)
         if value is not other_value and plain(value) != plain(other_value):
-            values = f": {value!r} and {found.get(key)!r}" if isinstance(value, int | str) else ""
+            values = f": {show(repr(value))} and {show(repr(other_value))}" if isinstance(value, int | str) else ""
             raise damaged(
                 other.file,
                 f"{show(key)} differs from that in {show(first.file.name)}{values}",
@@ -252,7 +252,7 @@ def _n_ranks(file: StateFile) -> int:
     count = zero_state(file).get("partition_count")
     counts: list[Any] = count if isinstance(count, list) else [count]
     if not counts or not all(type(n) is int and n > 0 for n in counts):
-        raise damaged(file.file, f"expected the number of ranks in `partition_count`, found {count!r}")
+        raise damaged(file.file, f"expected the number of ranks in `partition_count`, found {show(repr(count))}")
     if len(set(counts)) > 1:
         raise UnsupportedError(
             f"{show(str(file.file))}: its groups are partitioned over different numbers of ranks, {listed(counts)}, as "

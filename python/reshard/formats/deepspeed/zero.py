@@ -170,7 +170,9 @@ def _paddings(file: StateFile, group: int, n: int) -> list[int]:
         return [0] * n
     paddings = recorded[group] if isinstance(recorded, list) and group < len(recorded) else None
     if not isinstance(paddings, list) or len(paddings) != n or not all(type(p) is int and p >= 0 for p in paddings):
-        raise damaged(file.file, f"expected {n} `param_alignment_paddings` of group {group}, found {paddings!r}")
+        raise damaged(
+            file.file, f"expected {n} `param_alignment_paddings` of group {group}, found {show(repr(paddings))}"
+        )
     return paddings
 
 
@@ -216,7 +218,8 @@ def _check_slices(
             if {key: state.get(key) for key in expected} != expected:
                 raise damaged(
                     file.file,
-                    f"it records that {show(name)} lies at {dict(state)}, the sizes of the parameters give {expected}",
+                    f"it records that {show(name)} lies at {show(repr(dict(state)))}, the sizes of the parameters give "
+                    f"{expected}",
                     "a file is of another save, or of another model",
                     key=name,
                 )
