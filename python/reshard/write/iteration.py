@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from reshard import _core, dtypes
 from reshard.collective import capture
-from reshard.errors import ReshardError, UnsupportedError
+from reshard.errors import CoverageError, ReshardError, UnsupportedError
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.metadata import inexpressible, reasons_of, write_metadata
 from reshard.formats.checkpoint2.shards import (
@@ -514,15 +514,16 @@ def _check_coverage(content: tiles.TilesFile | None) -> None:
         return
     index = _core.Index()
     files: dict[str, int] = {}
-    for key, tensor in content.tensors.items():
-        stored = []
-        for one in tensor.stored:
-            if one.file not in files:
-                files[one.file] = index.add_file(one.file)  # nothing is opened
-            stored.append(_core.StoredArray(files[one.file], one.name, one.shape, one.tiles))
-        try:
+    try:
+        for key, tensor in content.tensors.items():
+            stored = []
+            for one in tensor.stored:
+                if one.file not in files:
+                    files[one.file] = index.add_file(one.file)  # nothing is opened
+                stored.append(_core.StoredArray(files[one.file], one.name, one.shape, one.tiles))
             index.add_tiles(key, tensor.dtype, tensor.shape, stored)
-        except ReshardError as error:
-            error.message = f"the boxes that the ranks hold of {show(key)}: {error.message}"
-            raise
-    index.check_coverage()
+        index.check_coverage()
+    except CoverageError as error:
+        error.message = f"the boxes that the ranks hold: {error.message}"
+        error.hint = "each element is in one box, or in equal boxes: check `offset` and `global_shape` of each `Shard`"
+        raise
