@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes  # noqa: F401  numpy knows bfloat16 by it
 import numpy as np
 import pytest
 from click.testing import CliRunner
