@@ -365,6 +365,17 @@ def names_of(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*.safetensors"))
 
 
+def test_a_source_is_not_its_own_destination(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    reshard.save_file({"w": np.zeros(4)}, path, metadata={"format": "pt"})
+    before = path.read_bytes()
+    (tmp_path / "link").symlink_to(tmp_path)
+    for target in (None, tmp_path, path, tmp_path / "link"):
+        with pytest.raises(ArgumentError, match=r"model.safetensors` is a safetensors file already"):
+            reshard.convert_files(path, target, overwrite=True)
+    assert path.read_bytes() == before
+
+
 def test_files_of_a_tree_are_chosen(tmp_path: Path) -> None:
     source = tree(tmp_path / "src")
     report = reshard.convert_files(source, tmp_path / "all", name_map={"absent": "x"})

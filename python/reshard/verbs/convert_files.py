@@ -129,7 +129,8 @@ def convert_files(
     Raises:
         CheckpointNotFoundError: there is no such file, or no `.ckpt` file in the folder.
         DestinationExistsError: a file exists, and `overwrite` is False. Nothing was written.
-        ArgumentError: the name map or the expression is invalid, or two tensors of a file would have the same name.
+        ArgumentError: the name map or the expression is invalid, two tensors of a file would have the same name, or a
+            destination is its source.
         DamagedFileError, UnsupportedError: a source cannot be read. Nothing was written, except for a wrong CRC: then
             the files before it were written.
         StorageError: reading or writing failed. The files before it were written.
@@ -147,6 +148,13 @@ def convert_files(
     renamed = _read_names(name_map)
     source = locate(src)
     pairs = _pairs(source, None if dst is None else locate(dst), name_regex)
+    for path, target in pairs:
+        if path.resolved() == target.resolved():
+            raise ArgumentError(
+                f"{show(str(path))} is a safetensors file already",
+                path=str(path),
+                hint="name a .ckpt file or a folder of .ckpt files; `reshard convert` converts other formats",
+            )
     planned = [_plan(path, target, renamed) for path, target in pairs]
     if not overwrite:
         _check_free(planned)
