@@ -272,6 +272,7 @@ def test_the_pages_of_a_healthy_torch_run_name_no_problem(tmp_path: Path) -> Non
         ("convert a b --max-shard-size 16mb", "Invalid value for '--max-shard-size': `16mb` is not a size"),
         ("convert a b --memory 0", "Invalid value for '--memory': a size is from 1 to"),
         ("demo --size x", "Invalid value for '--size': `x` is not a size"),
+        ("watch run --interval 1s", "'1s' is not a valid number."),
         ("pin run iteration_00000075", "'iteration_00000075' is not a valid integer."),
         ("prune run --keep 1 --keep-best loss 1 --keep-best acc 1", "Invalid value for --keep-best: is given twice"),
     ],

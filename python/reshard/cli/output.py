@@ -93,6 +93,12 @@ class WholeNumber(click.IntRange):
     name = "integer"
 
 
+class Number(click.FloatRange):
+    """A number of a range, named as in `WholeNumber`."""
+
+    name = "number"
+
+
 class _SizeType(click.ParamType):  # type: ignore[type-arg]  # as above
     """A size in bytes, checked and passed on as text."""
 

@@ -16,6 +16,7 @@ import click
 
 from reshard.cli.output import (
     PATH,
+    Number,
     command,
     console,
     duration,
@@ -54,7 +55,7 @@ _MAX_REASON = 300
 @click.option("--once", is_flag=True, help="Print the state once and exit.")
 @click.option(
     "--interval",
-    type=click.FloatRange(min=0.1, max=3600),
+    type=Number(min=0.1, max=3600),
     default=1.0,
     show_default=True,
     metavar="SECONDS",
