@@ -396,7 +396,6 @@ def refusals(folder: Path) -> dict[str, tuple[list[object], str]]:
         "no layout": (["convert", model, folder / "x", "--layout", folder / "nope.yaml"], "CheckpointNotFoundError"),
         "occupied": (["convert", model, folder / "full"], "DestinationExistsError"),
         "into itself": (["convert", folder / "full", folder / "full" / "x"], "ArgumentError"),
-        "size": (["convert", model, folder / "x", "--memory", "much"], "ArgumentError"),
         "dtype": (["convert", model, folder / "x", "--dtype", "int3"], "UnsupportedError"),
         "demo into something": (["demo", "--keep", folder / "full"], "DestinationExistsError"),
     }
