@@ -171,8 +171,14 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
-/// Text from a file for display: control characters are escaped, so that they do not control a terminal, and long text
-/// is truncated.
+/// Text from a file for display: control characters, and characters that a terminal does not show or that change the
+/// direction of others, are escaped, and long text is truncated.
+///
+/// ```
+/// use reshard_core::error::Printable;
+/// assert_eq!(Printable("a\u{1b}b\u{2028}c\u{feff}").to_string(), r"a\u{1b}b\u{2028}c\u{feff}");
+/// assert_eq!(Printable("e\u{301} \u{5b57}").to_string(), "e\u{301} \u{5b57}");
+/// ```
 pub struct Printable<'a>(pub &'a str);
 
 impl fmt::Display for Printable<'_> {
@@ -182,9 +188,7 @@ impl fmt::Display for Printable<'_> {
             if i == MAX_CHARS {
                 return f.write_str("...");
             }
-            if c.is_control()
-                || matches!(c, '\u{200b}'..='\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
-            {
+            if c.is_control() || is_invisible(c) {
                 write!(f, "{}", c.escape_unicode())?;
             } else {
                 write!(f, "{c}")?;
@@ -192,4 +196,12 @@ impl fmt::Display for Printable<'_> {
         }
         Ok(())
     }
+}
+
+/// Separators other than the space, and format characters of Unicode.
+fn is_invisible(c: char) -> bool {
+    (c.is_whitespace() && c != ' ')
+        || matches!(c,
+            '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}' | '\u{202a}'..='\u{202e}'
+            | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}')
 }
