@@ -173,7 +173,7 @@ fn rejects_invalid_headers() {
         ("nothing", String::new(), 0, Damaged, NONE, "must start with `{`, found nothing"),
         ("only spaces", "  ".into(), 0, Damaged, NONE, "must start with `{`, found ` `"),
         ("leading space", format!(" {W}"), 8, Damaged, NONE, "must start with `{`"),
-        ("byte order mark", format!("\u{feff}{W}"), 8, Damaged, NONE, "must start with `{`, found `\u{feff}`"),
+        ("byte order mark", format!("\u{feff}{W}"), 8, Damaged, NONE, "must start with `{`, found `\\u{feff}`"),
         ("a list", "[]".into(), 0, Damaged, NONE, "must start with `{`, found `[`"),
         ("no end", W[..W.len() - 1].into(), 8, Damaged, NONE, "expected `,` or `}` at byte 53 of the header, found its end"),
         ("only a brace", "{".into(), 0, Damaged, NONE, "expected a string at byte 1"),
