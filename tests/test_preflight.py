@@ -482,6 +482,7 @@ HAVE_NOT_BUT_ALLOWED = {
     ("formats/checkpoint1/replicas.py", "keys"): "an argument of `load`, named beside another way",
     ("group.py", "rank"): "a checkpointer gives no rank",
     ("layout/invert.py", "shapes"): "a checkpointer gives all shapes",
+    ("layout/strategy_folder.py", "overwrite"): "`reshard strategy merge` alone",
     ("torch/checkpointer.py", "config"): "an entry of `environment`",
     ("outputs.py", "keys"): "`out=` is given by `load` alone",
     ("outputs.py", "part"): "`out=` is given by `load` alone",

@@ -502,10 +502,10 @@ def test_prune_without_permission_is_refused(foreign: Path) -> None:
 def test_prune_tells_of_each_that_the_system_would_not_remove(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from reshard.storage import trash
 
-    def refuse(_: Path, folder: Path, *__: object, **___: object) -> None:
+    def refuse(_: Path, folder: Path, *__: object, **___: object) -> bool:
         raise StorageError(f"renaming {folder}: Operation not permitted", path=str(folder))
 
-    monkeypatch.setattr(trash, "remove", refuse)
+    monkeypatch.setattr(trash, "take_out", refuse)
     code, out, err = run("prune", root, "--keep", 1)
     assert code == 1
     assert out.splitlines()[-1] == "nothing was removed"

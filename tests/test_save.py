@@ -1121,6 +1121,7 @@ def test_an_interrupt_does_not_leave_the_thread_of_the_descriptions_alone(
     reshard.save(root, 1, {"w": SQUARE})
     is_writing, states = threading.Event(), []
     start, end, abandon = threading.Thread.start, iterations.Descriptions._end, protocol.abandon
+    begin = iterations.Descriptions.start
     waits = threading.Semaphore(0)
 
     def slow(*args: Any, **options: Any) -> object:
@@ -1134,6 +1135,10 @@ def test_an_interrupt_does_not_leave_the_thread_of_the_descriptions_alone(
             return write_metadata(*args, **options)
         finally:
             is_writing.clear()
+
+    def watched_begin(descriptions: iterations.Descriptions) -> None:
+        begin(descriptions)
+        assert is_writing.wait(10)  # else the save fails before the thread begins, which then writes nothing
 
     def watched_end(descriptions: iterations.Descriptions) -> None:
         waits.release()
@@ -1151,6 +1156,7 @@ def test_an_interrupt_does_not_leave_the_thread_of_the_descriptions_alone(
 
     monkeypatch.setattr(iterations, "_MANY_LINES", 1)
     monkeypatch.setattr(iterations, "write_metadata", slow)
+    monkeypatch.setattr(iterations.Descriptions, "start", watched_begin)
     monkeypatch.setattr(iterations.Descriptions, "_end", watched_end)
     monkeypatch.setattr(protocol, "abandon", watched_abandon)
     if moment == "start":

@@ -548,7 +548,7 @@ def test_merging_keeps_what_is_there(tmp_path: Path) -> None:
     target.write_bytes(b"precious")
     with pytest.raises(DestinationExistsError, match="exists"):
         merge_strategies(SAMPLES / "src_strategy", target)
-    with pytest.raises(DestinationExistsError, match="it is no strategy file"):
+    with pytest.raises(DestinationExistsError, match="is no strategy file: it holds something else"):
         merge_strategies(SAMPLES / "src_strategy", target, overwrite=True)
     assert target.read_bytes() == b"precious"
     target.unlink()

@@ -105,7 +105,7 @@ def no_usable_candidate(config: Config, facts: ResumeFacts, verdicts: tuple[Verd
     elif all(candidate.refusal for candidate in facts.candidates):
         error_class = CheckpointNotFoundError
         if split_iteration(config.load_path)[1] is not None:
-            hint = "choose an iteration that exists; leave `iteration=` out to load the newest"
+            hint = "choose an iteration that exists, or give the root alone to load the newest"
     elif not any(candidate.fault for candidate in facts.candidates):
         error_class = UnsupportedError
         if all(candidate.common is None for candidate in facts.candidates):
