@@ -1021,10 +1021,15 @@ def test_the_old_one_is_not_given_up_for_a_new_one_whose_name_may_not_last(root:
     assert not debris(root)
 
 
-def test_what_made_room_is_put_back(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def stop_between_two_renames(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """End a process that saves iteration 100 again where names cannot be exchanged."""
     monkeypatch.setattr(LocalStore, "abilities", lambda *_: Abilities(renames_folders=True, exchanges=False))
     in_child(partial(save, root, 100))
     crash(root, "rename 100", 100, 1)
+
+
+def test_what_made_room_is_put_back(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop_between_two_renames(root, monkeypatch)
     assert all_held(root) == set()
     assert recovered(root) == ["iteration 100 was being replaced, and is put back"]
     assert all_held(root) == {(100, 0)}
@@ -1051,9 +1056,7 @@ def test_where_a_rename_copies_the_files_iterations_are_written_in_place(
 
 
 def test_what_made_room_is_found_before_it_is_put_back(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LocalStore, "abilities", lambda *_: Abilities(renames_folders=True, exchanges=False))
-    in_child(partial(save, root, 100))
-    crash(root, "rename 100", 100, 1)
+    stop_between_two_renames(root, monkeypatch)
     place = locate(root)
     ((iteration, name),) = checkpoint2.list_iterations(place)
     assert (iteration, name.partition("/")[0], checkpoint2.tracked_iteration(place)) == (100, ".trash", 100)

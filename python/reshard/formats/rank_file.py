@@ -93,16 +93,18 @@ def check_no_int4(index: _core.Index, file: int) -> None:
     Raises:
         UnsupportedError: it has such a tensor.
     """
-    packed = [key for key, value in (index.file_metadata(file) or {}).items() if value == "Int4"]
-    for key in packed:
-        if any(array.name == key for array in index.file_arrays(file)):
-            path = str(index.file_path(file))
-            raise UnsupportedError(
-                f"{show(path)}: {show(key)} is Int4, two elements in each byte, which is not supported",
-                path=path,
-                key=key,
-                hint="save the tensor in another dtype",
-            )
+    packed = {key for key, value in (index.file_metadata(file) or {}).items() if value == "Int4"}
+    if not packed:
+        return
+    key = next((array.name for array in index.file_arrays(file) if array.name in packed), None)
+    if key is not None:
+        path = str(index.file_path(file))
+        raise UnsupportedError(
+            f"{show(path)}: {show(key)} is Int4, two elements in each byte, which is not supported",
+            path=path,
+            key=key,
+            hint="save the tensor in another dtype",
+        )
 
 
 def kind_of(path: str | os.PathLike[str], *, follow_links: bool = False) -> Literal["safetensors", "ckpt"]:

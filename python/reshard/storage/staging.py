@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,7 +20,7 @@ from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.manifest import PINNED_FILE, TRACKED_FILE
 from reshard.storage import filesystem
 from reshard.storage.filesystem import UNFINISHED_FILE
-from reshard.storage.trash import STAGING_FOLDER, TRASH_FOLDER
+from reshard.storage.trash import STAGED_NAME, STAGING_FOLDER, TRASH_FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from reshard.storage.location import Location
     from reshard.storage.store import Abilities
 
-_STAGED = re.compile(r"([0-9]{1,18})\.([0-9]{1,18})\.([0-9a-f]{32})")
 _log = logging.getLogger("reshard")
 
 
@@ -59,7 +57,7 @@ class StagedName:
             >>> StagedName.parse("400.3." + "0" * 32).generation, StagedName.parse("share-0")
             (3, None)
         """
-        match = _STAGED.fullmatch(name)
+        match = STAGED_NAME.fullmatch(name)
         return cls(int(match[1]), int(match[2]), match[3]) if match else None
 
 

@@ -28,8 +28,10 @@ STAGING_FOLDER = ".staging"
 TRASH_FOLDER = ".trash"
 REMOVED = "removed"  # in the mark of an unfinished folder, where others have the name of who writes
 
+STAGED_NAME = re.compile(r"([0-9]{1,18})\.([0-9]{1,18})\.([0-9a-f]{32})")
+"""The name of a staging folder: iteration, generation and attempt, see `staging.StagedName`."""
+
 _ENTRY = re.compile(r"[0-9]{1,18}\.[0-9a-f]{32}")
-_STAGED = re.compile(r"([0-9]{1,18})\.[0-9]{1,18}\.([0-9a-f]{32})")  # `staging.StagedName`
 
 
 def discard(root: Location, folder: Location, iteration: int, attempt_id: str | None = None, *, durable: bool) -> None:
@@ -68,9 +70,9 @@ def set_aside(root: Location) -> dict[int, str]:
     """
     found = {}
     for name in filesystem.names(root / STAGING_FOLDER):
-        match = _STAGED.fullmatch(name)
-        if match is not None and (root / TRASH_FOLDER / f"{match[1]}.{match[2]}").is_folder():
-            found[int(match[1])] = f"{TRASH_FOLDER}/{match[1]}.{match[2]}"
+        match = STAGED_NAME.fullmatch(name)
+        if match is not None and (root / TRASH_FOLDER / f"{match[1]}.{match[3]}").is_folder():
+            found[int(match[1])] = f"{TRASH_FOLDER}/{match[1]}.{match[3]}"
     return found
 
 
@@ -147,6 +149,10 @@ def mark_removed(folder: Location, *, durable: bool) -> None:
     except StorageError as error:
         if error.errno not in NO_SPACE or not (folder / MANIFEST_FILE).exists():
             raise
+    _drop_manifest(folder, durable=durable)
+
+
+def _drop_manifest(folder: Location, *, durable: bool) -> None:
     if (folder / MANIFEST_FILE).exists():
         filesystem.remove_file(folder / MANIFEST_FILE)
         if durable:
@@ -201,10 +207,8 @@ def remove_manifest(folder: Location, *, durable: bool) -> bool:
     if folder.kind() != "folder":  # a link in its place is not followed
         return True
     with reader_held_off(folder) as is_free:
-        if is_free and (folder / MANIFEST_FILE).exists():
-            filesystem.remove_file(folder / MANIFEST_FILE)
-            if durable:
-                filesystem.sync(folder)
+        if is_free:
+            _drop_manifest(folder, durable=durable)
     return is_free
 
 

@@ -9,6 +9,7 @@ rank does this check. The other ranks open the same folder, and only the files t
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -583,22 +584,21 @@ def _warn_of_different_copies(index: _core.Index, folder: Location, unlisted: Un
     if not compared:
         return
     numbers = {name: file for file, name in enumerate(index.file_names)}
-    used = list(dict.fromkeys(file for files in compared.values() for file in files))
-    copies = opened_again(index, [numbers[file] for file in used], None)
+    place = {file: n for n, file in enumerate(dict.fromkeys(itertools.chain.from_iterable(compared.values())))}
+    copies = opened_again(index, [numbers[file] for file in place], None)
     for name, dtype, shape, _ in unlisted:
         for file in compared.get(name, ()):
-            copies.add_tiles(f"{file} {name}", dtype, shape, _copies(name, shape, [used.index(file)]))
-    names = [f"{file} {name}" for name, files in compared.items() for file in files]
-    arrays = load_all(copies.plan(copies.whole_request(names), verify=False))
-    copies.close()
-    for name, files in compared.items():
+            copies.add_tiles(f"{file} {name}", dtype, shape, _copies(name, shape, [place[file]]))
+    for name, files in compared.items():  # one after the other: all of them may take more memory than there is
+        arrays = load_all(copies.plan(copies.whole_request([f"{file} {name}" for file in files]), verify=False))
         values = {file: arrays[f"{file} {name}"].tobytes() for file in files}
-        different = [file for file in files if values[file] != values[files[0]]]
-        if different:
+        different = next((file for file in files if values[file] != values[files[0]]), None)
+        if different is not None:
             _log.warning(
                 "%s: %s is not in the description, and is read as one value, but %s and %s hold different values",
-                *(folder, show(name), show(files[0]), show(different[0])),
+                *(folder, show(name), show(files[0]), show(different)),
             )
+    copies.close()
 
 
 def _add_unlisted(index: _core.Index, unlisted: Unlisted) -> None:
