@@ -20,6 +20,7 @@ import torch
 
 import reshard
 from reshard.errors import DamagedFileError, ReshardError
+from reshard.torch import load_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -207,6 +208,28 @@ def test_the_model_of_a_checkpoint_is_converted_under_the_names_of_the_module(
         assert set(weights) == {"model.a", "model.c", "model.tied", "model.scale", "model.frozen"}
     assert reshard.diff(folder, tmp_path / "all").equal
     assert reshard.verify(folder).ok
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_conversion_to_fp32_has_the_weights_of_the_optimizer(stage: int, tmp_path: Path) -> None:
+    arrays, files = example(stage)
+    folder = write(tmp_path / "global_step4", files)
+    reshard.convert(folder, tmp_path / "weights", to="huggingface", dtype="float32")
+    with reshard.open(tmp_path / "weights") as weights, reshard.open(folder) as source:
+        assert set(weights) == {"a", "b", "c", "tied", "scale", "frozen"}
+        for name, master in {"a": "a", "b": "b", "c": "c", "tied": "a"}.items():
+            assert weights.read(name).tobytes() == arrays[f"{master}.fp32"].tobytes()
+        assert (weights.read("scale") == source.read("scale").astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("tree", ["ds_zero1_bf16", "ds_zero2_fp32", "ds_zero3_bf16"])
+def test_a_conversion_to_fp32_is_that_of_deepspeed(tree: str, tmp_path: Path) -> None:
+    script = pytest.importorskip("deepspeed.utils.zero_to_fp32")
+    right = script.get_fp32_state_dict_from_zero_checkpoint(str(DATA / tree / "checkpoint"))
+    reshard.convert(DATA / tree / "checkpoint", tmp_path / "w.safetensors", part="model", dtype="float32")
+    found = load_file(tmp_path / "w.safetensors")
+    assert right.keys() <= found.keys()
+    assert [name for name in right if not torch.equal(found[name], right[name].float())] == []
 
 
 def _other_step(files: Files) -> None:

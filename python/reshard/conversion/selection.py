@@ -61,6 +61,7 @@ def select(
     rename: Mapping[str, str] | None = None,
     names: NameMap | None = None,
     apart: Collection[str] = (),
+    dtype: str | None = None,
 ) -> Selection:
     """Select and rename the tensors of a source.
 
@@ -71,6 +72,7 @@ def select(
         rename: as in `new_names`.
         names: a name map that is applied afterwards.
         apart: names of counters that are not ordinary tensors in the destination.
+        dtype: the dtype to which the tensors are cast: some formats store weights in two.
 
     Returns:
         The selection. Its source must be closed separately.
@@ -79,7 +81,7 @@ def select(
         ArgumentError: no tensor is selected, or as `new_names`.
         NamesError: the name map does not fit the tensors.
     """
-    if part == "model" and (weights := source.data.weights()) is not None:
+    if part == "model" and (weights := source.data.weights(dtype)) is not None:
         view = source.view({name: _stored(source, key) for name, key in weights.items()}, is_renamed=True)
         selection = select(view, part, drop=drop, rename=rename, names=names, apart=apart)
         if selection.source is not view:

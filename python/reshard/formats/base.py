@@ -209,8 +209,12 @@ class CheckpointData:
         """Whether a tensor can belong to the optimizer. False: all belong to the model."""
         return True
 
-    def weights(self) -> Mapping[str, str] | None:
-        """The key of each weight of the model, by the name of the weight; None: each key of the model is its name."""
+    def weights(self, dtype: str | None = None) -> Mapping[str, str] | None:  # noqa: ARG002  of formats with masters
+        """The key of each weight of the model, by the name of the weight; None: each key of the model is its name.
+
+        Args:
+            dtype: the dtype to which the weights are cast, where a format stores them in several.
+        """
         return None
 
     def file_name(self, file: int) -> str:

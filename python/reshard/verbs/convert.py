@@ -217,7 +217,15 @@ def convert(
             apart = writer.apart(whole)
             if apart and part_written == "all" and whole.common is None:
                 whole.common = whole.data.read_common()
-            selection = selected(whole, part_written, drop=chosen.drop, rename=chosen.rename, names=known, apart=apart)
+            selection = selected(
+                whole,
+                part_written,
+                drop=chosen.drop,
+                rename=chosen.rename,
+                names=known,
+                apart=apart,
+                dtype=options.dtype,
+            )
             opened = views.enter_context(selection.source)
             _check_copies(whole, selection.copies, parse_size(memory), threads)
             job = Job(

@@ -60,6 +60,7 @@ class _DeepSpeedData(CheckpointData):
         local_state: those of the file of each rank, where each rank has a file with the module.
         slots: the suffixes of the names of optimizer state.
         masters: keys of fp32 weights of parameters of which there is no other weight.
+        copies: keys of fp32 weights of parameters whose rounded weights are stored, too.
         tied: for each further name of a parameter, the name under which it is trained.
         others: keys of tensors that do not belong to parameters.
         n_ranks: number of ranks that saved it.
@@ -69,6 +70,7 @@ class _DeepSpeedData(CheckpointData):
     local_state: Sequence[Mapping[str, Any]] = ()
     slots: frozenset[str] = frozenset()
     masters: frozenset[str] = frozenset()
+    copies: frozenset[str] = frozenset()
     tied: Mapping[str, str] = field(default_factory=dict)
     others: frozenset[str] = frozenset()
     n_ranks: int | None = None
@@ -79,15 +81,21 @@ class _DeepSpeedData(CheckpointData):
             return "model"
         return "optimizer" if key in self.others or key.rpartition(".")[2] in self.slots else "model"
 
-    def weights(self) -> Mapping[str, str] | None:
-        """The key of each weight of the module, where fp32 weights stand in for those of the module."""
-        if not self.masters:
+    def weights(self, dtype: str | None = None) -> Mapping[str, str] | None:
+        """The key of each weight of the module, where fp32 weights stand in for those of the module.
+
+        They do where the module's are not stored, and in fp32 or wider also where these are rounded.
+        """
+        masters = self.masters | (self.copies if dtype in ("F32", "F64") else frozenset())
+        if not masters:
             return None
         found = {}
         for key in self.index.keys():  # noqa: SIM118  an index is no mapping
-            if self.part(key) == "model":
-                found[key.removesuffix(f".{WEIGHT}") if key in self.masters else key] = key
-        return found | {alias: found[name] for alias, name in self.tied.items() if alias not in found and name in found}
+            if key in masters:
+                found[key.removesuffix(f".{WEIGHT}")] = key
+            elif self.part(key) == "model":
+                found.setdefault(key, key)
+        return found | {alias: found[name] for alias, name in self.tied.items() if name in found}
 
     def file_name(self, file: int) -> str:
         """The path of a file in the folder: the files of a universal folder have the same names."""
@@ -105,7 +113,7 @@ class _DeepSpeedData(CheckpointData):
     def view(self, index: _core.Index, lock: Lock | None) -> Self:
         """A view has the names that it was given: an fp32 weight with another name is a weight like others."""
         masters = frozenset(key for key in self.masters if key in index)
-        return replace(super().view(index, lock), masters=masters, tied={})
+        return replace(super().view(index, lock), masters=masters, copies=frozenset(), tied={})
 
 
 def open_root(root: Location, method: _core.ReadMethod) -> CheckpointData:
@@ -175,6 +183,7 @@ def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
     others = _add_others(model[0], tensors)
     trained = [name for group in module.groups for name in group]
     weights = {name for name in (*trained, *module.frozen) if name not in module.whole}
+    in_fp32 = {name: key for name in (*trained, *module.frozen) if (key := f"{name}.{WEIGHT}") in tensors.index}
     tensors.index.check_coverage()
     state = {**options, **{key: value for key, value in state.items() if key != "optimizer" or value is not None}}
     state["tied"] = state.get("tied", dict(module.tied))
@@ -191,7 +200,8 @@ def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
         state={key: without_tensors(value) for key, value in state.items()},
         local_state=local,
         slots=slots,
-        masters=frozenset(key for name in weights if (key := f"{name}.{WEIGHT}") in tensors.index),
+        masters=frozenset(key for name, key in in_fp32.items() if name in weights),
+        copies=frozenset(key for name, key in in_fp32.items() if name not in weights),
         tied=module.tied,
         others=others,
         n_ranks=len(optimizer) or model[0].number("dp_world_size"),
