@@ -44,7 +44,9 @@ def test_what_is_a_model_folder(tmp_path: Path) -> None:
     make(tmp_path, SINGLE_FILE)
     assert huggingface.detect(tmp_path) == "single"
     assert huggingface.read_weight_map(tmp_path) is None
-    make(tmp_path, index={"w": SINGLE_FILE})
+    make(tmp_path, index={"w": "model-00001-of-00002.safetensors"})
+    assert huggingface.detect(tmp_path) == "single"  # as transformers does
+    (tmp_path / SINGLE_FILE).unlink()
     assert huggingface.detect(tmp_path) == "index"
 
 
@@ -150,19 +152,52 @@ def test_missing_files_are_counted(tmp_path: Path) -> None:
         huggingface.read_weight_map(tmp_path)
 
 
-def test_an_index_beside_a_single_file_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_of_a_single_file_and_an_index_the_file_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     several = huggingface.file_name(1, 2)
     make(tmp_path, index={"w": several})
     for name, value in ((several, 1), ("model.safetensors", 2)):
         reshard.save_file({"w": np.full(2, value)}, tmp_path / name)
     with reshard.open(tmp_path) as opened:
-        assert opened.read("w").tolist() == [1, 1]
-    assert "and model.safetensors, which is not: transformers reads that one" in caplog.text
-    (tmp_path / several).unlink()
-    with pytest.raises(
-        CheckpointNotFoundError, match=r"the index is of an earlier save if .*model\.safetensors` is newer"
-    ):
-        reshard.open(tmp_path)
+        assert opened.read("w").tolist() == [2, 2]
+    assert "holds model.safetensors, which is read, as transformers does, and an index" in caplog.text
+
+
+def two_files(folder: Path, *, listed: dict[str, int], **more: np.ndarray) -> dict[str, np.ndarray]:
+    """A folder of two files with the tensors a and b, and c and d, whose index has the names `listed`."""
+    arrays = {name: np.full((3, 2), i, np.float32) for i, name in enumerate("abcd")}
+    files = [huggingface.file_name(i, 2) for i in (1, 2)]
+    reshard.save_file({"a": arrays["a"], "b": arrays["b"]}, folder / files[0])
+    reshard.save_file({"c": arrays["c"], "d": arrays["d"], **more}, folder / files[1])
+    make(folder, index={"weight_map": {name: files[file] for name, file in listed.items()}})
+    return arrays
+
+
+def test_tensors_of_listed_files_that_the_index_omits_are_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    arrays = two_files(tmp_path, listed={"a": 0, "d": 1})
+    reshard.save_file({"head": np.zeros(2)}, tmp_path / "mtp.safetensors")
+    reshard.convert(tmp_path, tmp_path.parent / f"{tmp_path.name}.safetensors")
+    with reshard.open(tmp_path.parent / f"{tmp_path.name}.safetensors") as opened:
+        assert {key: opened.read(key).tobytes() for key in opened} == {k: v.tobytes() for k, v in arrays.items()}
+    assert "does not name `b`, `c`: read from the files that hold them" in caplog.text
+    assert "does not list, which are not read: `mtp.safetensors`" in caplog.text
+
+
+@pytest.mark.parametrize("listed", [{"a": 0, "b": 0, "c": 1, "d": 1}, {"b": 0, "c": 1}])
+@pytest.mark.parametrize("value", [0, 7])
+def test_a_tensor_in_two_files_is_refused_if_its_contents_differ(
+    listed: dict[str, int], value: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("reshard.formats.huggingface.reader._COMPARED_BYTES", 8)
+    again = np.zeros((3, 2), np.float32)
+    again[2] = value
+    two_files(tmp_path, listed=listed, a=again)
+    if value:
+        with pytest.raises(DamagedFileError, match=r"-00001-of.*-00002-of.*both hold `a`, with different content"):
+            reshard.open(tmp_path)
+    else:
+        assert len(reshard.open(tmp_path)) == 4
 
 
 def test_our_index_is_known_again(tmp_path: Path) -> None:
