@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -149,6 +150,32 @@ def test_a_rank_that_never_comes_is_named_and_meets_the_others_again() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_long_wait_says_which_rank_is_missing(late: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_group, "_FIRST_NOTICE_S", 0.2)  # the ranks are forked
+
+    def work(group: TorchGroup) -> list[str]:
+        handler = logging.Handler()
+        lines: list[str] = []
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("reshard").addHandler(handler)
+        if group.rank == late:
+            time.sleep(SLOW)
+        session(group, "save").barrier(timeout=LONG)
+        return lines
+
+    with Job(3, work) as job:
+        lines = job.values()
+    assert [len(of_rank) for of_rank in lines] == ([1, 1, 0] if late else [0, 1, 0])
+    if late:
+        assert (
+            "rank 0 has waited for 0 s in session `save` (gather 1) for rank 2 of 3: every rank has to" in lines[0][0]
+        )
+        assert "for rank 0 of 3, or a rank for which that one waits: every rank" in lines[1][0]
+    else:
+        assert "for rank 0 of 3: every rank has to call the same" in lines[1][0]
+
+
 def test_a_rank_killed_in_the_middle_of_a_message() -> None:
     def work(group: TorchGroup) -> Any:
         channel = session(group, "save")

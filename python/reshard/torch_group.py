@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import json
+import logging
 import os
 import queue
 import sys
@@ -25,10 +26,12 @@ from reshard.errors import ArgumentError, GroupError, ReshardError, UnsupportedE
 from reshard.words import listed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
+
+_log = logging.getLogger("reshard")
 
 _PART_CHARACTERS = 1 << 20  # the store's server closes the connection of a client that sends 8 MiB at once
 _MAX_PARTS = 4096
@@ -41,6 +44,8 @@ _LINGER_S = 1.0  # for which the root of a broadcast waits until it is fetched
 _SILENCE_S = 1.5  # to wait for the store after the deadline, and for one request
 _LATE_S = 6.0  # after the deadline, if the store answers and only this process is slow
 _MAX_MESSAGE = 2000
+_FIRST_NOTICE_S = 30.0  # after which a line says whom a rank waits for
+_NOTICE_EVERY_S = 60.0
 
 
 class TorchGroup:
@@ -165,7 +170,8 @@ class TorchSession:
             received: dict[int, Any] = {root: known[1]}
             for start in range(0, len(others), _BATCH):
                 batch = others[start : start + _BATCH]
-                if not self._wait([self._key(name, rank) for rank in batch], deadline):
+                awaited = {self._key(name, rank): rank for rank in batch}
+                if not self._wait(list(awaited), deadline, notice=(name, awaited)):
                     missing = [rank for rank in others[start:] if not self._store.check([self._key(name, rank)])]
                     self._give_up(name, timeout, missing or batch)
                 received |= self._receive(name, batch, last=True, known=known)
@@ -189,7 +195,8 @@ class TorchSession:
                 with contextlib.suppress(GroupError, RuntimeError):
                     self._wait([], end, lambda: not self._store.check([self._key(name, root)]))
                 return json.loads("".join(parts))
-            if not self._wait([self._key(name, root)], deadline + _GRACE_S):
+            awaited = {self._key(name, root): root}
+            if not self._wait(list(awaited), deadline + _GRACE_S, notice=(name, awaited)):
                 self._give_up(name, timeout, [root])
             return self._receive(name, [root], last=False)[root]
 
@@ -275,7 +282,7 @@ class TorchSession:
             found = self._open_token()
             return found is not None and found not in joined
 
-        if not self._wait([], deadline + _GRACE_S, find):
+        if not self._wait([], deadline + _GRACE_S, find, notice=(name, {"": 0})):
             self._give_up(name, timeout, [0])
         joined.append(str(found))
         self._token = str(found)
@@ -289,13 +296,26 @@ class TorchSession:
         found: str = self._store.compare_set(self._label, "none", "none").decode()
         return None if found == "none" else found
 
-    def _wait(self, keys: Sequence[str], deadline: float, condition: Callable[[], bool] | None = None) -> bool:
+    def _wait(
+        self,
+        keys: Sequence[str],
+        deadline: float,
+        condition: Callable[[], bool] | None = None,
+        notice: tuple[str, Mapping[str, int]] | None = None,
+    ) -> bool:
         """Whether all keys are there, or the condition holds, before the deadline.
+
+        Args:
+            keys: keys of the store.
+            deadline: by the monotonic clock.
+            condition: what is asked instead of keys.
+            notice: the operation, and the rank of each key: a long wait for them is logged.
 
         Raises:
             GroupError: another rank has ended the session.
         """
-        sleep_s = _FIRST_SLEEP_S
+        sleep_s, began = _FIRST_SLEEP_S, time.monotonic()
+        notice_at = began + _FIRST_NOTICE_S
 
         def holds() -> bool:
             return condition() if condition is not None else self._store.check(list(keys))
@@ -310,9 +330,32 @@ class TorchSession:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 return False
+            if notice is not None and time.monotonic() >= notice_at:
+                notice_at += _NOTICE_EVERY_S
+                self._say_who_is_missing(*notice, time.monotonic() - began)
             time.sleep(min(sleep_s, left_s))
             sleep_s = min(1.5 * sleep_s, self._longest_sleep_s)
         return True
+
+    def _say_who_is_missing(self, name: str, awaited: Mapping[str, int], waited_s: float) -> None:
+        """Log the ranks whose keys are not there. Of the ranks that wait for one rank, only the first says so."""
+        missing = sorted(rank for key, rank in awaited.items() if not (key and self._store.check([key])))
+        if missing == [0] and self.rank != 1:
+            return
+        if missing:
+            # Rank 0 may wait for another rank, and says then for which one.
+            whom = f"rank{'s' if len(missing) > 1 else ''} {listed(missing)}"
+            _log.warning(
+                "rank %d has waited for %.0f s in session `%s` (%s) for %s of %d%s: every rank has to call the same "
+                "methods of reshard, such as `Checkpointer.step`, also if it writes no files",
+                self.rank,
+                waited_s,
+                self._label,
+                name,
+                whom,
+                self.world_size,
+                ", or a rank for which that one waits" if missing == [0] and self._token is not None else "",
+            )
 
     def _give_up(self, name: str, timeout: float, missing: Sequence[int], why: str = "") -> NoReturn:
         who = why or f"no answer of rank{'s' if len(missing) > 1 else ''} {listed(missing)} of {self.world_size}"
