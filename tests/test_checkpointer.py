@@ -979,3 +979,17 @@ def test_a_run_goes_on_from_tensors_that_a_conversion_has_renamed(tmp_path: Path
     weight, moved = old["model"]["old"].weight, new["model"]["new"].weight
     assert torch.equal(moved, weight)
     assert torch.equal(new["optimizer"].state[moved]["exp_avg"], old["optimizer"].state[weight]["exp_avg"])
+
+
+def test_the_last_healthy_checkpoint_stays_and_a_resume_from_another_warns(tmp_path: Path) -> None:
+    root, model = tmp_path / "run", torch.nn.Linear(2, 2)
+    with Checkpointer(root, save_every=1, keep=2, signals=()) as checkpointer:
+        checkpointer.resume(model=model)
+        for step in range(1, 7):
+            checkpointer.step(step, loss=1.0 if step < 3 else float("nan"))
+    assert sorted(path.name for path in root.glob("iteration_*")) == [f"iteration_0000000{n}" for n in (2, 5, 6)]
+    decision = Checkpointer(root, save_every=None, signals=()).resume(model=model)
+    assert decision.initial_step == 6
+    assert any("iteration_00000006 was saved as unhealthy" in line for line in decision.warnings)
+    healthy = Checkpointer(root, save_every=None, signals=(), healthy_only=True).resume(model=model)
+    assert healthy.initial_step == 2

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import random
 import shutil
 from functools import partial
 from pathlib import Path
@@ -75,6 +76,7 @@ def facts(*numbers: int, **changes: Any) -> list[Facts]:
             is_pinned=n in changes.get("pinned", ()),
             is_passed_over=n in changes.get("passed_over", ()),
             is_debris=n in changes.get("debris", ()),
+            is_unhealthy=n in changes.get("unhealthy", ()),
         )
         for n in numbers
     ]
@@ -110,6 +112,12 @@ def facts(*numbers: int, **changes: Any) -> list[Facts]:
         (facts(1, 2, 3, 4, unverified=[3, 4]), {"tracker": 4, "keep": 2}, [1]),
         (facts(1, 2, 3, 4, unverified=[1, 2, 3, 4]), {"tracker": 4, "keep": 2}, [1, 2]),
         (facts(1, 2, 3, unverified=[2, 3], pinned=[1]), {"tracker": 3, "keep": 1}, [2]),
+        # never the last one that was not saved as unhealthy
+        (facts(1, 2, 3, 4, 5, unhealthy=[3, 4, 5]), {"tracker": 5, "keep": 2}, [1, 3]),
+        (facts(1, 2, 3, 4, 5, unhealthy=[3, 4, 5], bad=[2]), {"tracker": 5, "keep": 2}, [3]),
+        (facts(1, 2, 3, 4, 5, unhealthy=[3, 4, 5], pinned=[1], passed_over=[2]), {"tracker": 5, "keep": 2}, [2, 3]),
+        (facts(1, 2, 3, unhealthy=[1, 2, 3]), {"tracker": 3, "keep": 1}, [1, 2]),
+        (facts(1, 2, 3, unhealthy=[2]), {"tracker": 3, "keep": 1}, [1, 2]),
         # what is left of one that was being removed
         (facts(1, 2, 3, bad=[1], debris=[1]), {"tracker": 3, "keep": 3}, [1]),
     ],
@@ -119,6 +127,23 @@ def test_plan(given: list[Facts], how: dict[str, Any], gone: list[int]) -> None:
     removed, kept = retention.plan(given, wanted, tracker=how["tracker"], best=how.get("best", ()))
     assert [one.iteration for one in removed] == gone
     assert sorted([*gone, *kept]) == sorted(one.iteration for one in given)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_whatever_is_kept_the_last_healthy_one_stays(seed: int) -> None:
+    chance = random.Random(seed)
+    numbers = list(range(1, chance.randint(2, 12)))
+
+    def some() -> list[int]:
+        return [n for n in numbers if chance.random() < 0.3]
+
+    bad, unhealthy, passed_over = some(), some() + numbers[chance.randint(0, len(numbers)) :], some()
+    given = facts(*numbers, bad=bad, unhealthy=unhealthy, passed_over=passed_over, pinned=some(), unverified=some())
+    tracker = chance.choice([None, *numbers])
+    wanted = Retention(keep=chance.randint(1, 4), keep_every=chance.choice([None, 2, 5]))
+    removed, _ = retention.plan(given, wanted, tracker=tracker, best=some())
+    healthy = [n for n in numbers if n not in {*bad, *unhealthy, *passed_over} and (tracker is None or n <= tracker)]
+    assert not healthy or healthy[-1] not in [one.iteration for one in removed]
 
 
 def test_a_plan_says_why() -> None:

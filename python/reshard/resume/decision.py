@@ -85,6 +85,11 @@ def decide(
         for verdict, one in zip(verdicts[:taken], facts.candidates[:taken], strict=True)
         if one.refusal is None
     ]
+    if candidate.common is not None and candidate.common.ckpt_status == 1:
+        warnings.append(
+            f"{name_of(verdicts[taken])} was saved as unhealthy (`ckpt_status`): `healthy_only=True` takes the newest "
+            "one that was saved as healthy"
+        )
     if not candidate.is_verified:
         warnings.append(f"{name_of(verdicts[taken])} has no checksums: only its structure is checked")
     if not config.resume:

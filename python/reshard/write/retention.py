@@ -2,8 +2,8 @@
 
 `plan` decides, from facts alone. These are kept: the newest `keep` complete iterations, the one that the tracker names,
 pinned ones, and on request every Nth and the best. These are never removed: incomplete ones and those of an unknown
-form, those above the tracker (left by a rollback, or newer than this program knows), and the newest verified one. The
-facts come from the folder, not from the memory of earlier saves.
+form, those above the tracker (left by a rollback, or newer than this program knows), the newest verified one, and the
+newest one that was not saved as unhealthy. The facts come from the folder, not from the memory of earlier saves.
 
 An iteration is verified if all its bytes have been compared with its manifest since it was written: before a save was
 published (`Verify.after_save`), by `verify`, by a load with `verify="full"`, or here. The result is recorded beside it
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from reshard.options import Retention
 
 _LAST_VERIFIED = "the last verified one"
+_LAST_HEALTHY = "the last one that was not saved as unhealthy"
 _MAX_ROUNDS = 5  # in a root that changes while it is looked at
 
 _log = logging.getLogger("reshard")
@@ -72,6 +73,7 @@ class Facts:
         is_unknown: whether `fault` says that it could not be read, which is not damage.
         has_manifest: whether there is a valid manifest: it can be verified.
         metrics: those in its manifest.
+        is_unhealthy: whether its save recorded that the run was not healthy.
     """
 
     iteration: int
@@ -84,6 +86,7 @@ class Facts:
     is_unknown: bool = False
     has_manifest: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
+    is_unhealthy: bool = False
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,9 @@ def plan(
     verified = [one.iteration for one in counted if one.is_verified]
     if verified and not kept.keys() & verified:
         kept[verified[-1]] = _LAST_VERIFIED
+    healthy = [one.iteration for one in counted if not one.is_unhealthy]
+    if healthy and healthy[-1] not in kept and healthy[-1] != counted[-1].iteration:
+        kept[healthy[-1]] = _LAST_HEALTHY
     return [one for one in ordered if one.iteration not in kept], dict(sorted(kept.items()))
 
 
@@ -476,6 +482,7 @@ def _look(
                 is_unknown=is_unknown,
                 has_manifest=manifest is not None,
                 metrics={} if manifest is None else manifest.metrics,
+                is_unhealthy=manifest is not None and manifest.ckpt_status == 1,
             )
         )
     return facts, listed.tracker
