@@ -1,8 +1,13 @@
-"""The tensors of modules by key, with the names used in a checkpoint.
+"""The state of modules by key, with the names used in a checkpoint.
 
 A key is the path of a parameter or buffer through the modules, without wrappers such as DDP, `torch.compile` and
-activation checkpointing. The key of a tied tensor is its first name; its other names are aliases. This module does not
-know how tensors are distributed over ranks.
+activation checkpointing. The key of a tied tensor is its first name; its other names are aliases.
+
+A module can add entries of its own to its `state_dict()`, by overriding a method or by a hook: the scales of quantized
+weights, the state of a metric. Their tensors have the names that `state_dict()` gives them, and are restored by
+`load_state_dict()` of the model. Modules without such code are not asked: parameters and buffers are all they have.
+
+This module does not know how tensors are distributed over ranks.
 """
 
 from __future__ import annotations
@@ -25,6 +30,19 @@ _TRANSPARENT = {"_orig_mod", "_checkpoint_wrapped_module"}
 
 
 @dataclass(frozen=True, eq=False)
+class OwnEntries:
+    """Entries that modules of a model add to its `state_dict()`.
+
+    Attributes:
+        root: the model without wrappers.
+        key_of: the key of each entry, by its name in `state_dict()`.
+    """
+
+    root: nn.Module
+    key_of: dict[str, str]
+
+
+@dataclass(frozen=True, eq=False)
 class Named:
     """The tensors of a model, or of several parts of one.
 
@@ -36,6 +54,8 @@ class Named:
         aliases: other names of tensors, and the key of each.
         transient: `(module, name in the module)` of each non-persistent buffer; no checkpoint holds these.
         extra_state: modules that override `get_extra_state`, by name.
+        own: the entries that modules add to `state_dict()`. Their tensors are also in `tensors` and `buffers`.
+        own_values: those of these entries that are no tensors, by key.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -44,6 +64,8 @@ class Named:
     aliases: dict[str, str] = field(default_factory=dict)
     transient: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
     extra_state: dict[str, nn.Module] = field(default_factory=dict)
+    own: list[OwnEntries] = field(default_factory=list)
+    own_values: dict[str, Any] = field(default_factory=dict)
 
 
 def named(model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]) -> Named:
@@ -79,7 +101,9 @@ def named(model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]) -> N
                 f"`model` {'has' if start else 'is'} a {type(root).__name__}, expected a torch.nn.Module or several",
                 hint="pass the model itself, not its `state_dict()`" if is_state else None,
             )
+        adds_entries = False
         for prefix, module in _walk(root, start):
+            adds_entries = adds_entries or _adds_entries(module)
             _refuse_first_fsdp(module, prefix)
             received |= _received(module)
             if _is_a(module, "FSDPModule", "torch.distributed.fsdp"):
@@ -109,17 +133,86 @@ def named(model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]) -> N
                         found.received.add(first)
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 found.extra_state[prefix.removesuffix(".")] = module
+        if adds_entries:
+            _add_own_entries(found, root, start)
     return found
+
+
+def _adds_entries(module: nn.Module) -> bool:
+    """Whether code other than that of torch's base class makes entries of `state_dict()`."""
+    kind, base = type(module), nn.Module
+    return bool(
+        kind._save_to_state_dict is not base._save_to_state_dict  # noqa: SLF001  what a module overrides to add some
+        or kind.state_dict is not base.state_dict
+        or module._state_dict_hooks  # noqa: SLF001
+        or module._state_dict_pre_hooks  # noqa: SLF001
+    )
+
+
+def _add_own_entries(found: Named, root: nn.Module, start: str) -> None:
+    """Add the entries of the `state_dict()` of a model that are no parameters, buffers or `get_extra_state`."""
+    bare = root
+    while (inner := _wrapped(bare)) is not None:
+        bare = inner
+    walked = {**{key: key for key in found.tensors}, **found.aliases}
+    known = walked.keys() | found.transient.keys()
+    key_of_memory = {_memory(tensor): key for key, tensor in found.tensors.items() if _memory(tensor) is not None}
+    own = OwnEntries(bare, {})
+    for name, value in bare.state_dict().items():
+        key = start + ".".join(part for part in name.split(".") if part not in _TRANSPARENT)
+        if key in known or _is_extra_state(found, key):
+            continue
+        if not isinstance(value, torch.Tensor):
+            own.key_of[name] = key
+            found.own_values[key] = value
+        elif (same := key_of_memory.get(_memory(value))) is not None and _memory(value) is not None:
+            found.aliases[key] = same
+        elif value.is_meta:
+            raise UnsupportedError(
+                f"{show(key)}, which {type(bare).__name__} adds to its `state_dict()`, is on device `meta`",
+                key=key,
+                hint="create the model on another device",
+            )
+        else:
+            own.key_of[name] = key
+            found.tensors[key] = value
+            if not hasattr(value, "device_mesh"):
+                found.buffers.add(key)
+    if own.key_of:
+        found.own.append(own)
+
+
+def _wrapped(module: nn.Module) -> nn.Module | None:
+    """The module inside a wrapper that has no name in a key."""
+    names = _TRANSPARENT | ({"module"} if _is_replicated(module) else set())
+    return next((child for name, child in module._modules.items() if name in names), None)  # noqa: SLF001
+
+
+def _is_extra_state(found: Named, key: str) -> bool:
+    module, _, last = key.rpartition(".")
+    return last == "_extra_state" and module in found.extra_state
+
+
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """What is equal for two tensors over the same memory; None if that is not known."""
+    is_plain = tensor.layout is torch.strided and not hasattr(tensor, "device_mesh") and not tensor.is_meta
+    if not is_plain or not tensor.numel():
+        return None
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, str(tensor.device)
 
 
 def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     """Every module under each of its names, with its prefix."""
     yield prefix, module
-    is_replicated = isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel)
+    is_replicated = _is_replicated(module)
     for name, child in module._modules.items():  # noqa: SLF001  `named_children` skips repeated modules
         if child is not None:
             is_transparent = name in _TRANSPARENT or (is_replicated and name == "module")
             yield from _walk(child, prefix if is_transparent else f"{prefix}{name}.")
+
+
+def _is_replicated(module: nn.Module) -> bool:
+    return isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel)
 
 
 def _received(module: nn.Module) -> set[int]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from reshard.options import StrictLike
+    from reshard.torch.modules import OwnEntries
     from reshard.torch.objects import Entry
     from reshard.torch.optimizers import NamedOptimizer
     from reshard.torch.state import Described
@@ -309,6 +310,7 @@ class _Restore:
     updates: list[StateUpdate] = field(default_factory=list)
     calls: list[tuple[str, Callable[[Any], object], Any]] = field(default_factory=list)  # name, call, state
     options: list[tuple[dict[str, Any], Mapping[str, Any]]] = field(default_factory=list)  # of groups
+    own_values: dict[str, Any] = field(default_factory=dict)  # entries of `state_dict()` that are no tensors
     record: OptimizerRecord | None = None
     _used: set[str] = field(default_factory=set)
     _of_objects: set[str] = field(default_factory=set)
@@ -471,7 +473,13 @@ class _Restore:
         if self.own.is_ours:
             modules = {**modules, **kept}
         else:
-            self.shared += [f"modules.{name}" for name in kept if name in live.named.extra_state]
+            of_modules = live.named.extra_state.keys() | live.named.own_values.keys()
+            self.shared += [f"modules.{name}" for name in kept if name in of_modules]
+        for key in live.named.own_values:
+            if key in modules:
+                self.own_values[key] = modules[key]
+            else:
+                self.missing.append(f"modules.{key}")
         for name, module in live.named.extra_state.items():
             if name in modules:
                 self.calls.append((f"modules.{name}", module.set_extra_state, modules[name]))
@@ -641,11 +649,65 @@ class _Restore:
                     setattr(module, name, filled[id(buffer)])
             for update in self.updates:
                 update.apply(_copy_distributed)
+        restored = {**{key: tensor for key, _, tensor in self.fills}, **self.own_values}
+        for own in named.own:
+            _load_own_entries(own, {name: restored[key] for name, key in own.key_of.items() if key in restored})
         for name, call, value in self.calls:
             load_into(name, call, value)
         # Last, because creating a scheduler changes the learning rate.
         for group, options in self.options:
             set_options(group, options)
+
+
+def _load_own_entries(own: OwnEntries, saved: Mapping[str, Any]) -> None:
+    """Let a model load the entries that its modules added to `state_dict()`, with its other entries as they are.
+
+    A module may have no code that loads them. So what the model then gives is compared with what was saved.
+    """
+    if not saved:
+        return
+    given = own.root.state_dict()
+    placed = {name: _like(given.get(name), value) for name, value in saved.items()}
+    given.update(placed)
+    reason = "the modules of the model do not load it"
+    load: Callable[..., object] = own.root.load_state_dict
+    try:
+        try:
+            load(given, strict=False)
+        except TypeError:  # an overridden method without this argument
+            load(given)
+    except Exception as error:  # noqa: BLE001  of code of the user's, whatever its class
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    found = own.root.state_dict()
+    wrong = [name for name, value in placed.items() if not _is_same(found.get(name), value)]
+    if wrong:
+        names = listed([show(own.key_of[name]) for name in wrong])
+        raise MismatchError(
+            f"{names} of the checkpoint cannot be restored: {reason}",
+            key=own.key_of[wrong[0]],
+            hint=f"`state_dict()` of {type(own.root).__name__} has entries that its `load_state_dict()` does not "
+            "restore: make the model with the same values, such as from the same base weights, or load them in "
+            "`_load_from_state_dict`",
+        )
+
+
+def _like(live: Any, value: Any) -> Any:
+    """A saved value on the device and with the dtype of the live one; with its placements, if it is distributed."""
+    if not isinstance(value, torch.Tensor) or not isinstance(live, torch.Tensor):
+        return value
+    if hasattr(live, "device_mesh"):
+        return live  # its own part was copied into it
+    return value.to(live.device, live.dtype)
+
+
+def _is_same(found: Any, saved: Any) -> bool:
+    if not isinstance(saved, torch.Tensor):
+        return not isinstance(found, torch.Tensor) and bool(found == saved)
+    if not isinstance(found, torch.Tensor) or found.dtype != saved.dtype or found.shape != saved.shape:
+        return False
+    both = [one.to_local() if hasattr(one, "to_local") else one for one in (found, saved)]
+    first, second = (one.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for one in both)
+    return torch.equal(first, second)
 
 
 def _part(extra: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -475,6 +475,7 @@ class _RankState:
     def own_state(self) -> dict[str, dict[str, Any]]:
         """State of parameters and modules besides tensors, on this rank."""
         modules = {name: plain(module.get_extra_state()) for name, module in self.live.named.extra_state.items()}
+        modules |= {key: plain(value) for key, value in self.live.named.own_values.items()}
         return {"parameters": self.record.state, "modules": modules}
 
     def state_digests(self) -> dict[str, dict[str, str]]:

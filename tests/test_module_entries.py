@@ -1,0 +1,199 @@
+"""Entries that modules add to `state_dict()`: they are saved under its names, and restored by `load_state_dict()`."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import reshard
+from reshard.errors import MismatchError
+from reshard.torch import Checkpointer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+class Overridden(nn.Module):
+    """Saves a tensor by the methods that modules override for it."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.scale = torch.full((2, 3), value)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:  # noqa: FBT001
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "scale"] = self.scale
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        self.scale = state_dict.pop(prefix + "scale")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class Hooked(nn.Module):
+    """Saves a new tensor and a plain value by hooks."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.value = value
+
+        def save(_: nn.Module, state: dict[str, Any], prefix: str, __: object) -> None:
+            state[prefix + "twice"] = torch.tensor([self.value, 2 * self.value])
+            state[prefix + "name"] = f"value {self.value}"
+
+        def load(_: nn.Module, state: dict[str, Any], prefix: str, *__: object) -> None:
+            self.value = float(state.pop(prefix + "twice")[0])
+            assert state.pop(prefix + "name") == f"value {self.value}"
+
+        self.register_state_dict_post_hook(save)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(load)  # type: ignore[no-untyped-call]
+
+
+class Whole(nn.Module):
+    """Overrides `state_dict` itself, and `load_state_dict` without its argument `strict`."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.scale = torch.full((2,), value)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = super().state_dict(*args, **kwargs)
+        state["scale"] = self.scale.clone()
+        return state
+
+    def load_state_dict(self, state: Any) -> Any:  # type: ignore[override]
+        state = dict(state)
+        self.scale = state.pop("scale")
+        return super().load_state_dict(state)
+
+
+class Forgets(Whole):
+    """Has no code that loads what it saves."""
+
+    def load_state_dict(self, state: Any) -> Any:  # type: ignore[override]
+        return nn.Module.load_state_dict(self, {name: one for name, one in state.items() if name != "scale"})
+
+
+def values(model: nn.Module) -> dict[str, Any]:
+    return {name: one.clone() if isinstance(one, torch.Tensor) else one for name, one in model.state_dict().items()}
+
+
+def check(
+    root: Path, make: Callable[[float], nn.Module], given: Callable[[nn.Module], Any] = lambda model: model
+) -> None:
+    """A run of `make(1)` is saved, and resumed into `make(2)`: all entries come back, under their names."""
+    first, second = make(1.0), make(2.0)
+    expected = values(first)
+    with Checkpointer(root, signals=()) as checkpointer:
+        checkpointer.resume(model=given(first))
+        checkpointer.save(1, blocking=True)
+    with reshard.open(root) as saved:
+        plain = {name for name, one in expected.items() if not isinstance(one, torch.Tensor)}
+        assert {name.removeprefix("net.") for name in saved.keys("model")} == expected.keys() - plain
+    with Checkpointer(root, signals=()) as checkpointer:
+        assert checkpointer.resume(model=given(second)).initial_step == 1
+    found = values(second)
+    assert found.keys() == expected.keys()
+    for name, one in expected.items():
+        assert torch.equal(found[name], one) if isinstance(one, torch.Tensor) else found[name] == one, name
+
+
+@pytest.mark.parametrize("kind", [Overridden, Hooked, Whole])
+def test_entries_come_back(kind: Callable[[float], nn.Module], tmp_path: Path) -> None:
+    check(tmp_path / "run", kind)
+
+
+@pytest.mark.parametrize("kind", [Overridden, Hooked, Whole])
+def test_entries_of_one_of_several_models(kind: Callable[[float], nn.Module], tmp_path: Path) -> None:
+    check(tmp_path / "run", kind, lambda model: {"net": model})
+
+
+def test_entries_of_a_compiled_model(tmp_path: Path) -> None:
+    check(tmp_path / "run", Overridden, torch.compile)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_trees(seed: int, tmp_path: Path) -> None:
+    def make(value: float) -> nn.Module:
+        chance = random.Random(seed)
+
+        def tree(depth: int) -> nn.Module:
+            if depth == 0:
+                kinds: list[Callable[[], nn.Module]] = [
+                    lambda: Overridden(value),
+                    lambda: Hooked(value),
+                    lambda: nn.BatchNorm1d(2),
+                    lambda: nn.Linear(2, 2),
+                ]
+                return chance.choice(kinds)()
+            one = nn.Sequential(*(tree(depth - 1) for _ in range(chance.randint(1, 3))))
+            return checkpoint_wrapper(one) if chance.random() < 0.3 else one
+
+        return tree(3)
+
+    check(tmp_path / "run", make)
+
+
+def test_what_the_model_does_not_load_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(MismatchError, match=r"`scale` of the checkpoint cannot be restored: the modules of the model"):
+        check(tmp_path / "run", Forgets)
+
+
+def test_a_checkpoint_without_the_entries_is_refused(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, signals=()) as checkpointer:
+        checkpointer.resume(model=nn.ModuleDict({"layer": nn.Linear(2, 2)}))
+        checkpointer.save(1, blocking=True)
+    with pytest.raises(MismatchError, match=r"lacks `twice`, `modules\.name`"):
+        Checkpointer(tmp_path, save_every=None, signals=()).resume(model=Hooked(1.0))
+
+
+def test_a_persistent_metric(tmp_path: Path) -> None:
+    metrics = pytest.importorskip("torchmetrics")
+
+    def make(value: float) -> nn.Module:
+        metric = metrics.MeanMetric()
+        metric.persistent(mode=True)
+        metric.update(torch.tensor(value))
+        return nn.ModuleDict({"metric": metric, "layer": nn.Linear(2, 2)})
+
+    check(tmp_path / "run", make)
+
+
+def test_quantized_weights(tmp_path: Path) -> None:
+    quantized = pytest.importorskip("bitsandbytes").nn
+
+    def make(value: float) -> nn.Module:
+        torch.manual_seed(int(value))
+        layer = quantized.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False).requires_grad_(requires_grad=False)
+        return nn.ModuleDict({"base": layer, "adapter": nn.Linear(64, 2)}).to("cpu")
+
+    check(tmp_path / "run", make)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_scales_of_other_base_weights_are_refused(seed: int, tmp_path: Path) -> None:
+    """The scales of a 4-bit layer are loaded by no method of it: the base has to be made anew, and must be the same."""
+    quantized = pytest.importorskip("bitsandbytes").nn
+
+    def make(seed: float) -> nn.Module:
+        torch.manual_seed(int(seed))
+        layer = quantized.Linear4bit(64, 64, bias=False, quant_type="nf4", compute_dtype=torch.float32)
+        model = nn.ModuleDict({"base": layer.requires_grad_(requires_grad=False), "adapter": nn.Linear(64, 2)}).to(
+            "cpu"
+        )
+        model["base"](torch.ones(1, 64))
+        return model
+
+    if seed == 1:
+        check(tmp_path / "run", lambda _: make(1))
+    else:
+        with pytest.raises(MismatchError, match=r"`base\.weight\.quant_state\.bitsandbytes__nf4`.*cannot be restored"):
+            check(tmp_path / "run", make)
