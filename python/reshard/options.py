@@ -450,8 +450,11 @@ class InitFrom(Options):
 
     Attributes:
         path: anything that `reshard.open` opens: a folder or file of weights, a checkpoint root, an iteration.
+        entry: what stands before the names of the weights, such as "ema". Needed where the checkpoint holds several
+            sets of weights that fit the model. Default: the only one that fits.
         names: a name map from the names in the checkpoint to those of the model: a `NameMap`, its file or mapping, or a
-            preset such as "qwen3-mindspore". Default: the names are the same.
+            preset such as "qwen3-mindspore"; or `{"rename": {"encoder.": "model."}}`, new prefixes by old ones, as
+            `rename` of `Select`. Default: the names are the same.
         include: patterns of the names in the model; only tensors that match one of them are loaded. Default: all.
         exclude: patterns of the names in the model; tensors that match keep their initial values. Default: none.
         fresh_optimizer: start the optimizer with new state. Default True. False also loads the state of the optimizer
@@ -469,6 +472,7 @@ class InitFrom(Options):
     keyword: ClassVar[str] = "init_from"
 
     path: str | os.PathLike[str] = dataclasses.field(default="", kw_only=False)
+    entry: str | None = None
     names: NamesLike | None = None
     include: Collection[str] = ()
     exclude: Collection[str] = ()

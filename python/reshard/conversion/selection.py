@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from reshard.checkpoint import Checkpoint
 from reshard.errors import ArgumentError
-from reshard.formats import counter_tensors
+from reshard.formats import counter_tensors, weight_sets
 from reshard.formats.base import StoredTensor
 from reshard.names.resolve import copies_left_out
 from reshard.words import show
@@ -130,6 +130,36 @@ def select(
     separate_counters = {new[name]: counters[name] for name in separate if name in new}
     is_renamed = names is not None or any(key != name for key, name in new.items())
     return Selection(view, written, separate_counters, left_out, copies, is_renamed)
+
+
+def of_prefixes(source: Checkpoint, entry: str | None, rename: Mapping[str, str] | None = None) -> Checkpoint:
+    """A view of the weights below an entry, under their names without it, and with other prefixes.
+
+    Args:
+        source: the opened source, which stays open.
+        entry: what stands before the names, such as "ema"; None: all weights.
+        rename: as in `new_names`, for the names without the entry.
+
+    Raises:
+        ArgumentError: there is no such entry, or as `new_names`.
+        MismatchError: two tensors would have one name.
+
+    Example:
+        >>> import numpy as np, reshard
+        >>> reshard.save_file({"net.w": np.zeros(1), "ema.w": np.ones(1)}, "both.safetensors")
+        >>> with reshard.open("both.safetensors") as source, of_prefixes(source, "ema", {"": "model."}) as view:
+        ...     view.keys()
+        ['model.w']
+    """
+    keys = source.keys("model")
+    path = str(source.path)
+    inner = {key: key for key in keys} if entry is None else weight_sets.below(keys, entry, path)
+    if rename is not None:
+        inner = {key: weight_sets.bare(name) for key, name in inner.items()}
+        rename = {weight_sets.bare(old): new for old, new in rename.items()}
+        weight_sets.check_distinct(inner, path)
+    new = new_names(list(inner.values()), (), rename)
+    return source.view({new[name]: _stored(source, key) for key, name in inner.items()}, is_renamed=True)
 
 
 def _without(keys: list[str], others: Collection[str]) -> list[str]:

@@ -475,6 +475,8 @@ class Checkpointer:
                 return messages + restore_sampler(run.sampler, saved, decision, self._config, how)
 
             notes += self._together(restore)[members.rank]
+            if found.restored:
+                decision = replace(decision, reasons=(*decision.reasons, found.restored))
             if is_init:
                 notes += [
                     f"`{name}` saves its own state: if it holds copies of the parameters, such as in float32, copy the "

@@ -19,7 +19,8 @@ from reshard.errors import ArgumentError, MismatchError, UnsupportedError
 from reshard.formats import counter_tensors
 from reshard.formats.base import StoredTensor
 from reshard.formats.dcp.names import is_number, is_optimizer
-from reshard.formats.dcp.run_state import Live, RunState, translated
+from reshard.formats.dcp.run_state import Live, RunState, model_of, translated
+from reshard.formats.weight_sets import Known, advice, chosen, without_wrappers
 from reshard.layout import ModelLayout, as_layout
 from reshard.layout.patterns import Matcher
 from reshard.options import Strict
@@ -59,6 +60,7 @@ class Read:
         new_state: keys of parameters whose optimizer state is new, although they are loaded.
         shapes: global shapes of tensors of objects that are read as parts of a parameter.
         notes: what differs, and what a checkpoint of another program holds and is left out, as sentences.
+        restored: how much of the model is loaded, as a sentence; empty if the run has no model.
     """
 
     arrays: dict[str, np.ndarray]
@@ -70,6 +72,7 @@ class Read:
     new_state: frozenset[str] = frozenset()
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    restored: str = ""
 
 
 def read_for(
@@ -116,10 +119,32 @@ def read_for(
         >>> model.weight.item()
         5.0
     """
-    wanted = _Wanted(described, checkpoint, with_optimizer, strict, cast)
+    wanted = _Wanted(described, checkpoint, with_optimizer, strict, cast, part)
     values = None if checkpoint.data.is_renamed else checkpoint.data.run_values()
     if values is not None:
         return _read_of_torch(wanted, values, rank, part=part, init=init, verify=verify, threads=threads)
+    names = _with_wrappers(described, checkpoint)
+    if not names:
+        return _read_plain(wanted, rank, part=part, init=init, verify=verify, threads=threads)
+    index = checkpoint.data.index
+    stored = ((names.get(key, key), StoredTensor(*index.info(key), index.stored(key))) for key in checkpoint)
+    with checkpoint.view(stored, is_renamed=True) as view:
+        wanted.checkpoint = view
+        return _read_plain(wanted, rank, part=part, init=init, verify=verify, threads=threads)
+
+
+def _with_wrappers(described: Described, checkpoint: Checkpoint) -> dict[str, str]:
+    """Names of the run, by stored names that differ from them only in parts that wrappers add."""
+    known = Known({*described.names, *described.all_aliases})
+    names = without_wrappers(checkpoint, known, set(checkpoint.keys("optimizer")), str(checkpoint.path))
+    return {key: name for key, name in names.items() if key != name}
+
+
+def _read_plain(
+    wanted: _Wanted, rank: int, *, part: Part, init: InitFrom | None, verify: VerifyMode, threads: int | None
+) -> Read:
+    """As `read_for`, of a checkpoint under the names of this package."""
+    checkpoint, described = wanted.checkpoint, wanted.described
     # Formats without a file of counters keep them as tensors; they come as `checkpoint.common`.
     counters = (
         set(counter_tensors.NAMES) - described.model.keys() if checkpoint.data.traits.counters_as_tensors else set()
@@ -141,6 +166,7 @@ def read_for(
         frozenset(wanted.new_state),
         {key: tuple(checkpoint.data.index.shape(key)) for key in wanted.alike},
         tuple(wanted.notes),
+        wanted.restored(),
     )
 
 
@@ -183,7 +209,11 @@ def _read_of_torch(
     """As `read_for`, of a checkpoint that names the state of a run as torch does."""
     checkpoint, described = wanted.checkpoint, wanted.described
     values, options = _with_tensor_options(values, checkpoint, described)
-    state = translated([key for key in checkpoint if key not in options], values, _live(described))
+    live = _live(described)
+    shapes = {key: tuple(checkpoint.data.index.shape(key)) for key in checkpoint if key not in options}
+    entry = None if init is None else init.entry
+    model = model_of(shapes, live, entry=entry, path=str(checkpoint.path))
+    state = translated(shapes, values, live, model)
     _check_plain(checkpoint, values, state.trainer if part == "all" else {})
     # A run that starts from a model does not need what lies beside it, such as averaged weights or metrics.
     outside = set(state.outside).intersection(checkpoint.keys(part)) if init is not None or part == "model" else set()
@@ -213,6 +243,7 @@ def _read_of_torch(
         frozenset(wanted.kept),
         frozenset(wanted.new_state),
         notes=(*wanted.notes, *state.notes),
+        restored=wanted.restored(),
     )
 
 
@@ -223,7 +254,9 @@ def _live(described: Described) -> Live:
         (one.kind, [[one.names[id(p)] for p in group["params"]] for group in one.optimizer.param_groups])
         for one in live.optimizers
     ]
-    return Live({*described.model, *described.aliases}, groups, live.objects, live.named.extra_state)
+    key_of = {**{name: name for name in described.names}, **described.all_aliases}
+    shapes = {name: described.shapes.get(key) for name, key in key_of.items()}
+    return Live(shapes, groups, live.objects, live.named.extra_state)
 
 
 def _with_tensor_options(values: Values, checkpoint: Checkpoint, described: Described) -> tuple[Values, set[str]]:
@@ -374,6 +407,8 @@ class _Wanted:
     with_optimizer: bool
     strict: Strict
     cast: bool
+    part: Part = "all"
+    loaded: set[str] = field(default_factory=set)  # names of the model, of all ranks
     of_optimizer: set[str] = field(default_factory=set)
     of_objects: Mapping[str, tuple[str, Entry]] = field(default_factory=dict)
     placed: dict[str, str] = field(default_factory=dict)  # keys that lie as a live parameter, and its name
@@ -408,7 +443,10 @@ class _Wanted:
                 continue
             if name not in name_of:
                 self.unexpected.append(key)
-            elif name_of[name] not in described.model:
+                continue
+            if not is_slot:
+                self.loaded.add(name_of[name])
+            if name_of[name] not in described.model:
                 pass  # another rank has it
             elif is_slot:
                 slots.setdefault(name_of[name], []).append(key)
@@ -421,8 +459,41 @@ class _Wanted:
             self.notes.append(
                 f"{listed(map(show, left), MOST_NAMES)} keep their initial values, as `init_from` does not include them"
             )
+        self.loaded -= self.kept
+        if self.part != "optimizer":
+            self._check_some(keys)
         for name, of_name in slots.items():
             self._slots(name, stored.get(name), of_name)
+
+    def _check_some(self, keys: list[str]) -> None:
+        """Refuse a checkpoint of which no tensor is one of the model, whatever `strict` accepts."""
+        names = self.described.names
+        if not names or self.loaded:
+            return
+        stored = {key: self._shape(key) for key in keys if key not in self.of_optimizer and key not in self.of_objects}
+        path = str(self.checkpoint.path)
+        chosen(stored, {name: self.described.shapes.get(name) for name in names}, path=path)  # raises if there are two
+        parts = [f"the checkpoint lacks {listed(map(show, sorted(names - self.kept)))}"] if names - self.kept else []
+        if self.unexpected:
+            parts.append(f"the trainer does not have {listed(map(show, self.unexpected))}")
+        raise MismatchError(
+            f"no tensor of the model is loaded: {', and '.join(parts) or 'all keep their initial values'}",
+            path=path,
+            key=min(names),
+            hint=advice(stored, names, 0) if parts else None,
+        )
+
+    def restored(self) -> str:
+        """How much of the model is loaded."""
+        described = self.described
+        if not described.names:
+            return ""
+        sizes = {name: math.prod(described.shapes[name]) for name in described.model}
+        n_loaded, n_all = sum(sizes[name] for name in sizes if name in self.loaded), sum(sizes.values())
+        percent = math.floor(1000 * n_loaded / n_all) / 10 if n_all else 100.0
+        n = len(self.loaded)
+        of = f"all {n}" if n == len(described.names) else f"{n} of {len(described.names)}"
+        return f"{of} tensors of the model are loaded, {percent:g} % of its elements"
 
     def _of_object(self, key: str) -> None:
         """Decide for a tensor in the state of an object."""

@@ -13,6 +13,7 @@ import torch
 
 from reshard import dtypes
 from reshard.errors import MismatchError, ReshardError
+from reshard.formats.weight_sets import advice
 from reshard.options import Strict
 from reshard.torch.dicts import DictState
 from reshard.torch.objects import entries_of, placements_of, put_back
@@ -144,7 +145,7 @@ def apply(
     )
     if policy.missing == "error":
         own.refuse(restore.unfit)
-    _refuse(report, trained, policy)
+    _refuse(described, loaded, report, trained, policy)
     restore.apply(init, device)
     return report
 
@@ -756,7 +757,9 @@ def _materialize(live: Any, local: torch.Tensor, device: torch.device | str | No
     torch.utils.swap_tensors(live, new)  # type: ignore[no-untyped-call]
 
 
-def _refuse(report: Report, trained: Sequence[str], policy: Strict) -> None:
+def _refuse(
+    described: Described, loaded: Collection[str], report: Report, trained: Sequence[str], policy: Strict
+) -> None:
     parts: list[str] = []
     missing = report.missing if policy.missing == "error" else ()
     unexpected = report.unexpected if policy.unexpected == "error" else ()
@@ -767,8 +770,11 @@ def _refuse(report: Report, trained: Sequence[str], policy: Strict) -> None:
     if not parts and not trained:
         return
     skip = '`strict={"other_optimizer": "skip"}` starts newly trained parameters with new state, and skips other state'
+    fits = described.model.keys() - set(report.missing)
+    slots = {key.partition(".")[0] for key in described.optimizer}
+    weights = [key for key in (*report.unexpected, *loaded) if key.partition(".")[0] not in slots or key in fits]
     raise MismatchError(
         ", and ".join([*parts, *trained]),
         key=next(iter((*missing, *unexpected)), None),
-        hint="`strict=False` loads what fits" if parts else skip,
+        hint=advice(weights, described.model, len(fits)) if parts else skip,
     )

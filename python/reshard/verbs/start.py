@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from reshard.config import split_iteration
-from reshard.errors import ArgumentError, CheckpointNotFoundError, ConfigError, ReshardError
+from reshard.conversion.selection import of_prefixes
+from reshard.errors import ArgumentError, CheckpointNotFoundError, ConfigError, ReshardError, UnsupportedError
 from reshard.opening.gather import gather
 from reshard.options import InitFrom
 from reshard.resume import decide
@@ -81,8 +83,9 @@ def initial(checkpoint: Checkpoint, init: InitFrom | None) -> Iterator[Checkpoin
         init: what is taken; None: the checkpoint as it is.
 
     Raises:
-        ArgumentError: the file of the name map does not exist.
+        ArgumentError: the file of the name map does not exist, or there is no such entry.
         NamesError: the name map does not match the tensors.
+        UnsupportedError: `entry` is given for a checkpoint whose optimizer state does not follow it.
 
     Example:
         >>> import numpy as np, reshard
@@ -92,9 +95,26 @@ def initial(checkpoint: Checkpoint, init: InitFrom | None) -> Iterator[Checkpoin
         ...     renamed.keys()
         ['w']
     """
-    if init is None or init.names is None:
+    if init is None or (init.names is None and init.entry is None):
         yield checkpoint
         return
+    if init.names is None and checkpoint.data.run_values() is not None:
+        yield checkpoint  # the entry is one of the whole state of a run
+        return
+    prefixes = _prefixes(init.names)
+    if init.entry is not None or prefixes is not None:
+        if not init.fresh_optimizer:
+            raise UnsupportedError(
+                f"{checkpoint.path}: `{'rename' if init.entry is None else 'entry'}` of `init_from` takes weights "
+                "alone here, not the state of an optimizer",
+                path=str(checkpoint.path),
+                hint="start with a new optimizer, as `InitFrom` does by default",
+            )
+        rest = replace(init, entry=None, names=init.names if prefixes is None else None)
+        with of_prefixes(checkpoint, init.entry, prefixes) as inner, initial(inner, rest) as renamed:
+            yield renamed
+        return
+    assert init.names is not None  # else there is an entry
     try:
         view = checkpoint.renamed(init.names, part="model" if init.fresh_optimizer else "all")
     except CheckpointNotFoundError as error:  # of the name map, not of the checkpoint
@@ -102,6 +122,16 @@ def initial(checkpoint: Checkpoint, init: InitFrom | None) -> Iterator[Checkpoin
         raise ArgumentError(error.message, path=error.path, hint=hint) from None
     with view as renamed:
         yield renamed
+
+
+def _prefixes(names: object) -> Mapping[str, str] | None:
+    """New prefixes by old ones, if `names` consists of them."""
+    if not isinstance(names, Mapping) or names.keys() != {"rename"}:
+        return None
+    prefixes = names["rename"]
+    if not isinstance(prefixes, Mapping):
+        raise ArgumentError(f"`rename` in `names` of `init_from` is {prefixes!r}, expected new prefixes by old ones")
+    return prefixes
 
 
 def start_of(config: Config, root: str | os.PathLike[str], facts: RunFacts) -> tuple[bool, str | None]:

@@ -12,23 +12,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from reshard import _core
 from reshard.errors import MismatchError
+from reshard.formats import weight_sets
 from reshard.formats.checkpoint2.common import CommonInfo
 from reshard.formats.dcp.names import is_number, is_optimizer
 from reshard.outputs import as_array
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     import numpy as np
 
-# The prefix of a model that is chosen when several fit as well, such as those of the model and its average.
-_PREFIXES = ("", "model.", "module.", "app.model.", "state_dict.", "model_state_dict.")
 # Other names of objects that `Checkpointer.resume` has arguments for.
 _OTHER_NAMES = {"scheduler": ("scheduler", "lr_scheduler", "lr_schedulers", "schedulers")}
 # What a trainer keeps for itself: a run that has no such object goes on without it.
@@ -59,7 +59,7 @@ class Live:
     """The run that resumes.
 
     Attributes:
-        tensors: names of the tensors of its model, with the further names of tied ones.
+        tensors: names of the tensors of its model, with the further names of tied ones; or their shapes by name.
         groups: for each optimizer its class and the names of the parameters of each of its groups, in order.
         objects: names of its other objects with state.
         modules: names of its modules with state beside their tensors.
@@ -156,16 +156,44 @@ def _number(index: _core.Index, key: str) -> int | None:
 # -- the names
 
 
-def translated(keys: Iterable[str], values: Values, live: Live) -> RunState:
+def model_of(
+    shapes: Mapping[str, weight_sets.Shape], live: Live, *, entry: str | None = None, path: str | None = None
+) -> weight_sets.WeightSet:
+    """The weights of a checkpoint that are those of the run.
+
+    Args:
+        shapes: its tensors and their shapes; None: not known.
+        live: the run.
+        entry: the entry to take; None: the only one that fits.
+        path: the checkpoint, for errors.
+
+    Raises:
+        ArgumentError, MismatchError: as `weight_sets.chosen`.
+
+    Example:
+        >>> model_of({"model.w": None, "optim.state.w.exp_avg": None}, Live(["w"])).names
+        {'model.w': 'w'}
+    """
+    tensors = live.tensors if isinstance(live.tensors, Mapping) else dict.fromkeys(live.tensors)
+    stored = {
+        key: shape
+        for key, shape in shapes.items()
+        if not is_optimizer(key) and (key in tensors or key.partition(".")[0] not in live.objects)
+    }
+    return weight_sets.chosen(stored, tensors, entry=entry, path=path)
+
+
+def translated(keys: Iterable[str], values: Values, live: Live, model: weight_sets.WeightSet | None = None) -> RunState:
     """The tensors and values of a checkpoint under the names of this package.
 
     Args:
         keys: its tensors.
         values: its other values.
         live: the run that resumes.
+        model: which tensors are the weights; None: as `model_of`.
 
     Raises:
-        MismatchError: it numbers parameters, and the run has other groups of them.
+        MismatchError: it numbers parameters, and the run has other groups of them; or as `model_of`.
 
     Example:
         >>> values = Values({"optimizer.param_groups.w.lr": 0.1, "lr_scheduler.last_epoch": 3, "train_state.step": 3})
@@ -177,22 +205,29 @@ def translated(keys: Iterable[str], values: Values, live: Live) -> RunState:
         ({'scheduler': {'last_epoch': 3}}, {'lr': 0.1})
     """
     keys = list(keys)
+    model = model_of(dict.fromkeys(keys), live) if model is None else model
+    # State of an optimizer beside other weights, such as those of a discriminator, belongs to these.
+    foreign = {key for key in (*keys, *values.by_name) if model.is_foreign(key) and is_optimizer(key)}
+    if foreign:
+        values = replace(values, by_name={key: one for key, one in values.by_name.items() if key not in foreign})
     known = _Groups.of(values, live)
-    prefix = _prefix(keys, live.tensors)
-    around = _around(keys, values, prefix)
+    around = _around(model, values)
     renamed: dict[str, str] = {}
     outside: list[str] = []
     slots: dict[str, list[str]] = {}
     for key in keys:
-        name = key.removeprefix(prefix)
-        if name in live.tensors and key.startswith(prefix):
-            renamed[key] = name
+        if key in model.names:
+            renamed[key] = model.names[key]
+            continue
+        if key in foreign:
+            renamed[key] = key
+            outside.append(key)
             continue
         of_state = _state_of(key)
         if of_state is None and _may_be_step(key):
             continue  # the step of the decision
         if of_state is None:
-            renamed[key] = name if key.startswith(prefix) and not is_optimizer(key) else key
+            renamed[key] = model.inner(key) if model.holds(key) and not is_optimizer(key) else key
             if not key.startswith(around) and not is_optimizer(key):
                 outside.append(key)
             continue
@@ -204,11 +239,14 @@ def translated(keys: Iterable[str], values: Values, live: Live) -> RunState:
     if slots or groups:
         rows = [[sorted(of_name), [name]] for name, of_name in slots.items()]
         trainer["optimizer"] = {"groups": groups, "slots": rows, "state": states}
-    for module in live.modules:
-        name = f"{prefix}{module}{'.' if module else ''}_extra_state"
-        if name in values.by_name:
-            trainer["modules"][module] = values.by_name[name]
-            used.add(name)
+    of_module = {f"{module}{'.' if module else ''}_extra_state": module for module in live.modules}
+    if of_module:
+        modules = weight_sets.Known(of_module)
+        for name in values.by_name:
+            found = modules.find(model.inner(name)) if model.holds(name) else None
+            if found is not None:
+                trainer["modules"][of_module[found]] = values.by_name[name]
+                used.add(name)
     left = _objects(values, live, used, trainer["objects"])
     unknown = sorted(name for name in left if name not in _OF_TRAINER and name not in _STEPS)
     trainer["objects"] |= dict.fromkeys(unknown)  # refused, or reported: the run has none of this name
@@ -217,28 +255,11 @@ def translated(keys: Iterable[str], values: Values, live: Live) -> RunState:
     return RunState(renamed, trainer, outside, tuple(notes if of_trainer else ()))
 
 
-def _prefix(keys: Sequence[str], names: Collection[str]) -> str:
-    """What stands before the names of the model's tensors."""
-    counts: dict[str, int] = {}
-    wanted = set(names)
-    for key in keys:
-        if is_optimizer(key):
-            continue
-        parts = key.split(".")
-        for n in range(len(parts)):
-            if ".".join(parts[n:]) in wanted:
-                prefix = ".".join(parts[:n]) + "." if n else ""
-                counts[prefix] = counts.get(prefix, 0) + 1
-    order = {prefix: n for n, prefix in enumerate(_PREFIXES)}
-    best = sorted(counts, key=lambda prefix: (-counts[prefix], order.get(prefix, len(order)), len(prefix), prefix))
-    return best[0] if best else ""
-
-
-def _around(keys: Sequence[str], values: Values, prefix: str) -> str:
-    """The part of the prefix that leads to the state dict of the model: `state_dict.` if that has `model.weight`."""
-    path = next((values.paths.get(key, ()) for key in keys if key.startswith(prefix)), ())
+def _around(model: weight_sets.WeightSet, values: Values) -> str:
+    """The part of the names that leads to the state dict of the model: `state_dict.` if that has `model.weight`."""
+    path = next((values.paths.get(key, ()) for key in model.names), ())
     starts = ("".join(f"{step}." for step in path[:n]) for n in range(len(path), 0, -1))
-    return next(filter(prefix.startswith, starts), "")
+    return next(filter(model.start.startswith, starts), "")
 
 
 def _state_of(key: str) -> tuple[str, str] | None:
@@ -258,11 +279,13 @@ class _Groups:
         groups: each with its options and `params`.
         used: names of the values in them.
         numbers: the names of parameters that it numbers.
+        names: the names of the run.
     """
 
     groups: Sequence[Mapping[str, Any]]
     used: Collection[str]
     numbers: Mapping[str, str]
+    names: weight_sets.Known
 
     @classmethod
     def of(cls, values: Values, live: Live) -> _Groups:
@@ -283,11 +306,12 @@ class _Groups:
         # "...param_groups.10" comes after "...param_groups.9".
         order = sorted(found, key=lambda group: (group.rpartition(".")[0], int(group.rpartition(".")[2])))
         groups = [found[group] for group in order if isinstance(found[group].get("params"), list)]
-        return cls(groups, used, _numbers([group["params"] for group in groups], live))
+        numbers = _numbers([group["params"] for group in groups], live)
+        return cls(groups, used, numbers, weight_sets.Known(live.tensors))
 
     def name(self, text: str) -> str:
         """The name of a parameter."""
-        return self.numbers.get(text, text)
+        return self.numbers.get(text) or self.names.find(text) or text
 
 
 def _numbers(saved: Sequence[Sequence[object]], live: Live) -> dict[str, str]:
