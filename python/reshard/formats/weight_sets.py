@@ -299,7 +299,7 @@ def advice(stored: Iterable[str], live: Iterable[str], n_fit: int) -> str:
         n = f"all {best}" if best == len(live) else f"{best} of {len(live)}"
         return f"{n} tensors of the model fit after `names={{'rename': {change}}}` of `InitFrom`"
     if n_fit == len(live):
-        return f"all {n_fit} tensors of the model fit; `strict=False` goes on without the rest"
+        return "`strict=False` goes on without them: all tensors of the model fit"
     if n_fit:
         return f"`strict=False` loads the {n_fit} of {len(live)} tensors of the model that fit"
     return "no `rename` in `names` of `InitFrom` makes a name of the model fit: it is another model"
