@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from reshard.resume import ResumeDecision
 
 
-def net(seed: int = 0) -> nn.Module:
+def net(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 
@@ -41,7 +41,7 @@ def write(path: Path, kind: str, state: Mapping[str, Any]) -> Path:
     if kind == "pt":
         torch.save(dict(state), path)
     elif kind == "dcp":
-        dcp.save(dict(state), checkpoint_id=path, no_dist=True)
+        dcp.save(dict(state), checkpoint_id=path, no_dist=True)  # type: ignore[attr-defined]
     elif kind == "safetensors":
         path = path.with_suffix(".safetensors")
         reshard.torch.save_file(flat, path)
