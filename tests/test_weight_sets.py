@@ -119,7 +119,7 @@ def test_weights_and_optimizer_state_come_from_one_set(tmp_path: Path) -> None:
         optimizer = torch.optim.AdamW(model.parameters())
         init = InitFrom(tmp_path / "gan.pt", entry=name, fresh_optimizer=False)
         started(tmp_path / "run", model, init, optimizer=optimizer)
-        assert torch.equal(model[0].weight, one["model"]["0.weight"])
+        assert torch.equal(model.state_dict()["0.weight"], one["model"]["0.weight"])
         assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], one["optimizer"]["state"][0]["exp_avg"])
 
 
