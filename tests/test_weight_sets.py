@@ -240,3 +240,31 @@ def test_the_hint_is_a_change_that_is_accepted(tmp_path: Path, stored: str, live
     assert f"all 9 tensors of the model fit after `names={{'rename': {change}}}`" in str(caught.value)
     started(tmp_path / "run", parts, InitFrom(path, names={"rename": change}))
     assert same(model, source)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["pt", "dcp"])
+@pytest.mark.parametrize(
+    ("entries", "start"),
+    [
+        (("model",), "model."),
+        (("state_dict",), "state_dict."),
+        (("app", "model"), "app.model."),
+        (("module",), "module."),
+    ],
+)
+def test_a_conversion_tells_of_the_prefix_in_every_format(
+    tmp_path: Path, kind: str, entries: tuple[str, ...], start: str
+) -> None:
+    state: dict[str, Any] = dict(net(1).state_dict())
+    for entry in reversed(entries):
+        state = {entry: state}
+    if kind == "pt":
+        torch.save(state, tmp_path / "file")
+    else:
+        dcp.save(state, checkpoint_id=tmp_path / "file", no_dist=True)  # type: ignore[attr-defined]
+    report = reshard.convert(tmp_path / "file", tmp_path / "out", to="huggingface")
+    assert report.warnings[0].startswith(f"names begin with `{start}`, ")
+    report = reshard.convert(tmp_path / "file", tmp_path / "bare", to="huggingface", select={"rename": {start: ""}})
+    assert not any("names begin" in warning for warning in report.warnings)
+    assert sorted(reshard.open(tmp_path / "bare")) == sorted(net().state_dict())

@@ -8,6 +8,7 @@ choose one of them. Reads no files.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -176,6 +177,26 @@ def chosen(
     first = taken.start.partition(".")[0]
     taken.others = frozenset(one.start.partition(".")[0] for one in found) - {first, ""}
     return taken
+
+
+def model_start(key: str, path: Sequence[str | int]) -> str:
+    """What stands before the name of a tensor of the model: entries that say so, and parts that wrappers add.
+
+    Args:
+        key: the stored name.
+        path: the keys that lead to it; only the last one is part of the name in the model.
+
+    Example:
+        >>> model_start("app.model.module.layers.0.w", ["app", "model", "module.layers.0.w"])
+        'app.model.module.'
+        >>> model_start("model.w", ["model.w"]), model_start("net.w", ["net", "w"])
+        ('', '')
+    """
+    n_entries = len(list(itertools.takewhile(lambda part: part in _OF_MODEL | WRAPPERS, path[:-1])))
+    parts = key.split(".")
+    while n_entries < len(parts) - 1 and parts[n_entries] in WRAPPERS:
+        n_entries += 1
+    return "".join(f"{part}." for part in parts[:n_entries])
 
 
 def below(keys: Sequence[str], entry: str, path: str | None = None) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -25,6 +26,7 @@ from reshard.formats.base import StoredTensor
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1.reader import open_rank_files, strategy_for
 from reshard.formats.registry import check_destination
+from reshard.formats.weight_sets import WRAPPERS, model_start
 from reshard.formats.writers import WRITERS, writer_for
 from reshard.group import SingleProcess, resolve, session
 from reshard.layout import as_layout
@@ -55,10 +57,6 @@ Target = Literal[
     "megatron",
     "deepspeed-universal",
 ]
-
-
-# Entries of files of `torch.save` that hold the state dict of a model, the first one that is there.
-_MODEL_ENTRIES = ("state_dict", "model_state_dict", "model", "module")
 
 
 @dataclass(frozen=True)
@@ -310,20 +308,26 @@ def _extra_left_out(source: Checkpoint) -> list[str]:
 
 
 def _with_entries(source: Checkpoint, keys: Sequence[str]) -> list[str]:
-    """Warnings about names of weights that begin with an entry of a file of `torch.save`, and tensors outside of it."""
-    values = source.data.run_values() if source.data.traits.name == "torch" else None
+    """Warnings about names of weights that begin with an entry of a run or a wrapper, and tensors outside of it."""
+    try:
+        values = source.data.run_values()
+    except ReshardError:  # of a value that is not converted
+        return []
     if values is None:
         return []
-    entry_of = {key: str(path[0]) for key in keys if len(path := values.paths.get(key, ())) > 1}
-    entry = next((one for one in _MODEL_ENTRIES if one in entry_of.values()), None)
-    if entry is None:
+    start_of = {key: model_start(key, values.path(key) if key in values.paths else (key,)) for key in keys}
+    counts = Counter(start for start in start_of.values() if start)
+    if not counts:
         return []
-    removes = f"`--rename {entry}.=` or `Select(rename={{'{entry}.': ''}})` removes it"
-    warnings = [f"names begin with `{entry}.`, the entry of the file that holds the model: {removes}"]
-    others = [show(key) for key in keys if entry_of.get(key) != entry]
+    start = counts.most_common(1)[0][0]
+    is_wrapper = WRAPPERS.issuperset(start[:-1].split("."))
+    what = "which a wrapper adds" if is_wrapper else "the entry of the file that holds the model"
+    removes = f"`--rename {start}=` or `Select(rename={{'{start}': ''}})` removes it"
+    warnings = [f"names begin with `{start}`, {what}: {removes}"]
+    others = [show(key) for key in keys if start_of[key] != start]
     if others:
         removes = "`--drop` or `Select(drop=...)` leaves them out"
-        warnings.append(f"tensors outside of `{entry}` are written, too: {listed(others, 3)}. {removes}")
+        warnings.append(f"tensors outside of `{start[:-1]}` are written, too: {listed(others, 3)}. {removes}")
     return warnings
 
 
