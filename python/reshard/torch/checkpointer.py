@@ -46,6 +46,7 @@ from reshard.torch.health import LossHealth
 from reshard.torch.leaving import exit_process, save_after, save_and_exit
 from reshard.torch.loading import read_for
 from reshard.torch.preflight import check_has_content, check_state, claim, dry_run, reserve
+from reshard.torch.published import under_names
 from reshard.torch.resuming import (
     RestoreOptions,
     check_has_optimizer,
@@ -422,7 +423,7 @@ class Checkpointer:
             nonlocal is_weights_alone
             is_weights_alone = decision.restored == ("weights",)
             taken = None if decision.init_from is None else start
-            with initial(checkpoint, taken) as opened:
+            with initial(checkpoint, under_names(taken, checkpoint, model)) as opened:
                 return read_for(
                     described,
                     opened,

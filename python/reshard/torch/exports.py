@@ -17,6 +17,7 @@ from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.group import session
 from reshard.storage.changes import make_folders, remove_file, replace_link
 from reshard.storage.location import locate
+from reshard.torch.published import published_names
 from reshard.verbs.integrate import integrate, integrated_root
 from reshard.words import show
 from reshard.write.retention import best_of
@@ -99,11 +100,20 @@ def export(
         warnings += integrate(root, report, **shared)
     if exports.is_due(report.iteration):
         try:
+            names = published_names(model)
             files = Collective(session(group, "export"), timeout).first(lambda: _files(exports, root, model), str)
         except ReshardError as error:
             warnings.append(f"the files of the model are not written: {error.message}")
         else:
-            warnings += integrate(root, report, suffix="hf", part="model", model_files=files or None, **shared)
+            warnings += integrate(
+                root,
+                report,
+                suffix="hf",
+                part="model",
+                model_files=files or None,
+                names=None if names is None else names.reversed(),
+                **shared,
+            )
     if group.rank == 0:
         if exports.links:
             warnings += _link(root, report, None if options.retention is None else options.retention.best)

@@ -20,6 +20,7 @@ from reshard.formats.checkpoint2.names import iteration_folder_name
 from reshard.options import Files, Retention
 from reshard.storage.location import locate
 from reshard.transformers.training import Plan, resuming
+from reshard.torch.published import model_of, published_names
 from reshard.verbs.convert import convert
 
 if TYPE_CHECKING:
@@ -180,4 +181,6 @@ def export(root: str | os.PathLike[str], out: str | os.PathLike[str], *, iterati
     place = locate(root)
     source = place if iteration is None else place / iteration_folder_name(iteration)
     files = Files(model_files=str(place / MODEL_FILES))
-    return convert(str(source), out, to="huggingface", part="model", files=files, overwrite=True)
+    names = published_names(model_of(str(place / MODEL_FILES)))
+    names = None if names is None else names.reversed()
+    return convert(str(source), out, to="huggingface", part="model", names=names, files=files, overwrite=True)

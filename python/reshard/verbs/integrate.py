@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import os
 
     from reshard.checkpoint import Part
+    from reshard.names import NameMap
     from reshard.options import Commit
     from reshard.write.save import SaveReport
 
@@ -51,6 +52,7 @@ def integrate(
     suffix: str = "integrated",
     part: Part = "all",
     model_files: str | os.PathLike[str] | None = None,
+    names: NameMap | None = None,
     group: object = None,
     keep: int | None = None,
     commit: Commit | None = None,
@@ -65,6 +67,7 @@ def integrate(
         suffix: the folder is `<root>_<suffix>`.
         part: which tensors are written.
         model_files: a folder whose files are copied beside the weights, as `Files.model_files`.
+        names: the map from the names of the save to those that are written.
         group: as in `reshard.save`.
         keep: keep the newest so many folders of whole tensors; None: all.
         commit: how they are published; `durable` and `private` are used.
@@ -88,6 +91,7 @@ def integrate(
             target,
             to="huggingface",
             part=part,
+            names=names,
             files=None if model_files is None else {"model_files": model_files},
             select={"suffix": report.suffix},
             group=group,

@@ -1,0 +1,92 @@
+"""Folders that are published have the names that `save_pretrained` writes, and a run starts from them."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from reshard.errors import UnsupportedError
+from reshard.torch import Checkpointer
+from reshard.torch.published import _map_of, published_names
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors")
+
+SMALL = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("ForCausalLM", {"num_key_value_heads": 1}),
+    "Mixtral": ("ForCausalLM", {"num_key_value_heads": 1, "num_local_experts": 3}),
+    "Qwen3Moe": ("ForCausalLM", {"moe_intermediate_size": 8, "num_experts": 4, "num_key_value_heads": 1}),
+    "Qwen2Moe": (
+        "ForCausalLM",
+        {"moe_intermediate_size": 8, "num_experts": 4, "num_key_value_heads": 1, "shared_expert_intermediate_size": 8},
+    ),
+    "GPTNeoX": ("ForCausalLM", {}),
+    "Bert": ("ForMaskedLM", {}),
+}
+
+
+def model_of(kind: str, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    suffix, more = KINDS[kind]
+    config = getattr(transformers, f"{kind}Config")(**SMALL, **more)
+    return getattr(transformers, f"{kind}{suffix}")(config)
+
+
+def stored(path: Path) -> dict[str, tuple[int, ...]]:
+    with safetensors.safe_open(path / "model.safetensors", "pt") as file:
+        return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+
+
+def equal(a: nn.Module, b: nn.Module) -> bool:
+    one, other = a.state_dict(), b.state_dict()
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_folders_of_a_run_are_as_the_library_writes_them(kind: str, tmp_path: Path) -> None:
+    model = model_of(kind)
+    model.save_pretrained(tmp_path / "hub")
+    with Checkpointer(tmp_path / "run", save_every=1, hf_every=1) as checkpointer:
+        checkpointer.resume(model=model)
+        checkpointer.step(1)
+    folder = tmp_path / "run_hf" / "iteration_00000001"
+    assert stored(folder) == stored(tmp_path / "hub")
+    assert equal(type(model).from_pretrained(folder), model)
+    other = model_of(kind, seed=1)
+    with Checkpointer(tmp_path / "second", save_every=1) as checkpointer:
+        checkpointer.resume(model=other, init_from=str(tmp_path / "hub"))
+    assert equal(model, other)
+
+
+def test_a_conversion_that_is_no_region_is_refused() -> None:
+    live = {"a": torch.empty(4, 6, device="meta")}
+    with pytest.raises(UnsupportedError, match=r"`b` is published by aten::add"):
+        _map_of(live, lambda tensors: {"b": tensors["a"] + 1}, "Some")
+    with pytest.raises(UnsupportedError, match="a split of"):
+        _map_of(live, lambda tensors: {"b": tensors["a"][:2], "c": tensors["a"][:2]}, "Some")
+    with pytest.raises(UnsupportedError, match="not in a folder"):
+        _map_of(live, lambda _: {}, "Some")
+    with pytest.raises(UnsupportedError, match="a change of the shape"):
+        _map_of(live, lambda tensors: {"b": tensors["a"].view(24)}, "Some")
+
+
+def test_regions_of_tensors_become_rules() -> None:
+    live = {name: torch.empty(2, 4, 6, device="meta") for name in "abc"}
+
+    def revert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        up, down = tensors["a"].transpose(1, 2).contiguous().split([1, 5], 1)
+        return {"up": up, "down": down, "both": torch.cat([tensors["b"], tensors["c"]], 2)}
+
+    names = _map_of(live, revert, "Some")
+    assert names is not None
+    assert {rule.whole.text for rule in names.rules} == {"a", "both"}
+
+
+def test_a_model_of_another_library_keeps_its_names() -> None:
+    assert published_names(nn.Linear(2, 2)) is None
+    assert published_names({"a": torch.zeros(1)}) is None
