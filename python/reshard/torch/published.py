@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ from reshard.words import show
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable, Mapping, Sequence
 
     from reshard.checkpoint import Checkpoint
     from reshard.options import InitFrom
@@ -61,7 +61,7 @@ def published_names(model: object) -> NameMap | None:
 
 
 def model_of(folder: str | os.PathLike[str]) -> Any:
-    """The model of a folder's config.json on the device `meta`; None: transformers is not installed or has no such class.
+    """The model of a folder's config.json on the device `meta`; None: there is no transformers, or no such class.
 
     Raises:
         UnsupportedError: transformers cannot make the model.
@@ -94,7 +94,7 @@ def model_of(folder: str | os.PathLike[str]) -> Any:
 
 
 def under_names(init: InitFrom | None, checkpoint: Checkpoint, model: object) -> InitFrom | None:
-    """The same start with the map of a published folder, if the checkpoint has published names and `names` is not given.
+    """The same start, with the map of a published folder if the checkpoint has published names and no `names` are given.
 
     Raises:
         UnsupportedError: as `published_names`.

@@ -19,8 +19,8 @@ from reshard.errors import ArgumentError
 from reshard.formats.checkpoint2.names import iteration_folder_name
 from reshard.options import Files, Retention
 from reshard.storage.location import locate
-from reshard.transformers.training import Plan, resuming
 from reshard.torch.published import model_of, published_names
+from reshard.transformers.training import Plan, resuming
 from reshard.verbs.convert import convert
 
 if TYPE_CHECKING:
