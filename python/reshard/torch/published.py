@@ -94,7 +94,7 @@ def model_of(folder: str | os.PathLike[str]) -> Any:
 
 
 def under_names(init: InitFrom | None, checkpoint: Checkpoint, model: object) -> InitFrom | None:
-    """The same start, with the map of a published folder if the checkpoint has published names and no `names` are given.
+    """The same start, with `names` of a published folder if the checkpoint has published names and none are given.
 
     Raises:
         UnsupportedError: as `published_names`.
@@ -138,7 +138,11 @@ class _Traced(TorchDispatchMode):
             return torch.ops.aten.alias.default(args[0])
         if func._schema.is_mutable:  # noqa: SLF001
             raise NotImplementedError(name)
-        out = func(*args, **(kwargs or {}))
+        try:
+            out = func(*args, **(kwargs or {}))
+        except RuntimeError:  # a view of what would be a copy
+            first = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
+            out = func(first, *args[1:], **(kwargs or {}))
         known = {_storage(one) for one in _tensors((args, kwargs or {}))}
         for tensor in _tensors(out):
             if _storage(tensor) not in known:
