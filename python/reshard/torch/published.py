@@ -123,11 +123,11 @@ def _unwrapped(model: object) -> Any:
             return inner
 
 
-class _Traced(TorchDispatchMode):
+class _Traced(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps copies as views, and records which operation made each new storage."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.made: dict[int, tuple[str, Any]] = {}
         self.kept: list[Any] = []
 
@@ -252,7 +252,7 @@ def _region(name: str, key: str, whole: torch.Tensor, part: torch.Tensor) -> _Re
     lengths = [1] * whole.ndim
     for n, dim in dims.items():
         lengths[dim] = part.shape[n]
-    return _Region(key, tuple(corner), tuple(lengths), order)
+    return _Region(key, tuple(map(int, corner)), tuple(lengths), order)
 
 
 def _rule(key: str, shape: tuple[int, ...], parts: list[tuple[str, _Region]]) -> dict[str, object] | None:
