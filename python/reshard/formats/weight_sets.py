@@ -146,7 +146,7 @@ def chosen(
         >>> chosen({"net.w": None, "ema.w": None}, {"w": None})
         Traceback (most recent call last):
         reshard.errors.MismatchError: several sets of weights fit the model: `net` and `ema`
-        hint: `InitFrom(..., entry="net")` takes the first one
+        hint: `InitFrom(..., entry='net')` takes the first one
     """
     sets = found = weight_sets(stored, live)
     if entry is not None:
@@ -168,7 +168,7 @@ def chosen(
         raise MismatchError(
             f"several sets of weights fit the model: {listed(names[:-1], _MOST_SETS)} and {names[-1]}",
             path=path,
-            hint=f'`InitFrom(..., entry="{rivals[0].entry}")` takes the first one',
+            hint=f"`InitFrom(..., entry={rivals[0].entry!r})` takes the first one",
         )
     if not rivals:
         return WeightSet()
