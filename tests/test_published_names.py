@@ -91,3 +91,29 @@ def test_regions_of_tensors_become_rules() -> None:
 def test_a_model_of_another_library_keeps_its_names() -> None:
     assert published_names(nn.Linear(2, 2)) is None
     assert published_names({"a": torch.zeros(1)}) is None
+
+
+def test_a_folder_whose_config_does_not_fit_is_not_published(tmp_path: Path) -> None:
+    model = model_of("Mixtral")
+    config = transformers.MixtralConfig(**{**SMALL, "vocab_size": 30}, num_key_value_heads=1, num_local_experts=2)
+    config.architectures = ["MixtralForCausalLM"]
+    config.save_pretrained(tmp_path / "files")
+    with Checkpointer(tmp_path / "run", save_every=1, hf_every=1, model_files=tmp_path / "files") as checkpointer:
+        checkpointer.resume(model=model)
+        report = checkpointer.save(1, blocking=True)
+    assert report is not None
+    warnings = " ".join(report.warnings)
+    assert "`lm_head.weight` has shape (32, 16), expected (30, 16)" in warnings
+    assert "and 5 more" in warnings
+    assert not (tmp_path / "run_hf" / "iteration_00000001").exists()
+
+
+def test_one_name_of_tied_weights_is_enough(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(**SMALL, tie_word_embeddings=True)
+    model = transformers.LlamaForCausalLM(config)
+    with Checkpointer(tmp_path / "run", save_every=1, hf_every=1) as checkpointer:
+        checkpointer.resume(model=model)
+        checkpointer.step(1)
+    folder = tmp_path / "run_hf" / "iteration_00000001"
+    assert "lm_head.weight" not in stored(folder)
+    assert equal(type(model).from_pretrained(folder), model)

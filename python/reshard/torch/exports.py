@@ -17,7 +17,8 @@ from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.group import session
 from reshard.storage.changes import make_folders, remove_file, replace_link
 from reshard.storage.location import locate
-from reshard.torch.published import published_names
+from reshard.torch.published import check_loads, published_names
+from reshard.verbs.convert import open_source
 from reshard.verbs.integrate import integrate, integrated_root
 from reshard.words import show
 from reshard.write.retention import best_of
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reshard.group import Group
+    from reshard.names import NameMap
     from reshard.options import SaveOptions
     from reshard.write.save import SaveReport
 
@@ -101,7 +103,10 @@ def export(
     if exports.is_due(report.iteration):
         try:
             names = published_names(model)
-            files = Collective(session(group, "export"), timeout).first(lambda: _files(exports, root, model), str)
+            names = None if names is None else names.reversed()
+            files = Collective(session(group, "export"), timeout).first(
+                lambda: _files(exports, root, model, report, names), str
+            )
         except ReshardError as error:
             warnings.append(f"the files of the model are not written: {error.message}")
         else:
@@ -111,7 +116,7 @@ def export(
                 suffix="hf",
                 part="model",
                 model_files=files or None,
-                names=None if names is None else names.reversed(),
+                names=names,
                 **shared,
             )
     if group.rank == 0:
@@ -126,8 +131,22 @@ def export(
     return warnings
 
 
-def _files(exports: Exports, root: str | os.PathLike[str], model: object) -> str:
-    """The folder of the files that are copied beside the weights; "": there are none."""
+def _files(
+    exports: Exports, root: str | os.PathLike[str], model: object, report: SaveReport, names: NameMap | None
+) -> str:
+    """The folder of the files that are copied beside the weights; "": there are none.
+
+    Raises:
+        MismatchError: the model of its config.json does not load the weights.
+    """
+    folder = _folder(exports, root, model)
+    if folder:
+        with open_source(locate(report.path), suffix=report.suffix) as checkpoint:
+            check_loads(checkpoint, folder, names)
+    return folder
+
+
+def _folder(exports: Exports, root: str | os.PathLike[str], model: object) -> str:
     if exports.model_files is not None:
         return str(locate(exports.model_files).resolved())
     texts = _configuration(model)

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from reshard.errors import NamesError, ReshardError, UnsupportedError
+from reshard.errors import MismatchError, NamesError, ReshardError, UnsupportedError
 from reshard.names import NameMap
 from reshard.names.model import config_beside, read_config
-from reshard.words import show
+from reshard.words import listed, show
 
 if TYPE_CHECKING:
     import os
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint
     from reshard.options import InitFrom
 
+_MOST = 5  # differences in one message
 _CONCATENATE = "aten::cat"
 _COPIES = ("aten::clone", "aten::_to_copy", "aten::contiguous")
 _HINT = "write the folder with `save_pretrained` of the model"
@@ -91,6 +92,52 @@ def model_of(folder: str | os.PathLike[str]) -> Any:
             path=str(folder),
             hint="correct config.json",
         ) from error
+
+
+def check_loads(checkpoint: Checkpoint, folder: str | os.PathLike[str], names: NameMap | None) -> None:
+    """Check that the model of a folder's config.json has the names and shapes that are about to be published.
+
+    Nothing is checked if `model_of` does not know the model. Either name of tied tensors is enough.
+
+    Args:
+        checkpoint: what is published.
+        folder: the folder of config.json.
+        names: the map from the names of the checkpoint to the published ones; None: they are the same.
+
+    Raises:
+        MismatchError: they differ; the message names the first tensors.
+        UnsupportedError: as `model_of` and `published_names`.
+    """
+    model = model_of(folder)
+    if model is None:
+        return
+    shapes = {key: tuple(checkpoint.shape(key)) for key in checkpoint.keys("model")}
+    found = shapes if names is None else _shapes(names, shapes)
+    published = published_names(model)
+    live = {key: tuple(one.shape) for key, one in model.state_dict().items() if isinstance(one, torch.Tensor)}
+    expected = live if published is None else _shapes(published.reversed(), live)
+    tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    other = defaultdict(set)
+    for one, two in tied.items():
+        other[one].add(two)
+        other[two].update({one, *(key for key, source in tied.items() if source == two)})
+        other[one].update(key for key, source in tied.items() if source == two)
+    differences = [
+        f"{show(key)} has shape {found.get(key, 'none')}, expected {expected.get(key, 'none')}"
+        for key in sorted(expected.keys() | found.keys())
+        if found.get(key) != expected.get(key) and (key in found or not other[key] & found.keys())
+    ]
+    if differences:
+        raise MismatchError(
+            f"{checkpoint.path}: {type(model).__name__} of {show(str(folder))} does not load what is published: "
+            f"{listed(differences, _MOST)}",
+            path=str(checkpoint.path),
+            hint="give the config.json of the model that was saved",
+        )
+
+
+def _shapes(names: NameMap, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    return {made.key: tuple(made.shape) for made in names.resolve(shapes)}
 
 
 def under_names(init: InitFrom | None, checkpoint: Checkpoint, model: object) -> InitFrom | None:
@@ -322,10 +369,7 @@ def _check(names: NameMap, live: Mapping[str, torch.Tensor], published: Mapping[
     for one, before, after in ((names, published, live), (names.reversed(), live, published)):
         expected = {key: tuple(tensor.shape) for key, tensor in after.items()}
         try:
-            found = {
-                made.key: tuple(made.shape)
-                for made in one.resolve({key: tuple(tensor.shape) for key, tensor in before.items()})
-            }
+            found = _shapes(one, {key: tuple(tensor.shape) for key, tensor in before.items()})
         except ReshardError as error:
             raise UnsupportedError(f"the published names of {kind}: {error.message}", hint=_HINT) from error
         wrong = sorted(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key))

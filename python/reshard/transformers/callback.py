@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer, TrainerCallback
 
+import reshard
 from reshard.errors import ArgumentError
 from reshard.formats.checkpoint2.names import iteration_folder_name
 from reshard.options import Files, Retention
 from reshard.storage.location import locate
-from reshard.torch.published import model_of, published_names
+from reshard.torch.published import check_loads, model_of, published_names
 from reshard.transformers.training import Plan, resuming
 from reshard.verbs.convert import convert
 
@@ -183,4 +184,6 @@ def export(root: str | os.PathLike[str], out: str | os.PathLike[str], *, iterati
     files = Files(model_files=str(place / MODEL_FILES))
     names = published_names(model_of(str(place / MODEL_FILES)))
     names = None if names is None else names.reversed()
+    with reshard.open(str(source)) as checkpoint:
+        check_loads(checkpoint, str(place / MODEL_FILES), names)
     return convert(str(source), out, to="huggingface", part="model", names=names, files=files, overwrite=True)

@@ -205,7 +205,7 @@ def convert(
             progress=progress,
         )
         max_bytes = None if written_as.max_shard_size is None else parse_size(written_as.max_shard_size)
-        with _open_source(source, strategy=strategy, suffix=chosen.suffix) as whole, contextlib.ExitStack() as views:
+        with open_source(source, strategy=strategy, suffix=chosen.suffix) as whole, contextlib.ExitStack() as views:
             part_written = part or writer.default_part
             known = None
             if names is not None:
@@ -353,7 +353,7 @@ def _check_copies(source: Checkpoint, copies: Mapping[str, str], max_bytes: int,
         )
 
 
-def _open_source(
+def open_source(
     path: Location, *, strategy: str | os.PathLike[str] | None = None, suffix: str | None = None
 ) -> Checkpoint:
     """Open the source of a conversion.
@@ -366,6 +366,12 @@ def _open_source(
     Raises:
         ArgumentError: `suffix` is given, and there are no rank folders.
         ReshardError: as `reshard.open`.
+
+    Example:
+        >>> import numpy as np, reshard
+        >>> reshard.save_file({"w": np.zeros(2)}, "m.safetensors")
+        >>> open_source(locate("m.safetensors")).keys()
+        ['w']
     """
     if suffix is None:
         return opening.open(path, strategy=strategy)
