@@ -117,3 +117,18 @@ def test_one_name_of_tied_weights_is_enough(tmp_path: Path) -> None:
     folder = tmp_path / "run_hf" / "iteration_00000001"
     assert "lm_head.weight" not in stored(folder)
     assert equal(type(model).from_pretrained(folder), model)
+
+
+@pytest.mark.slow
+def test_the_final_folder_of_a_trainer_has_published_names(tmp_path: Path) -> None:
+    callbacks = pytest.importorskip("reshard.transformers")
+    model = model_of("Mixtral")
+    rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 4
+    arguments = transformers.TrainingArguments(
+        str(tmp_path / "out"), max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True, save_steps=1
+    )
+    callback = callbacks.ReshardCallback(str(tmp_path / "run"), hf=str(tmp_path / "final"), signals=())
+    transformers.Trainer(model, arguments, train_dataset=rows, callbacks=[callback]).train()
+    model.save_pretrained(tmp_path / "hub")
+    assert stored(tmp_path / "final") == stored(tmp_path / "hub")
+    assert equal(type(model).from_pretrained(tmp_path / "final"), model)

@@ -149,7 +149,8 @@ def under_names(init: InitFrom | None, checkpoint: Checkpoint, model: object) ->
     if init is None or init.names is not None or checkpoint.data.is_renamed:
         return init
     inner = _unwrapped(model)
-    if not isinstance(inner, torch.nn.Module) or set(inner.state_dict()) <= set(checkpoint):
+    models: Any = sys.modules.get("transformers.modeling_utils")
+    if models is None or not isinstance(inner, models.PreTrainedModel) or set(inner.state_dict()) <= set(checkpoint):
         return init
     names = published_names(inner)
     if names is None:
