@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import reshard
 from reshard.errors import UnsupportedError
 from reshard.torch import Checkpointer
 from reshard.torch.published import _map_of, published_names
@@ -101,7 +102,7 @@ def test_a_folder_whose_config_does_not_fit_is_not_published(tmp_path: Path) -> 
     with Checkpointer(tmp_path / "run", save_every=1, hf_every=1, model_files=tmp_path / "files") as checkpointer:
         checkpointer.resume(model=model)
         report = checkpointer.save(1, blocking=True)
-    assert report is not None
+    assert isinstance(report, reshard.SaveReport)
     warnings = " ".join(report.warnings)
     assert "`lm_head.weight` has shape (32, 16), expected (30, 16)" in warnings
     assert "and 5 more" in warnings
