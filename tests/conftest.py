@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
 # A job that a shell starts in the background ignores Ctrl-C, and so would the processes that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -27,6 +28,72 @@ os.environ["OMP_NUM_THREADS"] = "1"
 _MEMORY = Path("/dev/shm")
 if _MEMORY.is_dir() and os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free >= 8 << 30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
+
+
+_SIGNALS = tuple(signal.valid_signals())
+
+
+class _Process:
+    """State of the process that a test must leave as it found it."""
+
+    def __init__(self) -> None:
+        self.handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+        self.environment = dict(os.environ)
+        self.n_modules = len(sys.modules)
+        try:
+            self.folder: str | None = str(Path.cwd())
+        except FileNotFoundError:
+            self.folder = None
+        self.umask = os.umask(0o077)
+        os.umask(self.umask)
+
+    def restore(self, now: _Process) -> list[str]:
+        """Undo what has changed, and say what it was."""
+        changed: list[str] = []
+        for number, before in self.handlers.items():
+            if now.handlers[number] != before:
+                changed.append(f"the handler of signal {number} is {now.handlers[number]}")
+                signal.signal(number, signal.SIG_DFL if before is None else before)
+        names = sorted(
+            name
+            # Libraries set variables when they are imported.
+            for name in (self.environment if now.n_modules > self.n_modules else self.environment | now.environment)
+            if self.environment.get(name) != now.environment.get(name) and name != "PYTEST_CURRENT_TEST"
+        )
+        for name in names:
+            if name in self.environment:
+                os.environ[name] = self.environment[name]
+            else:
+                del os.environ[name]
+        if names:
+            changed.append(f"the environment has other values of {', '.join(names)}")
+        if now.folder != self.folder and self.folder is not None:
+            changed.append(f"the working folder is {now.folder}")
+            os.chdir(self.folder)
+        if now.umask != self.umask:
+            changed.append(f"the umask is {now.umask:o}")
+            os.umask(self.umask)
+        return changed
+
+
+_BEFORE = pytest.StashKey[_Process]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Keep the state of the process for the check after the test."""
+    item.stash[_BEFORE] = _Process()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # the end of all fixtures is in it
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    """Fail a test that leaves signal handlers, environment, working folder or umask changed."""
+    result = yield
+    changed = item.stash[_BEFORE].restore(_Process())
+    if changed:
+        pytest.fail("the test leaves the process changed: " + "; ".join(changed), pytrace=False)
+    return result
 
 
 @pytest.fixture

@@ -101,6 +101,8 @@ def strangers(function: Callable[..., Any], good: Mapping[str, object]) -> list[
                 made = function(**{**good, parameter.name: value})
                 if isinstance(made, reshard.PendingSave):
                     made.result(60)
+                elif hasattr(made, "step"):  # a Checkpointer, which may handle signals
+                    made.close()
             except ReshardError:
                 continue
             except Exception as error:  # noqa: BLE001  that there is none is the test

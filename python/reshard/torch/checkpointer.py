@@ -217,7 +217,7 @@ class Checkpointer:
         timeout: float = 1800.0,
         threads: int | None = None,
     ) -> None:
-        self._root = Path(root)
+        self._root = Path(locate(root).absolute())  # the program may change its working folder
         self._every_steps, self._every_s = interval(save_every)
         if keep is ...:
             keep = Retention().keep if retention is None else None
@@ -240,7 +240,7 @@ class Checkpointer:
         self._exports = Exports(
             is_integrated=integrated_save,
             hf_every=None if hf_every is None else count("hf_every", hf_every, 1),
-            model_files=model_files,
+            model_files=None if model_files is None else locate(model_files).absolute(),
             save_every=self._every_steps,
             links=links,
             after_publish=after_publish,
@@ -333,7 +333,9 @@ class Checkpointer:
         made = cls(**given)
         healthy_only = known.healthy_only or bool(options.get("healthy_only"))
         made._scale_steps = True
-        made._config = replace(known, healthy_only=healthy_only, sink_mode=False)  # a loop in torch makes single steps
+        path = os.fspath(locate(known.load_path).absolute()) if known.load_path else known.load_path
+        # A loop in torch makes single steps.
+        made._config = replace(known, load_path=path, healthy_only=healthy_only, sink_mode=False)
         made._save_optimizer = known.save_optimizer
         return made
 

@@ -23,12 +23,14 @@ import os
 import signal
 import threading
 import time
+import weakref
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from reshard.collective import Collective
 from reshard.errors import ArgumentError
 from reshard.group import TorchGroup, session
+from reshard.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,11 +51,14 @@ class Signals:
     """Handlers of the signals that request a save. The training loop checks `seen` at the end of each step.
 
     Only the first signal counts. In a process forked from this one, such as a DataLoader worker, these signals have
-    their default effect.
+    their default effect. An object that is dropped without `close` gives the handlers back.
 
     Args:
         numbers: the signals. Python sets signal handlers only in the main thread: in other threads nothing is set, and
             a warning is logged.
+
+    Raises:
+        ArgumentError: a signal cannot be handled. The handlers are as before.
 
     Example:
         >>> signals = Signals([signal.SIGUSR1])
@@ -64,15 +69,26 @@ class Signals:
     """
 
     def __init__(self, numbers: Sequence[int]) -> None:
-        self._pid = os.getpid()
-        self._before: dict[int, Any] = {}
         self._first: tuple[int, float] | None = None
-        self._stays = False
+        before: dict[int, Any] = {}
         if numbers and threading.current_thread() is not threading.main_thread():
             _log.warning("signals are not handled: signal handlers can be set only in the main thread")
-            return
-        for number in numbers:
-            self._before[number] = signal.signal(number, self._handle)
+            numbers = ()
+        handle = _handler(weakref.ref(self), os.getpid(), before)
+        # Called by `close`, or when this object is dropped. It must not refer to the object.
+        self._give_back = weakref.finalize(self, _restore, os.getpid(), before, handle)
+        self._give_back.atexit = False
+        try:
+            for number in numbers:
+                known = signal.getsignal(number)
+                signal.signal(number, handle)
+                before.setdefault(number, known)
+        except (ValueError, TypeError, OSError, OverflowError) as error:
+            self._give_back()
+            raise ArgumentError(
+                f"`signals` has {show(repr(number))}, which cannot be handled: {error}",
+                hint="`signals` takes numbers of the module `signal`, without SIGKILL and SIGSTOP",
+            ) from None
 
     @property
     def seen(self) -> str | None:
@@ -88,27 +104,48 @@ class Signals:
         """Seconds since the first signal arrived; 0.0 if none has."""
         return 0.0 if self._first is None else time.monotonic() - self._first[1]
 
+    def arrived(self, number: int) -> None:
+        """Note a signal. Only the first one counts."""
+        if self._first is None:
+            self._first = (number, time.monotonic())
+
     def stay(self) -> None:
         """Keep the handlers until the process ends: `close` has no effect afterwards."""
-        self._stays = True
+        found = self._give_back.detach()
+        if found is not None:
+            found[2][1].clear()  # what was before is not restored by the handler either
 
     def close(self) -> None:
         """Restore the previous handlers."""
-        if self._stays:
-            return
-        if os.getpid() == self._pid and threading.current_thread() is threading.main_thread():
-            for number, before in self._before.items():
-                if signal.getsignal(number) == self._handle:
-                    signal.signal(number, signal.SIG_DFL if before is None else before)
-        self._before = {}
+        self._give_back()
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+
+def _handler(owner: weakref.ref[Signals], pid: int, before: dict[int, Any]) -> Callable[[int, FrameType | None], None]:
+    """The handler of signals for an object that it does not keep alive."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
         del frame
-        if os.getpid() != self._pid:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        elif self._first is None:
-            self._first = (number, time.monotonic())
+        signals = owner()
+        if os.getpid() == pid and signals is not None:
+            signals.arrived(number)
+            return
+        if os.getpid() == pid and number not in before:
+            return  # the process ends
+        # Another process, or the owner was dropped in another thread, which cannot restore handlers.
+        known = signal.SIG_DFL if os.getpid() != pid else before[number]
+        signal.signal(number, signal.SIG_DFL if known is None else known)
+        os.kill(os.getpid(), number)
+
+    return handle
+
+
+def _restore(pid: int, before: dict[int, Any], handle: object) -> None:
+    """Restore handlers that nobody has replaced since."""
+    if os.getpid() != pid or threading.current_thread() is not threading.main_thread():
+        return
+    for number, known in before.items():
+        if signal.getsignal(number) is handle:
+            signal.signal(number, signal.SIG_DFL if known is None else known)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from reshard.options import Strict
 from reshard.torch.dicts import DictState
 from reshard.torch.objects import entries_of, placements_of, put_back
 from reshard.torch.optimizers import OptimizerRecord, StateUpdate, saved_options, set_options
+from reshard.torch.schedulers import KINDS, kind_of, other_constants
 from reshard.torch.tensors import as_tensor, from_tensor, overwrite
 from reshard.words import listed, show
 
@@ -114,7 +115,7 @@ def apply(
         [[3.0, 4.0]]
     """
     policy = Strict.of(strict)
-    parts = {name: _part(extra or {}, name) for name in ("aliases", "modules", "objects", "optimizer")}
+    parts = {name: _part(extra or {}, name) for name in ("aliases", "modules", "objects", "optimizer", KINDS)}
     parts["aliases"] = {name: str(key) for name, key in parts["aliases"].items()}
     own = _RankLocal.of(described, rank_local)
     restore = _Restore(
@@ -335,6 +336,9 @@ class _Restore:
                 empty += [key] if local.is_meta else []
             else:
                 self.fills.append((key, local, self._checked(key, local, self.loaded[found])))
+                for other in names:
+                    if other in self.loaded:
+                        self._check_one(key, found, other)
             self._used.update(names[: len(names) - (key in saved_aliases)])
         buffers = self.described.live.named.buffers
         for key in () if self.own.is_ours else self.own.differing:
@@ -488,6 +492,9 @@ class _Restore:
                 self.missing.append(f"modules.{name}")
         for name, one in live.objects.items():
             if name in objects:
+                if not self._is_same_kind(name, one):
+                    continue
+                self.changed += other_constants(one, objects[name], self.object_name(name))
                 self.calls.append((self.object_name(name), one.load_state_dict, self._fitted(name, one, objects[name])))
             else:
                 self.missing.append(self.object_name(name))
@@ -497,6 +504,21 @@ class _Restore:
                 live.optimizers, self.record, self._known_name, skip=self.policy.other_optimizer == "skip"
             )
             self.changed += changed
+
+    def _is_same_kind(self, name: str, one: Any) -> bool:
+        """Whether a scheduler has the class of the saved one. Checkpoints without the record are accepted."""
+        saved, now = self.extra[KINDS].get(name), kind_of(one)
+        if saved is None or now is None or saved == now:
+            return True
+        message = f"{show(self.object_name(name))} was saved as {saved}, and is now {now}"
+        if self.policy.other_optimizer == "skip" or self.policy.missing == "keep":
+            self.changed.append(f"{message}: its saved state is not loaded")
+            return False
+        raise MismatchError(
+            message,
+            key=self.object_name(name),
+            hint='give the saved scheduler; `strict={"other_optimizer": "skip"}` starts this one with new state',
+        )
 
     def _fitted(self, name: str, one: Any, saved: Any) -> Any:
         """The saved state of an object with its tensors, compared with the object as far as its class is known."""
@@ -582,17 +604,41 @@ class _Restore:
         name_of: dict[str, str] = {name: name for live in optimizers for name in live.names.values()}
         name_of |= {alias: name_of[key] for alias, key in self.described.aliases.items() if key in name_of}
         found: dict[str, dict[str, np.ndarray]] = {}
+        first: dict[tuple[str, str], str] = {}  # the key that a slot was taken from
         for key, array in self.loaded.items():
             if self.is_used(key):
                 continue
             slot, _, name = key.partition(".")  # no slot has a dot in it
             if name in name_of:
-                found.setdefault(name_of[name], {})[slot] = array
+                arrays = found.setdefault(name_of[name], {})
+                if slot in arrays:
+                    self._check_one(f"{slot}.{name_of[name]}", first[name_of[name], slot], key)
+                    continue
+                arrays[slot], first[name_of[name], slot] = array, key
             elif self._is_frozen(slot, name):
                 self.frozen.setdefault(name, []).append(key)
             else:
                 self.unexpected.append(key)
         return found
+
+    def _check_one(self, name: str, first: str, other: str) -> None:
+        """Check that two tensors of the checkpoint that are one in the run are equal."""
+        if first == other:
+            return
+        one, two = self.loaded[first], self.loaded[other]
+        if one.dtype == two.dtype and one.shape == two.shape and one.tobytes() == two.tobytes():
+            return
+        message = f"{show(first)} and {show(other)} differ in the checkpoint, and are one tensor in the run"
+        if self.policy.unexpected == "skip":
+            self.changed.append(f"{message}: it gets the values of {show(first)}")
+            return
+        raise MismatchError(
+            message,
+            key=other,
+            hint=f"do not tie them in the model, or drop one of them; `strict=False` takes {show(first)}"
+            if first != name
+            else "do not tie them in the model; `strict=False` takes the first one",
+        )
 
     def _is_frozen(self, slot: str, name: str) -> bool:
         """Whether a slot is state of a parameter of the model that no optimizer has now."""

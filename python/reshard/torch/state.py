@@ -32,6 +32,7 @@ from reshard.torch.optimizers import (
     record_state,
 )
 from reshard.torch.placements import DigitLayout, LocalPart, Row, is_sharded, local_part, row_of
+from reshard.torch.schedulers import KINDS, kind_of
 from reshard.torch.tensors import from_tensor
 from reshard.words import ranks_named, show
 from reshard.write.arrays import Shard
@@ -538,6 +539,9 @@ class _RankState:
             "modules": agreed.state["modules"],
             "objects": {name: one.state for name, one in self.object_states.items()},
         }
+        kinds = {name: kind for name, one in self.live.objects.items() if (kind := kind_of(one)) is not None}
+        if kinds:
+            extra[KINDS] = kinds
         entries = {name: one.entries for name, one in self.object_states.items() if one.entries}
         if entries:
             is_sharded_model = any(hasattr(tensor, "device_mesh") for tensor in self.live.named.tensors.values())

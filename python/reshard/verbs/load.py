@@ -123,7 +123,9 @@ def load(
     """Load the state that a run resumes from: the newest complete checkpoint of a root in which no damage is found.
 
     All ranks of the group call this with the same options, except for those that say which tensors are loaded, and all
-    load the same iteration. If it is not the newest, the first save afterwards records which ones were skipped.
+    load the same iteration. If newer ones are skipped, the first save afterwards records them. One iteration that is
+    asked for, by `iteration` or by its folder, is only read: later saves and restarts do not depend on it. A run that
+    goes on from it saves with `commit={"rollback": True}`.
 
     Args:
         root: a checkpoint root. One of its iteration folders selects its iteration: damage is then an error. None: the
@@ -388,7 +390,8 @@ def load_with(
             assert not isinstance(loaded, BaseException)
             if decision.path in states:
                 _record(locate(decision.path), states[decision.path])
-            _note(locate(decision.path))
+            if not _is_look(wanted):
+                _note(locate(decision.path))
             _report(observers, decision, members.rank)
             return decision, loaded
         del loaded  # its memory is needed for the next
@@ -585,6 +588,13 @@ def _record(path: Location, state: str) -> None:
             proofs.write(path, manifest, state, None)
     except ReshardError as error:
         _log.info("that %s was verified is not recorded: %s", path, error.message)
+
+
+def _is_look(wanted: Wanted) -> bool:
+    """Whether one iteration of a root is read by its number. It does not change what the next save records."""
+    if wanted.root is None:
+        return False
+    return wanted.iteration is not None or split_iteration(str(locate(wanted.root)))[1] is not None
 
 
 def _note(path: Location) -> None:

@@ -30,6 +30,7 @@ from reshard.formats.save_log import SaveRecord
 from reshard.group import resolve, session
 from reshard.options import SaveOptions, explains_moved
 from reshard.storage.host import boot_id
+from reshard.storage.location import locate
 from reshard.words import show
 from reshard.write import background
 from reshard.write.arrays import Shard, as_shape, local_arrays
@@ -250,7 +251,7 @@ def save(  # noqa: PLR0917  what is saved is often given by position
         )
     )
     options = parsed if isinstance(parsed, SaveOptions) else SaveOptions()
-    task = SaveTask(Path(root), iteration, timeout, options)
+    task = SaveTask(Path(locate(root).absolute()), iteration, timeout, options)
     agreed = _agreed(task, blocking=blocking)
 
     def prepare() -> SaveFormat:
