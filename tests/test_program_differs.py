@@ -83,7 +83,7 @@ def test_another_constant_of_a_scheduler_is_told(tmp_path: Path, word: str, make
     assert not [line for line in decision.warnings if "in the program" in line]
 
 
-class Two(torch.nn.Module):
+class Two(torch.nn.Module):  # type: ignore[name-defined,misc]
     def __init__(self, *, tied: bool) -> None:
         super().__init__()
         self.table = torch.nn.Embedding(8, 4)
@@ -101,7 +101,7 @@ def test_two_tensors_that_are_one_in_the_run_must_be_equal(tmp_path: Path, how: 
                 model.head.weight.copy_(model.table.weight)
         optimizer = torch.optim.SGD(model.parameters(), 0.0, momentum=0.9)
         with Checkpointer(tmp_path / root, signals=(), async_save=False) as checkpointer:
-            start = {"init_from": tmp_path / root[:1]} if len(root) > 1 else {}
+            start: dict[str, Any] = {"init_from": tmp_path / root[:1]} if len(root) > 1 else {}
             decision = checkpointer.resume(model=model, optimizer=optimizer, strict=strict, **start)
             if not tied:
                 for parameter in model.parameters():
