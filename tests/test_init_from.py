@@ -270,7 +270,7 @@ def test_the_configuration_and_explain_say_the_same(tmp_path: Path, cli: Any) ->
     assert "holds no checkpoint: the run starts from" in out
     with pytest.raises(ConfigError, match="contradicts"):
         Checkpointer.from_config({"load_checkpoint": "a", "output_dir": "b", "reshard": section})
-    with pytest.raises(ConfigError, match="the configuration loads .*a,"):
+    with pytest.raises(ConfigError, match=r"the configuration loads .*a,"):
         Checkpointer.from_config({"load_checkpoint": "a", "output_dir": "b"}, signals=()).resume(
             model=model, init_from="c"
         )

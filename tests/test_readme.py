@@ -21,6 +21,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -40,6 +41,8 @@ from reshard.storage import protocol
 from reshard.strict_yaml import read_yaml
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from _pytest.mark import ParameterSet
 
 ROOT = Path(__file__).parent.parent
@@ -68,6 +71,16 @@ def _pages() -> list[ParameterSet]:
     return pages
 
 
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Restores the signal handlers: pages show single calls of a `Checkpointer` that nobody closes."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
 @pytest.mark.disk  # memory is volatile, and a save says so
 @pytest.mark.filterwarnings("ignore::UserWarning:lightning.*", "ignore:.*LeafSpec")
 @pytest.mark.parametrize("page", _pages())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -198,7 +200,8 @@ def test_the_root_of_the_callback_may_be_named(tmp_path: Path) -> None:
     assert made.state.global_step == 6
 
 
-def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
+def test_what_is_not_supported_is_refused(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(partial(signal.signal, signal.SIGTERM, signal.getsignal(signal.SIGTERM)))  # of jit_checkpoint
     for options in ({"save_only_model": True}, {"auto_find_batch_size": True}, {"enable_jit_checkpoint": True}):
         with pytest.raises(UnsupportedError, match=next(iter(options))):
             trainer(tmp_path / "run", **options)

@@ -92,9 +92,11 @@ def _arguments(kind: type) -> list[str]:
 def _value(value: Any) -> Any:
     """A constant as a value that can be compared; None: it is no plain value."""
     if isinstance(value, dict):
-        return {key: _value(one) for key, one in value.items()}
+        named = {key: _value(one) for key, one in value.items()}
+        return None if None in named.values() else named
     if isinstance(value, list | tuple):
-        return [_value(one) for one in value]
+        found = [_value(one) for one in value]
+        return None if None in found else found  # functions, such as those of LambdaLR
     if isinstance(value, torch.Tensor):
         return value.tolist()
     return plain(value) if isinstance(value, bool | int | float | str) else None
