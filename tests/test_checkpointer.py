@@ -596,7 +596,9 @@ def test_checkpoint_without_a_sampler_skips_by_steps(tmp_path: Path) -> None:
     model = Trainer().model
     reshard.save(tmp_path, 6, model.state_dict())
     sampler = ElasticSampler(64, 0, True, 4, 0, 1)
-    decision = make(tmp_path).resume(model=model, sampler=sampler)
+    with pytest.raises(MismatchError, match="lacks state of the run beside the tensors: the random streams"):
+        make(tmp_path).resume(model=model, sampler=sampler)
+    decision = make(tmp_path).resume(model=model, sampler=sampler, strict=False)
     assert (decision.initial_step, sampler.total) == (6, 24)
 
 
@@ -604,7 +606,7 @@ def test_checkpoint_without_a_sampler_skips_as_many_samples_at_another_batch_siz
     model = Trainer().model
     reshard.save(tmp_path, 6, model.state_dict(), common={"global_batch_size": 4})
     sampler = ElasticSampler(64, 0, True, 8, 0, 1)
-    decision = make(tmp_path).resume(model=model, sampler=sampler)
+    decision = make(tmp_path).resume(model=model, sampler=sampler, strict=False)
     assert (decision.initial_step, sampler.total, decision.consumed_samples) == (6, 24, 24)
 
 
@@ -959,26 +961,94 @@ def test_extra_arrays_are_proven_like_shards(tmp_path: Path) -> None:
     assert "extra-0000000.arrays" in manifest["shards"]
 
 
-def test_a_run_goes_on_from_tensors_that_a_conversion_has_renamed(tmp_path: Path) -> None:
-    def parts(name: str) -> dict[str, Any]:
-        model = nn.ModuleDict({name: nn.Linear(3, 2)})
-        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+class _WithState(nn.Linear):
+    """A layer with state of its own."""
 
-    old, new = parts("old"), parts("new")
-    with make(tmp_path / "source") as made:
-        made.resume(**old)
-        old["model"]["old"](torch.ones(1, 3)).sum().backward()
-        old["optimizer"].step()
-        made.save(1, blocking=True)
-    (warning,) = reshard.convert(
-        tmp_path / "source", tmp_path / "target", to="checkpoint2", select={"rename": {"old": "new"}}
-    ).warnings
-    assert "is not written: environment, rng, run" in warning
+    seen = 0
+
+    def get_extra_state(self) -> int:
+        return self.seen
+
+    def set_extra_state(self, state: int) -> None:
+        self.seen = state
+
+
+def test_a_layer_of_a_run_is_renamed_by_a_conversion(tmp_path: Path) -> None:
+    """The run goes on under the new name as under the old one."""
+
+    def parts(name: str) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = nn.ModuleDict({name: _WithState(3, 2), "other": nn.Linear(2, 2)})
+        groups: Any = [{"params": model[name].parameters(), "lr": 0.2}, {"params": model["other"].parameters()}]
+        optimizer = torch.optim.AdamW(groups, lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        average = torch.optim.swa_utils.AveragedModel(model)
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": scheduler,
+            "extra": {"ema": average, "n": {"n": 0}},
+        }
+
+    def train(of: dict[str, Any], name: str, n_steps: int) -> None:
+        for _ in range(n_steps):
+            of["model"]["other"](of["model"][name](torch.ones(1, 3))).sum().backward()
+            of["optimizer"].step()
+            of["optimizer"].zero_grad()
+            of["scheduler"].step()
+            of["extra"]["ema"].update_parameters(of["model"])
+            of["extra"]["n"]["n"] += 1
+            of["model"][name].seen += 1
+
+    whole, old, new = parts("old"), parts("old"), parts("new")
+    for of in (whole, old):
+        train(of, "old", 2)
+        if of is old:
+            with make(tmp_path / "source") as made:
+                made.resume(**old)
+                made.save(1, blocking=True)
+    select = {"rename": {"old.": "new.", "extra.ema.module.old.": "extra.ema.module.new."}}
+    assert not reshard.convert(tmp_path / "source", tmp_path / "target", to="checkpoint2", select=select).warnings
     with make(tmp_path / "target") as made:
-        assert made.resume(**new).initial_step == 1
-    weight, moved = old["model"]["old"].weight, new["model"]["new"].weight
+        decision = made.resume(**new)
+    assert decision.initial_step == 1
+    assert all("no sampler was given" in line for line in decision.warnings)
+    train(new, "new", 2)
+    train(whole, "old", 2)
+    assert (new["extra"]["n"], new["model"]["new"].seen) == ({"n": 4}, 4)
+    for one in ("model", "extra"):
+        first, second = (of[one]["ema"] if one == "extra" else of[one] for of in (whole, new))
+        pairs = zip(first.parameters(), second.parameters(), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs), one
+    assert new["optimizer"].param_groups[0]["lr"] == whole["optimizer"].param_groups[0]["lr"]
+
+
+def test_a_strict_resume_without_the_state_of_the_run_is_refused(tmp_path: Path) -> None:
+    """A conversion that fuses tensors leaves the state out, and says so."""
+
+    def parts() -> dict[str, Any]:
+        model = nn.ModuleDict({"new": nn.Linear(3, 2)})
+        optimizer = torch.optim.AdamW(model.parameters())
+        return {"model": model, "optimizer": optimizer, "extra": {"n": {"n": 0}}}
+
+    old: Any = nn.ModuleDict({"old": nn.Linear(3, 2)})
+    optimizer = torch.optim.AdamW(old.parameters())
+    with make(tmp_path / "source") as made:
+        made.resume(model=old, optimizer=optimizer)
+        old["old"](torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        made.save(1, blocking=True)
+    names = {"rules": [{"from": "old.weight", "to": "new.weight"}, {"from": "old.bias", "to": "new.bias"}]}
+    (warning,) = reshard.convert(tmp_path / "source", tmp_path / "target", to="checkpoint2", names=names).warnings
+    assert "is not written: environment, rng, run, trainer. A strict resume from it is refused" in warning
+    lacks = r"`extra\['n'\]`, the options of the optimizer, such as the learning rate, the random streams"
+    with pytest.raises(MismatchError, match=f"lacks state of the run beside the tensors: {lacks}"):
+        make(tmp_path / "target").resume(**parts())
+    new = parts()
+    assert make(tmp_path / "target").resume(**new, strict=False).initial_step == 1
+    weight, moved = old["old"].weight, new["model"]["new"].weight
     assert torch.equal(moved, weight)
-    assert torch.equal(new["optimizer"].state[moved]["exp_avg"], old["optimizer"].state[weight]["exp_avg"])
+    assert torch.equal(new["optimizer"].state[moved]["exp_avg"], optimizer.state[weight]["exp_avg"])
 
 
 def test_the_last_healthy_checkpoint_stays_and_a_resume_from_another_warns(tmp_path: Path) -> None:

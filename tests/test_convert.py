@@ -693,7 +693,7 @@ def test_state_that_is_not_written_is_a_warning(tmp_path: Path) -> None:
     reshard.save(tmp_path / "with", 7, state, extra={"scheduler": {"last_epoch": 3}})
     reshard.save(tmp_path / "without", 7, state)
     (warning,) = reshard.convert(tmp_path / "with", tmp_path / "new", to="checkpoint1").warnings
-    assert "is not written: scheduler. Resume from the source" in warning
+    assert "is not written: scheduler. A strict resume from it is refused; resume from the source" in warning
     assert not reshard.convert(tmp_path / "without", tmp_path / "other", to="checkpoint1").warnings
 
 

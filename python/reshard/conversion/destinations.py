@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from reshard import _core
     from reshard.checkpoint import Checkpoint, LayoutLike
+    from reshard.conversion.selection import NewNames
     from reshard.conversion.shares import Shared
     from reshard.storage.location import Location
     from reshard.storage.protocol import FileRecord
@@ -107,6 +108,7 @@ class Job:
         shared: this share of the work; None: all of it.
         left_out: names of tensors that were left out; a layout may have rules for them.
         is_renamed: whether tensors have other names than in the source, or are fused or split.
+        names: how names change, if the state beside the tensors can be renamed alike.
     """
 
     source: Checkpoint
@@ -118,6 +120,7 @@ class Job:
     shared: Shared | None = None
     left_out: Collection[str] = ()
     is_renamed: bool = False
+    names: NewNames | None = None
 
     def whole_request(self, keys: Sequence[str]) -> _core.Request:
         """The request for some of the source's tensors, whole and in this order."""

@@ -20,7 +20,7 @@ from reshard.names.resolve import copies_left_out
 from reshard.words import show
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     import numpy as np
 
@@ -43,6 +43,7 @@ class Selection:
         left_out: names of tensors that `drop` leaves out, after `rename`.
         copies: keys of the source that the name map leaves out as copies, and the key that each must be equal to.
         is_renamed: whether tensors have other names than in the source, or are fused or split.
+        names: how names change, if `drop` and `rename` alone change them; None: they do not, or a name map does.
     """
 
     source: Checkpoint
@@ -51,6 +52,20 @@ class Selection:
     left_out: list[str]
     copies: dict[str, str]
     is_renamed: bool = False
+    names: NewNames | None = None
+
+
+@dataclass(frozen=True)
+class NewNames:
+    """How a conversion changes names.
+
+    Attributes:
+        of: the new name of a tensor or a module; None: it is left out.
+        parameters: the new names of tensors of the model that change, by the old ones.
+    """
+
+    of: Callable[[str], str | None]
+    parameters: Mapping[str, str]
 
 
 def select(
@@ -97,7 +112,7 @@ def select(
     is_same, unplaced = not drop and not rename, source.unplaced()
     if keys and is_same and names is None and len(tensors) == len(source) and not separate and not unplaced:
         return Selection(source, keys, {}, [], {})  # without a table of 100,000 names
-    states = _states(source) if rename else {}
+    states = {} if is_same else _states(source)
     new = new_names([*tensors, *separate], drop, rename, states=states)
     written = keys if is_same else [new[key] for key in keys if key in new]
     if not written:
@@ -129,7 +144,23 @@ def select(
         left_out = [_renamed(key, changes, longest_first, set(), states) for key in tensors if key not in new]
     separate_counters = {new[name]: counters[name] for name in separate if name in new}
     is_renamed = names is not None or any(key != name for key, name in new.items())
-    return Selection(view, written, separate_counters, left_out, copies, is_renamed)
+    how = None
+    if names is None and not is_same:
+        of_model = set(source.keys("model"))
+        how = NewNames(_renamer(drop, rename or {}, new), {a: b for a, b in new.items() if a in of_model and a != b})
+    return Selection(view, written, separate_counters, left_out, copies, is_renamed, how)
+
+
+def _renamer(drop: tuple[str, ...], rename: Mapping[str, str], new: Mapping[str, str]) -> Callable[[str], str | None]:
+    """The new name of any name: of a tensor as it is written, of a module by the same prefixes."""
+    longest_first = sorted(rename, key=len, reverse=True)
+
+    def of(name: str) -> str | None:
+        if name in new:
+            return new[name]
+        return None if name.startswith(drop) else _renamed(name, rename, longest_first, set(), {})
+
+    return of
 
 
 def of_prefixes(source: Checkpoint, entry: str | None, rename: Mapping[str, str] | None = None) -> Checkpoint:
@@ -207,8 +238,8 @@ def new_names(
 ) -> dict[str, str]:
     """The new name of each tensor that stays.
 
-    Optimizer state `<slot>.<parameter>` is renamed like its parameter, unless a longer prefix matches. Counters keep
-    their names unless `rename` has their full name.
+    Optimizer state `<slot>.<parameter>` is renamed like its parameter, unless a longer prefix matches, and is left out
+    with it. Counters keep their names unless `rename` has their full name.
 
     Args:
         keys: names of the tensors.
@@ -233,7 +264,7 @@ def new_names(
         raise ArgumentError("`drop` has the prefix '', which matches every name: no tensor would be left")
     if not drop and not changes:
         return {key: key for key in keys}
-    kept = [key for key in keys if not key.startswith(tuple(drop))]
+    kept = [key for key in keys if not _is_dropped(key, tuple(drop), states or {})]
     unused = [text for text in drop if not any(key.startswith(text) for key in keys)]
     used: set[str] = set()
     longest_first = sorted(changes, key=len, reverse=True)
@@ -255,6 +286,11 @@ def new_names(
         if seen.setdefault(new, old) != old:
             raise ArgumentError(f"{show(seen[new])} and {show(old)} would both be named {show(new)}", key=old)
     return names
+
+
+def _is_dropped(key: str, drop: tuple[str, ...], states: Mapping[str, tuple[str, str]]) -> bool:
+    state = counter_tensors.parameter_of(key) or states.get(key)
+    return key.startswith(drop) or (state is not None and state[1].startswith(drop))
 
 
 def _renamed(

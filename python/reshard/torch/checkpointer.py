@@ -51,6 +51,7 @@ from reshard.torch.resuming import (
     RestoreOptions,
     check_has_optimizer,
     check_restored,
+    check_state_beside,
     initial_state,
     match_objects,
     restore_objects,
@@ -470,6 +471,7 @@ class Checkpointer:
             def restore() -> list[str]:
                 states, of_objects = match_objects(run, found, saved, members.world_size, how)
                 messages = [
+                    *([] if is_weights_alone or is_init else check_state_beside(run, found, saved, how)),
                     *([] if is_weights_alone else self._lonely_model(run, found, saved, how)),
                     *restore_tensors(described, found, of_tensors, how),
                     *of_objects,

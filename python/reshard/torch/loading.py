@@ -61,6 +61,7 @@ class Read:
         shapes: global shapes of tensors of objects that are read as parts of a parameter.
         notes: what differs, and what a checkpoint of another program holds and is left out, as sentences.
         restored: how much of the model is loaded, as a sentence; empty if the run has no model.
+        holds_streams: whether this package wrote it, which saves the random streams of a run.
     """
 
     arrays: dict[str, np.ndarray]
@@ -73,6 +74,7 @@ class Read:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     restored: str = ""
+    holds_streams: bool = True
 
 
 def read_for(
@@ -167,6 +169,8 @@ def _read_plain(
         {key: tuple(checkpoint.data.index.shape(key)) for key in wanted.alike},
         tuple(wanted.notes),
         wanted.restored(),
+        # Another program saves no random streams that this package could restore.
+        bool(extra) or checkpoint.data.manifest is not None,
     )
 
 
@@ -244,6 +248,7 @@ def _read_of_torch(
         frozenset(wanted.new_state),
         notes=(*wanted.notes, *state.notes),
         restored=wanted.restored(),
+        holds_streams=False,
     )
 
 

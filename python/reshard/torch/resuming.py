@@ -70,6 +70,44 @@ def check_has_optimizer(run: Run, found: Read, saved: Mapping[str, Any], options
     return ["the checkpoint holds no optimizer state: the optimizer starts with new state"]
 
 
+def check_state_beside(run: Run, found: Read, saved: Mapping[str, Any], options: RestoreOptions) -> list[str]:
+    """Check that the checkpoint holds the state of the run beside the tensors, where it was not saved by such a run.
+
+    A checkpoint that `convert` or another program wrote can have tensors and counters and nothing else.
+
+    Args:
+        run: the run.
+        found: the loaded checkpoint.
+        saved: its extra state.
+        options: arguments of `Checkpointer.resume`.
+
+    Returns:
+        Messages about what it lacks.
+
+    Raises:
+        MismatchError: it lacks some, and `strict` refuses missing state.
+    """
+    lacking: list[str] = []
+    if "trainer" not in saved:
+        lacking += [show(object_name(name)) for name in run.objects]
+        if run.optimizer is not None and found.has_optimizer:
+            lacking.append("the options of the optimizer, such as the learning rate")
+    if run.sampler is not None and "sampler" not in saved and not isinstance(run.sampler, ElasticSampler):
+        lacking.append("the data position of `sampler`")
+    if "run" not in saved and found.holds_streams:
+        lacking.append("the random streams")
+    if not lacking:
+        return []
+    message = f"the checkpoint lacks state of the run beside the tensors: {listed(lacking)}"
+    if options.strict.missing == "error":
+        raise MismatchError(
+            message,
+            hint="resume from the checkpoint that the run saved; `strict=False` goes on without this state: it keeps "
+            "its initial values; to start a new run from the weights, use `init_from`",
+        )
+    return [f"{message}: it keeps its initial values"]
+
+
 def initial_state(extra: Mapping[str, Any], init: InitFrom) -> dict[str, Any]:
     """The state beside the tensors that a run takes from what it starts from: that of the optimizer.
 

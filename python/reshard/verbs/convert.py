@@ -235,6 +235,7 @@ def convert(
                 selection.counters,
                 left_out=selection.left_out,
                 is_renamed=selection.is_renamed,
+                names=selection.names,
             )
             if share is not None:
                 if is_one_file:
@@ -303,8 +304,8 @@ def _extra_left_out(source: Checkpoint) -> list[str]:
         return [f"the state of the run beside the tensors is not written: {error.message}"]
     if not names:
         return []
-    what = f"the state of the run beside the tensors is not written: {listed(names, 3)}"
-    return [f"{what}. Resume from the source, with any layout, to keep it"]
+    what = f"the state of the run beside the tensors is not written: {listed(names)}"
+    return [f"{what}. A strict resume from it is refused; resume from the source, with any layout, to keep it"]
 
 
 def _with_entries(source: Checkpoint, keys: Sequence[str]) -> list[str]:

@@ -21,10 +21,11 @@ from reshard.conversion.destinations import (
 )
 from reshard.conversion.writer import Settings, Writer
 from reshard.errors import DestinationExistsError, ReshardError, hints_without
-from reshard.formats import counter_tensors, manifest, state, state_files
+from reshard.formats import counter_tensors, manifest, run_names, state, state_files
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.common import CommonInfo
 from reshard.formats.checkpoint2.traits import CHECKPOINT2
+from reshard.formats.run_names import TRAINER
 from reshard.storage import filesystem, protocol
 from reshard.storage.changes import remove_file, remove_folder, set_mode
 from reshard.storage.claims import LOCK_FILE, WRITERS_FOLDER
@@ -38,8 +39,11 @@ from reshard.write.shard_files import WrittenFile
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
+    import numpy as np
+
     from reshard.checkpoint import Checkpoint, LayoutLike
     from reshard.conversion.destinations import Job, Produce
+    from reshard.conversion.selection import NewNames
     from reshard.storage.location import Location
     from reshard.storage.protocol import FileRecord
     from reshard.write.iteration import IterationPlan
@@ -77,15 +81,18 @@ class Checkpoint2Writer(Writer):
     def writes_extra(self, job: Job) -> bool:
         """The state of another iteration. It does not depend on the layout.
 
-        It names tensors as the source does, and is left out if they are renamed. Rank-local state holds values of
-        tensors, and is left out if they are cast.
+        It names tensors as the source does. If prefixes of their names change, those in the state of a torch run are
+        changed alike; other state is left out, as it is by a name map. Rank-local state holds values of tensors by
+        name, and is left out if they are cast or renamed.
         """
         data = job.source.data
-        if data.traits != CHECKPOINT2 or data.manifest is None or job.is_renamed:
+        if data.traits != CHECKPOINT2 or data.manifest is None or not state_files.ranks(data.manifest):
             return False
-        if not state_files.ranks(data.manifest):
+        if job.is_renamed and (job.names is None or TRAINER not in state_files.read(data.path, data.manifest, 0)):
             return False
-        return job.options.dtype is None or not state_files.has_rank_local(data.path, data.manifest)
+        if job.options.dtype is None and not job.is_renamed:
+            return True
+        return not state_files.has_rank_local(data.path, data.manifest)
 
     def apart(self, source: Checkpoint) -> Collection[str]:
         """Counters of other formats, which go into common.json. `global_step` stays a tensor, as in MindSpore."""
@@ -252,6 +259,8 @@ def _write_state(job: Job, staging: Location, records: dict[str, tuple[FileRecor
     assert data.manifest is not None
     for rank in state_files.ranks(data.manifest):
         text, arrays = state_files.stored(data.path, data.manifest, rank)
+        if rank == 0 and job.names is not None:
+            text, arrays = _with_new_names(data.path / state.file_name(rank), text, arrays, job.names)
         names.append(state.file_name(rank))
         (staging / names[-1]).replace(text, mode, durable=False)
         if arrays:
@@ -260,6 +269,17 @@ def _write_state(job: Job, staging: Location, records: dict[str, tuple[FileRecor
             written = _core.write_arrays(str(staging / names[-1]), tensors, durable=False, mode=mode)
             records[names[-1]] = WrittenFile.of(written), rank
     return names
+
+
+def _with_new_names(
+    path: Location, text: bytes, arrays: dict[str, np.ndarray], names: NewNames
+) -> tuple[bytes, dict[str, np.ndarray]]:
+    """The state of rank 0 with the new names of tensors. The state of other ranks has none."""
+    value = state_files.load_by_name(path, text, arrays)
+    if TRAINER in value:
+        value[TRAINER] = run_names.renamed(value[TRAINER], names.of, names.parameters)
+    changed, new_arrays = state.dump(value)
+    return changed.encode(), new_arrays
 
 
 @contextlib.contextmanager
