@@ -531,6 +531,13 @@ class Index:
                 rows of two arrays are then one tile each: `factors={0: (n, 2)}`. Factors add at most 8 dims.
         """
 
+    def keep_dtypes(self, keys: Sequence[str]) -> None:
+        """Let no plan cast these tensors, whatever `dtype` is given. Keys that the index does not have are ignored.
+
+        Args:
+            keys: the tensors.
+        """
+
     def __len__(self) -> int: ...
     def __contains__(self, key: object, /) -> bool: ...
     def key(self, number: int) -> str:

@@ -28,7 +28,7 @@ use crate::tile::Tile;
 use rayon::prelude::*;
 use smallvec::smallvec;
 use std::borrow::Cow;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt;
 use std::mem::take;
 use std::path::{Path, PathBuf};
@@ -44,6 +44,8 @@ pub struct Index {
     whole_files: Vec<WholeFile>,
     is_closed: AtomicBool,
     read_checksums: Option<ReadChecksums>,
+    /// Keys of tensors that no plan casts.
+    uncast: HashSet<Box<str>>,
 }
 
 /// Reads the expected sizes and headers of files, and on request the checksums of their chunks.
@@ -335,6 +337,16 @@ impl Index {
     /// An empty index.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// Lets no plan cast these tensors, whatever dtype is requested. Keys that the index does not have are ignored.
+    pub fn keep_dtypes(&mut self, keys: impl IntoIterator<Item = Box<str>>) {
+        self.uncast.extend(keys);
+    }
+
+    /// The dtype to which a tensor is cast, if `cast` is requested.
+    fn cast_of(&self, key: &str, cast: Option<Dtype>) -> Option<Dtype> {
+        cast.filter(|_| self.uncast.is_empty() || !self.uncast.contains(key))
     }
 
     /// Adds a shard file and returns its number. The file is opened when it is needed.
@@ -1285,7 +1297,8 @@ impl Index {
         }
         let used = self.opened_for(planning, file)?;
         let (opened, mut next) = (Arc::clone(&used.file), used.next);
-        let run = run_of(found, &opened, &mut next, 0, planning.cast)?;
+        let cast = self.cast_of(found.name(), planning.cast);
+        let run = run_of(found, &opened, &mut next, 0, cast)?;
         if let Some(opened) = &mut planning.opened[file as usize] {
             opened.next = next;
         }
@@ -1378,6 +1391,7 @@ impl Index {
             let arrays = arrays.map(|((name, ..), (found, file))| {
                 let opened = planning.opened[file as usize].as_ref()?;
                 let next = &mut next[file as usize];
+                let cast = self.cast_of(found.name(), cast);
                 let bytes = run_of(&found, &opened.file, next, opened.source?, cast);
                 bytes.ok()??.array(name).ok()
             });
@@ -1453,7 +1467,7 @@ impl Index {
             });
         }
         let stored_dtype = self.dtype(stored)?;
-        let dtype = cast_target(stored_dtype, planning.cast)
+        let dtype = cast_target(stored_dtype, self.cast_of(&stored.key, planning.cast))
             .map_err(|error| error.key(&stored.key).within(named(&stored.key)))?;
         let array = Array::new(
             name.to_owned(),
@@ -1517,7 +1531,7 @@ impl Index {
                 return Err(Error::new(Kind::Mismatch, message).key(key));
             }
         }
-        let dtype = cast_target(stored_dtype, planning.cast)
+        let dtype = cast_target(stored_dtype, self.cast_of(first_key, planning.cast))
             .map_err(|error| error.key(first_key).within(named(first_key)))?;
         let mut copy_ops = CopyOps::new();
         for one in selected {
@@ -1603,8 +1617,8 @@ impl Index {
         let (mut sum, mut near) = (0_u64, Near::default());
         let mut add = |key: &str, name: &str, n: u64| {
             let stored = self.dtype_near(key, &mut near)?;
-            let dtype =
-                cast_target(stored, cast).map_err(|error| error.key(key).within(named(key)))?;
+            let dtype = cast_target(stored, self.cast_of(key, cast))
+                .map_err(|error| error.key(key).within(named(key)))?;
             let n_bytes = dtype.n_bytes(&[n]);
             let total = n_bytes.and_then(|n| Some((n, sum.checked_add(n)?)));
             let (n_bytes, next) = total.ok_or_else(|| {

@@ -101,7 +101,13 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
         help="Prefix of the names of Checkpoint 2.0 shard files, or of rank files. Default for rank files: "
         "net.safetensors, without rank and step.",
     ),
-    "dtype": click.option("--dtype", metavar="DTYPE", help="Cast floating-point tensors to DTYPE, such as bfloat16."),
+    "dtype": click.option(
+        "--dtype",
+        metavar="DTYPE",
+        help="Cast floating-point tensors to DTYPE, such as bfloat16. Tensors that the library of the model keeps in "
+        "float32 stay float32.",
+    ),
+    "dtype_all": click.option("--dtype-all", is_flag=True, help="With --dtype: cast these tensors, too."),
     "max_shard_size": click.option(
         "--max-shard-size",
         type=SIZE,

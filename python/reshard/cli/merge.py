@@ -20,7 +20,9 @@ from reshard.cli.output import PATH, command
     show_default=True,
     help="Format of DST: weight files with param_name_map.json, a Hugging Face folder, or one file.",
 )
-@options("strategy", "suffix", "drop", "rename", "part", "dtype", "max_shard_size", "memory", "threads", "share")
+@options(
+    "strategy", "suffix", "drop", "rename", "part", "dtype", "dtype_all", "max_shard_size", "memory", "threads", "share"
+)
 @options("model_files", "no_sync", "overwrite", "modes", "private")
 @command
 def merge(src: str, dst: str, **given: Any) -> None:

@@ -33,7 +33,20 @@ from reshard.cli.output import PATH, command
     metavar="PATH",
     help="How SRC is sharded, if it is a folder of rank folders. Default: the folder `strategy` beside it.",
 )
-@options("suffix", "drop", "rename", "part", "dtype", "iteration", "prefix", "dedup", "memory", "threads", "share")
+@options(
+    "suffix",
+    "drop",
+    "rename",
+    "part",
+    "dtype",
+    "dtype_all",
+    "iteration",
+    "prefix",
+    "dedup",
+    "memory",
+    "threads",
+    "share",
+)
 @options("no_sync", "overwrite", "modes", "private")
 @command
 def split(

@@ -7,7 +7,6 @@ gives the rules of the map. A conversion that moves more than whole regions is r
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -16,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from reshard.conversion.library_model import model_of
 from reshard.errors import MismatchError, NamesError, ReshardError, UnsupportedError
 from reshard.names import NameMap
-from reshard.names.model import config_beside, read_config
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
@@ -59,39 +58,6 @@ def published_names(model: object) -> NameMap | None:
         if isinstance(tensor, torch.Tensor)
     }
     return _map_of(live, lambda tensors: revert(inner, tensors), type(inner).__name__)
-
-
-def model_of(folder: str | os.PathLike[str]) -> Any:
-    """The model of a folder's config.json on the device `meta`; None: there is no transformers, or no such class.
-
-    Raises:
-        UnsupportedError: transformers cannot make the model.
-    """
-    if config_beside(folder) is None:
-        return None
-    config = read_config(folder)
-    classes = config.get("architectures")
-    if not isinstance(classes, list) or len(classes) != 1 or config.get("quantization_config") is not None:
-        return None
-    try:
-        library: Any = importlib.import_module("transformers")
-        importlib.import_module("transformers.modeling_utils")
-    except ImportError:
-        return None
-    kind = getattr(library, str(classes[0]), None)
-    of_config = getattr(kind, "config_class", None)
-    if not isinstance(kind, type) or of_config is None or "auto_map" in config:
-        return None
-    try:
-        with torch.device("meta"):
-            return kind(of_config.from_dict(dict(config)))
-    except Exception as error:
-        raise UnsupportedError(
-            f"{show(str(folder))}: transformers cannot make the {show(str(classes[0]))} of config.json: "
-            f"{type(error).__name__}: {show(str(error))}",
-            path=str(folder),
-            hint="correct config.json",
-        ) from error
 
 
 def check_loads(checkpoint: Checkpoint, folder: str | os.PathLike[str], names: NameMap | None) -> None:

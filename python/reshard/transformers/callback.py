@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 from transformers import Trainer, TrainerCallback
 
 import reshard
+from reshard.conversion.library_model import model_of
 from reshard.errors import ArgumentError
 from reshard.formats.checkpoint2.names import iteration_folder_name
 from reshard.options import Files, Retention
 from reshard.storage.location import locate
-from reshard.torch.published import check_loads, model_of, published_names
+from reshard.torch.published import check_loads, published_names
 from reshard.transformers.training import Plan, resuming
 from reshard.verbs.convert import convert
 

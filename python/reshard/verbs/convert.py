@@ -17,6 +17,7 @@ from reshard.arguments import checked, parse_size, plain_integer
 from reshard.checkpoint import Checkpoint
 from reshard.collective import Collective
 from reshard.conversion.destinations import SHARED_PREFIX, Job, Options
+from reshard.conversion.kept_dtypes import kept_by_cast
 from reshard.conversion.selection import select as selected
 from reshard.conversion.shares import Share, Shared, digest_of
 from reshard.conversion.writer import Settings
@@ -102,6 +103,7 @@ def convert(
     config: ConfigLike | None = None,
     iteration: int | None = None,
     dtype: object = None,
+    dtype_all: bool = False,
     files: FilesLike | None = None,
     commit: CommitLike | None = None,
     overwrite: bool = False,
@@ -138,7 +140,10 @@ def convert(
         iteration: number of the Checkpoint 2.0 iteration; default: the source's, else its step, else 0. Of rank folders
             the step in the names of the files. For Megatron the default is the source's, or `release`; for DeepSpeed it
             is also the step of the optimizer, where the source has none.
-        dtype: cast the floating-point tensors to it; others stay.
+        dtype: cast the floating-point tensors to it; others stay. float32 tensors that the library of the model keeps
+            in float32 in a model of that dtype, such as the bias of a router, stay, too: transformers is asked, if it
+            is installed and there is a config.json of one of its models, else known names stay, with a warning.
+        dtype_all: cast these, too.
         files: which files are written: a `Files` or a mapping of its fields.
         commit: how the destination is published: a `Commit` or a mapping of its fields. `rollback` and `takeover` are
             not for conversions.
@@ -237,6 +242,7 @@ def convert(
                 is_renamed=selection.is_renamed,
                 names=selection.names,
             )
+            of_cast = _keep_dtypes(job, model_folder or source, all_tensors=dtype_all)
             if share is not None:
                 if is_one_file:
                     raise ArgumentError(f"{target} is one file: there is nothing to share", path=str(target))
@@ -251,6 +257,7 @@ def convert(
                     iteration,
                     prefix,
                     options.dtype,
+                    dtype_all,
                     max_bytes,
                     written_as.dedup,
                     durable,
@@ -280,7 +287,7 @@ def convert(
                 check_destination(target, writer.name, keeps_others=writer.keeps_others)
             written = writer.write(job, settings)
             loses_extra = is_all and not with_extra
-            warnings = [*written.warnings, *(_extra_left_out(whole) if loses_extra else [])]
+            warnings = [*written.warnings, *of_cast, *(_extra_left_out(whole) if loses_extra else [])]
             if part_written == "model" and not selection.is_renamed:
                 warnings += _with_entries(whole, job.keys)
     return ConvertReport(
@@ -294,6 +301,21 @@ def convert(
         not_expressible=written.not_expressible,
         warnings=tuple(warnings),
     )
+
+
+def _keep_dtypes(job: Job, folder: Location, *, all_tensors: bool) -> list[str]:
+    """Let a cast leave the tensors that stay float32; returns warnings. Refuses to cast a part of quantised weights."""
+    dtype, index = job.options.dtype, job.source.data.index
+    if dtype is None:
+        return []
+    of_model = set(job.source.keys("model"))
+    tensors = {key: index.info(key) for key in job.keys if key in of_model}
+    has_config = folder.is_folder() and not all_tensors
+    kept, warnings = kept_by_cast(tensors, dtype, folder if has_config else None)
+    if all_tensors:
+        return []
+    index.keep_dtypes(kept)
+    return warnings
 
 
 def _extra_left_out(source: Checkpoint) -> list[str]:

@@ -460,6 +460,11 @@ impl Index {
         raise(py, add().map_err(|error| error.key(key)))
     }
 
+    fn keep_dtypes(&mut self, keys: Vec<String>) {
+        self.index
+            .keep_dtypes(keys.into_iter().map(String::into_boxed_str));
+    }
+
     fn add_ranges(
         &mut self,
         py: Python<'_>,

@@ -1,0 +1,91 @@
+"""The model of a config.json, made by the library that owns its class, without memory for its tensors.
+
+transformers is asked where it is installed. It is imported when it is needed, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import TYPE_CHECKING, Any
+
+from reshard.errors import UnsupportedError
+from reshard.names.model import config_beside, read_config
+from reshard.words import show
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable
+
+
+def model_of(folder: str | os.PathLike[str]) -> Any:
+    """The model of a folder's config.json on the device `meta`; None: there is no transformers, or no such class.
+
+    Raises:
+        UnsupportedError: transformers cannot make the model.
+    """
+    path = config_beside(folder)
+    if path is None:
+        return None
+    config = read_config(path)
+    classes = config.get("architectures")
+    if not isinstance(classes, list) or len(classes) != 1 or config.get("quantization_config") is not None:
+        return None
+    try:
+        library: Any = importlib.import_module("transformers")
+        importlib.import_module("transformers.modeling_utils")
+    except ImportError:
+        return None
+    kind = getattr(library, str(classes[0]), None)
+    of_config = getattr(kind, "config_class", None)
+    if not isinstance(kind, type) or of_config is None or "auto_map" in config:
+        return None
+    try:
+        with importlib.import_module("torch").device("meta"):
+            # Its own reader, which decodes values such as infinity.
+            return kind(of_config.from_pretrained(str(path.parent), local_files_only=True))
+    except Exception as error:
+        raise UnsupportedError(
+            f"{show(str(folder))}: transformers cannot make the {show(str(classes[0]))} of config.json: "
+            f"{type(error).__name__}: {show(str(error))}",
+            path=str(folder),
+            hint="correct config.json",
+        ) from error
+
+
+def kept_in_float32(folder: str | os.PathLike[str], names: Iterable[str], dtype: str) -> set[str] | None:
+    """Which tensors the library keeps in float32 when it loads the model of a config.json in another dtype.
+
+    Args:
+        folder: the folder of config.json.
+        names: published names of tensors.
+        dtype: the other dtype, "F16" or "BF16".
+
+    Returns:
+        Their names; None: `model_of` does not know the model, or this version does not say it.
+
+    Raises:
+        UnsupportedError: as `model_of`.
+    """
+    model = model_of(folder)
+    plan_of = getattr(model, "_get_dtype_plan", None)  # of transformers 5
+    if plan_of is None:
+        return None
+    torch: Any = importlib.import_module("torch")
+    plan = plan_of(torch.float16 if dtype == "F16" else torch.bfloat16)
+    patterns = [re.compile(one.replace("*", ".*")) for one, kept in plan.items() if kept is torch.float32]
+    live_name = _live_names(model)
+    return {name for name in names if any(one.search(name) or one.search(live_name(name)) for one in patterns)}
+
+
+def _live_names(model: Any) -> Any:
+    """A function that gives the name of a published tensor in the live model, as far as the library renames it."""
+    try:
+        loading: Any = importlib.import_module("transformers.core_model_loading")
+        mapping = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
+        converters = [one for one in mapping if isinstance(one, loading.WeightConverter)]
+        renamings = [one for one in mapping if not isinstance(one, loading.WeightConverter)]
+        loading.rename_source_key("a", renamings, converters)
+    except (ImportError, AttributeError, TypeError):
+        return lambda name: name
+    return lambda name: loading.rename_source_key(name, renamings, converters)[0]
