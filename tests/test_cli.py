@@ -318,8 +318,8 @@ def test_convert_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Stop("enough")
 
     monkeypatch.setattr(reshard, "convert", stand_in)
-    args = "a b --to checkpoint2 --part all --layout l.yaml --iteration 7 --prefix p --dtype bf16 --dtype-all --max-shard-size 1MB"
-    more = "--strategy s --suffix 20_2 --drop a. --drop b. --rename =m. --rename c.= --names n --config c "
+    args = "a b --to checkpoint2 --part all --layout l.yaml --iteration 7 --prefix p --dtype bf16 --max-shard-size 1MB"
+    more = "--dtype-all --strategy s --suffix 20_2 --drop a. --drop b. --rename =m. --rename c.= --names n --config c "
     more += "--model-files m --private "
     more += "--no-dedup --memory 8MiB --threads 3 --no-sync --overwrite --strict-format --share 1/3 "
     more += "--modes mindspore-transformers"
