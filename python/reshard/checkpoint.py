@@ -33,6 +33,7 @@ from reshard.words import check_text, counted, listed, nearest, show
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable
     from types import TracebackType
     from typing import Self
 
@@ -168,6 +169,7 @@ class Checkpoint:
         self._keys: Sequence[str] = _Keys(data.index) if own_keys is None else own_keys
         self._unplaced = data.unplaced()
         self._is_scrubbed = False
+        self._reopen: Callable[[], Checkpoint] | None = None
         # The lock protects the files from retention. It is released with the object at the latest.
         self._unlock = None if data.lock is None else weakref.finalize(self, data.lock.close)
 
@@ -178,6 +180,12 @@ class Checkpoint:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def __reduce__(self) -> tuple[Callable[[], Checkpoint], tuple[()]]:
+        """Pickles the path and the options of `open`: another process opens the same checkpoint again."""
+        if self._reopen is None:
+            raise TypeError(f"{self!r} is a view of a checkpoint, which is not pickled: open it in the other process")
+        return self._reopen, ()
 
     def __repr__(self) -> str:
         iteration = "" if self.iteration is None else f", iteration {self.iteration}"

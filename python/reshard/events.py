@@ -1,4 +1,4 @@
-"""Events of a run: what happened to which iteration, for functions that are given as `on_event=`.
+"""Events of a run: what happened to which iteration, for functions that are given as `on_event=`, and for the log.
 
 `save`, `load`, `prune`, `rollback` and `Checkpointer` call the functions. Nothing here writes a file:
 `formats.event_log.EventLog` is a function that appends events to `events.jsonl`. docs/watching.md lists the kinds of
@@ -32,6 +32,9 @@ _PROGRESS_SECONDS = 1.0  # between two events `writing`
 _NAME = re.compile("[a-z][a-z0-9_]{0,31}")
 
 _MAX_WARNED = 1024
+
+# What an operator looks for in the log of a run: these events of rank 0 are logged at the level INFO.
+_LOGGED = frozenset(("published", "pruned", "resumed", "rolled_back"))
 
 _log = logging.getLogger("reshard")
 _warned: set[tuple[str, str]] = set()  # functions and classes of exceptions that were logged
@@ -154,11 +157,14 @@ class Observers(NamedTuple):
             iteration: of the event.
             fields: its fields. Long texts are shortened.
         """
-        if not self.functions:
+        is_logged = self.rank == 0 and kind in _LOGGED and _log.isEnabledFor(logging.INFO)
+        if not self.functions and not is_logged:
             return
         now = dt.datetime.now(dt.UTC)
         now = now.replace(microsecond=now.microsecond // 1000 * 1000)
         event = Event(kind, iteration, now, self.rank, {name: _value(value) for name, value in fields.items()})
+        if is_logged:
+            _log.info("%s", event)
         for function in self.functions:
             try:
                 function(event)

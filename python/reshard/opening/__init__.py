@@ -7,11 +7,19 @@ damage is found later, while bytes are read, `verbs.load` falls back to another 
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
 from reshard.arguments import checked
 from reshard.checkpoint import Checkpoint
-from reshard.errors import CheckpointNotFoundError, DamagedFileError, EmptyRootError, ReshardError, StorageError
+from reshard.errors import (
+    CheckpointNotFoundError,
+    DamagedFileError,
+    EmptyRootError,
+    MismatchError,
+    ReshardError,
+    StorageError,
+)
 from reshard.formats import registry
 from reshard.formats.base import OpenOptions, StrategyLike
 from reshard.formats.checkpoint1.format import CHECKPOINT1
@@ -100,10 +108,36 @@ def open(  # noqa: A001
         ...     checkpoint.keys(), checkpoint["w"].shape
         (['w'], (2, 2))
     """
-    if names is not None:
-        with open(path, strategy=strategy, method=method) as as_stored:
-            return as_stored.renamed(names)
-    return _open(locate(path), strategy, method)
+    target = locate(path)
+    if names is None:
+        opened = _open(target, strategy, method)
+    else:
+        with _open(target, strategy, method) as as_stored:
+            opened = as_stored.renamed(names)
+    # A pickled checkpoint is opened again by its own folder: a root may have a newer one by then.
+    is_iteration = opened.path.name != target.name and checkpoint2.parse_iteration_folder(opened.path.name) is not None
+    again = (locate(opened.path) if is_iteration else target).absolute()
+    opened._reopen = partial(_open_again, str(again), opened.iteration, strategy, names, method)  # noqa: SLF001
+    return opened
+
+
+def _open_again(
+    path: str,
+    iteration: int | None,
+    strategy: StrategyLike | None,
+    names: NamesLike | None,
+    method: _core.ReadMethod,
+) -> Checkpoint:
+    """Open a checkpoint that was pickled. Raises MismatchError if its path has another iteration now."""
+    opened = open(path, strategy=strategy, names=names, method=method)
+    if opened.iteration != iteration:
+        opened.close()
+        raise MismatchError(
+            f"{show(path)} holds iteration {opened.iteration}, and held {iteration} when it was pickled",
+            path=path,
+            hint="open it again in the process that pickled it",
+        )
+    return opened
 
 
 def _open(target: Location, strategy: StrategyLike | None, method: _core.ReadMethod) -> Checkpoint:

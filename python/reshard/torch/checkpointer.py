@@ -60,7 +60,7 @@ from reshard.torch.resuming import (
     restore_tensors,
     with_data_position,
 )
-from reshard.torch.run import Run, interval, number_of, object_name
+from reshard.torch.run import NOT_SAVED, Run, interval, number_of, object_name
 from reshard.torch.sampler import ElasticSampler, keep_stream
 from reshard.torch.saving import Saver
 from reshard.torch.state import describe
@@ -142,6 +142,8 @@ class Checkpointer:
             configuration of the model.
         links: keep the relative links `last`, to the newest iteration, and `best`, to the best one by
             `Retention.best`, in the root.
+        save_at_end: save the last step at the end of a `with` block that no exception ends, even if no save is due. By
+            default a warning says which steps are not saved.
         after_publish: called on rank 0 after each save as `after_publish(report)`, with the `SaveReport`, in the thread
             that saves. The next save waits for it. An error of it is a warning of the report. It is for work on a
             save, such as an upload; `on_event` is for watching the run.
@@ -203,6 +205,7 @@ class Checkpointer:
         hf_every: int | None = None,
         model_files: str | os.PathLike[str] | None = None,
         links: bool = False,
+        save_at_end: bool = False,
         after_publish: Callable[[SaveReport], object] | None = None,
         on_event: OnEvent | None = None,
         signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1),
@@ -254,6 +257,7 @@ class Checkpointer:
         if overlap and not async_save:
             raise ArgumentError("`overlap` is about saves in the background", hint="give `async_save=True`, too")
         self._async, self._overlap, self._mesh = async_save, overlap, mesh
+        self._save_at_end = save_at_end
         self._save_optimizer = True
         self._scale_steps = False
         self._health: Health = health or LossHealth()
@@ -784,6 +788,14 @@ class Checkpointer:
         self._let_go()
         self.wait()
 
+    def __repr__(self) -> str:
+        where = f"<reshard.torch.Checkpointer {self._root}"
+        if self._saver is None:
+            return f"{where}, {'closed' if self._is_closed else 'not resumed'}>"
+        run = self._saver.run
+        is_saved = "" if run.saved == NOT_SAVED else f", saved {run.saved}"
+        return f"{where}, step {run.last}{is_saved}{', closed' if self._is_closed else ''}>"
+
     def __enter__(self) -> Self:
         return self
 
@@ -791,6 +803,7 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
+            self._end()
             self.close()
             return
         try:
@@ -801,6 +814,19 @@ class Checkpointer:
                 self._saver.wait_after_error(self._interrupts.grace_s)
         except Exception as other:  # noqa: BLE001  what ended the block matters more
             _log.error("closing the checkpointer: %s", other)
+
+    def _end(self) -> None:
+        """Save the last step, or say which steps are not saved, at the end of a block in which saves are due."""
+        saver = self._saver
+        if saver is None or self._is_closed or not self._has_interval or saver.run.last <= max(saver.run.saved, 0):
+            return
+        run = saver.run
+        if self._save_at_end:
+            self.save(run.last)
+        elif self._group.rank == 0:
+            first = max(run.saved, 0) + 1
+            steps = f"step {first} is" if first == run.last else f"steps {first} to {run.last} are"
+            _log.warning("%s not saved: no save was due since; `save_at_end=True` saves the last one", steps)
 
     def _let_go(self) -> None:
         """Remove the signal handlers and the hooks of optimizers."""

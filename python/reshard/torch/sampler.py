@@ -127,6 +127,13 @@ class ElasticSampler(Sampler[int]):
         self._read: tuple[int, int] | None = None  # of the last loop to the end: `total` at its start, number of steps
         self._has_warned = False
 
+    def __repr__(self) -> str:
+        state = self._state
+        return (
+            f"<reshard.torch.ElasticSampler rank {self.rank} of {self.world_size}, epoch {state.epoch}, "
+            f"{state.consumed} of {state.epoch_len} samples, {self.global_batch_size} a step>"
+        )
+
     @property
     def epoch(self) -> int:
         """Index of the current epoch: the number of complete passes over the data."""
