@@ -47,8 +47,8 @@ def kept_by_cast(
 
     Example:
         >>> kept, warnings = kept_by_cast({"a.A_log": ("F32", (4,)), "a.w": ("F32", (4, 4))}, "BF16", None)
-        >>> kept, warnings[0][:32]
-        (['a.A_log'], '`a.A_log` stays float32, as model')
+        >>> kept, warnings[0].partition(",")[0]
+        (['a.A_log'], '`a.A_log` stays float32')
     """
     _refuse_scales(tensors, dtype)
     wide = [name for name, (stored, _) in tensors.items() if stored == "F32"]
