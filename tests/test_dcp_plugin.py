@@ -347,6 +347,27 @@ def test_a_reader_loads_what_others_wrote(tmp_path: Path) -> None:
     assert tied.tolist() == [1] * 6
 
 
+def test_a_reader_loads_the_plain_values_that_torch_wrote(tmp_path: Path) -> None:
+    def state(n: int) -> dict[str, Any]:
+        inner = {"rates": [0.1 * n, None], "w": torch.full((2,), float(n))}
+        return {"w": torch.full((3,), n), "step": n, "in": inner, "pair": (n, "x" * n), "at": np.float64(n), "of": {}}
+
+    dcp.save(state(3) | {"kind": Custom()}, checkpoint_id=str(tmp_path / "saved"), no_dist=True)
+    into = state(0)
+    load(into, tmp_path / "saved")
+    assert str(into) == str(state(3))
+    into = state(0) | {"kind": None}
+    said = refused(UnsupportedError.__name__, load, into, tmp_path / "saved")
+    assert "`kind`" in said
+    assert "FileSystemReader" in said
+    torch.save(state(4), tmp_path / "state.pt")
+    into = state(0)
+    load(into, tmp_path / "state.pt")
+    assert str(into) == str(state(4))
+    mean = {"step": torch.zeros(2)}
+    assert "it would keep its content" in refused("MismatchError", load, mean, tmp_path / "saved")
+
+
 # ------------------------------------------------------------------------------------------------------ several ranks
 
 

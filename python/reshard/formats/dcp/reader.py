@@ -9,6 +9,7 @@ wrote of one tensor is compared before it is read.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Self
@@ -42,7 +43,7 @@ from reshard.storage.location import Location, locate
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from reshard.formats.base import OpenOptions, PartName, RootEntry
     from reshard.formats.checkpoint2.common import CommonInfo
@@ -52,6 +53,23 @@ _log = logging.getLogger("reshard")
 
 # name, file, first byte, bytes, transforms
 _Object = tuple[str, str, int, int, list[str]]
+
+
+class _Decoded(Mapping[str, object]):
+    """Values by name, each decoded when it is first looked up: one that cannot be is no error if nobody needs it."""
+
+    def __init__(self, stored: Mapping[str, _Object], read: Callable[[_Object], object]) -> None:
+        self._stored = stored
+        self._read = cache(lambda name: read(stored[name]))
+
+    def __getitem__(self, name: str) -> object:
+        return self._read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +106,13 @@ class _DcpData(CheckpointData):
 
     def extra_state(self, rank: int) -> dict[str, Any]:
         """The values that are no tensors, by name. Without collectives each rank has values of its own."""
+        return dict(self._values(rank))
+
+    def _values(self, rank: int) -> Mapping[str, object]:
+        """The same; each is decoded when it is looked up."""
         own = self.objects[rank] if rank < len(self.objects) else ()
         found = {one[0]: one for objects in self.objects for one in reversed(objects)} | {one[0]: one for one in own}
-        return {name: self._read(one) for name, one in found.items()}
+        return _Decoded(found, self._read)
 
     def _read(self, one: _Object) -> object:
         name, file, start, n_bytes, transforms = one
@@ -115,7 +137,7 @@ class _DcpData(CheckpointData):
         if self.description is None:
             return run_state.Values()
         data = (self.path / self.description).read_small(MAX_METADATA_BYTES)
-        return run_state.Values(self.extra_state(0), dict(_core.read_dcp_paths(data)))
+        return run_state.Values(self._values(0), dict(_core.read_dcp_paths(data)))
 
     def check(self, keys: Collection[str] | None) -> None:
         """Compare the parts that several ranks wrote: without collectives nobody chose one of them."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import pickle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from reshard import _core, dtypes
-from reshard.errors import ArgumentError, CoverageError, MismatchError
+from reshard.errors import ArgumentError, CoverageError, MismatchError, UnsupportedError
 from reshard.formats.state_loader import TorchSaved
 from reshard.opening import open as open_checkpoint
 from reshard.options import Verify
@@ -37,7 +38,7 @@ from reshard.torch.tensors import as_tensor, from_tensor, torch_dtype
 from reshard.words import show
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from torch.distributed.checkpoint.metadata import STORAGE_TYPES
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
@@ -51,8 +52,9 @@ _STAGED_BYTES = 256 << 20  # for tensors that are on a device or not contiguous
 class Reader(StorageReader):
     """Loads what `torch.distributed.checkpoint` plans, for `dcp.load`, on any number of ranks.
 
-    Every block that is read is compared with its checksum. Values that are no tensors are those that a `Writer` saved.
-    DCP decodes them with the loader of torch that runs code of the file: load checkpoints that you trust.
+    Every block that is read is compared with its checksum. Values that are no tensors are loaded if a `Writer`,
+    `dcp.save` or `torch.save` wrote them. Those of a `Writer` are decoded by DCP with the loader of torch that runs code
+    of the file: load checkpoints that you trust. Those of torch are decoded here, and no code of the file is run.
 
     Args:
         path: anything that `reshard.open` opens, such as the path of a `Writer`; of a root the newest complete
@@ -88,6 +90,7 @@ class Reader(StorageReader):
         self.threads = threads
         self._checkpoint: Checkpoint | None = None
         self._objects: dict[str, bytes] = {}
+        self._values: Mapping[str, object] = {}
 
     @property
     def checkpoint_id(self) -> str:
@@ -109,10 +112,10 @@ class Reader(StorageReader):
         """Close the files, if they are open."""
         if self._checkpoint is not None:
             self._checkpoint.close()
-        self._checkpoint, self._objects = None, {}
+        self._checkpoint, self._objects, self._values = None, {}, {}
 
     def read_metadata(self) -> Metadata:
-        """Open the checkpoint: its tensors, and the other values that a `Writer` saved.
+        """Open the checkpoint: its tensors and its other values.
 
         Raises:
             ReshardError: as `reshard.open`.
@@ -127,8 +130,11 @@ class Reader(StorageReader):
                 known[key] = TensorStorageMetadata(TensorProperties(dtype=torch_dtype(dtype)), size, [whole])
         state = checkpoint.data.encoded_state()
         self._objects = {name: one.data for name, one in state.items() if isinstance(one, TorchSaved)}
-        known |= dict.fromkeys(self._objects, BytesStorageMetadata())
         paths = state.get(STATE_NAME, {}).get("paths", {})
+        values = checkpoint.data.run_values()
+        if values is not None:  # written by torch
+            self._values, paths = values.by_name, values.paths
+        known |= {name: BytesStorageMetadata() for name in (*self._objects, *self._values) if name not in known}
         return Metadata(known, planner_data={key: paths.get(key, (key,)) for key in known}, storage_data={})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001
@@ -181,7 +187,24 @@ class Reader(StorageReader):
                 key=name,
                 path=str(self._opened().path),
             )
-        planner.load_bytes(item, io.BytesIO(self._objects[item.storage_index.fqn]))
+        stored = item.storage_index.fqn
+        data = self._objects[stored] if stored in self._objects else self._encoded(stored)
+        planner.load_bytes(item, io.BytesIO(data))
+
+    def _encoded(self, name: str) -> bytes:
+        """A value that torch wrote, as `torch.save` encodes it. It was decoded without running code of the file."""
+        data = io.BytesIO()
+        try:
+            torch.save(self._values[name], data)
+        except (TypeError, AttributeError, pickle.PicklingError):
+            path = str(self._opened().path)
+            raise UnsupportedError(
+                f"{show(name)} of {path} holds an object of a class, which only code of the file could make",
+                key=name,
+                path=path,
+                hint=f"leave {show(name)} out of the state; if you trust the file, `FileSystemReader` of torch loads it",
+            ) from None
+        return data.getvalue()
 
     def _load_tensors(self, items: list[ReadItem], planner: LoadPlanner) -> None:
         checkpoint, request = self._opened(), _core.Request()
