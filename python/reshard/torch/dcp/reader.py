@@ -53,8 +53,8 @@ class Reader(StorageReader):
     """Loads what `torch.distributed.checkpoint` plans, for `dcp.load`, on any number of ranks.
 
     Every block that is read is compared with its checksum. Values that are no tensors are loaded if a `Writer`,
-    `dcp.save` or `torch.save` wrote them. Those of a `Writer` are decoded by DCP with the loader of torch that runs code
-    of the file: load checkpoints that you trust. Those of torch are decoded here, and no code of the file is run.
+    `dcp.save` or `torch.save` wrote them. Those of a `Writer` are decoded by DCP with the loader of torch, which runs
+    code of the file: load checkpoints that you trust. Those of torch are decoded here without running code.
 
     Args:
         path: anything that `reshard.open` opens, such as the path of a `Writer`; of a root the newest complete
@@ -202,7 +202,7 @@ class Reader(StorageReader):
                 f"{show(name)} of {path} holds an object of a class, which only code of the file could make",
                 key=name,
                 path=path,
-                hint=f"leave {show(name)} out of the state; if you trust the file, `FileSystemReader` of torch loads it",
+                hint=f"leave {show(name)} out of the state; if you trust it, torch's `FileSystemReader` loads it",
             ) from None
         return data.getvalue()
 
