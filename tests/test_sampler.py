@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import pickle
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -454,7 +455,7 @@ def test_the_generator_of_the_loader_spares_the_random_state() -> None:
     ("batch", "per_step", "found"),
     [
         (8, 1, "read 64 samples of this rank, and 8 steps of 4 samples were completed: samples are read again"),
-        (2, 1, "read 64 samples of this rank, and 32 steps of 4 samples were completed: samples are left out"),
+        (2, 1, "the loop reads fewer than 4 samples of this rank for a step"),
         (4, 1, None),
         (2, 2, None),
     ],
@@ -549,3 +550,58 @@ def test_stateful_data_loader(workers: int, as_batches: bool, both: bool) -> Non
         states = [sampler.state_dict(), loader.state_dict()]
         assert states[0]["total"] == 8 * len(made)
     assert made == list(itertools.islice(uninterrupted(50, 8), len(made)))
+
+
+def _pace(sampler: ElasticSampler, batch: int, accumulated: int, *, workers: int, n_steps: int, lead: int) -> None:
+    """A loop over a loader, which completes a step after some batches; `lead` batches are read before the first."""
+    loader = torch.utils.data.DataLoader(range(480), batch, sampler=sampler, num_workers=workers)
+    step = 0
+    while step < n_steps:
+        batches = iter(loader)
+        held = [next(batches) for _ in range(lead)]
+        for number, _ in enumerate(itertools.chain(batches, held), start=1):
+            if number % accumulated == 0:
+                step += 1
+                sampler.step()
+                if step == n_steps:
+                    break
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("batch", "accumulated", "lead", "word"),
+    [
+        (8, 1, 0, None),
+        (4, 2, 0, None),
+        (2, 4, 0, None),
+        (8, 1, 3, None),
+        (8, 2, 0, "more"),
+        (4, 3, 0, "more"),
+        (4, 1, 0, "fewer"),
+        (4, 1, 2, "fewer"),
+        (2, 3, 0, "fewer"),
+    ],
+)
+def test_a_loop_that_reads_other_batches_than_steps_have_is_told_within_some_steps(  # noqa: PLR0917
+    workers: int,
+    batch: int,
+    accumulated: int,
+    lead: int,
+    word: str | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sampler = ElasticSampler(480, 0, True, 8, 0, 1)
+    _pace(sampler, batch, accumulated, workers=workers, n_steps=20, lead=lead)
+    found = [line for line in caplog.messages if "samples of this rank for a step" in line]
+    assert [line.split()[3] for line in found] == ([] if word is None else [word])
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_a_right_loop_over_epochs_is_not_warned(drop_last: bool, caplog: pytest.LogCaptureFixture) -> None:  # noqa: FBT001
+    sampler = ElasticSampler(101, 0, True, 8, 0, 1, drop_last=drop_last)
+    for _ in range(3):
+        for _ in torch.utils.data.DataLoader(range(101), 4, sampler=sampler, num_workers=2):
+            pass
+        sampler.step(sampler.steps_per_epoch)
+    assert not caplog.messages
+    assert pickle.loads(pickle.dumps(sampler)).state_dict() == sampler.state_dict()

@@ -11,7 +11,9 @@ of an epoch, and `load_state_dict` describes changed datasets. This module reads
 
 from __future__ import annotations
 
+import itertools
 import logging
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Generic, Self, TypeVar
@@ -27,6 +29,7 @@ from reshard.torch.permutation import MAX_LEN, Permutation
 _log = logging.getLogger("reshard")
 
 _KIND = "reshard.ElasticSampler/1"  # version of the state and of the order; a different order needs a new number
+_N_PACES = 8  # steps in each of which a loop reads too many samples before a warning; workers begin within fewer
 _BLOCK = 1 << 14  # indices that are computed at a time, rounded to whole steps
 
 Item = TypeVar("Item", int, list[int])
@@ -126,6 +129,11 @@ class ElasticSampler(Sampler[int]):
         self._stream: torch.Tensor | None = None  # to which the draw of the next loader is taken back
         self._read: tuple[int, int] | None = None  # of the last loop to the end: `total` at its start, number of steps
         self._has_warned = False
+        self._reader: weakref.ref[_ReadAhead[Any]] | None = None  # of the current loop
+        self._ahead: list[int] = []  # after its last steps, how many samples more were read than completed
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_reader": None, "_ahead": []}  # a loop is not pickled
 
     def __repr__(self) -> str:
         state = self._state
@@ -206,6 +214,7 @@ class ElasticSampler(Sampler[int]):
         """
         self._state = self._state_after(self._state, count("n_steps", n_steps, 0))
         self._stream = None
+        self._check_pace()
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of a later epoch, as with `DistributedSampler`. Has no effect for the current epoch.
@@ -354,6 +363,32 @@ class ElasticSampler(Sampler[int]):
             "divisor of it, and complete a step after so many samples"
         )
 
+    def _check_pace(self) -> None:
+        """Warn once if the current loop reads more or fewer samples for a step than a step has.
+
+        Fewer were read than are complete, or the lead grows by the same number in each of several steps. Loaders that
+        read ahead have a lead that stays: so many samples as their workers hold.
+        """
+        reader = None if self._reader is None else self._reader()
+        if reader is None or self._has_warned or reader.epoch != self.epoch:
+            self._ahead = []
+            return
+        local = self.local_batch_size
+        n_done = (self.total - reader.first_sample) // self.global_batch_size * local
+        self._ahead = [*self._ahead[-_N_PACES:], reader.n_read - n_done]
+        changes = {after - before for before, after in itertools.pairwise(self._ahead)}
+        is_fast = len(self._ahead) > _N_PACES and len(changes) == 1 and min(changes) > 0
+        is_slow = len(self._ahead) > 1 and max(self._ahead[-2:]) < 0
+        if not is_fast and not is_slow:
+            return
+        self._has_warned = True
+        effect = "samples are left out after a resume" if is_slow else "samples are read again after a resume"
+        _log.warning(
+            f"the loop reads {'fewer' if is_slow else 'more'} than {local} samples of this rank for a step, which the "
+            f"global batch size of {self.global_batch_size} says: {effect}; give the sampler "
+            "`global_batch_size=` loader batch x accumulated batches x ranks, and complete a step after so many samples"
+        )
+
     def _steps_left(self, state: _State) -> int:
         whole, rest = divmod(state.epoch_len - state.consumed, self.global_batch_size)
         return whole + (rest > 0 and not self.drop_last)
@@ -427,6 +462,21 @@ class _ReadAhead(Iterator[Item], Generic[Item]):
             self._next_block()
             self._at = within
 
+    @property
+    def epoch(self) -> int:
+        """The epoch whose indices these are."""
+        return self._start.epoch
+
+    @property
+    def first_sample(self) -> int:
+        """How many samples were completed in all when the loop began, over all ranks."""
+        return self._start.total
+
+    @property
+    def n_read(self) -> int:
+        """How many indices of this rank were read."""
+        return self._n_computed * self._sampler.local_batch_size - len(self._block) + self._at
+
     def __iter__(self) -> Self:
         return self
 
@@ -436,6 +486,7 @@ class _ReadAhead(Iterator[Item], Generic[Item]):
         sampler._take_back_draw()  # noqa: SLF001
         if self._n_computed == 0:
             sampler._check_read()  # noqa: SLF001
+            sampler._reader, sampler._ahead = weakref.ref(self), []  # noqa: SLF001
         n_steps = min(max(1, _BLOCK // local), self._n_steps - self._n_computed)
         if n_steps == 0:
             sampler._read = (self._start.total, self._n_steps)  # noqa: SLF001
@@ -450,7 +501,7 @@ class _ReadAhead(Iterator[Item], Generic[Item]):
     def state_dict(self) -> dict[str, Any]:
         """The state of the sampler after the whole steps that were read, and the number of indices read after them."""
         local = self._sampler.local_batch_size
-        steps, within = divmod(self._n_computed * local - len(self._block) + self._at, local)
+        steps, within = divmod(self.n_read, local)
         state = self._sampler._state_after(self._start, steps)  # noqa: SLF001
         return {"sampler": asdict(state), "within": within, "local_batch_size": local}
 
