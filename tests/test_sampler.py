@@ -554,7 +554,8 @@ def test_stateful_data_loader(workers: int, as_batches: bool, both: bool) -> Non
 
 def _pace(sampler: ElasticSampler, batch: int, accumulated: int, *, workers: int, n_steps: int, lead: int) -> None:
     """A loop over a loader, which completes a step after some batches; `lead` batches are read before the first."""
-    loader = torch.utils.data.DataLoader(range(480), batch, sampler=sampler, num_workers=workers)
+    data: Any = range(480)
+    loader = DataLoader(data, batch, sampler=sampler, num_workers=workers)
     step = 0
     while step < n_steps:
         batches = iter(loader)
@@ -598,9 +599,9 @@ def test_a_loop_that_reads_other_batches_than_steps_have_is_told_within_some_ste
 
 @pytest.mark.parametrize("drop_last", [True, False])
 def test_a_right_loop_over_epochs_is_not_warned(drop_last: bool, caplog: pytest.LogCaptureFixture) -> None:  # noqa: FBT001
-    sampler = ElasticSampler(101, 0, True, 8, 0, 1, drop_last=drop_last)
+    sampler, data = ElasticSampler(101, 0, True, 8, 0, 1, drop_last=drop_last), list(range(101))
     for _ in range(3):
-        for _ in torch.utils.data.DataLoader(range(101), 4, sampler=sampler, num_workers=2):
+        for _ in DataLoader(data, 4, sampler=sampler, num_workers=2):  # type: ignore[arg-type]
             pass
         sampler.step(sampler.steps_per_epoch)
     assert not caplog.messages
