@@ -21,7 +21,7 @@ from reshard.errors import (
     StorageError,
 )
 from reshard.formats import registry
-from reshard.formats.base import OpenOptions, StrategyLike
+from reshard.formats.base import Match, OpenOptions, StrategyLike
 from reshard.formats.checkpoint1.format import CHECKPOINT1
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.format import CHECKPOINT2
@@ -163,7 +163,20 @@ def _open(target: Location, strategy: StrategyLike | None, method: _core.ReadMet
         return Checkpoint(format_.open(target, OpenOptions(method, strategy)))
     except (DamagedFileError, CheckpointNotFoundError) as error:
         _check_downloaded(error)
+        if format_.detect(target) is Match.FALLBACK and error.path == str(target):
+            _say_what_is_there(error, target)
         raise
+
+
+def _say_what_is_there(error: ReshardError, target: Location) -> None:
+    """Complete the message of an error: no format recognised the path."""
+    from reshard.opening.what_is_there import what_is_there  # noqa: PLC0415  not needed without such an error
+
+    if not isinstance(error, CheckpointNotFoundError):
+        return
+    there = what_is_there(target)
+    error.message = f"{error.message}: {there.text}"
+    error.hint = there.hint or error.hint
 
 
 def _check_downloaded(error: ReshardError) -> None:

@@ -21,6 +21,7 @@ from reshard.formats.scrub import is_damage
 from reshard.layout import ModelLayout
 from reshard.opening import open as open_path
 from reshard.opening.gather_ranks import counters_of, gather_saves, holds_optimizer, saves_root
+from reshard.opening.what_is_there import what_is_there
 from reshard.resume import CandidateFacts, ResumeFacts, RunFacts, evaluate
 from reshard.resume.choose import is_settled
 from reshard.storage.location import BROKEN_LINK_HINT, Location, locate
@@ -103,7 +104,7 @@ def gather(
         if error.path not in (None, str(path)):  # a file of the checkpoint is missing
             candidate = CandidateFacts(str(path), iteration, "named by its path", fault=reason_of(error))
             return replace(facts, kind=kind, candidates=(candidate,))
-        return replace(facts, kind="other")
+        return replace(facts, kind="other", there=what_is_there(path).text)
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,8 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from reshard.errors import ReshardError
-from reshard.formats.checkpoint1 import names as checkpoint1
-from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.formats.full_weights import names as full_weights
-from reshard.formats.huggingface import names as huggingface
+from reshard.formats import registry
+from reshard.formats.base import Match
 from reshard.storage.location import Location, locate
 from reshard.words import nearest
 
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
     import os
 
 _MAX_DEPTH = 3  # levels below a folder that are searched
-_MAX_ENTRIES = 2000
+_MAX_ENTRIES = 300
 _MAX_FOUND = 3
 
 
@@ -48,9 +46,7 @@ def near(path: str | os.PathLike[str]) -> list[str]:
 
 def _is_checkpoint(folder: Location) -> bool:
     try:
-        if checkpoint2.is_root(folder) or huggingface.detect(folder) or full_weights.detect(folder):
-            return True
-        return checkpoint1.is_root(folder)
+        return registry.detect(folder).detect(folder) is Match.YES
     except ReshardError:
         return False
 

@@ -89,7 +89,7 @@ def no_usable_candidate(config: Config, facts: ResumeFacts, verdicts: tuple[Verd
     """
     if not verdicts:
         return CheckpointNotFoundError(
-            f"{facts.path} exists and holds no checkpoint",
+            f"{facts.path} exists and holds no checkpoint{'' if facts.there is None else f': {facts.there}'}",
             path=facts.path,
             hint="a checkpoint root is the folder that holds the iteration_<number> folders, in Checkpoint 1.0 the "
             "rank_<number> folders; to start a new run choose an empty or a new folder",

@@ -110,6 +110,7 @@ class ResumeFacts:
         candidates: the candidates, best first, then those that are refused.
         run: facts of the new run.
         warnings: warnings about the root itself.
+        there: for "other" what lies at the path.
         ranks: for "rank_folders" the facts of each rank's folder, as far as known. The decision does not use them.
     """
 
@@ -119,6 +120,7 @@ class ResumeFacts:
     run: RunFacts = RunFacts()
     warnings: tuple[str, ...] = ()
     ranks: tuple[RankFolderFacts, ...] = ()
+    there: str | None = None
 
 
 @dataclass(frozen=True)

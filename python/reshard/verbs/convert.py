@@ -21,12 +21,13 @@ from reshard.conversion.kept_dtypes import kept_by_cast
 from reshard.conversion.selection import select as selected
 from reshard.conversion.shares import Share, Shared, digest_of
 from reshard.conversion.writer import Settings
-from reshard.errors import ArgumentError, CheckpointNotFoundError, NamesError, ReshardError
+from reshard.errors import ArgumentError, CheckpointNotFoundError, NamesError, ReshardError, UnsupportedError
 from reshard.formats import writer_mark
 from reshard.formats.base import StoredTensor
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1.reader import open_rank_files, strategy_for
 from reshard.formats.registry import check_destination
+from reshard.formats.torch_file.names import is_of_one_rank
 from reshard.formats.weight_sets import WRAPPERS, model_start
 from reshard.formats.writers import WRITERS, writer_for
 from reshard.group import SingleProcess, resolve, session
@@ -211,6 +212,7 @@ def convert(
         )
         max_bytes = None if written_as.max_shard_size is None else parse_size(written_as.max_shard_size)
         with open_source(source, strategy=strategy, suffix=chosen.suffix) as whole, contextlib.ExitStack() as views:
+            _check_whole(source)
             part_written = part or writer.default_part
             known = None
             if names is not None:
@@ -316,6 +318,17 @@ def _keep_dtypes(job: Job, folder: Location, *, all_tensors: bool) -> list[str]:
         return []
     index.keep_dtypes(kept)
     return warnings
+
+
+def _check_whole(source: Location) -> None:
+    """Refuse the file of one rank: what it holds is a part of the state."""
+    if is_of_one_rank(source.name):
+        raise UnsupportedError(
+            f"{show(str(source))} is the file of one rank of several, and no whole checkpoint",
+            path=str(source),
+            hint="merge the files of all ranks with the tool that wrote them, for verl `python -m verl.model_merger "
+            "merge`; a file of one rank has no `_world_size_<N>_rank_<R>` in its name",
+        )
 
 
 def _extra_left_out(source: Checkpoint) -> list[str]:

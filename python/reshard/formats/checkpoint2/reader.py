@@ -465,9 +465,9 @@ def _index(
         # Files of an optimizer without state hold `global_step` alone, which metadata.json does not list.
         names = sorted(filter(_is_of_optimizer, folder.names()))
     if not described.has_metadata and described.tiles is None and not names:
-        reason = _not_a_file(folder) or "no metadata.json, no shard files, no Hugging Face index"
+        reason = _not_a_file(folder)
         raise CheckpointNotFoundError(
-            f"{folder} holds no checkpoint: {reason}",
+            f"{folder} holds no checkpoint{'' if reason is None else f': {reason}'}",
             path=str(folder),
             hint="pass a .safetensors file, a Hugging Face folder, a checkpoint root or an iteration folder",
         )

@@ -40,7 +40,7 @@ class SingleFile(Format):
             if path.suffix == ".safetensors" or _may_have_header(path):
                 raise
             raise CheckpointNotFoundError(
-                f"{show(str(path))} holds no checkpoint: its content has no known format",
+                f"{show(str(path))} holds no checkpoint",
                 path=str(path),
                 hint="name a .safetensors, .ckpt or torch file, or a checkpoint folder",
             ) from None

@@ -9,6 +9,8 @@ Source: `torch/serialization.py` of torch 2.15; `transformers/modeling_utils.py`
 
 from __future__ import annotations
 
+import re
+
 from reshard.formats.base import Traits
 
 TRAITS = Traits("torch", is_pretrained=True, counters="optimizer state with a number of steps")
@@ -23,6 +25,7 @@ SUFFIXES = (".bin", ".pt", ".pth")
 HEAD_BYTES = 14
 """So many bytes from the start of a file tell what it is."""
 
+_OF_RANK = re.compile(r"_world_size_([0-9]{1,9})_rank_[0-9]{1,9}\.")
 _ZIP = b"PK\x03\x04"
 _LEGACY = bytes.fromhex("6cfc9c46f9206aa85019")  # the magic number, a pickled integer
 
@@ -45,6 +48,17 @@ def is_zip(head: bytes) -> bool:
         True
     """
     return head.startswith(_ZIP)
+
+
+def is_of_one_rank(name: str) -> bool:
+    """Whether a file is called as one of several that the ranks of a run wrote, each with its part of the state.
+
+    Example:
+        >>> is_of_one_rank("model_world_size_2_rank_0.pt"), is_of_one_rank("model_world_size_1_rank_0.pt")
+        (True, False)
+    """
+    found = _OF_RANK.search(name)
+    return found is not None and int(found[1]) > 1
 
 
 def file_name(number: int, count: int) -> str:

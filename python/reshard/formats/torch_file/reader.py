@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from reshard import _core
+from reshard.errors import UnsupportedError
 from reshard.formats import weight_map
 from reshard.formats.base import CheckpointData
 from reshard.formats.dcp import run_state
@@ -20,7 +23,7 @@ from reshard.formats.torch_file import names
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping, Sequence
 
     from reshard.formats.base import PartName
     from reshard.formats.checkpoint2.common import CommonInfo
@@ -29,6 +32,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger("reshard")
 
 _MAX_NAMED = 3
+_OF_RANK_HINT = (
+    "merge the files of all ranks with the tool that wrote them, for verl `python -m verl.model_merger merge`, or save "
+    "with `torch.distributed.checkpoint`, whose folder of all ranks can be opened"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +85,13 @@ def open_file(path: Location, file: Location, method: _core.ReadMethod) -> Check
     Raises:
         DamagedFileError, StorageError: as `reshard.open`.
     """
-    tensors, objects = _core.read_torch_file(str(file))
+    try:
+        tensors, objects = _core.read_torch_file(str(file))
+    except UnsupportedError as error:
+        if "DTensor" in error.message:
+            error.message = f"{error.message}: each rank saved its shard of the tensors, and no rank the whole model"
+            error.hint = _OF_RANK_HINT
+        raise
     _warn_of_unread(path, objects)
     index = _core.Index()
     number = index.add_torch_file(str(file), method=method)
@@ -94,12 +107,20 @@ def open_file(path: Location, file: Location, method: _core.ReadMethod) -> Check
     )
 
 
-def _warn_of_unread(path: Location, objects: Iterable[tuple[str, object]]) -> None:
+def _warn_of_unread(path: Location, objects: Sequence[tuple[str, object]]) -> None:
     """Tell of tensors that are not read: those in objects of other classes, such as a whole module."""
     unread = [(name, value) for name, value in objects if isinstance(value, _core.Opaque) and _holds_tensors(value)]
     if unread:
         of = listed((f"{show(name)} ({value.name})" for name, value in unread), _MAX_NAMED)
         _log.warning("%s: tensors inside objects of classes are not read: %s. Save their `state_dict()`", path, of)
+    arrays = [name for name, value in objects if isinstance(value, np.ndarray)]
+    if arrays:
+        of = listed(map(show, arrays), _MAX_NAMED)
+        _log.warning(
+            "%s: numpy arrays are values beside the tensors, not tensors: %s. Save `torch.from_numpy(...)` of them",
+            path,
+            of,
+        )
 
 
 def _holds_tensors(value: _core.Opaque) -> bool:

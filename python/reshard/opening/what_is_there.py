@@ -1,0 +1,236 @@
+"""Says what lies at a path that holds no checkpoint: its files, what they look like, and which tool wrote them.
+
+The names and first bytes of a bounded number of entries are read. No checkpoint is opened.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+from reshard.errors import ReshardError
+from reshard.formats import registry
+from reshard.formats.base import Match
+from reshard.formats.torch_file import names as torch_file
+from reshard.opening.near import near
+from reshard.words import listed, show
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reshard.storage.location import Location
+    from reshard.storage.store import Kind
+
+_MOST_ENTRIES = 300
+_MOST_HEADS = 16  # files whose first bytes are read
+_MOST_BELOW = 8  # folders whose content is named
+_MOST_NAMED = 4
+_HEAD_BYTES = 262
+
+
+class There(NamedTuple):
+    """What lies at a path.
+
+    Attributes:
+        text: what is there, and which tool probably wrote it.
+        hint: what to do; None: nothing is known.
+    """
+
+    text: str
+    hint: str | None
+
+
+class _Tool(NamedTuple):
+    """A tool, how an entry of its folders is called, and how to go on."""
+
+    name: str
+    entry: re.Pattern[str]
+    hint: str | None = None
+
+
+_OF_RANKS = "each file holds the shards of one rank, which alone are no model"
+_TOOLS = (
+    _Tool(
+        "verl or another trainer that saves the shards of FSDP ranks",
+        re.compile(r"\w+_world_size_\d+_rank_\d+\.pt"),
+        f"{_OF_RANKS}. Merge them with the tool that wrote them, for verl `python -m verl.model_merger merge`, or save "
+        "with `torch.distributed.checkpoint`, whose folder of all ranks can be opened",
+    ),
+    _Tool(
+        "nanotron",
+        re.compile(r"checkpoint_metadata\.json|model_(weight|bias).*\.safetensors"),
+        f"{_OF_RANKS}. Convert them to a Hugging Face folder with nanotron",
+    ),
+    _Tool(
+        "vLLM (the loader `sharded_state`)",
+        re.compile(r"model-rank-\d+-part-\d+\.safetensors"),
+        f"{_OF_RANKS}. Use the model that vLLM read",
+    ),
+    _Tool(
+        "Orbax",
+        re.compile(r"_CHECKPOINT_METADATA|manifest\.ocdbt|ocdbt\.process_\d+|_METADATA|.*\.orbax-checkpoint-tmp.*"),
+        "restore it with Orbax, and save the arrays with `reshard.jax`",
+    ),
+    _Tool("NeMo", re.compile(r"model_config\.yaml|model_weights|.*\.nemo")),
+    _Tool("accelerate", re.compile(r"pytorch_model_fsdp_\d+|random_states_\d+\.pkl")),
+    _Tool("diffusers", re.compile(r"diffusion_pytorch_model.*|model_index\.json")),
+    _Tool("PEFT", re.compile(r"adapter_model\.\w+|adapter_config\.json")),
+    _Tool("TensorRT-LLM", re.compile(r"rank\d+\.safetensors"), f"{_OF_RANKS}. Use the model that it was made of"),
+    _Tool("TensorFlow", re.compile(r"saved_model\.pb|.+\.data-\d+-of-\d+|tf_model\.h5")),
+    _Tool("Flax", re.compile(r"flax_model.*\.msgpack")),
+    _Tool("transformers or a tool that uses its names", re.compile(r"model\.[\w.-]+-\d+-of-\d+\.safetensors")),
+    _Tool("Mistral", re.compile(r"consolidated.*\.safetensors")),
+    _Tool("the original code of Llama", re.compile(r"consolidated\.\d+\.pth")),
+    _Tool("Lightning", re.compile(r"epoch=\d+.*\.ckpt|last\.ckpt|meta\.pt")),
+)
+
+_HEADS = (
+    (b"GGUF", "a GGUF file, the format of llama.cpp"),
+    (b"\x89HDF\r\n\x1a\n", "an HDF5 file, as Keras writes it"),
+    (b"\x93NUMPY", "an array of NumPy"),
+    (b"version https://git-lfs", "a pointer of Git LFS: the file was not downloaded"),
+    (b"\x1f\x8b", "packed by gzip"),
+    (b"\x28\xb5\x2f\xfd", "packed by zstd"),
+)
+_SUFFIXES = {
+    ".npz": "an archive of NumPy",
+    ".keras": "a Keras archive",
+    ".zip": "a zip archive",
+    ".onnx": "an ONNX model",
+    ".msgpack": "a msgpack file, as Flax writes it",
+    ".distcp": "a data file of torch.distributed.checkpoint, which its folder describes",
+    ".index.json": "an index of weight files, which its folder holds",
+}
+_WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".gguf", ".h5", ".npz", ".msgpack", ".onnx", ".nemo")
+_OPEN_ALONE = ("safetensors", "a torch file")
+
+
+def what_is_there(path: Location) -> There:
+    """What lies at a path that holds no checkpoint.
+
+    Args:
+        path: an existing file or folder.
+
+    Example:
+        >>> import os, numpy as np, reshard
+        >>> from reshard.storage.location import locate
+        >>> os.mkdir("unet")
+        >>> reshard.save_file({"w": np.zeros(2)}, "unet/diffusion_model.safetensors")
+        >>> text, hint = what_is_there(locate("unet"))
+        >>> text
+        'it holds `diffusion_model.safetensors` (safetensors, 80 bytes)'
+        >>> hint
+        'did you mean `unet/diffusion_model.safetensors`?'
+    """
+    try:
+        return _folder(path) if path.is_folder() else _file(path)
+    except ReshardError as error:
+        return There(f"it cannot be looked at: {error.message}", None)
+
+
+def _file(path: Location) -> There:
+    what = _look(path)
+    tool = _tool_of([path.name])
+    text = f"it looks like {what}" if what is not None else "its content has no known format"
+    if path.name.endswith(".json") and "index" in path.name.split("."):
+        return There(text, f"open its folder {show(str(path.parent))}, or one of the files that it lists")
+    return There(text, None if tool is None else tool.hint)
+
+
+def _folder(folder: Location) -> There:
+    entries = folder.sizes()[:_MOST_ENTRIES]
+    entries = [(name, _kind(folder, name, kind), n_bytes) for name, kind, n_bytes in entries]
+    n_files = len(entries)
+    entries.sort(key=lambda one: (not one[0].endswith(_WEIGHTS), one[1] != "folder", one[0]))
+    alone: list[str] = []
+    words: list[str] = []
+    seen = [name for name, *_ in entries]
+    n_heads = n_below = 0
+    for name, kind, n_bytes in entries:
+        if kind == "folder":
+            n_below += 1
+            if n_below <= _MOST_BELOW:
+                below = _names(folder / name)
+                seen += below
+                words.append(_words_of_folder(folder / name, name, below))
+            continue
+        n_heads += 1
+        what = _look(folder / name) if n_heads <= _MOST_HEADS else None
+        if what in _OPEN_ALONE and name.endswith(_WEIGHTS):
+            alone.append(str(folder / name))
+        words.append(f"{show(name)} ({'' if what is None else f'{what}, '}{_size(n_bytes)})")
+    tool = _tool_of(seen)
+    by = "" if tool is None else f", probably written by {tool.name}"
+    text = f"it holds {listed(words, _MOST_NAMED, n_items=max(n_files, len(words)))}{by}"
+    return There(text, _hint(near(folder), alone, tool))
+
+
+def _hint(below: Sequence[str], alone: Sequence[str], tool: _Tool | None) -> str | None:
+    if below:
+        return f"did you mean {' or '.join(map(show, below))}?"
+    if tool is not None and tool.hint is not None:
+        return tool.hint
+    if len(alone) == 1:
+        return f"did you mean {show(alone[0])}?"
+    if alone:
+        return f"each of these files can be opened alone, such as {show(alone[0])}"
+    return None
+
+
+def _tool_of(names: Sequence[str]) -> _Tool | None:
+    return next((tool for tool in _TOOLS if any(tool.entry.fullmatch(name) for name in names)), None)
+
+
+def _kind(folder: Location, name: str, kind: Kind) -> Kind:
+    return ((folder / name).found() or kind) if kind == "link" else kind
+
+
+def _names(folder: Location) -> list[str]:
+    try:
+        return folder.names()[:_MOST_ENTRIES]
+    except ReshardError:
+        return []
+
+
+def _words_of_folder(folder: Location, name: str, below: Sequence[str]) -> str:
+    found = _format_of(folder)
+    if found is not None:
+        return f"{show(f'{name}/')} (a checkpoint of the format {found})"
+    weights = [one for one in below if one.endswith(_WEIGHTS)] or below
+    return f"{show(f'{name}/')} ({f'a folder with {show(weights[0])}' if weights else 'an empty folder'})"
+
+
+def _format_of(path: Location) -> str | None:
+    """The name of the format that recognises an existing path; None: none does."""
+    try:
+        found = registry.detect(path)
+        return found.traits.name if found.detect(path) is Match.YES else None
+    except ReshardError:
+        return None
+
+
+def _look(file: Location) -> str | None:
+    """What a file looks like, by its first bytes and its name."""
+    try:
+        head = file.read_head(_HEAD_BYTES, follow_links=True)
+    except ReshardError:
+        return None
+    by_head = next((what for start, what in _HEADS if head.startswith(start)), None)
+    by_suffix = next((what for suffix, what in _SUFFIXES.items() if file.name.endswith(suffix)), None)
+    if by_head or by_suffix:
+        return by_head or by_suffix
+    if head[257:262] == b"ustar":
+        return "a tar archive, as `.nemo` files are: unpack it"
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 32:
+        return "safetensors"
+    if torch_file.is_head(head):
+        return "a torch file"
+    return "a pickle" if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05") else None
+
+
+def _size(n_bytes: int) -> str:
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if n_bytes < 1024 or unit == "GiB":
+            break
+        n_bytes = round(n_bytes / 1024)
+    return f"{n_bytes} {unit}"
