@@ -165,8 +165,26 @@ def test_the_state_of_the_optimizer_comes_along_on_request(tmp_path: Path) -> No
         assert all(torch.equal(one[slot], other[slot]) for slot in one)
     reshard.torch.save_file(model.state_dict(), tmp_path / "w.safetensors")
     init = InitFrom(tmp_path / "w.safetensors", fresh_optimizer=False)
-    with pytest.raises(MismatchError, match="holds no optimizer state"):
+    with pytest.raises(MismatchError, match="holds no optimizer state, and"):
         resumed(tmp_path / "x", model, adam(model), init_from=init)
+
+
+def test_state_of_an_optimizer_in_files_that_are_not_read_is_named(tmp_path: Path) -> None:
+    model = Model()
+    folder = tmp_path / "checkpoint-4"
+    folder.mkdir()
+    reshard.torch.save_file(model.state_dict(), folder / "model.safetensors")
+    torch.save(adam(model).state_dict(), folder / "optimizer.pt")
+    for path in (folder, folder / "model.safetensors"):
+        init = InitFrom(path, fresh_optimizer=False)
+        with pytest.raises(
+            MismatchError, match=r"no optimizer state that is read .*`optimizer\.pt`, which lies beside"
+        ):
+            resumed(tmp_path / "x", model, adam(model), init_from=init)
+    (folder / "optimizer.pt").rename(folder / "optimizer_0.bin")
+    with pytest.raises(MismatchError, match=r"`optimizer_0\.bin`"):
+        resumed(tmp_path / "x", model, adam(model), init_from=InitFrom(folder, fresh_optimizer=False))
+    resumed(tmp_path / "x", model, adam(model), init_from=InitFrom(folder))
 
 
 def of_loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -84,6 +84,8 @@ _TOOLS = (
     _Tool("Lightning", re.compile(r"epoch=\d+.*\.ckpt|last\.ckpt|meta\.pt")),
 )
 
+_OPTIMIZER = re.compile(r"optim(izer)?(_[\w-]+|-[\w-]+)?(\.(pt|pth|bin|safetensors))?")
+
 _HEADS = (
     (b"GGUF", "a GGUF file, the format of llama.cpp"),
     (b"\x89HDF\r\n\x1a\n", "an HDF5 file, as Keras writes it"),
@@ -126,6 +128,23 @@ def what_is_there(path: Location) -> There:
         return _folder(path) if path.is_folder() else _file(path)
     except ReshardError as error:
         return There(f"it cannot be looked at: {error.message}", None)
+
+
+def optimizer_files(path: Location) -> list[str]:
+    """Names of the files and folders beside weights that other programs call after an optimizer.
+
+    Args:
+        path: a checkpoint: a folder or one of its files.
+
+    Example:
+        >>> import os
+        >>> from reshard.storage.location import locate
+        >>> os.makedirs("checkpoint-4/optimizer_0")
+        >>> optimizer_files(locate("checkpoint-4"))
+        ['optimizer_0']
+    """
+    folder = path if path.is_folder() else path.parent
+    return [name for name in _names(folder) if name != path.name and _OPTIMIZER.fullmatch(name)]
 
 
 def _file(path: Location) -> There:

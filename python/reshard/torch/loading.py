@@ -62,6 +62,7 @@ class Read:
         notes: what differs, and what a checkpoint of another program holds and is left out, as sentences.
         restored: how much of the model is loaded, as a sentence; empty if the run has no model.
         holds_streams: whether this package wrote it, which saves the random streams of a run.
+        path: the checkpoint.
     """
 
     arrays: dict[str, np.ndarray]
@@ -75,6 +76,7 @@ class Read:
     notes: tuple[str, ...] = ()
     restored: str = ""
     holds_streams: bool = True
+    path: str = ""
 
 
 def read_for(
@@ -171,6 +173,7 @@ def _read_plain(
         wanted.restored(),
         # Another program saves no random streams that this package could restore.
         bool(extra) or checkpoint.data.manifest is not None,
+        str(checkpoint.path),
     )
 
 
@@ -249,6 +252,7 @@ def _read_of_torch(
         notes=(*wanted.notes, *state.notes),
         restored=wanted.restored(),
         holds_streams=False,
+        path=str(checkpoint.path),
     )
 
 

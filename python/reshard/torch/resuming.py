@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.errors import MismatchError, UnsupportedError
+from reshard.opening.what_is_there import optimizer_files
 from reshard.resume import EpochStep
+from reshard.storage.location import locate
 from reshard.torch import rng
 from reshard.torch.dicts import DictState
 from reshard.torch.loading import MOST_NAMES
@@ -64,10 +66,20 @@ def check_has_optimizer(run: Run, found: Read, saved: Mapping[str, Any], options
     if options.strict.missing == "error":
         argument = "fresh_optimizer=True" if options.only == "tensors" else "strict=False"
         raise MismatchError(
-            "the checkpoint holds no optimizer state, and the run has an optimizer",
+            f"the checkpoint holds no optimizer state{_unread(found)}, and the run has an optimizer",
+            path=found.path,
             hint=f"`{argument}` starts the optimizer with new state",
         )
-    return ["the checkpoint holds no optimizer state: the optimizer starts with new state"]
+    return [f"the checkpoint holds no optimizer state{_unread(found)}: the optimizer starts with new state"]
+
+
+def _unread(found: Read) -> str:
+    """Which files beside the weights probably hold the state of the optimizer."""
+    names = optimizer_files(locate(found.path)) if found.path else []
+    beside = "which lies" if len(names) == 1 else "which lie"
+    return (
+        f" that is read (the state in {listed(map(show, names))}, {beside} beside the weights, is not)" if names else ""
+    )
 
 
 def check_state_beside(run: Run, found: Read, saved: Mapping[str, Any], options: RestoreOptions) -> list[str]:
