@@ -20,7 +20,7 @@ from reshard.errors import ArgumentError, UnsupportedError
 from reshard.formats.aliases import ALIASES, aliases_text
 from reshard.opening import open as open_checkpoint
 from reshard.storage.location import locate
-from reshard.torch.tensors import as_tensor, from_tensor
+from reshard.torch.tensors import as_tensor, from_tensor, plain_tensor
 from reshard.words import check_text
 
 __all__ = ["ALIASES", "load_file", "save_file"]
@@ -107,6 +107,7 @@ def save_file(
             raise ArgumentError("a tensor cannot be named `__metadata__`: safetensors reserves this name", key=name)
         if not isinstance(tensor, torch.Tensor):
             raise ArgumentError(f"saving `{name}`: expected a tensor, found {type(tensor).__name__}", key=name)
+    tensors = {name: _plain(tensor, name) for name, tensor in tensors.items()}
     texts = dict(metadata or {})
     for key, text in texts.items():
         check_text(key, "key of the metadata")
@@ -135,6 +136,13 @@ def save_file(
     target.check_replaceable()
     # The default mode of a new file: 0666 minus the umask.
     _core.write_arrays(str(target), entries, metadata=texts if aliases else metadata, mode=0o666)
+
+
+def _plain(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    try:
+        return plain_tensor(tensor, name)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"saving `{name}`: {error.message}", key=name, hint=error.hint) from None
 
 
 def _as_tensor(array: object, dtype: str) -> torch.Tensor:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from reshard.errors import ArgumentError, UnsupportedError
+from reshard.torch.tensors import inner_tensors, is_wrapper
 from reshard.words import show
 
 if TYPE_CHECKING:
@@ -54,6 +55,10 @@ class Named:
         aliases: other names of tensors, and the key of each.
         transient: `(module, name in the module)` of each non-persistent buffer; no checkpoint holds these.
         extra_state: modules that override `get_extra_state`, by name.
+        wrappers: parameters and buffers that are made of other tensors, by `id`, and the key of each. The inner tensors
+            are in `tensors`.
+        wrapped: what each of those besides is that has several inner tensors, as text by key: `<key>.<name>` are their
+            keys.
         own: the entries that modules add to `state_dict()`. Their tensors are also in `tensors` and `buffers`.
         own_values: those of these entries that are no tensors, by key.
     """
@@ -64,6 +69,8 @@ class Named:
     aliases: dict[str, str] = field(default_factory=dict)
     transient: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
     extra_state: dict[str, nn.Module] = field(default_factory=dict)
+    wrappers: dict[int, str] = field(default_factory=dict)
+    wrapped: dict[str, str] = field(default_factory=dict)
     own: list[OwnEntries] = field(default_factory=list)
     own_values: dict[str, Any] = field(default_factory=dict)
 
@@ -118,6 +125,9 @@ def named(model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]) -> N
                         f"{show(key)} is not initialised yet", key=key, hint="run a batch through the model first"
                     )
                 first = key_of.setdefault(id(tensor), key)
+                if is_wrapper(tensor):
+                    _add_wrapper(found, tensor, first, key, is_buffer=name in module._buffers)  # noqa: SLF001
+                    continue
                 if first != key:
                     found.aliases[key] = first
                 elif key in found.tensors and found.tensors[key] is not tensor:
@@ -138,6 +148,35 @@ def named(model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]) -> N
     return found
 
 
+def _add_wrapper(found: Named, tensor: torch.Tensor, first: str, key: str, *, is_buffer: bool) -> None:
+    """Add the inner tensors of a tensor that is made of others.
+
+    Raises:
+        ArgumentError: another tensor has the key of one of them.
+        UnsupportedError: its class does not follow the protocol for that, or it is on device `meta`.
+    """
+    parts, text = inner_tensors(tensor, first)
+    found.wrappers[id(tensor)] = first
+    if text:
+        found.wrapped[first] = text
+    for name, inner in parts.items():
+        if inner.is_meta:
+            raise UnsupportedError(
+                f"{show(first)}, a {type(tensor).__name__}, is on device `meta`",
+                key=first,
+                hint="create the model on another device",
+            )
+        inner_key, of_first = (f"{start}.{name}" if name else start for start in (key, first))
+        if key != first:
+            found.aliases[inner_key] = of_first
+        elif of_first in found.tensors:
+            raise ArgumentError(f"two tensors of the model are named {show(of_first)}", key=of_first)
+        else:
+            found.tensors[of_first] = inner
+            if is_buffer:
+                found.buffers.add(of_first)
+
+
 def _adds_entries(module: nn.Module) -> bool:
     """Whether code other than that of torch's base class makes entries of `state_dict()`."""
     kind, base = type(module), nn.Module
@@ -155,7 +194,7 @@ def _add_own_entries(found: Named, root: nn.Module, start: str) -> None:
     while (inner := _wrapped(bare)) is not None:
         bare = inner
     walked = {**{key: key for key in found.tensors}, **found.aliases}
-    known = walked.keys() | found.transient.keys()
+    known = walked.keys() | found.transient.keys() | found.wrapped.keys()
     key_of_memory = {_memory(tensor): key for key, tensor in found.tensors.items() if _memory(tensor) is not None}
     own = OwnEntries(bare, {})
     for name, value in bare.state_dict().items():

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from reshard.errors import UnsupportedError
+from reshard.torch.tensors import plain_tensor
 from reshard.words import show
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ def local_part(tensor: torch.Tensor, row: Row, key: str) -> LocalPart | None:
         (0, 0)
     """
     if not _is_distributed(tensor):
-        _refuse_wrapped(tensor, key)
+        tensor = plain_tensor(tensor, key)
         shape = tuple(tensor.shape)
         return LocalPart(tensor.detach(), DigitLayout(shape), (0,) * len(shape))
     distributed: Any = tensor
@@ -171,7 +172,7 @@ def local_part(tensor: torch.Tensor, row: Row, key: str) -> LocalPart | None:
         return None
     with torch.no_grad():
         local: torch.Tensor = distributed.to_local()
-    _refuse_wrapped(local, key)
+    local = plain_tensor(local, key)
     shape = tuple(tensor.shape)
     dims_of = _mesh_dims(tensor, key)
     offset, expected = part_of(shape, [[(mesh.size(d), coordinates[d]) for d in dims] for dims in dims_of])
@@ -233,16 +234,6 @@ def part_of(shape: Sequence[int], cuts: Sequence[Sequence[tuple[int, int]]]) -> 
 def _is_distributed(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor; does not import `torch.distributed.tensor`."""
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
-
-
-def _refuse_wrapped(tensor: torch.Tensor, key: str) -> None:
-    """Refuse classes of tensors that store their content elsewhere, such as quantized ones."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        raise UnsupportedError(
-            f"{show(key)} is a {type(tensor).__name__}, which is made of other tensors",
-            key=key,
-            hint="put an object whose `state_dict` holds them into `Checkpointer.resume(extra={...})`",
-        )
 
 
 def _words(tensor: Any) -> str:

@@ -480,6 +480,15 @@ class _Restore:
         else:
             of_modules = live.named.extra_state.keys() | live.named.own_values.keys()
             self.shared += [f"modules.{name}" for name in kept if name in of_modules]
+        for key, now in live.named.wrapped.items():
+            if key not in modules:
+                self.missing.append(f"modules.{key}")
+            elif modules[key] != now:
+                raise MismatchError(
+                    f"{show(key)} was saved as {modules[key]}, and is now {now}",
+                    key=key,
+                    hint="quantise the model with the same configuration",
+                )
         for key in live.named.own_values:
             if key in modules:
                 self.own_values[key] = modules[key]

@@ -441,7 +441,9 @@ class _RankState:
                     hint="plain values can be saved in `extra`",
                 )
         found = named(model)
-        optimizers = named_optimizers(optimizer, {id(tensor): key for key, tensor in found.tensors.items()})
+        key_of = {id(tensor): key for key, tensor in found.tensors.items()}
+        optimizers = named_optimizers(optimizer, key_of | found.wrappers)
+        _refuse_trained_wrappers(found, optimizers)
         states, record = record_state(optimizers)
         object_states = {name: _object_state(one, name, lifts=lifts) for name, one in objects.items()}
         lifted = _lifted(object_states, {*found.tensors, *found.aliases, *states})
@@ -477,6 +479,7 @@ class _RankState:
         """State of parameters and modules besides tensors, on this rank."""
         modules = {name: plain(module.get_extra_state()) for name, module in self.live.named.extra_state.items()}
         modules |= {key: plain(value) for key, value in self.live.named.own_values.items()}
+        modules |= self.live.named.wrapped
         return {"parameters": self.record.state, "modules": modules}
 
     def state_digests(self) -> dict[str, dict[str, str]]:
@@ -602,6 +605,22 @@ class _Agreed:
     left: frozenset[str] = frozenset()
     local: frozenset[str] = frozenset()
     differing: dict[str, list[str]] = field(default_factory=dict)
+
+
+def _refuse_trained_wrappers(found: Named, optimizers: Sequence[NamedOptimizer]) -> None:
+    """Refuse optimizers of parameters that are several tensors: their state belongs to none of these.
+
+    Raises:
+        UnsupportedError: there is one.
+    """
+    for live in optimizers:
+        for name in live.names.values():
+            if name in found.wrapped:
+                raise UnsupportedError(
+                    f"{show(name)} is trained by a {live.kind}, and is made of several tensors: {found.wrapped[name]}",
+                    key=name,
+                    hint="quantised weights can be saved if they are frozen",
+                )
 
 
 def _shape(lies: LocalPart, key: str) -> tuple[int, ...]:

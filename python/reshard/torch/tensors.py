@@ -11,6 +11,7 @@ import torch
 
 from reshard import dtypes
 from reshard.errors import ArgumentError, UnsupportedError
+from reshard.words import listed, show
 from reshard.write.arrays import as_array
 
 # The dtypes of this torch version: older ones lack some of the narrow floats.
@@ -132,6 +133,83 @@ def from_tensor(tensor: torch.Tensor) -> tuple[np.ndarray, str]:
     if tensor.device.type != "cpu":
         raise UnsupportedError(f"expected a CPU tensor, found device `{tensor.device}`", hint="pass `tensor.cpu()`")
     return as_array(tensor)
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a class that is made of other tensors, such as quantised ones; not a DTensor.
+
+    Example:
+        >>> is_wrapper(torch.zeros(2))
+        False
+    """
+    return hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "device_mesh")
+
+
+def inner_tensors(tensor: torch.Tensor, key: str) -> tuple[dict[str, torch.Tensor], str]:
+    """The plain tensors that a tensor is made of, by the protocol `__tensor_flatten__` of torch.
+
+    An inner tensor with the shape and the dtype of the whole holds its values: it is the only one, and others are
+    computed from it. So a wrapper that only changes how a weight is used is saved as the weight.
+
+    Args:
+        tensor: the tensor.
+        key: its name, for messages.
+
+    Returns:
+        The inner tensors by name, of which changes are changes of the whole; the name is empty for one that holds the
+        values. And what the tensor is besides: its class and its options, as text; empty for one that holds the values.
+
+    Raises:
+        UnsupportedError: the class does not follow the protocol.
+
+    Example:
+        >>> list(inner_tensors(torch.zeros(2), "w")[0])
+        ['']
+    """
+    if not is_wrapper(tensor):
+        return {"": tensor}, ""
+    kind = type(tensor).__name__
+    try:
+        names, options = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        inner = {str(name): getattr(tensor, name) for name in names}
+    except Exception as error:
+        raise UnsupportedError(
+            f"{show(key)} is a {kind}, whose `__tensor_flatten__` fails: {type(error).__name__}: {show(str(error))}",
+            key=key,
+        ) from error
+    if not inner or not all(isinstance(one, torch.Tensor) for one in inner.values()):
+        raise UnsupportedError(f"{show(key)} is a {kind}, whose `__tensor_flatten__` names no tensors", key=key)
+    whole = [one for one in inner.values() if one.shape == tensor.shape and one.dtype == tensor.dtype]
+    if len(whole) == 1:
+        return inner_tensors(whole[0], key)
+    found: dict[str, torch.Tensor] = {}
+    words = [f"{kind}({options!r})"]
+    for name, one in inner.items():
+        parts, text = inner_tensors(one, f"{key}.{name}")
+        found |= {f"{name}.{part}" if part else name: tensor for part, tensor in parts.items()}
+        words += [f"{name}: {text}"] if text else []
+    return found, ", ".join(words)
+
+
+def plain_tensor(tensor: torch.Tensor, key: str) -> torch.Tensor:
+    """The one plain tensor that holds the values of a tensor; itself, if it is plain.
+
+    Args:
+        tensor: the tensor.
+        key: its name, for messages.
+
+    Raises:
+        UnsupportedError: it is made of several tensors.
+    """
+    parts, _ = inner_tensors(tensor, key)
+    if list(parts) != [""]:
+        raise UnsupportedError(
+            f"{show(key)} is a {type(tensor).__name__}, which is made of other tensors: {listed(map(show, parts))}",
+            key=key,
+            hint="`Checkpointer` keeps such weights of a model if they are not sharded; elsewhere give these tensors, "
+            "each under a name of its own",
+        )
+    return parts[""]
 
 
 def overwrite(live: torch.Tensor, new: torch.Tensor) -> bool:

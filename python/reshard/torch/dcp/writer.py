@@ -43,6 +43,7 @@ from reshard.storage.host import boot_id
 from reshard.storage.location import locate
 from reshard.torch.dcp import items
 from reshard.torch.dcp.items import LocalFacts
+from reshard.torch.tensors import plain_tensor
 from reshard.words import show
 from reshard.write.arrays import Shard, local_arrays
 from reshard.write.collective_save import RankInput, SaveTask, log_once, save_failed
@@ -485,7 +486,7 @@ def _checked(value: Any, item: WriteItem) -> torch.Tensor:
             key=name,
             hint="a planner that casts says so in its plan: in `tensor_data.properties.dtype`",
         )
-    return value.detach()
+    return plain_tensor(value, name).detach()
 
 
 def _bytes_of(value: Any, name: str) -> bytes:

@@ -1,0 +1,171 @@
+"""Tensors that are made of other tensors, by `__tensor_flatten__`: quantised weights, wrappers of weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+import reshard
+from reshard.errors import ArgumentError, MismatchError, UnsupportedError
+from reshard.torch import Checkpointer, load_file, save_file
+from reshard.torch.dcp import Writer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Made(torch.Tensor):
+    """A tensor of several, `names`, with options; as the classes of torchao are."""
+
+    names: tuple[str, ...]
+    options: Any
+
+    def __new__(cls, shape: Any, dtype: torch.dtype, options: Any = None, **inner: torch.Tensor) -> Self:
+        del options, inner
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)  # type: ignore[attr-defined]
+        return made  # type: ignore[no-any-return]
+
+    def __init__(self, shape: Any, dtype: torch.dtype, options: Any = None, **inner: torch.Tensor) -> None:
+        del shape, dtype
+        self.names, self.options = tuple(inner), options
+        for name, tensor in inner.items():
+            setattr(self, name, tensor)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return list(self.names), self.options
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.is_pinned.default:
+            return False
+        if func is torch.ops.aten.detach.default:
+            one = args[0]
+            return cls(one.shape, one.dtype, one.options, **{name: getattr(one, name) for name in one.names})
+        raise NotImplementedError(func)
+
+
+class Broken(Made):
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["not there"], None
+
+
+def quantised(value: int, options: Any = (1, 2)) -> Made:
+    codes = torch.full((4, 4), value, dtype=torch.int8)
+    return Made((4, 4), torch.float32, options, codes=codes, scale=torch.full((4,), float(value)))
+
+
+def cast(value: float) -> Made:
+    """A wrapper around a weight, with a value that is computed from it."""
+    return Made((4, 4), torch.float32, "float8", weight=torch.full((4, 4), value), cached=torch.tensor(value))
+
+
+def model(weight: Any, *, is_frozen: bool = True) -> Any:
+    made: Any = nn.Sequential(nn.Linear(4, 4))
+    made[0].weight = nn.Parameter(weight, requires_grad=not is_frozen)
+    return made
+
+
+def save(root: Path, **objects: Any) -> None:
+    with Checkpointer(root, signals=()) as checkpointer:
+        checkpointer.resume(**objects)
+        checkpointer.save(1, blocking=True)
+
+
+def load(root: Path, **objects: Any) -> Any:
+    return Checkpointer(root, save_every=None, signals=()).resume(**objects)
+
+
+def test_inner_tensors_are_tensors_of_the_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path, model=model(quantised(3)))
+    with reshard.open(tmp_path) as saved:
+        assert sorted(saved) == ["0.bias", "0.weight.codes", "0.weight.scale"]
+    new = model(quantised(5))
+    load(tmp_path, model=new)
+    weight: Any = new[0].weight
+    assert (weight.codes.unique().tolist(), weight.scale.unique().tolist()) == ([3], [3.0])
+
+
+def test_nested_and_tied_ones(tmp_path: Path) -> None:
+    def make(value: int) -> Any:
+        inner = quantised(value)
+        outer = Made((4, 4), torch.bfloat16, None, impl=inner, shift=torch.full((2,), float(value)))
+        made: Any = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        made[0].weight = made[1].weight = nn.Parameter(outer, requires_grad=False)
+        return made
+
+    save(tmp_path, model=make(3))
+    with reshard.open(tmp_path) as saved:
+        assert sorted(saved) == ["0.weight.impl.codes", "0.weight.impl.scale", "0.weight.shift"]
+    new = make(4)
+    load(tmp_path, model=new)
+    weight: Any = new[1].weight
+    assert (weight.impl.codes.unique().tolist(), weight.shift.tolist()) == ([3], [3.0, 3.0])
+
+
+def test_a_wrapper_of_a_weight_is_the_weight(tmp_path: Path) -> None:
+    """A run with it goes on without it, and the other way round; its optimizer state belongs to the weight."""
+    save(tmp_path / "cast", model=model(cast(3.0)))
+    assert sorted(reshard.open(tmp_path / "cast")) == ["0.bias", "0.weight"]
+    bare = model(torch.zeros(4, 4))
+    load(tmp_path / "cast", model=bare)
+    assert bare[0].weight.unique().tolist() == [3.0]
+    save(tmp_path / "bare", model=bare)
+    wrapped = model(cast(1.0))
+    load(tmp_path / "bare", model=wrapped)
+    assert wrapped[0].weight.weight.unique().tolist() == [3.0]
+    save_file({"w": cast(2.0)}, tmp_path / "w.safetensors")
+    assert load_file(tmp_path / "w.safetensors")["w"].unique().tolist() == [2.0]  # type: ignore[no-untyped-call]
+
+
+def test_other_options_or_no_record_are_refused(tmp_path: Path) -> None:
+    save(tmp_path, model=model(quantised(3)))
+    with pytest.raises(MismatchError, match=r"was saved as Made\(\(1, 2\)\), and is now Made\(\(9,\)\)"):
+        load(tmp_path, model=model(quantised(3, (9,))))
+    with pytest.raises(MismatchError, match=r"lacks `0\.weight`"):
+        load(tmp_path, model=model(torch.zeros(4, 4)))
+
+
+def test_what_cannot_be_kept_is_refused_with_its_class(tmp_path: Path) -> None:
+    broken = Broken((4, 4), torch.float32, codes=torch.zeros(4, 4))
+    with pytest.raises(UnsupportedError, match=r"`0\.weight` is a Broken, whose `__tensor_flatten__` fails"):
+        load(tmp_path / "run", model=model(broken))
+    trained = model(quantised(3), is_frozen=False)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    with pytest.raises(
+        UnsupportedError, match=r"`0\.weight` is trained by a SGD, and is made of several tensors: Made"
+    ):
+        load(tmp_path / "run", model=trained, optimizer=optimizer)
+    with pytest.raises(UnsupportedError, match=r"saving `w`: `w` is a Made, which is made of other tensors: `codes`"):
+        save_file({"w": quantised(3)}, tmp_path / "w.safetensors")
+    with pytest.raises(CheckpointException, match="`w` is a Made, which is made of other tensors: `codes`, `scale`"):
+        dcp.save(  # type: ignore[attr-defined]
+            {"w": quantised(3)}, storage_writer=Writer(tmp_path / "dcp" / "iteration_00000001"), no_dist=True
+        )
+    both = nn.ModuleDict({"a": model(quantised(3))[0]})
+    inner = nn.Module()
+    inner.register_buffer("codes", torch.zeros(1))
+    with pytest.raises(ArgumentError, match=r"two tensors of the model are named `a\.weight\.codes`"):
+        load(tmp_path / "run", model=[nn.ModuleDict({"a": nn.ModuleDict({"weight": inner})}), both])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "IntxWeightOnlyConfig"])
+def test_quantised_weights_of_torchao(name: str, tmp_path: Path) -> None:
+    library = pytest.importorskip("torchao.quantization")
+
+    def make(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        made = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16()
+        library.quantize_(made, getattr(library, name)())
+        return made.requires_grad_(requires_grad=False)
+
+    old, new = make(0), make(1)
+    save(tmp_path, model=old)
+    load(tmp_path, model=new)
+    given = torch.randn(2, 64).bfloat16()
+    assert torch.equal(old(given), new(given))
