@@ -27,7 +27,7 @@ class Made(torch.Tensor):
 
     def __new__(cls, shape: Any, dtype: torch.dtype, options: Any = None, **inner: torch.Tensor) -> Self:
         del options, inner
-        made: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)  # type: ignore[attr-defined]
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
         return made  # type: ignore[no-any-return]
 
     def __init__(self, shape: Any, dtype: torch.dtype, options: Any = None, **inner: torch.Tensor) -> None:
