@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tests.test_cli import run
 from torch import nn
 
 import reshard
@@ -268,3 +269,58 @@ def test_a_conversion_tells_of_the_prefix_in_every_format(
     report = reshard.convert(tmp_path / "file", tmp_path / "bare", to="huggingface", select={"rename": {start: ""}})
     assert not any("names begin" in warning for warning in report.warnings)
     assert sorted(reshard.open(tmp_path / "bare")) == sorted(net().state_dict())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["pt", "dcp", "safetensors", "own"])
+def test_a_conversion_takes_one_of_several_sets(tmp_path: Path, kind: str) -> None:
+    first, second = net(1), net(2)
+    path = write(tmp_path / "file", kind, {"student": first.state_dict(), "teacher": second.state_dict()})
+    if kind in ("pt", "dcp"):
+        for to in ("huggingface", "safetensors", "torch"):
+            with pytest.raises(MismatchError, match="several sets of weights: `student`, `teacher`") as caught:
+                reshard.convert(path, tmp_path / "out", to=to)
+            assert "`Select(entry='student')`" in str(caught.value)
+            assert not (tmp_path / "out").exists()
+    reshard.convert(path, tmp_path / "one", to="huggingface", select={"entry": "teacher"})
+    model = net()
+    model.load_state_dict(reshard.torch.load_file(tmp_path / "one" / "model.safetensors"))
+    assert same(model, second)
+    select = {"entry": "student", "rename": {"0.": "first."}, "drop": "2."}
+    reshard.convert(path, tmp_path / "some.safetensors", select=select)
+    assert {name.partition(".")[0] for name in reshard.open(tmp_path / "some.safetensors")} == {"first", "1"}
+    with pytest.raises(ArgumentError, match="no tensor has the entry `ema`"):
+        reshard.convert(path, tmp_path / "none", select={"entry": "ema"})
+    with pytest.raises(ArgumentError, match="takes weights alone"):
+        reshard.convert(path, tmp_path / "none", select={"entry": "teacher"}, part="all")
+
+
+def test_the_command_line_names_the_sets_and_takes_one(tmp_path: Path) -> None:
+    state = {"net": nn.Linear(2, 2).state_dict(), "ema": nn.Linear(2, 2).state_dict(), "epoch": 3}
+    torch.save(state, tmp_path / "x.pt")
+    result = run("convert", tmp_path / "x.pt", tmp_path / "out")
+    assert result.exit_code == 1
+    assert "holds several sets of weights: `net`, `ema`" in result.stderr
+    assert "hint: `--entry net`" in result.stderr
+    assert "--part all takes all" in result.stderr
+    assert run("convert", tmp_path / "x.pt", tmp_path / "out", "--entry", "ema").exit_code == 0
+    with reshard.open(tmp_path / "out") as checkpoint:
+        assert checkpoint.read("weight").tolist() == state["ema"]["weight"].tolist()  # type: ignore[index]
+    reshard.convert(tmp_path / "x.pt", tmp_path / "all", part="all")
+    assert len(reshard.open(tmp_path / "all")) == 4
+    reshard.convert(tmp_path / "x.pt", tmp_path / "net", select={"drop": "ema."})
+    assert len(reshard.open(tmp_path / "net")) == 2
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"Dense_0": {"kernel": torch.ones(2), "bias": torch.ones(1)}, "Dense_1": {"kernel": torch.ones(2)}},
+        {"layers": [{"w": torch.ones(2)}, {"w": torch.ones(2)}]},
+        {"encoder": nn.Linear(2, 3).state_dict(), "decoder": nn.Linear(3, 2).state_dict()},
+        {"model": nn.Linear(2, 2).state_dict(), "best": torch.ones(1)},
+    ],
+)
+def test_parts_of_one_model_are_no_several_sets(tmp_path: Path, state: dict[str, Any]) -> None:
+    torch.save(state, tmp_path / "x.pt")
+    reshard.convert(tmp_path / "x.pt", tmp_path / "out")

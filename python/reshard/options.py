@@ -391,6 +391,8 @@ class Select(Options):
             Default: no change.
         suffix: of rank folders, which file of each rank is read, by the end of its name: "20_2", of a later run
             "1-20_2". Default: the newest that all ranks have.
+        entry: what stands before the names of the weights, such as "ema", as in `InitFrom`: the weights below it are
+            taken, under their names without it. Needed where a file holds several sets of weights of one model.
 
     Raises:
         ArgumentError: a value has the wrong type.
@@ -409,6 +411,7 @@ class Select(Options):
     drop: str | Sequence[str] = ()
     rename: Mapping[str, str] | None = None
     suffix: str | None = None
+    entry: str | None = None
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)

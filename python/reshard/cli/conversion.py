@@ -49,6 +49,12 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
         help="Which file of each rank folder to read, by the end of its name: 20_2, or 1-20_2 for a later run. "
         "Default: the newest.",
     ),
+    "entry": click.option(
+        "--entry",
+        metavar="NAME",
+        help="Take the weights below the entry NAME of a file that holds several sets of them, such as ema, and leave "
+        "it out of their names.",
+    ),
     "drop": click.option(
         "--drop",
         multiple=True,

@@ -236,6 +236,36 @@ def below(keys: Sequence[str], entry: str, path: str | None = None) -> dict[str,
     return names
 
 
+def alike(shapes: Mapping[str, Shape], paths: Mapping[str, Sequence[str | int]]) -> list[str]:
+    """The entries of a file that hold sets of weights of one model, such as trained weights and their average.
+
+    Entries are the dicts of the file, not parts of the names in them. Numbered dicts are layers of one model.
+
+    Args:
+        shapes: the stored tensors, without those of optimizers.
+        paths: the keys that lead to each.
+
+    Returns:
+        The entries, the largest first; empty if there are no two such sets.
+
+    Example:
+        >>> paths = {"net.0.w": ("net", "0.w"), "ema.0.w": ("ema", "0.w"), "best": ("best",)}
+        >>> alike({"net.0.w": (2,), "ema.0.w": (2,), "best": ()}, paths)
+        ['net', 'ema']
+    """
+    sets: dict[str, set[tuple[str, Shape]]] = defaultdict(set)
+    for key, shape in shapes.items():
+        path = paths.get(key, ())
+        if len(path) > 1 and not any(str(part)[-1:].isdigit() for part in path[:-1]):
+            sets[bare(".".join(map(str, path[:-1])))].add((bare(str(path[-1])), shape))
+    entries = sorted(sets, key=lambda entry: -len(sets[entry]))
+    for entry in entries:
+        found = [other for other in entries if 2 * len(sets[entry] & sets[other]) >= len(sets[entry])]
+        if len(found) > 1:
+            return found
+    return []
+
+
 def _rivals(sets: Sequence[WeightSet]) -> list[WeightSet]:
     """The sets that fit about as well as the best one, and hold other tensors than it."""
     if not sets:

@@ -18,17 +18,25 @@ from reshard.checkpoint import Checkpoint
 from reshard.collective import Collective
 from reshard.conversion.destinations import SHARED_PREFIX, Job, Options
 from reshard.conversion.kept_dtypes import kept_by_cast
+from reshard.conversion.selection import of_prefixes
 from reshard.conversion.selection import select as selected
 from reshard.conversion.shares import Share, Shared, digest_of
 from reshard.conversion.writer import Settings
-from reshard.errors import ArgumentError, CheckpointNotFoundError, NamesError, ReshardError, UnsupportedError
+from reshard.errors import (
+    ArgumentError,
+    CheckpointNotFoundError,
+    MismatchError,
+    NamesError,
+    ReshardError,
+    UnsupportedError,
+)
 from reshard.formats import writer_mark
 from reshard.formats.base import StoredTensor
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1.reader import open_rank_files, strategy_for
 from reshard.formats.registry import check_destination
 from reshard.formats.torch_file.names import is_of_one_rank
-from reshard.formats.weight_sets import WRAPPERS, model_start
+from reshard.formats.weight_sets import WRAPPERS, alike, model_start
 from reshard.formats.writers import WRITERS, writer_for
 from reshard.group import SingleProcess, resolve, session
 from reshard.layout import as_layout
@@ -214,6 +222,13 @@ def convert(
         with open_source(source, strategy=strategy, suffix=chosen.suffix) as whole, contextlib.ExitStack() as views:
             _check_whole(source)
             part_written = part or writer.default_part
+            if chosen.entry is not None:
+                if part not in (None, "model"):
+                    raise ArgumentError(f"`entry` of `Select` takes weights alone, and `part` is {part!r}")
+                part_written = "model"
+                whole = views.enter_context(of_prefixes(whole, chosen.entry))  # noqa: PLW2901  the one that is converted
+            elif part != "all" and names is None and not chosen.rename:
+                _check_one_set(whole, (chosen.drop,) if isinstance(chosen.drop, str) else tuple(chosen.drop))
             known = None
             if names is not None:
                 known = as_names(names, config_beside(source) if config is None else config)
@@ -255,6 +270,7 @@ def convert(
                     chosen.suffix,
                     chosen.drop,
                     chosen.rename,
+                    chosen.entry,
                     None if known is None else known.to_mapping(),
                     iteration,
                     prefix,
@@ -328,6 +344,25 @@ def _check_whole(source: Location) -> None:
             path=str(source),
             hint="merge the files of all ranks with the tool that wrote them, for verl `python -m verl.model_merger "
             "merge`; a file of one rank has no `_world_size_<N>_rank_<R>` in its name",
+        )
+
+
+def _check_one_set(source: Checkpoint, drop: tuple[str, ...]) -> None:
+    """Refuse a file with several sets of weights of one model: one of them is the model."""
+    try:
+        values = source.data.run_values()
+    except ReshardError:  # of a value that is not converted
+        return
+    if values is None:
+        return
+    kept = (key for key in source.keys("model") if not drop or not key.startswith(drop))
+    entries = alike({key: source.shape(key) for key in kept}, values.paths)
+    if entries:
+        raise MismatchError(
+            f"{show(str(source.path))} holds several sets of weights: {listed(map(show, entries))}",
+            path=str(source.path),
+            hint=f"`--entry {entries[0]}` or `Select(entry={entries[0]!r})` takes the first one, "
+            "and `part='all'` takes all",
         )
 
 
