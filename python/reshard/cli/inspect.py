@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 import shlex
@@ -72,6 +73,11 @@ _STATES = {True: "complete", False: "damaged", None: "not checked"}
 @click.argument("path", type=PATH)
 @click.argument("pattern", required=False)
 @click.option("--strategy", type=PATH, metavar="PATH", help=STRATEGY_HELP)
+@click.option(
+    "--format",
+    metavar="NAME",
+    help="Which checkpoint of a folder with several: huggingface, deepspeed and so on. Default: by what it holds.",
+)
 @click.option("--layout", "as_layout", is_flag=True, help="Print the layout as a layout file, for `convert --layout`.")
 @click.option(
     "--html", "html", type=PATH, metavar="FILE", help="Write a page for a browser: one file, which uses no network."
@@ -83,6 +89,7 @@ def inspect(
     pattern: str | None,
     *,
     strategy: str | None,
+    format: str | None,  # noqa: A002  the name of the option
     as_layout: bool,
     html: str | None,
     everything: bool,
@@ -107,7 +114,8 @@ def inspect(
     """
     if html is not None and (pattern is not None or as_layout):
         raise click.UsageError("--html shows the whole checkpoint: it excludes PATTERN and --layout")
-    with collected_warnings(print_on_error=False) as logged, reshard.open(path, strategy=strategy) as checkpoint:
+    opened = functools.partial(reshard.open, path, strategy=strategy, format=format)
+    with collected_warnings(print_on_error=False) as logged, opened() as checkpoint:
         if as_layout:
             echo_as_file(reshard.ModelLayout.like(checkpoint), as_json=as_json)
             return

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reshard.errors import DestinationExistsError
+from reshard.errors import ArgumentError, DestinationExistsError
 from reshard.formats.base import Match
 from reshard.formats.checkpoint1.format import CHECKPOINT1
 from reshard.formats.checkpoint2.format import CHECKPOINT2, TILED
@@ -20,7 +20,7 @@ from reshard.formats.huggingface.reader import HUGGINGFACE
 from reshard.formats.megatron.format import MEGATRON
 from reshard.formats.single_file.reader import SINGLE_FILE
 from reshard.formats.torch_file.format import TORCH_FILE
-from reshard.words import show
+from reshard.words import listed, show
 
 if TYPE_CHECKING:
     from reshard.formats.base import Format
@@ -68,6 +68,39 @@ def detect(path: Location) -> Format:
             fallback = one
     assert fallback is not None  # each kind of path has a fallback
     return fallback
+
+
+def matching(path: Location) -> list[Format]:
+    """All formats that recognise an existing path, in the order in which they are tried."""
+    return [one for one in FORMATS if one.detect(path) is Match.YES]
+
+
+def of_name(path: Location, name: str) -> Format:
+    """The format of this name.
+
+    Args:
+        path: an existing path.
+        name: the name in its traits.
+
+    Raises:
+        ArgumentError: the path is not in this format.
+
+    Example:
+        >>> import numpy as np, reshard
+        >>> from reshard.storage.location import locate
+        >>> reshard.save_file({"w": np.zeros(2)}, "w.safetensors")
+        >>> of_name(locate("w.safetensors"), "safetensors").traits.name
+        'safetensors'
+    """
+    possible = [one for one in FORMATS if one.detect(path) is not Match.NO]
+    for one in possible:
+        if one.traits.name == name:
+            return one
+    raise ArgumentError(
+        f"{show(str(path))} holds no checkpoint of the format {show(name)}",
+        path=str(path),
+        hint=f"its format can be {listed(dict.fromkeys(one.traits.name for one in possible))}",
+    )
 
 
 def check_destination(path: Location, name: str, *, keeps_others: bool = True) -> None:

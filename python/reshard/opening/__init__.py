@@ -19,6 +19,7 @@ from reshard.errors import (
     MismatchError,
     ReshardError,
     StorageError,
+    UnsupportedError,
 )
 from reshard.formats import registry
 from reshard.formats.base import Match, OpenOptions, StrategyLike
@@ -28,12 +29,13 @@ from reshard.formats.checkpoint2.format import CHECKPOINT2
 from reshard.formats.dcp.names import METADATA_FILE
 from reshard.lazy import exports
 from reshard.storage.location import BROKEN_LINK_HINT, Location, locate
-from reshard.words import hub_hint, show
+from reshard.words import hub_hint, listed, show
 
 if TYPE_CHECKING:
     import os
 
     from reshard import _core
+    from reshard.formats.base import CheckpointData
     from reshard.formats.checkpoint1.reader import RankSave
     from reshard.formats.checkpoint2.candidates import Order
     from reshard.formats.checkpoint2.reader import Chosen as Chosen
@@ -70,6 +72,7 @@ def open(  # noqa: A001
     strategy: StrategyLike | None = None,
     names: NamesLike | None = None,
     method: _core.ReadMethod = "auto",
+    format: str | None = None,  # noqa: A002  as in `save`
 ) -> Checkpoint:
     """Open a checkpoint, whatever its format.
 
@@ -86,6 +89,8 @@ def open(  # noqa: A001
         names: a name map that renames the tensors, see `Checkpoint.renamed`: a `NameMap`, its file or mapping, or a
             preset such as "qwen3-mindspore". A text that ends in ":reverse" applies the map in reverse.
         method: "map" maps the files, "read" reads them at positions, "auto" decides by the file system.
+        format: of a folder that holds checkpoints of several formats, which one is opened, such as "huggingface" or
+            "deepspeed": a value of `Checkpoint.format`.
 
     Returns:
         The opened checkpoint. All names of tensors that `reshard.torch.save_file` stored as tied are keys. Close it, or
@@ -100,6 +105,8 @@ def open(  # noqa: A001
         CoverageError: the stored shards do not cover a tensor.
         MismatchError: the strategy has other ranks or other tensors.
         NamesError: the name map does not match the tensors.
+        ArgumentError: the path holds no checkpoint of `format`.
+        UnsupportedError: weights are placeholders without elements, beside a checkpoint of another format.
 
     Example:
         >>> import numpy as np, reshard
@@ -110,14 +117,15 @@ def open(  # noqa: A001
     """
     target = locate(path)
     if names is None:
-        opened = _open(target, strategy, method)
+        opened = _open(target, strategy, method, format)
     else:
-        with _open(target, strategy, method) as as_stored:
+        with _open(target, strategy, method, format) as as_stored:
             opened = as_stored.renamed(names)
     # A pickled checkpoint is opened again by its own folder: a root may have a newer one by then.
     is_iteration = opened.path.name != target.name and checkpoint2.parse_iteration_folder(opened.path.name) is not None
     again = (locate(opened.path) if is_iteration else target).absolute()
-    opened._reopen = partial(_open_again, str(again), opened.iteration, strategy, names, method)  # noqa: SLF001
+    options = (strategy, names, method)
+    opened._reopen = partial(_open_again, str(again), opened.iteration, *options, of_format=format)  # noqa: SLF001
     return opened
 
 
@@ -127,9 +135,11 @@ def _open_again(
     strategy: StrategyLike | None,
     names: NamesLike | None,
     method: _core.ReadMethod,
+    *,
+    of_format: str | None,
 ) -> Checkpoint:
     """Open a checkpoint that was pickled. Raises MismatchError if its path has another iteration now."""
-    opened = open(path, strategy=strategy, names=names, method=method)
+    opened = open(path, strategy=strategy, names=names, method=method, format=of_format)
     if opened.iteration != iteration:
         opened.close()
         raise MismatchError(
@@ -140,7 +150,7 @@ def _open_again(
     return opened
 
 
-def _open(target: Location, strategy: StrategyLike | None, method: _core.ReadMethod) -> Checkpoint:
+def _open(target: Location, strategy: StrategyLike | None, method: _core.ReadMethod, name: str | None) -> Checkpoint:
     found = target.found()
     could_be_root = (
         target.suffix not in (".safetensors", ".ckpt") and checkpoint2.parse_iteration_folder(target.name) is None
@@ -156,16 +166,42 @@ def _open(target: Location, strategy: StrategyLike | None, method: _core.ReadMet
         raise kind(f"there is nothing at {show(str(target))}", path=str(target), hint=hint)
     if could_be_root and found == "folder" and _is_empty(target):
         raise EmptyRootError(f"{show(str(target))} is an empty folder", path=str(target))
-    format_ = registry.detect(target)
+    format_ = registry.detect(target) if name is None else registry.of_name(target, name)
     if strategy is not None and not (format_.traits.rank_folders or format_.traits.takes_strategy):
         _log.warning("%s does not consist of rank folders: the strategy is ignored", target)
     try:
-        return Checkpoint(format_.open(target, OpenOptions(method, strategy)))
+        data = format_.open(target, OpenOptions(method, strategy))
     except (DamagedFileError, CheckpointNotFoundError) as error:
         _check_downloaded(error)
         if format_.detect(target) is Match.FALLBACK and error.path == str(target):
             _say_what_is_there(error, target)
         raise
+    if name is None and data.traits.is_pretrained and found == "folder":
+        _check_placeholders(data, target)
+    return Checkpoint(data)
+
+
+def _check_placeholders(data: CheckpointData, folder: Location) -> None:
+    """Refuse weights without elements beside a checkpoint of another format, which holds them.
+
+    transformers writes such weights where DeepSpeed has partitioned the parameters.
+    """
+    keys = map(data.index.key, range(len(data.index)))
+    empty = next((key for key in keys if 0 in data.index.shape(key)), None)
+    if empty is None:
+        return
+    own = data.traits.name
+    what = f"the weights of the format {own} are placeholders: {show(empty)} has the shape {data.index.shape(empty)}"
+    others = [one.traits.name for one in registry.matching(folder) if one.traits.name != own]
+    if not others:
+        _log.warning("%s: %s", folder, what)
+        return
+    raise UnsupportedError(
+        f"{show(str(folder))} holds checkpoints of the formats {own} and {listed(others)}, and {what}",
+        path=str(folder),
+        key=empty,
+        hint=f"`format={others[0]!r}` opens the other one; the path of its own folder opens it, too",
+    )
 
 
 def _say_what_is_there(error: ReshardError, target: Location) -> None:

@@ -361,8 +361,7 @@ def _check_one_set(source: Checkpoint, drop: tuple[str, ...]) -> None:
         raise MismatchError(
             f"{show(str(source.path))} holds several sets of weights: {listed(map(show, entries))}",
             path=str(source.path),
-            hint=f"`--entry {entries[0]}` or `Select(entry={entries[0]!r})` takes the first one, "
-            "and `part='all'` takes all",
+            hint=f"`select=Select(entry={entries[0]!r})` takes the first one; `part='all'` takes all",
         )
 
 
