@@ -861,3 +861,25 @@ def test_a_source_and_a_destination_inside_each_other_are_refused(tmp_path: Path
         with pytest.raises(ArgumentError) as caught:
             reshard.convert(source, target)
         assert message in caught.value.message
+
+
+def test_only_these_tensors_are_written(tmp_path: Path) -> None:
+    model = {"a.w": np.full(2, 1.0), "a.b": np.full(2, 2.0), "b.w": np.full(2, 3.0)}
+    optimizer = {f"exp_avg.{name}": array + 10 for name, array in model.items()}
+    optimizer["extra.ema.a.w"] = np.full(2, 7.0)
+    reshard.save(tmp_path / "run", 5, model, optimizer=optimizer)
+    for only, rename, right in (
+        ("extra.ema.", {"extra.ema.": ""}, {"a.w": 7.0}),
+        (["a.b", "b."], None, {"a.b": 2, "b.w": 3, "exp_avg.a.b": 12, "exp_avg.b.w": 13}),
+        ("b.w", {"b.": "c."}, {"c.w": 3.0, "exp_avg.c.w": 13.0}),
+    ):
+        target = tmp_path / "out.safetensors"
+        reshard.convert(tmp_path / "run", target, select={"only": only, "rename": rename}, overwrite=True)
+        with reshard.open(target) as found:
+            assert {key: found.read(key)[0] for key in found} == right
+    reshard.convert(tmp_path / "run", tmp_path / "model", select={"only": "b."}, part="model")
+    assert sorted(reshard.open(tmp_path / "model")) == ["b.w"]
+    with pytest.raises(ArgumentError, match="`only` has `c`, and no tensor name begins with this text"):
+        reshard.convert(tmp_path / "run", tmp_path / "none", select={"only": ["a.", "c"]})
+    reshard.convert(tmp_path / "run", tmp_path / "again", to="checkpoint2", select={"only": "a."})
+    assert reshard.open(tmp_path / "again").iteration == 5

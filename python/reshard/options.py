@@ -384,6 +384,8 @@ class Select(Options):
     """Which tensors of the source a conversion takes, and under which names, before `names` is applied.
 
     Attributes:
+        only: take the tensors whose names begin with this text, or with one of several, and no others: such as an
+            average of the weights. Default: all.
         drop: leave out the tensors whose names begin with this text, or with one of several. Default: none. They are
             nowhere in the destination.
         rename: how names begin, and how they begin instead: `{"model.": "", "lm_head.": "head."}`. The longest
@@ -408,6 +410,7 @@ class Select(Options):
 
     keyword: ClassVar[str] = "select"
 
+    only: str | Sequence[str] = ()
     drop: str | Sequence[str] = ()
     rename: Mapping[str, str] | None = None
     suffix: str | None = None

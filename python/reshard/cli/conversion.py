@@ -55,6 +55,12 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
         help="Take the weights below the entry NAME of a file that holds several sets of them, such as ema, and leave "
         "it out of their names.",
     ),
+    "only": click.option(
+        "--only",
+        multiple=True,
+        metavar="PREFIX",
+        help="Take only the tensors whose names start with PREFIX. Can be repeated.",
+    ),
     "drop": click.option(
         "--drop",
         multiple=True,

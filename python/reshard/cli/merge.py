@@ -21,7 +21,18 @@ from reshard.cli.output import PATH, command
     help="Format of DST: weight files with param_name_map.json, a Hugging Face folder, or one file.",
 )
 @options(
-    "strategy", "suffix", "drop", "rename", "part", "dtype", "dtype_all", "max_shard_size", "memory", "threads", "share"
+    "strategy",
+    "suffix",
+    "only",
+    "drop",
+    "rename",
+    "part",
+    "dtype",
+    "dtype_all",
+    "max_shard_size",
+    "memory",
+    "threads",
+    "share",
 )
 @options("model_files", "no_sync", "overwrite", "modes", "private")
 @command

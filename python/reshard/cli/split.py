@@ -35,6 +35,7 @@ from reshard.cli.output import PATH, command
 )
 @options(
     "suffix",
+    "only",
     "drop",
     "rename",
     "part",

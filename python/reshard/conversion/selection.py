@@ -72,6 +72,7 @@ def select(
     source: Checkpoint,
     part: Part,
     *,
+    only: str | Sequence[str] = (),
     drop: str | Sequence[str] = (),
     rename: Mapping[str, str] | None = None,
     names: NameMap | None = None,
@@ -83,6 +84,7 @@ def select(
     Args:
         source: the opened source, which stays open.
         part: "model", "optimizer" or "all".
+        only: prefixes of the names of the tensors that are taken; empty: all are.
         drop: as in `new_names`; one prefix or several.
         rename: as in `new_names`.
         names: a name map that is applied afterwards.
@@ -98,10 +100,17 @@ def select(
     """
     if part == "model" and (weights := source.data.weights(dtype)) is not None:
         view = source.view({name: _stored(source, key) for name, key in weights.items()}, is_renamed=True)
-        selection = select(view, part, drop=drop, rename=rename, names=names, apart=apart)
+        selection = select(view, part, only=only, drop=drop, rename=rename, names=names, apart=apart)
         if selection.source is not view:
             view.close()
         return replace(selection, copies={weights[a]: weights[b] for a, b in selection.copies.items()})
+    if only:
+        chosen = _only(source, part, (only,) if isinstance(only, str) else tuple(only))
+        view = source.view({key: _stored(source, key) for key in chosen})
+        selection = select(view, part, drop=drop, rename=rename, names=names, apart=apart)
+        if selection.source is not view:
+            view.close()
+        return replace(selection, is_renamed=True, names=None)  # the state beside them is of all tensors
     alone = _alone(source, apart)
     counters = {} if part == "model" else _counters(source, alone)
     of_part = source.keys(part)
@@ -191,6 +200,24 @@ def of_prefixes(source: Checkpoint, entry: str | None, rename: Mapping[str, str]
         weight_sets.check_distinct(inner, path)
     new = new_names(list(inner.values()), (), rename)
     return source.view({new[name]: _stored(source, key) for key, name in inner.items()}, is_renamed=True)
+
+
+def _only(source: Checkpoint, part: Part, only: tuple[str, ...]) -> list[str]:
+    """The tensors whose names begin with one of these, and the optimizer state of these.
+
+    Raises:
+        ArgumentError: no name begins with one of them.
+    """
+    keys, states = source.keys(part), _states(source)
+    for text in only:
+        if not isinstance(text, str) or not text:
+            raise ArgumentError(f"`only` takes names of tensors or prefixes of names, not {text!r}")
+        if not any(key.startswith(text) for key in keys):
+            raise ArgumentError(
+                f"`only` has {show(text)}, and no tensor name begins with this text",
+                hint="`reshard inspect` lists the names" if _PATTERN.isdisjoint(text) else "it is not a pattern",
+            )
+    return [key for key in keys if key.startswith(only) or (key in states and states[key][1].startswith(only))]
 
 
 def _without(keys: list[str], others: Collection[str]) -> list[str]:

@@ -419,6 +419,7 @@ class Checkpointer:
         members = self._group
         described = self._describe(run, run.optimizer)
         saver = self._saver_of(run)
+        self._together(lambda: self._exports.check(model))
         notes = self._check_saves(saver, described)
         facts = _facts_of(run.sampler, scale_steps=self._scale_steps)
         is_own, reason = self._start(facts)

@@ -17,9 +17,10 @@ from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.group import session
 from reshard.storage.changes import make_folders, remove_file, replace_link
 from reshard.storage.location import locate
+from reshard.torch.adapters import adapters_of, write_adapters
 from reshard.torch.published import check_loads, published_names
 from reshard.verbs.convert import open_source
-from reshard.verbs.integrate import integrate, integrated_root
+from reshard.verbs.integrate import integrate, integrated_root, remove_outdated
 from reshard.words import show
 from reshard.write.retention import best_of
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from reshard.group import Group
     from reshard.names import NameMap
     from reshard.options import SaveOptions
+    from reshard.torch.adapters import Adapter
     from reshard.write.save import SaveReport
 
 _log = logging.getLogger("reshard")
@@ -55,6 +57,18 @@ class Exports:
     links: bool = False
     after_publish: Callable[[SaveReport], object] | None = None
     n_saves: int = 0
+
+    def check(self, model: object) -> None:
+        """Check before the first step that the names under which weights are published are known.
+
+        Args:
+            model: the model.
+
+        Raises:
+            UnsupportedError: they are not.
+        """
+        if self.hf_every is not None and not adapters_of(model):
+            published_names(model)
 
     def is_due(self, iteration: int) -> bool:
         """Whether the weights of this save are written. All ranks give the same answer, also after a restart."""
@@ -100,7 +114,11 @@ def export(
     warnings: list[str] = []
     if exports.is_integrated:
         warnings += integrate(root, report, **shared)
-    if exports.is_due(report.iteration):
+    is_due = exports.is_due(report.iteration)
+    adapters = adapters_of(model) if is_due else []
+    if adapters:
+        warnings += _export_adapters(root, report, adapters, options, group=group, timeout=timeout)
+    elif is_due:
         try:
             names = published_names(model)
             names = None if names is None else names.reversed()
@@ -129,6 +147,30 @@ def export(
                 _log.warning("iteration %d is saved, and `after_publish` failed", report.iteration, exc_info=True)
                 warnings.append(f"`after_publish` failed: {type(error).__name__}: {show(str(error))}")
     return warnings
+
+
+def _export_adapters(
+    root: str | os.PathLike[str],
+    report: SaveReport,
+    adapters: list[Adapter],
+    options: SaveOptions,
+    *,
+    group: Group,
+    timeout: float,
+) -> list[str]:
+    """Write the adapters of a save, on rank 0. Returns warnings."""
+    target = locate(integrated_root(root, "hf")) / checkpoint2.iteration_folder_name(report.iteration)
+
+    def write() -> str:
+        write_adapters(report.path, str(target), adapters, commit=options.commit)
+        return ""
+
+    try:
+        Collective(session(group, "export"), timeout).first(write, str)
+    except ReshardError as error:
+        _log.warning("iteration %d is saved, and its adapter is not written: %s", report.iteration, error)
+        return [f"the adapter is not written: {error.message}"]
+    return remove_outdated(target, None if options.retention is None else options.retention.keep)
 
 
 def _files(

@@ -20,7 +20,9 @@ from reshard.conversion.library_model import model_of
 from reshard.errors import ArgumentError
 from reshard.formats.checkpoint2.names import iteration_folder_name
 from reshard.options import Files, Retention
+from reshard.storage.changes import make_folders
 from reshard.storage.location import locate
+from reshard.torch.adapters import adapters_of, read_names, write_adapters, write_names
 from reshard.torch.published import check_loads, published_names
 from reshard.transformers.training import Plan, resuming
 from reshard.verbs.convert import convert
@@ -164,10 +166,18 @@ def write_model_files(root: str, trainer: Trainer) -> None:
     processing: Any = trainer.processing_class
     if processing is not None:
         processing.save_pretrained(folder)
+    adapters = adapters_of(model)
+    if adapters:
+        make_folders(locate(folder))
+        write_names(locate(folder), adapters)
 
 
-def export(root: str | os.PathLike[str], out: str | os.PathLike[str], *, iteration: int | None = None) -> ConvertReport:
+def export(
+    root: str | os.PathLike[str], out: str | os.PathLike[str], *, iteration: int | None = None
+) -> ConvertReport | None:
     """Write a checkpoint of a `ReshardCallback` as a folder that `from_pretrained` loads.
+
+    Of a model of peft, the folder has its adapters, for `PeftModel.from_pretrained`.
 
     Args:
         root: the checkpoint root.
@@ -175,13 +185,17 @@ def export(root: str | os.PathLike[str], out: str | os.PathLike[str], *, iterati
         iteration: which iteration; None: the newest.
 
     Returns:
-        What was written.
+        What was written; None for adapters.
 
     Raises:
         ReshardError: as `reshard.convert`.
     """
     place = locate(root)
     source = place if iteration is None else place / iteration_folder_name(iteration)
+    adapters = read_names(place / MODEL_FILES)
+    if adapters:
+        write_adapters(str(source), out, adapters)
+        return None
     files = Files(model_files=str(place / MODEL_FILES))
     names = published_names(model_of(str(place / MODEL_FILES)))
     names = None if names is None else names.reversed()

@@ -138,7 +138,8 @@ def convert(
             `.pth`: one file; else `pytorch_model.bin` or several files with an index), "dcp" (a folder of
             `torch.distributed.checkpoint`), "megatron" (a root of Megatron-Core with weights in `torch_dist`) or
             "deepspeed-universal" (a root of DeepSpeed with a universal folder, for any ZeRO stage).
-        part: "model", "optimizer" or "all"; default "model" for Hugging Face, torch and Megatron, else "all".
+        part: "model", "optimizer" or "all"; default "model" for Hugging Face, torch and Megatron, else "all", which is
+            also the default with `Select(only=...)`.
         layout: how the destination is sharded, also a strategy file; None: whole tensors. It uses the new names.
         strategy: of rank folders, how they are sharded: a strategy file, or a folder with those of all stages.
         select: which tensors are selected, and under which names: a `Select` or a mapping of its fields.
@@ -221,13 +222,13 @@ def convert(
         max_bytes = None if written_as.max_shard_size is None else parse_size(written_as.max_shard_size)
         with open_source(source, strategy=strategy, suffix=chosen.suffix) as whole, contextlib.ExitStack() as views:
             _check_whole(source)
-            part_written = part or writer.default_part
+            part_written = part or ("all" if chosen.only else writer.default_part)
             if chosen.entry is not None:
                 if part not in (None, "model"):
                     raise ArgumentError(f"`entry` of `Select` takes weights alone, and `part` is {part!r}")
                 part_written = "model"
                 whole = views.enter_context(of_prefixes(whole, chosen.entry))  # noqa: PLW2901  the one that is converted
-            elif part != "all" and names is None and not chosen.rename:
+            elif part != "all" and names is None and not (chosen.rename or chosen.only):
                 _check_one_set(whole, (chosen.drop,) if isinstance(chosen.drop, str) else tuple(chosen.drop))
             known = None
             if names is not None:
@@ -240,6 +241,7 @@ def convert(
             selection = selected(
                 whole,
                 part_written,
+                only=chosen.only,
                 drop=chosen.drop,
                 rename=chosen.rename,
                 names=known,
@@ -268,6 +270,7 @@ def convert(
                     part,
                     None if strategy is None else str(locate(strategy).resolved()),
                     chosen.suffix,
+                    chosen.only,
                     chosen.drop,
                     chosen.rename,
                     chosen.entry,

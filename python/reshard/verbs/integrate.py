@@ -103,10 +103,10 @@ def integrate(
     except ReshardError as error:
         _log.warning("iteration %d is saved, but not written as whole tensors: %s", report.iteration, error)
         return [f"it is not written as whole tensors: {error.message}"]
-    return _remove_outdated(target, keep)
+    return remove_outdated(target, keep)
 
 
-def _remove_outdated(target: Location, keep: int | None) -> list[str]:
+def remove_outdated(target: Location, keep: int | None) -> list[str]:
     """Remove the older folders. All ranks try, and a folder that another rank has removed is no error."""
     if keep is None:
         return []

@@ -1,0 +1,140 @@
+"""Adapters of peft, written from a checkpoint: the files are those of `save_pretrained`, and peft loads them."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from tests.peers.required import required
+
+import reshard
+from reshard.errors import MismatchError, UnsupportedError
+from reshard.torch import Checkpointer
+from reshard.torch.adapters import Adapter, adapters_of, write_adapters
+from reshard.transformers import ReshardCallback
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+peft = required("peft")
+transformers = required("transformers")
+
+
+def base() -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def moved(model: Any) -> Any:
+    """The model with other values of all its adapters, as after a training."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter))
+    return model
+
+
+CONFIGS: dict[str, Any] = {
+    "lora": lambda: peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+    "lora without a task": lambda: peft.LoraConfig(r=2, target_modules="all-linear"),
+    "dora": lambda: peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True, task_type="CAUSAL_LM"),
+    "biases": lambda: peft.LoraConfig(r=2, target_modules=["q_proj"], bias="all", task_type="CAUSAL_LM"),
+    "whole head": lambda: peft.LoraConfig(
+        r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM"
+    ),
+    "embedding": lambda: peft.LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"], task_type="CAUSAL_LM"),
+    "ia3": lambda: peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[], task_type="CAUSAL_LM"),
+    "loha": lambda: peft.LoHaConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"),
+    "vera": lambda: peft.VeraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"),
+}
+
+
+def saved(root: Path, model: Any, **options: Any) -> str:
+    """The folder of a save of the model."""
+    with Checkpointer(root, save_every=1, signals=(), **options) as checkpointer:
+        checkpointer.resume(model=model)
+        checkpointer.step(1)
+    return str(root / "iteration_00000001")
+
+
+def check_folder(found: Path, right: Path) -> None:
+    """The weights are those of another folder, bit for bit, and the configuration says the same."""
+    with (
+        reshard.open(found / "adapter_model.safetensors") as one,
+        reshard.open(right / "adapter_model.safetensors") as two,
+    ):
+        assert sorted(one) == sorted(two)
+        for key in one:
+            assert one.read(key).tobytes() == two.read(key).tobytes(), key
+    first, second = (json.loads((folder / "adapter_config.json").read_text()) for folder in (found, right))
+    for value in (first, second):  # sets, in any order
+        value["target_modules"] = sorted(value["target_modules"] or [])
+    assert first == second
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.filterwarnings("ignore")
+def test_folders_are_those_of_the_library(kind: str, tmp_path: Path) -> None:
+    model = moved(peft.get_peft_model(base(), CONFIGS[kind]()))
+    model.save_pretrained(str(tmp_path / "right"), save_embedding_layers="auto")
+    saved(tmp_path / "run", model, hf_every=1)
+    folder = tmp_path / "run_hf" / "iteration_00000001"
+    check_folder(folder, tmp_path / "right")
+    again = peft.PeftModel.from_pretrained(base(), str(folder))
+    given = torch.arange(8)[None]
+    with torch.no_grad():
+        assert torch.equal(again.eval()(given).logits, model.eval()(given).logits)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_several_adapters_are_in_folders_of_their_names(tmp_path: Path) -> None:
+    model = peft.get_peft_model(base(), CONFIGS["lora"]())
+    model.add_adapter("second", peft.LoraConfig(r=3, target_modules=["k_proj"], task_type="CAUSAL_LM"))
+    model = moved(model)
+    model.save_pretrained(str(tmp_path / "right"))
+    write_adapters(saved(tmp_path / "run", model), tmp_path / "out", adapters_of(model))
+    check_folder(tmp_path / "out", tmp_path / "right")
+    check_folder(tmp_path / "out" / "second", tmp_path / "right" / "second")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
+    model = peft.get_peft_model(base(), CONFIGS["lora"]())
+    folder = saved(tmp_path / "run", model)
+    (adapter,) = adapters_of(model)
+    assert write_adapters(folder, tmp_path / "out", [adapter]) == len(adapter.names)
+    more = Adapter(adapter.name, {**adapter.names, "base_model.model.lm_head": "x"}, adapter.config)
+    with pytest.raises(MismatchError, match=r"\d+ tensors belong to the adapter|no tensor name begins"):
+        write_adapters(folder, tmp_path / "out", [Adapter("a", {**more.names, "base_model.model.model.": "y."}, {})])
+    assert adapters_of(base()) == []
+    assert len(adapters_of(torch.nn.parallel.DataParallel(model))) == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_no_tensor_of_the_model_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    model = peft.get_peft_model(base(), peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
+    made = Checkpointer(tmp_path / "run", save_every=1, hf_every=1, signals=())
+    with pytest.raises(UnsupportedError, match="peft publishes `prompt_embeddings` of the adapter `default`"):
+        made.resume(model=model)
+    saved(tmp_path / "run", model)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_ends_with_a_folder_of_its_adapter(tmp_path: Path) -> None:
+    data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(8)]
+    model = peft.get_peft_model(base(), CONFIGS["lora"]())
+    arguments = transformers.TrainingArguments(
+        str(tmp_path / "out"), max_steps=2, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True
+    )
+    callback = ReshardCallback(tmp_path / "run", save_every=1, hf=tmp_path / "final")
+    transformers.Trainer(model, arguments, train_dataset=data, callbacks=[callback]).train()
+    model.save_pretrained(str(tmp_path / "right"))
+    check_folder(tmp_path / "final", tmp_path / "right")
+    assert not (tmp_path / "final" / "model.safetensors").exists()
