@@ -20,7 +20,7 @@ from reshard.formats.huggingface.reader import HUGGINGFACE
 from reshard.formats.megatron.format import MEGATRON
 from reshard.formats.single_file.reader import SINGLE_FILE
 from reshard.formats.torch_file.format import TORCH_FILE
-from reshard.words import listed, show
+from reshard.words import check_text, listed, show
 
 if TYPE_CHECKING:
     from reshard.formats.base import Format
@@ -83,7 +83,7 @@ def of_name(path: Location, name: str) -> Format:
         name: the name in its traits.
 
     Raises:
-        ArgumentError: the path is not in this format.
+        ArgumentError: the path is not in this format, or the name is no text.
 
     Example:
         >>> import numpy as np, reshard
@@ -92,6 +92,7 @@ def of_name(path: Location, name: str) -> Format:
         >>> of_name(locate("w.safetensors"), "safetensors").traits.name
         'safetensors'
     """
+    check_text(name, "`format`")
     possible = [one for one in FORMATS if one.detect(path) is not Match.NO]
     for one in possible:
         if one.traits.name == name:

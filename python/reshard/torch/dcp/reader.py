@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import math
 import os
-import pickle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -196,7 +195,7 @@ class Reader(StorageReader):
         data = io.BytesIO()
         try:
             torch.save(self._values[name], data)
-        except (TypeError, AttributeError, pickle.PicklingError):
+        except TypeError:  # of an `Opaque`
             path = str(self._opened().path)
             raise UnsupportedError(
                 f"{show(name)} of {path} holds an object of a class, which only code of the file could make",
