@@ -92,7 +92,7 @@ def of_name(path: Location, name: str) -> Format:
         >>> of_name(locate("w.safetensors"), "safetensors").traits.name
         'safetensors'
     """
-    check_text(name, "`format`")
+    check_text(name, "name of a format")
     possible = [one for one in FORMATS if one.detect(path) is not Match.NO]
     for one in possible:
         if one.traits.name == name:
