@@ -333,6 +333,7 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
             "check_replicas",
             "compatible",
             "copy",
+            "check_names",
             "dedup",
             "direct",
             "dry_run",

@@ -279,6 +279,9 @@ class Files(Options):
         model_files: a folder whose other files (configuration, tokenizer, templates, code) are copied beside the
             weights of a Hugging Face folder. Default: the source, if it is such a folder. A file that the destination
             has already is left as it is if it is equal, and refused if it is not. For `convert` only.
+        check_names: compare the names and shapes of a Hugging Face folder with those of the model of its config.json,
+            before it gets its name. Default True: where transformers is installed and knows the model. For `convert`
+            only.
         modes: "mindspore-transformers" gives files the permissions that MindSpore Transformers gives (shard files
             0400), in its formats. Default: as the umask says. For `convert` only.
 
@@ -300,6 +303,7 @@ class Files(Options):
     strict_format: bool = False
     max_shard_size: str | int | None = None
     model_files: str | os.PathLike[str] | None = None
+    check_names: bool = True
     modes: Literal["mindspore-transformers"] | None = None
 
 

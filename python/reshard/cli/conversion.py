@@ -149,6 +149,14 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
     "overwrite": click.option(
         "--overwrite", is_flag=True, help="Replace an existing iteration, or the files of an earlier conversion."
     ),
+    "check_names": click.option(
+        "--no-check",
+        "check_names",
+        is_flag=True,
+        flag_value=False,
+        default=True,
+        help="Do not compare the names with those of the model of config.json, as transformers loads it.",
+    ),
     "strict_format": click.option(
         "--strict-format", is_flag=True, help="Refuse tensors that metadata.json cannot describe."
     ),

@@ -34,7 +34,7 @@ from reshard.cli.output import PATH, command
     "threads",
     "share",
 )
-@options("model_files", "no_sync", "overwrite", "modes", "private")
+@options("model_files", "check_names", "no_sync", "overwrite", "modes", "private")
 @command
 def merge(src: str, dst: str, **given: Any) -> None:
     """Merge SRC, whose tensors are sharded over ranks, into the full weights DST.

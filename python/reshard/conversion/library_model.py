@@ -9,13 +9,15 @@ import importlib
 import re
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import UnsupportedError
+from reshard.errors import MismatchError, UnsupportedError
 from reshard.names.model import config_beside, read_config
-from reshard.words import show
+from reshard.words import listed, show
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping, Sequence
+
+_MOST = 5  # differences in one message
 
 
 def model_of(folder: str | os.PathLike[str]) -> Any:
@@ -51,6 +53,84 @@ def model_of(folder: str | os.PathLike[str]) -> Any:
             path=str(folder),
             hint="correct config.json",
         ) from error
+
+
+def published_shapes(model: Any) -> dict[str, tuple[int, ...]] | None:
+    """The names and shapes with which the library publishes a model; None: this version does not say it.
+
+    Args:
+        model: a model on the device `meta`, of `model_of`.
+    """
+    torch: Any = importlib.import_module("torch")
+    live = {name: one for name, one in model.state_dict().items() if isinstance(one, torch.Tensor)}
+    try:
+        revert = importlib.import_module("transformers.core_model_loading").revert_weight_conversion
+        published: dict[str, Any] = revert(model, live)
+    except Exception:  # noqa: BLE001  older versions publish the names of the model; a newer one may need the values
+        return None
+    return {name: tuple(one.shape) for name, one in published.items()}
+
+
+def check_shapes(
+    found: Mapping[str, tuple[int, ...]],
+    expected: Mapping[str, tuple[int, ...]],
+    model: Any,
+    *,
+    path: str,
+    folder: str,
+) -> None:
+    """Compare what is published with what the library loads. Either name of tied tensors is enough.
+
+    Args:
+        found: the shapes that are about to be published, by name.
+        expected: those that the library publishes.
+        model: the model.
+        path: what is published, for messages.
+        folder: the folder of config.json, for messages.
+
+    Raises:
+        MismatchError: they differ; the message names the first tensors.
+    """
+    tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    groups: dict[str, set[str]] = {}
+    for one, two in tied.items():
+        group = groups.get(one, {one}) | groups.get(two, {two})
+        groups |= dict.fromkeys(group, group)
+    wrong = [
+        key
+        for key in sorted(expected.keys() | found.keys())
+        if found.get(key) != expected.get(key) and (key in found or not groups.get(key, set()) & found.keys())
+    ]
+    if not wrong:
+        return
+    lines = [f"{show(key)} has shape {found.get(key, 'none')}, expected {expected.get(key, 'none')}" for key in wrong]
+    raise MismatchError(
+        f"{path}: {type(model).__name__} of {show(folder)} does not load what is published: {listed(lines, _MOST)}",
+        path=path,
+        hint=_hint(found, expected, wrong),
+    )
+
+
+def _hint(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], wrong: Sequence[str]) -> str:
+    """What to do about names or shapes that differ."""
+    first = next(iter(found), "")
+    starts = [first[: n + 1] for n, letter in enumerate(first) if letter == "."]
+    for start in starts:
+        bare = {key.removeprefix(start) for key in found}
+        if len(bare & expected.keys()) > len(found.keys() & expected.keys()):
+            return (
+                f"all fit after `select=Select(rename={{{start!r}: ''}})`"
+                if bare <= expected.keys()
+                else (f"`select=Select(rename={{{start!r}: ''}})` removes the text before the names")
+            )
+    rows = [key for key in wrong if key in found and key in expected and found[key][1:] == expected[key][1:]]
+    if rows and len(rows) == len(wrong):
+        n_found, n_expected = found[rows[0]][0], expected[rows[0]][0]
+        return (
+            f"config.json says `vocab_size` {n_expected}, and the checkpoint has {n_found} rows: a vocabulary may be "
+            "padded for training; give the config.json of the padded model"
+        )
+    return "give the config.json of the model that was saved; `files=Files(check_names=False)` publishes it as it is"
 
 
 def kept_in_float32(folder: str | os.PathLike[str], names: Iterable[str], dtype: str) -> set[str] | None:

@@ -27,6 +27,7 @@ class Settings:
         strict_format: refuse what metadata.json cannot express.
         original_modes: create files with the permissions that MindSpore Transformers uses.
         model_files: a folder whose files that are not weights are copied, or None.
+        check_names: whether the names are compared with those of the model of its config.json.
         source: the path of the source.
         with_state: whether counters and other state beside the tensors are written, by formats that hold them.
         with_extra: whether the state of the run is, as `writes_extra` of the writer says.
@@ -40,6 +41,7 @@ class Settings:
     strict_format: bool
     original_modes: bool
     model_files: Location | None
+    check_names: bool
     source: Location
     with_state: bool
     with_extra: bool

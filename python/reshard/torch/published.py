@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from reshard.conversion.library_model import model_of
-from reshard.errors import MismatchError, NamesError, ReshardError, UnsupportedError
+from reshard.conversion.library_model import check_shapes, model_of
+from reshard.errors import NamesError, ReshardError, UnsupportedError
 from reshard.names import NameMap
-from reshard.words import listed, show
+from reshard.words import show
 
 if TYPE_CHECKING:
     import os
@@ -82,24 +82,7 @@ def check_loads(checkpoint: Checkpoint, folder: str | os.PathLike[str], names: N
     published = published_names(model)
     live = {key: tuple(one.shape) for key, one in model.state_dict().items() if isinstance(one, torch.Tensor)}
     expected = live if published is None else _shapes(published.reversed(), live)
-    tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
-    other = defaultdict(set)
-    for one, two in tied.items():
-        other[one].add(two)
-        other[two].update({one, *(key for key, source in tied.items() if source == two)})
-        other[one].update(key for key, source in tied.items() if source == two)
-    differences = [
-        f"{show(key)} has shape {found.get(key, 'none')}, expected {expected.get(key, 'none')}"
-        for key in sorted(expected.keys() | found.keys())
-        if found.get(key) != expected.get(key) and (key in found or not other[key] & found.keys())
-    ]
-    if differences:
-        raise MismatchError(
-            f"{checkpoint.path}: {type(model).__name__} of {show(str(folder))} does not load what is published: "
-            f"{listed(differences, _MOST)}",
-            path=str(checkpoint.path),
-            hint="give the config.json of the model that was saved",
-        )
+    check_shapes(found, expected, model, path=str(checkpoint.path), folder=str(folder))
 
 
 def _shapes(names: NameMap, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

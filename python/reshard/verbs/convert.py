@@ -18,6 +18,7 @@ from reshard.checkpoint import Checkpoint
 from reshard.collective import Collective
 from reshard.conversion.destinations import SHARED_PREFIX, Job, Options
 from reshard.conversion.kept_dtypes import kept_by_cast
+from reshard.conversion.library_model import model_of, published_shapes
 from reshard.conversion.selection import of_prefixes
 from reshard.conversion.selection import select as selected
 from reshard.conversion.shares import Share, Shared, digest_of
@@ -238,12 +239,16 @@ def convert(
             apart = writer.apart(whole)
             if apart and part_written == "all" and whole.common is None:
                 whole.common = whole.data.read_common()
+            rename, of_entry = chosen.rename, list[str]()
+            is_checked = written_as.check_names and "model_files" in writer.options and part_written == "model"
+            if is_checked and model_folder is not None and not (rename or known or chosen.only or chosen.entry):
+                rename, of_entry = _without_entry(whole, model_folder)
             selection = selected(
                 whole,
                 part_written,
                 only=chosen.only,
                 drop=chosen.drop,
-                rename=chosen.rename,
+                rename=rename,
                 names=known,
                 apart=apart,
                 dtype=options.dtype,
@@ -272,7 +277,7 @@ def convert(
                     chosen.suffix,
                     chosen.only,
                     chosen.drop,
-                    chosen.rename,
+                    rename,
                     chosen.entry,
                     None if known is None else known.to_mapping(),
                     iteration,
@@ -300,6 +305,7 @@ def convert(
                 strict_format=written_as.strict_format,
                 original_modes=modes is not None,
                 model_files=model_folder,
+                check_names=is_checked,
                 source=source,
                 with_state=is_all,
                 with_extra=with_extra,
@@ -308,7 +314,7 @@ def convert(
                 check_destination(target, writer.name, keeps_others=writer.keeps_others)
             written = writer.write(job, settings)
             loses_extra = is_all and not with_extra
-            warnings = [*written.warnings, *of_cast, *(_extra_left_out(whole) if loses_extra else [])]
+            warnings = [*written.warnings, *of_entry, *of_cast, *(_extra_left_out(whole) if loses_extra else [])]
             if part_written == "model" and not selection.is_renamed:
                 warnings += _with_entries(whole, job.keys)
     return ConvertReport(
@@ -380,15 +386,38 @@ def _extra_left_out(source: Checkpoint) -> list[str]:
     return [f"{what}. A strict resume from it is refused; resume from the source, with any layout, to keep it"]
 
 
-def _with_entries(source: Checkpoint, keys: Sequence[str]) -> list[str]:
-    """Warnings about names of weights that begin with an entry of a run or a wrapper, and tensors outside of it."""
+def _without_entry(source: Checkpoint, folder: Location) -> tuple[dict[str, str] | None, list[str]]:
+    """The change that removes an entry or wrapper before all names, if the model of config.json has them without it.
+
+    Returns:
+        As `Select.rename`, or None; and a warning.
+    """
+    starts = _starts(source, source.keys("model"))
+    model = model_of(str(folder)) if len(set(starts.values())) == 1 and all(starts.values()) else None
+    expected = None if model is None else published_shapes(model)
+    if expected is None:
+        return None, []
+    start = next(iter(starts.values()))
+    is_as_stored = starts.keys() <= expected.keys()
+    if is_as_stored or not {key.removeprefix(start) for key in starts} <= expected.keys():
+        return None, []
+    return {start: ""}, [f"names begin with `{start}`, which is removed: the model of config.json has them without it"]
+
+
+def _starts(source: Checkpoint, keys: Sequence[str]) -> dict[str, str]:
+    """What stands before the name of each tensor in a file of a run of torch; empty for other sources."""
     try:
         values = source.data.run_values()
     except ReshardError:  # of a value that is not converted
-        return []
+        return {}
     if values is None:
-        return []
-    start_of = {key: model_start(key, values.path(key) if key in values.paths else (key,)) for key in keys}
+        return {}
+    return {key: model_start(key, values.path(key) if key in values.paths else (key,)) for key in keys}
+
+
+def _with_entries(source: Checkpoint, keys: Sequence[str]) -> list[str]:
+    """Warnings about names of weights that begin with an entry of a run or a wrapper, and tensors outside of it."""
+    start_of = _starts(source, keys)
     counts = Counter(start for start in start_of.values() if start)
     if not counts:
         return []

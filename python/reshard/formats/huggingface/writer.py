@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.conversion.destinations import File, check_folder_free, publish_folder
+from reshard.conversion.library_model import check_shapes, model_of, published_shapes
 from reshard.conversion.model_files import ModelFiles, dtype_warning, find_model_files
 from reshard.conversion.writer import Settings, Writer
 from reshard.formats.huggingface import names as huggingface
@@ -73,6 +74,8 @@ def write_folder(job: Job, settings: Settings, style: Style) -> Written:
     if model_files is not None and job.options.dtype is not None:
         warning = dtype_warning(model_files, job.options.dtype)
         copies.warnings += [] if warning is None else [warning]
+    if model_files is not None and settings.check_names:
+        _check_names(job, model_files)
     request = job.whole_request(job.keys)
     sizes = job.sizes(request)
     shards, max_bytes = [job.keys], settings.max_bytes or _DEFAULT_BYTES
@@ -89,6 +92,21 @@ def write_folder(job: Job, settings: Settings, style: Style) -> Written:
         file_of = {key: file.name for file, keys in zip(files, shards, strict=True) for key in keys}
         small[style.index_file] = huggingface.index_text(file_of, sum(sizes), _core.__version__)
     return publish_folder(job, files, small, warnings=copies.warnings, finish=functools.partial(_copy, copies, job))
+
+
+def _check_names(job: Job, model_files: Location) -> None:
+    """Compare the tensors with those of the model of a config.json, if the library that has its class is installed.
+
+    Raises:
+        MismatchError: they differ.
+        UnsupportedError: the library cannot make the model.
+    """
+    model = model_of(str(model_files))
+    expected = None if model is None else published_shapes(model)
+    if expected is not None:
+        index = job.source.data.index
+        found = {key: tuple(index.shape(key)) for key in job.keys}
+        check_shapes(found, expected, model, path=str(job.source.path), folder=str(model_files))
 
 
 def _copy(copies: ModelFiles, job: Job, folder: Location) -> dict[str, FileRecord]:

@@ -1,0 +1,101 @@
+"""A Hugging Face folder is compared with the model of its config.json before it gets its name."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
+from tests.peers.required import required
+
+import reshard
+from reshard.cli import main
+from reshard.errors import MismatchError
+from reshard.torch import load_file, save_file
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+transformers = required("transformers")
+
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def make(kind: str) -> Any:
+    values: dict[str, Any] = {"vocab_size": 30, **SIZES}
+    if kind in ("Mixtral", "Qwen3Moe"):
+        values |= {"num_local_experts": 4, "num_experts": 4, "moe_intermediate_size": 8, "num_key_value_heads": 2}
+    if kind == "tied":
+        kind, values = "Llama", values | {"tie_word_embeddings": True}
+    name = {"Bert": "BertForMaskedLM", "ViT": "ViTForImageClassification"}.get(kind, f"{kind}ForCausalLM")
+    return getattr(transformers, name)(getattr(transformers, f"{kind}Config")(**values))
+
+
+@pytest.mark.parametrize("kind", ["Llama", "tied", "Mixtral", "Qwen3Moe", "GPTNeoX", "Bert", "ViT", "Gemma3", "Phi3"])
+@pytest.mark.slow
+def test_folders_of_the_library_pass_and_other_names_do_not(kind: str, tmp_path: Path) -> None:
+    if kind == "Gemma3":
+        config = transformers.Gemma3TextConfig(vocab_size=30, head_dim=8, num_key_value_heads=1, **SIZES)
+        model: Any = transformers.Gemma3ForCausalLM(config)
+    elif kind == "Phi3":
+        model = transformers.Phi3ForCausalLM(transformers.Phi3Config(vocab_size=30, pad_token_id=0, **SIZES))
+    else:
+        model = make(kind)
+    model.save_pretrained(tmp_path / "hf")
+    reshard.convert(tmp_path / "hf", tmp_path / "again")
+    again = type(model).from_pretrained(tmp_path / "again").state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    first = min(weights)
+    for damage in ("missing", "named", "longer"):
+        changed = dict(weights)
+        tensor = changed.pop(first)
+        if damage == "named":
+            changed["another.name"] = tensor
+        if damage == "longer":
+            changed[first] = torch.cat([tensor, tensor[:1]])
+        save_file(changed, tmp_path / "changed.safetensors")
+        given: Any = {"to": "huggingface", "files": {"model_files": tmp_path / "hf"}}
+        with pytest.raises(MismatchError, match=rf"does not load what is published: .*`{first}` has shape"):
+            reshard.convert(tmp_path / "changed.safetensors", tmp_path / damage, **given)
+        assert not (tmp_path / damage).exists()
+        given["files"] |= {"check_names": False}
+        reshard.convert(tmp_path / "changed.safetensors", tmp_path / damage, **given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", [("model",), ("state_dict",), ("app", "model"), ("module",)])
+def test_an_entry_before_the_names_is_removed_where_the_model_has_none(entry: tuple[str, ...], tmp_path: Path) -> None:
+    model = make("Llama")
+    model.save_pretrained(tmp_path / "base")
+    state: Any = dict(model.state_dict())
+    for name in reversed(entry):
+        state = {name: state}
+    torch.save(state, tmp_path / "x.pt")
+    dcp.save(state, checkpoint_id=tmp_path / "x_dcp", no_dist=True)  # type: ignore[attr-defined]
+    for source in ("x.pt", "x_dcp"):
+        done = reshard.convert(
+            tmp_path / source, tmp_path / f"of {source}", to="huggingface", files={"model_files": tmp_path / "base"}
+        )
+        start = ".".join(entry) + "."
+        assert done.warnings[0].startswith(f"names begin with `{start}`, which is removed"), done.warnings
+        again = type(model).from_pretrained(tmp_path / f"of {source}").state_dict()
+        assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.slow
+def test_a_padded_vocabulary_is_refused_and_the_command_says_what_to_do(tmp_path: Path) -> None:
+    model = make("Llama")
+    model.save_pretrained(tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "config.json").write_text(json.dumps(config | {"vocab_size": 28}))
+    arguments = ["convert", str(tmp_path / "hf"), str(tmp_path / "out"), "--model-files", str(tmp_path / "small")]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code != 0
+    assert "config.json says `vocab_size` 28, and the checkpoint has 30 rows" in str(result.exception) + result.stderr
+    result = CliRunner().invoke(main, [*arguments, "--no-check"])
+    assert result.exit_code == 0, result.output
