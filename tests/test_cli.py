@@ -537,9 +537,11 @@ sys.argv[1:] = ["inspect", {str(CKPT2)!r}]
 main()
 """
     found = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=60)
-    is_raised = times == 2 and module in ("numpy", "reshard.cli.contents")  # the others come before the command
+    is_late = module in ("numpy", "reshard.cli.contents")  # the others come before the command
+    is_raised = times == 2 and is_late
     assert (found.returncode in (130, -signal.SIGINT), found.stderr.strip()) == (True, "interrupted")
-    assert found.stdout == "1\n" * is_raised
+    # A short time after the import, in which the command may have printed something, the interrupt takes effect.
+    assert found.stdout == "1\n" * is_raised or (times == 1 and is_late and found.stdout.startswith("root: "))
     assert is_raised or found.returncode == 130
 
 
