@@ -99,3 +99,44 @@ def test_a_padded_vocabulary_is_refused_and_the_command_says_what_to_do(tmp_path
     assert "config.json says `vocab_size` 28, and the checkpoint has 30 rows" in str(result.exception) + result.stderr
     result = CliRunner().invoke(main, [*arguments, "--no-check"])
     assert result.exit_code == 0, result.output
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_what_the_library_loads_under_other_names_is_published(tmp_path: Path) -> None:
+    """Names without the prefix of the model, old names, and tensors that the library ignores."""
+    gpt = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=30, n_embd=16, n_layer=1, n_head=2))
+    bert, llama = make("Bert"), make("Llama")
+
+    def old(name: str) -> str:
+        return name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+
+    cases: list[tuple[Any, Any, dict[str, torch.Tensor]]] = [
+        (gpt, lambda name: name.removeprefix("transformer."), {}),
+        (bert, old, {"bert.embeddings.position_ids": torch.zeros(1, 4)}),
+        (llama, str, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}),
+        (llama, str, {"model.layers.2.eh_proj.weight": torch.zeros(4, 4)}),
+    ]
+    for number, (model, rename, more) in enumerate(cases):
+        folder = tmp_path / str(number)
+        model.save_pretrained(folder)
+        weights = load_file(folder / "model.safetensors")
+        save_file({rename(name): tensor for name, tensor in weights.items()} | more, folder / "model.safetensors")
+        said = type(model).from_pretrained(folder, output_loading_info=True)[1]
+        assert {*said["missing_keys"], *said["mismatched_keys"]} == set()
+        warnings = reshard.convert(folder, tmp_path / f"{number} again").warnings
+        assert [line for line in warnings if "does not load" not in line] == []
+        assert len(load_file(tmp_path / f"{number} again" / "model.safetensors")) == len(weights) + len(more)
+
+
+@pytest.mark.slow
+def test_one_expert_less_and_a_tensor_left_out_on_purpose(tmp_path: Path) -> None:
+    make("Mixtral").save_pretrained(tmp_path / "hf")
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    del weights[next(name for name in weights if "experts.2." in name)]
+    save_file(weights, tmp_path / "less.safetensors")
+    given: Any = {"to": "huggingface", "files": {"model_files": tmp_path / "hf"}}
+    with pytest.raises(MismatchError, match=r"experts\.2\.\S+` has shape none"):
+        reshard.convert(tmp_path / "less.safetensors", tmp_path / "out", **given)
+    reshard.convert(tmp_path / "hf", tmp_path / "out", select={"drop": "lm_head."})
+    assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")

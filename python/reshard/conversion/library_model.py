@@ -5,6 +5,7 @@ transformers is asked where it is installed. It is imported when it is needed, w
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from reshard.words import listed, show
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 _MOST = 5  # differences in one message
 
@@ -78,8 +79,9 @@ def check_shapes(
     *,
     path: str,
     folder: str,
-) -> None:
-    """Compare what is published with what the library loads. Either name of tied tensors is enough.
+    left_out: Collection[str] = (),
+) -> list[str]:
+    """Compare what is published with what the library loads, also under other names that it accepts.
 
     Args:
         found: the shapes that are about to be published, by name.
@@ -87,28 +89,64 @@ def check_shapes(
         model: the model.
         path: what is published, for messages.
         folder: the folder of config.json, for messages.
+        left_out: names that are left out on purpose.
+
+    Returns:
+        Warnings about tensors that the library does not load.
 
     Raises:
-        MismatchError: they differ; the message names the first tensors.
+        MismatchError: a tensor is missing or has another shape; the message names the first ones.
     """
-    tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
-    groups: dict[str, set[str]] = {}
-    for one, two in tied.items():
-        group = groups.get(one, {one}) | groups.get(two, {two})
-        groups |= dict.fromkeys(group, group)
-    wrong = [
+    name_of = _live_names(model)
+    live = {name: tuple(one.shape) for name, one in model.state_dict().items() if hasattr(one, "shape")}
+    sources: dict[str, list[str]] = {}
+    for key in expected:
+        sources.setdefault(name_of(key), []).append(key)
+    given = {key: name_of(key) for key in found}
+    covered = set(given.values())
+    either = {key for group in _tied(model) if group & (found.keys() | covered) for key in group}
+    optional = _patterns(model, "_keys_to_ignore_on_load_missing")
+    missing = [
         key
-        for key in sorted(expected.keys() | found.keys())
-        if found.get(key) != expected.get(key) and (key in found or not groups.get(key, set()) & found.keys())
+        for key in expected.keys() - found.keys() - either - set(left_out)
+        if (target := name_of(key)) not in found
+        and not (len(sources[target]) == 1 and target in covered)
+        and not any(one.search(target) for one in optional)
     ]
+    # A tensor that the library makes of several has its shape under the published name only.
+    right = {key: expected.get(key, live.get(target)) for key, target in given.items()}
+    other = [
+        key for key in found if right[key] not in (None, found[key]) and (key in expected or given[key] in sources)
+    ]
+    unknown = [key for key in found if key not in expected and given[key] not in live]
+    wrong = sorted({*missing, *other})
     if not wrong:
-        return
-    lines = [f"{show(key)} has shape {found.get(key, 'none')}, expected {expected.get(key, 'none')}" for key in wrong]
+        ignored = _patterns(model, "_keys_to_ignore_on_load_unexpected")
+        unknown = [key for key in unknown if not any(one.search(key) for one in ignored)]
+        names = listed(map(show, unknown), _MOST)
+        return [f"{type(model).__name__} of {show(folder)} does not load {names}"] if unknown else []
+    shapes = {key: expected.get(key) or right.get(key) for key in wrong}
+    lines = [f"{show(key)} has shape {found.get(key, 'none')}, expected {shapes[key]}" for key in wrong]
+    more = f"; there is also {listed(map(show, unknown), _MOST)}" if unknown else ""
     raise MismatchError(
-        f"{path}: {type(model).__name__} of {show(folder)} does not load what is published: {listed(lines, _MOST)}",
+        f"{path}: {type(model).__name__} of {show(folder)} does not load what is published: "
+        f"{listed(lines, _MOST)}{more}",
         path=path,
         hint=_hint(found, expected, wrong),
     )
+
+
+def _tied(model: Any) -> list[set[str]]:
+    """The names of each group of tied tensors, of which one is enough."""
+    groups: dict[str, set[str]] = {}
+    for one, two in dict(getattr(model, "all_tied_weights_keys", None) or {}).items():
+        group = groups.get(one, {one}) | groups.get(two, {two})
+        groups |= dict.fromkeys(group, group)
+    return list(groups.values())
+
+
+def _patterns(model: Any, name: str) -> list[re.Pattern[str]]:
+    return [re.compile(one) for one in getattr(model, name, None) or ()]
 
 
 def _hint(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], wrong: Sequence[str]) -> str:
@@ -158,14 +196,23 @@ def kept_in_float32(folder: str | os.PathLike[str], names: Iterable[str], dtype:
     return {name for name in names if any(one.search(name) or one.search(live_name(name)) for one in patterns)}
 
 
-def _live_names(model: Any) -> Any:
+def _live_names(model: Any) -> Callable[[str], str]:
     """A function that gives the name of a published tensor in the live model, as far as the library renames it."""
+    live = model.state_dict()
     try:
         loading: Any = importlib.import_module("transformers.core_model_loading")
         mapping = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
         converters = [one for one in mapping if isinstance(one, loading.WeightConverter)]
         renamings = [one for one in mapping if not isinstance(one, loading.WeightConverter)]
-        loading.rename_source_key("a", renamings, converters)
+        prefix = model.base_model_prefix
+        loading.rename_source_key("a", renamings, converters, prefix, live)
     except (ImportError, AttributeError, TypeError):
         return lambda name: name
-    return lambda name: loading.rename_source_key(name, renamings, converters)[0]
+
+    def name_of(name: str) -> str:
+        found: str = loading.rename_source_key(name, renamings, converters, prefix, live)[0]
+        if found not in live and name in live:
+            return name
+        return found
+
+    return functools.cache(name_of)

@@ -75,7 +75,7 @@ def write_folder(job: Job, settings: Settings, style: Style) -> Written:
         warning = dtype_warning(model_files, job.options.dtype)
         copies.warnings += [] if warning is None else [warning]
     if model_files is not None and settings.check_names:
-        _check_names(job, model_files)
+        copies.warnings += _check_names(job, model_files)
     request = job.whole_request(job.keys)
     sizes = job.sizes(request)
     shards, max_bytes = [job.keys], settings.max_bytes or _DEFAULT_BYTES
@@ -94,8 +94,11 @@ def write_folder(job: Job, settings: Settings, style: Style) -> Written:
     return publish_folder(job, files, small, warnings=copies.warnings, finish=functools.partial(_copy, copies, job))
 
 
-def _check_names(job: Job, model_files: Location) -> None:
+def _check_names(job: Job, model_files: Location) -> list[str]:
     """Compare the tensors with those of the model of a config.json, if the library that has its class is installed.
+
+    Returns:
+        Warnings.
 
     Raises:
         MismatchError: they differ.
@@ -103,10 +106,12 @@ def _check_names(job: Job, model_files: Location) -> None:
     """
     model = model_of(str(model_files))
     expected = None if model is None else published_shapes(model)
-    if expected is not None:
-        index = job.source.data.index
-        found = {key: tuple(index.shape(key)) for key in job.keys}
-        check_shapes(found, expected, model, path=str(job.source.path), folder=str(model_files))
+    if expected is None:
+        return []
+    index = job.source.data.index
+    found = {key: tuple(index.shape(key)) for key in job.keys}
+    path, folder = str(job.source.path), str(model_files)
+    return check_shapes(found, expected, model, path=path, folder=folder, left_out=job.left_out)
 
 
 def _copy(copies: ModelFiles, job: Job, folder: Location) -> dict[str, FileRecord]:
