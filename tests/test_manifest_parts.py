@@ -288,7 +288,7 @@ def test_a_load_goes_back_if_checksums_are_damaged(tmp_path: Path, *, with_torch
     alter(Path(report.path) / "checksums.bin", 1)
     if with_torch:
         model = torch.nn.Linear(2, 1, bias=False)
-        found, state = Checkpointer(tmp_path / "run", signals=()).resume(model=model), model.state_dict()
+        found, state = Checkpointer(tmp_path / "run", signals=()).resume(model=model, strict=False), model.state_dict()
         assert found.iteration == 1
     else:
         loaded = reshard.load(tmp_path / "run", None)

@@ -390,8 +390,8 @@ class Select(Options):
     Attributes:
         only: take the tensors whose names begin with this text, or with one of several, and no others: such as an
             average of the weights. Default: all.
-        drop: leave out the tensors whose names begin with this text, or with one of several. Default: none. They are
-            nowhere in the destination.
+        drop: leave out the tensors whose names begin with this text, or with one of several, and the optimizer state of
+            these. Default: none. They are nowhere in the destination.
         rename: how names begin, and how they begin instead: `{"model.": "", "lm_head.": "head."}`. The longest
             beginning that fits is replaced; "" puts text before every name. The state of a parameter follows it.
             Default: no change.
