@@ -11,6 +11,9 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+
 from reshard.torch import rng
 
 if TYPE_CHECKING:
@@ -32,6 +35,7 @@ class Position:
         self._before_batch = before_batch
         self._resume: dict[str, Any] | None = None
         self._first: dict[str, Any] = {}  # the random state before the first batch
+        self._own: list[Any] = []  # the states of the generators of the loader at that time
         self._last: dict[str, Any] = {}  # and before the newest batch, of loaders without a length
         self._is_reused = False  # whether the epoch uses persistent workers of an earlier one
         self._start_workers = False
@@ -45,8 +49,9 @@ class Position:
             n_ahead: number of batches that were taken and not yet trained.
             is_end: whether the epoch is over: the next iterator begins a new one.
         """
-        state: dict[str, Any] = {"seed": _seed_of(loader)}
+        state: dict[str, Any] = {"seed": _seed_of(loader), "own": self._own}
         if is_end:
+            state["own"] = _own(loader)
             return state | {"reused": _has_workers(loader)}
         state["reused"] = self._is_reused
         state |= {"n": self.n_taken - n_ahead, "first": self._first}
@@ -68,6 +73,8 @@ class Position:
             _log.warning("the sampler goes on with seed %d of the checkpoint, not with %d", state["seed"], seed)
             loader.sampler.seed = state["seed"]
         self._resume = state if "first" in state else None
+        for generator, saved in zip(rng.own_generators(loader), state.get("own", ()), strict=False):
+            generator.set_state(torch.from_numpy(np.array(saved, np.uint8)))
         self._start_workers = bool(state.get("reused"))
 
     def batches(self, loader: Any, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
@@ -81,6 +88,7 @@ class Position:
             with _random_state(rng.capture()):
                 begin()
         self._is_reused = _has_workers(loader)
+        self._own = _own(loader)
         if resume is None:
             self.n_taken, self._first = 0, rng.capture()
             iterator = begin()
@@ -152,6 +160,11 @@ def _seed_of(loader: Any) -> int | None:
     """The seed of a `DistributedSampler`. Lightning takes it from `seed_everything`."""
     seed = getattr(getattr(loader, "sampler", None), "seed", None)
     return seed if type(seed) is int else None
+
+
+def _own(loader: Any) -> list[Any]:
+    """The states of the generators of a loader: its order may be drawn from them."""
+    return [generator.get_state().numpy().copy() for generator in rng.own_generators(loader)]
 
 
 def _has_workers(loader: Any) -> bool:

@@ -61,7 +61,7 @@ from reshard.torch.resuming import (
     with_data_position,
 )
 from reshard.torch.run import NOT_SAVED, Run, interval, number_of, object_name
-from reshard.torch.sampler import ElasticSampler, keep_stream
+from reshard.torch.sampler import ElasticSampler, check_not_read, keep_stream
 from reshard.torch.saving import Saver
 from reshard.torch.state import describe
 from reshard.verbs.load import Wanted, load_with, pass_over, resumed
@@ -484,6 +484,8 @@ class Checkpointer:
                 restore_objects(run, states)
                 return messages + restore_sampler(run.sampler, saved, decision, self._config, how)
 
+            if decision.initial_step:
+                self._together(lambda: check_not_read([run.sampler, *(extra or {}).values()]))
             notes += self._together(restore)[members.rank]
             if found.restored:
                 decision = replace(decision, reasons=(*decision.reasons, found.restored))

@@ -178,6 +178,31 @@ def derive(root_seed: int, iteration: int, coordinate: Mapping[str, int], *, rea
     return RngReport((), ("python", "numpy", "torch", *names), reason)
 
 
+def own_generators(loader: Any) -> list[torch.Generator]:
+    """The generators of a data loader and its samplers, each once. The global stream is not one of them.
+
+    Args:
+        loader: a data loader of torch.
+
+    Example:
+        >>> own = torch.Generator()
+        >>> own_generators(torch.utils.data.DataLoader([1, 2], shuffle=True, generator=own)) == [own]
+        True
+    """
+    found: list[torch.Generator] = []
+    waiting, seen = [loader], set()
+    while waiting:
+        one = waiting.pop(0)
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        generator = getattr(one, "generator", None)
+        if isinstance(generator, torch.Generator) and all(generator is not known for known in found):
+            found.append(generator)
+        waiting += [getattr(one, name, None) for name in ("sampler", "batch_sampler")]
+    return [one for one in found if one is not torch.default_generator]
+
+
 def _numpy_stream() -> dict[str, Any]:
     """The state of the global stream of numpy, which must be an MT19937."""
     state = np.random.get_state(legacy=False)  # noqa: NPY002 - the legacy stream is the global one

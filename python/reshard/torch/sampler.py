@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from reshard.errors import ArgumentError, MismatchError
 from reshard.torch.checks import MAX_SEED, count, shown
@@ -30,6 +31,7 @@ _log = logging.getLogger("reshard")
 
 _KIND = "reshard.ElasticSampler/1"  # version of the state and of the order; a different order needs a new number
 _N_PACES = 8  # steps in each of which a loop reads too many samples before a warning; workers begin within fewer
+_N_HELD = 3  # references to an iterator that only its loader holds: of the loader, a local name and an argument
 _BLOCK = 1 << 14  # indices that are computed at a time, rounded to whole steps
 
 Item = TypeVar("Item", int, list[int])
@@ -409,6 +411,32 @@ class ElasticSampler(Sampler[int]):
         )
 
 
+def check_not_read(loaders: Iterable[object]) -> None:
+    """Check that no iterator over a sampler or loader is in use: a position that is set now would not reach it.
+
+    Args:
+        loaders: samplers and loaders; other objects are left out.
+
+    Raises:
+        ArgumentError: an iterator is in use.
+    """
+    for one in loaders:
+        if _is_in_use(one):
+            raise ArgumentError(
+                f"an iterator over the {type(one).__name__} was made before `resume`: it would repeat samples",
+                hint="call `iter(loader)`, or begin the loop, after `resume`",
+            )
+
+
+def _is_in_use(one: object) -> bool:
+    """Whether there is an iterator over a sampler, or somebody but the loader itself holds one over a loader."""
+    if isinstance(one, ElasticSampler):
+        reader = None if one._reader is None else one._reader()  # noqa: SLF001 - same module
+        return reader is not None and reader.is_within
+    held = vars(one).get("_iterator") if issubclass(type(one), DataLoader) else None
+    return held is not None and sys.getrefcount(held) > _N_HELD
+
+
 def keep_stream(sampler: ElasticSampler) -> None:
     """Keep the current state of the random stream of torch over the draw of the next loader of a resumed sampler.
 
@@ -479,6 +507,11 @@ class _ReadAhead(Iterator[Item], Generic[Item]):
 
     def __iter__(self) -> Self:
         return self
+
+    @property
+    def is_within(self) -> bool:
+        """Whether it has read indices, and has not come to the end."""
+        return self._n_computed > 0 and (self._at < len(self._block) or self._n_computed < self._n_steps)
 
     def _next_block(self) -> None:
         """Compute the indices of the next whole steps."""

@@ -20,8 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from accelerate.data_loader import SeedableRandomSampler
+from torch.utils.data import IterableDataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import HubStrategy, has_length
 
 import reshard
@@ -152,6 +155,50 @@ def check_arguments(trainer: Trainer) -> None:
     for name, (is_set, reason) in reasons.items():
         if is_set:
             raise UnsupportedError(f"`TrainingArguments` has `{name}`: {reason}")
+
+
+def check_loader(loader: Any, world_size: int) -> None:
+    """Check that the position in a prepared loader can be found again.
+
+    Args:
+        loader: the training loader, as accelerate has prepared it.
+        world_size: number of processes.
+
+    Raises:
+        UnsupportedError: it cannot.
+    """
+    hint = "use a dataset with a length, with the samplers of Trainer; or a loop with a StatefulDataLoader"
+    if not hasattr(loader, "base_dataloader"):
+        raise UnsupportedError(
+            f"the training loader is a {type(loader).__name__}, not a DataLoader: its position is not known", hint=hint
+        )
+    dataset = loader.dataset
+    if _is_stream(loader):
+        _log.warning(
+            "the training data is a stream (`%s`): this run cannot be resumed; %s", type(dataset).__name__, hint
+        )
+        return
+    sampler = loader.batch_sampler
+    while hasattr(sampler, "batch_sampler"):
+        sampler = sampler.batch_sampler
+    sampler = getattr(sampler, "sampler", sampler)
+    if isinstance(sampler, SeedableRandomSampler):
+        return
+    name = type(sampler).__name__
+    if isinstance(sampler, RandomSampler) and sampler.replacement and sampler.generator is None:
+        raise UnsupportedError(
+            f"the {name} draws with replacement from the random stream of the model, also within an epoch",
+            hint="`RandomSampler(..., generator=torch.Generator())`",
+        )
+    is_random = isinstance(sampler, RandomSampler | WeightedRandomSampler | SubsetRandomSampler | LengthGroupedSampler)
+    if world_size > 1 and is_random:
+        raise UnsupportedError(
+            f"the {name} draws the order from the random stream of each of {world_size} processes", hint=hint
+        )
+
+
+def _is_stream(loader: Any) -> bool:
+    return isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None
 
 
 class ResumingTrainer(Trainer):
@@ -289,6 +336,7 @@ class _Training:
     _batches_per_epoch: int = 0
     _saved: dict[str, Any] = field(default_factory=dict)
     _random: dict[str, Any] = field(default_factory=dict)
+    _order: dict[str, Any] = field(default_factory=dict)  # the random state at the start of the epoch
     _loss: float | None = None
     _metrics: dict[str, float] = field(default_factory=dict)
     _complete: int = 0  # the last step that is complete, and the last one that was made
@@ -310,6 +358,7 @@ class _Training:
         """
         trainer, plan = self.trainer, self.plan
         self._batches_per_epoch = batches_per_epoch
+        check_loader(self.loader, trainer.args.world_size)
         self._data = _data_of(trainer, self.loader)
         self._checkpointer = self.stack.enter_context(plan.checkpointer(trainer.args, max_steps))
         extra: dict[str, Any] = {"trainer": self}
@@ -324,6 +373,13 @@ class _Training:
         )
         self.is_resumed = not decision.fresh
         if self.is_resumed:
+            if _is_stream(self.loader) and not trainer.args.ignore_data_skip:
+                raise UnsupportedError(
+                    f"the training data is a stream (`{type(self.loader.dataset).__name__}`), whose position is not "
+                    f"known to Trainer: after step {decision.initial_step} it would read other samples",
+                    hint="use a dataset with a length, or a loop with a StatefulDataLoader; "
+                    "`TrainingArguments(ignore_data_skip=True)` reads the stream from its start",
+                )
             members = resolve(None)
             self._random = rng.capture(rank=members.rank, world_size=members.world_size)
             self._complete = self._made = decision.initial_step
@@ -408,8 +464,19 @@ class _Training:
         rng.restore(self._random, iteration=self._complete, rank=members.rank, world_size=members.world_size)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Before the first batch of an epoch. In the first one, restore the sum of losses that are not yet logged."""
+        """Before the first batch of an epoch: keep the state that the order of its samples is drawn from.
+
+        In the first epoch after a resume, restore that state, and the sum of losses that are not yet logged. Trainer
+        restores the random state of the last step when the first batches are loaded.
+        """
         self._epoch = epoch
+        order = self._saved.pop("order", None)
+        if order is not None and not self.trainer.args.ignore_data_skip:
+            for generator, state in zip(rng.own_generators(self.loader), order["own"], strict=False):
+                generator.set_state(torch.tensor(state, dtype=torch.uint8))
+            if self._data.batches:
+                rng.restore(order["random"], iteration=0)
+        self._order = self._capture_order()
         pending = self._saved.pop("pending", None)
         if pending is None:
             return
@@ -421,6 +488,10 @@ class _Training:
         # `train_loss` is the mean over the steps of this call, without those of the sum.
         trainer._total_loss_scalar = -mean  # noqa: SLF001
 
+    def _capture_order(self) -> dict[str, Any]:
+        own = [generator.get_state().numpy().copy() for generator in rng.own_generators(self.loader)]
+        return {"random": rng.capture(), "own": own}
+
     # -------------------------------------------------------------------------------------------------------- saving
 
     def state_dict(self) -> dict[str, Any]:
@@ -430,7 +501,10 @@ class _Training:
         state = {name: getattr(trainer.state, name) for name in _RESTORED}
         state["stateful_callbacks"] = {name: [one.state() for one in ones] for name, ones in self._stateful().items()}
         loss = getattr(trainer, "_tr_loss", torch.tensor(0.0, device=trainer.args.device))
-        return {
+        order = {}
+        if trainer.args.world_size == 1:
+            order = {"order": self._order if self._order and self._data.batches else self._capture_order()}
+        return order | {
             "state": json.dumps(state, default=float),
             "pending": {
                 "losses": trainer.accelerator.gather(loss.detach().reshape(1)).tolist(),
@@ -515,7 +589,7 @@ class _Training:
 def _data_of(trainer: Any, loader: Any) -> DataPosition:
     """The facts of the data of a training, at its start."""
     args = trainer.args
-    is_sampled = loader.batch_sampler is not None
+    is_sampled = not _is_stream(loader)
     return DataPosition(
         batch_size=loader.total_batch_size if is_sampled else args.train_batch_size * args.world_size,
         n_samples=len(trainer.train_dataset) if has_length(trainer.train_dataset) else None,
