@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import torch
 from tests.test_cli import run
 
 import reshard
 from reshard.errors import ArgumentError, UnsupportedError
+from reshard.torch import Checkpointer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,6 +47,19 @@ def test_placeholders_are_not_opened_in_place_of_the_weights(both: Path) -> None
     assert run("inspect", both, "--format", "deepspeed").exit_code == 0
     assert run("convert", both, both.parent / "out").exit_code == 1
     assert not (both.parent / "out").exists()
+
+
+def test_a_run_that_starts_from_placeholders_is_told_what_to_open(both: Path) -> None:
+    reshard.save_file({"w": np.zeros(0, np.float32)}, both / "model.safetensors")
+    with pytest.raises(UnsupportedError, match="are placeholders") as caught:
+        Checkpointer(both.parent / "run", save_every=None).resume(model=torch.nn.Linear(3, 2), init_from=str(both))
+    assert "the path of its own folder" in str(caught.value.hint)
+
+
+def test_a_format_of_a_path_without_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(ArgumentError, match="hint: no format recognises it"):
+        reshard.open(tmp_path, format="dcp")
 
 
 def test_whole_weights_are_opened_as_before(both: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,8 @@ from tests.test_cli import run
 
 import reshard
 from reshard.config import Config
-from reshard.errors import CheckpointNotFoundError, UnsupportedError
+from reshard.errors import CheckpointNotFoundError, DamagedFileError, UnsupportedError
+from reshard.opening.gather import gather
 from reshard.opening.what_is_there import what_is_there
 from reshard.resume import RunFacts
 from reshard.storage.location import locate
@@ -137,6 +138,40 @@ def test_what_is_looked_at_is_bounded(tmp_path: Path) -> None:
     assert "more" in there.text
 
 
+def test_weight_files_and_folders_come_before_many_others(tmp_path: Path) -> None:
+    for n in range(400):
+        (tmp_path / f"{n}.dat").touch()
+    weights(tmp_path / "x_part")
+    error = refused(weights(tmp_path, "zz.safetensors"))
+    assert "it holds `zz.safetensors` (safetensors, " in str(error)
+    assert "`x_part/` (an empty folder)" in str(error)
+    assert "and 398 more" in str(error)
+    assert error.hint == f"did you mean `{tmp_path / 'zz.safetensors'}`?"
+
+
+def test_a_weight_file_in_a_folder_below_is_meant(tmp_path: Path) -> None:
+    file = weights(tmp_path / "unet", "diffusion_pytorch_model.safetensors") / "diffusion_pytorch_model.safetensors"
+    assert refused(tmp_path).hint == f"did you mean `{file}`?"
+
+
+def test_numbered_parts_are_told_apart_from_whole_files(tmp_path: Path) -> None:
+    parts = (["rank0.pt", "rank1.pt"], ["a-00001-of-00002.safetensors", "a-00002-of-00002.safetensors"])
+    for n, names in enumerate((*parts, ["epoch=1.ckpt", "epoch=2.ckpt"])):
+        folder = tmp_path / str(n)
+        folder.mkdir()
+        for name in names:
+            torch.save({"w": torch.ones(2)}, folder / name)
+            if name.endswith(".safetensors"):
+                reshard.save_file(WEIGHTS, folder / name)
+        assert ("a part of the tensors" in str(refused(folder).hint)) == (names in parts)
+
+
+def test_an_archive_that_looks_like_a_torch_file(tmp_path: Path) -> None:
+    np.savez(tmp_path / "w.npz", w=np.ones(2))
+    with pytest.raises(DamagedFileError, match="it looks like an archive of NumPy"):
+        reshard.open(tmp_path / "w.npz")
+
+
 def test_a_run_that_resumes_is_told(tmp_path: Path) -> None:
     weights(tmp_path / "unet", "diffusion_pytorch_model.safetensors")
     error = explain(Config(str(tmp_path / "unet"), resume=True), RunFacts()).error
@@ -184,4 +219,7 @@ def test_tensors_of_a_mesh_are_refused_with_a_way_out(tmp_path: Path) -> None:
         assert "DTensor" in result.stderr
         assert "no rank the whole model" in result.stderr
         assert "hint: merge the files of all ranks" in result.stderr
+    with pytest.raises(UnsupportedError, match="no rank the whole model") as caught:
+        gather(Config(str(tmp_path / "state.pt"), resume=False))
+    assert "merge the files" in str(caught.value.hint)
     assert not (tmp_path / "out").exists()

@@ -97,10 +97,13 @@ def of_name(path: Location, name: str) -> Format:
     for one in possible:
         if one.traits.name == name:
             return one
+    names = dict.fromkeys(one.traits.name for one in possible if one.detect(path) is Match.YES)
     raise ArgumentError(
         f"{show(str(path))} holds no checkpoint of the format {show(name)}",
         path=str(path),
-        hint=f"its format can be {listed(dict.fromkeys(one.traits.name for one in possible))}",
+        hint=f"its format can be {listed(names)}"
+        if names
+        else "no format recognises it; without `format` the error says what is there",
     )
 
 

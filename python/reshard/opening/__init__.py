@@ -27,6 +27,7 @@ from reshard.formats.checkpoint1.format import CHECKPOINT1
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.format import CHECKPOINT2
 from reshard.formats.dcp.names import METADATA_FILE
+from reshard.formats.torch_file.names import SUFFIXES as TORCH_SUFFIXES
 from reshard.lazy import exports
 from reshard.storage.location import BROKEN_LINK_HINT, Location, locate
 from reshard.words import hub_hint, listed, show
@@ -175,6 +176,8 @@ def _open(target: Location, strategy: StrategyLike | None, method: _core.ReadMet
         _check_downloaded(error)
         if format_.detect(target) is Match.FALLBACK and error.path == str(target):
             _say_what_is_there(error, target)
+        elif isinstance(error, DamagedFileError) and found == "file" and format_.traits.name == "torch":
+            _say_which_archive(error, target)
         raise
     if name is None and data.traits.is_pretrained and found == "folder":
         _check_placeholders(data, target)
@@ -213,6 +216,16 @@ def _say_what_is_there(error: ReshardError, target: Location) -> None:
     there = what_is_there(target)
     error.message = f"{error.message}: {there.text}"
     error.hint = there.hint or error.hint
+
+
+def _say_which_archive(error: DamagedFileError, file: Location) -> None:
+    """Complete the message of an error: a zip archive of another tool looks like a torch file."""
+    from reshard.opening.what_is_there import what_is_there  # noqa: PLC0415  not needed without such an error
+
+    there = what_is_there(file)
+    if not file.name.endswith(TORCH_SUFFIXES):
+        error.message = f"{error.message}: {there.text}"
+        error.hint = error.hint or there.hint
 
 
 def _check_downloaded(error: ReshardError) -> None:

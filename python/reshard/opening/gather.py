@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from reshard.checkpoint import Checkpoint
 from reshard.config import split_iteration
-from reshard.errors import CheckpointNotFoundError, EmptyRootError, ReshardError
+from reshard.errors import CheckpointNotFoundError, EmptyRootError, ReshardError, UnsupportedError
 from reshard.formats import registry
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.root import MAX_LOOKS, Look
@@ -63,7 +63,7 @@ def gather(
 
     Raises:
         StorageError: a file cannot be read. This is not damage, so the checkpoint is not skipped.
-        UnsupportedError: a later release wrote the next candidate.
+        UnsupportedError: a later release wrote the next candidate, or the path is one checkpoint that is not supported.
         CheckpointNotFoundError: the path is a symbolic link whose target does not exist.
 
     Example:
@@ -181,7 +181,9 @@ class _Gatherer:
             number = split_iteration(str(path))[1] if iteration is None else iteration
             if not is_damage(error) and self.keep_going:
                 return CandidateFacts(str(path), number, why, unreadable=reason_of(error))
-            if not is_damage(error) or (kind != "root" and isinstance(error, CheckpointNotFoundError)):
+            # A path that is one checkpoint has no older one to fall back to: its own error says what to do.
+            stops = CheckpointNotFoundError if self.keep_going else (CheckpointNotFoundError, UnsupportedError)
+            if not is_damage(error) or (kind != "root" and isinstance(error, stops)):
                 raise
             return CandidateFacts(str(path), number, why, fault=reason_of(error))
         facts = CandidateFacts(

@@ -71,7 +71,11 @@ def _below(folder: Location) -> list[Location]:
 
 def _folders(parent: Location) -> list[str]:
     """Subfolders that are not hidden, sorted by name."""
-    names = [name for name in _names(parent)[:_MAX_ENTRIES] if not name.startswith(".")]
+    try:
+        entries = [one for one in parent.entries() if one.kind in ("folder", "link") and not one.name.startswith(".")]
+    except ReshardError:
+        return []
+    names = sorted(one.name for one in entries)[:_MAX_ENTRIES]
     return [name for name in names if (parent / name).is_folder()]
 
 

@@ -104,6 +104,8 @@ _SUFFIXES = {
     ".index.json": "an index of weight files, which its folder holds",
 }
 _WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".gguf", ".h5", ".npz", ".msgpack", ".onnx", ".nemo")
+_NUMBER = re.compile(r"[0-9]+")
+_PART = re.compile(r"(rank|shard|part|consolidated)[._-]?[0-9]+|-[0-9]+-of-[0-9]+")
 _OPEN_ALONE = ("safetensors", "a torch file")
 
 
@@ -157,31 +159,37 @@ def _file(path: Location) -> There:
 
 
 def _folder(folder: Location) -> There:
-    entries = folder.sizes()[:_MOST_ENTRIES]
-    entries = [(name, _kind(folder, name, kind), n_bytes) for name, kind, n_bytes in entries]
-    n_files = len(entries)
-    entries.sort(key=lambda one: (not one[0].endswith(_WEIGHTS), one[1] != "folder", one[0]))
+    all_ = [(one.name, one.kind) for one in folder.entries()]
+    all_.sort(key=lambda one: (not one[0].endswith(_WEIGHTS), one[1] not in ("folder", "link"), one[0]))
+    entries = [(name, _kind(folder, name, kind)) for name, kind in all_[:_MOST_ENTRIES]]
+    entries.sort(key=lambda one: (not one[0].endswith(_WEIGHTS), one[1] != "folder"))
     alone: list[str] = []
+    alone_below: list[str] = []
     words: list[str] = []
-    seen = [name for name, *_ in entries]
+    seen = [name for name, _ in entries]
     n_heads = n_below = 0
-    for name, kind, n_bytes in entries:
+    for name, kind in entries:
         if kind == "folder":
             n_below += 1
             if n_below <= _MOST_BELOW:
                 below = _names(folder / name)
                 seen += below
-                words.append(_words_of_folder(folder / name, name, below))
+                weights = [one for one in below if one.endswith(_WEIGHTS)]
+                words.append(_words_of_folder(folder / name, name, weights or below))
+                if len(weights) == 1 and _look(folder / name / weights[0]) in _OPEN_ALONE:
+                    alone_below.append(str(folder / name / weights[0]))
             continue
         n_heads += 1
         what = _look(folder / name) if n_heads <= _MOST_HEADS else None
         if what in _OPEN_ALONE and name.endswith(_WEIGHTS):
             alone.append(str(folder / name))
-        words.append(f"{show(name)} ({'' if what is None else f'{what}, '}{_size(n_bytes)})")
+        if len(words) < _MOST_NAMED:
+            n_bytes = (folder / name).stat(follow_links=kind != "link").n_bytes
+            words.append(f"{show(name)} ({'' if what is None else f'{what}, '}{_size(n_bytes)})")
     tool = _tool_of(seen)
     by = "" if tool is None else f", probably written by {tool.name}"
-    text = f"it holds {listed(words, _MOST_NAMED, n_items=max(n_files, len(words)))}{by}"
-    return There(text, _hint(near(folder), alone, tool))
+    text = f"it holds {listed(words, _MOST_NAMED, n_items=len(all_))}{by}"
+    return There(text, _hint(near(folder), alone or alone_below, tool))
 
 
 def _hint(below: Sequence[str], alone: Sequence[str], tool: _Tool | None) -> str | None:
@@ -192,8 +200,14 @@ def _hint(below: Sequence[str], alone: Sequence[str], tool: _Tool | None) -> str
     if len(alone) == 1:
         return f"did you mean {show(alone[0])}?"
     if alone:
-        return f"each of these files can be opened alone, such as {show(alone[0])}"
+        parts = ", but by its name holds a part of the tensors" if _are_parts(alone) else ""
+        return f"each of these files can be opened alone, such as {show(alone[0])}{parts}"
     return None
+
+
+def _are_parts(names: Sequence[str]) -> bool:
+    """Whether files are called as the numbered parts of one checkpoint."""
+    return len({_NUMBER.sub("", name) for name in names}) == 1 and _PART.search(names[0]) is not None
 
 
 def _tool_of(names: Sequence[str]) -> _Tool | None:
@@ -201,7 +215,8 @@ def _tool_of(names: Sequence[str]) -> _Tool | None:
 
 
 def _kind(folder: Location, name: str, kind: Kind) -> Kind:
-    return ((folder / name).found() or kind) if kind == "link" else kind
+    """The kind of an entry, links followed; of a link to nothing that of the link."""
+    return ((folder / name).kind(follow_links=True) or kind) if kind == "link" else kind
 
 
 def _names(folder: Location) -> list[str]:
@@ -215,8 +230,7 @@ def _words_of_folder(folder: Location, name: str, below: Sequence[str]) -> str:
     found = _format_of(folder)
     if found is not None:
         return f"{show(f'{name}/')} (a checkpoint of the format {found})"
-    weights = [one for one in below if one.endswith(_WEIGHTS)] or below
-    return f"{show(f'{name}/')} ({f'a folder with {show(weights[0])}' if weights else 'an empty folder'})"
+    return f"{show(f'{name}/')} ({f'a folder with {show(below[0])}' if below else 'an empty folder'})"
 
 
 def _format_of(path: Location) -> str | None:
