@@ -166,7 +166,8 @@ def _hint(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int
         n_found, n_expected = found[rows[0]][0], expected[rows[0]][0]
         return (
             f"config.json says `vocab_size` {n_expected}, and the checkpoint has {n_found} rows: a vocabulary may be "
-            "padded for training; give the config.json of the padded model"
+            f"padded for training; a name map with `trim: 0, to_size: {n_expected}` leaves out the rest; or give the "
+            "config.json of the padded model"
         )
     return "give the config.json of the model that was saved; `files=Files(check_names=False)` publishes it as it is"
 

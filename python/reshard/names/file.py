@@ -8,6 +8,7 @@ be reversed. As YAML, or as the same mapping::
       kv_heads: [num_key_value_heads, num_attention_heads]         # the first one that the config has
       head_dim: [head_dim, hidden_size / num_attention_heads]      # products and quotients, from left to right
       e: num_local_experts                                         # the name of an index: its number of values
+      vocab: vocab_size
     other: keep                   # keys that no rule matches: `keep` (the default) or `refuse`
     rules:                        # the first rule that matches a key is used; `{i}` matches any integer
       - {from: lm_head.weight, to: output_layer.weight}
@@ -22,6 +23,7 @@ be reversed. As YAML, or as the same mapping::
         join: 1                   # without `turns`: not interleaved, and all parts have the same size
         lay: {e: 0}               # concatenate the parts of each `e` along dim 0 (`stack: {e: 0}`: along a new dim 0)
       - {from: "h.60.embed.weight", tied: embed.weight}   # a copy that only this side has: dropped, and created again
+      - {from: e.weight, to: embed.weight, trim: 0, from_size: vocab}   # `from` has `vocab` rows, `to` may be padded
 
 Dims are those of the whole. Along the same dim `lay` is the outer concatenation and `join` the inner one. The parts may
 be on either side. Optimizer state, with key `<slot>.<key>`, follows its key. This module knows no keys of a checkpoint;
@@ -48,6 +50,8 @@ _MAX_NAMES = 50_000
 
 _INDICES = "one rule can match all layers and experts: layers.{i}.experts.{e}.w"
 
+_OPTIONAL = ("transpose", "join", "turns", "lay", "stack", "trim", "from_size", "to_size")
+
 Side = Literal["from", "to"]
 
 
@@ -66,6 +70,8 @@ class NameRule:
             are not interleaved, and all have the same size.
         lay: by index, the dim of the whole along which the parts of its values are concatenated.
         stack: by index, the new dim of the whole along which the parts of its values are stacked.
+        trim: the dim along which one side may be padded; None: neither is.
+        from_size, to_size: the number of elements along `trim` on a side; None: as many as the other side has.
     """
 
     parts: tuple[Template, ...]
@@ -77,9 +83,17 @@ class NameRule:
     interleave: tuple[Expression, ...] = ()
     lay: Mapping[str, int] = field(default_factory=dict)
     stack: Mapping[str, int] = field(default_factory=dict)
+    trim: int | None = None
+    from_size: Expression | None = None
+    to_size: Expression | None = None
 
     def reversed(self) -> NameRule:
         """The same rule with its sides exchanged."""
+        if self.trim is not None:
+            # Such a rule has one name on each side, and the part is always on side `from`.
+            return replace(
+                self, parts=(self.whole,), whole=self.parts[0], from_size=self.to_size, to_size=self.from_size
+            )
         if not self.is_list and not self.lay and not self.stack:
             # With one name on each side, the part is always on side `from`.
             order = tuple(sorted(range(len(self.transpose)), key=self.transpose.__getitem__))
@@ -254,7 +268,7 @@ def _expression(at: At, value: object) -> Expression:
 def _rule(at: At, value: object, sizes: Mapping[str, Size]) -> NameRule | Tie:
     if isinstance(value, Mapping) and "tied" in value:
         return _tie(at, value)
-    fields = read_fields(at, value, required=("from", "to"), optional=("transpose", "join", "turns", "lay", "stack"))
+    fields = read_fields(at, value, required=("from", "to"), optional=_OPTIONAL)
     names = {side: _templates(at / side, fields[side]) for side in ("from", "to")}
     lists = [side for side in ("from", "to") if is_list(fields[side])]
     if len(lists) == 2:
@@ -281,6 +295,9 @@ def _rule(at: At, value: object, sizes: Mapping[str, Size]) -> NameRule | Tie:
         interleave=_turns(at / "turns", fields["turns"], sizes) if "turns" in fields else (),
         lay=_by_index(at / "lay", fields.get("lay", {})),
         stack=_by_index(at / "stack", fields.get("stack", {})),
+        trim=read_integer(at / "trim", fields["trim"], 0) if "trim" in fields else None,
+        from_size=_size(at / "from_size", fields["from_size"], sizes) if "from_size" in fields else None,
+        to_size=_size(at / "to_size", fields["to_size"], sizes) if "to_size" in fields else None,
     )
     _check_rule(at, rule, _only(names, parts_side))
     return rule
@@ -317,6 +334,14 @@ def _check_rule(at: At, rule: NameRule, only: Sequence[str]) -> None:
     for dim in (*rule.lay.values(), *([] if rule.join is None else [rule.join])):
         if dim in rule.stack.values():
             raise at.error(f"dim {dim} is used by `stack`, so `join` and `lay` cannot use it")
+    has_size = rule.from_size is not None or rule.to_size is not None
+    if has_size != (rule.trim is not None):
+        raise at.error("`trim`, a dim, and `from_size` or `to_size`, how long it is, are given together")
+    if rule.trim is not None and (rule.is_list or rule.transpose or only):
+        raise at.error(
+            "`trim` needs one tensor on each side, with the same dims",
+            hint="trim with one name map, then fuse with another",
+        )
 
 
 def _tie(at: At, value: Mapping[object, object]) -> Tie:
@@ -361,14 +386,16 @@ def _transpose(at: At, value: object) -> tuple[int, ...]:
 
 
 def _turns(at: At, value: object, sizes: Mapping[str, Size]) -> tuple[Expression, ...]:
-    turns = tuple(read_items(at, value, _expression))
-    for n, turn in enumerate(turns):
-        unknown = next((name for name in turn.names if name not in sizes), None)
-        if unknown is not None:
-            known = f"`sizes` has {and_words(list(sizes))}" if sizes else "the map has no `sizes`"
-            where = at / n
-            raise where.error(f"{show(unknown)} is not a size of the map; {known}")
-    return turns
+    return tuple(read_items(at, value, lambda a, v: _size(a, v, sizes)))
+
+
+def _size(at: At, value: object, sizes: Mapping[str, Size]) -> Expression:
+    size = _expression(at, value)
+    unknown = next((name for name in size.names if name not in sizes), None)
+    if unknown is not None:
+        known = f"`sizes` has {and_words(list(sizes))}" if sizes else "the map has no `sizes`"
+        raise at.error(f"{show(unknown)} is not a size of the map; {known}")
+    return size
 
 
 def _by_index(at: At, value: object) -> dict[str, int]:
@@ -407,4 +434,9 @@ def _rule_mapping(rule: NameRule | Tie) -> dict[str, object]:
     for word, dims in (("lay", rule.lay), ("stack", rule.stack)):
         if dims:
             mapping[word] = dict(dims)
+    if rule.trim is not None:
+        mapping["trim"] = rule.trim
+    for word, size in (("from_size", rule.from_size), ("to_size", rule.to_size)):
+        if size is not None:
+            mapping[word] = _expression_value(size)
     return mapping

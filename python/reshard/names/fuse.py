@@ -211,6 +211,55 @@ def split_whole(rule: NameRule, key: str, shape: Shape, sizes: Mapping[str, int]
     return Fusion(rule, of_parts, tuple(interleave), counts)
 
 
+def trimmed(
+    rule: NameRule, key: str, shape: Shape, shape_of_parameter: Shape, sizes: Mapping[str, int]
+) -> PartMap | None:
+    """The position of a tensor of side `to` in a longer one of side `from`, whose further elements are padding.
+
+    Args:
+        rule: the rule, with one name on each side.
+        key: the key of the longer tensor.
+        shape: its shape, in elements.
+        shape_of_parameter: of optimizer state, the shape of its parameter; else the same shape.
+        sizes: values of the known sizes.
+
+    Returns:
+        The position; None: the tensors are equal, or the size is not known.
+
+    Raises:
+        NamesError: the tensor has no such dim or is shorter, or optimizer state is not laid out like its parameter.
+    """
+    dim, size = rule.trim, rule.to_size
+    if dim is None or size is None or any(name not in sizes for name in size.names):
+        return None
+    try:
+        n = size.value(sizes)
+    except ValueError as error:
+        raise NamesError(f"the rule for {show(rule.whole.text)}: {error}") from None
+    if dim >= len(shape_of_parameter):
+        raise NamesError(
+            f"the rule for {show(rule.whole.text)} trims dim {dim}, and {show(key)} has shape {shape_of_parameter}",
+            key=key,
+        )
+    if shape_of_parameter[dim] == n or (shape != shape_of_parameter and math.prod(shape) == 1):
+        return None
+    if shape != shape_of_parameter:
+        raise NamesError(
+            f"{show(key)} has shape {shape}, and its parameter {shape_of_parameter}, which is trimmed to {n} elements "
+            f"along dim {dim}: which elements of the state belong to them is not known",
+            key=key,
+            hint="convert the weights alone",
+        )
+    if shape[dim] < n:
+        raise NamesError(
+            f"{show(key)} has {counted(shape[dim], 'element')} along dim {dim}, and the name map trims it to {n}",
+            key=key,
+            hint=f"{_NOT_THIS_MODEL} A name map adds no elements",
+        )
+    extents = [n if one == dim else extent for one, extent in enumerate(shape)]
+    return PartMap(tuple(DimMap(one, 0, extent, extent, 1) for one, extent in enumerate(extents)))
+
+
 # -- checks
 
 

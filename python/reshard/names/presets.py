@@ -134,9 +134,11 @@ class _RuleBuilder:
                 f"there is no preset for the stacked layers of {self.name}, which has experts",
                 hint="write a name map with `stack`: see docs/reference/names.md",
             )
-        self.rename("model.embed_tokens.weight", "embedding.word_embeddings.weight")
+        # Megatron pads the vocabulary, so that ranks have equal parts of it.
+        padded: dict[str, object] = {} if self.is_mindspore else {"trim": 0, "from_size": "vocab"}
+        self.rename("model.embed_tokens.weight", "embedding.word_embeddings.weight", **padded)
         self.rename("model.norm.weight", "decoder.final_layernorm.weight")
-        self.rename("lm_head.weight", "output_layer.weight")
+        self.rename("lm_head.weight", "output_layer.weight", **padded)
         if self.family.mla:
             self.prediction_layers()
             for i in range(self.number("first_k_dense_replace", _MAX_DENSE_LAYERS)):
@@ -151,7 +153,7 @@ class _RuleBuilder:
         return {"sizes": self.sizes(), "other": "refuse", "rules": self.rules}
 
     def sizes(self) -> dict[str, object]:
-        sizes: dict[str, object] = {}
+        sizes: dict[str, object] = {} if self.is_mindspore else {"vocab": "vocab_size"}
         if not self.family.mla:
             sizes["heads"] = "num_attention_heads"
             sizes["kv_heads"] = ["num_key_value_heads", "num_query_groups", "num_attention_heads"]

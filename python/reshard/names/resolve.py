@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from reshard._core import StoredArray
 from reshard.errors import NamesError
 from reshard.names.file import NameRule, Tie
-from reshard.names.fuse import Fusion, Shape, fuse_parts, members, split_whole
+from reshard.names.fuse import Fusion, Shape, fuse_parts, members, split_whole, trimmed
 from reshard.names.templates import Templates
 from reshard.words import listed, show
 
@@ -163,6 +163,30 @@ def copies_left_out(names: NamesFile, keys: Collection[str], *, optimizer_keys: 
         next(iter(found.values())): _tied_key(group, rule)
         for group, found in groups.items()
         if isinstance(rule := names.rules[group[1]], Tie)
+    }
+
+
+def trimmed_keys(names: NamesFile, keys: Collection[str], *, optimizer_keys: Collection[str] = ()) -> dict[str, str]:
+    """The keys that rules with `trim` match, and their new names, from side `from`.
+
+    Args:
+        names: the name map.
+        keys: the keys of the tensors.
+        optimizer_keys: those of optimizer state.
+
+    Example:
+        >>> from reshard.names.file import NamesFile
+        >>> rule = {"from": "a", "to": "b", "trim": 0, "to_size": 3}
+        >>> trimmed_keys(NamesFile.from_mapping({"rules": [rule]}), ["a", "c"])
+        {'a': 'b'}
+    """
+    if not any(isinstance(rule, NameRule) and rule.trim is not None for rule in names.rules):
+        return {}
+    groups, _ = _Resolver(names, dict.fromkeys(keys, ()), optimizer_keys, {}).groups()
+    return {
+        next(iter(found.values())): group[0] + rule.whole.format(dict(group[2]))
+        for group, found in groups.items()
+        if isinstance(rule := names.rules[group[1]], NameRule) and rule.trim is not None
     }
 
 
@@ -337,11 +361,21 @@ class _Resolver:
                     key=key,
                 )
         if not (rule.is_list or rule.transpose or rule.indices):
-            return [ResolvedTensor(name, self.shapes[firsts[0]], (SourceTensor(firsts[0]),))]
+            key = firsts[0]
+            map_ = trimmed(rule, key, self.shapes[key], self._shape_of_parameter(group, rule, key), self.sizes)
+            if map_ is None:
+                return [ResolvedTensor(name, self.shapes[key], (SourceTensor(key),))]
+            shape = tuple(dim.run for dim in map_.dims)
+            return [ResolvedTensor(name, shape, (SourceTensor(key, map_, is_whole=True),))]
         fusion = fuse_parts(rule, [(key, self.shapes[key]) for key in firsts], counts, self.sizes)
         shape = fusion.shape()
         sources = (SourceTensor(keys[member], fusion.part_map(*member, shape)) for member in fusion.members())
         return [ResolvedTensor(name, shape, tuple(sources))]
+
+    def _shape_of_parameter(self, group: _Group, rule: NameRule, key: str) -> Shape:
+        """The shape of the tensor to which optimizer state belongs; of other tensors, their own."""
+        slot, _, shared = group
+        return self.shapes.get(rule.parts[0].format(dict(shared)) if slot else key, self.shapes[key])
 
     def _fusions(self, groups: Mapping[_Group, Mapping[_Member, str]]) -> dict[_Group, tuple[str, Fusion]]:
         """The key and the fusion of each whole that is split. The number of all parts is checked first."""

@@ -314,7 +314,13 @@ def convert(
                 check_destination(target, writer.name, keeps_others=writer.keeps_others)
             written = writer.write(job, settings)
             loses_extra = is_all and not with_extra
-            warnings = [*written.warnings, *of_entry, *of_cast, *(_extra_left_out(whole) if loses_extra else [])]
+            warnings = [
+                *written.warnings,
+                *of_entry,
+                *of_cast,
+                *selection.trimmed,
+                *(_extra_left_out(whole) if loses_extra else []),
+            ]
             if part_written == "model" and not selection.is_renamed:
                 warnings += _with_entries(whole, job.keys)
     return ConvertReport(
