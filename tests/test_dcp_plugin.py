@@ -368,20 +368,6 @@ def test_a_reader_loads_the_plain_values_that_torch_wrote(tmp_path: Path) -> Non
     assert "it would keep its content" in refused("MismatchError", load, mean, tmp_path / "saved")
 
 
-def test_a_reader_loads_values_of_the_classes_that_torch_allows(tmp_path: Path) -> None:
-    values = {
-        "size": torch.Size([2, 3]),
-        "dtype": torch.bfloat16,
-        "device": torch.device("cpu"),
-        "bytes": bytearray(b"ab"),
-        "pair": (torch.ones(2), {"k": 1}),
-    }
-    dcp.save({"w": torch.ones(2), **values}, checkpoint_id=str(tmp_path / "saved"), no_dist=True)
-    into: dict[str, Any] = {"w": torch.zeros(2), **dict.fromkeys(values)}
-    load(into, tmp_path / "saved")
-    assert str(into) == str({"w": torch.ones(2), **values})
-
-
 # ------------------------------------------------------------------------------------------------------ several ranks
 
 

@@ -137,12 +137,7 @@ class _DcpData(CheckpointData):
         if self.description is None:
             return run_state.Values()
         data = (self.path / self.description).read_small(MAX_METADATA_BYTES)
-        return run_state.Values(self._values(0), dict(_core.read_dcp_paths(data)), self._encoded)
-
-    def _encoded(self, name: str) -> bytes | None:
-        """The bytes of a value; None: a transform of the writer encoded them further."""
-        _, file, start, n_bytes, transforms = next(one for own in self.objects for one in own if one[0] == name)
-        return None if transforms else b"".join((self.path / file).pieces(ranges=[(start, start + n_bytes)]))
+        return run_state.Values(self._values(0), dict(_core.read_dcp_paths(data)))
 
     def check(self, keys: Collection[str] | None) -> None:
         """Compare the parts that several ranks wrote: without collectives nobody chose one of them."""

@@ -44,12 +44,10 @@ class Values:
     Attributes:
         by_name: the values by their flattened names.
         paths: keys and positions that lead to a value or a tensor, by name. If missing, the dots of the name part them.
-        encoded: returns the bytes of a value as `torch.save` wrote them; None: they are not stored by themselves.
     """
 
     by_name: Mapping[str, object] = field(default_factory=dict)
     paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
-    encoded: Callable[[str], bytes | None] = field(default=lambda _: None)
 
     def path(self, name: str) -> tuple[str | int, ...]:
         """Keys and positions that lead to a value."""

@@ -37,7 +37,7 @@ from reshard.torch.tensors import as_tensor, from_tensor, torch_dtype
 from reshard.words import show
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch.distributed.checkpoint.metadata import STORAGE_TYPES
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
@@ -90,7 +90,6 @@ class Reader(StorageReader):
         self._checkpoint: Checkpoint | None = None
         self._objects: dict[str, bytes] = {}
         self._values: Mapping[str, object] = {}
-        self._stored: Callable[[str], bytes | None] | None = None
 
     @property
     def checkpoint_id(self) -> str:
@@ -112,7 +111,7 @@ class Reader(StorageReader):
         """Close the files, if they are open."""
         if self._checkpoint is not None:
             self._checkpoint.close()
-        self._checkpoint, self._objects, self._values, self._stored = None, {}, {}, None
+        self._checkpoint, self._objects, self._values = None, {}, {}
 
     def read_metadata(self) -> Metadata:
         """Open the checkpoint: its tensors and its other values.
@@ -133,7 +132,7 @@ class Reader(StorageReader):
         paths = state.get(STATE_NAME, {}).get("paths", {})
         values = checkpoint.data.run_values()
         if values is not None:  # written by torch
-            self._values, self._stored, paths = values.by_name, values.encoded, values.paths
+            self._values, paths = values.by_name, values.paths
         known |= {name: BytesStorageMetadata() for name in (*self._objects, *self._values) if name not in known}
         return Metadata(known, planner_data={key: paths.get(key, (key,)) for key in known}, storage_data={})
 
@@ -197,28 +196,13 @@ class Reader(StorageReader):
         try:
             torch.save(self._values[name], data)
         except TypeError:  # of an `Opaque`
-            if (allowed := self._allowed_by_torch(name)) is not None:
-                return allowed
             path = str(self._opened().path)
             raise UnsupportedError(
                 f"{show(name)} of {path} holds an object of a class, which only code of the file could make",
                 key=name,
                 path=path,
-                hint=f"leave {show(name)} out of the state; if you trust it, torch's `FileSystemReader` loads it, or "
-                "`torch.serialization.add_safe_globals` allows the class",
+                hint=f"leave {show(name)} out of the state; if you trust it, torch's `FileSystemReader` loads it",
             ) from None
-        return data.getvalue()
-
-    def _allowed_by_torch(self, name: str) -> bytes | None:
-        """A value of classes of torch that `torch.load(weights_only=True)` makes, encoded again; None: of others."""
-        stored = None if self._stored is None else self._stored(name)
-        if stored is None:
-            return None
-        data = io.BytesIO()
-        try:
-            torch.save(torch.load(io.BytesIO(stored), map_location="cpu", weights_only=True), data)
-        except Exception:  # noqa: BLE001  torch raises errors of several classes; the value is refused by the caller
-            return None
         return data.getvalue()
 
     def _load_tensors(self, items: list[ReadItem], planner: LoadPlanner) -> None:
