@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, replace
@@ -33,6 +34,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 VerifyMode: TypeAlias = Literal["full", "touched", "structure"]
+
+_MAY_DIFFER = {"may differ between ranks": True}
+"""Marks a field that `agreed` leaves out."""
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -340,7 +344,7 @@ class Checkpoint1Options(Options):
     sink_size: int | None = None
     steps_per_epoch: int | None = None
     save_network_params: bool = False
-    save_trainable_params: bool | Collection[str] = False
+    save_trainable_params: bool | Collection[str] = dataclasses.field(default=False, metadata=_MAY_DIFFER)
     only_save_strategy: bool = False
 
     @property
@@ -644,13 +648,13 @@ class SaveOptions:
         threads: threads of the copies; None: all processors.
     """
 
-    retention: Retention | None = None
+    retention: Retention | None = dataclasses.field(default=None, metadata=_MAY_DIFFER)  # that of rank 0 is used
     verify: Verify = Verify()
     commit: Commit = Commit()
     files: Files = Files()
     format: str = "checkpoint2"
     checkpoint1: Checkpoint1Options = Checkpoint1Options()
-    threads: int | None = None
+    threads: int | None = dataclasses.field(default=None, metadata=_MAY_DIFFER)
 
     @property
     def dedup(self) -> bool:
@@ -697,6 +701,52 @@ class SaveOptions:
             checkpoint1,
             threads,
         )
+
+
+def agreed(options: SaveOptions) -> dict[str, object]:
+    """What must be equal on all ranks that save together: each field of each group that is not marked, by its name.
+
+    Example:
+        >>> sorted(agreed(SaveOptions()))[:4]
+        ['after_save', 'check_names', 'check_replicas', 'dedup']
+    """
+    found: dict[str, object] = {}
+    for one in fields(options):
+        value = getattr(options, one.name)
+        if one.metadata == _MAY_DIFFER:
+            continue
+        if isinstance(value, Options):
+            names = [inner.name for inner in fields(value) if inner.metadata != _MAY_DIFFER]
+            found |= {name: comparable(getattr(value, name)) for name in names}
+        else:
+            found[one.name] = comparable(value)
+    # The names of weights may differ. Whether a value is given must not.
+    given = options.checkpoint1.save_trainable_params is not False
+    return found | {"dedup": options.dedup, "save_trainable_params": given}
+
+
+def comparable(value: object) -> object:
+    """An argument as plain values that ranks can send and compare; of any other object its class.
+
+    Example:
+        >>> comparable(Retention(best=("loss", 2))), comparable({"w", "b"}), comparable(len)
+        ({'keep': 5, 'keep_every': None, 'best': ['loss', 2]}, ['b', 'w'], 'builtin_function_or_method')
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, os.PathLike):
+        return str(os.fspath(value))
+    if isinstance(value, Options):
+        return {one.name: comparable(getattr(value, one.name)) for one in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(name): comparable(one) for name, one in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    if isinstance(value, list | tuple):
+        return list(map(comparable, value))
+    return type(value).__name__
 
 
 # -- keywords of earlier releases

@@ -19,7 +19,7 @@ import secrets
 import signal
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -33,7 +33,7 @@ from reshard.errors import ArgumentError, ClaimedError, GroupError, ReshardError
 from reshard.events import Observers
 from reshard.formats.savable import save_format
 from reshard.group import resolve, session
-from reshard.options import InitFrom, Interrupts, Options, Retention, SaveOptions, Strict, explains_moved
+from reshard.options import InitFrom, Interrupts, Options, Retention, SaveOptions, Strict, comparable, explains_moved
 from reshard.resume import RunFacts
 from reshard.storage import protocol
 from reshard.storage.inputs import read_input
@@ -67,6 +67,7 @@ from reshard.torch.state import describe
 from reshard.verbs.load import Wanted, load_with, pass_over, resumed
 from reshard.verbs.start import initial, own_config, start_of, with_init
 from reshard.words import show
+from reshard.write.rank_facts import check_same
 from reshard.write.save import check_save_options
 
 if TYPE_CHECKING:
@@ -90,6 +91,13 @@ _log = logging.getLogger("reshard")
 
 _MAX_THREADS = 1024
 _MAX_CONFIG_BYTES = 16 << 20
+_OF_EACH_RANK = frozenset({
+    "self", "__class__", "group", "mesh", "coordinate", "threads",
+    "seed", "environment", "health",  # those of rank 0 are used
+    "after_publish", "on_event", "signals",
+    "model", "optimizer", "scheduler", "sampler", "extra", "init", "device", "check",  # compared by what they are
+})  # fmt: skip
+"""Arguments that may differ between ranks. All others are compared when a run resumes."""
 
 
 class Checkpointer:
@@ -221,6 +229,8 @@ class Checkpointer:
         timeout: float = 1800.0,
         threads: int | None = None,
     ) -> None:
+        given = locals()
+        self._given = {name: comparable(one) for name, one in given.items() if name not in _OF_EACH_RANK}
         self._root = Path(locate(root).absolute())  # the program may change its working folder
         self._every_steps, self._every_s = interval(save_every)
         if keep is ...:
@@ -407,6 +417,7 @@ class Checkpointer:
                 `strict_environment`.
             DamagedFileError, CheckpointNotFoundError, UnsupportedError, GroupError, StorageError: as `reshard.load`.
         """
+        given = locals()
         if self._saver is not None:
             raise ArgumentError("`resume` was called before", hint="make another Checkpointer")
         self._check_open()
@@ -417,6 +428,7 @@ class Checkpointer:
         start = self._config.init_from
         run = Run(model, optimizer, scheduler, sampler, extra or {})
         members = self._group
+        self._check_same(given)
         described = self._describe(run, run.optimizer)
         saver = self._saver_of(run)
         self._together(lambda: self._exports.check(model))
@@ -510,6 +522,13 @@ class Checkpointer:
         for line in notes:
             _log.warning("resume: %s", line)
         return replace(decision, warnings=(*decision.warnings, *notes))
+
+    def _check_same(self, given: Mapping[str, object]) -> None:
+        """Refuse ranks with different arguments of the constructor, a different configuration or those of `resume`."""
+        own = {name: comparable(value) for name, value in given.items() if name not in _OF_EACH_RANK}
+        known = {one.name: comparable(getattr(self._config, one.name)) for one in fields(self._config)}
+        every = {"save_every": self._every_steps}  # of a duration that of rank 0 is used
+        check_same(self._together(lambda: {**known, **self._given, **own, **every}), "all ranks give the same")
 
     def _start(self, facts: RunFacts) -> tuple[bool, str | None]:
         """Whether the run starts from its own newest checkpoint, as rank 0 sees it, and the reason."""

@@ -410,13 +410,31 @@ class LastMade(Generic[T]):
 
 def check_options(ranks: Sequence[RankFacts]) -> None:
     """Refuse ranks with different options. Raises ArgumentError, which names the option and the ranks."""
-    for name, value in ranks[0].options.items():
-        for rank, facts in enumerate(ranks):
-            other = facts.options.get(name)
-            if other != value:
-                raise ArgumentError(
-                    f"`{name}` is {value!r} on rank 0 and {other!r} on rank {rank}; all ranks save the same"
-                )
+    check_same([facts.options for facts in ranks], "all ranks save the same")
+
+
+def check_same(options: Sequence[Mapping[str, Any]], why: str) -> None:
+    """Refuse ranks with different options.
+
+    Args:
+        options: those of rank 0, 1, 2, ... by name.
+        why: the end of the message.
+
+    Raises:
+        ArgumentError: an option differs; the message names it, the ranks and both values.
+
+    Example:
+        >>> check_same([{"save_every": 5}, {"save_every": 6}], "all ranks save at the same steps")
+        Traceback (most recent call last):
+        reshard.errors.ArgumentError: `save_every` is 5 on rank 0 and 6 on rank 1; all ranks save at the same steps
+    """
+    for rank, other in enumerate(options):
+        if other == options[0]:
+            continue
+        name = next(name for name in {**options[0], **other} if options[0].get(name) != other.get(name))
+        raise ArgumentError(
+            f"`{name}` is {options[0].get(name)!r:.200} on rank 0 and {other.get(name)!r:.200} on rank {rank}; {why}"
+        )
 
 
 def _check_same(name: str, values: Mapping[int, str], text: str) -> None:

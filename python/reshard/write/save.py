@@ -11,7 +11,6 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
@@ -28,7 +27,7 @@ from reshard.formats.checkpoint2.common import CommonInfo
 from reshard.formats.savable import save_format
 from reshard.formats.save_log import SaveRecord
 from reshard.group import resolve, session
-from reshard.options import SaveOptions, explains_moved
+from reshard.options import SaveOptions, agreed, explains_moved
 from reshard.storage.host import boot_id
 from reshard.storage.location import locate
 from reshard.words import show
@@ -252,7 +251,7 @@ def save(  # noqa: PLR0917  what is saved is often given by position
     )
     options = parsed if isinstance(parsed, SaveOptions) else SaveOptions()
     task = SaveTask(Path(locate(root).absolute()), iteration, timeout, options)
-    agreed = _agreed(task, blocking=blocking)
+    same = _agreed(task, blocking=blocking)
 
     def prepare() -> SaveFormat:
         if isinstance(parsed, BaseException):
@@ -298,7 +297,7 @@ def save(  # noqa: PLR0917  what is saved is often given by position
             arrays,
             {key: as_shape(shape, f"the shape of {show(str(key))}") for key, shape in (shapes or {}).items()},
             host=_host(),
-            options=agreed | {"layout": None if own_layout is None else _digest(str(own_layout))},
+            options=same | {"layout": None if own_layout is None else _digest(str(own_layout))},
             has_layout=own_layout is not None,
             may_differ=is_any_of(allowed) if allowed else None,
             state=_digests(extra) if members.world_size > 1 else {},
@@ -359,24 +358,9 @@ def _check_is_written_as_it_is(given: object, array: LocalArray) -> None:
 
 
 def _agreed(task: SaveTask, *, blocking: bool) -> dict[str, object]:
-    """Options that must be the same on all ranks, by the names that users know.
-
-    Of `save_trainable_params` only whether it is given: the names may differ.
-    """
-    options = task.options
-    return {
-        "root": os.fspath(task.root),
-        "iteration": task.iteration,
-        "blocking": blocking,
-        "format": options.format,
-        "durable": task.durable,
-        "prefix": options.files.prefix,
-        "dedup": options.dedup,
-        "strict_format": options.files.strict_format,
-        "check_replicas": options.verify.check_replicas,
-        **asdict(options.checkpoint1),
-        "save_trainable_params": options.checkpoint1.save_trainable_params is not False,
-    }
+    """What must be the same on all ranks, by the names that users know."""
+    root = os.fspath(task.root)
+    return {"root": root, "iteration": task.iteration, "blocking": blocking, **agreed(task.options)}
 
 
 def check_save_options(options: SaveOptions) -> None:
