@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any, Self
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tests.ranks import Job
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 import reshard
 from reshard.errors import ArgumentError, MismatchError, UnsupportedError
 from reshard.torch import Checkpointer, load_file, save_file
-from reshard.torch.dcp import Writer
+from reshard.torch.dcp import Reader, Writer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,7 +45,7 @@ class Made(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.is_pinned.default:
             return False
-        if func is torch.ops.aten.detach.default:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.view.default):
             one = args[0]
             return cls(one.shape, one.dtype, one.options, **{name: getattr(one, name) for name in one.names})
         raise NotImplementedError(func)
@@ -142,15 +144,78 @@ def test_what_cannot_be_kept_is_refused_with_its_class(tmp_path: Path) -> None:
         load(tmp_path / "run", model=trained, optimizer=optimizer)
     with pytest.raises(UnsupportedError, match=r"saving `w`: `w` is a Made, which is made of other tensors: `codes`"):
         save_file({"w": quantised(3)}, tmp_path / "w.safetensors")
-    with pytest.raises(CheckpointException, match="`w` is a Made, which is made of other tensors: `codes`, `scale`"):
-        dcp.save(  # type: ignore[attr-defined]
-            {"w": quantised(3)}, storage_writer=Writer(tmp_path / "dcp" / "iteration_00000001"), no_dist=True
-        )
     both = nn.ModuleDict({"a": model(quantised(3))[0]})
     inner = nn.Module()
     inner.register_buffer("codes", torch.zeros(1))
     with pytest.raises(ArgumentError, match=r"two tensors of the model are named `a\.weight\.codes`"):
         load(tmp_path / "run", model=[nn.ModuleDict({"a": nn.ModuleDict({"weight": inner})}), both])
+
+
+def dcp_save(path: Path, state: dict[str, Any], *, alone: bool = True) -> None:
+    dcp.save(state, storage_writer=Writer(path), no_dist=alone)  # type: ignore[attr-defined]
+
+
+def dcp_load(path: Path, state: dict[str, Any], *, alone: bool = True) -> None:
+    dcp.load(state, storage_reader=Reader(path), no_dist=alone)  # type: ignore[attr-defined]
+
+
+def test_dcp_keeps_the_inner_tensors(tmp_path: Path) -> None:
+    state = {"net": {"w": quantised(3), "cast": cast(2.0), "v": torch.ones(3)}, "step": 7}
+    dcp_save(tmp_path / "run" / "iteration_00000001", state)
+    with reshard.open(tmp_path / "run") as saved:
+        assert sorted(saved) == ["net.cast", "net.v", "net.w.codes", "net.w.scale"]
+    assert reshard.verify(tmp_path / "run").checkpoints[0].verified
+    w = quantised(5)
+    new: dict[str, Any] = {"net": {"w": w, "cast": torch.zeros(4, 4), "v": torch.zeros(3)}, "step": 0}
+    dcp_load(tmp_path / "run", new)
+    assert new["net"]["w"] is w
+    assert (w.codes.unique().tolist(), w.scale.unique().tolist(), new["step"]) == ([3], [3.0], 7)
+    assert new["net"]["cast"].unique().tolist() == [2.0]
+    for value, words in (
+        (quantised(5, (9,)), r"`net\.w` is Made\(\(1, 2\)\) in .*, and Made\(\(9,\)\) where it is loaded"),
+        (torch.zeros(4, 4), r"`net\.w` is Made\(\(1, 2\)\) in .*, and a plain tensor of torch\.float32"),
+    ):
+        with pytest.raises(CheckpointException, match=words):
+            dcp_load(tmp_path / "run", {"net": {"w": value}})
+    with pytest.raises(CheckpointException, match=r"`net\.v` is a plain tensor of torch\.float32 in"):
+        dcp_load(
+            tmp_path / "run", {"net": {"v": Made((3,), torch.float32, codes=torch.zeros(3).byte(), s=torch.zeros(1))}}
+        )
+    with pytest.raises(CheckpointException, match=r"two tensors are named `w\.codes`"):
+        dcp_save(tmp_path / "other", {"w": quantised(3), "w.codes": torch.ones(1)})
+    assert not (tmp_path / "other").exists()
+
+
+def test_dcp_on_two_ranks(tmp_path: Path) -> None:
+    """Copies are compared; a part of such a tensor is refused."""
+
+    def work(group: Any) -> dict[str, Any]:
+        rank, told = group.rank, {}
+        mesh = init_device_mesh("cpu", (2,))
+        plain = DTensor.from_local(torch.full((2, 4), float(rank)), mesh, [Shard(0)], run_check=False)
+        copied = DTensor.from_local(quantised(3), mesh, [Replicate()], run_check=False)
+        dcp_save(tmp_path / "run", {"w": quantised(4), "copied": copied, "v": plain}, alone=False)
+        new = {"w": quantised(0), "copied": DTensor.from_local(quantised(0), mesh, [Replicate()], run_check=False)}
+        dcp_load(tmp_path / "run", new, alone=False)
+        told["loaded"] = [new["w"].codes.unique().tolist(), new["copied"].to_local().codes.unique().tolist()]  # type: ignore[attr-defined]
+        for name, state in {
+            "differ": {"w": quantised(rank)},
+            "part": {"w": DTensor.from_local(quantised(3), mesh, [Shard(0)], run_check=False)},
+        }.items():
+            try:
+                dcp_save(tmp_path / name, state, alone=False)
+            except CheckpointException as error:
+                told[name] = str(error)
+        return told
+
+    with Job(2, work) as job:
+        for rank, outcome in enumerate(job.outcomes()):
+            told = outcome["value"]
+            assert told["loaded"] == [[4], [3]]
+            assert "`w`" in told["differ"], rank
+            assert "`w` is a part of a Made, which is made of other tensors: `codes`, `scale`" in told["part"]
+    assert sorted(reshard.open(tmp_path / "run")) == ["copied.codes", "copied.scale", "v", "w.codes", "w.scale"]
+    assert not list((tmp_path / "part").glob("iteration*"))
 
 
 @pytest.mark.slow

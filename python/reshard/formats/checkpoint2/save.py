@@ -164,6 +164,14 @@ class Checkpoint2Save(SaveFormat):
         self._descriptions.start()
         return _Begun(str(self._attempt.staging), self._reads_back)
 
+    def plan_again(self, reports: list[RankFacts]) -> None:
+        """Replace the plan of a save that has begun. The files must be the same, with other arrays."""
+        assert self._attempt is not None
+        assert self._descriptions is not None
+        self._descriptions.stop()
+        self._planned = self.check(reports)
+        self._descriptions = Descriptions(self._planned.iteration, self._attempt.staging, mode=self.task.file_mode)
+
     # -- 5
 
     def write(self, begun: _Begun, state: State, progress: _core.Progress | None) -> dict[str, WrittenFile]:

@@ -6,13 +6,13 @@ the facts of its items to its plan. The coordinator compares them, and finds whi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from reshard import dtypes
-from reshard.errors import MismatchError, UnsupportedError
+from reshard.errors import ArgumentError, MismatchError, UnsupportedError
 from reshard.formats.dcp.names import is_optimizer
 from reshard.words import show
 from reshard.write.rank_facts import Fact, Facts, RankFacts
@@ -21,7 +21,10 @@ from reshard.write.replicas import Replicas
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+    import torch
+    from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
+
+    from reshard.write.iteration import FileContent
 
 Shape: TypeAlias = "tuple[int, ...]"
 ItemKey: TypeAlias = "tuple[str, Shape | None]"
@@ -46,6 +49,40 @@ class ItemFact:
     dtype: str
     shape: Shape = ()
     global_shape: Shape = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Inner:
+    """What an item is made of.
+
+    Attributes:
+        tensors: its tensors by name; of a plain tensor one, with an empty name.
+        text: what it is besides: its class and its options; empty for a plain tensor.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    text: str
+
+
+@dataclass(frozen=True)
+class InnerFacts:
+    """What a rank reports of a tensor that is made of others.
+
+    Attributes:
+        text: its class and its options.
+        dtype: its safetensors name.
+        shape: in elements.
+        parts: `(dtype, shape)` of the tensors inside it, by name.
+    """
+
+    text: str
+    dtype: str
+    shape: Shape
+    parts: Mapping[str, tuple[str, Shape]]
+
+    def to_value(self) -> dict[str, Any]:
+        """The facts as the state of the iteration holds them."""
+        return {"is": self.text, "dtype": self.dtype, "shape": self.shape, "parts": list(self.parts)}
 
 
 @dataclass(frozen=True)
@@ -89,13 +126,19 @@ def _fact(item: WriteItem) -> ItemFact:
     key, tensor = key_of(item), item.tensor_data
     if tensor is None:
         return ItemFact(key, OBJECT)
-    try:
-        dtype = dtypes.parse_dtype(tensor.properties.dtype)
-    except UnsupportedError as error:
-        raise UnsupportedError(f"saving {show(key[0])}: {error.message}", key=key[0], hint=error.hint) from None
-    if dtypes.is_packed(dtype):
-        raise UnsupportedError(f"saving {show(key[0])}: its dtype {dtype} is packed into bytes", key=key[0])
+    dtype = _storable(tensor.properties.dtype, key[0])
     return ItemFact(key, dtype, tuple(tensor.chunk.sizes), tuple(tensor.size))
+
+
+def _storable(dtype: object, name: str) -> str:
+    """The safetensors name of a dtype. Raises UnsupportedError if the tensor `name` cannot be stored."""
+    try:
+        known = dtypes.parse_dtype(dtype)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"saving {show(name)}: {error.message}", key=name, hint=error.hint) from None
+    if dtypes.is_packed(known):
+        raise UnsupportedError(f"saving {show(name)}: its dtype {known} is packed into bytes", key=name)
+    return known
 
 
 def check_ranks(ranks: Sequence[LocalFacts], planned: Sequence[SavePlan]) -> None:
@@ -193,6 +236,68 @@ def replicas(ranks: Sequence[LocalFacts], may_differ: Callable[[str], bool]) -> 
 def sums_by_name(keys: Sequence[ItemKey], sums: Sequence[int]) -> dict[str, int]:
     """The checksums of the items of a rank, by the names in `replicas`."""
     return {_name(key): one for key, one in zip(keys, sums, strict=True)}
+
+
+def inner_facts(name: str, inner: Inner, planned: TensorWriteData) -> InnerFacts:
+    """What a rank reports of a tensor that is made of others.
+
+    Args:
+        name: its name.
+        inner: what it is made of.
+        planned: how it was planned.
+
+    Raises:
+        UnsupportedError: a tensor inside it has a dtype that cannot be stored.
+    """
+    parts = {}
+    for part, tensor in inner.tensors.items():
+        parts[part] = (_storable(tensor.dtype, f"{name}.{part}"), tuple(tensor.shape))
+    return InnerFacts(inner.text, _storable(planned.properties.dtype, name), tuple(planned.size), parts)
+
+
+def with_inner(files: Sequence[FileContent], inner: Mapping[str, InnerFacts]) -> tuple[FileContent, ...]:
+    """The files of a rank with the tensors inside others in the places of these."""
+    return tuple(
+        replace(
+            file,
+            arrays=tuple(
+                one
+                for name in file.arrays
+                for one in ([f"{name}.{part}" for part in inner[name].parts] if name in inner else [name])
+            ),
+        )
+        for file in files
+    )
+
+
+def reports_with_inner(reports: Sequence[RankFacts], inner: Mapping[int, Mapping[str, InnerFacts]]) -> list[RankFacts]:
+    """The reports of the ranks with the tensors inside others in the places of these.
+
+    Args:
+        reports: the reports.
+        inner: the tensors that are made of others, by number of the rank.
+
+    Raises:
+        ArgumentError: another value has the name of one of them.
+    """
+    taken = {fact.name for report in reports for fact in report.arrays}
+    made = list(reports)
+    for number, of_number in inner.items():
+        facts: list[Fact] = []
+        shapes = dict(made[number].shapes)
+        for fact in made[number].arrays:
+            if fact.name not in of_number:
+                facts.append(fact)
+                continue
+            del shapes[fact.name]
+            for part, (dtype, shape) in of_number[fact.name].parts.items():
+                name = f"{fact.name}.{part}"
+                if name in taken:
+                    raise ArgumentError(f"two tensors are named {show(name)}", key=name)
+                shapes[name] = shape
+                facts.append(Fact(name, fact.part, dtype, shape, (0,) * len(shape)))
+        made[number] = replace(made[number], arrays=Facts.of(facts), shapes=shapes)
+    return made
 
 
 def _name(key: ItemKey) -> str:

@@ -33,8 +33,8 @@ from reshard.options import Verify
 from reshard.outputs import fill
 from reshard.storage.location import locate
 from reshard.torch.dcp.writer import STATE_NAME, Writer
-from reshard.torch.tensors import as_tensor, from_tensor, torch_dtype
-from reshard.words import show
+from reshard.torch.tensors import as_tensor, from_tensor, inner_tensors, torch_dtype
+from reshard.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -90,6 +90,7 @@ class Reader(StorageReader):
         self._checkpoint: Checkpoint | None = None
         self._objects: dict[str, bytes] = {}
         self._values: Mapping[str, object] = {}
+        self._inner: dict[str, Any] = {}  # tensors that are made of others
 
     @property
     def checkpoint_id(self) -> str:
@@ -111,7 +112,7 @@ class Reader(StorageReader):
         """Close the files, if they are open."""
         if self._checkpoint is not None:
             self._checkpoint.close()
-        self._checkpoint, self._objects, self._values = None, {}, {}
+        self._checkpoint, self._objects, self._values, self._inner = None, {}, {}, {}
 
     def read_metadata(self) -> Metadata:
         """Open the checkpoint: its tensors and its other values.
@@ -133,6 +134,11 @@ class Reader(StorageReader):
         values = checkpoint.data.run_values()
         if values is not None:  # written by torch
             self._values, paths = values.by_name, values.paths
+        self._inner = dict(state.get(STATE_NAME, {}).get("inner", {}))
+        for name, one in self._inner.items():
+            size = torch.Size(one["shape"])
+            whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+            known[name] = TensorStorageMetadata(TensorProperties(dtype=torch_dtype(one["dtype"])), size, [whole])
         known |= {name: BytesStorageMetadata() for name in (*self._objects, *self._values) if name not in known}
         return Metadata(known, planner_data={key: paths.get(key, (key,)) for key in known}, storage_data={})
 
@@ -208,14 +214,16 @@ class Reader(StorageReader):
     def _load_tensors(self, items: list[ReadItem], planner: LoadPlanner) -> None:
         checkpoint, request = self._opened(), _core.Request()
         targets: list[torch.Tensor] = []
-        for number, item in enumerate(items):
-            targets.append(self._target(item, planner))
-            first = item.storage_index.offset or (0,) * len(item.lengths)
-            offset = [a + b for a, b in zip(first, item.storage_offsets, strict=True)]
-            request.add_region(str(number), item.storage_index.fqn, offset, tuple(item.lengths))
-        if not items:
+        keys: set[str] = set()
+        live: list[torch.Tensor] = []
+        for item in items:
+            live.append(planner.resolve_tensor(item))
+            for key, offset, target in self._targets(item, live[-1].detach()):
+                request.add_region(str(len(targets)), key, offset, tuple(target.shape))
+                targets.append(target)
+                keys.add(key)
+        if not targets:
             return
-        keys = {item.storage_index.fqn for item in items}
         plan = checkpoint.plan(request, verify=self.verify, keys=keys)
         stored = [dtype for _, dtype, _, _ in plan.arrays]
         taken: set[int] = set()  # tied tensors: two copies into one memory are not run at once
@@ -229,34 +237,65 @@ class Reader(StorageReader):
                 taken.add(target.data_ptr())
         if direct:
             fill(plan.only(direct), [from_tensor(targets[number])[0] for number in direct], self.threads)
-        others = sorted(set(range(len(items))).difference(direct))
+        others = sorted(set(range(len(targets))).difference(direct))
         for batch in _batches(others, [n_bytes for *_, n_bytes in plan.arrays]):
             arrays = [np.empty(tuple(targets[number].shape), dtypes.numpy_dtype(stored[number])) for number in batch]
             fill(plan.only(batch), arrays, self.threads)
             for number, array in zip(batch, arrays, strict=True):
                 targets[number].copy_(as_tensor(array))
-        for item, target in zip(items, targets, strict=True):
-            planner.commit_tensor(item, target)
+        for item, tensor in zip(items, live, strict=True):
+            planner.commit_tensor(item, tensor)
 
-    def _target(self, item: ReadItem, planner: LoadPlanner) -> torch.Tensor:
-        """The tensor that an item is loaded into, checked."""
+    def _targets(self, item: ReadItem, target: torch.Tensor) -> list[tuple[str, list[int], torch.Tensor]]:
+        """The tensors that an item is loaded into, checked, each with the key and the offset of what it gets."""
         name, path = item.storage_index.fqn, str(self._opened().path)
-        target = planner.resolve_tensor(item).detach()
         if target.shape != item.lengths:
             raise CoverageError(
                 f"{show(name)}: the planner gives a tensor of shape {tuple(target.shape)} for {tuple(item.lengths)}",
                 key=name,
                 path=path,
             )
-        dtype = torch_dtype(self._opened().data.index.info(name)[0])
-        if target.dtype != dtype and not self.cast:
+        parts, text = inner_tensors(target, name)
+        stored = self._inner[name]["is"] if name in self._inner else ""
+        if text != stored:
+            was, now = (one or f"a plain tensor of {target.dtype}" for one in (stored, text))
             raise MismatchError(
-                f"{show(name)} is {dtype} in {path}, and {target.dtype} where it is loaded",
+                f"{show(name)} is {was} in {path}, and {now} where it is loaded",
                 key=name,
                 path=path,
-                hint="load it into a tensor of that dtype; `cast=True` of the `Reader` casts it",
+                hint="quantise the model with the same configuration",
             )
-        return target
+        if text and list(parts) != self._inner[name]["parts"]:
+            raise MismatchError(
+                f"{show(name)} is made of {listed(map(show, self._inner[name]['parts']))} in {path}, and of "
+                f"{listed(map(show, parts))} where it is loaded",
+                key=name,
+                path=path,
+            )
+        first = item.storage_index.offset or (0,) * len(item.lengths)
+        offset = [a + b for a, b in zip(first, item.storage_offsets, strict=True)]
+        for part, tensor in parts.items():
+            key = f"{name}.{part}" if part else name
+            dtype = torch_dtype(self._opened().data.index.info(key)[0])
+            if tensor.dtype != dtype and (text or not self.cast):
+                raise MismatchError(
+                    f"{show(key)} is {dtype} in {path}, and {tensor.dtype} where it is loaded",
+                    key=key,
+                    path=path,
+                    hint=None if text else "load it into a tensor of that dtype; `cast=True` of the `Reader` casts it",
+                )
+        if not text:
+            return [(name, offset, parts[""])]
+        for part, tensor in parts.items():
+            key = f"{name}.{part}"
+            shape = tuple(self._opened().shape(key))
+            if shape != tuple(tensor.shape):
+                raise MismatchError(
+                    f"{show(key)} has shape {shape} in {path}, and {tuple(tensor.shape)} where it is loaded",
+                    key=key,
+                    path=path,
+                )
+        return [(f"{name}.{part}", [0] * tensor.dim(), tensor) for part, tensor in parts.items()]
 
 
 def _batches(numbers: list[int], n_bytes: list[int]) -> Iterator[list[int]]:

@@ -6,6 +6,9 @@ DCP carries the messages between the ranks; the files, their checksums and the c
     prepare_global_plan   the coordinator compares them, plans the files, claims the root and makes the staging folder
     write_data            every rank writes its files, and computes checksums of the items that other ranks hold, too
     finish                the coordinator compares the checksums of copies, seals the iteration and publishes it
+
+A plan does not say that a tensor is made of others, such as a quantised weight. That is seen when it is written: then
+its inner tensors take its place in the file of the rank, and the coordinator plans again with what the ranks report.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import socket
 import threading
 import time
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,9 +45,9 @@ from reshard.storage import claims, protocol
 from reshard.storage.host import boot_id
 from reshard.storage.location import locate
 from reshard.torch.dcp import items
-from reshard.torch.dcp.items import LocalFacts
-from reshard.torch.tensors import plain_tensor
-from reshard.words import show
+from reshard.torch.dcp.items import Inner, LocalFacts
+from reshard.torch.tensors import inner_tensors
+from reshard.words import listed, show
 from reshard.write.arrays import Shard, local_arrays
 from reshard.write.collective_save import RankInput, SaveTask, log_once, save_failed
 from reshard.write.rank_facts import Facts, RankFacts
@@ -60,7 +63,7 @@ if TYPE_CHECKING:
     from reshard.events import OnEvent
     from reshard.options import CommitLike, RetentionLike, VerifyLike
     from reshard.storage.location import Location
-    from reshard.torch.dcp.items import ItemKey
+    from reshard.torch.dcp.items import InnerFacts, ItemKey
     from reshard.write.replicas import Replicas
     from reshard.write.shard_files import WrittenFile
 
@@ -118,12 +121,14 @@ class _Written:
         records: its files, by number of the rank.
         objects: its values that are no tensors, as the bytes of `torch.save`.
         sums: checksums of the items that other ranks hold, too, by name.
+        inner: the tensors that are made of others, by number of the rank.
     """
 
     staging: str
     records: dict[int, dict[str, WrittenFile]]
     objects: dict[str, bytes]
     sums: dict[str, int]
+    inner: dict[int, dict[str, InnerFacts]]
 
 
 @dataclass
@@ -135,6 +140,7 @@ class _Running:
     replicas: Replicas | None = None
     n_ranks: int = 0
     n_numbers: int = 0
+    reports: list[RankFacts] = field(default_factory=list)
     root: Location | None = None
     is_claimed: bool = False  # for this save
 
@@ -285,7 +291,7 @@ class Writer(StorageWriter):
         running.root = locate(save.task.root).absolute()
         running.is_claimed = not (running.root.exists() and claims.held(running.root) is not None)
         running.save, running.replicas = save, copies
-        running.n_ranks, running.n_numbers = len(plans), len(reports)
+        running.n_ranks, running.n_numbers, running.reports = len(plans), len(reports), reports
         try:
             running.begun = save.begin()
         except BaseException as error:
@@ -331,31 +337,38 @@ class Writer(StorageWriter):
         if not isinstance(orders, _Orders):
             raise _caching()
         objects: dict[str, bytes] = {}
-        tensors: dict[ItemKey, torch.Tensor] = {}
+        tensors: dict[ItemKey, Inner] = {}
         parts: list[dict[str, Shard]] = [{} for _ in orders.numbers]
+        inner: dict[int, dict[str, InnerFacts]] = {}
         for item in plan.items:
             key, value = items.key_of(item), planner.resolve_data(item)
             if key[1] is None:
                 objects[key[0]] = _bytes_of(value, key[0])
                 continue
-            tensors[key] = _checked(value, item)
+            tensors[key] = one = _checked(value, item)
             assert item.tensor_data is not None
-            of_name = next(one for one in parts if key[0] not in one)
-            of_name[key[0]] = Shard(tensors[key], tuple(item.tensor_data.size), key[1])
+            if one.text:
+                parts[0] |= {f"{key[0]}.{name}": _whole(tensor) for name, tensor in one.tensors.items()}
+                inner.setdefault(orders.numbers[0], {})[key[0]] = items.inner_facts(key[0], one, item.tensor_data)
+                continue
+            of_name = next(of_number for of_number in parts if key[0] not in of_number)
+            of_name[key[0]] = Shard(one.tensors[""], tuple(item.tensor_data.size), key[1])
         observers, iteration = Observers.of(self._on_event, orders.numbers[0]), _place(self.path)[1]
-        n_own = sum(one.numel() * one.element_size() for one in tensors.values())
+        n_own = sum(part.numel() * part.element_size() for one in tensors.values() for part in one.tensors.values())
         observers("begun", iteration, n_bytes=n_own, n_ranks=orders.n_ranks, blocking=_is_main_thread())
         begin = time.monotonic()
         records: dict[int, dict[str, WrittenFile]] = {}
         for number, given in zip(orders.numbers, parts, strict=True):
             save = self._save(number, orders.n_numbers, given)
-            save.prepare(orders.plan, functools.partial(shard_file, threads=self.options.threads, blocking=True))
+            plan_of_rank = orders.plan._replace(files=items.with_inner(orders.plan.files, inner.get(number, {})))
+            save.prepare(plan_of_rank, functools.partial(shard_file, threads=self.options.threads, blocking=True))
             progress = observers.progress(iteration, None) if observers.functions else None
             records[number] = save.write(orders.begun, None, progress)
         n_written = sum(one.n_bytes for of_number in records.values() for one in of_number.values())
         observers("written", iteration, n_bytes=n_written, seconds=time.monotonic() - begin)
         sums = [self._sum(key, tensors, objects, planner) for key in orders.compared]
-        written = _Written(orders.begun.staging, records, objects, items.sums_by_name(orders.compared, sums))
+        by_name = items.sums_by_name(orders.compared, sums)
+        written = _Written(orders.begun.staging, records, objects, by_name, inner)
         return written, n_written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -391,8 +404,13 @@ class Writer(StorageWriter):
         objects = {name: TorchSaved(data) for one in written for name, data in one.objects.items()}
         if STATE_NAME in objects:
             raise ArgumentError(f"{STATE_NAME} is a name that is taken", key=STATE_NAME)
-        paths = {name: tuple(path) for name, path in (metadata.planner_data or {}).items()}
-        kept = state.dump({STATE_NAME: {"paths": paths}, **objects})
+        inner = {number: of_number for one in written for number, of_number in one.inner.items()}
+        if inner:
+            running.save.plan_again(items.reports_with_inner(running.reports, inner))
+        own: dict[str, Any] = {"paths": {name: tuple(path) for name, path in (metadata.planner_data or {}).items()}}
+        if inner:
+            own["inner"] = {name: facts.to_value() for of_number in inner.values() for name, facts in of_number.items()}
+        kept = state.dump({STATE_NAME: own, **objects})
         records[0] |= self._save(0, running.n_numbers, {}).write(running.begun, kept, None)
         published = running.save.publish(records, durable=self.options.commit.durable)
         seconds = time.monotonic() - self._started
@@ -431,7 +449,7 @@ class Writer(StorageWriter):
     def _sum(
         self,
         key: ItemKey,
-        tensors: Mapping[ItemKey, torch.Tensor],
+        tensors: Mapping[ItemKey, Inner],
         objects: Mapping[str, bytes],
         planner: SavePlanner,
     ) -> int:
@@ -441,7 +459,9 @@ class Writer(StorageWriter):
         tensor = tensors.get(key)
         if tensor is None:
             tensor = _checked(planner.resolve_data(self._items[key]), self._items[key])
-        return local_arrays({"w": tensor}, None)["w"].crc32c()
+        parts = local_arrays(tensor.tensors if tensor.text else {"w": tensor.tensors[""]}, None)
+        sums = [parts[name].crc32c() for name in parts]
+        return sums[0] if not tensor.text else _core.crc32c(f"{tensor.text} {sums}".encode())
 
     @staticmethod
     def _compare(running: _Running, written: Sequence[_Written]) -> None:
@@ -473,8 +493,8 @@ def _place(path: str) -> tuple[Location, int]:
     return place, 0 if number is None else int(number[1])
 
 
-def _checked(value: Any, item: WriteItem) -> torch.Tensor:
-    """The tensor of an item. Raises MismatchError if it is not as planned."""
+def _checked(value: Any, item: WriteItem) -> Inner:
+    """The tensors of an item. Raises MismatchError if it is not as planned, UnsupportedError if it cannot be kept."""
     assert item.tensor_data is not None
     name, planned = item.index.fqn, item.tensor_data
     if not isinstance(value, torch.Tensor):
@@ -486,7 +506,19 @@ def _checked(value: Any, item: WriteItem) -> torch.Tensor:
             key=name,
             hint="a planner that casts says so in its plan: in `tensor_data.properties.dtype`",
         )
-    return plain_tensor(value, name).detach()
+    parts, text = inner_tensors(value, name)
+    if text and planned.chunk.sizes != planned.size:
+        raise UnsupportedError(
+            f"{show(name)} is a part of a {type(value).__name__}, which is made of other tensors: "
+            f"{listed(map(show, parts))}",
+            key=name,
+            hint="such tensors are saved if each rank holds them whole; give these tensors, each under its own name",
+        )
+    return Inner({part: tensor.detach() for part, tensor in parts.items()}, text)
+
+
+def _whole(tensor: torch.Tensor) -> Shard:
+    return Shard(tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
 
 def _bytes_of(value: Any, name: str) -> bytes:
