@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from tests.ranks import Job
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import reshard
 from reshard.errors import ArgumentError, MismatchError, UnsupportedError
@@ -183,25 +185,48 @@ def test_dcp_keeps_the_inner_tensors(tmp_path: Path) -> None:
         )
     with pytest.raises(CheckpointException, match=r"two tensors are named `w\.codes`"):
         dcp_save(tmp_path / "other", {"w": quantised(3), "w.codes": torch.ones(1)})
-    assert not (tmp_path / "other").exists()
+    assert not list((tmp_path / "other").glob("iteration*"))
+
+
+def test_files_of_torch_with_a_wrapper_of_a_weight(tmp_path: Path) -> None:
+    """They are decoded without the class; a tensor of several others is refused."""
+    state = {"w": cast(2.0), "nested": nn.Parameter(cast(3.0)), "v": torch.ones(3)}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)  # type: ignore[attr-defined]
+    torch.save(state, tmp_path / "w.pt")
+    for path in (tmp_path / "dcp", tmp_path / "w.pt"):
+        with reshard.open(path) as found:
+            assert np.unique(found.read("w")).tolist() == [2.0]
+            assert np.unique(found.read("nested")).tolist() == [3.0]
+    reshard.convert(tmp_path / "dcp", tmp_path / "hf", to="huggingface")
+    assert np.unique(reshard.open(tmp_path / "hf").read("w")).tolist() == [2.0]
+    twice = Made((4, 4), torch.float32, None, a=torch.ones(4, 4), b=torch.zeros(4, 4))
+    for name, one in {"several": quantised(3), "twice": twice}.items():
+        dcp.save({"w": one}, checkpoint_id=tmp_path / name, no_dist=True)  # type: ignore[attr-defined]
+        with pytest.raises(UnsupportedError, match=r"of the type `.*test_wrapped_tensors\.Made`"):
+            reshard.open(tmp_path / name).read("w")
 
 
 def test_dcp_on_two_ranks(tmp_path: Path) -> None:
     """Copies are compared; a part of such a tensor is refused."""
 
     def work(group: Any) -> dict[str, Any]:
-        rank, told = group.rank, {}
+        rank = group.rank
+        told: dict[str, Any] = {}
         mesh = init_device_mesh("cpu", (2,))
         plain = DTensor.from_local(torch.full((2, 4), float(rank)), mesh, [Shard(0)], run_check=False)
         copied = DTensor.from_local(quantised(3), mesh, [Replicate()], run_check=False)
         dcp_save(tmp_path / "run", {"w": quantised(4), "copied": copied, "v": plain}, alone=False)
-        new = {"w": quantised(0), "copied": DTensor.from_local(quantised(0), mesh, [Replicate()], run_check=False)}
+        new: dict[str, Any] = {
+            "w": quantised(0),
+            "copied": DTensor.from_local(quantised(0), mesh, [Replicate()], run_check=False),
+        }
         dcp_load(tmp_path / "run", new, alone=False)
-        told["loaded"] = [new["w"].codes.unique().tolist(), new["copied"].to_local().codes.unique().tolist()]  # type: ignore[attr-defined]
-        for name, state in {
+        told["loaded"] = [new["w"].codes.unique().tolist(), new["copied"].to_local().codes.unique().tolist()]
+        states: dict[str, dict[str, Any]] = {
             "differ": {"w": quantised(rank)},
             "part": {"w": DTensor.from_local(quantised(3), mesh, [Shard(0)], run_check=False)},
-        }.items():
+        }
+        for name, state in states.items():
             try:
                 dcp_save(tmp_path / name, state, alone=False)
             except CheckpointException as error:
@@ -210,6 +235,7 @@ def test_dcp_on_two_ranks(tmp_path: Path) -> None:
 
     with Job(2, work) as job:
         for rank, outcome in enumerate(job.outcomes()):
+            assert outcome is not None
             told = outcome["value"]
             assert told["loaded"] == [[4], [3]]
             assert "`w`" in told["differ"], rank

@@ -352,6 +352,12 @@ impl TorchFile {
         );
         if !is_plain {
             let (module, name) = class.unwrap_or(("", "?"));
+            let wrapper = ("torch._utils", "_rebuild_wrapper_subclass");
+            if self.pickle.name(function) == Some(wrapper)
+                && let Some(whole) = self.whole_inside(arguments)?
+            {
+                return Ok(Some(whole));
+            }
             let message = format!(
                 "it holds a tensor of the type `{}.{}`, which is not supported",
                 Printable(module),
@@ -391,6 +397,60 @@ impl TorchFile {
                 );
                 Err(Error::new(Kind::Unsupported, message))
             }
+        }
+    }
+
+    /// Of a tensor that is made of others, the one among its attributes that has its shape and element type: it holds
+    /// the values. `None` if there is none or more than one.
+    ///
+    /// The call is `(function, type, (type, dtype, size, ...), attributes)`.
+    fn whole_inside(&self, call: &[Id]) -> Result<Option<Tensor>> {
+        let [_, _, made, attributes, ..] = *call else {
+            return Ok(None);
+        };
+        let Some([_, dtype, size, ..]) = self.pickle.sequence(made) else {
+            return Ok(None);
+        };
+        let (dtype, shape) = (named_dtype(&self.pickle, *dtype)?, self.extents(*size)?);
+        // With `__slots__` they are a pair of mappings.
+        let parts = self
+            .pickle
+            .sequence(attributes)
+            .unwrap_or(std::slice::from_ref(&attributes));
+        let mut found: Vec<Tensor> = Vec::new();
+        for [_, value] in parts
+            .iter()
+            .filter_map(|one| self.pickle.items(*one))
+            .flatten()
+        {
+            // A tensor inside it that is made of others again is not looked into: a cycle of them has no end.
+            if let Some(tensor) = self.not_nested(*value)?
+                && tensor.dtype == dtype
+                && tensor.shape == shape
+                && !found.contains(&tensor)
+            {
+                found.push(tensor);
+            }
+        }
+        Ok(if found.len() == 1 { found.pop() } else { None })
+    }
+
+    /// The dense tensor that a value is, or the one of a parameter that it is.
+    fn not_nested(&self, id: Id) -> Result<Option<Tensor>> {
+        let called = |id: Id| {
+            let record = self.pickle.record(id)?;
+            Some((self.pickle.name(record.function)?, self.arguments(record)))
+        };
+        let mut called_here = called(id);
+        if let Some((("torch._utils", "_rebuild_parameter"), [inner, ..])) = called_here {
+            called_here = called(*inner);
+        }
+        match called_here {
+            Some((
+                ("torch._utils", name @ ("_rebuild_tensor_v2" | "_rebuild_tensor_v3")),
+                arguments,
+            )) => self.dense(name, arguments).map(Some),
+            _ => Ok(None),
         }
     }
 

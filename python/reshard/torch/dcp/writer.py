@@ -340,6 +340,7 @@ class Writer(StorageWriter):
         tensors: dict[ItemKey, Inner] = {}
         parts: list[dict[str, Shard]] = [{} for _ in orders.numbers]
         inner: dict[int, dict[str, InnerFacts]] = {}
+        made_of: dict[str, Shard] = {}  # the tensors inside others
         for item in plan.items:
             key, value = items.key_of(item), planner.resolve_data(item)
             if key[1] is None:
@@ -348,11 +349,14 @@ class Writer(StorageWriter):
             tensors[key] = one = _checked(value, item)
             assert item.tensor_data is not None
             if one.text:
-                parts[0] |= {f"{key[0]}.{name}": _whole(tensor) for name, tensor in one.tensors.items()}
+                made_of |= {f"{key[0]}.{name}": _whole(tensor) for name, tensor in one.tensors.items()}
                 inner.setdefault(orders.numbers[0], {})[key[0]] = items.inner_facts(key[0], one, item.tensor_data)
                 continue
             of_name = next(of_number for of_number in parts if key[0] not in of_number)
             of_name[key[0]] = Shard(one.tensors[""], tuple(item.tensor_data.size), key[1])
+        for name in made_of.keys() & parts[0].keys():
+            raise ArgumentError(f"two tensors are named {show(name)}", key=name)
+        parts[0] |= made_of
         observers, iteration = Observers.of(self._on_event, orders.numbers[0]), _place(self.path)[1]
         n_own = sum(part.numel() * part.element_size() for one in tensors.values() for part in one.tensors.values())
         observers("begun", iteration, n_bytes=n_own, n_ranks=orders.n_ranks, blocking=_is_main_thread())
