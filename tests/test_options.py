@@ -24,7 +24,7 @@ from reshard import (
 )
 from reshard.config import Config
 from reshard.errors import ArgumentError, ConfigError, ReshardError
-from reshard.options import InitFrom, Options, Strict, format_of, retention_of
+from reshard.options import InitFrom, Options, Settings, Strict, format_of, retention_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,7 +44,19 @@ def hint_of(error: ReshardError) -> str:
 
 
 def test_every_option_has_one_home() -> None:
-    known = {Retention, Verify, Commit, Files, Checkpoint1Options, Interrupts, Select, Reading, InitFrom, Strict}
+    known = {
+        Retention,
+        Verify,
+        Commit,
+        Files,
+        Checkpoint1Options,
+        Interrupts,
+        Select,
+        Reading,
+        InitFrom,
+        Strict,
+        Settings,
+    }
     assert known == set(GROUPS)
     names = [field.name for group in GROUPS for field in dataclasses.fields(group)]
     assert [name for name in set(names) if names.count(name) > 1] == ["entry"]  # the same choice in two functions

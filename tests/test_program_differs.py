@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import TYPE_CHECKING, Any
 
@@ -121,3 +122,133 @@ def test_two_tensors_that_are_one_in_the_run_must_be_equal(tmp_path: Path, how: 
         run("c", tied=False, equal=True, moments=True)
         with pytest.raises(MismatchError, match="momentum_buffer"):
             run("c", tied=True, equal=True)
+
+
+class Warmup:
+    """A scheduler that is none of torch: a constant, and a value that it moves."""
+
+    def __init__(self, optimizer: Any, warm: int) -> None:
+        self.optimizer, self.n_warm, self.n_done = optimizer, warm, 0
+
+    def step(self) -> None:
+        self.n_done += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.1 * min(1, self.n_done / self.n_warm)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"n_warm": self.n_warm, "n_done": self.n_done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        vars(self).update(state)
+
+
+def cosine_lambda(step: int, *, total: int) -> float:
+    return max(0.0, 1 - step / total)
+
+
+def rates(total: int) -> Any:
+    return lambda step: 1 / (1 + step / total)
+
+
+PROGRAMS: dict[str, tuple[str, Callable[[int], tuple[dict[str, Any], Any]]]] = {
+    "lr": ("lr", lambda n: ({"lr": n / 100}, None)),
+    "weight_decay": ("weight_decay", lambda n: ({"weight_decay": n / 100}, None)),
+    "betas": ("betas", lambda n: ({"betas": (0.9, 1 - 1 / n)}, None)),
+    "eps": ("eps", lambda n: ({"eps": n * 1e-9}, None)),
+    "lr with a schedule": ("lr", lambda n: ({"lr": n / 100}, lambda o: S.StepLR(o, 2))),
+    "max_lr": ("max_lr", lambda n: ({}, lambda o: S.OneCycleLR(o, n / 100, total_steps=40))),
+    "total_steps": ("total_steps", lambda n: ({}, lambda o: S.OneCycleLR(o, 0.1, total_steps=n))),
+    "base_lr": ("base_lr", lambda n: ({}, lambda o: S.CyclicLR(o, n / 1000, 0.1, cycle_momentum=False))),
+    "T_max": ("T_max", lambda n: ({}, lambda o: S.CosineAnnealingLR(o, n))),
+    "not of torch": ("n_warm", lambda n: ({}, lambda o: Warmup(o, n))),
+    "partial": ("total", lambda n: ({}, lambda o: S.LambdaLR(o, functools.partial(cosine_lambda, total=n)))),
+    "closure": ("total", lambda n: ({}, lambda o: S.LambdaLR(o, rates(n)))),
+}
+
+
+def run_program(root: Path, options: dict[str, Any], make: Any, n_steps: int = 0, **given: Any) -> Any:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    scheduler = None if make is None else make(optimizer)
+    with Checkpointer(root, signals=(), async_save=False) as checkpointer:
+        decision = checkpointer.resume(model=model, optimizer=optimizer, scheduler=scheduler, **given)
+        for step in range(decision.initial_step + 1, decision.initial_step + n_steps + 1):
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+            checkpointer.step(step, save=step == decision.initial_step + n_steps)
+    told = [line for line in decision.warnings if "in the program" in line]
+    return told, optimizer.param_groups[0], scheduler
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_setting_that_differs_is_told_once_and_one_side_wins(name: str, tmp_path: Path) -> None:
+    word, make = PROGRAMS[name]
+    run_program(tmp_path, *make(10), n_steps=3)
+    assert run_program(tmp_path, *make(10))[0] == []
+    told, saved, _ = run_program(tmp_path, *make(20))
+    assert len(told) == 1, told
+    assert told[0].startswith(f"`{word}` of `")
+    assert ("the program's value" in told[0]) == (name in {"partial", "closure"})
+    if word in {"weight_decay", "eps", "betas"}:
+        assert saved[word] == make(10)[0][word]
+    for field in ("scheduler", "optimizer"):
+        other, group, _ = run_program(tmp_path, *make(20), settings={field: "program"})
+        assert len(other) == 1
+        if "the program's value" in other[0] and word in {"weight_decay", "eps", "betas"}:
+            assert group[word] == make(20)[0][word]
+    with pytest.raises(MismatchError, match=rf"`{word}` of .* in the checkpoint, and .* in the program"):
+        run_program(tmp_path, *make(20), settings={"scheduler": "error", "optimizer": "error"})
+
+
+def test_what_is_in_effect_is_recorded(tmp_path: Path) -> None:
+    """A run that goes on with the saved settings is compared with these at its next start, too."""
+    run_program(tmp_path, {"weight_decay": 0.1}, lambda o: S.StepLR(o, 5), n_steps=2)
+    for _ in range(2):
+        assert len(run_program(tmp_path, {"weight_decay": 0.2}, lambda o: S.StepLR(o, 6), n_steps=2)[0]) == 2
+    assert run_program(tmp_path, {"weight_decay": 0.1}, lambda o: S.StepLR(o, 5))[0] == []
+    both = {"scheduler": "program", "optimizer": "program"}
+    told, _, scheduler = run_program(
+        tmp_path, {"weight_decay": 0.2}, lambda o: S.StepLR(o, 6), n_steps=2, settings=both
+    )
+    assert len(told) == 2
+    assert (scheduler.step_size, scheduler.last_epoch) == (6, 8)
+    assert run_program(tmp_path, {"weight_decay": 0.2}, lambda o: S.StepLR(o, 6))[0] == []
+
+
+@pytest.mark.parametrize("kind", ["cosine", "lambda", "onecycle", "step"])
+def test_the_schedule_of_the_program_goes_on_at_the_saved_step(kind: str, tmp_path: Path) -> None:
+    made: dict[str, Callable[[Any, int], Any]] = {
+        "cosine": S.CosineAnnealingLR,
+        "lambda": lambda o, n: S.LambdaLR(o, functools.partial(cosine_lambda, total=n)),
+        "onecycle": lambda o, n: S.OneCycleLR(o, 0.1, total_steps=n),
+        "step": lambda o, n: S.StepLR(o, n // 10),
+    }
+    program = {"scheduler": "program"}
+    run_program(tmp_path / "a", {}, lambda o: made[kind](o, 20), n_steps=4)
+    _, group, _ = run_program(tmp_path / "a", {}, lambda o: made[kind](o, 40), n_steps=3, settings=program)
+    _, expected, _ = run_program(tmp_path / "b", {}, lambda o: made[kind](o, 40), n_steps=7)
+    assert group["lr"] == pytest.approx(expected["lr"])
+
+
+def test_the_learning_rate_of_the_program_is_that_of_its_schedule(tmp_path: Path) -> None:
+    for kind in (lambda o: S.StepLR(o, 2), lambda o: S.ReduceLROnPlateau(o, patience=1), None):
+        root = tmp_path / str(id(kind))
+        model = torch.nn.Linear(2, 1)
+        for lr, settings in ((0.1, None), (0.4, {"optimizer": "program"})):
+            optimizer = torch.optim.SGD(model.parameters(), lr)
+            scheduler: Any = kind and kind(optimizer)
+            with Checkpointer(root, signals=(), async_save=False) as checkpointer:
+                start = checkpointer.resume(
+                    model=model, optimizer=optimizer, scheduler=scheduler, settings=settings
+                ).initial_step
+                assert start or settings is None
+                if settings is None:
+                    for _ in range(4 if scheduler else 0):
+                        optimizer.step()
+                        scheduler.step(*([1.0] if isinstance(scheduler, S.ReduceLROnPlateau) else []))
+                    saved = optimizer.param_groups[0]["lr"]
+                    checkpointer.save(4, blocking=True)
+                else:
+                    assert optimizer.param_groups[0]["lr"] == pytest.approx(4 * saved)

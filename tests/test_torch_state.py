@@ -563,7 +563,8 @@ def test_groups_may_be_made_otherwise() -> None:
     # A parameter that was not trained before.
     arrays, extra = fitting(model, torch.optim.SGD([model.weight], lr=0.1))
     report = apply(describe(model, alike), arrays, extra, strict=False)
-    assert report == Report(missing=("options.bias",))
+    assert report.missing == ("options.bias",)
+    assert ["`lr` of group 0" in line for line in report.changed] == [True]
 
 
 def test_groups_of_two_optimizers_with_equal_options_stay_apart() -> None:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from reshard.options import Reading as Reading
     from reshard.options import Retention as Retention
     from reshard.options import Select as Select
+    from reshard.options import Settings as Settings
     from reshard.options import Strict as Strict
     from reshard.options import Verify as Verify
     from reshard.verbs.convert import ConvertReport as ConvertReport
@@ -84,6 +85,7 @@ _NAMES = {
         "Reading",
         "Retention",
         "Select",
+        "Settings",
         "Strict",
         "Verify",
     ),

@@ -269,12 +269,14 @@ def _size(name: str, value: object) -> None:
         _text(name, value)
 
 
-def _choice(*accepted: str) -> Callable[[str, object], None]:
-    def check_choice(name: str, value: object) -> None:
-        if not isinstance(value, str) or value not in accepted:
-            raise _wrong(name, value, " or ".join(f'"{one}"' for one in accepted))
+def check_choice(name: str, value: object, *accepted: str) -> None:
+    """Refuse a value that is not one of the accepted texts."""
+    if not isinstance(value, str) or value not in accepted:
+        raise _wrong(name, value, " or ".join(f'"{one}"' for one in accepted))
 
-    return check_choice
+
+def _choice(*accepted: str) -> Callable[[str, object], None]:
+    return lambda name, value: check_choice(name, value, *accepted)
 
 
 def _count(name: str, value: object) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, ParamSpec, Self, TypeAlias, TypeVar, get_args
 
-from reshard.arguments import check_given
+from reshard.arguments import check_choice, check_given
 from reshard.errors import ArgumentError
 from reshard.words import nearest, show
 
@@ -560,11 +560,46 @@ class Strict(Options):
         return super().of(value)
 
 
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Settings(Options):
+    """Whose settings a resumed run has, where the program and the checkpoint differ. Each difference is a warning.
+
+    A setting is what the program chooses and training does not move: a constant of a scheduler, such as `T_max`, or an
+    option of a parameter group, such as `weight_decay`. Progress, such as the current step of a schedule, is restored
+    in every case. Each field is "saved" (default): the values of the checkpoint; "program": those of the program; or
+    "error": a difference is refused.
+
+    Attributes:
+        scheduler: the constants of schedulers, also those that a `OneCycleLR` keeps in the groups. What functions of a
+            `LambdaLR` hold is not saved: it is always that of the program.
+        optimizer: the options of the parameter groups. With "program", a learning rate that a scheduler has moved
+            follows the one of the program: by the formula of the scheduler, else in the same proportion.
+
+    Raises:
+        ArgumentError: a value is not accepted.
+
+    Example:
+        >>> Settings(scheduler="program")
+        Settings(scheduler='program')
+    """
+
+    keyword: ClassVar[str] = "settings"
+
+    scheduler: Literal["saved", "program", "error"] = "saved"
+    optimizer: Literal["saved", "program", "error"] = "saved"
+
+    def __post_init__(self) -> None:
+        # As parameters of functions these names have other values.
+        for name in ("scheduler", "optimizer"):
+            check_choice(name, getattr(self, name), "saved", "program", "error")
+
+
 RetentionLike: TypeAlias = Retention | Mapping[str, object]
 VerifyLike: TypeAlias = Verify | Mapping[str, object] | VerifyMode
 CommitLike: TypeAlias = Commit | Mapping[str, object]
 FilesLike: TypeAlias = Files | Mapping[str, object]
 InitFromLike: TypeAlias = str | os.PathLike[str] | InitFrom | Mapping[str, object]
+SettingsLike: TypeAlias = Settings | Mapping[str, object]
 StrictLike: TypeAlias = bool | Strict | Mapping[str, object]
 FormatLike: TypeAlias = Literal["checkpoint2", "checkpoint1"] | Checkpoint1Options | Mapping[str, object]
 
@@ -753,6 +788,7 @@ def comparable(value: object) -> object:
 
 _GROUPS: tuple[type[Options], ...] = (
     Retention, Verify, Commit, Files, Checkpoint1Options, Interrupts, Select, Reading, InitFrom, Strict,
+    Settings,
 )  # fmt: skip
 _RENAMED = {"keep_best": "best", "verify_after_save": "after_save"}
 _MOVED: dict[str, list[type[Options]]] = {}

@@ -33,7 +33,17 @@ from reshard.errors import ArgumentError, ClaimedError, GroupError, ReshardError
 from reshard.events import Observers
 from reshard.formats.savable import save_format
 from reshard.group import resolve, session
-from reshard.options import InitFrom, Interrupts, Options, Retention, SaveOptions, Strict, comparable, explains_moved
+from reshard.options import (
+    InitFrom,
+    Interrupts,
+    Options,
+    Retention,
+    SaveOptions,
+    Settings,
+    Strict,
+    comparable,
+    explains_moved,
+)
 from reshard.resume import RunFacts
 from reshard.storage import protocol
 from reshard.storage.inputs import read_input
@@ -80,7 +90,16 @@ if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint
     from reshard.config import ConfigLike
     from reshard.events import OnEvent
-    from reshard.options import CommitLike, FilesLike, FormatLike, InitFromLike, RetentionLike, StrictLike, VerifyLike
+    from reshard.options import (
+        CommitLike,
+        FilesLike,
+        FormatLike,
+        InitFromLike,
+        RetentionLike,
+        SettingsLike,
+        StrictLike,
+        VerifyLike,
+    )
     from reshard.resume import ResumeDecision
     from reshard.torch.health import Health
     from reshard.torch.loading import Read
@@ -367,6 +386,7 @@ class Checkpointer:
         extra: Mapping[str, object] | None = None,
         init_from: InitFromLike | None = None,
         strict: StrictLike = True,
+        settings: SettingsLike | None = None,
         cast: bool = False,
         init: Callable[[str, torch.Tensor], torch.Tensor | None] | None = None,
         device: torch.device | str | None = None,
@@ -394,6 +414,8 @@ class Checkpointer:
                 set if the run starts from it.
             strict: what happens where the checkpoint and the run differ: a `Strict`, a mapping of its fields, or True
                 (every difference is an error) or False (missing and unexpected state are warnings of the decision).
+            settings: whose constants of schedulers and options of the optimizer are used where the checkpoint and the
+                program differ: a `Settings` or a mapping of its fields. Default: the saved ones, with a warning.
             cast: convert floating-point tensors to the dtype of the live ones, instead of refusing them.
             init: fills buffers that are not in the checkpoint, as in `reshard.torch.state.apply`.
             device: the device on which tensors on the device `meta` are allocated.
@@ -435,7 +457,7 @@ class Checkpointer:
         notes = self._check_saves(saver, described)
         facts = _facts_of(run.sampler, scale_steps=self._scale_steps)
         is_own, reason = self._start(facts)
-        how = RestoreOptions(policy, cast, init, device, grown)
+        how = RestoreOptions(policy, cast, init, device, grown, Settings.of(settings))
         mode = self._options.verify.on_load
         is_weights_alone = False
 
@@ -579,6 +601,7 @@ class Checkpointer:
             compare=compare,
             lifts=not save_format(self._options.format).traits.rank_folders,
             object_name=object_name,
+            started=run.started,
         )
 
     def _lonely_model(self, run: Run, found: Read, saved: Mapping[str, Any], how: RestoreOptions) -> list[str]:

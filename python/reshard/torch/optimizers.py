@@ -55,7 +55,8 @@ class OptimizerRecord:
     """The state of optimizers except the tensors themselves. It is saved as the value that `to_value` returns.
 
     Attributes:
-        groups: `{"class", "index", "options", "params"}` of each parameter group.
+        groups: `{"class", "index", "options", "params"}` of each parameter group, and "started", its options before
+            the first step, where they were recorded.
         slots: slots of the tensors in the state of each parameter, by parameter name.
         local: slots of further tensors that are rank-local, by parameter name.
         plain: slots, of `slots` and `local`, of plain tensors in the state of a DTensor parameter, by parameter name;
@@ -97,6 +98,7 @@ class OptimizerRecord:
                         str(name): option for name, option in group["options"].items() if name not in _NOT_OPTIONS
                     },
                     "params": [str(name) for name in group["params"]],
+                    **({"started": dict(group["started"])} if group.get("started") else {}),
                 }
                 for group in value["groups"]
             ]
@@ -222,19 +224,28 @@ def _local(optimizer: Any) -> Any:
     return optimizer
 
 
-def record_state(optimizers: Iterable[NamedOptimizer]) -> tuple[dict[str, torch.Tensor], OptimizerRecord]:
+def record_state(
+    optimizers: Iterable[NamedOptimizer], started: Callable[[int, int], Mapping[str, Any]] | None = None
+) -> tuple[dict[str, torch.Tensor], OptimizerRecord]:
     """The state tensors of optimizers by key (not copies), and the record of the rest of their state.
+
+    Args:
+        optimizers: the optimizers.
+        started: called as `started(optimizer, group)` with two numbers, returns the options of the group before the
+            first step.
 
     Raises:
         UnsupportedError: the name of a slot is empty, not text, or contains a dot.
     """
     tensors: dict[str, torch.Tensor] = {}
     record = OptimizerRecord()
-    for live in optimizers:
+    for number, live in enumerate(optimizers):
         for index, group in enumerate(live.optimizer.param_groups):
             options = {name: plain(value) for name, value in group.items() if name not in _NOT_OPTIONS}
             names = [live.names[id(p)] for p in group["params"]]
-            record.groups.append({"class": live.kind, "index": index, "options": options, "params": names})
+            before = {} if started is None else dict(started(number, index))
+            more = {"started": before} if before else {}
+            record.groups.append({"class": live.kind, "index": index, "options": options, "params": names, **more})
         for name, (parameter, _) in live.owned().items():
             state = live.local.state.get(parameter, {})
             invalid = [slot for slot in state if not isinstance(slot, str) or not slot or "." in slot]
@@ -402,14 +413,14 @@ class StateUpdate:
         return new
 
 
-def saved_options(
+def saved_groups(
     optimizers: Iterable[NamedOptimizer],
     record: OptimizerRecord,
     known_name: Callable[[str], str],
     *,
     skip: bool = False,
 ) -> tuple[list[tuple[dict[str, Any], Mapping[str, Any]]], list[str]]:
-    """The saved options of each parameter group.
+    """The saved group of each parameter group.
 
     Args:
         optimizers: the optimizers.
@@ -418,7 +429,7 @@ def saved_options(
         skip: groups that do not match the saved ones keep their own.
 
     Returns:
-        `(group, options)` of each group, and sentences about those that keep their own.
+        `(group, saved group)` of each group, and sentences about those that keep their options.
 
     Raises:
         MismatchError: parameters of one group were saved with different options, or parameters that were saved in one
@@ -435,7 +446,7 @@ def saved_options(
                 names = [known_name(live.names[id(p)]) for p in group["params"]]
                 matched.append((group, {name: saved_group[name] for name in names if name in saved_group}))
             else:
-                found += [(group, one["options"]) for one in groups if one["index"] == index][:1]
+                found += [(group, one) for one in groups if one["index"] == index][:1]
     split = _split_groups(matched)
     changed: list[str] = []
     for group, saved in matched:
@@ -453,7 +464,7 @@ def saved_options(
             key, message = first, split[id(group)]
         else:
             # A ZeroRedundancyOptimizer passes them on to its local optimizer at each step.
-            found += [(group, saved[first]["options"])] if saved else []
+            found += [(group, saved[first])] if saved else []
             continue
         if not skip:
             raise MismatchError(

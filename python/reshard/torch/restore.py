@@ -14,11 +14,23 @@ import torch
 from reshard import dtypes
 from reshard.errors import MismatchError, ReshardError
 from reshard.formats.weight_sets import advice
-from reshard.options import Strict
+from reshard.options import Settings, Strict
 from reshard.torch.dicts import DictState
 from reshard.torch.objects import entries_of, placements_of, put_back
-from reshard.torch.optimizers import OptimizerRecord, StateUpdate, saved_options, set_options
-from reshard.torch.schedulers import KINDS, kind_of, other_constants
+from reshard.torch.optimizers import OptimizerRecord, StateUpdate, saved_groups, set_options
+from reshard.torch.schedulers import KINDS, kind_of
+from reshard.torch.settings import (
+    STARTED,
+    Difference,
+    Started,
+    chosen_options,
+    comparable_state,
+    group_differences,
+    merged,
+    scheduler_differences,
+    set_rates,
+    state_of,
+)
 from reshard.torch.tensors import as_tensor, from_tensor, overwrite
 from reshard.words import listed, show
 
@@ -70,6 +82,7 @@ def apply(
     init: Callable[[str, torch.Tensor], torch.Tensor | None] | None = None,
     device: torch.device | str | None = None,
     object_name: Callable[[str], str] = "objects.{}".format,
+    settings: Settings = Settings(),  # noqa: B008  frozen
 ) -> Report:
     """Restore loaded state into the described trainer.
 
@@ -95,6 +108,8 @@ def apply(
         device: the device on which tensors on device `meta` get memory; None: the default device, and for a DTensor
             the device of its mesh.
         object_name: name of an object in the report and in errors.
+        settings: whose constants of schedulers and options of groups are used. With "saved", those in
+            `described.live.started` are replaced by the saved ones, which are then in effect.
 
     Returns:
         The differences that `strict` accepts, and the shared state.
@@ -115,7 +130,7 @@ def apply(
         [[3.0, 4.0]]
     """
     policy = Strict.of(strict)
-    parts = {name: _part(extra or {}, name) for name in ("aliases", "modules", "objects", "optimizer", KINDS)}
+    parts = {name: _part(extra or {}, name) for name in ("aliases", "modules", "objects", "optimizer", KINDS, STARTED)}
     parts["aliases"] = {name: str(key) for name, key in parts["aliases"].items()}
     own = _RankLocal.of(described, rank_local)
     restore = _Restore(
@@ -131,6 +146,7 @@ def apply(
         entries=entries_of(extra),
         shapes=shapes or {},
         unexpected=list(unexpected),
+        settings=settings,
     )
     restore.match_model()
     restore.match_transient(has_init=init is not None)
@@ -141,6 +157,7 @@ def apply(
     if only is None:
         restore.match_others(has_extra=extra is not None)
     trained = restore.compare_trained()
+    restore.compare_settings()
     report = Report(
         tuple(restore.missing), tuple(restore.unexpected), tuple(restore.shared), tuple(dict.fromkeys(restore.changed))
     )
@@ -303,6 +320,7 @@ class _Restore:
     shapes: Mapping[str, tuple[int, ...]]
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    settings: Settings = field(default_factory=Settings)
     shared: list[str] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
     untrained: list[str] = field(default_factory=list)  # parameters that the run that saved did not train
@@ -314,6 +332,9 @@ class _Restore:
     options: list[tuple[dict[str, Any], Mapping[str, Any]]] = field(default_factory=list)  # of groups
     own_values: dict[str, Any] = field(default_factory=dict)  # entries of `state_dict()` that are no tensors
     record: OptimizerRecord | None = None
+    differences: list[Difference] = field(default_factory=list)  # of settings
+    rescheduled: list[Any] = field(default_factory=list)  # schedulers whose rates are set anew
+    in_effect: Started = field(default_factory=Started)
     _used: set[str] = field(default_factory=set)
     _of_objects: set[str] = field(default_factory=set)
 
@@ -503,16 +524,70 @@ class _Restore:
             if name in objects:
                 if not self._is_same_kind(name, one):
                     continue
-                self.changed += other_constants(one, objects[name], self.object_name(name))
-                self.calls.append((self.object_name(name), one.load_state_dict, self._fitted(name, one, objects[name])))
+                state = self._fitted(name, one, self._with_settings(name, one, objects[name]))
+                self.calls.append((self.object_name(name), one.load_state_dict, state))
             else:
                 self.missing.append(self.object_name(name))
         self.unexpected += [self.object_name(name) for name in objects if name not in live.objects]
         if self.record is not None:
-            self.options, changed = saved_options(
+            saved, changed = saved_groups(
                 live.optimizers, self.record, self._known_name, skip=self.policy.other_optimizer == "skip"
             )
             self.changed += changed
+            self._match_settings(saved)
+
+    @property
+    def _of_program(self) -> list[str]:
+        """The fields of `Settings` that are "program"."""
+        return [name for name in ("scheduler", "optimizer") if getattr(self.settings, name) == "program"]
+
+    def _with_settings(self, name: str, one: Any, saved: Any) -> Any:
+        """The saved state of a scheduler, with the constants of the program where these are used."""
+        started = self.described.live.started or Started()
+        is_record = name in self.extra[STARTED] and name in started.schedulers
+        if not is_record and kind_of(one) is None:
+            return saved
+        now = started.schedulers[name] if is_record else state_of(one)
+        was = self.extra[STARTED][name] if is_record else comparable_state(one, saved)
+        self.differences += scheduler_differences(one, was, now, self.object_name(name), is_record=is_record)
+        if is_record and self.settings.scheduler != "program":
+            self.in_effect.schedulers[name] = was
+        return merged(one, saved, was, now, self._of_program)
+
+    def _match_settings(self, saved: Sequence[tuple[dict[str, Any], Mapping[str, Any]]]) -> None:
+        """Choose the options of the parameter groups."""
+        live, fields = self.described.live, self._of_program
+        record_of = {id(group): one for group, one in saved}
+        schedulers = [one for name, one in live.objects.items() if kind_of(one) is not None]
+        started = live.started or Started.of([one.optimizer for one in live.optimizers], {})
+        found, differing = group_differences(live.optimizers, started, record_of, schedulers)
+        self.differences += found
+        for number, optimizer in enumerate(live.optimizers):
+            self.in_effect.options.append([])
+            for index, group in enumerate(optimizer.optimizer.param_groups):
+                now, one = started.group(number, index), record_of.get(id(group))
+                effect = dict(now)
+                if one is not None:
+                    other = differing.get(id(group), {})
+                    self.options.append((group, chosen_options(group, one, now, other, fields)))
+                    was = one.get(STARTED, {})
+                    effect |= {key: was[key] for key, owner in other.items() if key in was and owner not in fields}
+                self.in_effect.options[-1].append(effect)
+        if fields and len(schedulers) == 1 and any(one.field in fields for one in self.differences):
+            self.rescheduled += schedulers
+
+    def compare_settings(self) -> None:
+        """Refuse settings that differ, or say so."""
+        refused = [one.told("error") for one in self.differences if getattr(self.settings, one.field) == "error"]
+        if refused:
+            names = {one.field for one in self.differences if getattr(self.settings, one.field) == "error"}
+            given = ", ".join(f'{name}="saved"' for name in sorted(names))
+            raise MismatchError(
+                "; ".join(refused),
+                hint=f'give the program the saved values; or `settings=Settings({given})` uses them, and "program" '
+                "uses those of the program",
+            )
+        self.changed += [one.told(getattr(self.settings, one.field)) for one in self.differences]
 
     def _is_same_kind(self, name: str, one: Any) -> bool:
         """Whether a scheduler has the class of the saved one. Checkpoints without the record are accepted."""
@@ -713,6 +788,12 @@ class _Restore:
         # Last, because creating a scheduler changes the learning rate.
         for group, options in self.options:
             set_options(group, options)
+        for one in self.rescheduled:
+            set_rates(one)
+        started = self.described.live.started
+        if started is not None:
+            started.schedulers |= self.in_effect.schedulers
+            started.options = self.in_effect.options or started.options
 
 
 def _load_own_entries(own: OwnEntries, saved: Mapping[str, Any]) -> None:

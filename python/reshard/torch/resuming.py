@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from reshard.config import Config
-    from reshard.options import InitFrom, Strict
+    from reshard.options import InitFrom, Settings, Strict
     from reshard.resume import ResumeDecision
     from reshard.torch.loading import Read
     from reshard.torch.run import Run
@@ -43,6 +43,7 @@ class RestoreOptions:
     init: Callable[[str, torch.Tensor], torch.Tensor | None] | None
     device: torch.device | str | None
     grown: bool
+    settings: Settings
     only: Literal["model", "tensors"] | None = None
 
 
@@ -174,6 +175,7 @@ def restore_tensors(described: Described, found: Read, saved: Mapping[str, Any],
         init=options.init,
         device=options.device,
         object_name=object_name,
+        settings=options.settings,
     )
     messages = list(found.notes)
     if report.missing:

@@ -14,6 +14,7 @@ from reshard.formats.state import PerRank
 from reshard.torch.checks import count
 from reshard.torch.dicts import DictState
 from reshard.torch.optimizers import split_optimizers, unwrapped
+from reshard.torch.settings import Started
 
 if TYPE_CHECKING:
     from reshard.torch.emergency import Rendezvous
@@ -36,6 +37,7 @@ class Run:
         whole_optimizers: names in `objects` of other optimizers, such as wrappers: their `state_dict` is saved whole.
         objects: other objects with state, by name; the state of rank 0 is saved.
         per_rank: other objects with rank-local state, by name.
+        started: the settings before the first step.
         last: the last complete step.
         saved: the last step that was saved or resumed from; `NOT_SAVED` if its save in the background failed.
         saved_at: time of that save, of `time.monotonic`.
@@ -78,6 +80,7 @@ class Run:
                     f"`{given}` is of type {type(one).__name__}, without `state_dict` and `load_state_dict`",
                     hint="give its class both methods, or pass a dict of the values in `extra`",
                 )
+        self.started = Started.of(self.optimizers(), self.objects)
         for one in (sampler, *self.objects.values(), *self.per_rank.values()):
             _give_generator(one)
         self.last = self.saved = 0

@@ -151,6 +151,7 @@ class Saver:
             timeout=self.timeout,
             lifts=not self.has_rank_folders,
             object_name=object_name,
+            started=self.run.started,
         )
 
     def save_due(self, step: int) -> None:

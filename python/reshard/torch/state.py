@@ -33,6 +33,7 @@ from reshard.torch.optimizers import (
 )
 from reshard.torch.placements import DigitLayout, LocalPart, Row, is_sharded, local_part, row_of
 from reshard.torch.schedulers import KINDS, kind_of
+from reshard.torch.settings import STARTED
 from reshard.torch.tensors import from_tensor
 from reshard.words import ranks_named, show
 from reshard.write.arrays import Shard
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
     from reshard.group import Group
     from reshard.torch.common_layout import RankValues
+    from reshard.torch.settings import Started
 
 _MAX_SENT_BYTES = 65536  # for tensors in the record of an optimizer, such as a learning rate that is a tensor
 
@@ -213,6 +215,7 @@ class LiveState:
         objects: other objects with state, by name.
         states: state tensors of the optimizers, by key.
         object_tensors: tensors in the state of the objects, by key.
+        started: as in `describe`.
     """
 
     named: Named
@@ -220,6 +223,7 @@ class LiveState:
     objects: Mapping[str, Any]
     states: dict[str, torch.Tensor]
     object_tensors: dict[str, Any] = field(default_factory=dict)
+    started: Started | None = None
 
 
 def describe(
@@ -233,6 +237,7 @@ def describe(
     compare: bool = True,
     lifts: bool = True,
     object_name: Callable[[str], str] = "objects.{}".format,
+    started: Started | None = None,
 ) -> Described:
     """Describe the state of a model and its optimizer on this rank, and agree with the other ranks on the layout.
 
@@ -254,6 +259,7 @@ def describe(
         lifts: whether tensors in the state of objects are tensors of the checkpoint. Else plain ones stay in that
             state, and DTensors are refused: for formats that know weights by their names.
         object_name: name of an object in errors.
+        started: the settings of the run before its first step, which are recorded.
 
     Raises:
         ArgumentError: an object has no state, an optimizer belongs to another model, or the group does not have the
@@ -272,7 +278,7 @@ def describe(
     """
     members = resolve(group)
     try:
-        own = _RankState.of(model, optimizer, objects or {}, mesh, members, lifts=lifts)
+        own = _RankState.of(model, optimizer, objects or {}, mesh, members, lifts=lifts, started=started)
         parts = own.parts(compare=compare) if members.world_size > 1 else []
     except ReshardError as error:
         if members.world_size > 1:
@@ -432,6 +438,7 @@ class _RankState:
         members: Group,
         *,
         lifts: bool,
+        started: Started | None,
     ) -> _RankState:
         for name, one in objects.items():
             if not callable(getattr(one, "state_dict", None)) or not callable(getattr(one, "load_state_dict", None)):
@@ -444,7 +451,7 @@ class _RankState:
         key_of = {id(tensor): key for key, tensor in found.tensors.items()}
         optimizers = named_optimizers(optimizer, key_of | found.wrappers)
         _refuse_trained_wrappers(found, optimizers)
-        states, record = record_state(optimizers)
+        states, record = record_state(optimizers, None if started is None else started.group)
         object_states = {name: _object_state(one, name, lifts=lifts) for name, one in objects.items()}
         lifted = _lifted(object_states, {*found.tensors, *found.aliases, *states})
         tensors = [*found.tensors.values(), *states.values(), *lifted.values()]
@@ -472,7 +479,7 @@ class _RankState:
         for key, parameter in plain.items():
             if is_sharded(parameter):
                 beside["local" if _is_of_part(states[key], parameter) else "other"].append(key)
-        live = LiveState(found, optimizers, objects, states, lifted)
+        live = LiveState(found, optimizers, objects, states, lifted, started)
         return cls(live, row, placed[0], placed[1], record, shapes, object_states, beside)
 
     def own_state(self) -> dict[str, dict[str, Any]]:
@@ -545,6 +552,8 @@ class _RankState:
         kinds = {name: kind for name, one in self.live.objects.items() if (kind := kind_of(one)) is not None}
         if kinds:
             extra[KINDS] = kinds
+        if self.live.started is not None and self.live.started.schedulers:
+            extra[STARTED] = self.live.started.schedulers
         entries = {name: one.entries for name, one in self.object_states.items() if one.entries}
         if entries:
             is_sharded_model = any(hasattr(tensor, "device_mesh") for tensor in self.live.named.tensors.values())
