@@ -259,17 +259,6 @@ def test_fsdp1_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         callback_of("lightning")(tmp_path).setup(trainer, library.LightningModule(), "fit")
 
 
-def test_replaced_weights_are_refused(tmp_path: Path) -> None:
-    library = importlib.import_module("lightning.pytorch")
-
-    class Average(library.Callback):  # type: ignore[misc,name-defined]
-        def on_save_checkpoint(self, _trainer: Any, _module: Any, checkpoint: dict[str, Any]) -> None:
-            checkpoint["state_dict"] = {name: value * 0.5 for name, value in checkpoint["state_dict"].items()}
-
-    with pytest.raises(UnsupportedError, match=r"`on_save_checkpoint` has replaced or added `net.0.weight`"):
-        run(tmp_path, callbacks=[Average()])
-
-
 def start(n_ranks: int, *words: object) -> subprocess.Popen[str]:
     """Start a program, on several ranks under torchrun, in a process group of its own."""
     command = [sys.executable, *map(str, words)]
@@ -391,3 +380,48 @@ def test_the_scaler_and_the_datamodule_go_on(tmp_path: Path) -> None:
     assert train("torn") == whole
     assert whole[0] == 22
     assert whole[1]["scale"] != 65536.0  # it has changed
+
+
+@pytest.mark.parametrize(
+    ("kind", "saving", "options"),
+    [
+        ("EMAWeightAveraging", {"every_n_train_steps": 5}, {"decay": 0.9}),
+        ("EMAWeightAveraging", {"every_n_epochs": 1}, {"update_every_n_steps": 3, "update_starting_at_epoch": 1}),
+        ("WeightAveraging", {"every_n_train_steps": 5, "async_save": True}, {"use_buffers": False}),
+    ],
+)
+def test_averaged_weights(kind: str, saving: Any, options: Any, tmp_path: Path) -> None:
+    """A resumed run is the uninterrupted one, which ends with the average."""
+    callbacks: Any = importlib.import_module("lightning.pytorch.callbacks")
+
+    def of_folder(name: str, **words: Any) -> list[tuple[Any, ...]]:
+        return run(tmp_path / name, callbacks=[getattr(callbacks, kind)(**options)], saving=saving, **words)
+
+    expected = of_folder("whole")
+    first = of_folder("torn", stop=17)
+    assert first == expected[: len(first)]
+    second = of_folder("torn", seed=7)
+    assert second == expected[[one[0] for one in expected].index(second[0][0]) :]
+    path = run.saving.last_model_path or run.saving.best_model_path  # type: ignore[attr-defined]
+    averaged = reshard.open(path).extra()["lightning"]["weights"]["replaced"]
+    assert averaged.keys() == run.model.state_dict().keys()  # type: ignore[attr-defined]
+    seen: dict[str, Any] = {}
+    model = run.model  # type: ignore[attr-defined]
+    model.test_step = lambda *_: seen.update({key: one.clone() for key, one in model.state_dict().items()})
+    run.trainer.callbacks = [one for one in run.trainer.callbacks if not isinstance(one, getattr(callbacks, kind))]  # type: ignore[attr-defined]
+    run.trainer.test(model, DataLoader(TensorDataset(torch.ones(4, 4)), 4), ckpt_path=path, verbose=False)  # type: ignore[attr-defined]
+    assert all(torch.equal(seen[key], one) for key, one in averaged.items())
+    with pytest.raises(MismatchError, match=r"`net\.0\.weight` was saved beside other weights that a callback put"):
+        run(tmp_path / "torn", saving=saving, trainer={"max_epochs": 6})
+
+
+def test_replaced_weights_that_are_kept_nowhere_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    library: Any = importlib.import_module("lightning.pytorch")
+
+    class Doubles(library.Callback):  # type: ignore[misc]
+        def on_save_checkpoint(self, _trainer: Any, _module: Any, checkpoint: Any) -> None:
+            checkpoint["state_dict"] = {key: 2 * one for key, one in checkpoint["state_dict"].items()}
+
+    with pytest.raises(UnsupportedError, match=r"has replaced or added `net\.0\.weight` in the `state_dict`"):
+        run(tmp_path, callbacks=[Doubles()])
+    assert not list(tmp_path.glob("iteration*"))

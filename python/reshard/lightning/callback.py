@@ -22,11 +22,12 @@ from reshard.group import resolve
 from reshard.lightning.data import position_of, watch
 from reshard.lightning.progress import at_end_of_epoch, is_end_of_epoch, plateau_steps, set_not_restarting
 from reshard.lightning.resuming import Resumed, resume
-from reshard.lightning.trainer_state import as_extra, without_tensors
+from reshard.lightning.trainer_state import as_extra, check_hooks, without_tensors
 from reshard.opening import newer_than
 from reshard.options import Retention, Verify
 from reshard.storage.location import locate
 from reshard.torch import rng
+from reshard.torch.optimizers import plain
 from reshard.torch.state import describe
 from reshard.words import show
 from reshard.write.save import save
@@ -230,8 +231,9 @@ class Saving:
         super().teardown(trainer, pl_module, stage)  # type: ignore[misc]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Refuse a root that is at a later step."""
+        """Refuse a root that is at a later step, and hooks whose checkpoints cannot be saved."""
         super().on_train_start(trainer, pl_module)  # type: ignore[misc]
+        check_hooks(trainer)
         self._is_due, self._time, self._has_begun = False, time.monotonic(), True
         if self._resumed is not None:
             self._last_global_step_saved = trainer.global_step
@@ -344,7 +346,7 @@ class Saving:
         members = resolve(None)
         step, is_end = trainer.global_step, is_end_of_epoch(trainer)
         described = describe(trainer.strategy.model, trainer.optimizers, timeout=self._timeout)
-        checkpoint, removed = without_tensors(trainer)
+        checkpoint, weights = without_tensors(trainer)
         at_end_of_epoch(checkpoint["loops"], is_end=is_end)
         extra: dict[str, Any] = {
             "rng": per_rank(rng.capture(rank=members.rank, world_size=members.world_size)),
@@ -359,8 +361,11 @@ class Saving:
                 "is_end_of_epoch": is_end,
                 "plateau": plateau_steps(trainer) if is_end else [],
             }
+            if weights.replaced:
+                replaced = {key: plain(value).clone() for key, value in weights.replaced.items()}
+                extra["lightning"]["weights"] = {"replaced": replaced, "moved": weights.moved}
         saving = described.saving()
-        for key in removed:
+        for key in weights.removed:
             saving["model"].pop(key, None)
         save_any: Any = save  # the type of the result depends on `blocking`
         saved = save_any(

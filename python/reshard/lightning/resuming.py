@@ -12,6 +12,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from reshard.collective import Collective
 from reshard.errors import MismatchError
 from reshard.events import Observers
@@ -22,6 +24,7 @@ from reshard.torch.restore import apply
 from reshard.torch.state import describe
 from reshard.torch.tensors import from_tensor
 from reshard.verbs.load import Wanted, load_with, resumed
+from reshard.words import show
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,12 +47,14 @@ class Resumed:
         checkpoint: Lightning's checkpoint, with the loaded model.
         saved: the extra state of the iteration.
         arrays: this rank's arrays of the optimizers.
+        live: the tensors of the model, if the checkpoint has others in their places, such as averaged ones.
     """
 
     decision: ResumeDecision
     checkpoint: dict[str, Any]
     saved: dict[str, Any]
     arrays: dict[str, np.ndarray]
+    live: dict[str, Any]
 
     @property
     def is_end_of_epoch(self) -> bool:
@@ -64,8 +69,19 @@ class Resumed:
             timeout: seconds that ranks wait for each other.
 
         Raises:
-            MismatchError: the optimizers differ from the saved ones.
+            MismatchError: the optimizers differ from the saved ones; or a callback that saved other weights in the
+                places of those of the model is missing, so that these were not restored.
         """
+        now = trainer.lightning_module.state_dict()
+        for key, tensor in self.live.items():
+            if not torch.equal(now[key].detach().cpu(), tensor.cpu()):
+                raise MismatchError(
+                    f"{show(key)} was saved beside other weights that a callback put in its place, such as averaged "
+                    "ones, and no callback of this run has restored it",
+                    key=key,
+                    hint="give the Trainer the callbacks of the run that saved, such as `WeightAveraging`",
+                )
+        self.live = {}
         described = describe(trainer.strategy.model, trainer.optimizers, compare=False, timeout=timeout)
         strict = trainer.lightning_module.strict_loading
         live = {key: from_tensor(tensor.detach().cpu())[0] for key, tensor in described.model.items()}
@@ -164,11 +180,19 @@ def resume(
 
     Collective(session(members, "resume"), timeout).each(restore)
     checkpoint = dict(saved.get("lightning", {}).get("checkpoint", {}))
-    checkpoint["state_dict"] = module.state_dict()
+    live: dict[str, Any] = module.state_dict()
+    weights = saved.get("lightning", {}).get("weights") or {"replaced": {}, "moved": {}}
+    checkpoint["state_dict"] = {**live, **weights["replaced"]}
+    if is_fit:  # Lightning overwrites the live ones
+        live = {key: tensor.detach().clone() for key, tensor in live.items() if weights["replaced"]}
+        checkpoint |= {
+            name: {inner: live[key] for inner, key in of_name.items()} for name, of_name in weights["moved"].items()
+        }
     checkpoint.setdefault("pytorch-lightning_version", version)
     _log.info("resumed from %s", decision.path)
     resumed(observers, decision, started)
-    return Resumed(decision, checkpoint, saved, {key: one for key, one in found.arrays.items() if key not in keys})
+    arrays = {key: one for key, one in found.arrays.items() if key not in keys}
+    return Resumed(decision, checkpoint, saved, arrays, live if is_fit and weights["replaced"] else {})
 
 
 def _check(saved: dict[str, Any], path: str, saved_by: int | None, world_size: int) -> None:

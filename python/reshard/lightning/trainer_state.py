@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from reshard.errors import ArgumentError, UnsupportedError
@@ -15,13 +17,28 @@ _log = logging.getLogger("reshard")
 _HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 
 
-def without_tensors(trainer: Any) -> tuple[dict[str, Any], list[str]]:
-    """What Lightning saves besides the model and the optimizers, and the keys that `on_save_checkpoint` removed.
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """Which tensors hooks have put into the `state_dict` of a checkpoint.
+
+    Attributes:
+        removed: keys that they removed; these tensors of the model are not saved.
+        replaced: tensors in the places of those of the model, by key, such as averaged ones.
+        moved: entries of the checkpoint that hold the tensors of the model then: of each the key of each name in it.
+    """
+
+    removed: list[str]
+    replaced: dict[str, Any]
+    moved: dict[str, dict[str, str]]
+
+
+def without_tensors(trainer: Any) -> tuple[dict[str, Any], Weights]:
+    """What Lightning saves besides the model and the optimizers, and what hooks made of the model's `state_dict`.
 
     All hooks run. The live model is passed to them, and no copies are gathered.
 
     Raises:
-        UnsupportedError: a hook has changed the tensors of the model that are saved.
+        UnsupportedError: a hook has changed the tensors of the model that are saved, and keeps them nowhere.
     """
     strategy, module = trainer.strategy, trainer.lightning_module
     given = module.state_dict()
@@ -32,19 +49,59 @@ def without_tensors(trainer: Any) -> tuple[dict[str, Any], list[str]]:
         checkpoint = dict(trainer._checkpoint_connector.dump_checkpoint(weights_only=False))  # noqa: SLF001
     finally:
         del strategy.lightning_module_state_dict, strategy.optimizer_state
-    after = checkpoint.pop("state_dict")
+    weights = _weights(before, checkpoint)
     checkpoint["optimizer_states"] = []
-    for key, value in after.items():
-        if value is not before.get(key):
-            raise UnsupportedError(
-                f"a hook `on_save_checkpoint` has replaced or added `{key}` in the `state_dict`, and the live model is "
-                "saved",
-                key=key,
-                hint="hooks may remove keys; add other tensors to the checkpoint under another name",
-            )
     checkpoint["loops"] = plain(checkpoint["loops"])
     checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # kept for each rank
-    return checkpoint, [key for key in before if key not in after]
+    return checkpoint, weights
+
+
+def check_hooks(trainer: Any) -> None:
+    """Call the hooks `on_save_checkpoint` as a save does, to refuse early what a save would refuse.
+
+    Raises:
+        UnsupportedError: as `without_tensors`.
+    """
+    module = trainer.lightning_module
+    given = module.state_dict()
+    before, checkpoint = dict(given), {"state_dict": given}
+    try:
+        for callback in trainer.callbacks:
+            callback.on_save_checkpoint(trainer, module, checkpoint)
+        module.on_save_checkpoint(checkpoint)
+    except Exception as error:  # noqa: BLE001  a hook may need what a run has only later
+        _log.debug("a hook `on_save_checkpoint` does not work before the first step: %r", error)
+        return
+    for value in _weights(before, checkpoint).replaced.values():
+        plain(value)
+
+
+def _weights(before: Mapping[str, Any], checkpoint: dict[str, Any]) -> Weights:
+    """What hooks have made of the `state_dict` of a checkpoint; it is taken out, as are the tensors of the model."""
+    after = checkpoint.pop("state_dict")
+    removed = [key for key in before if key not in after]
+    replaced = {key: value for key, value in after.items() if value is not before.get(key)}
+    if not replaced:
+        return Weights(removed, {}, {})
+    key_of = {id(value): key for key, value in before.items()}
+    moved = {
+        name: {inner: key_of[id(one)] for inner, one in value.items()}
+        for name, value in checkpoint.items()
+        if isinstance(value, Mapping) and value and all(id(one) in key_of for one in value.values())
+    }
+    lost = before.keys() - {key for of_name in moved.values() for key in of_name.values()}
+    changed = next((key for key in replaced if key in lost or key not in before), None)
+    if changed is not None:
+        raise UnsupportedError(
+            f"a hook `on_save_checkpoint` has replaced or added `{changed}` in the `state_dict`, and the live model is "
+            "saved",
+            key=changed,
+            hint="hooks may remove keys, or move the whole `state_dict` to another name, as `WeightAveraging` does; "
+            "add other tensors to the checkpoint under another name",
+        )
+    for name in moved:
+        del checkpoint[name]
+    return Weights([], replaced, moved)
 
 
 def as_extra(checkpoint: dict[str, Any]) -> dict[str, Any]:
