@@ -12,7 +12,7 @@ from reshard.errors import MismatchError
 
 torch = pytest.importorskip("torch")
 
-from reshard.torch import Checkpointer  # noqa: E402
+from reshard.torch import Checkpointer, ElasticSampler  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -252,3 +252,26 @@ def test_the_learning_rate_of_the_program_is_that_of_its_schedule(tmp_path: Path
                     checkpointer.save(4, blocking=True)
                 else:
                     assert optimizer.param_groups[0]["lr"] == pytest.approx(4 * saved)
+
+
+def test_a_run_goes_on_with_another_dataset(tmp_path: Path) -> None:
+    def start(n: int, **given: Any) -> tuple[Any, ElasticSampler]:
+        sampler = ElasticSampler(n, seed=1, shuffle=True, global_batch_size=4, rank=0, world_size=1)
+        model = torch.nn.Linear(2, 1)
+        with Checkpointer(tmp_path, signals=(), async_save=False) as checkpointer:
+            decision = checkpointer.resume(model=model, sampler=sampler, **given)
+            for step in (1, 2):
+                checkpointer.step(decision.initial_step + step, save=step == 2)
+        return decision, sampler
+
+    start(16)
+    with pytest.raises(MismatchError, match=r'`resume\(data="new"\)`'):
+        start(20)
+    decision, sampler = start(20, data="new")
+    assert decision.initial_step == 2
+    assert decision.consumed_samples == 0
+    assert "data position" not in decision.restored
+    assert [line for line in decision.warnings if 'data="new"' in line]
+    assert (sampler.epoch, sampler.consumed) == (0, 8)
+    decision, sampler = start(20)  # a restart within the new data
+    assert (decision.initial_step, sampler.consumed) == (4, 16)

@@ -91,3 +91,23 @@ def test_arguments_of_a_run_that_differ_are_refused_before_the_first_step(
 def test_the_arguments_that_may_differ_are_arguments() -> None:
     known = {*signature(Checkpointer).parameters, *signature(Checkpointer.resume).parameters, "__class__"}
     assert known >= _OF_EACH_RANK
+
+
+def test_a_warning_that_is_the_same_on_all_ranks_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work(group: Any) -> list[str]:
+        model = torch.nn.Linear(1, 1)
+        torch.nn.init.zeros_(model.weight)
+        torch.nn.init.zeros_(model.bias)
+        with Checkpointer(tmp_path / "run", group=group, signals=(), timeout=30, async_save=False) as checkpointer:
+            decision = checkpointer.resume(model=model, data="new")
+            if not decision.initial_step:
+                checkpointer.save(4, blocking=True)
+        return list(decision.warnings)
+
+    assert in_threads(2, work) == [[], []]
+    caplog.clear()
+    found = in_threads(2, work)
+    assert found[0] == found[1] != []
+    assert [line for line in caplog.messages if line.startswith("resume: ")] == [f"resume: {one}" for one in found[0]]

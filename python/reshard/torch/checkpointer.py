@@ -22,11 +22,11 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 
-from reshard.arguments import checked
+from reshard.arguments import check_choice, checked
 from reshard.collective import Collective
 from reshard.config import Config, as_config
 from reshard.errors import ArgumentError, ClaimedError, GroupError, ReshardError
@@ -299,7 +299,9 @@ class Checkpointer:
         self._one_channel = self._group.world_size > 1 and not hasattr(self._group, "session")
         if self._async and self._one_channel:
             self._async = False
-            _log.warning("the group has no method `session(label)`: saves are not written in the background")
+            (_log.warning if self._group.rank == 0 else _log.info)(
+                "the group has no method `session(label)`: saves are not written in the background"
+            )
         self._board, self._drift = notice_store_of(self._group), self._interrupts.drift
         if self._board is None and self._every_s is not None:
             raise ArgumentError(
@@ -387,6 +389,7 @@ class Checkpointer:
         init_from: InitFromLike | None = None,
         strict: StrictLike = True,
         settings: SettingsLike | None = None,
+        data: Literal["saved", "new"] = "saved",
         cast: bool = False,
         init: Callable[[str, torch.Tensor], torch.Tensor | None] | None = None,
         device: torch.device | str | None = None,
@@ -416,6 +419,8 @@ class Checkpointer:
                 (every difference is an error) or False (missing and unexpected state are warnings of the decision).
             settings: whose constants of schedulers and options of the optimizer are used where the checkpoint and the
                 program differ: a `Settings` or a mapping of its fields. Default: the saved ones, with a warning.
+            data: "new": the run goes on with another dataset, as in a second stage. The data position is not restored,
+                and a warning says so: the sampler starts as the program made it. Leave it out when this stage restarts.
             cast: convert floating-point tensors to the dtype of the live ones, instead of refusing them.
             init: fills buffers that are not in the checkpoint, as in `reshard.torch.state.apply`.
             device: the device on which tensors on the device `meta` are allocated.
@@ -445,6 +450,7 @@ class Checkpointer:
         self._check_open()
         started = time.monotonic()
         policy = Strict.of(strict)
+        check_choice("data", data, "saved", "new")
         if init_from is not None:
             self._config = with_init(self._config, InitFrom.of(init_from), self._root)
         start = self._config.init_from
@@ -457,7 +463,7 @@ class Checkpointer:
         notes = self._check_saves(saver, described)
         facts = _facts_of(run.sampler, scale_steps=self._scale_steps)
         is_own, reason = self._start(facts)
-        how = RestoreOptions(policy, cast, init, device, grown, Settings.of(settings))
+        how = RestoreOptions(policy, cast, init, device, grown, Settings.of(settings), data)
         mode = self._options.verify.on_load
         is_weights_alone = False
 
@@ -519,7 +525,8 @@ class Checkpointer:
                 return messages + restore_sampler(run.sampler, saved, decision, self._config, how)
 
             if decision.initial_step:
-                self._together(lambda: check_not_read([run.sampler, *(extra or {}).values()]))
+                restored = [*(() if data == "new" else (run.sampler,)), *(extra or {}).values()]
+                self._together(lambda: check_not_read(restored))
             notes += self._together(restore)[members.rank]
             if found.restored:
                 decision = replace(decision, reasons=(*decision.reasons, found.restored))
@@ -530,19 +537,23 @@ class Checkpointer:
                     for name in sorted(run.whole_optimizers)
                 ]
             notes += self._restore_rest(saved, decision, check)
-            if "rng" in saved and isinstance(run.sampler, ElasticSampler):
+            if data == "saved" and "rng" in saved and isinstance(run.sampler, ElasticSampler):
                 keep_stream(run.sampler)
             if decision.scaling is not None and decision.scaling.factor != 1 and run.has_scheduler:
                 notes.append(
                     "the batch size changed, and with it the number of steps: the scheduler goes on where it was, and "
                     f"steps from {decision.initial_step}"
                 )
-        if not self._scale_steps or run.sampler is None:
-            decision = with_data_position(decision, run.sampler)
+        if data == "new":
+            decision = replace(decision, data_skip_steps=0, skip_micro_steps=None)
+        if not self._scale_steps or run.sampler is None or data == "new":
+            decision = with_data_position(decision, run.sampler, data)
         self._begin(saver, decision, is_back=self._options.commit.rollback or is_fresh_by_word)
         resumed(self._observers, decision, started)
+        before = {line for of_rank in self._together(lambda: notes)[: self._group.rank] for line in of_rank}
         for line in notes:
-            _log.warning("resume: %s", line)
+            if line not in before:  # else a rank before this one says it
+                _log.warning("resume: %s", line)
         return replace(decision, warnings=(*decision.warnings, *notes))
 
     def _check_same(self, given: Mapping[str, object]) -> None:
@@ -890,7 +901,7 @@ class Checkpointer:
         except GroupError as error:
             saver.failed(error, "the ranks did not prepare the first save")
         else:
-            for warning in warnings:
+            for warning in warnings if self._group.rank == 0 else ():
                 _log.warning("%s", warning)
 
     def _step_without_board(self, saver: Saver, step: int) -> None:

@@ -39,7 +39,8 @@ def save_and_exit(saver: Saver, signals: Signals, step: int, why: str, seconds: 
         SystemExit: always.
     """
     run, deadline = saver.run, time.monotonic() + seconds
-    _log.warning("%s: saving iteration %d, then the process ends", why, step)
+    tell = _log.warning if saver.group.rank == 0 else _log.info
+    tell("%s: saving iteration %d, then the process ends", why, step)
     try:
         saver.wait(seconds)
     except (ReshardError, TimeoutError) as error:
@@ -109,4 +110,4 @@ def save_after(saver: Saver, error: BaseException, seconds: float) -> None:
     except ReshardError as failed:
         _log.error("the save in the background failed: %s", failed)
     saver.save(run.last, blocking=True, timeout=seconds, interrupted=True)
-    _log.warning("%s: iteration %d is saved", what, run.last)
+    (_log.warning if saver.group.rank == 0 else _log.info)("%s: iteration %d is saved", what, run.last)

@@ -44,6 +44,7 @@ class RestoreOptions:
     device: torch.device | str | None
     grown: bool
     settings: Settings
+    data: Literal["saved", "new"] = "saved"
     only: Literal["model", "tensors"] | None = None
 
 
@@ -105,7 +106,8 @@ def check_state_beside(run: Run, found: Read, saved: Mapping[str, Any], options:
         lacking += [show(object_name(name)) for name in run.objects]
         if run.optimizer is not None and found.has_optimizer:
             lacking.append("the options of the optimizer, such as the learning rate")
-    if run.sampler is not None and "sampler" not in saved and not isinstance(run.sampler, ElasticSampler):
+    sampler = run.sampler if options.data == "saved" else None
+    if sampler is not None and "sampler" not in saved and not isinstance(sampler, ElasticSampler):
         lacking.append("the data position of `sampler`")
     if "run" not in saved and found.holds_streams:
         lacking.append("the random streams")
@@ -262,6 +264,10 @@ def restore_sampler(
     Raises:
         MismatchError: the checkpoint has the state of a sampler and the run has none, or the dataset is another one.
     """
+    if options.data == "new":
+        if not decision.initial_step:
+            return []
+        return ['the data position is not restored, as `data="new"` says: the data starts from the beginning']
     if sampler is None:
         if "sampler" not in saved:
             if not decision.initial_step:
@@ -290,10 +296,12 @@ def restore_sampler(
     )
 
 
-def with_data_position(decision: ResumeDecision, sampler: object) -> ResumeDecision:
+def with_data_position(
+    decision: ResumeDecision, sampler: object, data: Literal["saved", "new"] = "saved"
+) -> ResumeDecision:
     """The decision with the data position of the sampler, which counts samples, so the batch size may change."""
-    if sampler is None:
-        return replace(decision, restored=tuple(one for one in decision.restored if one != "data position"))
+    if sampler is None or data == "new":
+        decision = replace(decision, restored=tuple(one for one in decision.restored if one != "data position"))
     if not isinstance(sampler, ElasticSampler):
         return decision
     return replace(

@@ -315,8 +315,8 @@ class ElasticSampler(Sampler[int]):
         else:
             raise MismatchError(
                 f"{sizes}, {saved.consumed} of which are consumed",
-                hint="choose one: ignore_data_skip (new data, read from the start), data_skip_steps (new data, skip "
-                "this number of steps), or grown=True (samples were appended)",
+                hint='`resume(data="new")` reads new data from its start; `resume(grown=True)` is for more samples; '
+                "`ElasticSampler.load_state_dict` also takes `ignore_data_skip` and `data_skip_steps`",
             )
         if saved.shuffle and saved.seed != self.seed:
             messages.append(

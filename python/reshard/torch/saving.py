@@ -16,6 +16,7 @@ from reshard.collective import Collective
 from reshard.errors import (
     ArgumentError,
     CoverageError,
+    GroupError,
     LayoutError,
     MismatchError,
     ReshardError,
@@ -177,7 +178,8 @@ class Saver:
         self.run.n_failures += 1
         if isinstance(error, _HOPELESS) or self.run.n_failures >= _MAX_FAILURES:
             raise error
-        _log.error("%s: %s (the training goes on)", what, error)
+        is_same = isinstance(error, ReshardError) and not isinstance(error, GroupError)  # on all ranks
+        (_log.info if is_same and self.group.rank > 0 else _log.error)("%s: %s (the training goes on)", what, error)
 
     def wait(self, timeout: float | None = None) -> SaveReport | None:
         """Wait for the save in the background, if there is one; as `Checkpointer.wait`."""
