@@ -123,6 +123,43 @@ def test_entries_of_a_compiled_model(tmp_path: Path) -> None:
     check(tmp_path / "run", Overridden, torch.compile)
 
 
+class Counted(nn.Linear):
+    """Has extra state."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__(2, 2)
+        self.value = value
+
+    def get_extra_state(self) -> Any:
+        return {"value": self.value}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.value = state["value"]
+
+
+@pytest.mark.parametrize("kind", [Overridden, Hooked, Whole, Counted])
+def test_entries_in_a_start_from_other_weights(kind: Callable[[float], nn.Module], tmp_path: Path) -> None:
+    first, second, kept = kind(1.0), kind(2.0), kind(3.0)
+    with Checkpointer(tmp_path / "first", signals=()) as checkpointer:
+        checkpointer.resume(model={"net": first})
+        checkpointer.save(1, blocking=True)
+    start = {"path": tmp_path / "first"}
+    Checkpointer(tmp_path / "new", save_every=None, signals=()).resume(model={"net": second}, init_from=start)
+    found, expected = values(second), values(first)
+    for name, one in expected.items():
+        assert torch.equal(found[name], one) if isinstance(one, torch.Tensor) else found[name] == one, name
+    other = {"net": kept, "more": nn.Linear(2, 2)}
+    with Checkpointer(tmp_path / "second", signals=()) as checkpointer:
+        checkpointer.resume(model={"net": kind(4.0), "more": nn.Linear(2, 2)})
+        checkpointer.save(1, blocking=True)
+    before = values(kept)
+    start = {"path": tmp_path / "second", "exclude": ["net.*"]}
+    Checkpointer(tmp_path / "part", save_every=None, signals=()).resume(model=other, init_from=start)
+    found = values(kept)
+    for name, one in before.items():
+        assert torch.equal(found[name], one) if isinstance(one, torch.Tensor) else found[name] == one, name
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_random_trees(seed: int, tmp_path: Path) -> None:
     def make(value: float) -> nn.Module:

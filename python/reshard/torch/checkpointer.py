@@ -69,6 +69,7 @@ from reshard.torch.resuming import (
     restore_sampler,
     restore_tensors,
     with_data_position,
+    with_modules,
 )
 from reshard.torch.run import NOT_SAVED, Run, interval, number_of, object_name
 from reshard.torch.sampler import ElasticSampler, check_not_read, keep_stream
@@ -511,6 +512,8 @@ class Checkpointer:
             saved = {} if is_weights_alone or decision.init_from is not None else found.extra
             of_tensors = initial_state(found.extra, start) if start and "optimizer" in decision.restored else saved
             is_init = decision.init_from is not None
+            if is_init:
+                of_tensors = with_modules(of_tensors, found.extra)
             how = replace(how, only="model" if is_weights_alone else "tensors" if is_init else None)
 
             def restore() -> list[str]:

@@ -156,6 +156,8 @@ def apply(
         restore.match_optimizers(has_groups=only is None)
     if only is None:
         restore.match_others(has_extra=extra is not None)
+    else:
+        restore.match_initial_modules()
     trained = restore.compare_trained()
     restore.compare_settings()
     report = Report(
@@ -491,6 +493,30 @@ class _Restore:
         plain = () if self.record is None else self.record.plain.get(known, ())
         self.updates.append(replace(update, fill=fill, keep=keep, drop=drop, plain=plain))
 
+    def match_initial_modules(self) -> None:
+        """State of modules besides tensors, for a start from other weights: what the checkpoint has of it."""
+        named, modules = self.described.live.named, self.extra["modules"]
+
+        def is_taken(key: str, module: str) -> bool:
+            return key in modules and not any(f"{one}.".startswith(f"{module}." * bool(module)) for one in self.kept)
+
+        self._check_wrapped({key: one for key, one in named.wrapped.items() if is_taken(key, key)})
+        self.own_values = {key: modules[key] for key in named.own_values if is_taken(key, key.rpartition(".")[0])}
+        for name, module in named.extra_state.items():
+            if is_taken(name, name):
+                self.calls.append((f"modules.{name}", module.set_extra_state, modules[name]))
+
+    def _check_wrapped(self, wrapped: Mapping[str, str]) -> None:
+        """Check that tensors that are made of others have the classes and options of the saved ones."""
+        for key, now in wrapped.items():
+            saved = self.extra["modules"].get(key)
+            if saved != now:
+                raise MismatchError(
+                    f"{show(key)} was saved as {saved}, and is now {now}",
+                    key=key,
+                    hint="quantise the model with the same configuration",
+                )
+
     def match_others(self, *, has_extra: bool) -> None:
         if not has_extra:
             return
@@ -501,15 +527,8 @@ class _Restore:
         else:
             of_modules = live.named.extra_state.keys() | live.named.own_values.keys()
             self.shared += [f"modules.{name}" for name in kept if name in of_modules]
-        for key, now in live.named.wrapped.items():
-            if key not in modules:
-                self.missing.append(f"modules.{key}")
-            elif modules[key] != now:
-                raise MismatchError(
-                    f"{show(key)} was saved as {modules[key]}, and is now {now}",
-                    key=key,
-                    hint="quantise the model with the same configuration",
-                )
+        self.missing += [f"modules.{key}" for key in live.named.wrapped if key not in modules]
+        self._check_wrapped({key: now for key, now in live.named.wrapped.items() if key in modules})
         for key in live.named.own_values:
             if key in modules:
                 self.own_values[key] = modules[key]

@@ -147,6 +147,21 @@ def initial_state(extra: Mapping[str, Any], init: InitFrom) -> dict[str, Any]:
     return {"trainer": {name: trainer[name] for name in ("aliases", "optimizer") if name in trainer}}
 
 
+def with_modules(saved: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Extra state for a start from other weights, with the state of modules besides tensors: it belongs to the weights.
+
+    Args:
+        saved: what else is restored.
+        extra: the extra state of the checkpoint.
+
+    Example:
+        >>> with_modules({}, {"trainer": {"modules": {"norm": 3}, "objects": {}}})
+        {'trainer': {'modules': {'norm': 3}}}
+    """
+    modules = (extra.get("trainer") or {}).get("modules")
+    return {**saved, "trainer": {**saved.get("trainer", {}), "modules": modules}} if modules else dict(saved)
+
+
 def restore_tensors(described: Described, found: Read, saved: Mapping[str, Any], options: RestoreOptions) -> list[str]:
     """Restore parameters, buffers, optimizers, schedulers and other objects with state.
 
