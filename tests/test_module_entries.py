@@ -11,12 +11,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from tests.peers.required import required
+from tests.ranks import Job
+from tests.test_wrapped_tensors import cast, quantised
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import reshard
 from reshard.errors import MismatchError
 from reshard.torch import Checkpointer
+from reshard.torch.tensors import inner_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -143,7 +149,7 @@ def test_entries_in_a_start_from_other_weights(kind: Callable[[float], nn.Module
     with Checkpointer(tmp_path / "first", signals=()) as checkpointer:
         checkpointer.resume(model={"net": first})
         checkpointer.save(1, blocking=True)
-    start = {"path": tmp_path / "first"}
+    start: dict[str, Any] = {"path": tmp_path / "first"}
     Checkpointer(tmp_path / "new", save_every=None, signals=()).resume(model={"net": second}, init_from=start)
     found, expected = values(second), values(first)
     for name, one in expected.items():
@@ -160,18 +166,27 @@ def test_entries_in_a_start_from_other_weights(kind: Callable[[float], nn.Module
         assert torch.equal(found[name], one) if isinstance(one, torch.Tensor) else found[name] == one, name
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_random_trees(seed: int, tmp_path: Path) -> None:
+def random_tree(seed: int) -> Callable[[float], nn.Module]:
+    """Makes a model of nested modules with entries of their own, weights that are made of others, and wrappers."""
+
     def make(value: float) -> nn.Module:
         chance = random.Random(seed)
+
+        def wrapped() -> nn.Module:
+            layer: Any = nn.Linear(4, 4)
+            weight = quantised(int(value)) if chance.random() < 0.5 else cast(value)
+            layer.weight = nn.Parameter(weight, requires_grad=False)
+            return layer  # type: ignore[no-any-return]
 
         def tree(depth: int) -> nn.Module:
             if depth == 0:
                 kinds: list[Callable[[], nn.Module]] = [
                     lambda: Overridden(value),
                     lambda: Hooked(value),
+                    lambda: Counted(value),
                     lambda: nn.BatchNorm1d(2),
                     lambda: nn.Linear(2, 2),
+                    wrapped,
                 ]
                 return chance.choice(kinds)()
             one = nn.Sequential(*(tree(depth - 1) for _ in range(chance.randint(1, 3))))
@@ -179,7 +194,71 @@ def test_random_trees(seed: int, tmp_path: Path) -> None:
 
         return tree(3)
 
-    check(tmp_path / "run", make)
+    return make
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_trees(seed: int, tmp_path: Path) -> None:
+    make = random_tree(seed)
+    first, second = make(1.0), make(2.0)
+    expected = inside(first)
+    with Checkpointer(tmp_path, signals=()) as checkpointer:
+        checkpointer.resume(model=first)
+        checkpointer.save(1, blocking=True)
+    with reshard.open(tmp_path) as saved:
+        names = {name.replace("_checkpoint_wrapped_module.", "") for name in expected}
+        plain = {name for name in names if name.endswith((".name", "_extra_state"))}
+        assert set(saved.keys("model")) == names - plain
+    assert Checkpointer(tmp_path, save_every=None, signals=()).resume(model=second).initial_step == 1
+    found = inside(second)
+    assert found.keys() == expected.keys()
+    for name, one in expected.items():
+        assert torch.equal(found[name], one) if isinstance(one, torch.Tensor) else found[name] == one, name
+
+
+def inside(model: nn.Module) -> dict[str, Any]:
+    """The `state_dict()`, with the tensors inside others in the places of these."""
+    found: dict[str, Any] = {}
+    for name, one in model.state_dict().items():
+        parts = inner_tensors(one, name)[0] if isinstance(one, torch.Tensor) else {"": one}
+        for part, value in parts.items():
+            found[f"{name}.{part}" if part else name] = value.clone() if isinstance(value, torch.Tensor) else value
+    return found
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp", "tp"])
+def test_entries_on_two_ranks(wrapper: str, tmp_path: Path) -> None:
+    class Model(nn.ModuleDict):
+        def forward(self, x: torch.Tensor) -> Any:
+            return self["layer"](x)
+
+    def work(_: Any) -> list[str]:
+        def make(value: float) -> Any:
+            model = Model({"a": Overridden(value), "b": Hooked(value), "c": Counted(value), "layer": nn.Linear(4, 4)})
+            if wrapper == "ddp":
+                return nn.parallel.DistributedDataParallel(model)
+            if wrapper == "tp":
+                mesh = init_device_mesh("cpu", (2,))
+                return parallelize_module(model, mesh, {"layer": ColwiseParallel()})
+            return fully_shard(model)
+
+        first, second = make(1.0), make(2.0)
+        with Checkpointer(tmp_path / "run", signals=()) as checkpointer:
+            checkpointer.resume(model={"net": first})
+            checkpointer.save(1, blocking=True)
+        Checkpointer(tmp_path / "run", save_every=None, signals=()).resume(model={"net": second})
+        names = {name.removeprefix("module.") for name, one in values(first).items() if isinstance(one, torch.Tensor)}
+        with reshard.open(tmp_path / "run") as saved:
+            wrong = sorted(names ^ {name.removeprefix("net.") for name in saved.keys("model")})
+        found = values(second)
+        for name, one in values(first).items():
+            both = [x.to_local() if hasattr(x, "to_local") else x for x in (one, found[name])]
+            is_same = torch.equal(*both) if isinstance(one, torch.Tensor) else both[0] == both[1]
+            wrong += [] if is_same else [name]
+        return wrong
+
+    with Job(2, work) as job:
+        assert [one and one.get("value", one) for one in job.outcomes()] == [[], []]
 
 
 def test_what_the_model_does_not_load_is_refused_by_name(tmp_path: Path) -> None:
