@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from reshard.events import Event as Event
     from reshard.formats.checkpoint2.common import CommonInfo as CommonInfo
     from reshard.formats.event_log import EventLog as EventLog
+    from reshard.formats.state import PerRank as PerRank
     from reshard.formats.state import per_rank as per_rank
     from reshard.interop import load_file as load_file
     from reshard.interop import safe_open as safe_open
@@ -71,7 +72,7 @@ _NAMES = {
     "reshard.events": ("Event",),
     "reshard.formats.checkpoint2.common": ("CommonInfo",),
     "reshard.formats.event_log": ("EventLog",),
-    "reshard.formats.state": ("per_rank",),
+    "reshard.formats.state": ("PerRank", "per_rank"),
     "reshard.interop": ("load_file", "safe_open", "save_file"),
     "reshard.layout": ("ModelLayout",),
     "reshard.names": ("NameMap",),

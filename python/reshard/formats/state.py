@@ -48,7 +48,7 @@ from reshard.strict_json import parse_json
 from reshard.tensor_memory import memory_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 MAX_BYTES = 64 << 20
 """Largest size of a text in bytes, without arrays."""
@@ -71,13 +71,36 @@ _MAX_SHOWN = 40  # characters of a key in a path
 
 @dataclass(frozen=True)
 class PerRank:
-    """A value of `extra` that every rank saves separately."""
+    """A value of `extra`, or a sampler, whose state every rank saves separately.
+
+    Attributes:
+        value: the value.
+        reshape: makes the state of a rank when the number of ranks changed: it is called on every rank as
+            `reshape(states, rank, world_size)`, with the states of all ranks that saved, in their order, and the rank
+            and number of ranks now. None: another number of ranks is refused. For objects with `load_state_dict` of a
+            `Checkpointer`; `reshard.save` ignores it.
+
+    Example:
+        >>> import torch
+        >>> from reshard.torch import Checkpointer
+        >>> class Stream:
+        ...     files = ["a", "b", "c"]
+        ...     def state_dict(self):
+        ...         return {"files": list(self.files)}
+        ...     def load_state_dict(self, state):
+        ...         self.files = state["files"]
+        >>> def divided(states, rank, world_size):
+        ...     return {"files": [name for state in states for name in state["files"]][rank::world_size]}
+        >>> with Checkpointer("streams", signals=()) as checkpointer:
+        ...     start = checkpointer.resume(model=torch.nn.Linear(1, 1), sampler=PerRank(Stream(), reshape=divided))
+    """
 
     value: object
+    reshape: Callable[[list[Any], int, int], Any] | None = None
 
 
 def per_rank(value: object) -> PerRank:
-    """Mark a value of `extra` as rank-local: every rank saves its value and loads it again.
+    """Mark a value of `extra` as rank-local: every rank saves its value and loads it again. Short for `PerRank(value)`.
 
     Example:
         >>> extra = {"scheduler": {"last_epoch": 3}, "rng": per_rank(b"state")}

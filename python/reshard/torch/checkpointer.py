@@ -408,11 +408,13 @@ class Checkpointer:
                 as a wrapper with copies in float32, is saved whole, as objects of `extra` are.
             scheduler: anything with `state_dict` and `load_state_dict`; or a list of several, or a dict of several by
                 name.
-            sampler: anything with these two methods. `step` advances an `ElasticSampler`; one without state in the
-                checkpoint skips the steps that the decision gives.
+            sampler: anything with these two methods, such as a `StatefulDataLoader`. The state of each rank is saved;
+                `reshard.PerRank` says what happens on another number of ranks. `step` advances an `ElasticSampler`; one
+                without state in the checkpoint skips the steps that the decision gives.
             extra: anything else with `state_dict` and `load_state_dict`, by name, or a dict of values and tensors,
                 which is restored in place. Rank 0's state is saved, and that of other ranks must equal it. Of an object
-                wrapped in `reshard.per_rank` the state of each rank is saved, which fits the same number of ranks only.
+                wrapped in `reshard.per_rank`, or a loader, the state of each rank is saved, which fits the same number
+                of ranks, or is converted by the function of a `reshard.PerRank`.
             init_from: what the run starts from if its root holds no checkpoint yet: a path, an `InitFrom` or a mapping
                 of its fields. After a crash, the same call continues the run itself. `init_from` of the decision is
                 set if the run starts from it.
@@ -517,7 +519,7 @@ class Checkpointer:
             how = replace(how, only="model" if is_weights_alone else "tensors" if is_init else None)
 
             def restore() -> list[str]:
-                states, of_objects = match_objects(run, found, saved, members.world_size, how)
+                states, of_objects = match_objects(run, found, saved, members.rank, members.world_size, how)
                 messages = [
                     *([] if is_weights_alone or is_init else check_state_beside(run, found, saved, how)),
                     *([] if is_weights_alone else self._lonely_model(run, found, saved, how)),
@@ -525,7 +527,9 @@ class Checkpointer:
                     *of_objects,
                 ]
                 restore_objects(run, states)
-                return messages + restore_sampler(run.sampler, saved, decision, self._config, how)
+                return messages + restore_sampler(
+                    run, found, saved, decision, self._config, how, members.rank, members.world_size
+                )
 
             if decision.initial_step:
                 restored = [*(() if data == "new" else (run.sampler,)), *(extra or {}).values()]

@@ -53,6 +53,7 @@ class Read:
     Attributes:
         arrays: this rank's parts, by key.
         extra: the state beside the tensors, by name, with the rank-local values of this rank.
+        others: `sampler` and `per rank` of the state of each rank that saved, if their number is another one.
         has_optimizer: whether the checkpoint has optimizer state.
         world_size: number of ranks that saved it; None: not known.
         unexpected: keys of the checkpoint that no rank of the run has, which were not read.
@@ -67,6 +68,7 @@ class Read:
 
     arrays: dict[str, np.ndarray]
     extra: dict[str, Any]
+    others: list[dict[str, Any]]
     has_optimizer: bool
     world_size: int | None
     unexpected: tuple[str, ...] = ()
@@ -163,6 +165,7 @@ def _read_plain(
     return Read(
         _arrays(wanted, rank, verify, threads),
         extra,
+        _of_ranks(checkpoint, described.world_size),
         has_optimizer,
         checkpoint.data.world_size(),
         tuple(wanted.unexpected),
@@ -175,6 +178,15 @@ def _read_plain(
         bool(extra) or checkpoint.data.manifest is not None,
         str(checkpoint.path),
     )
+
+
+def _of_ranks(checkpoint: Checkpoint, world_size: int) -> list[dict[str, Any]]:
+    """The rank-local state of objects on all ranks that saved, if their number is another one."""
+    n_saved = checkpoint.data.world_size()
+    if n_saved in {None, world_size}:
+        return []
+    states = (checkpoint.extra(rank=rank) for rank in range(n_saved or 0))
+    return [{name: state[name] for name in ("sampler", "per rank") if name in state} for state in states]
 
 
 def _arrays(wanted: _Wanted, rank: int, verify: VerifyMode, threads: int | None) -> dict[str, np.ndarray]:
@@ -244,6 +256,7 @@ def _read_of_torch(
     return Read(
         arrays,
         {"trainer": trainer},
+        [],
         bool(of_optimizer),
         checkpoint.data.world_size(),
         tuple(wanted.unexpected),

@@ -15,6 +15,7 @@ from reshard.resume import EpochStep
 from reshard.storage.location import locate
 from reshard.torch import rng
 from reshard.torch.dicts import DictState
+from reshard.torch.loaders import FollowedLoader, state_for
 from reshard.torch.loading import MOST_NAMES
 from reshard.torch.restore import apply, load_into
 from reshard.torch.run import object_name
@@ -107,7 +108,8 @@ def check_state_beside(run: Run, found: Read, saved: Mapping[str, Any], options:
         if run.optimizer is not None and found.has_optimizer:
             lacking.append("the options of the optimizer, such as the learning rate")
     sampler = run.sampler if options.data == "saved" else None
-    if sampler is not None and "sampler" not in saved and not isinstance(sampler, ElasticSampler):
+    is_saved = "sampler" in saved or any("sampler" in one for one in found.others)
+    if sampler is not None and not is_saved and not isinstance(sampler, ElasticSampler):
         lacking.append("the data position of `sampler`")
     if "run" not in saved and found.holds_streams:
         lacking.append("the random streams")
@@ -207,15 +209,18 @@ def restore_tensors(described: Described, found: Read, saved: Mapping[str, Any],
     return [*messages, *report.changed]
 
 
-def match_objects(
-    run: Run, found: Read, saved: Mapping[str, Any], world_size: int, options: RestoreOptions
+def match_objects(  # noqa: PLR0917
+    run: Run, found: Read, saved: Mapping[str, Any], rank: int, world_size: int, options: RestoreOptions
 ) -> tuple[dict[str, Any], list[str]]:
-    """Compare the rank-local objects (`reshard.per_rank`), which require the same number of ranks. Changes nothing.
+    """Compare the rank-local objects (`reshard.per_rank`) and loaders. Changes nothing.
+
+    Except loaders and objects with a function of the user, they require the same number of ranks.
 
     Args:
         run: the run.
         found: the loaded checkpoint.
         saved: its extra state.
+        rank: this rank.
         world_size: number of ranks of the run.
         options: arguments of `Checkpointer.resume`.
 
@@ -229,10 +234,26 @@ def match_objects(
     messages: list[str] = []
     notes: list[str] = []
     kept = saved.get("per rank", {})
-    unexpected = [f"the run does not have {show(object_name(str(name)))}" for name in kept if name not in run.per_rank]
+    others = [one.get("per rank", {}) for one in found.others] if saved else []
+    known = others[0] if others else kept
+    unexpected = [f"the run does not have {show(object_name(str(name)))}" for name in known if name not in run.per_rank]
     is_same = found.world_size == world_size
     for name, one in run.per_rank.items():
-        if name in kept and is_same:
+        is_loader, of_others = isinstance(one, FollowedLoader), [each[name] for each in others if name in each]
+        if (is_same and is_loader and name in kept) or (
+            of_others and len(of_others) == found.world_size and (is_loader or name in run.reshapes)
+        ):
+            states[name], told = state_for(
+                one,
+                show(object_name(name)),
+                kept.get(name),
+                [] if is_same else of_others,
+                rank,
+                world_size,
+                run.reshapes.get(name),
+            )
+            notes += told
+        elif name in kept and is_same:
             states[name] = kept[name]
             if isinstance(one, DictState):
                 fitted = one.fitted(kept[name], object_name(name), options.strict, cast=options.cast)
@@ -261,30 +282,44 @@ def restore_objects(run: Run, states: Mapping[str, Any]) -> None:
         load_into(object_name(name), run.per_rank[name].load_state_dict, state)
 
 
-def restore_sampler(
-    sampler: Any, saved: Mapping[str, Any], decision: ResumeDecision, config: Config, options: RestoreOptions
+def restore_sampler(  # noqa: PLR0917
+    run: Run,
+    found: Read,
+    saved: Mapping[str, Any],
+    decision: ResumeDecision,
+    config: Config,
+    options: RestoreOptions,
+    rank: int,
+    world_size: int,
 ) -> list[str]:
     """Set the sampler to the data position of the checkpoint.
 
     Args:
-        sampler: the sampler of the run, or None.
+        run: the run.
+        found: the loaded checkpoint.
         saved: the extra state of the checkpoint.
         decision: the resume decision.
         config: the training configuration.
         options: arguments of `Checkpointer.resume`.
+        rank: this rank.
+        world_size: number of ranks of the run.
 
     Returns:
         Messages about differences.
 
     Raises:
-        MismatchError: the checkpoint has the state of a sampler and the run has none, or the dataset is another one.
+        MismatchError: the checkpoint has the state of a sampler and the run has none, the dataset is another one, or
+            the state does not fit this number of ranks.
     """
     if options.data == "new":
         if not decision.initial_step:
             return []
         return ['the data position is not restored, as `data="new"` says: the data starts from the beginning']
+    sampler = run.sampler
+    states = [one["sampler"] for one in found.others if "sampler" in one] if saved else []
+    is_saved = bool(states) or "sampler" in saved
     if sampler is None:
-        if "sampler" not in saved:
+        if not is_saved:
             if not decision.initial_step:
                 return []
             done = f"the samples of {decision.initial_step} step{'' if decision.initial_step == 1 else 's'}"
@@ -295,16 +330,18 @@ def restore_sampler(
                 hint="`strict=False` continues without it",
             )
         return ["the run has no sampler for the saved state: the data starts from the beginning"]
-    if "sampler" not in saved:
+    if not is_saved:
         if isinstance(sampler, ElasticSampler) and decision.data_skip_steps:
             sampler.step(decision.data_skip_steps)
             return [f"the checkpoint has no sampler: {decision.data_skip_steps} steps of data are skipped"]
         return ["the checkpoint has no sampler: the data starts from the beginning"] if decision.initial_step else []
     if not isinstance(sampler, ElasticSampler):
-        load_into("sampler", sampler.load_state_dict, saved["sampler"])
-        return []
+        own = states[0] if states else saved["sampler"]
+        state, notes = state_for(sampler, "`sampler`", own, states, rank, world_size, run.reshapes.get("sampler"))
+        load_into("sampler", sampler.load_state_dict, state)
+        return notes
     return sampler.load_state_dict(
-        saved["sampler"],
+        states[0] if states else saved["sampler"],
         ignore_data_skip=config.ignore_data_skip,
         data_skip_steps=config.data_skip_steps,
         grown=options.grown,
@@ -317,6 +354,8 @@ def with_data_position(
     """The decision with the data position of the sampler, which counts samples, so the batch size may change."""
     if sampler is None or data == "new":
         decision = replace(decision, restored=tuple(one for one in decision.restored if one != "data position"))
+    elif isinstance(sampler, FollowedLoader) and not decision.fresh and sampler.n_passes is not None:
+        return replace(decision, initial_epoch=sampler.n_passes)
     if not isinstance(sampler, ElasticSampler):
         return decision
     return replace(

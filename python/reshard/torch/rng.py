@@ -73,21 +73,13 @@ def capture(
         >>> (random.random(), np.random.rand(), torch.rand(1).item()) == drawn
         True
     """
-    version, words, gauss = random.getstate()
-    twister = _numpy_stream()
     return {
         "kind": _KIND,
         "place": _place(rank, world_size, coordinate),
         "root_seed": count(
             "root_seed", torch.initial_seed() % (MAX_SEED + 1) if root_seed is None else root_seed, 0, MAX_SEED
         ),
-        "python": {"version": version, "words": np.array(words, np.uint32), "gauss": gauss},
-        "numpy": {
-            "words": twister["state"]["key"],
-            "position": int(twister["state"]["pos"]),
-            "gauss": float(twister["gauss"]) if twister["has_gauss"] else None,
-        },
-        "torch": _as_array(torch.default_generator),
+        **HostStreams.now().to_value(),
         "cuda": [_as_array(generator) for generator in _cuda_generators()],
     }
 
@@ -201,6 +193,64 @@ def own_generators(loader: Any) -> list[torch.Generator]:
             found.append(generator)
         waiting += [getattr(one, name, None) for name in ("sampler", "batch_sampler")]
     return [one for one in found if one is not torch.default_generator]
+
+
+@dataclass(frozen=True)
+class HostStreams:
+    """The states of the global streams of the host: Python's `random`, numpy, torch on the CPU."""
+
+    python: tuple[Any, ...]
+    numpy: Any
+    torch: torch.Tensor
+
+    @classmethod
+    def now(cls) -> HostStreams:
+        """The current states.
+
+        Raises:
+            UnsupportedError: numpy's global stream was replaced by one of another kind.
+
+        Example:
+            >>> before = HostStreams.now()
+            >>> one = random.random()
+            >>> before.set()
+            >>> random.random() == one
+            True
+        """
+        return cls(random.getstate(), _numpy_stream(), torch.get_rng_state())
+
+    def set(self) -> None:
+        """Set the global streams to these states."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)  # noqa: NPY002 - the legacy stream is the global one
+        torch.set_rng_state(self.torch)
+
+    def to_value(self) -> dict[str, Any]:
+        """The states as numbers and arrays."""
+        version, words, gauss = self.python
+        return {
+            "python": {"version": version, "words": np.array(words, np.uint32), "gauss": gauss},
+            "numpy": {
+                "words": self.numpy["state"]["key"],
+                "position": int(self.numpy["state"]["pos"]),
+                "gauss": float(self.numpy["gauss"]) if self.numpy["has_gauss"] else None,
+            },
+            "torch": self.torch.numpy(),
+        }
+
+    @classmethod
+    def parse(cls, value: Mapping[str, Any]) -> HostStreams:
+        """The states of `to_value`.
+
+        Raises:
+            ArgumentError: it is not such a value.
+        """
+        parts = _entries("streams", value, "python", "numpy", "torch")
+        return cls(
+            _python_state(_entries("python", parts["python"], "version", "words", "gauss")),
+            _numpy_state(_entries("numpy", parts["numpy"], "words", "position", "gauss")),
+            _as_tensor(parts["torch"], torch.default_generator),
+        )
 
 
 def _numpy_stream() -> dict[str, Any]:

@@ -13,6 +13,7 @@ from reshard.errors import ArgumentError
 from reshard.formats.state import PerRank
 from reshard.torch.checks import count
 from reshard.torch.dicts import DictState
+from reshard.torch.loaders import FollowedLoader, followed
 from reshard.torch.optimizers import split_optimizers, unwrapped
 from reshard.torch.settings import Started
 
@@ -32,7 +33,10 @@ class Run:
     """The trained objects and the position of a run. Only the checkpointer changes it.
 
     Attributes:
-        model, sampler: as passed to `resume`.
+        model: as passed to `resume`.
+        sampler: as passed to `resume`, or a `FollowedLoader`.
+        reshapes: functions of the user that make rank-local state for another number of ranks, by name of the object;
+            of the sampler with name `sampler`.
         optimizer: the optimizers whose state is saved by parameter; None: there are none.
         whole_optimizers: names in `objects` of other optimizers, such as wrappers: their `state_dict` is saved whole.
         objects: other objects with state, by name; the state of rank 0 is saved.
@@ -57,12 +61,22 @@ class Run:
                 f"`extra` is of type {type(extra).__name__}, expected a dict of objects by name",
                 hint='give each object a name: `extra={"ema": ema}`',
             )
-        self.model, self.sampler = model, sampler
+        self.reshapes = {
+            name: one.reshape
+            for name, one in {**extra, "sampler": sampler}.items()
+            if isinstance(one, PerRank) and one.reshape is not None
+        }
+        self.model = model
+        self.sampler = followed(sampler.value if isinstance(sampler, PerRank) else sampler, "sampler")
         self.optimizer, whole = split_optimizers(optimizer)
         self.whole_optimizers = frozenset(whole)
-        per_rank = {name: one.value for name, one in extra.items() if isinstance(one, PerRank)}
-        self.per_rank: dict[str, Any] = {name: _with_state(one) for name, one in per_rank.items()}
-        self.objects: dict[str, Any] = {name: _with_state(one) for name, one in extra.items() if name not in per_rank}
+        self.per_rank: dict[str, Any] = {}
+        self.objects: dict[str, Any] = {}
+        for name, given in extra.items():
+            one = followed(given.value if isinstance(given, PerRank) else given, name)
+            # A loader has a position of each rank.
+            is_local = isinstance(given, PerRank) or isinstance(one, FollowedLoader)
+            (self.per_rank if is_local else self.objects)[name] = _with_state(one)
         for name in whole:
             if name in extra:
                 raise ArgumentError(f"`extra` has an object named `{name}`, and so is `optimizer` saved")
@@ -73,16 +87,15 @@ class Run:
             if name in extra:
                 raise ArgumentError(f"`extra` has an object named `{name}`, and so is `scheduler` saved")
         self.objects |= schedulers
-        for name, one in {**self.objects, **self.per_rank, **({} if sampler is None else {"sampler": sampler})}.items():
+        data = {} if self.sampler is None else {"sampler": self.sampler}
+        for name, one in {**self.objects, **self.per_rank, **data}.items():
             if not callable(getattr(one, "state_dict", None)) or not callable(getattr(one, "load_state_dict", None)):
-                given = "sampler" if one is sampler else object_name(name)
+                called = "sampler" if one is self.sampler else object_name(name)
                 raise ArgumentError(
-                    f"`{given}` is of type {type(one).__name__}, without `state_dict` and `load_state_dict`",
+                    f"`{called}` is of type {type(one).__name__}, without `state_dict` and `load_state_dict`",
                     hint="give its class both methods, or pass a dict of the values in `extra`",
                 )
         self.started = Started.of(self.optimizers(), self.objects)
-        for one in (sampler, *self.objects.values(), *self.per_rank.values()):
-            _give_generator(one)
         self.last = self.saved = 0
         self.saved_at = time.monotonic()
         self.above = 0
@@ -133,28 +146,6 @@ def _by_name(name: str, given: Any) -> dict[str, Any]:
     if not isinstance(given, list | tuple):
         return {} if given is None else {name: given}
     return {name if len(given) == 1 else f"{name}.{number}": one for number, one in enumerate(given)}
-
-
-def _give_generator(loader: Any) -> None:
-    """Give a loader of torch a generator of its own, for its shuffling and the seeds of its workers.
-
-    Without a generator, each iterator that begins draws from the stream of the process. A resumed run begins one more
-    of them than an uninterrupted run, and all later random numbers would differ. A generator of a stateful loader that
-    also shuffles the samples stays that of the shuffling only: the state of the loader has its state before the draw
-    for the workers, which the resumed run does not repeat.
-    """
-    if not isinstance(loader, torch.utils.data.DataLoader):
-        return
-    samplers = [loader.sampler, getattr(loader.batch_sampler, "sampler", None)]
-    if loader.generator is not None and not any(
-        hasattr(loader, "state_dict") and getattr(one, "generator", None) is loader.generator for one in samplers
-    ):
-        return
-    loader.generator = torch.Generator()
-    loader.generator.manual_seed(torch.initial_seed() % (1 << 63))
-    for sampler in samplers:
-        if getattr(sampler, "generator", loader) is None:
-            sampler.generator = loader.generator  # type: ignore[union-attr]
 
 
 def object_name(name: str) -> str:

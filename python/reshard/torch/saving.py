@@ -288,7 +288,8 @@ class Saver:
             ),
         }
         if run.sampler is not None:
-            extra["sampler"] = run.sampler.state_dict()
+            state_of = run.sampler.state_dict()
+            extra["sampler"] = state_of if isinstance(run.sampler, ElasticSampler) else per_rank(state_of)
         if run.per_rank:
             extra["per rank"] = per_rank({name: one.state_dict() for name, one in run.per_rank.items()})
         by_rank = self.has_rank_folders  # in rank folders, every rank saves the shared state
