@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import functools
 import itertools
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from reshard import per_rank
+from reshard.config import Config
 from reshard.errors import MismatchError
+from reshard.resume import RunFacts
+from reshard.verbs.explain import explain
 
 torch = pytest.importorskip("torch")
 
@@ -275,3 +280,29 @@ def test_a_run_goes_on_with_another_dataset(tmp_path: Path) -> None:
     assert (sampler.epoch, sampler.consumed) == (0, 8)
     decision, sampler = start(20)  # a restart within the new data
     assert (decision.initial_step, sampler.consumed) == (4, 16)
+
+
+def test_resume_and_explain_list_the_same_parts(tmp_path: Path) -> None:
+    def start(**more: Any) -> Any:
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        given = {"scheduler": S.StepLR(optimizer, 7), "extra": {"n": {"n": 1}, "own": per_rank({"m": 2})}, **more}
+        with Checkpointer(tmp_path, signals=(), async_save=False) as checkpointer:
+            decision = checkpointer.resume(model=model, optimizer=optimizer, **given)
+            if decision.fresh:
+                model(torch.ones(2)).sum().backward()
+                optimizer.step()
+                checkpointer.step(1, save=True)
+        return decision
+
+    for sampler in (None, ElasticSampler(16, seed=1, shuffle=True, global_batch_size=4, rank=0, world_size=1)):
+        shutil.rmtree(tmp_path)
+        start(sampler=sampler)
+        decision = start(sampler=sampler)
+        answer = explain(Config(str(tmp_path), resume=True), RunFacts())
+        assert answer.decision is not None
+        assert answer.decision.restored == decision.restored
+        parts = ("scheduler", "extra['n']", "extra['own']", "random streams", "data position")
+        assert decision.restored == ("weights", "optimizer", "counters", *parts[: 4 + (sampler is not None)])
+        assert any("scheduler: step_size=7" in line for line in answer.settings)
+        assert any("AdamW, group 0: lr=0.001" in line for line in answer.settings)

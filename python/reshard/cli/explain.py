@@ -160,6 +160,7 @@ def explain(
                 "outcome": _outcome(decision),
                 **_json(decision),
                 **proof,
+                "settings": answer.settings,
                 "own_root": own_root,
                 **_start_options(config),
                 **ranks,
@@ -265,6 +266,7 @@ def _print(config: Config, facts: ResumeFacts, decision: ResumeDecision, answer:
     listed = {f"{name_of(verdict)} is skipped: {verdict.reason}" for verdict in decision.verdicts}  # in the table
     warnings = (("warning", shown(warning)) for warning in decision.warnings if warning not in listed)
     lines = _lines(decision, knows_epochs=is_known)
+    lines += [("settings", shown(line)) for line in answer.settings]
     echo_facts([*_contents(answer), *_start_lines(config), *lines, *_next_lines(facts, decision), *warnings])
 
 

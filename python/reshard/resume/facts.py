@@ -150,7 +150,8 @@ class ResumeDecision:
         fresh: whether the run starts from nothing.
         init_from: the path of `InitFrom`, if the run starts from it; None: it continues a run, or starts from nothing.
         is_verified: whether the checkpoint has checksums.
-        restored: the parts that are restored.
+        restored: the parts that are restored: "weights", "optimizer", "counters", "loss scale", "data position"; of a
+            run of a `Checkpointer` also "random streams", and its other objects by the names that `resume` has.
         initial_step: number of completed steps. The next step is this plus 1, and iterations count on from it.
         global_step: number of optimizer steps.
         initial_epoch: epochs that the training loop counts as complete: sinks in sink mode, else passes over the data.
@@ -176,7 +177,7 @@ class ResumeDecision:
     fresh: bool = False
     init_from: str | None = None
     is_verified: bool = False
-    restored: tuple[Restored, ...] = ()
+    restored: tuple[str, ...] = ()
     initial_step: int = 0
     global_step: int = 0
     initial_epoch: int = 0

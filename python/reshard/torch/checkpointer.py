@@ -45,6 +45,7 @@ from reshard.options import (
     explains_moved,
 )
 from reshard.resume import RunFacts
+from reshard.resume.parts import object_name, with_parts
 from reshard.storage import protocol
 from reshard.storage.inputs import read_input
 from reshard.storage.location import locate
@@ -71,9 +72,10 @@ from reshard.torch.resuming import (
     with_data_position,
     with_modules,
 )
-from reshard.torch.run import NOT_SAVED, Run, interval, number_of, object_name
+from reshard.torch.run import NOT_SAVED, Run, interval, number_of
 from reshard.torch.sampler import ElasticSampler, check_not_read, keep_stream
 from reshard.torch.saving import Saver
+from reshard.torch.schedulers import KINDS, kind_of
 from reshard.torch.state import describe
 from reshard.verbs.load import Wanted, load_with, pass_over, resumed
 from reshard.verbs.start import initial, own_config, start_of, with_init
@@ -535,6 +537,7 @@ class Checkpointer:
                 restored = [*(() if data == "new" else (run.sampler,)), *(extra or {}).values()]
                 self._together(lambda: check_not_read(restored))
             notes += self._together(restore)[members.rank]
+            decision = self._with_parts(run, found, saved, decision, data)
             if found.restored:
                 decision = replace(decision, reasons=(*decision.reasons, found.restored))
             if is_init:
@@ -569,6 +572,17 @@ class Checkpointer:
         known = {one.name: comparable(getattr(self._config, one.name)) for one in fields(self._config)}
         every = {"save_every": self._every_steps}  # of a duration that of rank 0 is used
         check_same(self._together(lambda: {**known, **self._given, **own, **every}), "all ranks give the same")
+
+    def _with_parts(
+        self, run: Run, found: Read, saved: Mapping[str, Any], decision: ResumeDecision, data: str
+    ) -> ResumeDecision:
+        """The decision with every part that the run restores."""
+        kinds = saved.get("trainer", {}).get(KINDS, {})
+        names = {name for name, one in run.objects.items() if kind_of(one) in (None, kinds.get(name, kind_of(one)))}
+        names |= set(run.per_rank) if found.world_size == self._group.world_size else set()
+        skips = isinstance(run.sampler, ElasticSampler) and bool(decision.data_skip_steps)
+        has_position = run.sampler is not None and data == "saved" and ("sampler" in saved or skips)
+        return with_parts(decision, saved, names=names, has_position=has_position)
 
     def _start(self, facts: RunFacts) -> tuple[bool, str | None]:
         """Whether the run starts from its own newest checkpoint, as rank 0 sees it, and the reason."""

@@ -15,8 +15,8 @@ from reshard import dtypes
 from reshard.errors import ArgumentError, ClaimedError, UnsupportedError
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.state import dump
+from reshard.resume.parts import object_name
 from reshard.storage import protocol
-from reshard.torch.run import object_name
 from reshard.torch.staging import on_device
 from reshard.words import listed, show
 from reshard.write import pending_rollback

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from reshard.errors import MismatchError, UnsupportedError
 from reshard.opening.what_is_there import optimizer_files
 from reshard.resume import EpochStep
+from reshard.resume.parts import object_name
 from reshard.storage.location import locate
 from reshard.torch import rng
 from reshard.torch.dicts import DictState
 from reshard.torch.loaders import FollowedLoader, state_for
 from reshard.torch.loading import MOST_NAMES
 from reshard.torch.restore import apply, load_into
-from reshard.torch.run import object_name
 from reshard.torch.sampler import ElasticSampler
 from reshard.words import listed, show
 
@@ -351,7 +351,13 @@ def restore_sampler(  # noqa: PLR0917
 def with_data_position(
     decision: ResumeDecision, sampler: object, data: Literal["saved", "new"] = "saved"
 ) -> ResumeDecision:
-    """The decision with the data position of the sampler, which counts samples, so the batch size may change."""
+    """The decision with the data position of the sampler, which counts samples, so the batch size may change.
+
+    Args:
+        decision: the decision.
+        sampler: the sampler of the run, or None.
+        data: as in `Checkpointer.resume`.
+    """
     if sampler is None or data == "new":
         decision = replace(decision, restored=tuple(one for one in decision.restored if one != "data position"))
     elif isinstance(sampler, FollowedLoader) and not decision.fresh and sampler.n_passes is not None:

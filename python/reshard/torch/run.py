@@ -11,6 +11,7 @@ import torch
 
 from reshard.errors import ArgumentError
 from reshard.formats.state import PerRank
+from reshard.resume.parts import object_name
 from reshard.torch.checks import count
 from reshard.torch.dicts import DictState
 from reshard.torch.loaders import FollowedLoader, followed
@@ -146,16 +147,6 @@ def _by_name(name: str, given: Any) -> dict[str, Any]:
     if not isinstance(given, list | tuple):
         return {} if given is None else {name: given}
     return {name if len(given) == 1 else f"{name}.{number}": one for number, one in enumerate(given)}
-
-
-def object_name(name: str) -> str:
-    """The name of an object in messages: as it is passed to `resume`.
-
-    Example:
-        >>> object_name("scheduler"), object_name("optimizer.1"), object_name("ema")
-        ('scheduler', 'optimizer.1', "extra['ema']")
-    """
-    return name if name.partition(".")[0] in {"optimizer", "scheduler"} else f"extra[{name!r}]"
 
 
 def interval(save_every: int | str | None) -> tuple[int | None, float | None]:

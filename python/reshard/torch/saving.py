@@ -26,9 +26,10 @@ from reshard.formats import state
 from reshard.formats.savable import save_format
 from reshard.formats.state import per_rank
 from reshard.group import session
+from reshard.resume.parts import object_name
 from reshard.torch import rng
 from reshard.torch.exports import Exports, export
-from reshard.torch.run import NOT_SAVED, object_name
+from reshard.torch.run import NOT_SAVED
 from reshard.torch.sampler import ElasticSampler
 from reshard.torch.staging import Staging, on_device
 from reshard.torch.state import describe

@@ -16,6 +16,7 @@ from reshard.formats.scrub import Fault, fault_of, is_damage, own_sums, scrub_fo
 from reshard.opening.gather import gather
 from reshard.opening.gather_ranks import path_of
 from reshard.resume import decide, evaluate
+from reshard.resume.parts import settings_of, with_parts
 from reshard.storage.location import locate
 from reshard.verbs.start import initial
 
@@ -37,6 +38,8 @@ class Answer:
         facts: the facts of all candidates.
         verdicts: every candidate, best first, and whether it is selected.
         decision: the decision; None: the run would raise an error.
+        settings: options of parameter groups and constants of schedulers that the run had when it began, as lines. What
+            the new program has instead is not known here: `Checkpointer.resume` compares.
         error: the error that the run would raise, or None.
         contents: whether the contents of the selected checkpoint were compared with their checksums: "not read", or
             "no sums" where there are none.
@@ -46,6 +49,7 @@ class Answer:
     facts: ResumeFacts
     verdicts: tuple[Verdict, ...]
     decision: ResumeDecision | None
+    settings: tuple[str, ...] = ()
     error: ReshardError | None = None
     contents: Contents = "not read"
     n_bytes: int = 0
@@ -89,19 +93,31 @@ def explain(
         try:
             decision = decide(config, facts, compatible=compatible)
         except ReshardError as error:
-            return Answer(facts, verdicts, None, error)
+            return Answer(facts, verdicts, None, error=error)
         refusal = _names_error(config, decision)
         if refusal is not None:
-            return Answer(facts, verdicts, None, refusal)
+            return Answer(facts, verdicts, None, error=refusal)
         if not verify or decision.path is None:
-            return Answer(facts, verdicts, decision)
+            return Answer(facts, verdicts, *_with_saved(decision))
         found, contents, n_bytes = _read(facts, decision, progress)
         if not found:
-            return Answer(facts, verdicts, decision, None, contents, n_bytes)
+            return Answer(facts, verdicts, *_with_saved(decision), None, contents, n_bytes)
         fault = next((one for one in found if one.is_damage), found[0])
         if not fault.is_damage:
-            return Answer(facts, verdicts, None, StorageError(str(fault), path=decision.path))
+            return Answer(facts, verdicts, None, error=StorageError(str(fault), path=decision.path))
         faults[decision.path] = str(fault)
+
+
+def _with_saved(decision: ResumeDecision) -> tuple[ResumeDecision, tuple[str, ...]]:
+    """The decision with every part that is restored, and the saved settings."""
+    if decision.path is None or "counters" not in decision.restored:
+        return decision, ()
+    try:
+        with opening.open(decision.path) as checkpoint:
+            extra = checkpoint.extra()
+    except ReshardError:  # the run reads it again, and says what is wrong
+        return decision, ()
+    return with_parts(decision, extra), settings_of(extra)
 
 
 def _names_error(config: Config, decision: ResumeDecision) -> ReshardError | None:
