@@ -777,6 +777,9 @@ class Written:
     def header_checksum(self) -> int: ...
     @property
     def checksums(self) -> bytes: ...
+    @property
+    def not_finite(self) -> list[tuple[str, str]]:
+        """Names of the arrays with values that are not finite; of each "nan", or "inf" if none of its values is NaN."""
 
 @final
 class SnapshotPool:

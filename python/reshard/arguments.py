@@ -300,7 +300,7 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     "run": _own,
     "rank_local": _own,
     **dict.fromkeys(("keys", "optimizer_keys", "only", "drop"), check_texts),
-    **dict.fromkeys(("may_differ", "include", "exclude"), _patterns),
+    **dict.fromkeys(("may_differ", "may_be_infinite", "include", "exclude"), _patterns),
     "missing": _choice("error", "keep"),
     **dict.fromkeys(("unexpected", "other_optimizer"), _choice("error", "skip")),
     "shape": _choice("error", "grow", "skip"),

@@ -188,6 +188,8 @@ class Verify(Options):
         may_differ: patterns of keys whose copies may differ between ranks on purpose. Default: none. Where copies
             differ, one is saved, and each rank's own copy is kept in `checkpoint.extra(rank)["rank_local"]`; another
             number of ranks cannot resume from it.
+        may_be_infinite: patterns of keys that hold infinities on purpose, such as masks. Default: none. A save with an
+            infinity in another tensor, or a NaN in any, is recorded as unhealthy.
 
     Raises:
         ArgumentError: a value is not accepted.
@@ -206,10 +208,12 @@ class Verify(Options):
     after_save: bool = False
     check_replicas: bool = True
     may_differ: Collection[str] = ()
+    may_be_infinite: Collection[str] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._normalise("may_differ", tuple(self.may_differ))
+        self._normalise("may_be_infinite", tuple(self.may_be_infinite))
 
     @classmethod
     def of(cls, value: Self | Mapping[str, object] | str | None) -> Self:

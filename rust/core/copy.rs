@@ -319,7 +319,7 @@ mod tests {
         let checksums = write(&path, &memory_plan, &options, &mut buffers, &control).unwrap();
         let (mut index, mut request) = (Index::new(), Request::default());
         let file = index.add_file(path, false, Method::Map);
-        index.set_checksums(file, checksums).unwrap();
+        index.set_checksums(file, checksums.checksums).unwrap();
         for (i, n) in sizes.iter().enumerate() {
             let (key, all) = (i.to_string(), Region::new(vec![0], vec![*n]).unwrap());
             index.add_whole(&key, file).unwrap();

@@ -44,6 +44,7 @@ pub mod tuning;
 
 // Writing one file durably; verification of what is read.
 pub mod checksum;
+pub mod finite;
 pub mod route;
 pub mod small_files;
 pub mod snapshot;

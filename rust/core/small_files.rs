@@ -24,7 +24,8 @@ use crate::source::{close, flush_pages};
 use crate::tuning::Tuning;
 use crate::verify::{Checks, verifies_files};
 use crate::writer::{
-    FULL_DISK_HINT, Options, Sink, TemporaryFile, are_small, header_of, sync_folder,
+    FULL_DISK_HINT, Options, Sink, TemporaryFile, Written, are_small, finder_of, header_of,
+    not_finite_of, sync_folder,
 };
 use rayon::prelude::*;
 use rustix::fs::{AtFlags, Mode, OFlags};
@@ -44,7 +45,7 @@ const MAX_OPEN: usize = 256;
 
 /// Writes small safetensors files, on the current pool.
 ///
-/// Returns the checksums of each file, in order; `None` for one that is not small, which is not written.
+/// Returns the record of each file, in order; `None` for one that is not small, which is not written.
 ///
 /// Args:
 ///     `index`: the sources.
@@ -65,7 +66,7 @@ pub fn write_small(
     options: &Options,
     n_threads: usize,
     control: &Control,
-) -> Result<Vec<Option<Checksums>>> {
+) -> Result<Vec<Option<Written>>> {
     let opened = File::open(folder);
     let opened = opened.map_err(|error| Error::io("cannot open folder", folder, &error))?;
     let folder = Folder {
@@ -110,7 +111,7 @@ struct Task<'a> {
 
 impl Task<'_> {
     /// Writes the files of one thread.
-    fn write_share(&self, files: &[(&str, &Requested)]) -> Result<Vec<Option<Checksums>>> {
+    fn write_share(&self, files: &[(&str, &Requested)]) -> Result<Vec<Option<Written>>> {
         let mut written = Vec::with_capacity(files.len());
         while written.len() < files.len() {
             let rest = &files[written.len()..];
@@ -126,7 +127,7 @@ impl Task<'_> {
     }
 
     /// Writes files with one plan.
-    fn write_planned(&self, files: &[(&str, &Requested)]) -> Result<Vec<Option<Checksums>>> {
+    fn write_planned(&self, files: &[(&str, &Requested)]) -> Result<Vec<Option<Written>>> {
         let requests: Vec<_> = files.iter().map(|(_, requested)| *requested).collect();
         let plan = self.index.plan_files(&requests, self.cast, true)?;
         if verifies_files(&plan) {
@@ -161,7 +162,7 @@ impl Task<'_> {
                     .map_err(|error| error.path(&self.folder.path.join(name)))?;
                 let file = create(self.folder, name, &image.bytes, self.options)?;
                 opened.extend(file.map(|file| (name, file)));
-                written.push(Some(image.checksums()?));
+                written.push(Some(image.written()?));
             }
             if self.options.durable {
                 // The space of a file is allocated when its bytes are sent to the disk. If that has begun for all, the
@@ -215,14 +216,20 @@ impl<'a> Image<'a> {
         Ok(())
     }
 
-    fn checksums(&self) -> Result<Checksums> {
+    /// The record of the file. All of it is in the cache of the processor.
+    fn written(&self) -> Result<Written> {
         let sums = self.bytes.chunks(CHUNK_BYTES).map(|chunk| crc32c(0, chunk));
-        Checksums::new(
-            self.bytes.len() as u64,
-            self.header_bytes as u64,
-            self.header_checksum,
-            sums.collect(),
-        )
+        let finder = finder_of(self.arrays, &self.starts);
+        finder.look(0, &self.bytes);
+        Ok(Written {
+            checksums: Checksums::new(
+                self.bytes.len() as u64,
+                self.header_bytes as u64,
+                self.header_checksum,
+                sums.collect(),
+            )?,
+            not_finite: not_finite_of(self.arrays, &finder),
+        })
     }
 }
 

@@ -4,12 +4,11 @@
 //! memory comes from a pool, because page faults cost more than the copy and a training run saves the same state
 //! repeatedly. Memory for the first save can be reserved: a thread allocates and touches it before it is needed.
 
-use crate::checksum::Checksums;
 use crate::control::Control;
 use crate::error::{Error, Kind, Result};
 use crate::memory::{Memory, Stores, touch};
 use crate::plan::Plan;
-use crate::writer::{Content, Options, write_image};
+use crate::writer::{Content, Options, Written, write_image};
 use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -239,7 +238,7 @@ impl Snapshot {
     ///
     /// # Errors
     /// As [`crate::writer::write`], or this is a child of the process that took the snapshot.
-    pub fn write(&self, path: &Path, options: &Options, control: &Control) -> Result<Checksums> {
+    pub fn write(&self, path: &Path, options: &Options, control: &Control) -> Result<Written> {
         check_process(&self.pool)?;
         let memory = self.memory.as_ref().expect("only drop takes the memory");
         let image = &memory.as_slice()[..self.n_bytes as usize];

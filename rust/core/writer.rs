@@ -22,7 +22,8 @@ use crate::control::Control;
 use crate::copy::fill_bytes;
 use crate::error::{Error, Kind, Result};
 use crate::fetch::{Faulted, Run};
-use crate::header;
+use crate::finite::{Finder, NotFinite};
+use crate::header::{self, Header};
 use crate::memory::{Memory, Stores, finish_stores, touch};
 use crate::plan::{Array, Plan, PlanSource};
 use crate::route::{Route, Routes};
@@ -55,6 +56,8 @@ const BAND_BYTES: usize = 2 << 20;
 const TOUCHED_BYTES: usize = 2 << 20;
 /// In files of at least this size the data is page-aligned, for direct reads and maps.
 const PAGE_ALIGNED_FROM_BYTES: u64 = 1 << 20;
+/// The length field of a safetensors file, before the text of the header.
+const LENGTH_BYTES: usize = 8;
 /// The smallest budget: one piece is filled while another is written.
 pub const MIN_MEMORY_BYTES: u64 = 2 * PIECE_BYTES as u64;
 
@@ -232,6 +235,23 @@ pub trait Sink: Sync + Sized {
     fn publish(self) -> Result<()>;
 }
 
+/// A file that was written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Written {
+    /// Its size and checksums.
+    pub checksums: Checksums,
+    /// Names of the arrays with values that are not finite, in the order of the file, and the worst value of each.
+    pub not_finite: Vec<(String, NotFinite)>,
+}
+
+impl Deref for Written {
+    type Target = Checksums;
+
+    fn deref(&self) -> &Checksums {
+        &self.checksums
+    }
+}
+
 /// Whether a file is small enough to be written by the calling thread without a pool. Such a file is one piece.
 pub fn is_small(plan: &Plan<'_>, options: &Options) -> bool {
     are_small(plan.arrays(), options) && !verifies_files(plan)
@@ -268,7 +288,7 @@ pub fn write(
     options: &Options,
     buffers: &mut Buffers,
     control: &Control,
-) -> Result<Checksums> {
+) -> Result<Written> {
     let content = match &options.container {
         None => Content::new(plan, &options.metadata),
         Some(container) => Content::with_container(plan, container),
@@ -288,7 +308,7 @@ pub fn write_to<S: Sink>(
     metadata: &[(String, String)],
     buffers: &mut Buffers,
     control: &Control,
-) -> Result<Checksums> {
+) -> Result<Written> {
     let content = Content::new(plan, metadata)?;
     write_content(&content, create, buffers, control)
 }
@@ -298,16 +318,21 @@ fn write_content<S: Sink>(
     create: impl FnOnce(u64) -> Result<S>,
     buffers: &mut Buffers,
     control: &Control,
-) -> Result<Checksums> {
+) -> Result<Written> {
     verify_files(content.plan, control)?;
     let n_bytes = content.n_bytes();
     let sink = create(n_bytes)?;
     let (buffers, routes) = buffers.for_file(n_bytes)?;
     let routes = sink.has_routes().then_some(routes);
-    let pieces = PieceWriter::new(&sink, Bytes::Planned(content), n_bytes, routes, control);
+    let finder = finder_of(content.plan.arrays(), &content.container.starts);
+    let bytes = Bytes::Planned(content);
+    let pieces = PieceWriter::new(&sink, bytes, n_bytes, routes, &finder, control);
     let chunks = pieces.write(buffers)?;
     sink.publish()?;
-    content.checksums(chunks)
+    Ok(Written {
+        checksums: content.checksums(chunks)?,
+        not_finite: not_finite_of(content.plan.arrays(), &finder),
+    })
 }
 
 /// Writes the image of a file from page-aligned memory. See [`write()`].
@@ -320,18 +345,45 @@ pub fn write_image(
     header_bytes: u64,
     options: &Options,
     control: &Control,
-) -> Result<Checksums> {
+) -> Result<Written> {
     let n_bytes = image.len() as u64;
     let temporary = TemporaryFile::create(path, n_bytes, options)?;
-    let pieces = PieceWriter::new(&temporary, Bytes::InMemory(image), n_bytes, None, control);
+    let (header_image, data) = image.split_at(header_bytes as usize);
+    // The names are not kept with the image: to copy those of many arrays would take the time of the caller.
+    let json = header_image.get(LENGTH_BYTES..).unwrap_or_default();
+    let header = Header::parse(json.to_vec(), data.len() as u64)?;
+    let entries = (0..header.len()).map(|i| header.entry(i));
+    let finder =
+        Finder::new(entries.map(|one| (one.dtype, header_bytes + one.start, one.end - one.start)));
+    let bytes = Bytes::InMemory(image);
+    let pieces = PieceWriter::new(&temporary, bytes, n_bytes, None, &finder, control);
     let chunks = pieces.write(
         (0..n_in_flight(n_bytes))
             .map(|_| Buffer::default())
             .collect(),
     )?;
     temporary.publish()?;
-    let header = &image[..header_bytes as usize];
-    Checksums::new(n_bytes, header_bytes, crc32c(0, header), chunks)
+    let found = finder.found().into_iter();
+    Ok(Written {
+        checksums: Checksums::new(n_bytes, header_bytes, crc32c(0, header_image), chunks)?,
+        not_finite: found
+            .map(|(number, worst)| (header.entry(number).name.to_owned(), worst))
+            .collect(),
+    })
+}
+
+/// Finds values that are not finite in arrays that begin at these bytes of a file.
+pub(crate) fn finder_of(arrays: &[Array], starts: &[u64]) -> Finder {
+    let spans = arrays.iter().zip(starts);
+    Finder::new(spans.map(|(array, start)| (array.dtype, *start, array.n_bytes())))
+}
+
+/// The names of the arrays that are not finite.
+pub(crate) fn not_finite_of(arrays: &[Array], finder: &Finder) -> Vec<(String, NotFinite)> {
+    let found = finder.found().into_iter();
+    found
+        .map(|(number, worst)| (arrays[number].name.clone(), worst))
+        .collect()
 }
 
 /// The header of a safetensors file, and the first byte of each array in the file.
@@ -710,6 +762,7 @@ struct PieceWriter<'a, S> {
     routes: Option<&'a Routes>,
     next: AtomicU64,
     checksums: Vec<AtomicU32>,
+    finder: &'a Finder,
     /// For files with sums of arrays.
     array_sums: Option<ArraySums>,
     fill_permits: Semaphore,
@@ -725,6 +778,7 @@ impl<'a, S: Sink> PieceWriter<'a, S> {
         bytes: Bytes<'a>,
         n_bytes: u64,
         routes: Option<&'a Routes>,
+        finder: &'a Finder,
         control: &'a Control,
     ) -> Self {
         let n_chunks = (n_bytes as usize).div_ceil(CHUNK_BYTES);
@@ -741,6 +795,7 @@ impl<'a, S: Sink> PieceWriter<'a, S> {
             routes,
             next: AtomicU64::new(0),
             checksums: (0..n_chunks).map(|_| AtomicU32::new(0)).collect(),
+            finder,
             array_sums: match bytes {
                 Bytes::Planned(content) if !content.container.sums.is_empty() => {
                     Some(ArraySums::new(content.plan.arrays().len()))
@@ -895,11 +950,13 @@ impl<'a, S: Sink> PieceWriter<'a, S> {
         Ok(())
     }
 
-    /// Computes the checksums of the chunks from `at` on.
+    /// Computes the checksums of the chunks from `at` on, and looks for values that are not finite.
     fn sum_chunks(&self, at: u64, bytes: &[u8]) {
         let checksums = &self.checksums[at as usize / CHUNK_BYTES..];
-        for (chunk, checksum) in bytes.chunks(CHUNK_BYTES).zip(checksums) {
+        let starts = (at..).step_by(CHUNK_BYTES);
+        for ((chunk, checksum), start) in bytes.chunks(CHUNK_BYTES).zip(checksums).zip(starts) {
             checksum.store(crc32c(0, chunk), Ordering::Relaxed);
+            self.finder.look(start, chunk);
         }
     }
 }

@@ -16,7 +16,7 @@ from reshard.checkpoint import Checkpoint
 from reshard.cli.leftovers import leftovers_in_iteration, leftovers_in_root
 from reshard.cli.output import warn
 from reshard.errors import LayoutError, ReshardError
-from reshard.formats import counter_tensors
+from reshard.formats import counter_tensors, health
 from reshard.formats.scrub import is_damage
 from reshard.layout import Partition
 from reshard.storage.location import locate
@@ -48,6 +48,7 @@ class Iteration:
     verified: bool | None  # whether it has a manifest
     reason: str | None = None  # why it is not complete, or could not be read
     refused: str | None = None  # why it is not a candidate
+    unhealthy: bool = False  # whether its save recorded that
 
 
 @dataclass(frozen=True)
@@ -196,6 +197,7 @@ def _iterations(root: str, order: Order, taken: Checkpoint, *, everything: bool)
                 verified=verified,
                 reason=reason,
                 refused=refused.get(one.name),
+                unhealthy=bool(complete and verified) and health.is_unhealthy(locate(root) / one.name),
             )
         )
     return found

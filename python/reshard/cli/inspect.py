@@ -43,6 +43,8 @@ from reshard.cli.output import (
     write_page,
 )
 from reshard.errors import KeyNotFoundError
+from reshard.formats import health
+from reshard.storage.location import locate
 from reshard.words import counted, listed
 
 if TYPE_CHECKING:
@@ -195,7 +197,7 @@ def _json(facts: Contents, rows: list[TensorRow]) -> dict[str, Any]:
 def _json_manifest(manifest: Manifest | None) -> dict[str, Any] | None:
     if manifest is None:
         return None
-    names = ("attempt", "world_size", "previous_tracker", "passed_over", "writer", "saved_at", "digest")
+    names = ("attempt", "world_size", "previous_tracker", "passed_over", "writer", "saved_at", "ckpt_status", "digest")
     known = {name: getattr(manifest, name) for name in names}
     return {"iteration": manifest.iteration, "epoch": manifest.generation, **known}
 
@@ -265,6 +267,13 @@ def _lines(facts: Contents) -> list[tuple[str, str]]:
     if manifest is not None:
         ranks = counted(manifest.world_size, "rank")
         lines.append(("manifest", f"saved {shown(manifest.saved_at)} by {ranks}, {shown(manifest.writer)}"))
+        found = None
+        if manifest.ckpt_status == 1 and locate(checkpoint.path).is_folder():
+            found = health.unhealthy(locate(checkpoint.path).parent, manifest.iteration)
+        if found is not None:
+            lines.append(("health", shown(str(found))))
+        elif manifest.ckpt_status is not None:
+            lines.append(("health", "saved as unhealthy" if manifest.ckpt_status else "saved as healthy"))
     elif checkpoint.data.traits.expects_manifest:
         lines.append(("manifest", "none: unverified, only the structure can be checked"))
     for part, totals in sorted(facts.parts.items()):  # model, optimizer
@@ -357,6 +366,7 @@ def _print_iterations(facts: Contents, iterations: Sequence[Iteration], *, every
                 ("tracker", one.tracker),
                 ("never tracked", one.verified and not one.tracked),
                 ("pinned", one.pinned),
+                ("unhealthy", one.unhealthy),
             )
             if is_so
         ]

@@ -23,7 +23,8 @@ from reshard.formats import event_log
 
 @click.command(short_help="Make the next restart resume from a given iteration.")
 @click.argument("root", type=PATH)
-@click.argument("iteration", type=WholeNumber(0, 10**18 - 1))
+@click.argument("iteration", type=WholeNumber(0, 10**18 - 1), required=False)
+@click.option("--healthy", is_flag=True, help="Instead of ITERATION: the newest that was saved as healthy.")
 @click.option(
     "--verify/--no-verify",
     default=True,
@@ -35,7 +36,16 @@ from reshard.formats import event_log
 )
 @click.option("--dry-run", is_flag=True, help="Change nothing; print what would change.")
 @command
-def rollback(root: str, iteration: int, *, verify: bool, threads: int | None, dry_run: bool, as_json: bool) -> None:
+def rollback(
+    root: str,
+    iteration: int | None,
+    *,
+    healthy: bool,
+    verify: bool,
+    threads: int | None,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
     """Make the next restart of a run resume from ITERATION of the checkpoint root ROOT.
 
     The tracker, latest_checkpointed_iteration.txt, is set to ITERATION. Newer iterations stay on disk, and a restart
@@ -46,11 +56,15 @@ def rollback(root: str, iteration: int, *, verify: bool, threads: int | None, dr
     Examples:
       reshard rollback output/checkpoint 400 --dry-run
       reshard rollback output/checkpoint 400
+      reshard rollback output/checkpoint --healthy
     """
+    if (iteration is None) is not healthy:
+        raise click.UsageError("give either ITERATION or --healthy")
     with collected_warnings() as logged, progress_bar() as progress:
         changes = reshard.rollback(
             root,
             iteration,
+            healthy=healthy,
             verify=verify,
             dry_run=dry_run,
             threads=threads,
@@ -62,10 +76,8 @@ def rollback(root: str, iteration: int, *, verify: bool, threads: int | None, dr
         return
     before = "there was no valid tracker" if changes.previous is None else f"the tracker named {changes.previous}"
     state = "every byte verified" if changes.verified else "only the structure was checked"
-    echo(
-        f"{shown(root)}: the next restart {'would resume' if dry_run else 'resumes'} from iteration {iteration} "
-        f"({before}; {state})"
-    )
+    resumes = f"{'would resume' if dry_run else 'resumes'} from iteration {changes.iteration}"
+    echo(f"{shown(root)}: the next restart {resumes} ({before}; {state})")
     if changes.newer:
         echo(f"newer iterations, which stay on disk and are not used: {', '.join(map(str, changes.newer))}")
     warn(*logged)

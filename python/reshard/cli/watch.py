@@ -170,6 +170,8 @@ def _facts(state: RunState) -> list[tuple[str, str]]:
     if state.newest is not None and state.newest.skipped:
         names = listed(map(shown, state.newest.skipped))
         facts.append(("skipped", f"{names}; {_reasons(state)}"))
+    if state.newest is not None and state.newest.unhealthy is not None:
+        facts.append(("health", shown(state.newest.unhealthy)))
     if state.newest is not None and state.newest.seconds is not None:
         facts.append(("last save", _last_save(state.newest)))
     facts.append(("in progress", "no save" if state.in_flight is None else _in_flight(state.in_flight, now)))

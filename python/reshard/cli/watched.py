@@ -16,7 +16,7 @@ import reshard
 from reshard.cli.output import collected_warnings
 from reshard.errors import CheckpointNotFoundError, ReshardError, StorageError, UnsupportedError
 from reshard.events import Event
-from reshard.formats import event_log, save_log
+from reshard.formats import event_log, health, save_log
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.opening import iterations, rank_saves
 from reshard.storage import claims, filesystem, staging, trash
@@ -43,6 +43,7 @@ class Newest:
         seconds: how long the save took; None: not known.
         stall_seconds: how long the training waited; None: not known.
         skipped: names of newer checkpoints that are not complete or damaged.
+        unhealthy: if it was saved as unhealthy, since when, and why.
     """
 
     iteration: int | None
@@ -52,6 +53,7 @@ class Newest:
     seconds: float | None = None
     stall_seconds: float | None = None
     skipped: tuple[str, ...] = ()
+    unhealthy: str | None = None
 
 
 @dataclass(frozen=True)
@@ -263,7 +265,10 @@ class Watch:
                 name = saves[0].name if saves else place.name
                 n_bytes = sum(file.n_bytes for file in files) if manifest is None else manifest.n_bytes
                 skipped = tuple(one for one, _ in checkpoint.skipped)
-                newest = Newest(checkpoint.iteration, name, n_bytes, when, skipped=skipped)
+                is_unhealthy = manifest is not None and manifest.ckpt_status == 1
+                known = health.unhealthy(self._root, checkpoint.iteration) if is_unhealthy else None
+                unhealthy = None if known is None else str(known)
+                newest = Newest(checkpoint.iteration, name, n_bytes, when, skipped=skipped, unhealthy=unhealthy)
         except (StorageError, UnsupportedError):
             raise  # it may be complete
         except ReshardError:

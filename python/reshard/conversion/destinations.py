@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from reshard.conversion.selection import NewNames
     from reshard.conversion.shares import Shared
     from reshard.storage.location import Location
-    from reshard.storage.protocol import FileRecord
+    from reshard.storage.protocol import ValueRecord
 
-    Produce = Callable[[Location], Mapping[str, FileRecord]]
+    Produce = Callable[[Location], Mapping[str, ValueRecord]]
 
 SHARED_PREFIX = "share-"
 # Files that identify a checkpoint, in the order in which they are published. Readers need them to find a checkpoint.
@@ -268,7 +268,7 @@ def produced(job: Job, published: Location, files: list[File], sizes: list[int])
         return
     share, gathered = job.shared.share, job.shared.folder
     make_folders(gathered, job.options.folder_mode)
-    own: Mapping[str, FileRecord] | None = read_record(gathered, share)
+    own: Mapping[str, ValueRecord] | None = read_record(gathered, share)
     if own is None:
         chosen = [i for i, of in enumerate(assign(sizes, share.count)) if of == share.index]
         own = written = write_files(job, gathered, [files[i] for i in chosen], [sizes[i] for i in chosen])
@@ -282,7 +282,7 @@ def produced(job: Job, published: Location, files: list[File], sizes: list[int])
         yield (lambda folder: place(gathered, folder, names, share.count)) if is_ours else report
 
 
-def n_bytes_of(written: Mapping[str, FileRecord]) -> int:
+def n_bytes_of(written: Mapping[str, ValueRecord]) -> int:
     """Bytes of the files."""
     return sum(one.n_bytes for one in written.values())
 

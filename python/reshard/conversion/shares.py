@@ -127,7 +127,13 @@ def write_record(
         StorageError: the system failed.
     """
     files = {
-        name: [one.n_bytes, one.header_bytes, one.header_checksum, base64.b64encode(one.checksums).decode()]
+        name: [
+            one.n_bytes,
+            one.header_bytes,
+            one.header_checksum,
+            base64.b64encode(one.checksums).decode(),
+            one.not_finite[:1000],
+        ]
         for name, one in written.items()
     }
     text = json.dumps({"version": 1, "files": files})
@@ -143,8 +149,14 @@ def read_record(folder: Location, share: Share) -> dict[str, WrittenFile] | None
     try:
         content: Any = read_json(folder / share.name, _MAX_RECORD_BYTES)
         files = {
-            name: WrittenFile(n_bytes, header_bytes, header_checksum, base64.b64decode(checksums, validate=True))
-            for name, (n_bytes, header_bytes, header_checksum, checksums) in content["files"].items()
+            name: WrittenFile(
+                n_bytes,
+                header_bytes,
+                header_checksum,
+                base64.b64decode(checksums, validate=True),
+                tuple((key, kind) for key, kind in not_finite),
+            )
+            for name, (n_bytes, header_bytes, header_checksum, checksums, not_finite) in content["files"].items()
         }
         if all((folder / name).stat().n_bytes == one.n_bytes for name, one in files.items()):
             return files

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from reshard.checkpoint import Checkpoint
 from reshard.config import split_iteration
 from reshard.errors import CheckpointNotFoundError, EmptyRootError, ReshardError, UnsupportedError
-from reshard.formats import registry
+from reshard.formats import health, registry
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.root import MAX_LOOKS, Look
 from reshard.formats.newest import reason_of
@@ -186,12 +186,19 @@ class _Gatherer:
             if not is_damage(error) or (kind != "root" and isinstance(error, stops)):
                 raise
             return CandidateFacts(str(path), number, why, fault=reason_of(error))
+        common, manifest, unhealthy = checkpoint.common, checkpoint.manifest, None
+        if common is not None and manifest is not None and manifest.ckpt_status is not None:
+            common = replace(common, ckpt_status=manifest.ckpt_status)  # which covers the values, too
+        if common is not None and common.ckpt_status == 1 and manifest is not None and kind == "root":
+            found = health.unhealthy(path.parent, manifest.iteration)
+            unhealthy = None if found is None else str(found)
         facts = CandidateFacts(
             str(path),
             checkpoint.iteration if iteration is None else iteration,
             why,
             is_verified=checkpoint.verified or checkpoint.data.traits.has_sums,
-            common=checkpoint.common,
+            common=common,
+            unhealthy=unhealthy,
             has_optimizer=bool(checkpoint.keys("optimizer")),
             world_size=_world_size(checkpoint),
             is_legacy=checkpoint.data.traits.counters_as_tensors,

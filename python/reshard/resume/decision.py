@@ -86,9 +86,10 @@ def decide(
         if one.refusal is None
     ]
     if candidate.common is not None and candidate.common.ckpt_status == 1:
+        why = "" if candidate.unhealthy is None else f": {candidate.unhealthy}"
         warnings.append(
-            f"{name_of(verdicts[taken])} was saved as unhealthy (`ckpt_status`): `healthy_only=True` takes the newest "
-            "one that was saved as healthy"
+            f"{name_of(verdicts[taken])} was saved as unhealthy{why}; `healthy_only=True` takes the newest one "
+            "that was saved as healthy"
         )
     if not candidate.is_verified:
         warnings.append(f"{name_of(verdicts[taken])} has no checksums: only its structure is checked")

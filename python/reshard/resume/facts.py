@@ -38,6 +38,7 @@ class CandidateFacts:
         is_legacy: whether it is a Checkpoint 1.0, for which MindSpore Transformers computes counters in another way.
         counters: what holds the counters in its format, such as "common.json"; None: they are not read from it.
         rank_faults: `(rank, fault)` of each of its files that is not complete.
+        unhealthy: of one that was saved as unhealthy, since when, and why; None: not known.
     """
 
     path: str
@@ -53,6 +54,7 @@ class CandidateFacts:
     is_legacy: bool = False
     counters: str | None = None
     rank_faults: tuple[tuple[int, str], ...] = ()
+    unhealthy: str | None = None
 
 
 @dataclass(frozen=True)

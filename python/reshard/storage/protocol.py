@@ -120,6 +120,13 @@ class FileRecord(Protocol):
     def checksums(self) -> bytes: ...  # noqa: D102
 
 
+class ValueRecord(FileRecord, Protocol):
+    """A record that also says which arrays hold values that are not finite, as "nan" or "inf"."""
+
+    @property
+    def not_finite(self) -> Sequence[tuple[str, str]]: ...
+
+
 # Attempts with a failed sync: their content on disk is unknown, and a second sync would not report that.
 _poisoned: set[str] = set()
 # Ended attempts of this process whose folder remains: recovery only covers folders of dead processes.

@@ -399,6 +399,7 @@ class Checkpointer:
         check: Callable[[Mapping[str, Any]], bool | None] | None = None,
         grown: bool = False,
         allow_fresh: bool = False,
+        healthy_only: bool = False,
     ) -> ResumeDecision:
         """Register the objects of the run, and restore them from the newest undamaged checkpoint, if there is one.
 
@@ -433,6 +434,7 @@ class Checkpointer:
                 the metrics at the save: to run a forward pass and compare. If it returns False, an error is raised.
             grown: the dataset is the saved one with samples appended, as in `ElasticSampler.load_state_dict`.
             allow_fresh: start without a checkpoint if no checkpoint is complete.
+            healthy_only: take the newest checkpoint that was saved as healthy, as `healthy_only` of the Checkpointer.
 
         Returns:
             The resume decision: `initial_step` steps count as done. Differences from the saved run are in its
@@ -458,6 +460,8 @@ class Checkpointer:
         check_choice("data", data, "saved", "new")
         if init_from is not None:
             self._config = with_init(self._config, InitFrom.of(init_from), self._root)
+        if healthy_only:
+            self._config = replace(self._config, healthy_only=True)
         start = self._config.init_from
         run = Run(model, optimizer, scheduler, sampler, extra or {})
         members = self._group

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 from reshard import opening
 from reshard.arguments import check, plain_integer
 from reshard.checkpoint import Checkpoint
-from reshard.errors import CheckpointNotFoundError, DamagedFileError, StorageError, hints_without
+from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, StorageError, hints_without
 from reshard.events import Observers
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.reader import open_folder
+from reshard.formats.health import last_healthy
 from reshard.storage import claims, protocol, recovery, staging
 from reshard.storage.filesystem import MANIFEST_FILE
 from reshard.storage.location import Location, locate
@@ -53,8 +54,9 @@ class Rollback:
 @hints_without("takeover")
 def rollback(
     root: str | os.PathLike[str],
-    iteration: int,
+    iteration: int | None = None,
     *,
+    healthy: bool = False,
     verify: bool = True,
     dry_run: bool = False,
     threads: int | None = None,
@@ -68,7 +70,8 @@ def rollback(
 
     Args:
         root: the root of a Checkpoint 2.0 tree. No other process may write into it.
-        iteration: the iteration to resume from. It must be complete.
+        iteration: the iteration to resume from. It must be complete. None: the one that `healthy` selects.
+        healthy: resume from the newest iteration that was saved as healthy: neither its loss nor its values were bad.
         verify: compare every byte of the iteration with its manifest first. False: only sizes, headers and the small
             files are compared. Of an iteration without a manifest only the structure can be checked.
         dry_run: change nothing, and report what would change.
@@ -80,8 +83,9 @@ def rollback(
         What was changed.
 
     Raises:
-        ArgumentError: the iteration is not an integer from 0 to 10**18 - 1.
-        CheckpointNotFoundError: there is no such root, or no such iteration in it.
+        ArgumentError: the iteration is not an integer from 0 to 10**18 - 1, or not exactly one of `iteration` and
+            `healthy` is given.
+        CheckpointNotFoundError: there is no such root, no such iteration in it, or no healthy one.
         ClaimedError: another process writes into the root.
         DamagedFileError: the iteration is not complete, or bytes of it differ from its manifest.
         StorageError: the system failed, or a file of the iteration could not be read. The tracker names the old
@@ -98,6 +102,13 @@ def rollback(
     """
     check(on_event=on_event)
     path = locate(root).absolute()
+    if (iteration is None) is not healthy:
+        raise ArgumentError(
+            f"iteration {iteration}, healthy {healthy}: expected exactly one of them",
+            hint="give the iteration, or `healthy=True` for the newest that was saved as healthy",
+        )
+    if iteration is None:
+        iteration = _last_healthy(path)
     iteration = plain_integer(iteration)
     checkpoint2.iteration_folder_name(iteration)  # refuses an invalid iteration
     if dry_run:
@@ -124,6 +135,17 @@ def rollback(
     newer = listed(map(str, changes.newer)) if changes.newer else None
     Observers.of(on_event)("rolled_back", iteration, previous=changes.previous, newer=newer, verified=is_verified)
     return changes
+
+
+def _last_healthy(root: Location) -> int:
+    found = last_healthy(root)
+    if found is None:
+        raise CheckpointNotFoundError(
+            f"no iteration in {show(str(root))} was saved as healthy",
+            path=str(root),
+            hint="health is recorded by saves of this release: choose an iteration, and look at its values",
+        )
+    return found
 
 
 def _folder(root: Location, iteration: int) -> Location:

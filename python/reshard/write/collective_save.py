@@ -144,6 +144,7 @@ class Published(NamedTuple):
         suffix: see there.
         generation: the number of the claim.
         attempt_id: 32 hex digits for the log of saves; None: this save has no line there.
+        ckpt_status: the health of the save, if its values were looked at; None: only what the caller gave is known.
     """
 
     path: str
@@ -155,6 +156,7 @@ class Published(NamedTuple):
     suffix: str | None
     generation: int
     attempt_id: str | None
+    ckpt_status: int | None = None
 
 
 class SavePlan(Protocol):
@@ -507,7 +509,7 @@ def _taken_over(root: Path) -> Iterator[None]:
 def _report_of(task: SaveTask, published: Published, started: float, stall_seconds: float | None) -> SaveReport:
     seconds = time.monotonic() - started
     known = published._asdict()
-    del known["generation"], known["attempt_id"]
+    del known["generation"], known["attempt_id"], known["ckpt_status"]
     stall_seconds = seconds if stall_seconds is None else stall_seconds
     return SaveReport(iteration=task.iteration, seconds=seconds, stall_seconds=stall_seconds, **known)
 
@@ -527,6 +529,7 @@ def _append_to_log(
             n_bytes=report.n_bytes,
             generation=published.generation,
             attempt=published.attempt_id,
+            ckpt_status=record.ckpt_status if published.ckpt_status is None else published.ckpt_status,
         )
         save_log.append(task.root, line, durable=durable, mode=task.file_mode)
     except (ReshardError, OSError) as error:

@@ -258,8 +258,12 @@ class Copies:
         return state.dump({**value, state.RANK_LOCAL: kept})
 
 
-def is_any_of(patterns: Collection[str]) -> Callable[[str], bool]:
+def is_any_of(patterns: Collection[str], option: str = "may_differ") -> Callable[[str], bool]:
     """Whether a name is one of these, or matches a pattern among them.
+
+    Args:
+        patterns: names and patterns.
+        option: the field of `Verify` that holds them, for messages.
 
     Raises:
         ArgumentError: one is no pattern.
@@ -271,7 +275,7 @@ def is_any_of(patterns: Collection[str]) -> Callable[[str], bool]:
     """
     if isinstance(patterns, str) or not all(isinstance(one, str) for one in patterns):
         raise ArgumentError(
-            "`may_differ` is not a collection of patterns", hint='write `verify=Verify(may_differ=["<pattern>"])`'
+            f"`{option}` is not a collection of patterns", hint=f'write `verify=Verify({option}=["<pattern>"])`'
         )
     if not patterns:
         return lambda _: False
@@ -279,5 +283,5 @@ def is_any_of(patterns: Collection[str]) -> Callable[[str], bool]:
     try:
         compiled = [Pattern.compile(one) for one in patterns if glob_of(one) != one]
     except ValueError as error:
-        raise ArgumentError(f"`may_differ`: {error}") from error
+        raise ArgumentError(f"`{option}`: {error}") from error
     return lambda name: name in exact or any(one.matches(name) for one in compiled)

@@ -20,7 +20,7 @@ from reshard.write import background
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from reshard.storage.protocol import FileRecord
+    from reshard.storage.protocol import ValueRecord
     from reshard.write.arrays import LocalArrays
 
     ShardFileMaker: TypeAlias = Callable[[str, LocalArrays, Mapping[str, str]], "ShardFile"]
@@ -29,6 +29,7 @@ __all__ = ["ShardFile", "ShardFileMaker", "WrittenFile", "read_back", "reserved_
 
 _BUFFERS_BYTES = 32 << 20
 _TOUCHED_FROM_BYTES = 16 << 20  # for smaller files the start of a thread costs more
+_MAX_NAMED = 1000  # arrays of a file that are not finite
 _HEADER_BYTES = 512  # at most of an array in a header, without its name
 
 
@@ -41,17 +42,25 @@ class WrittenFile:
         header_bytes: size of its header.
         header_checksum: CRC-32C of its header.
         checksums: checksums of its chunks.
+        not_finite: names of its arrays that hold values that are not finite, and "nan" or "inf"; at most 1,000.
     """
 
     n_bytes: int
     header_bytes: int
     header_checksum: int
     checksums: bytes = field(repr=False)
+    not_finite: tuple[tuple[str, str], ...] = ()
 
     @classmethod
-    def of(cls, written: FileRecord) -> WrittenFile:
+    def of(cls, written: ValueRecord) -> WrittenFile:
         """The record of a file as a value that can be sent."""
-        return cls(written.n_bytes, written.header_bytes, written.header_checksum, written.checksums)
+        return cls(
+            written.n_bytes,
+            written.header_bytes,
+            written.header_checksum,
+            written.checksums,
+            tuple(written.not_finite[:_MAX_NAMED]),
+        )
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ use crate::run::{n_threads, named_pool, pool, run};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use rayon::prelude::*;
-use reshard_core::checksum::Checksums;
 use reshard_core::control::Control;
 use reshard_core::plan::Plan as CorePlan;
 use reshard_core::{Error, Kind};
@@ -24,7 +23,7 @@ const SYNC_THREADS: usize = 8; // they wait for the disk
 
 /// Size and checksums of a file that was written.
 #[pyclass(frozen, module = "reshard._core")]
-pub(crate) struct Written(pub(crate) Checksums);
+pub(crate) struct Written(pub(crate) writer::Written);
 
 #[pymethods]
 impl Written {
@@ -46,6 +45,14 @@ impl Written {
     #[getter]
     fn checksums<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &self.0.to_bytes())
+    }
+
+    #[getter]
+    fn not_finite(&self) -> Vec<(&str, &'static str)> {
+        let found = self.0.not_finite.iter();
+        found
+            .map(|(name, worst)| (name.as_str(), worst.name()))
+            .collect()
     }
 
     fn __repr__(&self) -> String {

@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard import _core
 from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError, StorageError
+from reshard.formats import health, writer_mark
 from reshard.formats import state as state_files
-from reshard.formats import writer_mark
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.traits import CHECKPOINT2
 from reshard.storage import filesystem, mounts, protocol
@@ -34,7 +35,7 @@ from reshard.write.rank_facts import (
     plan_key,
     planned_bytes,
 )
-from reshard.write.replicas import Replicas
+from reshard.write.replicas import Replicas, is_any_of
 from reshard.write.shard_files import WrittenFile, read_back
 
 if TYPE_CHECKING:
@@ -201,6 +202,8 @@ class Checkpoint2Save(SaveFormat):
         if own:
             path = staging / state_files.arrays_file_name(self.rank)
             record(path, _core.write_arrays(str(path), own.tensors(), durable=durable, mode=mode))
+            # Objects of the caller: the best loss so far begins as an infinity.
+            records[path.name] = replace(records[path.name], not_finite=())
         names = list(records)
         if state is not None:
             path = staging / state_files.file_name(self.rank)
@@ -225,16 +228,28 @@ class Checkpoint2Save(SaveFormat):
         if shards != planned:
             raise ReshardError(f"the ranks wrote {sorted(records)}, planned were {sorted(planned)}")
         described = self._descriptions.result()
-        common = self.own.common
+        may_be = is_any_of(task.options.verify.may_be_infinite, "may_be_infinite")
+        found = (one for file, _ in records.values() for one in file.not_finite)
+        not_finite = health.joined((name, kind) for name, kind in found if kind == "nan" or not may_be(name))
+        status = health.status_of(self.own.common.ckpt_status, not_finite)
+        # Without a monitor 0 is not written: MindSpore Transformers 1.9.0 does not know the key.
+        common = self.own.common if not not_finite else replace(self.own.common, ckpt_status=status)
         common.write(staging / checkpoint2.COMMON_FILE, task.file_mode, durable=False)
+        own_files = [checkpoint2.COMMON_FILE]
+        warnings = list(plan.warnings)
+        if not_finite:
+            text = health.to_json(not_finite)
+            (staging / health.NOT_FINITE_FILE).replace(text, task.file_mode, durable=False)
+            own_files.append(health.NOT_FINITE_FILE)
+            warnings.append(f"iteration {task.iteration} is saved as unhealthy: {health.reason_of(not_finite)}")
         manifest = protocol.seal(
             self._attempt,
             records,
             world_size=self.world_size,
-            unsynced=[*self._unsynced, *described, checkpoint2.COMMON_FILE],
+            unsynced=[*self._unsynced, *described, *own_files],
             known=described,
             passed_over=() if self._resumed is None else self._resumed.passed_over,
-            ckpt_status=common.ckpt_status,
+            ckpt_status=status,
             metrics=self.own.record.metrics,
             file_mode=task.file_mode,
         )
@@ -244,16 +259,17 @@ class Checkpoint2Save(SaveFormat):
             n_files=len(planned),
             durable=durable,
             digest=manifest.digest,
-            warnings=tuple(plan.warnings),
+            warnings=tuple(warnings),
             suffix=None,
             generation=self._attempt.generation,
             attempt_id=self._attempt.id,
+            ckpt_status=status,
         )
-        warnings = protocol.publish(self._attempt, manifest, lambda: self.log(published))
+        more = protocol.publish(self._attempt, manifest, lambda: self.log(published))
         self._manifest = manifest
         if self._resumed is not None:
             pending_rollback.forget(task.root)
-        return published._replace(warnings=(*published.warnings, *warnings))
+        return published._replace(warnings=(*published.warnings, *more))
 
     def withdraw(self, *, is_known: bool) -> None:  # noqa: ARG002
         """Remove the staging folder, unless it was published."""

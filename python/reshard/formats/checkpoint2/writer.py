@@ -21,7 +21,7 @@ from reshard.conversion.destinations import (
 )
 from reshard.conversion.writer import Settings, Writer
 from reshard.errors import DestinationExistsError, ReshardError, hints_without
-from reshard.formats import counter_tensors, manifest, run_names, state, state_files
+from reshard.formats import counter_tensors, health, manifest, run_names, state, state_files
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.common import CommonInfo
 from reshard.formats.checkpoint2.traits import CHECKPOINT2
@@ -202,6 +202,13 @@ def _publish(
             written = fill(attempt.staging)
             described = descriptions.result()
             common = job.source.common or CommonInfo()
+            not_finite = health.joined(found for file in written.values() for found in file.not_finite)
+            status = health.status_of(common.ckpt_status, not_finite)
+            own_files = [checkpoint2.COMMON_FILE]
+            if not_finite:
+                text = health.to_json(not_finite)
+                (attempt.staging / health.NOT_FINITE_FILE).replace(text, options.file_mode, durable=False)
+                own_files.append(health.NOT_FINITE_FILE)
             common.write(attempt.staging / checkpoint2.COMMON_FILE, options.file_mode, durable=False)
             rank_of = {file.name: file.rank for file in plan.files}
             records: dict[str, tuple[FileRecord, int]] = {name: (one, rank_of[name]) for name, one in written.items()}
@@ -210,9 +217,9 @@ def _publish(
                 attempt,
                 records,
                 world_size=n_ranks,
-                unsynced=[*described, *of_state, checkpoint2.COMMON_FILE],
+                unsynced=[*described, *of_state, *own_files],
                 known=described,
-                ckpt_status=common.ckpt_status,
+                ckpt_status=status,
                 file_mode=options.file_mode,
             )
             if original_modes:
