@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from reshard.layout import BoundLayout
     from reshard.layout.strategy import Strategy
     from reshard.storage.location import Location
-    from reshard.storage.protocol import FileRecord
+    from reshard.storage.protocol import ValueRecord
     from reshard.write.iteration import WholeTensor
 
 _FILE = "net.safetensors"
@@ -108,7 +108,7 @@ def _write(
     assignment = _assignment(tensors, bound, strategy) if dedup else ShardAssignment()
     subfolders = [checkpoint1.rank_folder_name(rank) for rank in ranks]
 
-    def finish(folder: Location) -> dict[str, FileRecord]:
+    def finish(folder: Location) -> dict[str, ValueRecord]:
         mode, durable = job.options.file_mode, job.options.durable
         if strategy is not None:
             of_stages = range(0, strategy.world_size, strategy.devices_per_stage)

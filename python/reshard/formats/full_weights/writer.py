@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint
     from reshard.conversion.destinations import Job
     from reshard.storage.location import Location
-    from reshard.storage.protocol import FileRecord
+    from reshard.storage.protocol import ValueRecord
 
 
 class FullWeightsWriter(Writer):
@@ -66,7 +66,7 @@ def _write(job: Job, max_part_bytes: int | None, *, original_modes: bool) -> Wri
     file_of = {key: file.name for file, names in zip(files, parts, strict=True) for key in names}
     text = full_weights.map_text(file_of, sum(one[3] for one in arrays), _core.__version__)
 
-    def finish(folder: Location) -> dict[str, FileRecord]:
+    def finish(folder: Location) -> dict[str, ValueRecord]:
         written = _write_counters(job, folder / full_weights.HYPER_FILE)
         if original_modes:
             set_original_modes(folder)
@@ -75,7 +75,7 @@ def _write(job: Job, max_part_bytes: int | None, *, original_modes: bool) -> Wri
     return publish_folder(job, files, {full_weights.MAP_FILE: text}, finish=finish)
 
 
-def _write_counters(job: Job, path: Location) -> dict[str, FileRecord]:
+def _write_counters(job: Job, path: Location) -> dict[str, ValueRecord]:
     """Write the file of the counters, if there are any. Returns what was written."""
     if not job.counters:
         return {}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from reshard.conversion.destinations import Job, Written
     from reshard.storage.location import Location
-    from reshard.storage.protocol import FileRecord
+    from reshard.storage.protocol import ValueRecord
 
 _DEFAULT_BYTES = 4 << 30
 
@@ -114,7 +114,7 @@ def _check_names(job: Job, model_files: Location) -> list[str]:
     return check_shapes(found, expected, model, path=path, folder=folder, left_out=job.left_out)
 
 
-def _copy(copies: ModelFiles, job: Job, folder: Location) -> dict[str, FileRecord]:
+def _copy(copies: ModelFiles, job: Job, folder: Location) -> dict[str, ValueRecord]:
     options = job.options
     copies.copy(folder, file_mode=options.file_mode, folder_mode=options.folder_mode, durable=options.durable)
     return {}

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from reshard.checkpoint import LayoutLike
     from reshard.conversion.destinations import Job
     from reshard.storage.location import Location
-    from reshard.storage.protocol import FileRecord
+    from reshard.storage.protocol import ValueRecord
 
 
 class SafetensorsWriter(Writer):
@@ -66,7 +66,7 @@ def _write(job: Job, layout: LayoutLike | None) -> Written:
             describe_cut(builder, bound, tensors, file, tensors)
             contents.append(file)
 
-    def finish(folder: Location) -> dict[str, FileRecord]:
+    def finish(folder: Location) -> dict[str, ValueRecord]:
         if len(builder):
             content = builder.build(None if layout is None else settled_mapping(job.source, layout))
             tiles.write(folder / tiles.TILES_FILE, content, job.options.file_mode, durable=job.options.durable)
