@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import reshard
+from reshard.conversion.library_names import _map_of, published_names
 from reshard.errors import UnsupportedError
 from reshard.torch import Checkpointer
-from reshard.torch.published import _map_of, published_names
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")

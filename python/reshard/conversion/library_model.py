@@ -62,14 +62,23 @@ def published_shapes(model: Any) -> dict[str, tuple[int, ...]] | None:
     Args:
         model: a model on the device `meta`, of `model_of`.
     """
-    torch: Any = importlib.import_module("torch")
-    live = {name: one for name, one in model.state_dict().items() if isinstance(one, torch.Tensor)}
     try:
         revert = importlib.import_module("transformers.core_model_loading").revert_weight_conversion
-        published: dict[str, Any] = revert(model, live)
+        published: dict[str, Any] = revert(model, saved_state(model))
     except Exception:  # noqa: BLE001  older versions publish the names of the model; a newer one may need the values
         return None
     return {name: tuple(one.shape) for name, one in published.items()}
+
+
+def saved_state(model: Any) -> dict[str, Any]:
+    """The tensors of a model that the library saves: one of each group of tied ones, and none that it computes."""
+    left_out = {*(getattr(model, "all_tied_weights_keys", None) or ()), *not_saved(model)}
+    return {name: one for name, one in model.state_dict().items() if hasattr(one, "shape") and name not in left_out}
+
+
+def not_saved(model: Any) -> list[str]:
+    """The names of tensors of a model that the library computes anew and does not save, such as tables of positions."""
+    return sorted(getattr(model, "_keys_to_ignore_on_save", None) or ())
 
 
 def check_shapes(

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from reshard.collective import Collective
+from reshard.conversion.library_names import published_names
 from reshard.errors import ReshardError
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.group import session
 from reshard.storage.changes import make_folders, remove_file, replace_link
 from reshard.storage.location import locate
 from reshard.torch.adapters import adapters_of, write_adapters
-from reshard.torch.published import check_loads, published_names
+from reshard.torch.published import check_loads
 from reshard.verbs.convert import open_source
 from reshard.verbs.integrate import integrate, integrated_root, remove_outdated
 from reshard.words import show

@@ -17,13 +17,14 @@ from transformers import Trainer, TrainerCallback
 
 import reshard
 from reshard.conversion.library_model import model_of
+from reshard.conversion.library_names import published_names
 from reshard.errors import ArgumentError
 from reshard.formats.checkpoint2.names import iteration_folder_name
 from reshard.options import Files, Retention
 from reshard.storage.changes import make_folders
 from reshard.storage.location import locate
 from reshard.torch.adapters import adapters_of, read_names, write_adapters, write_names
-from reshard.torch.published import check_loads, published_names
+from reshard.torch.published import check_loads
 from reshard.transformers.training import Plan, resuming
 from reshard.verbs.convert import convert
 

@@ -18,7 +18,7 @@ from reshard.checkpoint import Checkpoint
 from reshard.collective import Collective
 from reshard.conversion.destinations import SHARED_PREFIX, Job, Options
 from reshard.conversion.kept_dtypes import kept_by_cast
-from reshard.conversion.library_model import model_of, published_shapes
+from reshard.conversion.library_model import model_of, not_saved, published_shapes
 from reshard.conversion.selection import of_prefixes
 from reshard.conversion.selection import select as selected
 from reshard.conversion.shares import Share, Shared, digest_of
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
     from reshard.checkpoint import LayoutLike, Part
     from reshard.conversion.writer import Writer
-    from reshard.names import ConfigLike, NamesLike
+    from reshard.names import ConfigLike, NameMap, NamesLike
     from reshard.options import CommitLike, FilesLike
 
 Target = Literal[
@@ -243,11 +243,16 @@ def convert(
             is_checked = written_as.check_names and "model_files" in writer.options and part_written == "model"
             if is_checked and model_folder is not None and not (rename or known or chosen.only or chosen.entry):
                 rename, of_entry = _without_entry(whole, model_folder)
+                if rename is None:
+                    known, of_entry = _under_published_names(whole, model_folder)
+            drop = (chosen.drop,) if isinstance(chosen.drop, str) else tuple(chosen.drop)
+            if is_checked and model_folder is not None:
+                drop += tuple(key for key in not_saved(model_of(str(model_folder))) if key in whole)
             selection = selected(
                 whole,
                 part_written,
                 only=chosen.only,
-                drop=chosen.drop,
+                drop=drop,
                 rename=rename,
                 names=known,
                 apart=apart,
@@ -408,6 +413,28 @@ def _without_entry(source: Checkpoint, folder: Location) -> tuple[dict[str, str]
     if is_as_stored or not {key.removeprefix(start) for key in starts} <= expected.keys():
         return None, []
     return {start: ""}, [f"names begin with `{start}`, which is removed: the model of config.json has them without it"]
+
+
+def _under_published_names(source: Checkpoint, folder: Location) -> tuple[NameMap | None, list[str]]:
+    """The map from the names of the live model of config.json to those that its library publishes.
+
+    Returns:
+        The map, and a warning; None if the tensors have published names already, or the library is not known.
+    """
+    model = model_of(str(folder))
+    published = None if model is None else published_shapes(model)
+    if published is None:
+        return None, []
+    keys, live = set(source.keys("model")), model.state_dict().keys()
+    if not keys & (live - published.keys()) or keys & (published.keys() - live):
+        return None, []
+    from reshard.conversion.library_names import published_names  # noqa: PLC0415  imports torch
+
+    names = published_names(model)
+    if names is None:
+        return None, []
+    what = f"names of {type(model).__name__} are changed to those that its library publishes"
+    return names.reversed(), [f"{what}; `files=Files(check_names=False)` keeps them"]
 
 
 def _starts(source: Checkpoint, keys: Sequence[str]) -> dict[str, str]:
