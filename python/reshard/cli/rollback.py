@@ -56,7 +56,6 @@ def rollback(
     Examples:
       reshard rollback output/checkpoint 400 --dry-run
       reshard rollback output/checkpoint 400
-      reshard rollback output/checkpoint --healthy
     """
     if (iteration is None) is not healthy:
         raise click.UsageError("give either ITERATION or --healthy")

@@ -117,11 +117,11 @@ def start(
     """
     global _pending  # noqa: PLW0603  one pending save a process is the point
     pending = PendingSave(iteration, work, progress, exit_seconds, root)
-    with _lock:
-        _pending = pending  # type: ignore[assignment]
     # Not at import: exit functions that are registered last run first, and saves need those registered at import.
     process_end.call_at_end(_finish_at_exit, process_end.SAVES)
-    pending.start()
+    with _lock:  # whoever sees a pending save can wait for it: its thread runs
+        _pending = pending  # type: ignore[assignment]
+        pending.start()
     return pending
 
 

@@ -405,9 +405,13 @@ impl TorchFile {
     ///
     /// The call is `(function, type, (type, dtype, size, ...), attributes)`.
     fn whole_inside(&self, call: &[Id]) -> Result<Option<Tensor>> {
-        let [_, _, made, attributes, ..] = *call else {
+        let [_, kind, made, attributes, ..] = *call else {
             return Ok(None);
         };
+        // Its local tensor can be one of several partial sums, with the shape of the whole.
+        if self.pickle.name(kind).is_some_and(|(_, name)| name == "DTensor") {
+            return Ok(None);
+        }
         let Some([_, dtype, size, ..]) = self.pickle.sequence(made) else {
             return Ok(None);
         };
