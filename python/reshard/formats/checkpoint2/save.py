@@ -239,7 +239,7 @@ class Checkpoint2Save(SaveFormat):
         warnings = list(plan.warnings)
         if not_finite:
             text = health.to_json(not_finite)
-            (staging / health.NOT_FINITE_FILE).replace(text, task.file_mode, durable=False)
+            locate(staging / health.NOT_FINITE_FILE).replace(text, task.file_mode, durable=False)
             own_files.append(health.NOT_FINITE_FILE)
             warnings.append(f"iteration {task.iteration} is saved as unhealthy: {health.reason_of(not_finite)}")
         manifest = protocol.seal(
