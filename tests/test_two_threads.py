@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from reshard.write import background
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def test_pending_save_can_be_waited_for(tmp_path: Path) -> None:
