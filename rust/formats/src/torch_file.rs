@@ -409,7 +409,11 @@ impl TorchFile {
             return Ok(None);
         };
         // Its local tensor can be one of several partial sums, with the shape of the whole.
-        if self.pickle.name(kind).is_some_and(|(_, name)| name == "DTensor") {
+        if self
+            .pickle
+            .name(kind)
+            .is_some_and(|(_, name)| name == "DTensor")
+        {
             return Ok(None);
         }
         let Some([_, dtype, size, ..]) = self.pickle.sequence(made) else {
