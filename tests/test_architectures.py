@@ -155,17 +155,22 @@ SLOW: tuple[str, ...] = (
 )
 
 
+def is_computed(config: Any, name: str) -> bool:
+    """Whether an attribute follows from others, and cannot be set."""
+    return isinstance(found := getattr(type(config), name, None), property) and found.fset is None
+
+
 def shrink(config: Any, changes: dict[str, Any]) -> Any:
     """The configuration of a small model, from one with the default values."""
     for name, value in {**SMALL, **changes}.items():
-        if name in changes or type(getattr(config, name, None)) in (int, float):
+        if name in changes or (type(getattr(config, name, None)) in (int, float) and not is_computed(config, name)):
             setattr(config, name, value)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "decoder_start_token_id"):
         value = getattr(config, name, None)
         if isinstance(value, list) or (isinstance(value, int) and value >= VOCABULARY):
             setattr(config, name, 1)
     kinds = getattr(config, "layer_types", None)
-    if isinstance(kinds, list):
+    if isinstance(kinds, list) and not is_computed(config, "layer_types"):
         config.layer_types = kinds[: config.num_hidden_layers]
     for name in getattr(config, "sub_configs", {}):
         if getattr(config, name, None) is not None:
