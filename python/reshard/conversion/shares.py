@@ -132,9 +132,9 @@ def write_record(
             one.header_bytes,
             one.header_checksum,
             base64.b64encode(one.checksums).decode(),
-            one.not_finite[:1000],
+            one.not_finite,
         ]
-        for name, one in written.items()
+        for name, one in ((name, WrittenFile.of(record)) for name, record in written.items())
     }
     text = json.dumps({"version": 1, "files": files})
     locate(folder / share.name).replace(text, mode, durable=durable)

@@ -42,7 +42,7 @@ class Unhealthy:
 
     Attributes:
         iteration: its number.
-        tensors: the tensors with values that are not finite: "nan", or "inf" if none is NaN; at most 1,000. None: the
+        tensors: the tensors with values that are not finite: "nan", or "inf" if none is NaN; at most 1,000. Empty: the
             monitor of the run found the problem.
         since: the first of the unhealthy iterations up to this one, without a healthy one in between.
         last_healthy: the newest healthy iteration below; None: there is none.
@@ -88,9 +88,25 @@ def joined(found: Iterable[tuple[str, str]]) -> dict[str, str]:
     return dict(sorted(worst.items())[:_MAX_NAMED])
 
 
-def to_json(not_finite: Mapping[str, str]) -> str:
-    """The text of `not_finite.json`."""
-    return json.dumps({"version": 1, "tensors": dict(not_finite)}, ensure_ascii=False, indent=1) + "\n"
+def write(folder: Location, not_finite: Mapping[str, str], mode: int) -> list[str]:
+    """Write `not_finite.json` into an iteration folder, if there are such tensors. It is not synced.
+
+    Args:
+        folder: the staging folder of the iteration.
+        not_finite: the tensors that are not finite.
+        mode: permission bits of the file, less the umask.
+
+    Returns:
+        The name of the file, if it was written.
+
+    Raises:
+        StorageError: the system failed.
+    """
+    if not not_finite:
+        return []
+    text = json.dumps({"version": 1, "tensors": dict(not_finite)}, ensure_ascii=False, indent=1) + "\n"
+    (folder / NOT_FINITE_FILE).replace(text, mode, durable=False)
+    return [NOT_FINITE_FILE]
 
 
 def reason_of(tensors: Mapping[str, str]) -> str:

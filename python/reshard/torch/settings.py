@@ -207,8 +207,8 @@ def group_differences(
     kinds = [type(unwrapped(one)).__name__ for one in schedulers]
     groups_of: dict[tuple[str, str, str, str, str], tuple[list[int], Any, Any]] = {}
     found: dict[int, dict[str, str]] = {}
-    for number, optimizer in enumerate(live):
-        name = "optimizer" if len(live) == 1 else f"optimizer.{number}"
+    names = ["optimizer"] if len(live) == 1 else [f"optimizer.{number}" for number in range(len(live))]
+    for number, (name, optimizer) in enumerate(zip(names, live, strict=True)):
         for index, group in enumerate(optimizer.optimizer.param_groups):
             record = saved.get(id(group))
             now = started.group(number, index)
@@ -228,10 +228,7 @@ def group_differences(
                 word = "lr" if key == "initial_lr" else key
                 entry = (name, word, repr(was[key]), repr(now[key]), owner[key])
                 groups_of.setdefault(entry, ([], was[key], now[key]))[0].append(index)
-    n_groups = {
-        "optimizer" if len(live) == 1 else f"optimizer.{number}": len(one.optimizer.param_groups)
-        for number, one in enumerate(live)
-    }
+    n_groups = {name: len(one.optimizer.param_groups) for name, one in zip(names, live, strict=True)}
     differences = []
     for (name, word, _, _, policy), (indexes, before, after) in groups_of.items():
         of = show(name)

@@ -235,12 +235,9 @@ class Checkpoint2Save(SaveFormat):
         # Without a monitor 0 is not written: MindSpore Transformers 1.9.0 does not know the key.
         common = self.own.common if not not_finite else replace(self.own.common, ckpt_status=status)
         common.write(staging / checkpoint2.COMMON_FILE, task.file_mode, durable=False)
-        own_files = [checkpoint2.COMMON_FILE]
+        own_files = [checkpoint2.COMMON_FILE, *health.write(locate(staging), not_finite, task.file_mode)]
         warnings = list(plan.warnings)
         if not_finite:
-            text = health.to_json(not_finite)
-            locate(staging / health.NOT_FINITE_FILE).replace(text, task.file_mode, durable=False)
-            own_files.append(health.NOT_FINITE_FILE)
             warnings.append(f"iteration {task.iteration} is saved as unhealthy: {health.reason_of(not_finite)}")
         manifest = protocol.seal(
             self._attempt,

@@ -204,11 +204,7 @@ def _publish(
             common = job.source.common or CommonInfo()
             not_finite = health.joined(found for file in written.values() for found in file.not_finite)
             status = health.status_of(common.ckpt_status, not_finite)
-            own_files = [checkpoint2.COMMON_FILE]
-            if not_finite:
-                text = health.to_json(not_finite)
-                (attempt.staging / health.NOT_FINITE_FILE).replace(text, options.file_mode, durable=False)
-                own_files.append(health.NOT_FINITE_FILE)
+            own_files = [checkpoint2.COMMON_FILE, *health.write(attempt.staging, not_finite, options.file_mode)]
             common.write(attempt.staging / checkpoint2.COMMON_FILE, options.file_mode, durable=False)
             rank_of = {file.name: file.rank for file in plan.files}
             records: dict[str, tuple[FileRecord, int]] = {name: (one, rank_of[name]) for name, one in written.items()}
