@@ -173,7 +173,7 @@ def test_another_number_of_devices_derives_theirs_alone(n_now: int, monkeypatch:
     assert not set(found) & set(theirs)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_real_devices() -> None:
     torch.rand(1, device="cuda")
     state = rng.capture()

@@ -374,7 +374,7 @@ def test_a_tensor_can_be_walked_through(file: Path) -> None:
     assert [seen(row) for row in walked] == [seen(row) for row in torch.from_numpy(TENSORS["cube"])]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_tensors_on_a_gpu(file: Path) -> None:
     for device in (0, "cuda", "cuda:0"):
         with safe_open(file, "pt", device=device) as f:

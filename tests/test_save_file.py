@@ -299,7 +299,7 @@ def test_numpy_alone_does_not_import_torch(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 0
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_tensors_of_a_gpu(tmp_path: Path) -> None:
     tensor = torch.arange(24.0, device="cuda").reshape(4, 6).T
     save_file({"x": tensor}, tmp_path / "x.safetensors")

@@ -1,8 +1,8 @@
 """Copies that overlap with the training: content is that of the save, whatever runs ahead, on the host and on streams.
 
 There is no GPU where these tests mostly run. `Device` stands in for one: it queues what is done on its streams, and
-runs one of them ahead of the other as far as its waits allow: a wait too few is a wrong number. What is marked `needs a
-CUDA device` does the same on a real one.
+runs one of them ahead of the other as far as its waits allow: a wait too few is a wrong number. What is marked `gpu`
+does the same on a real one.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from reshard.group import TorchGroup
-
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 class Copies:
@@ -406,7 +404,7 @@ def test_without_memory_for_copies_it_is_saved_all_the_same(
 # -- a real device
 
 
-@needs_cuda
+@pytest.mark.gpu
 @pytest.mark.parametrize("overlap", [False, True])
 def test_checkpoints_of_a_gpu_hold_what_it_held(tmp_path: Path, overlap: Any) -> None:
     """The device is far behind the host all the time, and parameters change at once after each save."""
@@ -432,7 +430,7 @@ def test_checkpoints_of_a_gpu_hold_what_it_held(tmp_path: Path, overlap: Any) ->
                 assert torch.equal(as_tensor(checkpoint.read(key)), tensor.cpu()), (step, key)
 
 
-@needs_cuda
+@pytest.mark.gpu
 def test_the_host_does_not_wait_for_the_device() -> None:
     live = torch.zeros(1 << 26, device="cuda")
     made = Staging()
@@ -448,7 +446,7 @@ def test_the_host_does_not_wait_for_the_device() -> None:
     assert (live == 2).all()
 
 
-@needs_cuda
+@pytest.mark.gpu
 def test_a_model_on_a_gpu_is_resumed_in_place(tmp_path: Path) -> None:
     def built(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(seed)

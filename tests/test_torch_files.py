@@ -297,7 +297,7 @@ def test_folders_are_read_too(tmp_path: Path) -> None:
     assert sorted(load_file(tmp_path)) == ["a", "b", "c"]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_tensors_on_a_device(tmp_path: Path) -> None:
     w = torch.rand(3, 4, device="cuda")
     save_file({"w": w.T, "tied": w, "too": w}, tmp_path / "x")
