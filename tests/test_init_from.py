@@ -110,6 +110,27 @@ def test_the_first_start_loads_the_weights_and_a_restart_goes_on_with_the_run(tm
     assert resumed(tmp_path / "crashed", Model(), init_from=tmp_path / "pretrained").init_from is not None
 
 
+def test_after_a_crash_all_state_comes_from_the_run_itself(tmp_path: Path) -> None:
+    pretrained, _ = saved(tmp_path / "pretrained")
+    weights = InitFrom(tmp_path / "pretrained", fresh_optimizer=False)
+    for n_done in (0, 3):
+        model = Model(seed=5)
+        optimizer = adam(model)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        progress = {"n": 0}
+        objects: dict[str, Any] = {"scheduler": scheduler, "extra": {"progress": progress}}
+        with Checkpointer(tmp_path / "run", signals=()) as made:
+            decision = made.resume(model=model, optimizer=optimizer, init_from=weights, **objects)
+            assert (decision.initial_step, progress["n"], scheduler.last_epoch) == (n_done, n_done, n_done)
+            assert same(model, pretrained) is (not n_done)
+            if not n_done:
+                train(model, optimizer, 3)
+                for _ in range(3):
+                    scheduler.step()
+                progress["n"] = 3
+                made.step(3, save=True)
+
+
 def test_an_iteration_of_the_same_root_is_not_loaded_again(tmp_path: Path) -> None:
     saved(tmp_path / "run")
     decision = resumed(tmp_path / "run", (model := Model()), adam(model), init_from=tmp_path / "run/iteration_00000002")

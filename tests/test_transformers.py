@@ -229,3 +229,104 @@ def test_killed_example_is_uninterrupted(tmp_path: Path, n_ranks: int, then: int
     check_example("train_transformers", tmp_path, n_ranks, then)
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "torn.hf")
     assert loaded.config.vocab_size == 32
+
+
+def resumed_as(root: Path, caplog: Any = None, **how: Any) -> Any:
+    """Train with these arguments of the callback; `options` are those of the training."""
+    options: dict[str, Any] = how.pop("options", {})
+    if caplog is not None:
+        caplog.clear()
+    made: Any = trainer(
+        root, callback=ReshardCallback(root, save_every=2, signals=(), commit={"durable": False}, **how), **options
+    )
+    made.train()
+    return made
+
+
+def test_a_start_from_a_published_folder(tmp_path: Path) -> None:
+    source = trainer(tmp_path / "source")
+    source.model.save_pretrained(tmp_path / "hub")  # type: ignore[union-attr, operator]
+    options = {"max_steps": 2, "learning_rate": 0.0}
+    made = resumed_as(tmp_path / "run", init_from=tmp_path / "hub", options=options)
+    expected = {name: one.clone() for name, one in source.model.state_dict().items()}  # type: ignore[union-attr]
+    assert made.state.global_step == 2
+    assert all(torch.equal(one, expected[name]) for name, one in made.model.state_dict().items())
+    with torch.no_grad():
+        for one in source.model.parameters():  # type: ignore[union-attr]
+            one.zero_()
+    source.model.save_pretrained(tmp_path / "zeros")  # type: ignore[union-attr, operator]
+    zeros = resumed_as(tmp_path / "zero run", init_from=str(tmp_path / "zeros"), options=options)
+    assert not any(one.any() for one in zeros.model.parameters())
+    again = resumed_as(tmp_path / "run", init_from=tmp_path / "zeros", options={**options, "max_steps": 3})
+    assert again.state.global_step == 3  # its own checkpoint goes on, with the saved learning rate
+    assert all(torch.equal(one, expected[name]) for name, one in again.model.state_dict().items())
+    with pytest.raises(ArgumentError, match="there is no checkpoint in"):
+        trainer(
+            tmp_path / "new", callback=ReshardCallback(tmp_path / "new", signals=(), init_from=tmp_path / "hub")
+        ).train(resume_from_checkpoint=True)
+
+
+def test_strict_settings_and_the_scheduler_of_a_trainer(tmp_path: Path, caplog: Any) -> None:
+    options = {"max_steps": 2, "lr_scheduler_type": "linear"}
+    resumed_as(tmp_path, options=options)
+    made: Any = trainer(tmp_path, callback=ReshardCallback(tmp_path, signals=()), max_steps=4)
+    made.create_optimizer()
+    made.lr_scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(made.optimizer, 4)
+    with pytest.raises(MismatchError, match=r"`scheduler` was saved as LambdaLR, and is now CosineAnnealingLR"):
+        made.train()
+    more = {"max_steps": 4, "lr_scheduler_type": "linear", "adam_beta2": 0.9}
+    with pytest.raises(MismatchError, match=r"`betas` of group 0 of|`betas` of `optimizer`"):
+        resumed_as(tmp_path, settings={"optimizer": "error"}, options=more)
+    made = resumed_as(tmp_path, caplog, options=more)
+    assert made.optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+    told = [line for line in caplog.messages if "in the program" in line]
+    assert any("`betas`" in line for line in told), caplog.messages
+    assert any("`num_training_steps` of `scheduler` is 2 in the checkpoint, and 4" in line for line in told)
+
+    renamed: Any = trainer(tmp_path, callback=ReshardCallback(tmp_path, signals=()), max_steps=6)
+    renamed.model.config.num_hidden_layers = 1
+    renamed.model.model.other = renamed.model.model.norm
+    del renamed.model.model.norm
+    with pytest.raises(MismatchError, match=r"lacks `model\.other\.weight`.*does not have `model\.norm\.weight`"):
+        renamed.train()
+    loose = {"missing": "keep", "unexpected": "skip", "other_optimizer": "skip"}
+    renamed = trainer(tmp_path, callback=ReshardCallback(tmp_path, signals=(), strict=loose), max_steps=6)
+    renamed.model.model.embed = renamed.model.model.embed_tokens  # an alias is no difference
+    renamed.train()
+    assert renamed.state.global_step == 6
+    for wrong in ({"strict": {"missing": "no"}}, {"settings": {"optimizer": 1}}, {"data": "old"}, {"init_from": 3}):
+        with pytest.raises(ArgumentError):
+            ReshardCallback(tmp_path, **wrong)
+
+
+def test_a_second_stage_with_other_data(tmp_path: Path, caplog: Any) -> None:
+    train(tmp_path, 8, num_train_epochs=2)
+    seen: list[int] = []
+
+    class Other(Data):
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            seen.append(index)
+            return super().__getitem__(index)
+
+    def stage(crash: int = -1, **how: Any) -> Any:
+        seen.clear()
+        callback = ReshardCallback(tmp_path, save_every=3, signals=(), commit={"durable": False}, **how)
+        made: Any = trainer(tmp_path, crash, callback=callback, num_train_epochs=2)
+        made.train_dataset = Other(12)
+        if crash < 0:
+            made.train()
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                made.train()
+        return made
+
+    with pytest.raises(MismatchError, match=r"`n_samples` is 12, and was 20"):
+        stage()
+    stage(14, data="new")  # saved at step 6, and then at 9 and 12
+    assert any('`data="new"`' in line or 'data="new"' in line for line in caplog.messages)
+    assert sorted(seen[:12]) == list(range(12))
+    first = list(seen)
+    made = stage()
+    assert (made.state.global_step, made.state.epoch) == (6 + 12, 2.0)
+    assert first[:12] + seen == [*first[:12], *seen]
+    assert sorted(seen) == list(range(12))  # the second epoch

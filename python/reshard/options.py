@@ -18,7 +18,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, replace
-from typing import TYPE_CHECKING, ClassVar, Literal, ParamSpec, Self, TypeAlias, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, ParamSpec, Self, TypeAlias, TypeVar, get_args
 
 from reshard.arguments import check_choice, check_given
 from reshard.errors import ArgumentError
@@ -596,6 +596,52 @@ class Settings(Options):
         # As parameters of functions these names have other values.
         for name in ("scheduler", "optimizer"):
             check_choice(name, getattr(self, name), "saved", "program", "error")
+
+
+@dataclass(frozen=True)
+class Resuming:
+    """Arguments of `Checkpointer.resume` that an integration passes on, checked before the training starts.
+
+    Attributes:
+        strict, init_from, settings, data: as in `Checkpointer.resume`.
+    """
+
+    strict: Strict
+    init_from: InitFrom | None
+    settings: Settings
+    data: Literal["saved", "new"]
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        strict: StrictLike = True,
+        init_from: InitFromLike | None = None,
+        settings: SettingsLike | None = None,
+        data: Literal["saved", "new"] = "saved",
+    ) -> Self:
+        """Parse the arguments.
+
+        Args:
+            strict: see `Strict`.
+            init_from: see `InitFrom`.
+            settings: see `Settings`.
+            data: "saved" or "new".
+
+        Raises:
+            ArgumentError: a value is not accepted.
+
+        Example:
+            >>> Resuming.of(strict=False).arguments()["strict"]
+            Strict(missing='keep', unexpected='skip')
+        """
+        check_choice("data", data, "saved", "new")
+        init = None if init_from is None else InitFrom.of(init_from)
+        return cls(Strict.of(strict), init, Settings.of(settings), data)
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments by name."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
 
 
 RetentionLike: TypeAlias = Retention | Mapping[str, object]

@@ -517,11 +517,12 @@ class Checkpointer:
             # Restored state is equal on all ranks; new state is compared as the first save compares it.
             notes += self._expected_to_work(lambda: self._describe(run, run.optimizer, compare=True))
         else:
-            saved = {} if is_weights_alone or decision.init_from is not None else found.extra
-            of_tensors = initial_state(found.extra, start) if start and "optimizer" in decision.restored else saved
             is_init = decision.init_from is not None
+            saved = {} if is_weights_alone or is_init else found.extra
+            of_tensors = saved
             if is_init:
-                of_tensors = with_modules(of_tensors, found.extra)
+                of_optimizer = initial_state(found.extra, start) if start and "optimizer" in decision.restored else {}
+                of_tensors = with_modules(of_optimizer, found.extra)
             how = replace(how, only="model" if is_weights_alone else "tensors" if is_init else None)
 
             def restore() -> list[str]:

@@ -16,9 +16,12 @@ CHILDREN = "_schedulers"
 """The name of the states of its children in the state of a scheduler."""
 
 
+_WRAPPERS = {"AcceleratedScheduler", "TrainerScheduler"}
+
+
 def unwrapped(one: Any) -> Any:
-    """The scheduler in a wrapper of accelerate, or the object itself."""
-    return one.scheduler if type(one).__name__ == "AcceleratedScheduler" else one
+    """The scheduler in a wrapper of accelerate or of `reshard.transformers`, or the object itself."""
+    return one.scheduler if type(one).__name__ in _WRAPPERS else one
 
 
 def kind_of(one: Any) -> str | None:

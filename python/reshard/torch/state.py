@@ -32,7 +32,7 @@ from reshard.torch.optimizers import (
     record_state,
 )
 from reshard.torch.placements import DigitLayout, LocalPart, Row, is_sharded, local_part, row_of
-from reshard.torch.schedulers import KINDS, kind_of
+from reshard.torch.schedulers import KINDS, kind_of, unwrapped
 from reshard.torch.settings import STARTED
 from reshard.torch.tensors import from_tensor
 from reshard.words import ranks_named, show
@@ -642,8 +642,7 @@ def _shape(lies: LocalPart, key: str) -> tuple[int, ...]:
 
 def _object_state(one: Any, name: str, *, lifts: bool) -> Lifted:
     # The state dict of a torch scheduler may contain functions.
-    inner = one.scheduler if type(one).__name__ == "AcceleratedScheduler" else one
-    is_scheduler = isinstance(inner, torch.optim.lr_scheduler.LRScheduler)
+    is_scheduler = isinstance(unwrapped(one), torch.optim.lr_scheduler.LRScheduler)
     state = one.state_dict()
     lifted = lift(state, name) if lifts else Lifted(state)
     return replace(lifted, state=plain(lifted.state, drop_functions=is_scheduler))

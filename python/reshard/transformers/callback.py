@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import Trainer, TrainerCallback
 
@@ -20,7 +20,7 @@ from reshard.conversion.library_model import model_of
 from reshard.conversion.library_names import published_names
 from reshard.errors import ArgumentError
 from reshard.formats.checkpoint2.names import iteration_folder_name
-from reshard.options import Files, Retention
+from reshard.options import Files, Resuming, Retention
 from reshard.storage.changes import make_folders
 from reshard.storage.location import locate
 from reshard.torch.adapters import adapters_of, read_names, write_adapters, write_names
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-    from reshard.options import RetentionLike
+    from reshard.options import InitFromLike, RetentionLike, SettingsLike, StrictLike
     from reshard.verbs.convert import ConvertReport
 
 MODEL_FILES = "model_files"  # folder in the checkpoint root with the configuration and the tokenizer
@@ -63,10 +63,18 @@ class ReshardCallback(TrainerCallback):
         keep: number of newest iterations that are kept. Default: `save_total_limit`, or 5. None: all.
         hf: a folder that gets the weights, the configuration and the tokenizer for `from_pretrained` at the end of the
             training: the best model with `load_best_model_at_end`, else the last one. None: no folder.
+        strict: what happens where the checkpoint and the run differ, as in `Checkpointer.resume`.
+        init_from: what the model starts from if the root holds no checkpoint yet, as in `Checkpointer.resume`.
+        settings: whose constants of schedulers and options of the optimizer are used, as in `Checkpointer.resume`.
+        data: "new": go on with another dataset, as in a second stage. Steps go on, epochs count from 0 again, and
+            `num_train_epochs` are those of the new dataset. Leave it out when this stage restarts.
         options: further arguments of `reshard.torch.Checkpointer`.
 
+    Raises:
+        ArgumentError: an option has a value that is not accepted, or contradicts another one.
+
     Example:
-        >>> callback = ReshardCallback("run", save_every=500, keep=3)
+        >>> callback = ReshardCallback("run", save_every=500, keep=3, init_from="pretrained", strict=False)
         >>> callback.root
         'run'
     """
@@ -78,6 +86,10 @@ class ReshardCallback(TrainerCallback):
         save_every: int | str | None = None,
         keep: int | EllipsisType | None = ...,
         hf: str | os.PathLike[str] | None = None,
+        strict: StrictLike = True,
+        init_from: InitFromLike | None = None,
+        settings: SettingsLike | None = None,
+        data: Literal["saved", "new"] = "saved",
         **options: Any,
     ) -> None:
         retention: RetentionLike | None = options.pop("retention", None)
@@ -89,6 +101,7 @@ class ReshardCallback(TrainerCallback):
             keep=keep,
             retention=None if retention is None else Retention.of(retention),
             options=options,
+            resuming=Resuming.of(strict=strict, init_from=init_from, settings=settings, data=data),
             start=lambda trainer: write_model_files(self.root, trainer),
             finish=lambda iteration: None if hf is None else export(self.root, hf, iteration=iteration),
         )

@@ -92,7 +92,7 @@ class DataPosition:
                 f"the checkpoint is within epoch {saved.epochs}, and the order of the samples is another one: "
                 f"{'; '.join(differences)}",
                 hint="use the saved dataset and seed, or `TrainingArguments(ignore_data_skip=True)`, which starts the "
-                "epoch again",
+                'epoch again, or `ReshardCallback(data="new")` for another dataset',
             )
         n_read = saved.batches * saved.batch_size
         whole = n_read // (self.batch_size * accumulated)

@@ -32,7 +32,7 @@ from reshard.collective import Collective
 from reshard.errors import ArgumentError, UnsupportedError
 from reshard.formats.checkpoint2.names import iteration_folder_name
 from reshard.group import resolve, session
-from reshard.options import Retention
+from reshard.options import Resuming, Retention
 from reshard.storage.location import locate
 from reshard.torch import Checkpointer, rng
 from reshard.torch.loading import read_for
@@ -81,6 +81,7 @@ class Plan:
 
     Attributes:
         root, save_every, keep, retention, options: of the `Checkpointer`.
+        resuming: of its method `resume`.
         start: called on the main process with the trainer, when the training starts.
         finish: called on the main process with the final iteration, when the training is complete.
     """
@@ -90,6 +91,7 @@ class Plan:
     keep: int | EllipsisType | None
     retention: Retention | None
     options: dict[str, Any]
+    resuming: Resuming
     start: Callable[[Trainer], None]
     finish: Callable[[int], object]
 
@@ -367,18 +369,20 @@ class _Training:
         decision: ResumeDecision = self._checkpointer.resume(
             model=self.model,
             optimizer=trainer.optimizer,
-            scheduler=_Scheduler(trainer),
+            scheduler=TrainerScheduler(trainer),
             sampler=self._data,
             extra=extra,
+            **plan.resuming.arguments(),
         )
-        self.is_resumed = not decision.fresh
+        self.is_resumed = not decision.fresh and decision.init_from is None
         if self.is_resumed:
-            if _is_stream(self.loader) and not trainer.args.ignore_data_skip:
+            if _is_stream(self.loader) and not self._skips_nothing:
                 raise UnsupportedError(
                     f"the training data is a stream (`{type(self.loader.dataset).__name__}`), whose position is not "
                     f"known to Trainer: after step {decision.initial_step} it would read other samples",
                     hint="use a dataset with a length, or a loop with a StatefulDataLoader; "
-                    "`TrainingArguments(ignore_data_skip=True)` reads the stream from its start",
+                    "`TrainingArguments(ignore_data_skip=True)` reads the stream from its start, and "
+                    '`ReshardCallback(data="new")` reads another stream',
                 )
             members = resolve(None)
             self._random = rng.capture(rank=members.rank, world_size=members.world_size)
@@ -411,7 +415,8 @@ class _Training:
             return max(n_epochs, math.ceil((done + left) / steps_per_epoch)), max_steps
         last = self._complete + max(max_steps - done, 0)
         if last != max_steps and done != self._complete:
-            _log.warning("resume: the batch size changed, and the last step is %d instead of %d", last, max_steps)
+            why = "another dataset" if self.plan.resuming.data == "new" else "another batch size or dataset"
+            _log.warning("resume: with %s the last step is %d instead of %d", why, last, max_steps)
             self._reschedule(last)
             return n_epochs, last
         return n_epochs, max_steps
@@ -471,7 +476,7 @@ class _Training:
         """
         self._epoch = epoch
         order = self._saved.pop("order", None)
-        if order is not None and not self.trainer.args.ignore_data_skip:
+        if order is not None and not self._skips_nothing:
             for generator, state in zip(rng.own_generators(self.loader), order["own"], strict=False):
                 generator.set_state(torch.tensor(state, dtype=torch.uint8))
             if self._data.batches:
@@ -491,6 +496,11 @@ class _Training:
     def _capture_order(self) -> dict[str, Any]:
         own = [generator.get_state().numpy().copy() for generator in rng.own_generators(self.loader)]
         return {"random": rng.capture(), "own": own}
+
+    @property
+    def _skips_nothing(self) -> bool:
+        """Whether the data starts at the beginning: of the epoch, or of another dataset."""
+        return bool(self.trainer.args.ignore_data_skip) or self.plan.resuming.data == "new"
 
     # -------------------------------------------------------------------------------------------------------- saving
 
@@ -598,15 +608,22 @@ def _data_of(trainer: Any, loader: Any) -> DataPosition:
     )
 
 
-class _Scheduler:
-    """The scheduler of a trainer, which may be created again."""
+class TrainerScheduler:
+    """The scheduler of a trainer, which may be created again. `reshard.torch.schedulers` knows it by its name."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
 
+    @property
+    def scheduler(self) -> Any:
+        """The current one."""
+        return self._trainer.lr_scheduler
+
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._trainer.lr_scheduler.state_dict()
+        """Its state without functions."""
+        state: dict[str, Any] = self.scheduler.state_dict()
         return {name: value for name, value in state.items() if not callable(value)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._trainer.lr_scheduler.load_state_dict(state)
+        """Restore its state."""
+        self.scheduler.load_state_dict(state)
