@@ -237,13 +237,13 @@ class SafeOpen(Generic[Array]):
         checkpoint, keys = self._checkpoint, self.offset_keys()
         aliases = checkpoint.aliases
         stored = [key for key in keys if key not in aliases]
-        if self._device is not None and self._device.type != "cpu":
-            # One at a time, so that the host does not hold the whole checkpoint.
-            tensors = {key: self.get_tensor(key) for key in stored}
+        tensors: dict[str, Any] = {}
+        if self._device is None:
+            tensors |= checkpoint.load(keys=stored)
         else:
-            arrays = checkpoint.load(keys=stored)
-            dtype_of = {key: checkpoint._index.info(key)[0] for key in stored}  # noqa: SLF001
-            tensors = {key: _result(arrays[key], dtype_of[key], self._device) for key in stored}
+            from reshard.torch.device_loads import load_on  # noqa: PLC0415 - torch is imported only when it is asked for
+
+            tensors |= load_on(checkpoint, {key: checkpoint.data.index.info(key)[0] for key in stored}, self._device)
         tied: dict[str, Any] = {alias: tensors[name][...] for alias, name in aliases.items()}
         return {key: tied[key] if key in tied else tensors[key] for key in keys}
 

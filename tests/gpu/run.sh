@@ -14,8 +14,10 @@ if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; 
   exit 0
 fi
 "$python" -c 'import torch; print(torch.cuda.get_device_name(), "torch", torch.__version__, "CUDA", torch.version.cuda)'
+# Other releases of torch and transformers than those of CI warn of what they will change.
+warnings=(-W ignore::DeprecationWarning -W ignore::FutureWarning -W ignore::UserWarning)
 mapfile -t files < <(grep -rlE 'mark\.gpu' tests --include='test_*.py')
 status=0
-"$python" -m pytest -q -m gpu "${files[@]}" || status=$?
+"$python" -m pytest -q -m gpu "${warnings[@]}" "${files[@]}" || status=$?
 "$python" -m tests.gpu.measure
 exit "$status"

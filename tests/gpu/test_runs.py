@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 import reshard
 from reshard.interop import load_file, save_file
-from reshard.torch import Checkpointer
+from reshard.torch import Checkpointer, device_loads
 from reshard.torch.dcp import Reader, Writer
 
 if TYPE_CHECKING:
@@ -227,6 +227,24 @@ def test_a_file_holds_what_the_device_held(tmp_path: Path, dtype: torch.dtype, c
     assert {one.device.type for one in loaded.values()} == {"cuda"}
     assert all(one.shape == tensor.shape and one.dtype == dtype for one in loaded.values())
     assert {full(one) for one in loaded.values()} == {full(tensor)}
+
+
+@pytest.mark.parametrize("buffer_bytes", [1 << 10, 1 << 16, 1 << 26])
+def test_a_checkpoint_passes_buffers_of_any_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffer_bytes: int
+) -> None:
+    monkeypatch.setattr(device_loads, "_BUFFER_BYTES", buffer_bytes)
+    torch.manual_seed(5)
+    shapes = [(300, 70), (3, 5000), (1,), (), (0, 4), (17,), (1, 9000), (40, 3, 11)]
+    kinds = (torch.float32, torch.bfloat16, torch.float8_e5m2, torch.bool)
+    tensors = {f"{n}.{kind}": torch.rand(shape).to(kind) for n, shape in enumerate(shapes) for kind in kinds}
+    save_file(tensors, tmp_path / "x.safetensors")
+    busy = torch.ones(1 << 26, device="cuda")
+    for _ in range(50):  # queued work, whose memory is free for the tensors once it is done
+        busy = busy * 1.0001
+    loaded = load_file(tmp_path / "x.safetensors", "pt", "cuda")
+    del busy
+    assert {name: full(one) for name, one in loaded.items()} == {name: full(one) for name, one in tensors.items()}
 
 
 def test_values_that_are_not_finite_are_found(tmp_path: Path) -> None:

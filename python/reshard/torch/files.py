@@ -20,7 +20,8 @@ from reshard.errors import ArgumentError, UnsupportedError
 from reshard.formats.aliases import ALIASES, aliases_text
 from reshard.opening import open as open_checkpoint
 from reshard.storage.location import locate
-from reshard.torch.tensors import as_tensor, from_tensor, plain_tensor
+from reshard.torch.device_loads import load_on
+from reshard.torch.tensors import from_tensor, plain_tensor
 from reshard.words import check_text
 
 __all__ = ["ALIASES", "load_file", "save_file"]
@@ -38,8 +39,8 @@ def load_file(
 
     Args:
         filename: a safetensors file, or anything else that `reshard.open` takes.
-        device: device of the tensors. To a device other than the CPU they are moved one by one, so that the host does
-            not hold all of them at once.
+        device: device of the tensors. The host does not hold all of them at once: to a GPU they are copied through two
+            buffers of pinned memory, to other devices one by one.
         backend: "mmap" maps the file, "pread" reads it. By default this depends on the file system.
 
     Returns:
@@ -67,11 +68,7 @@ def load_file(
     with open_checkpoint(filename, method=_METHODS[backend]) as checkpoint:
         aliases = checkpoint.aliases
         names = {name: checkpoint[name].dtype for name in checkpoint if name not in aliases}
-        if target.type == "cpu":
-            arrays = checkpoint.load(keys=names)
-            tensors = {name: _as_tensor(arrays[name], dtype) for name, dtype in names.items()}
-        else:
-            tensors = {name: _as_tensor(checkpoint.read(name), dtype).to(target) for name, dtype in names.items()}
+        tensors = load_on(checkpoint, names, target)
     return tensors | {alias: tensors[name].detach() for alias, name in aliases.items()}
 
 
@@ -143,10 +140,6 @@ def _plain(tensor: torch.Tensor, name: str) -> torch.Tensor:
         return plain_tensor(tensor, name)
     except UnsupportedError as error:
         raise UnsupportedError(f"saving `{name}`: {error.message}", key=name, hint=error.hint) from None
-
-
-def _as_tensor(array: object, dtype: str) -> torch.Tensor:
-    return as_tensor(array, dtype if dtypes.is_packed(dtype) else None)  # type: ignore[arg-type]
 
 
 def _find_aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
