@@ -834,6 +834,10 @@ def test_the_examples_of_the_help_run(
         (hf / "config.json").write_text(json.dumps(config))
         if ":reverse" in example:
             reshard.convert(hf, folder / "mcore", names="mindspore")
+    if "--loads-in" in example:
+        transformers = pytest.importorskip("transformers")
+        bert = transformers.BertConfig(hidden_size=4, num_hidden_layers=1, num_attention_heads=1, vocab_size=4)
+        transformers.BertModel(bert).save_pretrained(folder / "pretrained")
     if example.startswith("reshard watch"):  # it ends by Ctrl-C
         clock = types.SimpleNamespace(sleep=lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
         monkeypatch.setattr(sys.modules["reshard.cli.watch"], "time", clock)

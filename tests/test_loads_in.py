@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +15,7 @@ from tests.peers.required import required
 
 import reshard
 from reshard.cli import main
-from reshard.errors import MismatchError
+from reshard.errors import ArgumentError, CheckpointNotFoundError, MismatchError, UnsupportedError
 from reshard.torch import load_file, save_file
 
 if TYPE_CHECKING:
@@ -140,3 +142,131 @@ def test_one_expert_less_and_a_tensor_left_out_on_purpose(tmp_path: Path) -> Non
         reshard.convert(tmp_path / "less.safetensors", tmp_path / "out", **given)
     reshard.convert(tmp_path / "hf", tmp_path / "out", select={"drop": "lm_head."})
     assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
+
+
+def verified(folder: Path, library: str, *more: str) -> tuple[int, dict[str, Any]]:
+    result = CliRunner().invoke(main, ["verify", str(folder), "--loads-in", library, "--json", *more])
+    return result.exit_code, json.loads(result.stdout)
+
+
+def changed(source: Path, out: Path, file: str, change: Any) -> Path:
+    """A copy of a folder with other weights."""
+    shutil.copytree(source, out)
+    save_file(change(load_file(source / file)), out / file)
+    return out
+
+
+def test_verify_finds_what_transformers_does_not_load(tmp_path: Path) -> None:
+    make("Llama").save_pretrained(tmp_path / "hf")
+    code, report = verified(tmp_path / "hf", "transformers")
+    assert (code, report["loads_in"]["models"], report["loads_in"]["n_tensors"]) == (0, {".": "LlamaForCausalLM"}, 21)
+    damages: dict[str, tuple[Any, int, str]] = {
+        "padded": (
+            lambda w: {key: torch.cat([one, one[:2]]) if len(one) == 30 else one for key, one in w.items()},
+            2,
+            "`vocab_size` 30, and the checkpoint has 32 rows",
+        ),
+        "prefix": (lambda w: {f"model.{key}": one for key, one in w.items()}, 21, "--rename model.="),
+        "less": (lambda w: {key: one for key, one in w.items() if "layers.1." not in key}, 9, ""),
+    }
+    for name, (change, n_wrong, hint) in damages.items():
+        folder = changed(tmp_path / "hf", tmp_path / name, "model.safetensors", change)
+        code, report = verified(folder, "transformers")
+        assert (code, report["ok"], len(report["loads_in"]["differences"])) == (1, False, n_wrong), name
+        text = CliRunner().invoke(main, ["verify", str(folder), "--loads-in", "transformers"]).stdout
+        assert hint.removeprefix("--rename model.=") in text, text
+    assert report["loads_in"]["differences"][0] == {
+        "key": "model.layers.1.input_layernorm.weight",
+        "found": None,
+        "expected": [16],
+    }
+    more = changed(tmp_path / "hf", tmp_path / "more", "model.safetensors", lambda w: {**w, "x.w": torch.zeros(2)})
+    report_of_more = reshard.verify(more, loads_in="transformers")
+    assert report_of_more.ok
+    assert report_of_more.loads_in is not None
+    assert "does not load `x.w`" in report_of_more.loads_in.warnings[0]
+
+
+def test_verify_says_why_it_cannot_ask_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
+    for config, message in (
+        ({"architectures": ["None"]}, "has no `None`"),
+        ({}, "does not name one class"),
+        ({"architectures": ["LlamaForCausalLM"], "quantization_config": {}}, "`quantization_config`"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UnsupportedError, match=message):
+            reshard.verify(tmp_path, loads_in="transformers")
+    with pytest.raises(CheckpointNotFoundError, match=r"holds no adapter_config\.json, which peft loads"):
+        reshard.verify(tmp_path, loads_in="peft")
+    with pytest.raises(ArgumentError, match="`base` belongs to"):
+        reshard.verify(tmp_path, loads_in="transformers", base=tmp_path)
+    for library in ("transformers", "peft", "diffusers"):
+        monkeypatch.setitem(sys.modules, library, None)
+        code, report = verified(tmp_path, library)
+        assert (code, report["error"]) == (1, "UnsupportedError")
+        assert f"pip install {library}" in report["hint"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_verify_finds_what_peft_does_not_load(tmp_path: Path) -> None:
+    peft = required("peft")
+    make("Llama").save_pretrained(tmp_path / "base")
+    file = "adapter_model.safetensors"
+    lora: dict[str, Any] = {"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    for name, config in (
+        ("lora", peft.LoraConfig(**lora)),
+        ("whole", peft.LoraConfig(**lora, modules_to_save=["lm_head"], use_dora=True)),
+        ("prompt", peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")),
+    ):
+        model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base")
+        peft.get_peft_model(model, config).save_pretrained(str(tmp_path / name))
+        assert verified(tmp_path / name, "peft")[0] == 0, name
+    head, first = "base_model.model.lm_head.weight", "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    damages: dict[str, tuple[str, Any, int]] = {
+        "another start": ("lora", lambda w: {key.replace("base_model.", ""): one for key, one in w.items()}, 8),
+        "another rank": ("lora", lambda w: {**w, first: w[first][:1]}, 1),
+        "another target": ("lora", lambda w: {**w, first.replace("q_proj", "k_proj"): w[first]}, 1),
+        "no head": ("whole", lambda w: {key: one for key, one in w.items() if key != head}, 1),
+        "rows": ("prompt", lambda w: {key: one[:1] for key, one in w.items()}, 1),
+    }
+    for name, (source, change, n_wrong) in damages.items():
+        folder = changed(tmp_path / source, tmp_path / name, file, change)
+        code, report = verified(folder, "peft")
+        assert (code, len(report["loads_in"]["differences"])) == (1, n_wrong), name
+    # The names of the live model are loaded, too.
+    live = changed(
+        tmp_path / "lora",
+        tmp_path / "live",
+        file,
+        lambda w: {key.replace(".weight", ".default.weight"): one for key, one in w.items()},
+    )
+    assert verified(live, "peft")[0] == 0
+    (tmp_path / "base").rename(tmp_path / "moved")
+    code, report = verified(tmp_path / "lora", "peft")
+    assert (code, report["error"], report["hint"][-13:]) == (1, "UnsupportedError", "--base FOLDER")
+    assert verified(tmp_path / "lora", "peft", "--base", str(tmp_path / "moved"))[0] == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_verify_finds_what_diffusers_does_not_load(tmp_path: Path) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    model = diffusers.UNet2DModel(
+        sample_size=8,
+        layers_per_block=1,
+        block_out_channels=(4, 8),
+        norm_num_groups=2,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    )
+    diffusers.DDPMPipeline(model, diffusers.DDPMScheduler()).save_pretrained(tmp_path / "pipeline")
+    model.save_pretrained(tmp_path / "files", max_shard_size="10KB")
+    code, report = verified(tmp_path / "pipeline", "diffusers")
+    assert (code, report["loads_in"]["models"]) == (0, {"unet": "UNet2DModel"})
+    assert verified(tmp_path / "pipeline" / "unet", "diffusers")[0] == 0
+    assert verified(tmp_path / "files", "diffusers")[0] == 0
+    file = "unet/diffusion_pytorch_model.safetensors"
+    less = changed(tmp_path / "pipeline", tmp_path / "less", file, lambda w: dict(sorted(w.items())[1:]))
+    code, report = verified(less, "diffusers")
+    assert code == 1
+    assert [one["key"] for one in report["loads_in"]["differences"]] == ["unet/conv_in.bias"]

@@ -292,7 +292,7 @@ def _option(name: str, value: object) -> None:
 
 
 _CHECKS: dict[str, Callable[[str, object], None]] = {
-    **dict.fromkeys(("root", "path", "src", "dst", "filename", "a", "b", "folder", "model_files"), _path),
+    **dict.fromkeys(("root", "path", "src", "dst", "filename", "a", "b", "folder", "model_files", "base"), _path),
     **dict.fromkeys(
         ("layout", "config", "names", "strategy", "strategy_a", "strategy_b", "name_or_config", "name_map"),
         _described,
@@ -315,6 +315,7 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     "max_shard_size": _size,
     "on_load": _choice("full", "touched", "structure"),
     "modes": _choice("mindspore-transformers"),
+    "loads_in": _choice("transformers", "peft", "diffusers"),
     "save_trainable_params": _trained,
     "drift": _count,
     "grace_s": check_seconds,

@@ -16,6 +16,7 @@ from reshard.cli.output import (
     command,
     echo,
     echo_json,
+    hint_of,
     progress_bar,
     rate,
     shown,
@@ -25,6 +26,7 @@ from reshard.cli.output import (
 from reshard.words import counted
 
 if TYPE_CHECKING:
+    from reshard.verbs.loads_in import Library, LoadsIn
     from reshard.verbs.verify import VerifiedCheckpoint
 
 
@@ -39,8 +41,29 @@ if TYPE_CHECKING:
 @click.option(
     "--threads", type=WholeNumber(1, 1024), metavar="N", help="Number of read threads. Default: all processors."
 )
+@click.option(
+    "--loads-in",
+    type=click.Choice(["transformers", "peft", "diffusers"]),
+    help="Also compare the names and shapes with those of the model that this library makes of the folder's config.",
+)
+@click.option(
+    "--base",
+    type=PATH,
+    metavar="FOLDER",
+    help="With --loads-in peft, the folder with the config.json of the base model. Default: what adapter_config.json "
+    "names.",
+)
 @command
-def verify(path: str, *, strategy: str | None, cached: bool, threads: int | None, as_json: bool) -> None:
+def verify(
+    path: str,
+    *,
+    strategy: str | None,
+    cached: bool,
+    threads: int | None,
+    loads_in: Library | None,
+    base: str | None,
+    as_json: bool,
+) -> None:
     """Compare every byte of a checkpoint with its checksums, and print the files, tensors and bytes that differ.
 
     PATH is an iteration folder or any other path that inspect accepts. In a checkpoint root all iterations are
@@ -52,24 +75,42 @@ def verify(path: str, *, strategy: str | None, cached: bool, threads: int | None
     The result for an iteration folder is recorded in a hidden file beside it, for retention: prune, and saves with
     `keep`, do not count a damaged iteration, and do not remove the last verified one.
 
+    With --loads-in, PATH is the folder of a model, an adapter or a pipeline. The library makes the model without memory
+    for its weights. Tensors that are missing, have another shape or would be lost are listed. The library must be
+    installed.
+
     \b
     Examples:
       reshard verify output/checkpoint
       reshard verify output/checkpoint --json
+      reshard verify pretrained --loads-in transformers
 
-    Exit codes: 0 no fault, 1 damaged or unreadable, 2 usage error.
+    Exit codes: 0 no fault, 1 damaged, unreadable or not what the library loads, 2 usage error.
     """
     with collected_warnings() as logged, progress_bar() as progress:
-        report = reshard.verify(path, strategy=strategy, direct=not cached, threads=threads, progress=progress)
-    warnings = [*report.warnings, *logged]
+        report = reshard.verify(
+            path,
+            strategy=strategy,
+            direct=not cached,
+            threads=threads,
+            progress=progress,
+            loads_in=loads_in,
+            base=base,
+        )
+    asked = report.loads_in
+    warnings = [*report.warnings, *(asked.warnings if asked else ()), *logged]
     if as_json:
         fields: dict[str, Any] = dataclasses.asdict(report)
+        if asked is not None:
+            fields["loads_in"]["differences"] = [one._asdict() for one in asked.differences]
         echo_json({"ok": report.ok, **fields, "warnings": warnings})
     else:
         for one in report.checkpoints:
             _print_checkpoint(one)
         if report.n_bytes:
             echo(f"{size(report.n_bytes)} compared in {report.seconds:.1f} s, {rate(report.n_bytes, report.seconds)}")
+        if asked is not None:
+            _print_loads_in(report.path, asked)
         warn(*warnings)
         for reason in dict.fromkeys(one.not_recorded for one in report.checkpoints if one.not_recorded):
             warn(f"the result is not recorded for `reshard prune`: {reason}")
@@ -89,3 +130,15 @@ def _print_checkpoint(one: VerifiedCheckpoint) -> None:
     echo(f"{shown(one.path)}: {state}")
     for fault in one.faults:
         echo(f"  {shown(fault)}")
+
+
+def _print_loads_in(path: str, asked: LoadsIn) -> None:
+    models = ", ".join(kind if name == "." else f"{kind} in {shown(name)}" for name, kind in asked.models.items())
+    if not asked.differences:
+        echo(f"{shown(path)}: {asked.library} loads it: {counted(asked.n_tensors, 'tensor')} of {shown(models)}")
+        return
+    echo(f"{shown(path)}: it differs from what {asked.library} loads, {shown(models)}:")
+    for one in asked.differences:
+        echo(f"  {shown(str(one))}")
+    if asked.hint is not None:
+        echo(f"hint: {hint_of(asked.hint)}")

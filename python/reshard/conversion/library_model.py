@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import MismatchError, UnsupportedError
 from reshard.names.model import config_beside, read_config
@@ -27,33 +27,80 @@ def model_of(folder: str | os.PathLike[str]) -> Any:
     Raises:
         UnsupportedError: transformers cannot make the model.
     """
+    made = _model(folder)
+    return None if isinstance(made, str) else made
+
+
+def made_model(folder: str | os.PathLike[str]) -> Any:
+    """As `model_of`, where the model is needed.
+
+    Raises:
+        UnsupportedError: there is none; the message says why.
+    """
+    made = _model(folder)
+    if isinstance(made, str):
+        raise UnsupportedError(f"{show(str(folder))}: the model is not made: {made}", path=str(folder))
+    return made
+
+
+def model_of_class(folder: str | os.PathLike[str], kind: str) -> Any:
+    """The model of a folder's config.json on the device `meta`, of a class of transformers that is given.
+
+    Args:
+        folder: the folder.
+        kind: the name of the class, or of one such as `AutoModelForCausalLM`.
+
+    Raises:
+        UnsupportedError: transformers cannot make the model.
+    """
+    library: Any = importlib.import_module("transformers")
+    made: Any = getattr(library, kind, None)
+    try:
+        with importlib.import_module("torch").device("meta"):
+            if kind.startswith("Auto"):
+                return made.from_config(library.AutoConfig.from_pretrained(str(folder), local_files_only=True))
+            return made(made.config_class.from_pretrained(str(folder), local_files_only=True))
+    except Exception as error:
+        raise _not_made(folder, kind, error) from error
+
+
+def _model(folder: str | os.PathLike[str]) -> Any:
+    """The model, or why there is none."""
     path = config_beside(folder)
     if path is None:
-        return None
+        return "there is no config.json"
     config = read_config(path)
     classes = config.get("architectures")
-    if not isinstance(classes, list) or len(classes) != 1 or config.get("quantization_config") is not None:
-        return None
+    if not isinstance(classes, list) or len(classes) != 1:
+        return "config.json does not name one class as `architectures`"
+    if config.get("quantization_config") is not None:
+        return "config.json has `quantization_config`, and the names of quantized models are not compared"
     try:
         library: Any = importlib.import_module("transformers")
         importlib.import_module("transformers.modeling_utils")
     except ImportError:
-        return None
+        return "transformers is not installed"
     kind = getattr(library, str(classes[0]), None)
     of_config = getattr(kind, "config_class", None)
-    if not isinstance(kind, type) or of_config is None or "auto_map" in config:
-        return None
+    if "auto_map" in config:
+        return "config.json has `auto_map`: the code of the model is not executed"
+    if not isinstance(kind, type) or of_config is None:
+        return f"transformers {library.__version__} has no {show(str(classes[0]))}"
     try:
         with importlib.import_module("torch").device("meta"):
             # Its own reader, which decodes values such as infinity.
             return kind(of_config.from_pretrained(str(path.parent), local_files_only=True))
     except Exception as error:
-        raise UnsupportedError(
-            f"{show(str(folder))}: transformers cannot make the {show(str(classes[0]))} of config.json: "
-            f"{type(error).__name__}: {show(str(error))}",
-            path=str(folder),
-            hint="correct config.json",
-        ) from error
+        raise _not_made(folder, str(classes[0]), error) from error
+
+
+def _not_made(folder: str | os.PathLike[str], kind: str, error: Exception) -> UnsupportedError:
+    return UnsupportedError(
+        f"{show(str(folder))}: transformers cannot make the {show(kind)} of config.json: {type(error).__name__}: "
+        f"{show(str(error))}",
+        path=str(folder),
+        hint="correct config.json",
+    )
 
 
 def published_shapes(model: Any) -> dict[str, tuple[int, ...]] | None:
@@ -81,6 +128,25 @@ def not_saved(model: Any) -> list[str]:
     return sorted(getattr(model, "_keys_to_ignore_on_save", None) or ())
 
 
+class Difference(NamedTuple):
+    """A tensor that a library does not load as it is stored.
+
+    Attributes:
+        key: the stored name, or the one that is expected.
+        found: the stored shape; None: there is no such tensor.
+        expected: the shape that the library loads; None: it loads no such tensor.
+    """
+
+    key: str
+    found: tuple[int, ...] | None
+    expected: tuple[int, ...] | None
+
+    def __str__(self) -> str:
+        if self.expected is None:
+            return f"{show(self.key)} has shape {self.found}, and is not loaded"
+        return f"{show(self.key)} has shape {self.found or 'none'}, expected {self.expected}"
+
+
 def check_shapes(
     found: Mapping[str, tuple[int, ...]],
     expected: Mapping[str, tuple[int, ...]],
@@ -105,6 +171,34 @@ def check_shapes(
 
     Raises:
         MismatchError: a tensor is missing or has another shape; the message names the first ones.
+    """
+    wrong, unknown = compare_shapes(found, expected, model, left_out)
+    names = listed(map(show, unknown), _MOST)
+    if not wrong:
+        return [f"{type(model).__name__} of {show(folder)} does not load {names}"] if unknown else []
+    more = f"; there is also {names}" if unknown else ""
+    raise MismatchError(
+        f"{path}: {type(model).__name__} of {show(folder)} does not load what is published: "
+        f"{listed(map(str, wrong), _MOST)}{more}",
+        path=path,
+        hint=hint_for(found, expected, wrong)
+        or "give the config.json of the model that was saved; `files=Files(check_names=False)` publishes it as it is",
+    )
+
+
+def compare_shapes(
+    found: Mapping[str, tuple[int, ...]],
+    expected: Mapping[str, tuple[int, ...]],
+    model: Any,
+    left_out: Collection[str] = (),
+) -> tuple[list[Difference], list[str]]:
+    """The tensors that are missing or have another shape, by name, and the names that the library does not load.
+
+    Args:
+        found: the stored shapes, by name.
+        expected: those that the library publishes.
+        model: the model.
+        left_out: names that are left out on purpose.
     """
     name_of = _live_names(model)
     live = {name: tuple(one.shape) for name, one in model.state_dict().items() if hasattr(one, "shape")}
@@ -132,17 +226,7 @@ def check_shapes(
     if not wrong:
         ignored = _patterns(model, "_keys_to_ignore_on_load_unexpected")
         unknown = [key for key in unknown if not any(one.search(key) for one in ignored)]
-        names = listed(map(show, unknown), _MOST)
-        return [f"{type(model).__name__} of {show(folder)} does not load {names}"] if unknown else []
-    shapes = {key: expected.get(key) or right.get(key) for key in wrong}
-    lines = [f"{show(key)} has shape {found.get(key, 'none')}, expected {shapes[key]}" for key in wrong]
-    more = f"; there is also {listed(map(show, unknown), _MOST)}" if unknown else ""
-    raise MismatchError(
-        f"{path}: {type(model).__name__} of {show(folder)} does not load what is published: "
-        f"{listed(lines, _MOST)}{more}",
-        path=path,
-        hint=_hint(found, expected, wrong),
-    )
+    return [Difference(key, found.get(key), expected.get(key) or right.get(key)) for key in wrong], unknown
 
 
 def _tied(model: Any) -> list[set[str]]:
@@ -158,27 +242,51 @@ def _patterns(model: Any, name: str) -> list[re.Pattern[str]]:
     return [re.compile(one) for one in getattr(model, name, None) or ()]
 
 
-def _hint(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], wrong: Sequence[str]) -> str:
-    """What to do about names or shapes that differ."""
-    first = next(iter(found), "")
-    starts = [first[: n + 1] for n, letter in enumerate(first) if letter == "."]
-    for start in starts:
-        bare = {key.removeprefix(start) for key in found}
-        if len(bare & expected.keys()) > len(found.keys() & expected.keys()):
-            return (
-                f"all fit after `select=Select(rename={{{start!r}: ''}})`"
-                if bare <= expected.keys()
-                else (f"`select=Select(rename={{{start!r}: ''}})` removes the text before the names")
-            )
-    rows = [key for key in wrong if key in found and key in expected and found[key][1:] == expected[key][1:]]
+def hint_for(
+    found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], wrong: Sequence[Difference]
+) -> str | None:
+    """What to do about names or shapes of a model that differ; None: the cause is not known.
+
+    Args:
+        found: the stored shapes, by name.
+        expected: those of the library.
+        wrong: what differs.
+    """
+    start = start_before(found, expected)
+    if start is not None:
+        return (
+            f"all fit after `select=Select(rename={{{start!r}: ''}})`"
+            if {key.removeprefix(start) for key in found} <= expected.keys()
+            else (f"`select=Select(rename={{{start!r}: ''}})` removes the text before the names")
+        )
+    rows = [
+        one
+        for one in wrong
+        if one.found and one.key in expected and one.expected is not None and one.found[1:] == one.expected[1:]
+    ]
     if rows and len(rows) == len(wrong):
-        n_found, n_expected = found[rows[0]][0], expected[rows[0]][0]
+        n_found, n_expected = found[rows[0].key][0], expected[rows[0].key][0]
         return (
             f"config.json says `vocab_size` {n_expected}, and the checkpoint has {n_found} rows: a vocabulary may be "
             f"padded for training; a name map with `trim: 0, to_size: {n_expected}` leaves out the rest; or give the "
             "config.json of the padded model"
         )
-    return "give the config.json of the model that was saved; `files=Files(check_names=False)` publishes it as it is"
+    return None
+
+
+def start_before(found: Iterable[str], expected: Collection[str]) -> str | None:
+    """The text before the names without which more of them are expected; None: there is none.
+
+    Example:
+        >>> start_before(["model.a.w", "model.a.b"], {"a.w", "a.b"})
+        'model.'
+    """
+    names = set(found)
+    first = min(names, default="")
+    for start in (first[: n + 1] for n, letter in enumerate(first) if letter == "."):
+        if len({key.removeprefix(start) for key in names} & set(expected)) > len(names & set(expected)):
+            return start
+    return None
 
 
 def kept_in_float32(folder: str | os.PathLike[str], names: Iterable[str], dtype: str) -> set[str] | None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from reshard import _core, opening
 from reshard.arguments import checked
 from reshard.checkpoint import Checkpoint
-from reshard.errors import CheckpointNotFoundError, ReshardError
+from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError
 from reshard.formats import manifest as manifests
 from reshard.formats import proofs
 from reshard.formats.checkpoint1 import reader as checkpoint1
@@ -24,6 +24,8 @@ from reshard.formats.checkpoint2.names import misnamed, parse_iteration_folder
 from reshard.formats.rank_file import add_rank_file
 from reshard.formats.scrub import Fault, fault_of, own_sums, scrub_folder
 from reshard.storage.location import Location, locate
+from reshard.verbs.loads_in import Library, LoadsIn, parts_of
+from reshard.verbs.loads_in import loads_in as compare_with
 from reshard.words import show
 
 if TYPE_CHECKING:
@@ -80,17 +82,19 @@ class VerifyReport:
             are tried; else one checkpoint. What a job removes meanwhile is left out.
         seconds: duration.
         warnings: problems of a root itself, and folders in it that are not verified, as sentences.
+        loads_in: whether the library of `loads_in` loads it; None: it was not asked.
     """
 
     path: str
     checkpoints: tuple[VerifiedCheckpoint, ...]
     seconds: float
     warnings: tuple[str, ...] = ()
+    loads_in: LoadsIn | None = None
 
     @property
     def ok(self) -> bool:
-        """Whether there are no faults. Without a manifest, only the structure was checked."""
-        return not any(one.faults for one in self.checkpoints)
+        """Whether there are no faults and no differences. Without a manifest, only the structure was checked."""
+        return not any(one.faults for one in self.checkpoints) and not (self.loads_in and self.loads_in.differences)
 
     @property
     def n_bytes(self) -> int:
@@ -106,16 +110,22 @@ def verify(
     direct: bool = True,
     threads: int | None = None,
     progress: _core.Progress | None = None,
+    loads_in: Library | None = None,
+    base: str | os.PathLike[str] | None = None,
 ) -> VerifyReport:
     """Compare every byte of a checkpoint, or of all iterations of a root, with the manifest.
 
     Args:
-        path: anything that `reshard.open` opens.
+        path: anything that `reshard.open` opens; with `loads_in`, the folder of a model, an adapter or a pipeline.
         strategy: the strategy of rank folders, as in `reshard.open`.
         direct: read shard files past the page cache, if the file system allows it, so that the content of the disk is
             compared.
         threads: number of threads that read.
         progress: called as `progress(done_bytes, total_bytes)`.
+        loads_in: also compare the names and shapes with those of the model that "transformers", "peft" or "diffusers"
+            makes of the folder's config, without memory for its weights.
+        base: for `loads_in="peft"`, the folder with the config.json of the base model. Default: what
+            adapter_config.json names, a folder or a model in the cache of the Hub.
 
     Returns:
         All faults, and the files that could not be read, for example for lack of permission. Without a manifest only
@@ -124,6 +134,7 @@ def verify(
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
         StorageError: the system failed to list the root.
+        UnsupportedError: the library of `loads_in` is not installed, or cannot make the model.
 
     Example:
         >>> import numpy as np, reshard
@@ -134,10 +145,19 @@ def verify(
     """
     started = time.monotonic()
     target = locate(path)
+    if base is not None and loads_in != "peft":
+        raise ArgumentError('`base` belongs to `loads_in="peft"`, which is not given')
+    parts = {} if loads_in is None else parts_of(target, loads_in)
+    files = [file for part in parts.values() for file in part.files]
+    asked = None
+    if loads_in is not None:
+        asked = compare_with(parts, loads_in, None if base is None else str(base))
     order, saves = opening.iterations(target), opening.rank_saves(target)
     warnings = () if order is None else (*order.warnings, *misnamed(target))
     jobs: Sequence[_CheckpointJob | _SaveJob]
-    if saves:
+    if files and files != [target]:
+        jobs = [_CheckpointJob(file, None, is_given=True) for file in files]
+    elif saves:
         known = checkpoint1.strategy_for(target, strategy)
         jobs = [_SaveJob(target, save, known) for save in saves]
     elif order is not None:
@@ -159,7 +179,7 @@ def verify(
     checkpoints = tuple(one for one in results if one is not None)
     if not checkpoints:  # a job has removed them all, and has saved newer ones before
         return verify(path, strategy=strategy, direct=direct, threads=threads, progress=progress)
-    return VerifyReport(str(target), checkpoints, time.monotonic() - started, warnings)
+    return VerifyReport(str(target), checkpoints, time.monotonic() - started, warnings, asked)
 
 
 class _CheckpointJob:
