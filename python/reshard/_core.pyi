@@ -427,6 +427,24 @@ class Index:
     def add_torch_file(self, path: str, *, follow_links: bool = True, method: ReadMethod = "auto") -> int:
         """A file of `torch.save`, whose tensors are named by their paths."""
 
+    def changed_file(
+        self, *, in_place: bool = False
+    ) -> tuple[str, tuple[int, int, int], tuple[int, int, int] | None] | None:
+        """The first file without checksums that is not what it was when it was first opened; None if there is none.
+
+        A file that was removed with its folder is no change: what was opened is read as it was.
+
+        Args:
+            in_place: examine only the files that are open, whatever their paths name now.
+
+        Returns:
+            Its path, its state when it was opened, and its state now, or None if it was removed. A state is the size in
+            bytes, the time of the last modification in nanoseconds since 1970, and the inode number.
+
+        Raises:
+            StorageError: a file cannot be examined.
+        """
+
     def files_again(self, numbers: Sequence[int]) -> Index:
         """Return an index of the same files without tensors: the files with these numbers become 0, 1, ..."""
 

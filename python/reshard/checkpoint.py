@@ -12,6 +12,7 @@ import functools
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, overload
 
@@ -26,9 +27,10 @@ from reshard.errors import (
     MismatchError,
     UnsupportedError,
 )
-from reshard.formats.base import StoredTensor
+from reshard.formats.base import UNCHANGED_HINT, StoredTensor
 from reshard.indexing import normalize_index
 from reshard.outputs import as_array, as_arrays, check_out, check_outs, fill_out, keeps_order, load_all
+from reshard.storage.location import locate
 from reshard.words import check_text, counted, listed, nearest, show
 
 if TYPE_CHECKING:
@@ -127,6 +129,18 @@ class _Keys(Sequence[str]):
         return map(self._index.key, range(self._n))
 
 
+def _state(state: tuple[int, int, int]) -> str:
+    """The state of a file in words."""
+    n_bytes, modified_ns, inode = state
+    seconds, ns = divmod(modified_ns, 1_000_000_000)
+    try:
+        day = datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
+        when = f"{day}.{ns:09} UTC"
+    except (ValueError, OverflowError, OSError):  # a time that no calendar has
+        when = f"{modified_ns} ns after 1970"
+    return f"{counted(n_bytes, 'byte')}, modified {when}, inode {inode}"
+
+
 class Checkpoint:
     """An opened checkpoint, created by `open`. Several threads can read from it.
 
@@ -205,6 +219,45 @@ class Checkpoint:
         self._index.close()
         if self._unlock is not None:
             self._unlock()
+
+    def check_unchanged(self) -> None:
+        """Refuse what was read if another program changed the files while they were read. Called after the last read.
+
+        Only files without checksums are examined: with a manifest, every chunk that was read has been compared. A
+        folder that was removed as a whole is no change, since open files are read as they were.
+
+        Raises:
+            MismatchError: a file was modified, replaced or removed since it was opened.
+            StorageError: a file cannot be examined.
+
+        Example:
+            >>> import numpy as np, reshard
+            >>> reshard.save_file({"w": np.zeros(4)}, "same.safetensors")
+            >>> with reshard.open("same.safetensors") as checkpoint:
+            ...     reshard.save_file({"w": np.ones(4)}, "same.safetensors")
+            ...     checkpoint.check_unchanged()  # doctest: +ELLIPSIS
+            Traceback (most recent call last):
+            reshard.errors.MismatchError: `same.safetensors` changed while it was read: ...
+        """
+        data = self.data
+        if data.listing is not None:
+            from reshard.formats.weight_map import check_saved  # noqa: PLC0415  slow to import
+
+            check_saved(data.listing, [locate(self._index.file_path(file)) for file in range(self._index.n_files)])
+        self._refuse_change(in_place=False)
+
+    def _refuse_change(self, *, in_place: bool) -> None:
+        """As `check_unchanged`; with `in_place` another file of the same name is no change."""
+        change = self._index.changed_file(in_place=in_place)
+        if change is None:
+            return
+        path, opened, now = change
+        raise MismatchError(
+            f"{show(str(path))} changed while it was read: when it was opened it had {_state(opened)}; "
+            f"now {'it is gone' if now is None else f'it has {_state(now)}'}. What was read may be a mixture of both",
+            path=str(path),
+            hint=UNCHANGED_HINT,
+        )
 
     @property
     def verified(self) -> bool:
@@ -420,6 +473,7 @@ class Checkpoint:
                 the strategy of rank folders does not list.
             CoverageError: the stored shards do not cover the requested regions.
             DamagedFileError, StorageError: while reading; the content of `out` is then undefined.
+            MismatchError: a file without checksums was modified meanwhile; the content of `out` is then undefined.
 
         Example:
             >>> import numpy as np, reshard
@@ -443,17 +497,20 @@ class Checkpoint:
             if not copy:
                 raise ArgumentError("`out` and `copy=False` exclude each other: a view has its own memory")
             fill_out(plan, [out[name] for name in names], threads, progress)
+            self._refuse_change(in_place=True)
             return {name: out[name] for name in names}
         if copy:
-            return as_arrays(names, plan.load(threads=threads, progress=progress))
+            arrays = as_arrays(names, plan.load(threads=threads, progress=progress))
+            self._refuse_change(in_place=True)
+            return arrays
         views = plan.views()
         copied = [i for i, view in enumerate(views) if view is None]
         if copied:
             others = plan.only(copied).load(threads=threads, progress=progress)
             for i, number in enumerate(copied):
                 views[number] = others[i]
-        arrays = zip(plan.arrays, views, strict=True)
-        return {name: as_array(*view, dtype, shape) for (name, dtype, shape, _), view in arrays if view is not None}
+        of_views = zip(plan.arrays, views, strict=True)
+        return {name: as_array(*view, dtype, shape) for (name, dtype, shape, _), view in of_views if view is not None}
 
     def _request(
         self, layout: LayoutLike, rank: int | None, wanted: list[str]

@@ -124,7 +124,9 @@ def load_file(
         {'w': array([0, 1, 2])}
     """
     with safe_open(filename, framework, device, backend=backend) as f:
-        return f.get_tensors()
+        tensors = f.get_tensors()
+        f._checkpoint.check_unchanged()  # noqa: SLF001
+        return tensors
 
 
 @checked

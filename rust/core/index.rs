@@ -18,7 +18,7 @@ use crate::plan::{Array, CopyOp, CopyOps, Plan, PlanSource, strided_copy};
 use crate::region::{Dims, Region, row_major_strides};
 use crate::request::{RankRequest, Request, Requested, RequestedArray, WholeRequest};
 use crate::shard_file::{Format, ReadHeader, ShardFile, Table, verify_header};
-use crate::source::{Method, Source, closed};
+use crate::source::{Method, Source, Stamp, closed};
 use crate::stored::{
     Form, Grid, Holders, SelectedCopy, Stored, StoredTensor, Tiles, choose, in_order, named,
     no_holder, select_whole,
@@ -78,6 +78,23 @@ pub fn drop_large<T: Send + 'static>(n_parts: usize, value: T) {
     }
 }
 
+/// A file that changed while it was in use.
+#[derive(Debug)]
+pub struct Change<'a> {
+    /// Its path.
+    pub path: &'a Path,
+    /// Its state when it was first opened.
+    pub opened: Stamp,
+    /// Its state now; `None`: there is no file at the path.
+    pub now: Option<Stamp>,
+}
+
+/// Whether the folder of a file does not exist.
+fn is_folder_gone(path: &Path) -> bool {
+    let folder = path.parent();
+    folder.is_some_and(|folder| !folder.as_os_str().is_empty() && !folder.exists())
+}
+
 /// A function that opens a file.
 type Opener = Arc<dyn Fn() -> Result<Source> + Send + Sync>;
 
@@ -88,6 +105,8 @@ struct FileSlot {
     checksums: OnceLock<Arc<Checksums>>,
     /// Whether `read_checksums` of the index is for this file: files that are added later have no checksums.
     is_recorded: bool,
+    /// The state of the file when it was first opened, also by an index of the same files.
+    stamp: Arc<OnceLock<Stamp>>,
     opened: Mutex<Option<Arc<ShardFile>>>,
     ahead: Mutex<Option<ReadHeader>>,
 }
@@ -385,6 +404,7 @@ impl Index {
             format,
             checksums: OnceLock::new(),
             is_recorded: false,
+            stamp: Arc::default(),
             opened: Mutex::new(None),
             ahead: Mutex::new(None),
         });
@@ -406,6 +426,7 @@ impl Index {
                 format: slot.format.clone(),
                 checksums: slot.checksums.clone(),
                 is_recorded: slot.is_recorded,
+                stamp: Arc::clone(&slot.stamp),
                 opened: Mutex::new(None),
                 ahead: Mutex::new(None),
             });
@@ -810,9 +831,50 @@ impl Index {
             Some(ahead) => ahead.open(checksums)?,
             None => ShardFile::open((slot.open)()?, &slot.format, checksums)?,
         };
+        if let Some(stamp) = shard_file.source().stamp() {
+            slot.stamp.get_or_init(|| stamp);
+        }
         let shard_file = Arc::new(shard_file);
         *opened = Some(Arc::clone(&shard_file));
         Ok(shard_file)
+    }
+
+    /// The first file without checksums that is not what it was when it was first opened; `None` if there is none.
+    ///
+    /// A file is compared by the path, so that a file that got its name is a change. With its folder it may be removed:
+    /// what was opened is read as it was. With `in_place`, only the opened file is examined, whatever the path names.
+    ///
+    /// # Errors
+    /// The system cannot examine a file.
+    pub fn changed_file(&self, in_place: bool) -> Result<Option<Change<'_>>> {
+        for slot in &self.files {
+            let Some(&opened) = slot.stamp.get() else {
+                continue;
+            };
+            if slot.is_recorded || slot.checksums.get().is_some() {
+                continue;
+            }
+            let of_path = if in_place {
+                None
+            } else {
+                Stamp::of_path(&slot.path)?
+            };
+            let is_removed = !in_place && of_path.is_none() && !is_folder_gone(&slot.path);
+            let now = match of_path {
+                Some(now) => Some(now).filter(|now| *now != opened),
+                None if is_removed => None,
+                None => {
+                    let file = lock(&slot.opened).clone();
+                    let now = file.map_or(Ok(None), |file| file.source().stamp_now())?;
+                    now.filter(|now| !now.has_same_content(&opened))
+                }
+            };
+            if is_removed || now.is_some() {
+                let path = &slot.path;
+                return Ok(Some(Change { path, opened, now }));
+            }
+        }
+        Ok(None)
     }
 
     /// Closes the files. Existing plans keep the files that they use.

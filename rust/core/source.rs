@@ -76,6 +76,56 @@ enum Store {
     Ranges(Box<dyn Ranges>),
 }
 
+/// The state of a file, by which a change of its content is noticed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Stamp {
+    /// Device number of the file.
+    pub device: u64,
+    /// Inode number of the file.
+    pub inode: u64,
+    /// Size in bytes.
+    pub n_bytes: u64,
+    /// When the content was last modified, in nanoseconds since 1970.
+    pub modified_ns: i64,
+    /// When content or attributes were last changed, in nanoseconds since 1970.
+    pub changed_ns: i64,
+}
+
+impl Stamp {
+    fn of(status: &std::fs::Metadata) -> Self {
+        let ns =
+            |seconds: i64, rest: i64| seconds.saturating_mul(1_000_000_000).saturating_add(rest);
+        Self {
+            device: status.dev(),
+            inode: status.ino(),
+            n_bytes: status.len(),
+            modified_ns: ns(status.mtime(), status.mtime_nsec()),
+            changed_ns: ns(status.ctime(), status.ctime_nsec()),
+        }
+    }
+
+    /// The state of the file that a path names now, links followed; `None`: there is none.
+    ///
+    /// # Errors
+    /// The system cannot examine it.
+    pub fn of_path(path: &Path) -> Result<Option<Self>> {
+        match std::fs::metadata(path) {
+            Ok(status) => Ok(Some(Self::of(&status))),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(Error::io("cannot examine", path, &error)),
+        }
+    }
+
+    /// Whether size and modification time are the same: the content of one file was not modified.
+    pub fn has_same_content(&self, other: &Self) -> bool {
+        (self.n_bytes, self.modified_ns) == (other.n_bytes, other.modified_ns)
+    }
+
+    fn identity(&self) -> (u64, u64) {
+        (self.device, self.inode)
+    }
+}
+
 /// An opened regular file. All reads return bytes of this file, also if another file gets its name.
 ///
 /// The descriptor stays open while the process has few of them. Beyond 512 descriptors, or half of the limit of the
@@ -90,8 +140,8 @@ enum Store {
 struct LocalFile {
     follow_links: bool,
     fd: Option<FdSlot>,
-    /// Device and inode number of the file.
-    identity: (u64, u64),
+    /// The state of the file when it was opened.
+    stamp: Stamp,
     map: Option<FileMap>,
     /// Whether the system reports the resident pages of the file to this process.
     #[cfg_attr(
@@ -187,7 +237,8 @@ impl Ranges for Held {
 impl Source {
     /// Opens a regular file. With `follow_links` the last component of the path may be a symbolic link.
     pub fn open(path: &Path, follow_links: bool, method: Method) -> Result<Self> {
-        let (file, identity, n_bytes) = open_regular(path, follow_links)?;
+        let (file, stamp) = open_regular(path, follow_links)?;
+        let n_bytes = stamp.n_bytes;
         let is_mapped = n_bytes > 0
             && match method {
                 Method::Auto => is_local(&file),
@@ -204,7 +255,7 @@ impl Source {
         let file = LocalFile {
             follow_links,
             fd: FdSlot::new(file),
-            identity,
+            stamp,
             map,
             knows_residency,
             may_read: method == Method::Auto,
@@ -251,6 +302,31 @@ impl Source {
                 ..
             })
         )
+    }
+
+    /// The state of the file when it was opened; `None` if the source is not a local file.
+    pub fn stamp(&self) -> Option<Stamp> {
+        match &self.store {
+            Store::File(file) => Some(file.stamp),
+            Store::Ranges(_) => None,
+        }
+    }
+
+    /// The state of the opened file now, also if its path names another file; `None` if no descriptor is open.
+    ///
+    /// # Errors
+    /// The system cannot examine it.
+    pub fn stamp_now(&self) -> Result<Option<Stamp>> {
+        let Store::File(LocalFile {
+            fd: Some(FdSlot(file)),
+            ..
+        }) = &self.store
+        else {
+            return Ok(None);
+        };
+        let status = file.metadata();
+        let status = status.map_err(|error| Error::io("cannot examine", &self.path, &error))?;
+        Ok(Some(Stamp::of(&status)))
     }
 
     /// Size in bytes when the source was opened.
@@ -476,8 +552,8 @@ impl LocalFile {
         if let Some(FdSlot(file)) = &self.fd {
             return action(file);
         }
-        let (file, identity, _) = open_regular(path, self.follow_links)?;
-        if identity != self.identity {
+        let (file, stamp) = open_regular(path, self.follow_links)?;
+        if stamp.identity() != self.stamp.identity() {
             let message = format!(
                 "{} was replaced by another file after it was opened",
                 show(path)
@@ -572,8 +648,8 @@ fn n_pages_in_memory(part: &[u8]) -> Option<u64> {
     (status == 0).then(|| pages.iter().filter(|page| **page & 1 == 1).count() as u64)
 }
 
-/// Opens a regular file. Returns it, its device and inode number, and its size in bytes.
-fn open_regular(path: &Path, follow_links: bool) -> Result<(File, (u64, u64), u64)> {
+/// Opens a regular file. Returns it and its state.
+fn open_regular(path: &Path, follow_links: bool) -> Result<(File, Stamp)> {
     // NONBLOCK: opening a FIFO must not block.
     let mut flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
     if !follow_links {
@@ -597,7 +673,7 @@ fn open_regular(path: &Path, follow_links: bool) -> Result<(File, (u64, u64), u6
     if !status.is_file() {
         return Err(Error::damaged(format!("{} is not a regular file", show(path))).path(path));
     }
-    Ok((file, (status.dev(), status.ino()), status.len()))
+    Ok((file, Stamp::of(&status)))
 }
 
 /// Closes a file that was written. Network file systems send what was written, and report what fails.

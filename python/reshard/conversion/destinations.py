@@ -196,6 +196,9 @@ def write_files(job: Job, folder: Location, files: list[File], sizes: list[int])
         folder: the folder to write into. Several files are complete only when this returns: it is published afterwards.
         files: the files.
         sizes: bytes of the arrays of each file.
+
+    Raises:
+        MismatchError: among others, another program changed the source while it was read.
     """
     options = job.options
     progress = JointProgress(options.progress, sum(sizes))
@@ -224,6 +227,7 @@ def write_files(job: Job, folder: Location, files: list[File], sizes: list[int])
             elif report is not None:
                 report(n_bytes, n_bytes)
             written[file.name] = record
+    job.source.check_unchanged()
     return written
 
 

@@ -33,6 +33,9 @@ PartName = Literal["model", "optimizer"]
 Shapes: TypeAlias = "dict[str, tuple[int, ...]]"
 
 
+UNCHANGED_HINT = "wait until the program that writes it is done, or copy the folder first and read the copy"
+
+
 class UnplacedTensor(NamedTuple):
     """A tensor whose local arrays have no known position.
 
@@ -174,6 +177,7 @@ class CheckpointData:
         strings: names of values that are text, not tensors.
         aliases: for tied tensors, which are stored once: each further name and the stored name.
         is_renamed: whether the tensors are renamed by a name map.
+        listing: the file that lists the others and that a save writes last, where there is one.
     """
 
     traits: Traits
@@ -188,6 +192,7 @@ class CheckpointData:
     strings: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     is_renamed: bool = False
+    listing: Location | None = None
 
     def keys(self) -> Sequence[str] | None:
         """Names of all tensors in order, including those without a position. None: those of the index."""

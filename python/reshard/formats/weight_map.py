@@ -6,10 +6,14 @@ this package wrote it.
 
 from __future__ import annotations
 
+import contextlib
+import re
+import time
 from typing import TYPE_CHECKING
 
-from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError, UnsupportedError
+from reshard.errors import CheckpointNotFoundError, DamagedFileError, MismatchError, ReshardError, UnsupportedError
 from reshard.formats import writer_mark
+from reshard.formats.base import UNCHANGED_HINT
 from reshard.storage.location import Location, locate
 from reshard.storage.names import component_fault, is_too_long
 from reshard.storage.store import kind_words
@@ -18,7 +22,7 @@ from reshard.words import listed, show
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from reshard import _core
 
@@ -26,6 +30,9 @@ _MAX_BYTES = 128 << 20
 _MAX_TENSORS = 1_000_000
 _MAX_VALUES = 2 * _MAX_TENSORS  # with the metadata, and names that hold commas or brackets
 _MAX_NAME_BYTES = 1024
+_SETTLED_NS = 1_000_000_000  # after which a save has begun its next file
+_LEFT_NS = 60_000_000_000  # after which an unfinished file was left by a program that ended
+_UNFINISHED = re.compile(r"\.tmp[0-9A-Za-z]{6}")  # of `safetensors`
 _MAX_NAMED = 3  # names that a message lists before it only counts them
 
 
@@ -94,6 +101,44 @@ def add_tensors(index: _core.Index, folder: Location, weight_map: Mapping[str, s
     numbers = {name: add(str(folder / name)) for name in dict.fromkeys(weight_map.values())}
     for key, name in weight_map.items():
         index.add_whole(key, numbers[name])
+
+
+def check_saved(listing: Location, files: Iterable[Location]) -> None:
+    """Refuse files of which some were just saved and others will be, as far as this can be seen.
+
+    A save writes file after file, and the map last. What was read between two of its files is a mixture, although no
+    file changed while it was read. The map of such a folder is newer than some files and older than others. This can
+    be true of a copy or a download, too: if its last file was written less than a second ago, the function waits for
+    the rest of the second, after which a save has begun its next file. While `safetensors` writes a file, it has
+    another name.
+
+    Args:
+        listing: the map.
+        files: the files that it lists.
+
+    Raises:
+        MismatchError: another program is writing into the folder.
+        StorageError: a file cannot be examined.
+    """
+    try:
+        times = [file.stat(follow_links=True).modified_ns for file in files]
+        is_mixed = bool(times) and min(times) < listing.stat(follow_links=True).modified_ns < max(times)
+        if is_mixed and 0 <= (age_ns := time.time_ns() - max(times)) < _SETTLED_NS:
+            time.sleep((_SETTLED_NS - age_ns) / 1e9)
+        for name in listing.parent.names():
+            if _UNFINISHED.fullmatch(name) is None:
+                continue
+            with contextlib.suppress(CheckpointNotFoundError):  # it is complete
+                age_ns = time.time_ns() - (listing.parent / name).stat().modified_ns
+                if age_ns < _LEFT_NS:
+                    raise MismatchError(
+                        f"{show(str(listing.parent))} changed while it was read: another program is writing "
+                        f"{show(name)} there. What was read may be a mixture of two saves",
+                        path=str(listing.parent / name),
+                        hint=UNCHANGED_HINT,
+                    )
+    except CheckpointNotFoundError:
+        return  # what is missing is found by the comparison of the files
 
 
 def writer(path: str | os.PathLike[str]) -> str | None:

@@ -178,6 +178,7 @@ def convert(
         ArgumentError: options that contradict each other, or one of `dst` and `src` is inside the other.
         NamesError: the name map does not match the tensors.
         LayoutError, CoverageError, MismatchError, UnsupportedError: the source or the layout does not allow it.
+        MismatchError: a source without checksums was changed while it was read.
         DamagedFileError, StorageError: reading or writing failed. In every case the destination is unchanged.
 
     Example:

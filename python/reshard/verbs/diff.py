@@ -114,6 +114,7 @@ def diff(
 
     Raises:
         CheckpointNotFoundError, DamagedFileError, CoverageError, StorageError: a checkpoint cannot be opened or read.
+        MismatchError: one without checksums was changed while it was read.
         ArgumentError: `part` or `memory` is invalid.
         LayoutError: rank folders without a strategy.
 
@@ -126,7 +127,10 @@ def diff(
         (1, [('w', 1, 0.5)])
     """
     with opening.open(a, strategy=strategy_a) as left, opening.open(b, strategy=strategy_b) as right:
-        return diff_opened(left, right, part=part, max_bytes=parse_size(memory), threads=threads, progress=progress)
+        report = diff_opened(left, right, part=part, max_bytes=parse_size(memory), threads=threads, progress=progress)
+        left.check_unchanged()
+        right.check_unchanged()
+        return report
 
 
 def diff_opened(

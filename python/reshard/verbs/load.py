@@ -365,12 +365,14 @@ def load_with(
                         with contextlib.suppress(StorageError):  # then the result is not recorded
                             states[str(decision.path)] = proofs.state_of(checkpoint.data.path, checkpoint.manifest)
                     checkpoint.scrub((members.rank, members.world_size), threads=threads)
-                return read(checkpoint, decision)
+                result = read(checkpoint, decision)
+                checkpoint.check_unchanged()
             except ReshardError:
                 lock = checkpoint.data.lock
                 with contextlib.suppress(StorageError):  # an error of the question would hide the first one
                     is_replaced = lock is not None and not lock.is_current()
                 raise
+            return result
 
     terms, faults = capture(prepare), dict[str, str]()
     n_replaced = 0

@@ -20,7 +20,7 @@ use reshard_core::index::{CHUNK_TENSORS, ReadChecksums, drop_large};
 use reshard_core::region::{Region, flat_range_boxes, row_major_strides};
 use reshard_core::request::Requested;
 use reshard_core::shard_file::{Format, ReadHeader, ShardFile};
-use reshard_core::source::{Method, Source};
+use reshard_core::source::{Method, Source, Stamp};
 use reshard_core::stored::StoredTensor;
 use reshard_core::tile::Tile;
 use reshard_core::{Error, Kind, small_files, writer};
@@ -34,6 +34,12 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Size in bytes, modification time in nanoseconds, inode number.
+type FileState = (u64, i64, u64);
+
+/// A path, the state of the file when it was opened, and its state now.
+type Change = (PathBuf, FileState, Option<FileState>);
 
 type TileArguments = (Vec<u64>, Vec<u64>, u64, Vec<u64>);
 
@@ -337,6 +343,16 @@ impl Index {
 
     fn file_bytes(&self, py: Python<'_>, file: u32) -> PyResult<u64> {
         Ok(raise(py, self.opened(py, file))?.source().n_bytes())
+    }
+
+    #[pyo3(signature = (*, in_place=false))]
+    fn changed_file(&self, py: Python<'_>, in_place: bool) -> PyResult<Option<Change>> {
+        let changed = py.detach(|| self.index.changed_file(in_place));
+        let facts = |stamp: Stamp| (stamp.n_bytes, stamp.modified_ns, stamp.inode);
+        Ok(raise(py, changed)?.map(|change| {
+            let path = change.path.to_owned();
+            (path, facts(change.opened), change.now.map(facts))
+        }))
     }
 
     fn file_metadata(

@@ -49,6 +49,7 @@ HUGGINGFACE = HuggingFace()
 def _open_huggingface(folder: Location, method: _core.ReadMethod) -> CheckpointData:
     index = _core.Index()
     weight_map = huggingface.read_weight_map(folder)
+    listing = None if weight_map is None else folder / huggingface.INDEX_FILE
     if weight_map is None:
         file = index.add_file(str(folder / huggingface.SINGLE_FILE), method=method)
         index.add_whole_file(file)
@@ -63,7 +64,9 @@ def _open_huggingface(folder: Location, method: _core.ReadMethod) -> CheckpointD
         maps.add_tensors(index, folder, weight_map, partial(index.add_file, method=method))
         _add_unlisted(index, folder, weight_map)
     aliases = add_aliases(index)
-    return CheckpointData(traits=HuggingFace.traits, path=folder, index=index, method=method, aliases=aliases)
+    return CheckpointData(
+        traits=HuggingFace.traits, path=folder, index=index, method=method, aliases=aliases, listing=listing
+    )
 
 
 def _add_unlisted(index: _core.Index, folder: Location, weight_map: Mapping[str, str]) -> None:

@@ -145,7 +145,8 @@ def _holds_tensors(value: _core.Opaque) -> bool:
 def open_index(folder: Location, method: _core.ReadMethod) -> CheckpointData:
     """Open the files that the index of a folder names. Raises as `reshard.open`."""
     index = _core.Index()
-    file_of = weight_map.read(folder / names.INDEX_FILE)
+    listing = folder / names.INDEX_FILE
+    file_of = weight_map.read(listing)
     # Files of a hub cache are symbolic links into its store: here links are followed.
     weight_map.add_tensors(index, folder, file_of, partial(index.add_torch_file, method=method))
-    return CheckpointData(traits=names.TRAITS, path=folder, index=index, method=method)
+    return CheckpointData(traits=names.TRAITS, path=folder, index=index, method=method, listing=listing)
