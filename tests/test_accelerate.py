@@ -11,7 +11,9 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration
 from tests.examples import check_example
 from tests.peers.required import long
+from torch.optim import lr_scheduler as S  # noqa: N812
 from torch.utils.data import DataLoader, IterableDataset
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from reshard.accelerate import prepared
 from reshard.errors import ArgumentError, MismatchError, UnsupportedError
@@ -123,6 +125,75 @@ def test_what_cannot_be_followed_is_refused() -> None:
     dispatching.prepare(torch.nn.Linear(1, 1), DataLoader(Stream()))
     with pytest.raises(UnsupportedError, match="dispatches it"):
         prepared(dispatching)
+
+
+def start(
+    root: Path, *, n_samples: int = 8, n_steps: int = 2, make: Any = None, schedule: Any = None, **how: Any
+) -> Any:
+    """Train a prepared model for some steps. Returns the decision, the model, the scheduler and the samples."""
+    torch.manual_seed(0)
+    accelerate = accelerator()
+    model: Any = torch.nn.Sequential(torch.nn.Linear(1, 1)) if make is None else make()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+    made: Any = S.StepLR(optimizer, 5) if schedule is None else schedule(optimizer)
+    data: Any = [(torch.tensor([float(index)]), index) for index in range(n_samples)]
+    model, optimizer, made, loader = accelerate.prepare(
+        model, optimizer, made, DataLoader(data, batch_size=2, shuffle=True)
+    )
+    seen: list[int] = []
+    with Checkpointer(root, save_every=1, signals=(), commit={"durable": False}) as checkpointer:
+        decision = checkpointer.resume(**prepared(accelerate, loader), **how)
+        step = decision.initial_step
+        for inputs, ids in loader:
+            if step == decision.initial_step + n_steps:
+                break
+            accelerate.backward(model(inputs).sum())
+            optimizer.step()
+            made.step()
+            optimizer.zero_grad()
+            seen += ids.tolist()
+            step += 1
+            checkpointer.step(step)
+    return decision, accelerate.unwrap_model(model), made.scheduler, seen
+
+
+def test_differences_are_refused_or_reported(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    start(root)
+    with pytest.raises(MismatchError, match="`scheduler` was saved as StepLR, and is now CosineAnnealingLR"):
+        start(root, schedule=lambda o: S.CosineAnnealingLR(o, 9))
+    decision = start(root, schedule=lambda o: S.StepLR(o, 6), n_steps=0)[0]
+    assert any("`step_size` of `scheduler` is 5 in the checkpoint, and 6" in line for line in decision.warnings)
+    _, _, schedule, _ = start(root, schedule=lambda o: S.StepLR(o, 6), settings={"scheduler": "program"}, n_steps=0)
+    assert schedule.step_size == 6
+
+    def renamed() -> Any:
+        return torch.nn.ModuleDict({"net": torch.nn.Linear(1, 1)})
+
+    with pytest.raises(MismatchError, match=r"lacks `net\.bias`, `net\.weight`"):
+        start(root, make=renamed, n_steps=0)
+    with pytest.raises(MismatchError, match="no tensor of the model is loaded"):
+        start(root, make=renamed, n_steps=0, strict=False)
+    with pytest.raises(MismatchError, match="the checkpoint is within an epoch of 8 samples, and the dataset has 6"):
+        start(root, n_samples=6)
+    decision, _, _, seen = start(root, n_samples=6, n_steps=3, data="new")
+    assert (decision.initial_step, sorted(seen)) == (2, list(range(6)))
+    assert any('data="new"' in line for line in decision.warnings)
+
+
+def test_a_start_from_a_published_folder(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+
+    def make() -> Any:
+        return LlamaForCausalLM(LlamaConfig(vocab_size=24, max_position_embeddings=8, **sizes))
+
+    torch.manual_seed(7)
+    source = make()
+    source.save_pretrained(tmp_path / "hub")
+    decision, model, _, _ = start(tmp_path / "run", make=make, init_from=tmp_path / "hub", n_steps=0)
+    assert decision.init_from == str(tmp_path / "hub")
+    expected = source.state_dict()
+    assert all(torch.equal(one, expected[name]) for name, one in model.state_dict().items())
 
 
 @pytest.mark.slow

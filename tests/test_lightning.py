@@ -425,3 +425,105 @@ def test_replaced_weights_that_are_kept_nowhere_are_refused_before_the_first_ste
     with pytest.raises(UnsupportedError, match=r"has replaced or added `net\.0\.weight` in the `state_dict`"):
         run(tmp_path, callbacks=[Doubles()])
     assert not list(tmp_path.glob("iteration*"))
+
+
+def fit(  # noqa: PLR0917
+    folder: Path,
+    steps: int = 2,
+    scheduler: Any = None,
+    change: Any = None,
+    lr: float = 0.1,
+    decay: float = 0.1,
+    loader: Any = None,
+    ckpt_path: str = "last",
+    **how: Any,
+) -> Any:
+    """Train a model of one layer for some steps; `change` gets the model first."""
+    library = importlib.import_module("lightning.pytorch")
+
+    class Model(library.LightningModule):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Linear(4, 1)
+            self.seen: list[float] = []
+
+        def training_step(self, batch: Any, _index: int) -> Any:
+            self.seen += batch[:, 0].tolist()
+            return sum(one(batch).square().mean() for one in self.children())
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr, weight_decay=decay)
+            made = torch.optim.lr_scheduler.StepLR(optimizer, 3) if scheduler is None else scheduler(optimizer)
+            return [optimizer], [{"scheduler": made, "interval": "step"}]
+
+    samples: Any = torch.arange(32.0).reshape(8, 4)
+    loader = loader or DataLoader(samples, 2, shuffle=True)
+    saving = callback_of("lightning")(folder, every_n_train_steps=1, **how)
+    model: Any = Model()
+    if change is not None:
+        change(model)
+    trainer = library.Trainer(
+        callbacks=[saving], accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        max_steps=steps,
+    )  # fmt: skip
+    trainer.fit(model, loader, ckpt_path=ckpt_path)
+    model.trainer_of_test = trainer
+    return model
+
+
+def test_a_start_from_other_weights(tmp_path: Path) -> None:
+    weights = {"weight": torch.full((1, 4), 3.0), "bias": torch.full((1,), 5.0)}
+    reshard.torch.save_file(weights, tmp_path / "w.safetensors")
+    init = {"path": tmp_path / "w.safetensors", "names": {"rename": {"": "net."}}}
+    with pytest.raises(MismatchError, match=r"`names=\{'rename': \{'': 'net\.'\}\}` of `InitFrom`"):
+        fit(tmp_path / "wrong", init_from=tmp_path / "w.safetensors")
+    model = fit(tmp_path / "run", init_from=init, lr=0.0)
+    assert (model.net.weight.tolist(), model.net.bias.tolist()) == ([[3.0] * 4], [5.0])
+    assert _metrics(tmp_path / "run").keys() == {1, 2}
+    model = fit(tmp_path / "run", init_from=init, lr=0.5, steps=3)  # its own checkpoint, with the saved rate
+    assert model.net.weight.tolist() == [[3.0] * 4]
+    (tmp_path / "lightning.ckpt").parent.mkdir(exist_ok=True)
+    model.trainer_of_test.save_checkpoint(tmp_path / "lightning.ckpt")
+    with pytest.raises(ArgumentError, match=r"`init_from` is .*, and `ckpt_path` has another checkpoint"):
+        fit(tmp_path / "other", init_from=init, ckpt_path=str(tmp_path / "lightning.ckpt"))
+
+
+def test_strict_and_settings_of_the_callback(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    scheduler = torch.optim.lr_scheduler
+    fit(tmp_path)
+    with pytest.raises(MismatchError, match="`scheduler` was saved as StepLR, and is now ExponentialLR"):
+        fit(tmp_path, steps=3, scheduler=lambda o: scheduler.ExponentialLR(o, 0.5))
+    with pytest.raises(MismatchError, match=r"`step_size` of `scheduler` is 3 in the checkpoint, and 1"):
+        fit(tmp_path, steps=3, scheduler=lambda o: scheduler.StepLR(o, 1), settings={"scheduler": "error"})
+    fit(tmp_path, steps=3, decay=0.7, scheduler=lambda o: scheduler.StepLR(o, 1))
+    told = [line for line in caplog.messages if "in the program" in line]
+    assert len(told) == 2
+    assert "`weight_decay` of `optimizer` is 0.1 in the checkpoint, and 0.7 in the program: the saved" in "".join(told)
+    model = fit(tmp_path, steps=4, decay=0.7, settings={"optimizer": "program"})
+    assert model.trainer_of_test.optimizers[0].param_groups[0]["weight_decay"] == 0.7
+
+    def named(name: str) -> Any:
+        return lambda model: setattr(model, name, torch.nn.Linear(4, 1))
+
+    fit(tmp_path / "two", change=named("head"))
+    with pytest.raises(
+        MismatchError, match=r"lacks .*`other\.weight`.*, and the trainer does not have .*`head\.weight`"
+    ):
+        fit(tmp_path / "two", steps=5, change=named("other"))
+    caplog.clear()
+    model = fit(tmp_path / "two", steps=5, change=named("other"), strict=False)
+    assert model.trainer_of_test.global_step == 5
+    assert any("lacks" in line and "`other.weight`" in line for line in caplog.messages), caplog.messages
+    with pytest.raises(ArgumentError, match="`data`"):
+        fit(tmp_path, data="old")
+
+
+def test_the_next_epoch_has_other_data(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path)  # within the epoch of 4 steps
+    samples: Any = torch.arange(100.0, 112.0).reshape(3, 4)
+    other: Any = DataLoader(samples, 1, shuffle=True)
+    model = fit(tmp_path, steps=5, data="new", loader=other)
+    assert sorted(model.seen) == [100.0, 104.0, 108.0]
+    assert (model.trainer_of_test.current_epoch, model.trainer_of_test.global_step) == (2, 5)
+    assert any('`data="new"`' in line for line in caplog.messages)
+    assert sorted(fit(tmp_path, steps=8, loader=other).seen) == [100.0, 104.0, 108.0]

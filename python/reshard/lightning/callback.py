@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.arguments import check_given
 from reshard.errors import ArgumentError, ReshardError, UnsupportedError
@@ -21,14 +22,14 @@ from reshard.formats.state import per_rank
 from reshard.group import resolve
 from reshard.lightning.data import position_of, watch
 from reshard.lightning.progress import at_end_of_epoch, is_end_of_epoch, plateau_steps, set_not_restarting
-from reshard.lightning.resuming import Resumed, resume
+from reshard.lightning.resuming import How, Resumed, described_run, resume, schedulers_of, start_from
 from reshard.lightning.trainer_state import as_extra, check_hooks, without_tensors
 from reshard.opening import newer_than
-from reshard.options import Retention, Verify
+from reshard.options import Resuming, Retention, Strict, Verify
 from reshard.storage.location import locate
 from reshard.torch import rng
 from reshard.torch.optimizers import plain
-from reshard.torch.state import describe
+from reshard.torch.settings import Started
 from reshard.words import show
 from reshard.write.save import save
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from reshard.events import OnEvent
-    from reshard.options import VerifyLike
+    from reshard.options import InitFromLike, SettingsLike, StrictLike, VerifyLike
     from reshard.write.save import PendingSave, SaveReport
 
 _log = logging.getLogger("reshard")
@@ -77,6 +78,12 @@ class Saving:
         timeout: seconds that ranks wait for each other, the time to write or to read included.
         on_event: a function, or a list of functions, called with each `Event` of the run, such as `EventLog(dirpath)`;
             see docs/watching.md.
+        strict: what happens where the checkpoint and the run differ, as in `reshard.torch.Checkpointer.resume`. None:
+            `strict_loading` of the model.
+        init_from: what the model starts from if no checkpoint is resumed from, as in `Checkpointer.resume`.
+        settings: whose constants of schedulers and options of optimizers are used, as in `Checkpointer.resume`.
+        data: "new": go on with other data, as in a second stage. The next epoch begins, and the state of a datamodule
+            is not restored. Leave it out when this stage restarts.
 
     Raises:
         ArgumentError: an option has a value that is not accepted. Lightning raises its own errors for its arguments.
@@ -127,7 +134,13 @@ class Saving:
         verify: VerifyLike = "touched",
         timeout: float = 1800.0,
         on_event: OnEvent | None = None,
+        strict: StrictLike | None = None,
+        init_from: InitFromLike | None = None,
+        settings: SettingsLike | None = None,
+        data: Literal["saved", "new"] = "saved",
     ) -> None:
+        self._resuming = Resuming.of(strict=strict is None or strict, init_from=init_from, settings=settings, data=data)
+        self._is_strict_given = strict is not None
         check_given(timeout=timeout, **({} if on_event is None else {"on_event": on_event}))
         self._on_event = on_event
         best = (f"-{monitor}" if mode == "max" else monitor, save_top_k) if monitor and save_top_k > 0 else None
@@ -138,6 +151,7 @@ class Saving:
         self._is_due = False
         self._time = time.monotonic()
         self._resumed: Resumed | None = None
+        self._started: Started | None = None
         self._epoch_random: dict[str, Any] | None = None
         self._step_random: dict[str, Any] | None = None
         self._has_begun = False
@@ -187,8 +201,7 @@ class Saving:
         def load_checkpoint(path: Any, **options: Any) -> dict[str, Any]:
             if not _is_ours(path):
                 return dict(load(path, **options))
-            options = {"verify": self._verify.on_load, "timeout": self._timeout, "on_event": self._on_event}
-            self._resumed = resume(trainer, path, version=self.library.__version__, **options)
+            self._resumed = resume(trainer, path, self._how(trainer), version=self.library.__version__)
             return self._resumed.checkpoint
 
         def process_dataloader(loader: Any) -> Any:
@@ -199,13 +212,13 @@ class Saving:
                         "the position in a %s cannot be saved: use a DataLoader to resume within an epoch",
                         type(loader).__name__,
                     )
-                elif self._resumed is not None:
+                elif self._resumed is not None and self._resuming.data == "saved":
                     self._resumed.set_position(loader)
             return loader
 
         def resume_end() -> None:
-            if self._resumed is not None and trainer.state.fn.value == "fit":
-                self._resume_end(trainer, self._resumed)
+            if trainer.state.fn.value == "fit":
+                self._begin(trainer, is_loaded=bool(connector._loaded_checkpoint))  # noqa: SLF001
             end()
 
         strategy.load_checkpoint, strategy.process_dataloader = load_checkpoint, process_dataloader
@@ -345,7 +358,7 @@ class Saving:
     def _save(self, trainer: Any, metrics: dict[str, float]) -> None:
         members = resolve(None)
         step, is_end = trainer.global_step, is_end_of_epoch(trainer)
-        described = describe(trainer.strategy.model, trainer.optimizers, timeout=self._timeout)
+        described = described_run(trainer, self._started, timeout=self._timeout, compare=True)
         checkpoint, weights = without_tensors(trainer)
         at_end_of_epoch(checkpoint["loops"], is_end=is_end)
         extra: dict[str, Any] = {
@@ -395,9 +408,26 @@ class Saving:
         root = self._ModelCheckpoint__resolve_ckpt_dir(trainer)  # type: ignore[attr-defined]
         return {str(root)} if locate(root).is_folder() and newer_than(root, -1) else set()
 
-    def _resume_end(self, trainer: Any, resumed: Resumed) -> None:
-        """Restore what Lightning does not, after it has restored its part."""
-        resumed.restore_optimizers(trainer, timeout=self._timeout)
+    def _how(self, trainer: Any) -> How:
+        given = self._resuming
+        if not self._is_strict_given:
+            given = replace(given, strict=Strict.of(bool(trainer.lightning_module.strict_loading)))
+        return How(given, self._verify.on_load, self._timeout, self._on_event)
+
+    def _begin(self, trainer: Any, *, is_loaded: bool) -> None:
+        """Restore what Lightning does not, after it has restored its part; or start from other weights."""
+        resumed, init = self._resumed, self._resuming.init_from
+        self._started = Started.of(trainer.optimizers, schedulers_of(trainer))
+        if resumed is None:
+            if init is not None and is_loaded:
+                raise ArgumentError(
+                    f"`init_from` is {show(str(init.path))}, and `ckpt_path` has another checkpoint",
+                    hint='`ckpt_path="last"` goes on from the newest checkpoint of the run, if there is one',
+                )
+            if init is not None:
+                start_from(trainer, str(self.dirpath), init, self._how(trainer))
+            return
+        resumed.restore_optimizers(trainer, self._started)
         random = resumed.random_state()
         if resumed.is_end_of_epoch:
             set_not_restarting(trainer.fit_loop)

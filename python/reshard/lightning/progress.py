@@ -35,6 +35,23 @@ def at_end_of_epoch(loops: dict[str, Any], *, is_end: bool) -> None:
             counters["processed"] = counters["completed"]
 
 
+def end_epoch(loops: dict[str, Any]) -> None:
+    """Count an epoch that a save was made in as complete.
+
+    Args:
+        loops: the state of the loops, which is changed.
+
+    Example:
+        >>> counters = {"ready": 3, "started": 3, "processed": 2, "completed": 2}
+        >>> loops = {"fit_loop": {"epoch_progress": {"total": counters, "current": dict(counters)}}}
+        >>> end_epoch(loops)
+        >>> counters["completed"]
+        3
+    """
+    for counters in loops["fit_loop"]["epoch_progress"].values():
+        counters["started"] = counters["processed"] = counters["completed"] = counters["ready"]
+
+
 def plateau_steps(trainer: Any) -> list[list[Any]]:
     """The steps that `ReduceLROnPlateau` schedulers make after `on_train_epoch_end`: `[number, metric]` of each."""
     return [

@@ -9,33 +9,89 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from reshard.collective import Collective
+from reshard.config import Config
 from reshard.errors import MismatchError
 from reshard.events import Observers
 from reshard.group import resolve, session
 from reshard.lightning.data import position_of
+from reshard.lightning.progress import end_epoch
+from reshard.resume.parts import object_name
 from reshard.torch.loading import read_for
-from reshard.torch.restore import apply
+from reshard.torch.published import under_names
+from reshard.torch.resuming import RestoreOptions, check_has_optimizer, initial_state, restore_tensors, with_modules
 from reshard.torch.state import describe
 from reshard.torch.tensors import from_tensor
 from reshard.verbs.load import Wanted, load_with, resumed
+from reshard.verbs.start import initial, with_init
 from reshard.words import show
 
 if TYPE_CHECKING:
-    import numpy as np
+    from collections.abc import Callable
 
     from reshard.checkpoint import Checkpoint
     from reshard.events import OnEvent
-    from reshard.options import VerifyMode
+    from reshard.options import InitFrom, Resuming, VerifyMode
     from reshard.resume import ResumeDecision
     from reshard.torch.loading import Read
+    from reshard.torch.settings import Started
+    from reshard.torch.state import Described
 
 _log = logging.getLogger("reshard")
+
+
+@dataclass(frozen=True)
+class How:
+    """How a run resumes.
+
+    Attributes:
+        given: the arguments of the callback.
+        verify: as `Verify.on_load`.
+        timeout: seconds that ranks wait for each other.
+        on_event: called with the events of the resume.
+    """
+
+    given: Resuming
+    verify: VerifyMode
+    timeout: float
+    on_event: OnEvent | None
+
+    def restoring(self, *, cast: bool = False, only: Literal["tensors"] | None = None) -> RestoreOptions:
+        """The options of `restore_tensors`."""
+        given = self.given
+        return RestoreOptions(given.strict, cast, None, None, False, given.settings, given.data, only)
+
+    def together(self, work: Callable[[], list[str]]) -> None:
+        """Run a function on all ranks, and log the messages that it returns."""
+        members = resolve(None)
+        messages = Collective(session(members, "resume"), self.timeout).each(work)
+        for line in messages[members.rank]:
+            _log.log(logging.INFO if members.rank else logging.WARNING, "resume: %s", line)
+
+
+def schedulers_of(trainer: Any) -> dict[str, Any]:
+    """The schedulers of a trainer by name."""
+    found = [config.scheduler for config in trainer.lr_scheduler_configs]
+    return {"scheduler" if len(found) == 1 else f"scheduler.{number}": one for number, one in enumerate(found)}
+
+
+def described_run(trainer: Any, started: Started | None, *, timeout: float, compare: bool) -> Described:
+    """The model, the optimizers and the schedulers of a trainer, as of `describe`."""
+    return describe(
+        trainer.strategy.model,
+        trainer.optimizers,
+        objects=schedulers_of(trainer),
+        lifts=False,
+        started=started,
+        object_name=object_name,
+        timeout=timeout,
+        compare=compare,
+    )
 
 
 @dataclass(eq=False)
@@ -46,31 +102,33 @@ class Resumed:
         decision: which iteration was chosen, and why.
         checkpoint: Lightning's checkpoint, with the loaded model.
         saved: the extra state of the iteration.
-        arrays: this rank's arrays of the optimizers.
+        how: how the run resumes.
+        found: what was read, with this rank's arrays of the optimizers.
         live: the tensors of the model, if the checkpoint has others in their places, such as averaged ones.
     """
 
     decision: ResumeDecision
     checkpoint: dict[str, Any]
     saved: dict[str, Any]
-    arrays: dict[str, np.ndarray]
+    how: How
+    found: Read
     live: dict[str, Any]
 
     @property
     def is_end_of_epoch(self) -> bool:
-        """Whether it was saved at the end of an epoch."""
-        return bool(self.saved["lightning"]["is_end_of_epoch"])
+        """Whether it was saved at the end of an epoch, or the next one begins with other data."""
+        return bool(self.saved["lightning"]["is_end_of_epoch"]) or self.how.given.data == "new"
 
-    def restore_optimizers(self, trainer: Any, *, timeout: float) -> None:
-        """Restore the optimizers, and what follows the restored schedulers and loops.
+    def restore_optimizers(self, trainer: Any, started: Started) -> None:
+        """Restore the optimizers and schedulers, and what follows the restored schedulers and loops.
 
         Args:
             trainer: the Trainer.
-            timeout: seconds that ranks wait for each other.
+            started: the settings of the run before its first step.
 
         Raises:
-            MismatchError: the optimizers differ from the saved ones; or a callback that saved other weights in the
-                places of those of the model is missing, so that these were not restored.
+            MismatchError: the optimizers or schedulers differ from the saved ones; or a callback that saved other
+                weights in the places of those of the model is missing, so that these were not restored.
         """
         now = trainer.lightning_module.state_dict()
         for key, tensor in self.live.items():
@@ -82,21 +140,12 @@ class Resumed:
                     hint="give the Trainer the callbacks of the run that saved, such as `WeightAveraging`",
                 )
         self.live = {}
-        described = describe(trainer.strategy.model, trainer.optimizers, compare=False, timeout=timeout)
-        strict = trainer.lightning_module.strict_loading
+        described = described_run(trainer, started, compare=False, timeout=self.how.timeout)
         live = {key: from_tensor(tensor.detach().cpu())[0] for key, tensor in described.model.items()}
 
-        def restore() -> None:
-            apply(
-                described,
-                {**self.arrays, **live},
-                self.saved.get("trainer"),
-                rank_local=self.saved.get("rank_local"),
-                strict=strict,
-            )
-
-        Collective(session(resolve(None), "resume"), timeout).each(restore)
-        self.arrays = {}
+        found = replace(self.found, arrays={**self.found.arrays, **live}, unexpected=(), notes=())
+        self.how.together(lambda: restore_tensors(described, found, self.saved, self.how.restoring()))
+        self.found = replace(self.found, arrays={})
         known = self.saved["lightning"]
         for number, metric in known["plateau"]:
             trainer.lightning_module.lr_scheduler_step(trainer.lr_scheduler_configs[number].scheduler, metric)
@@ -120,18 +169,14 @@ class Resumed:
             position.resume(loader, state)
 
 
-def resume(
-    trainer: Any, path: Any, *, version: str, verify: VerifyMode, timeout: float, on_event: OnEvent | None = None
-) -> Resumed:
+def resume(trainer: Any, path: Any, how: How, *, version: str) -> Resumed:
     """Load the newest undamaged iteration on all ranks, and restore the model.
 
     Args:
         trainer: the Trainer; its strategy is set up or not.
         path: a checkpoint root, or one of its iteration folders.
+        how: how the run resumes.
         version: the version of Lightning.
-        verify: as `Verify.on_load`.
-        timeout: seconds that ranks wait for each other.
-        on_event: called with the events of the resume.
 
     Raises:
         MismatchError: the model differs; the iteration was not saved by this callback; or it was saved within an epoch
@@ -139,7 +184,7 @@ def resume(
         ReshardError: as `reshard.load`.
     """
     members, started = resolve(None), time.monotonic()
-    observers = Observers.of(on_event, members.rank)
+    observers, timeout = Observers.of(how.on_event, members.rank), how.timeout
     is_fit = trainer.state.fn.value == "fit"
     module, model = trainer.lightning_module, trainer.strategy.model
     is_set_up = bool(trainer.strategy.restore_checkpoint_after_setup)
@@ -154,31 +199,28 @@ def resume(
             checkpoint,
             members.rank,
             part="all" if is_fit else "model",
-            verify="touched" if verify == "full" else verify,
+            strict=how.given.strict,
+            verify="touched" if how.verify == "full" else how.verify,
         )
 
     wanted = Wanted(root=path)
-    decision, found = load_with(read, wanted, scrub=verify == "full", timeout=timeout, observers=observers)
+    decision, found = load_with(read, wanted, scrub=how.verify == "full", timeout=timeout, observers=observers)
     assert found is not None  # without `allow_fresh`
     for reason in decision.reasons:
         (_log.warning if members.rank == 0 else _log.info)("resume: %s", reason)
     saved = found.extra
 
-    def restore() -> None:
+    def restore() -> list[str]:
         if is_fit:
-            _check(saved, str(decision.path), found.world_size, members.world_size)
-        model_arrays = {key: array for key, array in found.arrays.items() if key in keys}
-        apply(
-            described,
-            model_arrays,
-            saved.get("trainer"),
-            rank_local=saved.get("rank_local"),
-            strict=module.strict_loading,
-            # Before the setup parameters do not have the dtype of the precision plugin.
-            cast=not is_set_up,
-        )
+            _check(saved, str(decision.path), found.world_size, members.world_size, is_new=is_new)
+        of_model = replace(found, arrays={key: array for key, array in found.arrays.items() if key in keys})
+        trainer_state = saved.get("trainer") or {}
+        rest = {name: value for name, value in trainer_state.items() if name in ("aliases", "modules", "optimizer")}
+        # Before the setup parameters do not have the dtype of the precision plugin.
+        return restore_tensors(described, of_model, {**saved, "trainer": rest}, how.restoring(cast=not is_set_up))
 
-    Collective(session(members, "resume"), timeout).each(restore)
+    is_new = how.given.data == "new"
+    how.together(restore)
     checkpoint = dict(saved.get("lightning", {}).get("checkpoint", {}))
     live: dict[str, Any] = module.state_dict()
     weights = saved.get("lightning", {}).get("weights") or {"replaced": {}, "moved": {}}
@@ -189,13 +231,62 @@ def resume(
             name: {inner: live[key] for inner, key in of_name.items()} for name, of_name in weights["moved"].items()
         }
     checkpoint.setdefault("pytorch-lightning_version", version)
+    if is_fit and is_new:
+        end_epoch(checkpoint["loops"])
+        checkpoint.pop(type(trainer.datamodule).__qualname__, None)
+        how.together(lambda: ['the data position is not restored, as `data="new"` says: the next epoch begins'])
     _log.info("resumed from %s", decision.path)
     resumed(observers, decision, started)
-    arrays = {key: one for key, one in found.arrays.items() if key not in keys}
-    return Resumed(decision, checkpoint, saved, arrays, live if is_fit and weights["replaced"] else {})
+    rest = replace(found, arrays={key: one for key, one in found.arrays.items() if key not in keys})
+    return Resumed(decision, checkpoint, saved, how, rest, live if is_fit and weights["replaced"] else {})
 
 
-def _check(saved: dict[str, Any], path: str, saved_by: int | None, world_size: int) -> None:
+def start_from(trainer: Any, root: str, init: InitFrom, how: How) -> None:
+    """Load other weights into a run that has no checkpoint, before its first step.
+
+    Args:
+        trainer: the Trainer; its strategy is set up.
+        root: the checkpoint root of the run.
+        init: what is loaded.
+        how: how the run resumes.
+
+    Raises:
+        ReshardError: as `Checkpointer.resume` with `init_from`.
+    """
+    members, started = resolve(None), time.monotonic()
+    observers = Observers.of(how.on_event, members.rank)
+    described = described_run(trainer, None, compare=False, timeout=how.timeout)
+
+    def read(checkpoint: Checkpoint, _decision: ResumeDecision) -> Read:
+        taken = under_names(init, checkpoint, trainer.strategy.model)
+        with initial(checkpoint, taken) as opened:
+            return read_for(
+                described,
+                opened,
+                members.rank,
+                with_optimizer=not init.fresh_optimizer,
+                strict=how.given.strict,
+                init=taken,
+                verify="touched" if how.verify == "full" else how.verify,
+            )
+
+    wanted = Wanted(config=with_init(Config(load_path=root, resume=True), init, root))
+    decision, found = load_with(read, wanted, scrub=how.verify == "full", timeout=how.timeout, observers=observers)
+    assert found is not None  # without `allow_fresh`
+
+    def restore() -> list[str]:
+        of_optimizer = {} if init.fresh_optimizer else initial_state(found.extra, init)
+        saved, options = with_modules(of_optimizer, found.extra), how.restoring(only="tensors")
+        lacking = [] if init.fresh_optimizer else check_has_optimizer(found, saved, options)
+        return [*lacking, *restore_tensors(described, found, saved, options)]
+
+    how.together(restore)
+    for reason in (*decision.reasons, *([found.restored] if found.restored else [])):
+        (_log.warning if members.rank == 0 else _log.info)("resume: %s", reason)
+    resumed(observers, decision, started)
+
+
+def _check(saved: dict[str, Any], path: str, saved_by: int | None, world_size: int, *, is_new: bool = False) -> None:
     """Check that the state of a Trainer was saved, and can be used on this number of ranks."""
     if "lightning" not in saved:
         raise MismatchError(
@@ -203,10 +294,11 @@ def _check(saved: dict[str, Any], path: str, saved_by: int | None, world_size: i
             path=path,
             hint="load its weights with `reshard.torch.Checkpointer` or `reshard.load` before `trainer.fit`",
         )
-    if saved_by != world_size and not saved["lightning"]["is_end_of_epoch"]:
+    if saved_by != world_size and not saved["lightning"]["is_end_of_epoch"] and not is_new:
         raise MismatchError(
             f"{path} was saved within an epoch by {saved_by} ranks, and this run has {world_size}: the position in the "
             "data belongs to the saved number of ranks",
             path=path,
-            hint="resume on the same number of ranks, or from an iteration that was saved at the end of an epoch",
+            hint="resume on the same number of ranks, or from an iteration that was saved at the end of an epoch; or "
+            'begin the next epoch with `ReshardCheckpoint(data="new")`',
         )

@@ -33,7 +33,7 @@ class Weights:
 
 
 def without_tensors(trainer: Any) -> tuple[dict[str, Any], Weights]:
-    """What Lightning saves besides the model and the optimizers, and what hooks made of the model's `state_dict`.
+    """What Lightning saves besides model, optimizers and schedulers, and what hooks made of the model's `state_dict`.
 
     All hooks run. The live model is passed to them, and no copies are gathered.
 
@@ -50,7 +50,7 @@ def without_tensors(trainer: Any) -> tuple[dict[str, Any], Weights]:
     finally:
         del strategy.lightning_module_state_dict, strategy.optimizer_state
     weights = _weights(before, checkpoint)
-    checkpoint["optimizer_states"] = []
+    checkpoint["optimizer_states"] = checkpoint["lr_schedulers"] = []
     checkpoint["loops"] = plain(checkpoint["loops"])
     checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # kept for each rank
     return checkpoint, weights

@@ -643,8 +643,10 @@ class Checkpointer:
 
     def _lonely_model(self, run: Run, found: Read, saved: Mapping[str, Any], how: RestoreOptions) -> list[str]:
         # If the optimizer is not saved, it is expected to restart.
+        if run.optimizer is None:
+            return []
         return check_has_optimizer(
-            run, found, saved, how if self._save_optimizer else replace(how, strict=replace(how.strict, missing="keep"))
+            found, saved, how if self._save_optimizer else replace(how, strict=replace(how.strict, missing="keep"))
         )
 
     def _restore_rest(

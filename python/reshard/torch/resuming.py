@@ -49,11 +49,10 @@ class RestoreOptions:
     only: Literal["model", "tensors"] | None = None
 
 
-def check_has_optimizer(run: Run, found: Read, saved: Mapping[str, Any], options: RestoreOptions) -> list[str]:
-    """Check that the checkpoint holds optimizer state if the run has an optimizer.
+def check_has_optimizer(found: Read, saved: Mapping[str, Any], options: RestoreOptions) -> list[str]:
+    """Check that the checkpoint holds optimizer state, for a run that has an optimizer.
 
     Args:
-        run: the run.
         found: the loaded checkpoint.
         saved: its extra state.
         options: arguments of `Checkpointer.resume`.
@@ -64,7 +63,7 @@ def check_has_optimizer(run: Run, found: Read, saved: Mapping[str, Any], options
     Raises:
         MismatchError: it does not, and `strict` refuses missing state.
     """
-    if run.optimizer is None or "optimizer" in saved.get("trainer", {}) or found.has_optimizer:
+    if "optimizer" in saved.get("trainer", {}) or found.has_optimizer:
         return []
     if options.strict.missing == "error":
         argument = "fresh_optimizer=True" if options.only == "tensors" else "strict=False"
