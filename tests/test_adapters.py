@@ -10,7 +10,7 @@ import torch
 from tests.peers.required import required
 
 import reshard
-from reshard.errors import MismatchError, UnsupportedError
+from reshard.errors import ArgumentError, MismatchError, UnsupportedError
 from reshard.torch import Checkpointer
 from reshard.torch.adapters import Adapter, adapters_of, write_adapters
 from reshard.transformers import ReshardCallback
@@ -138,3 +138,103 @@ def test_a_trainer_ends_with_a_folder_of_its_adapter(tmp_path: Path) -> None:
     model.save_pretrained(str(tmp_path / "right"))
     check_folder(tmp_path / "final", tmp_path / "right")
     assert not (tmp_path / "final" / "model.safetensors").exists()
+
+
+MERGED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "lora": (CONFIGS["lora"], {}),
+    "bfloat16": (CONFIGS["lora"], {"dtype": torch.bfloat16}),
+    "rslora": (lambda: peft.LoraConfig(r=2, target_modules=["q_proj"], use_rslora=True), {}),
+    "dora": (CONFIGS["dora"], {}),
+    "embedding of a tied model": (CONFIGS["embedding"], {"tie_word_embeddings": True}),
+    "whole head of a tied model": (CONFIGS["whole head"], {"tie_word_embeddings": True}),
+    "biases": (CONFIGS["biases"], {}),
+    "ia3": (CONFIGS["ia3"], {}),
+    "vera": (CONFIGS["vera"], {}),
+    "tokens": (lambda: peft.LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[1]), {}),
+    "experts": (
+        lambda: peft.LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj"]),
+        {"model_type": "mixtral", "num_local_experts": 2},
+    ),
+    "two": (CONFIGS["lora"], {}),
+}
+
+
+@pytest.mark.parametrize("kind", MERGED)
+@pytest.mark.filterwarnings("ignore")
+def test_merged_weights_are_those_of_the_library(kind: str, tmp_path: Path) -> None:
+    make, options = MERGED[kind]
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 32}
+    options = {"model_type": "llama", "num_attention_heads": 2, "num_key_value_heads": 2, **sizes, **options}
+    dtype = options.pop("dtype", torch.float32)
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(options.pop("model_type"), **options)
+    model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_config(config).to(dtype), make())
+    if kind == "two":
+        model.add_adapter("second", peft.LoraConfig(r=3, target_modules=["k_proj", "q_proj"]))
+        model.base_model.set_adapter(["default", "second"])
+    model = moved(model)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    saved(tmp_path / "run", model, hf_every=1, merge=True)
+    assert all(torch.equal(before[key], tensor) for key, tensor in model.state_dict().items())
+    folder, right = tmp_path / "run_hf" / "iteration_00000001", tmp_path / "right"
+    model.merge_and_unload().save_pretrained(right)
+    with reshard.open(folder) as one, reshard.open(right) as two:
+        assert sorted(one) == sorted(two)
+        for key in one:
+            assert (one[key].dtype, one.read(key).tobytes()) == (two[key].dtype, two.read(key).tobytes()), key
+    again = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert all(
+        torch.equal(tensor, model.get_base_model().state_dict()[key]) for key, tensor in again.state_dict().items()
+    )
+    assert reshard.verify(folder, loads_in="transformers").ok
+    assert [path.name for path in (tmp_path / "run_hf").iterdir() if "merging" in path.name] == []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_cannot_be_merged_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    class Int8Linear(torch.nn.Linear):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.weight = torch.nn.Parameter(self.weight.to(torch.int8), requires_grad=False)
+
+    def tied(**options: Any) -> Any:
+        model = base()
+        model.config.tie_word_embeddings = True
+        model.lm_head.weight = model.model.embed_tokens.weight
+        return peft.get_peft_model(model, peft.LoraConfig(r=2, **options))
+
+    quantized = peft.get_peft_model(base(), CONFIGS["lora"]())
+    quantized.base_model.model.model.layers[0].self_attn.q_proj.base_layer = Int8Linear(16, 16)
+    prompts = peft.get_peft_model(base(), peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
+    cases: list[tuple[Any, str]] = [
+        (base(), "this is a `LlamaForCausalLM`"),
+        (prompts, "adapters of `PromptTuningConfig` cannot be merged"),
+        (quantized, "the layer `model.layers.0.self_attn.q_proj` is a `Int8Linear`"),
+        (tied(target_modules=["embed_tokens", "lm_head"]), "cannot merge the `LoraConfig`|have adapters and share"),
+    ]
+    for number, (model, message) in enumerate(cases):
+        made = Checkpointer(tmp_path / str(number), save_every=1, hf_every=1, merge=True, signals=())
+        with pytest.raises(UnsupportedError, match=message):
+            made.resume(model=model)
+    with pytest.raises(ArgumentError, match="`merge` belongs to `hf_every`"):
+        Checkpointer(tmp_path / "run", merge=True)
+    with pytest.raises(ArgumentError, match="`merge` belongs to `hf` or `hf_every`"):
+        ReshardCallback(tmp_path / "run", merge=True)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_ends_with_merged_weights(tmp_path: Path) -> None:
+    data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(8)]
+    model = peft.get_peft_model(base(), CONFIGS["lora"]())
+    arguments = transformers.TrainingArguments(
+        str(tmp_path / "out"), max_steps=2, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True
+    )
+    callback = ReshardCallback(tmp_path / "run", save_every=1, hf=tmp_path / "final", hf_every=2, merge=True)
+    transformers.Trainer(model, arguments, train_dataset=data, callbacks=[callback]).train()
+    model.merge_and_unload().save_pretrained(tmp_path / "right")
+    for folder in (tmp_path / "final", tmp_path / "run_hf" / "iteration_00000002"):
+        with reshard.open(folder) as one, reshard.open(tmp_path / "right") as two:
+            assert sorted(one) == sorted(two)
+            assert all(one.read(key).tobytes() == two.read(key).tobytes() for key in one)
+        assert type(transformers.AutoModelForCausalLM.from_pretrained(folder)).__name__ == "LlamaForCausalLM"

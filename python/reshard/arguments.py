@@ -344,6 +344,7 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
             "durable",
             "integrated_save",
             "links",
+            "merge",
             "only_save_strategy",
             "overlap",
             "overwrite",

@@ -90,6 +90,7 @@ class Config:
         legacy_format: whether Checkpoint 1.0 is saved (`use_legacy_format`).
         integrated_save: whether each save is written a second time, as whole tensors.
         hf_every: each n-th save is written a second time, as a Hugging Face folder; None: none (`reshard.hf_every`).
+        merge: whether that folder has merged weights instead of the adapters of peft (`reshard.merge`).
         model_files: a folder with the other files of such a folder, such as the tokenizer (`reshard.model_files`).
         links: whether the links `last` and `best` name iterations in the root (`reshard.links`).
         save_network_params: of Checkpoint 1.0: whether the weights are saved a second time, by themselves.
@@ -144,6 +145,7 @@ class Config:
     legacy_format: bool = False
     integrated_save: bool = False
     hf_every: int | None = None
+    merge: bool = False
     model_files: str | None = None
     links: bool = False
     save_network_params: bool = False

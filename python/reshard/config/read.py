@@ -103,6 +103,8 @@ def _settle(values: _Values, top: dict[str, object], section: dict[str, object] 
             said["save_every"] = None
     if said.get("model_files") is not None and said.get("hf_every") is None:
         raise values.said["model_files"][1].error("belongs to `hf_every`, which is not given")
+    if said.get("merge") and said.get("hf_every") is None:
+        raise values.said["merge"][1].error("belongs to `hf_every`, which is not given")
     if not said.get("legacy_format"):
         # Other formats tell weights from the rest by their files.
         for field in ("save_network_params", "save_trainable_params"):

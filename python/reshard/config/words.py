@@ -248,6 +248,7 @@ SECTIONS = {
 }
 OWN = {
     "hf_every": Word("hf_every", _COUNT),
+    "merge": Word("merge", _FLAG),
     "model_files": Word("model_files", _PATH),
     "links": Word("links", _FLAG),
 }

@@ -168,6 +168,10 @@ class Checkpointer:
             `reshard.verbs.integrate`.
         hf_every: each n-th save is written a second time, as a Hugging Face folder of whole weights with the model's
             `config.json`, into `<root>_hf`; with `save_every` in steps, each save at a multiple of `n * save_every`.
+        merge: for a model of peft: `hf_every` writes the weights of the base model with the active adapters merged, as
+            `merge_and_unload().save_pretrained()` of the model does, instead of the adapters. The model is not changed.
+            Rank 0 merges the layers one by one. Adapters that cannot be merged, and quantized layers, are refused by
+            `resume`.
         model_files: a folder whose files (configuration, tokenizer) `hf_every` copies, instead of writing the
             configuration of the model.
         links: keep the relative links `last`, to the newest iteration, and `best`, to the best one by
@@ -233,6 +237,7 @@ class Checkpointer:
         format: FormatLike = "checkpoint2",  # noqa: A002
         integrated_save: bool = False,
         hf_every: int | None = None,
+        merge: bool = False,
         model_files: str | os.PathLike[str] | None = None,
         links: bool = False,
         save_at_end: bool = False,
@@ -276,6 +281,7 @@ class Checkpointer:
         self._exports = Exports(
             is_integrated=integrated_save,
             hf_every=None if hf_every is None else count("hf_every", hf_every, 1),
+            merge=merge,
             model_files=None if model_files is None else locate(model_files).absolute(),
             save_every=self._every_steps,
             links=links,
@@ -285,6 +291,8 @@ class Checkpointer:
             raise ArgumentError("`links` names iteration folders, and this format has none", hint="leave `links` out")
         if model_files is not None and hf_every is None:
             raise ArgumentError("`model_files` belongs to `hf_every`, which is not given")
+        if merge and hf_every is None:
+            raise ArgumentError("`merge` belongs to `hf_every`, which is not given")
         self._config = Config(load_path=os.fspath(self._root), resume=True, healthy_only=healthy_only, sink_mode=False)
         if overlap and not async_save:
             raise ArgumentError("`overlap` is about saves in the background", hint="give `async_save=True`, too")
@@ -350,6 +358,7 @@ class Checkpointer:
             "async_save": known.async_save,
             "integrated_save": known.integrated_save,
             "hf_every": known.hf_every,
+            "merge": known.merge,
             "model_files": known.model_files,
             "links": known.links,
             **known.options(),

@@ -19,6 +19,7 @@ from reshard.group import session
 from reshard.storage.changes import make_folders, remove_file, replace_link
 from reshard.storage.location import locate
 from reshard.torch.adapters import adapters_of, write_adapters
+from reshard.torch.merging import merge_of, write_merged
 from reshard.torch.published import check_loads
 from reshard.verbs.convert import open_source
 from reshard.verbs.integrate import integrate, integrated_root, remove_outdated
@@ -47,12 +48,13 @@ class Exports:
 
     Attributes:
         is_integrated: `integrated_save`.
-        hf_every, model_files, links, after_publish, save_every: the arguments; `save_every` only in steps.
+        hf_every, merge, model_files, links, after_publish, save_every: the arguments; `save_every` only in steps.
         n_saves: number of saves so far.
     """
 
     is_integrated: bool = False
     hf_every: int | None = None
+    merge: bool = False
     model_files: str | os.PathLike[str] | None = None
     save_every: int | None = None
     links: bool = False
@@ -66,9 +68,11 @@ class Exports:
             model: the model.
 
         Raises:
-            UnsupportedError: they are not.
+            UnsupportedError: they are not, or adapters cannot be merged.
         """
-        if self.hf_every is not None and not adapters_of(model):
+        if self.merge:
+            published_names(merge_of(model).model)
+        elif self.hf_every is not None and not adapters_of(model):
             published_names(model)
 
     def is_due(self, iteration: int) -> bool:
@@ -116,8 +120,10 @@ def export(
     if exports.is_integrated:
         warnings += integrate(root, report, **shared)
     is_due = exports.is_due(report.iteration)
-    adapters = adapters_of(model) if is_due else []
-    if adapters:
+    adapters = adapters_of(model) if is_due and not exports.merge else []
+    if is_due and exports.merge:
+        warnings += _export_merged(exports, root, report, model, options, group=group, timeout=timeout)
+    elif adapters:
         warnings += _export_adapters(root, report, adapters, options, group=group, timeout=timeout)
     elif is_due:
         try:
@@ -148,6 +154,41 @@ def export(
                 _log.warning("iteration %d is saved, and `after_publish` failed", report.iteration, exc_info=True)
                 warnings.append(f"`after_publish` failed: {type(error).__name__}: {show(str(error))}")
     return warnings
+
+
+def _export_merged(
+    exports: Exports,
+    root: str | os.PathLike[str],
+    report: SaveReport,
+    model: object,
+    options: SaveOptions,
+    *,
+    group: Group,
+    timeout: float,
+) -> list[str]:
+    """Write the merged weights of a save, on rank 0. Returns warnings."""
+    target = locate(integrated_root(root, "hf")) / checkpoint2.iteration_folder_name(report.iteration)
+
+    def write() -> str:
+        merge = merge_of(model)
+        files = _folder(exports, root, merge.model)
+        write_merged(
+            report.path,
+            str(target),
+            merge,
+            suffix=report.suffix,
+            model_files=files or None,
+            commit=options.commit,
+            threads=options.threads,
+        )
+        return ""
+
+    try:
+        Collective(session(group, "export"), timeout).first(write, str)
+    except ReshardError as error:
+        _log.warning("iteration %d is saved, and its merged weights are not written: %s", report.iteration, error)
+        return [f"the merged weights are not written: {error.message}"]
+    return remove_outdated(target, None if options.retention is None else options.retention.keep)
 
 
 def _export_adapters(

@@ -24,6 +24,7 @@ from reshard.options import Files, Resuming, Retention
 from reshard.storage.changes import make_folders
 from reshard.storage.location import locate
 from reshard.torch.adapters import adapters_of, read_names, write_adapters, write_names
+from reshard.torch.merging import merge_of, write_merged
 from reshard.torch.published import check_loads
 from reshard.transformers.training import Plan, resuming
 from reshard.verbs.convert import convert
@@ -63,6 +64,8 @@ class ReshardCallback(TrainerCallback):
         keep: number of newest iterations that are kept. Default: `save_total_limit`, or 5. None: all.
         hf: a folder that gets the weights, the configuration and the tokenizer for `from_pretrained` at the end of the
             training: the best model with `load_best_model_at_end`, else the last one. None: no folder.
+        merge: of a model of peft, `hf` (and `hf_every`) gets the merged weights, as
+            `merge_and_unload().save_pretrained()` writes them, instead of the adapters.
         strict: what happens where the checkpoint and the run differ, as in `Checkpointer.resume`.
         init_from: what the model starts from if the root holds no checkpoint yet, as in `Checkpointer.resume`.
         settings: whose constants of schedulers and options of the optimizer are used, as in `Checkpointer.resume`.
@@ -86,6 +89,7 @@ class ReshardCallback(TrainerCallback):
         save_every: int | str | None = None,
         keep: int | EllipsisType | None = ...,
         hf: str | os.PathLike[str] | None = None,
+        merge: bool = False,
         strict: StrictLike = True,
         init_from: InitFromLike | None = None,
         settings: SettingsLike | None = None,
@@ -95,6 +99,11 @@ class ReshardCallback(TrainerCallback):
         retention: RetentionLike | None = options.pop("retention", None)
         if keep is not ... and retention is not None:
             raise ArgumentError("`keep` and `retention` are given", hint="`Retention(keep=...)` is the same as `keep`")
+        if merge and hf is None and options.get("hf_every") is None:
+            raise ArgumentError("`merge` belongs to `hf` or `hf_every`, and neither is given")
+        if merge and options.get("hf_every") is not None:
+            options["merge"] = True
+        self._merge = merge
         self.plan = Plan(
             root=str(root),
             save_every=save_every,
@@ -102,10 +111,14 @@ class ReshardCallback(TrainerCallback):
             retention=None if retention is None else Retention.of(retention),
             options=options,
             resuming=Resuming.of(strict=strict, init_from=init_from, settings=settings, data=data),
-            start=lambda trainer: write_model_files(self.root, trainer),
-            finish=lambda iteration: None if hf is None else export(self.root, hf, iteration=iteration),
+            start=lambda trainer: write_model_files(self.root, trainer, merge=merge),
+            finish=lambda iteration: None if hf is None else self._export(hf, iteration),
         )
         self._trainer: Trainer | None = None
+
+    def _export(self, hf: str | os.PathLike[str], iteration: int) -> None:
+        model = None if self._trainer is None or not self._merge else self._trainer.model
+        export(self.root, hf, iteration=iteration, merge=model)
 
     @property
     def root(self) -> str:
@@ -161,15 +174,21 @@ def _calling_trainer(callback: ReshardCallback) -> Trainer:
     )
 
 
-def write_model_files(root: str, trainer: Trainer) -> None:
+def write_model_files(root: str, trainer: Trainer, *, merge: bool = False) -> None:
     """Write the configuration and the tokenizer into the folder `model_files` of a checkpoint root.
 
     Args:
         root: the checkpoint root.
         trainer: the trainer, on the main process.
+        merge: of a model of peft, the configuration is that of the merged model.
+
+    Raises:
+        UnsupportedError: `merge` is given, and the adapters cannot be merged.
     """
     folder = str(locate(root) / MODEL_FILES)
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
+    if merge:
+        model = merge_of(model).model
     if getattr(model, "config", None) is not None:
         config = copy.deepcopy(model.config)
         config.architectures = [type(model).__name__.removeprefix("FSDP")]
@@ -187,7 +206,7 @@ def write_model_files(root: str, trainer: Trainer) -> None:
 
 
 def export(
-    root: str | os.PathLike[str], out: str | os.PathLike[str], *, iteration: int | None = None
+    root: str | os.PathLike[str], out: str | os.PathLike[str], *, iteration: int | None = None, merge: object = None
 ) -> ConvertReport | None:
     """Write a checkpoint of a `ReshardCallback` as a folder that `from_pretrained` loads.
 
@@ -197,15 +216,20 @@ def export(
         root: the checkpoint root.
         out: the folder; what an earlier export wrote into it is replaced.
         iteration: which iteration; None: the newest.
+        merge: the model of peft, whose active adapters of the checkpoint are merged into the weights; None: they are
+            written.
 
     Returns:
-        What was written; None for adapters.
+        What was written; None for adapters and merged weights.
 
     Raises:
         ReshardError: as `reshard.convert`.
     """
     place = locate(root)
     source = place if iteration is None else place / iteration_folder_name(iteration)
+    if merge is not None:
+        write_merged(str(source), out, merge_of(merge), model_files=str(place / MODEL_FILES))
+        return None
     adapters = read_names(place / MODEL_FILES)
     if adapters:
         write_adapters(str(source), out, adapters)
