@@ -87,6 +87,11 @@ def merge_of(model: object) -> Merge:
             f"`merge=True`: adapters of {show(kind)} cannot be merged into weights",
             hint="leave `merge` out: the adapter is written",
         )
+    if any(kind.__name__ == "FSDPModule" for module in inner.modules() for kind in type(module).__mro__):
+        raise UnsupportedError(
+            f"`merge=True`: the {show(type(inner).__name__)} is under `fully_shard`, which cannot be copied",
+            hint="leave `merge` out: the adapter is written; merge it in one process after the training",
+        )
     names = _outermost(inner.base_model.model)
     for name in names:
         _check_plain(inner, name)
