@@ -9,6 +9,7 @@ import torch
 from tests.peers.required import required
 
 import reshard
+from reshard.errors import MismatchError
 from reshard.torch import Checkpointer, load_file
 
 if TYPE_CHECKING:
@@ -230,3 +231,16 @@ def test_tables_that_the_library_does_not_save_are_not_published(tmp_path: Path)
     given: Any = {"to": "huggingface", "files": {"model_files": tmp_path / "hub"}}
     reshard.convert(tmp_path / "live.safetensors", tmp_path / "out", **given)
     assert "model.encoder.embed_positions.weight" not in load_file(tmp_path / "out" / "model.safetensors")
+    # A start from the folder keeps those of the live model.
+    other = make("MarianMTModel", 2)
+    tables = {key: other.state_dict()[key].clone() for key in other._keys_to_ignore_on_save}
+    with Checkpointer(tmp_path / "second", save_every=1, signals=()) as checkpointer:
+        checkpointer.resume(model=other, init_from=str(tmp_path / "out"))
+    assert other.lm_head.weight is other.model.shared.weight
+    assert all(torch.equal(other.state_dict()[key], table) for key, table in tables.items())
+    model.load_state_dict(tables, strict=False)
+    check_equal(other, model)
+    with torch.device("meta"):
+        empty = type(model)(model.config)
+    with pytest.raises(MismatchError, match=r"lacks `model\.encoder\.embed_positions\.weight`"):
+        Checkpointer(tmp_path / "third", signals=()).resume(model=empty, init_from=str(tmp_path / "out"), device="cpu")

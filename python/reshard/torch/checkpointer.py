@@ -488,8 +488,8 @@ class Checkpointer:
         def read(checkpoint: Checkpoint, decision: ResumeDecision) -> Read:
             nonlocal is_weights_alone
             is_weights_alone = decision.restored == ("weights",)
-            taken = None if decision.init_from is None else start
-            with initial(checkpoint, under_names(taken, checkpoint, model)) as opened:
+            taken = None if decision.init_from is None else under_names(start, checkpoint, model)
+            with initial(checkpoint, taken) as opened:
                 return read_for(
                     described,
                     opened,

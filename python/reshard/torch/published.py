@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from reshard.conversion.library_model import check_shapes, model_of, published_shapes, saved_state
+from reshard.conversion.library_model import check_shapes, model_of, not_saved, published_shapes, saved_state
 from reshard.conversion.library_names import published_names, unwrapped
 
 if TYPE_CHECKING:
@@ -45,10 +45,24 @@ def check_loads(checkpoint: Checkpoint, folder: str | os.PathLike[str], names: N
 def under_names(init: InitFrom | None, checkpoint: Checkpoint, model: object) -> InitFrom | None:
     """The same start, with `names` of a published folder if the checkpoint has published names and none are given.
 
+    Tensors that the library computes and does not publish, such as tables of positions, keep their values.
+
     Raises:
         UnsupportedError: as `published_names`.
     """
-    if init is None or init.names is not None or checkpoint.data.is_renamed:
+    if init is None:
+        return None
+    inner = unwrapped(model)
+    names = () if init.include else not_saved(inner)
+    live = inner.state_dict() if names else {}
+    computed = [key for key in names if key in live and not live[key].is_meta and key not in checkpoint]
+    if computed:
+        init = replace(init, exclude=(*init.exclude, *computed))
+    return _with_names(init, checkpoint, model)
+
+
+def _with_names(init: InitFrom, checkpoint: Checkpoint, model: object) -> InitFrom:
+    if init.names is not None or checkpoint.data.is_renamed:
         return init
     inner = unwrapped(model)
     models: Any = sys.modules.get("transformers.modeling_utils")
