@@ -127,6 +127,35 @@ def test_inspect_of_each_format() -> None:
     assert "root:" not in run("inspect", CKPT2 / "iteration_00000005").stdout
 
 
+def test_inspect_of_several_paths_lists_them(tmp_path: Path) -> None:
+    for name, value in (("good", 1.0), ("bad", np.nan)):
+        for iteration in (1, 2):
+            reshard.save(tmp_path / name, iteration, {"w": np.full(4, value)}, commit={"durable": False})
+    next((tmp_path / "good" / "iteration_00000002").glob("*.safetensors")).unlink()
+    (tmp_path / "empty").mkdir()
+    reshard.save_file({"w": np.ones(2)}, tmp_path / "m.safetensors")
+    paths = [tmp_path / name for name in ("bad", "empty", "good", "m.safetensors", "nothing")]
+    code, out, err = outcome("inspect", *paths)
+    assert (code, err) == (1, "")
+    header, *lines = out.splitlines()
+    assert header.split() == ["path", "format", "iteration", "of", "size", "state"]
+    assert [line.split()[0] for line in lines] == list(map(str, paths))
+    assert re.search(
+        r"bad +checkpoint2 +2 +2 .* iteration 2 is unhealthy, as all since iteration 1: `w` holds", lines[0]
+    )
+    assert "empty  " in lines[1]
+    assert "error: " in lines[1]
+    assert re.search(r"good +checkpoint2 +1 +2 .* healthy; 1 newer save not complete$", lines[2])
+    assert re.search(r"m.safetensors +\w+ .* complete$", lines[3])
+    assert "error: " in lines[4]
+    found = json.loads(outcome("inspect", *paths, "--json")[1])["checkpoints"]
+    assert [one["healthy"] for one in found] == [False, None, True, None, None]
+    assert [one["error"] is None for one in found] == [True, False, True, True, False]
+    assert outcome("inspect", *paths[:1], paths[2])[0] == 0
+    code, _, err = outcome("inspect", *paths, "--all")
+    assert (code, "only --json can be combined" in err) == (2, True)
+
+
 def test_inspect_names_the_damage_of_what_it_passes_over(tmp_path: Path) -> None:
     root = tmp_path / "checkpoint"
     shutil.copytree(CKPT2, root)
@@ -819,6 +848,10 @@ def test_the_examples_of_the_help_run(
             shapes = {key: opened[key].shape for key in opened.keys()}  # noqa: SIM118
         write_strategy(demo / "tp4.yaml", shapes, tmp_path / "written")
         merge_strategies(tmp_path / "written", folder / "merged_strategy.ckpt")
+    if "runs/" in example:
+        example = example.replace("runs/*/", "runs/1/ runs/2/")  # as a shell does
+        for name in ("1", "2"):
+            shutil.copytree(demo / "tp2_pp2", folder / "runs" / name)
     if "split full/" in example:
         shutil.copytree(SAMPLES / "full_ms", folder / "full")
     if re.search("rollback|pin |_00000400", example):

@@ -219,3 +219,102 @@ def test_the_command(tmp_path: Path) -> None:
     assert told["differences"][1]["kind"] == "only in b"
     nothing = CliRunner().invoke(main, ["diff", a, str(tmp_path / "nothing")])
     assert (nothing.exit_code, "there is nothing" in nothing.stderr) == (2, True)  # not as "different"
+
+
+# -- norms, relative change, tolerance
+
+
+FLOATS = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn)
+SPECIAL = (0.0, -0.0, 1.0, -3.0, NAN, INF, -INF, 1e-6, 100.0)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast")
+@pytest.mark.parametrize("seed", range(40))
+def test_norms_and_tolerance_are_those_of_numpy(seed: int, tmp_path: Path) -> None:
+    rng = np.random.default_rng(seed)
+    dtype_a, dtype_b = (FLOATS[i] for i in rng.integers(0, len(FLOATS), 2))
+    n = int(rng.integers(1, 300))
+    values = rng.normal(size=n) if seed % 4 else rng.choice(SPECIAL, n)
+    a = values.astype(dtype_a)
+    b = np.where(rng.random(n) < 0.5, values, values * (1 + 0.01 * rng.normal(size=n))).astype(dtype_b)
+    atol, rtol = rng.choice([0, 1e-3, 0.1], 2)
+    report = report_of(tmp_path, {"w": a}, {"w": b}, atol=atol, rtol=rtol, memory=int(rng.integers(1, 4000)))
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        distance = np.abs(x - y)
+        allowed = atol + rtol * np.maximum(np.abs(x), np.abs(y))
+    finite_x, finite_y = np.isfinite(x), np.isfinite(y)
+    is_close = (x == y) | (np.isnan(x) & np.isnan(y)) | (finite_x & finite_y & (distance <= allowed))
+    assert report.close == bool(is_close.all())
+    if report.equal:
+        assert x.tobytes() == y.tobytes()
+        return
+    (found,) = report.differences
+    assert found.n_outside == np.count_nonzero(~is_close)
+    norms = [float(np.linalg.norm(one)) for one in (x[finite_x], y[finite_y], distance[finite_x & finite_y])]
+    assert [found.norm_a, found.norm_b, found.norm_change] == pytest.approx(norms, rel=1e-12)
+    if found.n_nan or found.max_abs == INF:
+        assert found.change == INF
+    elif norms[0]:
+        assert found.change == pytest.approx(norms[2] / norms[0], rel=1e-12)
+
+
+def test_a_rounded_export_is_within_the_tolerance_of_its_dtype(tmp_path: Path) -> None:
+    w = np.random.default_rng(0).normal(size=20_000).astype(np.float32)
+    for dtype, rtol, atol in ((ml_dtypes.bfloat16, 2**-8, 0.0), (np.float16, 2**-11, 2**-25)):
+        rounded = w.astype(dtype)
+        assert report_of(tmp_path, {"w": w}, {"w": rounded}, rtol=rtol, atol=atol).close
+        rounded[7] *= 1.02
+        report = report_of(tmp_path, {"w": w}, {"w": rounded}, rtol=rtol, atol=atol)
+        assert (report.close, report.differences[0].n_outside) == (False, 1)
+
+
+def test_what_no_tolerance_accepts(tmp_path: Path) -> None:
+    pairs = {
+        "missing": (np.ones(2), None),
+        "shape": (np.ones(2), np.ones(3)),
+        "nan": (np.array([NAN]), np.array([1.0])),
+        "inf": (np.array([INF]), np.array([1e300])),
+        "signs": (np.array([INF]), np.array([-INF])),
+    }
+    for name, (a, b) in pairs.items():
+        other = {"same": np.ones(1)} | ({} if b is None else {"w": b})
+        report = report_of(tmp_path, {"same": np.ones(1), "w": a}, other, atol=1e308, rtol=1e308)
+        assert not report.close, name
+    whole = report_of(tmp_path, {"w": np.array([2**63], np.uint64)}, {"w": np.array([2**63 - 1])}, atol=1)
+    assert (whole.close, whole.differences[0].max_abs) == (True, 1.0)
+    assert not report_of(tmp_path, {"w": np.array([2**63], np.uint64)}, {"w": np.array([2**63 - 2])}, atol=1).close
+    for bad in ({"atol": -1}, {"rtol": NAN}, {"rtol": "1"}, {"atol": INF}, {"atol": True}, {"sort": "size"}):
+        with pytest.raises(ArgumentError, match=next(iter(bad))):
+            report_of(tmp_path, {"w": np.ones(1)}, {"w": np.ones(1)}, **bad)
+
+
+def test_sorted_by_relative_change(tmp_path: Path) -> None:
+    a = {"small": np.ones(4), "large": np.full(4, 100.0), "gone": np.ones(1), "zero": np.zeros(2), "same": np.ones(2)}
+    b = {"small": np.full(4, 1.5), "large": np.full(4, 101.0), "zero": np.ones(2), "same": np.ones(2)}
+    report = report_of(tmp_path, a, b, sort="change")
+    assert [(one.key, one.change) for one in report.differences] == [
+        ("gone", None),
+        ("zero", INF),
+        ("small", 0.5),
+        ("large", pytest.approx(0.01)),
+    ]
+    assert [one.key for one in report_of(tmp_path, a, b).differences] == [key for key in sorted(a) if key != "same"]
+
+
+def test_the_command_with_a_tolerance(tmp_path: Path) -> None:
+    w = np.linspace(-1, 1, 100, dtype=np.float32)
+    save_file({"w": w, "v": w}, tmp_path / "a.safetensors")
+    save_file({"w": w.astype(ml_dtypes.bfloat16), "v": w}, tmp_path / "b.safetensors")
+    a, b = str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")
+    within = CliRunner().invoke(main, ["diff", a, b, "--rtol", "0.00390625"])
+    assert (within.exit_code, within.stdout.splitlines()[2:]) == (
+        0,
+        ["1 tensors are equal, 1 within the tolerance, 0 differ, 1.37 KiB compared"],
+    )
+    outside = CliRunner().invoke(main, ["diff", a, b, "--atol", "1e-9", "--sort", "change"])
+    assert outside.exit_code == 1
+    assert "outside" in outside.stdout
+    told = json.loads(CliRunner().invoke(main, ["diff", a, b, "--rtol", "0.1", "--json"]).stdout)
+    assert (told["equal"], told["close"], told["differences"][0]["n_outside"]) == (False, True, 0)
+    assert CliRunner().invoke(main, ["diff", a, b, "--rtol", "-1"]).exit_code == 2

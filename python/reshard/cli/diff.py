@@ -41,28 +41,45 @@ _MAX_ROWS = 60
 )
 @click.option("--strategy-a", type=PATH, metavar="PATH", help="Strategy files of A, if A is a folder of rank folders.")
 @click.option("--strategy-b", type=PATH, metavar="PATH", help="The same for B.")
+@click.option(
+    "--sort",
+    type=click.Choice(["stored", "change"]),
+    default="stored",
+    show_default=True,
+    help="The order of the list. change: the largest relative change first.",
+)
+@click.option("--atol", type=float, metavar="NUMBER", help="Absolute tolerance. Default: 0 with --rtol.")
+@click.option("--rtol", type=float, metavar="NUMBER", help="Relative tolerance. Default: 0 with --atol.")
 @options("memory", "threads")
-@click.option("--all", "everything", is_flag=True, help="List every tensor that differs.")
+@click.option("--all", "everything", is_flag=True, help="List every tensor that differs, also within the tolerance.")
 @functools.partial(command, refused=2)
 def diff(a: str, b: str, *, everything: bool, as_json: bool, **options: Any) -> None:
     """Compare the tensors of A and B: keys, shapes, dtypes, and every bit.
 
     A and B are checkpoints in any formats that reshard reads, in any layouts; see `reshard inspect --help`. Files that
-    hold no tensors, such as config.json, are not compared.
+    hold no tensors, such as config.json, are not compared. For each tensor that differs, the list shows the largest
+    absolute difference of two elements, the relative change |a - b| / |a| of the tensor, and its norms |a| and |b|.
+
+    With --atol or --rtol, differences up to atol + rtol * max(|x|, |y|) of two elements x and y are accepted, also
+    between dtypes. Rounding to bfloat16 is within --rtol 0.00390625 (2**-8).
 
     \b
     Examples:
       reshard diff output/checkpoint hf/ --part model
+      reshard diff output/checkpoint hf/ --part model --sort change
+      reshard diff output/checkpoint hf/ --part model --rtol 0.00390625
       reshard diff hf/ output/checkpoint --part model --json
 
-    Exit codes: 0 equal, 1 different, 2 refused or usage error.
+    Exit codes: 0 equal or within the tolerance, 1 different, 2 refused or usage error.
     """
+    tolerance = options["atol"] if options["rtol"] is None else options["rtol"]
     with collected_warnings() as logged, progress_bar() as progress:
         report = reshard.diff(a, b, progress=progress, **options)
     if as_json:
         echo_json(
             {
                 "equal": report.equal,
+                "close": None if tolerance is None else report.close,
                 **dataclasses.asdict(report),
                 # JSON has no infinity.
                 "differences": [_json(one) for one in report.differences],
@@ -72,38 +89,52 @@ def diff(a: str, b: str, *, everything: bool, as_json: bool, **options: Any) -> 
     else:
         echo(f"a: {shown(report.a)}")
         echo(f"b: {shown(report.b)}")
-        echo(f"{report.n_equal} tensors are equal, {len(report.differences)} differ, {size(report.n_bytes)} compared")
-        listed = report.differences if everything else report.differences[:_MAX_ROWS]
+        counts = [f"{report.n_equal} tensors are equal", f"{len(report.differences)} differ"]
+        outside = [one for one in report.differences if not one.close]
+        if tolerance is not None:
+            counts[1:] = [f"{len(report.differences) - len(outside)} within the tolerance", f"{len(outside)} differ"]
+        echo(f"{', '.join(counts)}, {size(report.n_bytes)} compared")
+        listed = list(report.differences) if everything else outside[:_MAX_ROWS]
         if listed:
-            _print_rows(listed)
-        echo_more(len(report.differences) - len(listed))
+            _print_rows(listed, has_tolerance=tolerance is not None)
+        echo_more(0 if everything else len(outside) - len(listed))
         warn(*logged)
-    if not report.equal:
+    if not report.close:
         raise click.exceptions.Exit(1)
 
 
 def _json(one: TensorDifference) -> dict[str, Any]:
     fields = dataclasses.asdict(one)
-    if one.max_abs is not None and not math.isfinite(one.max_abs):
-        fields["max_abs"] = str(one.max_abs)
-    return fields
+    infinite = {name: str(value) for name, value in fields.items() if isinstance(value, float) and math.isinf(value)}
+    return fields | infinite
 
 
-def _print_rows(differences: tuple[TensorDifference, ...]) -> None:
-    table = plain_table("key", "what", "dtype", "shape", "elements", "largest difference", right=("elements",))
+def _print_rows(differences: list[TensorDifference], *, has_tolerance: bool) -> None:
+    outside = ["outside"] if has_tolerance else []
+    table = plain_table(
+        *("key", "what", "dtype", "shape", "elements", *outside, "largest difference", "change", "norms"),
+        right=("elements", "outside", "change"),
+    )
     for one in differences:
         count = "" if one.n_different is None else f"{one.n_different} of {one.n_elements}"
-        largest = "" if one.max_abs is None else f"{one.max_abs:.6g}"
         nan = f", {one.n_nan} NaN on one side" if one.n_nan else ""
+        n_outside = "" if one.n_outside is None else str(one.n_outside)
         table.add_row(
             shown(one.key),
             one.kind,
             _both(one.dtype_a, one.dtype_b),
             _both(*(None if shape is None else join_dims(shape) for shape in (one.shape_a, one.shape_b))),
             count,
-            largest + nan,
+            *([n_outside] if has_tolerance else []),
+            _number(one.max_abs) + nan,
+            "" if one.change is None else f"{one.change:.3g}",
+            _both(*(_number(norm) or None for norm in (one.norm_a, one.norm_b))),
         )
     echo_table(table)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
 
 
 def _both(a: str | None, b: str | None) -> str:

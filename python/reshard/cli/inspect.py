@@ -73,7 +73,8 @@ _STATES = {True: "complete", False: "damaged", None: "not checked"}
 
 @click.command(short_help="Show the contents: iterations, tensors, partitions, files, replicas.")
 @click.argument("path", type=PATH)
-@click.argument("pattern", required=False)
+@click.argument("pattern", required=False, metavar="[PATTERN | PATH ...]")
+@click.argument("more", nargs=-1, type=PATH, metavar="")
 @click.option("--strategy", type=PATH, metavar="PATH", help=STRATEGY_HELP)
 @click.option(
     "--format",
@@ -89,6 +90,7 @@ _STATES = {True: "complete", False: "damaged", None: "not checked"}
 def inspect(
     path: str,
     pattern: str | None,
+    more: tuple[str, ...],
     *,
     strategy: str | None,
     format: str | None,  # noqa: A002  the name of the option
@@ -104,6 +106,9 @@ def inspect(
     torch.distributed.checkpoint, Megatron-LM or DeepSpeed. PATTERN selects tensors: a glob that matches the whole key,
     as in layout files, or re:... for a regular expression. If it selects one tensor, its regions are drawn.
 
+    With several paths, one line is printed for each: format, newest complete iteration, number of iterations, size, and
+    whether it was saved as healthy. A second word is a path if there is a file or folder of this name, else a pattern.
+
     \b
     Examples:
       reshard inspect output/checkpoint
@@ -113,7 +118,17 @@ def inspect(
       reshard inspect output/checkpoint --html page.html
       reshard inspect output/checkpoint --json
       reshard inspect output/checkpoint --strategy output/strategy
+      reshard inspect runs/*/
+
+    Exit codes: 0 success, 1 refused; with several paths: at least one could not be opened, and the others are listed.
     """
+    if pattern is not None and (more or (pattern and locate(pattern).exists())):
+        if strategy or format or as_layout or html is not None or everything:
+            raise click.UsageError("several paths are listed, one line each: only --json can be combined with them")
+        from reshard.cli.overview import print_overview
+
+        print_overview((path, pattern, *more), as_json=as_json)
+        return
     if html is not None and (pattern is not None or as_layout):
         raise click.UsageError("--html shows the whole checkpoint: it excludes PATTERN and --layout")
     opened = functools.partial(reshard.open, path, strategy=strategy, format=format)

@@ -692,12 +692,13 @@ def _near_hint(path: str) -> str | None:
 def _is_given(path: str | None) -> bool:
     """Whether a path is an argument of the command, possibly spelled in another way."""
     context = click.get_current_context()
-    values = [context.params.get(param.name or "") for param in context.command.params if param.type is PATH]
+    found = [context.params.get(param.name or "") for param in context.command.params if param.type is PATH]
+    values = [one for value in found for one in (value if isinstance(value, tuple) else (value,))]
     return path is not None and locate(path).absolute() in [locate(one).absolute() for one in values if one]
 
 
 def _report(error: ReshardError | OSError, *, as_json: bool) -> None:
-    facts = _facts(error)
+    facts = error_facts(error)
     has_names = (facts["hint"] or "").startswith("did you mean")
     if isinstance(error, CheckpointNotFoundError) and not has_names and _is_given(error.path):
         facts["hint"] = _near_hint(str(error.path)) or facts["hint"]
@@ -741,7 +742,8 @@ def _option(name: str, value: str) -> str | None:
     return " ".join(f"{param.opts[0]} {shlex.quote(str(one))}" for one in values)
 
 
-def _facts(error: ReshardError | OSError) -> dict[str, Any]:
+def error_facts(error: ReshardError | OSError) -> dict[str, Any]:
+    """An error as the object that `--json` prints, in the words of the command."""
     name = type(error).__name__
     if isinstance(error, ReshardError):
         message = _with_options(error.message) if isinstance(error, ArgumentError) else error.message

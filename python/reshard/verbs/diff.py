@@ -3,19 +3,25 @@
 Tensors are equal if key, dtype, shape and every bit are equal: a NaN equals a NaN with the same bits, and -0.0 differs
 from 0.0. Bytes are compared first, values only where bytes differ. Both sides are read region by region into two
 buffers, so memory use does not depend on the size of a tensor. Counters and files beside the tensors are not compared.
+
+A tensor that differs has norms and a relative change. A tolerance separates differences that are only rounding.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+import ml_dtypes
 import numpy as np
 
 from reshard import _core, dtypes, opening
 from reshard.arguments import checked, parse_size
+from reshard.errors import ArgumentError
 from reshard.indexing import boxes
+from reshard.words import show
 
 if TYPE_CHECKING:
     import os
@@ -24,9 +30,13 @@ if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint, Part
     from reshard.opening import StrategyLike
 
+Sort = Literal["stored", "change"]
+Tolerance = tuple[float, float]
+"""The absolute and the relative tolerance."""
+
 _ALIGN_BYTES = 64
 # Elements compared at a time, so that temporary arrays stay in the cache. A multiple of 8: a block is whole bytes.
-_BLOCK_ELEMENTS = 1 << 17
+_BLOCK_ELEMENTS = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,14 @@ class TensorDifference:
             Bits are compared if the dtypes are equal, else values in double precision.
         n_nan: number of those elements that are NaN on one side only.
         max_abs: the largest absolute difference of two elements, without those of `n_nan`. None if elements are not
-            compared, and for packed dtypes, which are not decoded.
+            compared, and for packed dtypes, which are not decoded. The attributes below are None then, too.
+        norm_a: the Euclidean norm of the elements in the first checkpoint that are finite.
+        norm_b: the same for the second checkpoint.
+        norm_change: the norm of the difference of the elements that are finite in both.
+        change: the relative change, `norm_change / norm_a`; infinite if `norm_a` is 0, and if a NaN or an infinity is
+            on one side only.
+        n_outside: number of elements outside the tolerance; None without a tolerance. For packed dtypes and a
+            tolerance, the number of elements that differ.
     """
 
     key: str
@@ -58,6 +75,16 @@ class TensorDifference:
     n_different: int | None = None
     n_nan: int | None = None
     max_abs: float | None = None
+    norm_a: float | None = None
+    norm_b: float | None = None
+    norm_change: float | None = None
+    change: float | None = None
+    n_outside: int | None = None
+
+    @property
+    def close(self) -> bool:
+        """Whether all elements are within the tolerance; False without a tolerance."""
+        return self.n_outside == 0
 
 
 @dataclass(frozen=True)
@@ -69,7 +96,8 @@ class DiffReport:
         b: the folder or file of the second checkpoint.
         n_equal: number of equal tensors.
         n_bytes: bytes of tensors that were read from both.
-        differences: the tensors that differ, in the order of the first checkpoint, then those only in the second.
+        differences: the tensors that differ, also those within the tolerance. In the order of the first checkpoint,
+            then those only in the second; with `sort="change"`, the largest relative change first.
     """
 
     a: str
@@ -83,6 +111,11 @@ class DiffReport:
         """Whether all tensors are equal."""
         return not self.differences
 
+    @property
+    def close(self) -> bool:
+        """Whether all tensors are equal or within the tolerance."""
+        return all(one.close for one in self.differences)
+
 
 @checked
 def diff(
@@ -92,11 +125,18 @@ def diff(
     part: Part = "all",
     strategy_a: StrategyLike | None = None,
     strategy_b: StrategyLike | None = None,
+    sort: Sort = "stored",
+    atol: float | None = None,
+    rtol: float | None = None,
     memory: str | int = "256MiB",
     threads: int | None = None,
     progress: _core.Progress | None = None,
 ) -> DiffReport:
     """Compare the tensors of two checkpoints.
+
+    Two elements x and y are within the tolerance if `|x - y| <= atol + rtol * max(|x|, |y|)`, computed in double
+    precision, or if both are NaN. Rounding to bfloat16 is within `rtol=2**-8`, to float16 within `rtol=2**-11,
+    atol=2**-25`.
 
     Args:
         a: path of the first checkpoint: anything that `reshard.open` opens.
@@ -105,6 +145,10 @@ def diff(
         strategy_a: the strategy of the first checkpoint, if it consists of rank folders; as `strategy` of
             `reshard.open`.
         strategy_b: the strategy of the second checkpoint.
+        sort: the order of the differences: "stored", or "change": tensors that are missing or have another shape, then
+            the largest relative change first.
+        atol: the absolute tolerance; None: 0 if `rtol` is given, else there is no tolerance.
+        rtol: the relative tolerance; None: 0 if `atol` is given.
         memory: size of the buffers, such as "256MiB", or bytes. Other memory use does not depend on the model.
         threads: number of threads that copy.
         progress: called as `progress(done_bytes, total_bytes)`.
@@ -114,8 +158,7 @@ def diff(
 
     Raises:
         CheckpointNotFoundError, DamagedFileError, CoverageError, StorageError: a checkpoint cannot be opened or read.
-        MismatchError: one without checksums was changed while it was read.
-        ArgumentError: `part` or `memory` is invalid.
+        ArgumentError: `part`, `sort`, `memory` or a tolerance is invalid.
         LayoutError: rank folders without a strategy.
 
     Example:
@@ -125,12 +168,31 @@ def diff(
         >>> report = reshard.diff("a.safetensors", "b.safetensors")
         >>> report.n_equal, [(d.key, d.n_different, d.max_abs) for d in report.differences]
         (1, [('w', 1, 0.5)])
+        >>> reshard.diff("a.safetensors", "b.safetensors", atol=0.5).close
+        True
     """
+    tolerance = _tolerance(atol, rtol)
+    if sort not in ("stored", "change"):
+        raise ArgumentError(f'`sort` is {show(str(sort))}, expected "stored" or "change"')
+    max_bytes = parse_size(memory)
     with opening.open(a, strategy=strategy_a) as left, opening.open(b, strategy=strategy_b) as right:
-        report = diff_opened(left, right, part=part, max_bytes=parse_size(memory), threads=threads, progress=progress)
+        report = diff_opened(
+            left, right, part=part, tolerance=tolerance, max_bytes=max_bytes, threads=threads, progress=progress
+        )
         left.check_unchanged()
         right.check_unchanged()
+    if sort == "stored":
         return report
+    order = sorted(report.differences, key=lambda one: math.inf if one.change is None else one.change, reverse=True)
+    return dataclasses.replace(report, differences=tuple(sorted(order, key=lambda one: one.change is not None)))
+
+
+def _tolerance(atol: float | None, rtol: float | None) -> Tolerance | None:
+    for name, value in (("atol", atol), ("rtol", rtol)):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 <= value < math.inf):
+            raise ArgumentError(f"`{name}` is {show(repr(value))[1:-1]}, expected a finite number from 0 on")
+    return None if atol is None and rtol is None else (float(atol or 0), float(rtol or 0))
 
 
 def diff_opened(
@@ -138,6 +200,7 @@ def diff_opened(
     right: Checkpoint,
     *,
     part: Part = "all",
+    tolerance: Tolerance | None = None,
     max_bytes: int,
     threads: int | None = None,
     progress: _core.Progress | None = None,
@@ -148,6 +211,7 @@ def diff_opened(
         left: the first checkpoint.
         right: the second checkpoint.
         part: "model", "optimizer" or "all".
+        tolerance: the absolute and the relative tolerance.
         max_bytes: size of the buffers, in bytes.
         threads: number of threads that copy.
         progress: called as `progress(done_bytes, total_bytes)`.
@@ -164,7 +228,7 @@ def diff_opened(
     """
     half_bytes = max(max_bytes // 2, 1)
     keys, other = left.keys(part), set(right.keys(part))
-    pairs = [_Pair(key, left, right) for key in keys if key in other]
+    pairs = [_Pair(key, left, right, tolerance) for key in keys if key in other]
     n_bytes = sum(sum(pair.n_bytes) for pair in pairs if pair.is_comparable)
     comparison = _Comparison(left, right, half_bytes, threads)
     done = 0
@@ -193,7 +257,7 @@ def _unmatched(opened: Checkpoint, key: str, *, is_a: bool) -> TensorDifference:
 class _Pair:
     """A tensor in both checkpoints, and the result of its comparison so far."""
 
-    def __init__(self, key: str, left: Checkpoint, right: Checkpoint) -> None:
+    def __init__(self, key: str, left: Checkpoint, right: Checkpoint, tolerance: Tolerance | None) -> None:
         a, b = left[key], right[key]
         self.key = key
         self.dtypes = (a.dtype, b.dtype)
@@ -203,6 +267,7 @@ class _Pair:
         self.is_packed = any(packed)
         # Packed elements are not decoded, so they cannot be compared with another dtype.
         self.is_comparable = a.shape == b.shape and (a.dtype == b.dtype or not self.is_packed)
+        self.tolerance = tolerance
         self.found = _Counts()
 
     def difference(self) -> TensorDifference | None:
@@ -221,15 +286,33 @@ class _Pair:
             return TensorDifference(*facts)
         found = self.found
         if self.is_packed:
-            return TensorDifference(*facts, found.n_different)
-        return TensorDifference(*facts, found.n_different, found.n_nan, found.max_abs)
+            n_outside = None if self.tolerance is None else found.n_different
+            return TensorDifference(*facts, found.n_different, n_outside=n_outside)
+        norm_a, norm_b, norm_change = map(math.sqrt, (found.squares_a, found.squares_b, found.squares_change))
+        relative = norm_change / norm_a if norm_a else math.inf if norm_change else 0.0
+        return TensorDifference(
+            *facts,
+            n_different=found.n_different,
+            n_nan=found.n_nan,
+            max_abs=found.max_abs,
+            norm_a=norm_a,
+            norm_b=norm_b,
+            norm_change=norm_change,
+            # The norms of values near the largest double are infinite, and their ratio is no number.
+            change=math.inf if found.n_nan or found.max_abs == math.inf or math.isnan(relative) else relative,
+            n_outside=None if self.tolerance is None else found.n_outside,
+        )
 
 
 @dataclass
 class _Counts:
     n_different: int = 0
     n_nan: int = 0
+    n_outside: int = 0
     max_abs: float = 0.0
+    squares_a: float = 0.0
+    squares_b: float = 0.0
+    squares_change: float = 0.0
 
 
 # -- regions that are read at a time
@@ -316,34 +399,96 @@ def _compare(pair: _Pair, a: np.ndarray, b: np.ndarray) -> None:
                 differs = np.unpackbits(x ^ y, bitorder="little").reshape(-1, bits).any(axis=1)
                 pair.found.n_different += int(np.count_nonzero(differs))
         return
+    if a.size == pair.n_bytes[0] and pair.dtypes[0] == pair.dtypes[1] and np.array_equal(a, b):
+        return  # a whole tensor that is equal: its norms are not needed
     values_a, values_b = (side.view(dtypes.numpy_dtype(dtype)) for side, dtype in zip((a, b), pair.dtypes, strict=True))
-    for start in range(0, values_a.size, _BLOCK_ELEMENTS):
-        block = slice(start, start + _BLOCK_ELEMENTS)
-        _compare_block(pair.found, values_a[block], values_b[block])
-
-
-def _compare_block(found: _Counts, a: np.ndarray, b: np.ndarray) -> None:
-    if a.dtype == b.dtype:
-        bits = np.dtype(f"u{a.itemsize}")
-        differs = a.view(bits) != b.view(bits)
-        if not differs.any():
-            return
-        a, b = a[differs], b[differs]
-        found.n_different += a.size
-        if a.dtype.kind == "b":  # a byte may have other values than 0 and 1
-            a, b = a.view(np.uint8), b.view(np.uint8)
-        if a.dtype.kind in "iu":
-            # Unsigned subtraction is exact modulo 2**64, and the difference of two integers is below 2**64.
-            wide = np.maximum(a, b).astype(np.uint64) - np.minimum(a, b).astype(np.uint64)
-            found.max_abs = max(found.max_abs, float(wide.max()))
-            return
-    kind = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
-    x, y = a.astype(kind), b.astype(kind)
-    is_nan = np.isnan(x), np.isnan(y)
-    if a.dtype != b.dtype:
-        found.n_different += int(np.count_nonzero((x != y) & ~(is_nan[0] & is_nan[1])))
-    found.n_nan += int(np.count_nonzero(is_nan[0] ^ is_nan[1]))
     with np.errstate(invalid="ignore", over="ignore"):
-        distance = np.where((x == y) | is_nan[0] | is_nan[1], 0.0, np.abs(x - y))
-    # The difference of complex infinities can be NaN although neither operand is NaN.
-    found.max_abs = max(found.max_abs, float(np.nan_to_num(distance, nan=np.inf, posinf=np.inf).max(initial=0.0)))
+        for start in range(0, values_a.size, _BLOCK_ELEMENTS):
+            block = slice(start, start + _BLOCK_ELEMENTS)
+            _compare_block(pair.found, values_a[block], values_b[block], pair.tolerance)
+
+
+def _compare_block(found: _Counts, a: np.ndarray, b: np.ndarray, tolerance: Tolerance | None) -> None:
+    """Add what one block of elements has to the counts."""
+    kind = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
+    x = _wide(a, kind)
+    differs = _bits(a) != _bits(b) if a.dtype == b.dtype else None
+    if differs is not None and not differs.any():
+        squares = _squares(x)
+        found.squares_a += squares
+        found.squares_b += squares
+        return
+    y = _wide(b, kind)
+    change = x - y
+    sums = _sum_of_squares(x), _sum_of_squares(y), _sum_of_squares(change)
+    if a.dtype.kind not in "biu" and math.isfinite(sum(sums)):
+        distance = np.abs(change)
+        found.n_different += int(np.count_nonzero(distance if differs is None else differs))
+        found.max_abs = max(found.max_abs, float(distance.max()))
+        found.squares_a += sums[0]
+        found.squares_b += sums[1]
+        found.squares_change += sums[2]
+        if tolerance is not None:
+            found.n_outside += int(np.count_nonzero(distance > _allowed(x, y, tolerance)))
+        return
+    is_nan_x, is_nan_y = np.isnan(x), np.isnan(y)
+    is_either_nan = is_nan_x | is_nan_y
+    is_same = (x == y) | (is_nan_x & is_nan_y)
+    if a.dtype.kind in "biu" and b.dtype.kind in "biu":
+        # Doubles do not hold every integer of 64 bits, but their exact difference is below 2**64.
+        distance = _integer_distance(a, b)
+        is_same = distance == 0
+    else:
+        # The difference of complex infinities can be NaN although neither operand is NaN.
+        distance = np.nan_to_num(np.abs(x - y), nan=np.inf, posinf=np.inf)
+        distance[is_same | is_either_nan] = 0.0
+    found.n_different += int(np.count_nonzero(~is_same if differs is None else differs))
+    found.n_nan += int(np.count_nonzero(is_nan_x ^ is_nan_y))
+    found.max_abs = max(found.max_abs, float(distance.max(initial=0.0)))
+    found.squares_a += _squares(x)
+    found.squares_b += _squares(y)
+    found.squares_change += _squares(distance)
+    if tolerance is not None:
+        # An infinity is within the tolerance of an equal one only, although its allowance is infinite.
+        is_close = (distance <= _allowed(x, y, tolerance)) & (distance < np.inf) & ~is_either_nan
+        found.n_outside += int(np.count_nonzero(~(is_same | is_close)))
+
+
+def _allowed(x: np.ndarray, y: np.ndarray, tolerance: Tolerance) -> np.ndarray:
+    atol, rtol = tolerance
+    allowed: np.ndarray = atol + rtol * np.maximum(np.abs(x), np.abs(y))
+    return allowed
+
+
+def _wide(array: np.ndarray, kind: type[np.float64 | np.complex128]) -> np.ndarray:
+    """The values in double precision."""
+    if array.dtype == ml_dtypes.bfloat16:  # its bits are the upper half of a float32: faster than astype
+        return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(kind)
+    # A boolean's byte may have other values than 0 and 1.
+    return (array.view(np.uint8) if array.dtype.kind == "b" else array).astype(kind)
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    return array.view(np.dtype(f"u{array.itemsize}"))
+
+
+def _squares(values: np.ndarray) -> float:
+    """The sum of the squares of the values that are finite."""
+    total = _sum_of_squares(values)
+    return total if math.isfinite(total) else _sum_of_squares(np.where(np.isfinite(values), values, 0.0))
+
+
+def _sum_of_squares(values: np.ndarray) -> float:
+    parts = values.view(np.float64)  # of complex numbers
+    return float(np.einsum("i,i->", parts, parts))  # np.dot starts threads for a block
+
+
+def _integer_distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    a, b = (side.view(np.uint8) if side.dtype.kind == "b" else side for side in (a, b))
+    common = np.result_type(a, b)
+    if common.kind not in "iu":  # int64 and uint64 have no common dtype: as integers of Python, for a rare case
+        return np.array([abs(x - y) for x, y in zip(a.tolist(), b.tolist(), strict=True)], np.float64)
+    a, b = a.astype(common, copy=False), b.astype(common, copy=False)
+    # Unsigned subtraction is exact modulo 2**64.
+    distance: np.ndarray = np.maximum(a, b).astype(np.uint64) - np.minimum(a, b).astype(np.uint64)
+    return distance.astype(np.float64)
