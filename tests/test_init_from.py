@@ -227,7 +227,7 @@ def with_average(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     return {"model": model.state_dict(), "ema": average, "optim_state_dict": optimizer.state_dict()}
 
 
-@pytest.mark.parametrize("made", [of_loop, of_lightning, with_average])
+@pytest.mark.parametrize("made", [of_loop, of_lightning])
 def test_a_file_of_torch_with_more_than_the_model_is_one_to_start_from(tmp_path: Path, made: Any) -> None:
     before, state = saved(tmp_path / "pretrained")
     torch.save(made(before, state), tmp_path / "file.pt")
@@ -236,11 +236,7 @@ def test_a_file_of_torch_with_more_than_the_model_is_one_to_start_from(tmp_path:
     decision = resumed(tmp_path / "run", model, optimizer, init_from=tmp_path / "file.pt")
     assert same(model, before)
     assert not optimizer.state
-    left = {
-        of_loop: None,
-        of_lightning: "`callbacks.ModelCheckpoint.best_model_score`",
-        with_average: "`ema.embed.weight`",
-    }
+    left = {of_loop: None, of_lightning: "`callbacks.ModelCheckpoint.best_model_score`"}
     assert [line.split(", ")[0] for line in decision.warnings] == (
         [f"the checkpoint also has {left[made]}"] if left[made] else []
     )
@@ -249,6 +245,25 @@ def test_a_file_of_torch_with_more_than_the_model_is_one_to_start_from(tmp_path:
     assert same(model, before)
     for one, other in zip(state.state.values(), optimizer.state.values(), strict=True):
         assert all(torch.equal(one[slot], other[slot]) for slot in one)
+
+
+@pytest.mark.parametrize("other", ["ema", "a"])
+@pytest.mark.parametrize("of_model", ["model", "state_dict", "model_state_dict", "z"])
+def test_an_average_beside_the_model_is_refused_whatever_the_entries_are_called(
+    tmp_path: Path, of_model: str, other: str
+) -> None:
+    before, state = saved(tmp_path / "pretrained")
+    file = with_average(before, state)
+    torch.save({of_model: file["model"], other: file["ema"], "optim": file["optim_state_dict"]}, tmp_path / "file.pt")
+    with pytest.raises(MismatchError, match=f"several sets of weights fit the model: `{of_model}` and `{other}`"):
+        resumed(tmp_path / "run", Model(), init_from=tmp_path / "file.pt")
+    init = InitFrom(tmp_path / "file.pt", entry=of_model, fresh_optimizer=False)
+    resumed(tmp_path / "other", (model := Model()), (optimizer := adam(model)), init_from=init)
+    assert same(model, before)
+    for one, kept in zip(state.state.values(), optimizer.state.values(), strict=True):
+        assert all(torch.equal(one[slot], kept[slot]) for slot in one)
+    resumed(tmp_path / "average", (model := Model()), init_from=InitFrom(tmp_path / "file.pt", entry=other))
+    assert not any(map(torch.count_nonzero, model.state_dict().values()))
 
 
 def test_tensors_beside_the_model_are_refused_in_its_own_state_dict(tmp_path: Path) -> None:

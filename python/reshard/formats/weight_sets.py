@@ -277,15 +277,11 @@ def _rivals(sets: Sequence[WeightSet]) -> list[WeightSet]:
     outer = next((one for one in rivals if not one.entry), best)
     if outer.n_fit == best.n_fit and len(outer.names) == len(best.names):
         best = outer
-    rivals = [
+    return [
         one
         for one in rivals
         if one is best or not (best.holds(next(iter(one.names))) or one.names.keys() <= best.names.keys())
     ]
-    of_model = [one for one in rivals if _OF_MODEL.issuperset(one.entry.split("."))]
-    if len(of_model) == 1:
-        return of_model
-    return rivals
 
 
 def check_distinct(names: Mapping[str, str], path: str | None) -> None:
