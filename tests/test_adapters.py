@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from tests.peers.required import required
+from tests.ranks import Job
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import reshard
 from reshard.errors import ArgumentError, MismatchError, UnsupportedError
@@ -17,6 +20,8 @@ from reshard.transformers import ReshardCallback
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from reshard.group import TorchGroup
 
 peft = required("peft")
 transformers = required("transformers")
@@ -238,3 +243,32 @@ def test_a_trainer_ends_with_merged_weights(tmp_path: Path) -> None:
             assert sorted(one) == sorted(two)
             assert all(one.read(key).tobytes() == two.read(key).tobytes() for key in one)
         assert type(transformers.AutoModelForCausalLM.from_pretrained(folder)).__name__ == "LlamaForCausalLM"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_sharded_models_are_merged(tmp_path: Path) -> None:
+    def model_of_peft() -> Any:
+        config = peft.LoraConfig(
+            r=2, target_modules=["q_proj", "embed_tokens"], modules_to_save=["lm_head"], task_type="CAUSAL_LM"
+        )
+        return moved(peft.get_peft_model(base(), config))
+
+    def work(_group: TorchGroup) -> str:
+        model = model_of_peft()
+        mesh = init_device_mesh("cpu", (2,))
+        for layer in model.base_model.model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        saved(tmp_path / "run", model, hf_every=1, merge=True)
+        return type(model.base_model.model.model.layers[0]).__name__
+
+    with Job(2, work) as job:
+        assert job.values() == ["FSDPLlamaDecoderLayer"] * 2
+    model_of_peft().merge_and_unload().save_pretrained(tmp_path / "right")
+    with (
+        reshard.open(tmp_path / "run_hf" / "iteration_00000001") as one,
+        reshard.open(tmp_path / "right") as two,
+    ):
+        assert sorted(one) == sorted(two)
+        assert all(one.read(key).tobytes() == two.read(key).tobytes() for key in one)

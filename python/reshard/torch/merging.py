@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -87,11 +88,6 @@ def merge_of(model: object) -> Merge:
             f"`merge=True`: adapters of {show(kind)} cannot be merged into weights",
             hint="leave `merge` out: the adapter is written",
         )
-    if any(kind.__name__ == "FSDPModule" for module in inner.modules() for kind in type(module).__mro__):
-        raise UnsupportedError(
-            f"`merge=True`: the {show(type(inner).__name__)} is under `fully_shard`, which cannot be copied",
-            hint="leave `merge` out: the adapter is written; merge it in one process after the training",
-        )
     names = _outermost(inner.base_model.model)
     for name in names:
         _check_plain(inner, name)
@@ -99,7 +95,7 @@ def merge_of(model: object) -> Merge:
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            skeleton = copy.deepcopy(inner, _on_meta(inner))
+            skeleton = _copied(inner, inner, _on_meta(inner))
             before = _tensors(skeleton)
             key_of_tensor: dict[int, str] = {}
             for key in found.tensors:
@@ -289,7 +285,7 @@ def _merged_layer(whole: Checkpoint, merge: Merge, name: str) -> dict[str, torch
         memo[id(tensor)] = _like(tensor, value)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        layer: Any = copy.deepcopy(live, memo)
+        layer: Any = _copied(live, merge.peft_model, memo)
         if hasattr(layer, "unload_and_optionally_merge_module"):
             made = layer.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
         else:
@@ -335,6 +331,18 @@ def _on_meta(model: Any) -> dict[int, Any]:
     for tensor in _tensors(model).values():
         empty[id(tensor)] = _like(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
     return empty
+
+
+def _copied(module: Any, model: Any, memo: dict[int, Any]) -> Any:
+    """A copy of a module of the model with the tensors of `memo`. Modules under `fully_shard` have their own class."""
+    sharded = [one for one in model.modules() if type(one).__bases__[0].__name__ == "FSDPModule"]
+    memo |= {id(one): object.__new__(type(one).__bases__[1]) for one in sharded}
+    for one in sharded:
+        # The hooks and the state of `fully_shard` cannot be copied.
+        value = {name: kept for name, kept in vars(one).items() if not name.startswith("__composable_api")}
+        value |= {name: OrderedDict() for name in value if name.endswith("_hooks")}
+        memo[id(one)].__dict__ = copy.deepcopy(value, memo)
+    return copy.deepcopy(module, memo)
 
 
 def _like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
