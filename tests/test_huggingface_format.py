@@ -200,6 +200,58 @@ def test_a_tensor_in_two_files_is_refused_if_its_contents_differ(
         assert len(reshard.open(tmp_path)) == 4
 
 
+DIFFERENCES: dict[str, Any] = {
+    "xor": {"xor": True, "base": "step_10"},
+    "xor as text": {"encoding": "sparse_xor", "total_size": 8},
+    "sparse": {"sparse": "true", "base_model": "Qwen/Qwen3-0.6B"},
+    "base": {"base": "out/step_10"},
+    "base step": {"base_step": "10", "step": "11"},
+    "delta": {"format": "delta"},
+    "is_delta": {"is_delta": 1},
+}
+MODELS: dict[str, Any] = {
+    "nothing": {},
+    "of transformers": {"total_size": 8, "total_parameters": 2},
+    "of mergekit": {"mergekit_version": "0.1.0", "format": "pt"},
+    "what it was tuned from": {"base_model": "Qwen/Qwen3-0.6B", "base_model_revision": "main"},
+    "no difference": {"delta": "false", "xor": 0, "sparse": ""},
+    "a tied name": {"model.delta.weight": "model.w"},
+    "of a trainer of images": {"ss_base_model_version": "sdxl_base_v1-0", "modelspec.architecture": "xl/base/delta"},
+}
+
+
+@pytest.mark.parametrize("place", ["index", "file"])
+@pytest.mark.parametrize("kind", [*DIFFERENCES, *MODELS])
+def test_metadata_of_differences_is_refused(kind: str, place: str, tmp_path: Path) -> None:
+    metadata = {**DIFFERENCES, **MODELS}[kind]
+    texts = {key: str(value) for key, value in metadata.items()}
+    reshard.save_file({"w": np.zeros(2)}, tmp_path / "m.safetensors", texts if place == "file" else None)
+    if place == "index":
+        text = json.dumps({"metadata": metadata, "weight_map": {"w": "m.safetensors"}})
+        (tmp_path / INDEX_FILE).write_text(text)
+    else:
+        (tmp_path / "m.safetensors").rename(tmp_path / SINGLE_FILE)
+    if kind in MODELS:
+        reshard.open(tmp_path).close()
+        return
+    with pytest.raises(UnsupportedError, match="describes differences from other weights, and no model: its metadata"):
+        reshard.convert(tmp_path, tmp_path.with_name("out"))
+
+
+@pytest.mark.parametrize("names", [("w.indices", "w.values"), ("w_idx", "w_vals")])
+def test_pairs_of_indices_and_values_are_refused(names: tuple[str, str], tmp_path: Path) -> None:
+    first, second = names
+    tensors: dict[str, np.ndarray] = {first: np.arange(2), second: np.zeros(2, np.float32)}
+    reshard.save_file(tensors, tmp_path / SINGLE_FILE)
+    with pytest.raises(UnsupportedError, match=rf"no model: its tensors are pairs of .*, such as `{first}`"):
+        reshard.open(tmp_path)
+    # One buffer of a model, and a module named so.
+    reshard.save_file({**tensors, **{f"{i}.weight": np.zeros(1) for i in range(2)}}, tmp_path / SINGLE_FILE)
+    reshard.open(tmp_path).close()
+    reshard.save_file({"head.values": np.zeros(1), "body.indices": np.zeros(1)}, tmp_path / SINGLE_FILE)
+    reshard.open(tmp_path).close()
+
+
 def test_our_index_is_known_again(tmp_path: Path) -> None:
     names = [huggingface.file_name(i, 2) for i in (1, 2)]
     text = huggingface.index_text({"z": names[0], "a": names[1]}, 12, "0.1.0")

@@ -22,7 +22,7 @@ from reshard.words import listed, show
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from reshard import _core
 
@@ -33,6 +33,15 @@ _MAX_NAME_BYTES = 1024
 _SETTLED_NS = 1_000_000_000  # after which a save has begun its next file
 _LEFT_NS = 60_000_000_000  # after which an unfinished file was left by a program that ended
 _UNFINISHED = re.compile(r"\.tmp[0-9A-Za-z]{6}")  # of `safetensors`
+# Words of metadata of differences between checkpoints.
+_DIFFERENCE = frozenset({"delta", "deltas", "diff", "xor"})
+_OF_KIND = frozenset({"codec", "compression", "encoding", "format", "kind", "mode", "type"})
+_OF_BASE = frozenset(
+    {"base", "checkpoint", "commit", "digest", "hash", "iteration", "revision", "sha", "step", "version"}
+)
+_NOTHING = (None, False, 0, "", "0", "false", "no", "none", "null")
+_HALVES = ("indices", "indexes", "idx", "values", "vals")
+_HALF = re.compile(rf"(.+)[._/:]({'|'.join(_HALVES)})")
 _MAX_NAMED = 3  # names that a message lists before it only counts them
 
 
@@ -53,6 +62,8 @@ def read(path: str | os.PathLike[str]) -> dict[str, str]:
     path = locate(path)
     content = read_json(path, _MAX_BYTES, max_values=_MAX_VALUES, follow_links=True)
     weight_map = content.get("weight_map", content) if isinstance(content, dict) else None
+    if weight_map is not content and isinstance(content, dict):
+        refuse_differences(path, content.get("metadata"))
     if not isinstance(weight_map, dict):
         raise _damaged(path, "it has no object `weight_map`")
     if not weight_map:
@@ -101,6 +112,67 @@ def add_tensors(index: _core.Index, folder: Location, weight_map: Mapping[str, s
     numbers = {name: add(str(folder / name)) for name in dict.fromkeys(weight_map.values())}
     for key, name in weight_map.items():
         index.add_whole(key, numbers[name])
+
+
+def refuse_differences(path: Location, metadata: object, keys: Sequence[str] = ()) -> None:
+    """Refuse weights that are differences from other weights, or replace some of their elements: they are no model.
+
+    Trainings by reinforcement learning write such folders in place of a whole model. Their metadata says from what the
+    difference is and how it is encoded, or most of their tensors are pairs of indices and values.
+
+    Args:
+        path: the file that has the metadata, or the folder.
+        metadata: metadata by name, if it has any.
+        keys: names of the tensors.
+
+    Raises:
+        UnsupportedError: the weights are differences.
+
+    Example:
+        >>> refuse_differences(locate("index.json"), {"total_size": 8, "base_model": "Qwen/Qwen3-0.6B"}, ["w"])
+        >>> refuse_differences(locate("index.json"), {"encoding": "xor", "base_step": 10})
+        Traceback (most recent call last):
+        reshard.errors.UnsupportedError: `index.json` describes differences from other weights, and no model: ...
+    """
+    sign = _sign_in_metadata(metadata) if isinstance(metadata, dict) else None
+    if sign is None and keys:
+        ends = [key for key in keys if key.endswith(_HALVES)]
+        halves = {key: match for key in ends if (match := _HALF.fullmatch(key)) is not None}
+        kinds: dict[str, set[str]] = {}
+        for match in halves.values():
+            kinds.setdefault(match[1], set()).add("values" if match[2].startswith("val") else "indices")
+        pairs = [name for name, found in kinds.items() if len(found) == 2]
+        if 4 * len(pairs) > len(keys):  # more than half of the tensors
+            key = next(key for key, match in halves.items() if match[1] == pairs[0])
+            sign = f"its tensors are pairs of indices and values, such as {show(key)}"
+    if sign is not None:
+        raise UnsupportedError(
+            f"{show(str(path))} describes differences from other weights, and no model: {sign}",
+            path=str(path),
+            hint="apply the differences to the weights that they start from, with the program that wrote them, and use "
+            "the result; `reshard inspect` of one of the files shows what it holds",
+        )
+
+
+def _sign_in_metadata(metadata: Mapping[object, object]) -> str | None:
+    """The entry of the metadata that says that the weights are differences."""
+    words = {
+        key: set(re.split(r"[^a-z]+", key.lower()))
+        for key in metadata
+        # Names of tensors, of which `safetensors` records the tied ones, have dots.
+        if isinstance(key, str) and "." not in key and not key.startswith("ss_")
+    }
+    has_base = any("base" in of_key for of_key in words.values())
+    for key, of_key in words.items():
+        value = metadata[key]
+        if value in _NOTHING or (isinstance(value, str) and value.strip().lower() in _NOTHING):
+            continue
+        is_encoded = bool(of_key & _DIFFERENCE) or (has_base and "sparse" in of_key)
+        is_named = isinstance(value, str) and bool(set(re.split(r"[^a-z]+", value.lower())) & _DIFFERENCE)
+        is_base = "base" in of_key and of_key <= _OF_BASE
+        if is_encoded or (is_named and bool(of_key & _OF_KIND)) or is_base:
+            return f"its metadata has {show(key)}: {show(str(value))}"
+    return None
 
 
 def check_saved(listing: Location, files: Iterable[Location]) -> None:

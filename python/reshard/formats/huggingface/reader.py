@@ -63,6 +63,9 @@ def _open_huggingface(folder: Location, method: _core.ReadMethod) -> CheckpointD
         # Files of a hub cache are symbolic links into its store, so links are followed.
         maps.add_tensors(index, folder, weight_map, partial(index.add_file, method=method))
         _add_unlisted(index, folder, weight_map)
+    for file in range(index.n_files):
+        maps.refuse_differences(locate(index.file_path(file)), index.file_metadata(file))
+    maps.refuse_differences(folder, None, index.keys())
     aliases = add_aliases(index)
     return CheckpointData(
         traits=HuggingFace.traits, path=folder, index=index, method=method, aliases=aliases, listing=listing
