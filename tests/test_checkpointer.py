@@ -375,13 +375,33 @@ def test_failed_saves_are_told_and_the_third_raises(
         with caplog.at_level(logging.ERROR, "reshard"):
             trainer.run(made, 1, 6)
         assert [line for line in caplog.messages if "is not saved" in line] == [
-            f"iteration {step} is not saved: no room (the training goes on)" for step in (2, 3, 5, 6)
+            f"iteration {step} is not saved: no room (failure {n} of 3 in a row; the training goes on, and failure 3 "
+            "ends it)"
+            for step, n in ((2, 1), (3, 2), (5, 1), (6, 2))
         ]
         with pytest.raises(StorageError, match="no room"):
             trainer.run(made, 7, 7)
         with pytest.raises(StorageError, match="no room"):
             made.save(7)
     assert reshard.open(tmp_path).iteration == 4
+
+
+@pytest.mark.parametrize("most", [1, 2, 5])
+def test_the_number_of_failures_that_ends_the_training_is_an_option(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def save(*_: Any, **__: Any) -> None:
+        raise StorageError("no room", errno=28)
+
+    monkeypatch.setattr("reshard.torch.saving.save_iteration", save)
+    with make(tmp_path, save_every=1, async_save=False, interrupts={"max_failures": most}) as made:
+        trainer = Trainer()
+        made.resume(**trainer.parts())
+        with caplog.at_level(logging.ERROR, "reshard"), pytest.raises(StorageError, match="no room"):
+            trainer.run(made, 1, 9)
+    assert len([line for line in caplog.messages if f" of {most} in a row" in line]) == most - 1
+    with pytest.raises(ArgumentError, match=r"`max_failures` is .*, expected a whole number from 1 on"):
+        make(tmp_path, interrupts={"max_failures": 0})
 
 
 def test_failure_in_the_background_is_never_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -512,3 +512,14 @@ def test_prune_tells_of_each_that_the_system_would_not_remove(root: Path, monkey
     assert err.count("iteration 10 could not be removed") == 1
     told = json.loads(run("prune", root, "--keep", 1, "--json")[1])
     assert told["failed"] == [10, 15]
+
+
+def test_verify_without_rights_where_a_result_is_recorded(foreign: Path) -> None:
+    folder = folder_of(foreign, 15)
+    reshard.verify(folder)
+    with nobody():
+        code, out, err = run("verify", folder)
+    assert code == 0
+    assert "iteration_00000015: complete" in out
+    assert "the record of an earlier result, cannot be replaced: Permission denied" in err.replace("\n", " ")
+    assert "remov" not in err

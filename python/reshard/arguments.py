@@ -318,6 +318,7 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     "loads_in": _choice("transformers", "peft", "diffusers"),
     "save_trainable_params": _trained,
     "drift": _count,
+    "max_failures": _count,
     "grace_s": check_seconds,
     "hf_every": _count,
     **dict.fromkeys(("format", "verify"), _option),

@@ -362,7 +362,7 @@ class Checkpoint1Options(Options):
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Interrupts(Options):
-    """What a `Checkpointer` does when a signal or an exception ends the training.
+    """What a `Checkpointer` does when a signal, an exception or failed saves end the training.
 
     Attributes:
         grace_s: seconds from a signal until ranks stop waiting for each other. Default 25, as schedulers often kill
@@ -375,6 +375,8 @@ class Interrupts(Options):
             `grace_s` and no optimizer was in the midst of its step. Default False. Such a checkpoint is of the last
             complete step, but random streams and buffers may be those of the step that failed; a run that resumes from
             it says so.
+        max_failures: number of consecutive saves that fail, such as on a full disk, with which the error of the last
+            one ends the training. Default 3. Each failure before it is logged with its number.
 
     Raises:
         ArgumentError: a number is out of its range.
@@ -389,6 +391,7 @@ class Interrupts(Options):
     grace_s: float = 25.0
     drift: int = 1
     save_on_exception: bool = False
+    max_failures: int = 3
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)

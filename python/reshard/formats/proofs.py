@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import json
+import os
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -25,8 +26,6 @@ from reshard.strict_json import parse_json
 from reshard.words import show
 
 if TYPE_CHECKING:
-    import os
-
     from reshard.formats.manifest import Manifest
 
 _MAX_BYTES = 16 << 10
@@ -114,8 +113,15 @@ def write(folder: str | os.PathLike[str], manifest: Manifest, state: str, fault:
     content = json.dumps({"version": 1, "state": state, "fault": reported, "verified_at": now})
     path = file_of(folder)
     # Without a rename: a truncated record is ignored, and a crash leaves no temporary file.
-    if path.exists():
-        path.remove_file()
+    try:
+        if path.exists():
+            path.remove_file()
+    except StorageError as error:
+        raise StorageError(
+            f"{show(str(path))}, the record of an earlier result, cannot be replaced: {os.strerror(error.errno or 0)}",
+            path=str(path),
+            errno=error.errno,
+        ) from error
     try:
         path.create(content.encode(), _MODE, durable=False)
     except FileExistsError:

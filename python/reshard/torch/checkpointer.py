@@ -756,6 +756,7 @@ class Checkpointer:
             exports=self._exports,
             observers=self._observers,
             record=self._record,
+            max_failures=self._interrupts.max_failures,
         )
 
     @property
@@ -788,7 +789,7 @@ class Checkpointer:
         Raises:
             ArgumentError: `resume` was not called, or `close` was; the step does not count up.
             SystemExit: a signal was received, and the save is published (code 75) or failed.
-            ReshardError: the state cannot be saved, or three consecutive saves have failed.
+            ReshardError: the state cannot be saved, or `max_failures` consecutive saves have failed.
         """
         saver = self._running()
         run = saver.run

@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("reshard")
 
-_MAX_FAILURES = 3  # consecutive saves that may fail before an error ends the run
 # Errors in the call or in the tensors would occur at the next save too.
 _HOPELESS = (ArgumentError, CoverageError, LayoutError, MismatchError, UnsupportedError)
 
@@ -70,6 +69,7 @@ class Saver:
         exports: what is made of each save.
         observers: called with the events of each save.
         record: creates the record of the environment; called once, on rank 0.
+        max_failures: as in `Interrupts`.
         is_reserved: whether memory for the copies of tensors was reserved.
     """
 
@@ -87,6 +87,7 @@ class Saver:
     exports: Exports
     observers: Observers
     record: Callable[[], dict[str, Any]]
+    max_failures: int = 3
     is_reserved: bool = False
     _staging: Staging = field(default_factory=Staging)
     _hooks: list[Any] = field(default_factory=list)
@@ -160,7 +161,7 @@ class Saver:
         """Save a step that is due. A temporary failure is logged and does not end the training.
 
         Raises:
-            ReshardError: the state cannot be saved, or three consecutive saves have failed.
+            ReshardError: the state cannot be saved, or `max_failures` consecutive saves have failed.
         """
         try:
             self.wait(self.timeout)
@@ -177,10 +178,18 @@ class Saver:
     def failed(self, error: BaseException, what: str) -> None:
         """Count a failed save. Raises its error if later saves would fail too, or too many have failed in a row."""
         self.run.n_failures += 1
-        if isinstance(error, _HOPELESS) or self.run.n_failures >= _MAX_FAILURES:
+        n, most = self.run.n_failures, self.max_failures
+        if isinstance(error, _HOPELESS) or n >= most:
             raise error
         is_same = isinstance(error, ReshardError) and not isinstance(error, GroupError)  # on all ranks
-        (_log.info if is_same and self.group.rank > 0 else _log.error)("%s: %s (the training goes on)", what, error)
+        (_log.info if is_same and self.group.rank > 0 else _log.error)(
+            "%s: %s (failure %d of %d in a row; the training goes on, and failure %d ends it)",
+            what,
+            error,
+            n,
+            most,
+            most,
+        )
 
     def wait(self, timeout: float | None = None) -> SaveReport | None:
         """Wait for the save in the background, if there is one; as `Checkpointer.wait`."""
