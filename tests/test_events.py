@@ -137,6 +137,7 @@ def test_a_load_reports_what_it_skips_and_what_it_takes(tmp_path: Path) -> None:
     seen.clear()
     reshard.load(root, on_event=seen.append)
     assert kinds(seen) == [("skipped", 3), ("skipped", 2), ("resumed", 1)]
+    assert seen[2].fields["restored"] == ", ".join(reshard.load(root).decision.restored) != ""
     assert "common.json" in str(seen[0].fields["reason"])
     assert "differ from what was written" in str(seen[1].fields["reason"])
 

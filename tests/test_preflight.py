@@ -567,10 +567,11 @@ def test_objects_that_differ_or_are_not_given_on_all_ranks_are_refused_before_th
         for parts in ({"scheduler": Stateful(group.rank)}, {"extra": {"ema": Stateful(0)} if group.rank else {}}):
             with pytest.raises(ReshardError) as caught:
                 resume(tmp_path, parts=parts, timeout=20)
-            told.append(str(caught.value))
+            told.append(f"{caught.value.message}\nhint: {caught.value.hint}")
         return told
 
     with Job(2, work) as job:
         for scheduler, extra in job.values():
-            assert "the state of `scheduler` differs between ranks" in scheduler
+            assert "the state of `scheduler` differs between ranks: `state` is 0 on rank 0, 1 on rank 1" in scheduler
+            assert "hint: a scheduler is the same on all ranks: reduce the metric" in scheduler
             assert "`extra['ema']` is given only on rank 1" in extra

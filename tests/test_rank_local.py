@@ -369,7 +369,7 @@ def test_objects_and_samplers_that_differ_are_refused(tmp_path: Path) -> None:
     with Job(2, work) as job:
         for plain, of_object, of_sampler, of_tensor, wrapped in job.values():
             assert plain == wrapped == [True]
-            assert "the state of `extra['ema']` differs between ranks: digest " in of_object[1]
+            assert "the state of `extra['ema']` differs between ranks: `" in of_object[1]
             assert of_sampler == [False]  # saved: a position is that of each rank
             assert "`extra.ema.mean` differs between ranks: digest " in of_tensor[1]
             assert all("reshard.per_rank" in one[2] for one in (of_object, of_tensor))

@@ -37,6 +37,7 @@ from reshard.torch.settings import STARTED
 from reshard.torch.tensors import from_tensor
 from reshard.words import ranks_named, show
 from reshard.write.arrays import Shard
+from reshard.write.differing import fields_of, first_difference
 from reshard.write.replicas import RankLocal
 
 if TYPE_CHECKING:
@@ -292,7 +293,7 @@ def describe(
         return own.described(_Agreed(record, own.own_state(), aliases, names, local=local), members)
     rows, models, optimizers, records, states, besides, digests = gather_distinct(members, parts, _PARTS, timeout)
     if compare:
-        _check_objects(digests, object_name, members.world_size)
+        _check_objects(digests, object_name, members, own.object_states, timeout)
     aliases = {}
     for value, _ in records:
         aliases |= value.aliases
@@ -712,8 +713,18 @@ def _with_local(record: OptimizerRecord, local: frozenset[str]) -> OptimizerReco
 # ----------------------------------------------------------------------------------------------------------- exchange
 
 
-def _check_objects(known: RankValues, object_name: Callable[[str], str], world_size: int) -> None:
-    """Check that all ranks pass the same objects with the same state, given digests of the ranks by kind and name."""
+def _check_objects(
+    known: RankValues,
+    object_name: Callable[[str], str],
+    members: Group,
+    own: Mapping[str, Lifted],
+    timeout: float,
+) -> None:
+    """Check that all ranks pass the same objects with the same state, given digests of the ranks by kind and name.
+
+    If a state differs, the ranks exchange its fields: all of them know that it does.
+    """
+    world_size = members.world_size
     hint = "wrap it in `reshard.per_rank(...)` to save the state of each rank"
     objects, tensors = ([(value[kind], ranks) for value, ranks in known] for kind in ("objects", "tensors"))
     for name in sorted({name for value, _ in objects for name in value}):
@@ -721,7 +732,15 @@ def _check_objects(known: RankValues, object_name: Callable[[str], str], world_s
         if len(held) < world_size:
             message = f"{show(object_name(name))} is given only on {ranks_named(held)}, not on all {world_size} ranks"
             raise MismatchError(message, key=name, hint=hint)
-    _check_shared(objects, lambda name: f"the state of {show(object_name(name))}", hint)
+    for name in sorted({name for value, _ in objects for name in value}):
+        if len({value[name] for value, _ in objects}) > 1:
+            (fields,) = gather_distinct(members, [fields_of(own[name].state)], [dict[str, str]], timeout)
+            message = f"the state of {show(object_name(name))} differs between ranks: {first_difference(fields)}"
+            if name.partition(".")[0] == "scheduler":
+                hint = (
+                    "a scheduler is the same on all ranks: reduce the metric over the ranks before its `step(metric)`"
+                )
+            raise MismatchError(message, key=name, hint=hint)
     _check_shared(
         tensors,
         show,

@@ -295,6 +295,7 @@ def resumed(observers: Observers, decision: ResumeDecision, started: float) -> N
         fresh=decision.fresh,
         initial_step=decision.initial_step,
         path=decision.path,
+        restored=", ".join(decision.restored),
         seconds=time.monotonic() - started,
     )
 
