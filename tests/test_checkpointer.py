@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader
 import reshard
 from reshard.errors import ArgumentError, DamagedFileError, GroupError, MismatchError, ReshardError, StorageError
 from reshard.formats.checkpoint2.save import Checkpoint2Save
+from reshard.formats.state import PerRank
 from reshard.group import SingleProcess
 from reshard.resume import EpochStep
 from reshard.torch import Checkpointer, ElasticSampler, LossHealth
@@ -805,6 +806,32 @@ def test_streams_and_private_state_of_ranks(tmp_path: Path) -> None:
     assert all("3 ranks saved it, 4 ranks load it" in " ".join(one[3]) for one in more)
     with Job(2, lambda group: work(None, group)) as job:
         assert {one["error"] for one in job.outcomes() if one is not None} == {"MismatchError"}
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_the_state_of_all_ranks_is_read_only_for_objects_of_each_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_local: bool
+) -> None:
+    def work(group: Any) -> None:
+        with make(tmp_path, group=group, async_save=False) as made:
+            made.resume(model=nn.Linear(2, 2), extra={"own": reshard.per_rank(Counter())} if is_local else {})
+            made.step(1)
+            made.save()
+
+    with Job(3, work) as job:
+        job.values()
+    read: list[int] = []
+    extra = reshard.Checkpoint.extra
+
+    def spy(self: Any, rank: int = 0) -> Any:
+        read.append(rank)
+        return extra(self, rank=rank)
+
+    monkeypatch.setattr(reshard.Checkpoint, "extra", spy)
+    with make(tmp_path, async_save=False) as made:
+        own = {"own": PerRank(Counter(), reshape=lambda states, *_: states[0])} if is_local else {}
+        made.resume(model=nn.Linear(2, 2), extra=own)
+    assert set(read) == ({0, 1, 2} if is_local else {0})
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,7 +28,9 @@ from reshard.torch_group import TorchGroup, TorchSession, torch_distributed, tor
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["Group", "SingleProcess", "TorchGroup", "agree", "decide", "resolve", "session", "tell"]
+__all__ = ["Group", "SingleProcess", "TorchGroup", "agree", "decide", "log_of_all", "resolve", "session", "tell"]
+
+_log = logging.getLogger("reshard")
 
 _MAX_LABEL = 200
 _MAX_NAMED = 8
@@ -246,6 +249,17 @@ def tell(group: Group, outcome: Any, timeout: float) -> Any:
         return _told(channel, None, None, timeout)
     failure = outcome if isinstance(outcome, BaseException) else None
     return _told(channel, {"value": outcome} if failure is None else _failed(failure), failure, timeout)
+
+
+def log_of_all(rank: int, message: str, *arguments: object) -> None:
+    """Log what is the same on all ranks: as a warning on rank 0, and at INFO on the others.
+
+    Args:
+        rank: this rank.
+        message: as of `logging.Logger.warning`.
+        arguments: likewise.
+    """
+    _log.log(logging.WARNING if rank == 0 else logging.INFO, message, *arguments, stacklevel=2)
 
 
 def _failed(error: BaseException) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from reshard.collective import Collective
 from reshard.config import Config
 from reshard.errors import MismatchError
 from reshard.events import Observers
-from reshard.group import resolve, session
+from reshard.group import log_of_all, resolve, session
 from reshard.lightning.data import position_of
 from reshard.lightning.progress import end_epoch
 from reshard.resume.parts import object_name
@@ -207,7 +207,7 @@ def resume(trainer: Any, path: Any, how: How, *, version: str) -> Resumed:
     decision, found = load_with(read, wanted, scrub=how.verify == "full", timeout=timeout, observers=observers)
     assert found is not None  # without `allow_fresh`
     for reason in decision.reasons:
-        (_log.warning if members.rank == 0 else _log.info)("resume: %s", reason)
+        log_of_all(members.rank, "resume: %s", reason)
     saved = found.extra
 
     def restore() -> list[str]:

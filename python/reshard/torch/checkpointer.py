@@ -32,7 +32,7 @@ from reshard.config import Config, as_config
 from reshard.errors import ArgumentError, ClaimedError, GroupError, ReshardError
 from reshard.events import Observers
 from reshard.formats.savable import save_format
-from reshard.group import resolve, session
+from reshard.group import log_of_all, resolve, session
 from reshard.options import (
     InitFrom,
     Interrupts,
@@ -310,8 +310,8 @@ class Checkpointer:
         self._one_channel = self._group.world_size > 1 and not hasattr(self._group, "session")
         if self._async and self._one_channel:
             self._async = False
-            (_log.warning if self._group.rank == 0 else _log.info)(
-                "the group has no method `session(label)`: saves are not written in the background"
+            log_of_all(
+                self._group.rank, "the group has no method `session(label)`: saves are not written in the background"
             )
         self._board, self._drift = notice_store_of(self._group), self._interrupts.drift
         if self._board is None and self._every_s is not None:
@@ -499,6 +499,7 @@ class Checkpointer:
                     strict=policy,
                     cast=cast,
                     init=taken,
+                    of_each_rank=run.has_state_of_each_rank,
                     verify="touched" if mode == "full" else mode,
                     threads=self._options.threads,
                 )

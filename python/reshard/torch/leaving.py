@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from reshard.collective import Collective
 from reshard.errors import GroupError, ReshardError
-from reshard.group import session
+from reshard.group import log_of_all, session
 from reshard.torch.emergency import EXIT_CODE, EXIT_GRACE_S
 from reshard.torch.run import NOT_SAVED
 
@@ -39,8 +39,7 @@ def save_and_exit(saver: Saver, signals: Signals, step: int, why: str, seconds: 
         SystemExit: always.
     """
     run, deadline = saver.run, time.monotonic() + seconds
-    tell = _log.warning if saver.group.rank == 0 else _log.info
-    tell("%s: saving iteration %d, then the process ends", why, step)
+    log_of_all(saver.group.rank, "%s: saving iteration %d, then the process ends", why, step)
     try:
         saver.wait(seconds)
     except (ReshardError, TimeoutError) as error:
@@ -110,4 +109,4 @@ def save_after(saver: Saver, error: BaseException, seconds: float) -> None:
     except ReshardError as failed:
         _log.error("the save in the background failed: %s", failed)
     saver.save(run.last, blocking=True, timeout=seconds, interrupted=True)
-    (_log.warning if saver.group.rank == 0 else _log.info)("%s: iteration %d is saved", what, run.last)
+    log_of_all(saver.group.rank, "%s: iteration %d is saved", what, run.last)

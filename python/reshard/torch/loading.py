@@ -53,7 +53,8 @@ class Read:
     Attributes:
         arrays: this rank's parts, by key.
         extra: the state beside the tensors, by name, with the rank-local values of this rank.
-        others: `sampler` and `per rank` of the state of each rank that saved, if their number is another one.
+        others: `sampler` and `per rank` of the state of each rank that saved, if their number is another one; of
+            the first rank only, unless those of all are asked for.
         has_optimizer: whether the checkpoint has optimizer state.
         world_size: number of ranks that saved it; None: not known.
         unexpected: keys of the checkpoint that no rank of the run has, which were not read.
@@ -91,6 +92,7 @@ def read_for(
     strict: Strict = Strict(),  # noqa: B008  frozen
     cast: bool = False,
     init: InitFrom | None = None,
+    of_each_rank: bool = False,
     verify: VerifyMode = "touched",
     threads: int | None = None,
 ) -> Read:
@@ -105,6 +107,7 @@ def read_for(
         strict: what happens to tensors of other shapes.
         cast: the tensors that grow may have another floating-point dtype.
         init: which tensors are taken; None: all.
+        of_each_rank: whether the run has objects whose state is made of that of all ranks that saved.
         verify: as in `Checkpoint.load`.
         threads: number of threads of the copy; None: chosen by the core.
 
@@ -131,12 +134,16 @@ def read_for(
         return _read_of_torch(wanted, values, rank, part=part, init=init, verify=verify, threads=threads)
     names = _with_wrappers(described, checkpoint)
     if not names:
-        return _read_plain(wanted, rank, part=part, init=init, verify=verify, threads=threads)
+        return _read_plain(
+            wanted, rank, part=part, init=init, of_each_rank=of_each_rank, verify=verify, threads=threads
+        )
     index = checkpoint.data.index
     stored = ((names.get(key, key), StoredTensor(*index.info(key), index.stored(key))) for key in checkpoint)
     with checkpoint.view(stored, is_renamed=True) as view:
         wanted.checkpoint = view
-        return _read_plain(wanted, rank, part=part, init=init, verify=verify, threads=threads)
+        return _read_plain(
+            wanted, rank, part=part, init=init, of_each_rank=of_each_rank, verify=verify, threads=threads
+        )
 
 
 def _with_wrappers(described: Described, checkpoint: Checkpoint) -> dict[str, str]:
@@ -147,7 +154,14 @@ def _with_wrappers(described: Described, checkpoint: Checkpoint) -> dict[str, st
 
 
 def _read_plain(
-    wanted: _Wanted, rank: int, *, part: Part, init: InitFrom | None, verify: VerifyMode, threads: int | None
+    wanted: _Wanted,
+    rank: int,
+    *,
+    part: Part,
+    init: InitFrom | None,
+    of_each_rank: bool,
+    verify: VerifyMode,
+    threads: int | None,
 ) -> Read:
     """As `read_for`, of a checkpoint under the names of this package."""
     checkpoint, described = wanted.checkpoint, wanted.described
@@ -165,7 +179,7 @@ def _read_plain(
     return Read(
         _arrays(wanted, rank, verify, threads),
         extra,
-        _of_ranks(checkpoint, described.world_size),
+        _of_ranks(checkpoint, described.world_size, of_each_rank=of_each_rank),
         has_optimizer,
         checkpoint.data.world_size(),
         tuple(wanted.unexpected),
@@ -180,12 +194,12 @@ def _read_plain(
     )
 
 
-def _of_ranks(checkpoint: Checkpoint, world_size: int) -> list[dict[str, Any]]:
-    """The rank-local state of objects on all ranks that saved, if their number is another one."""
+def _of_ranks(checkpoint: Checkpoint, world_size: int, *, of_each_rank: bool) -> list[dict[str, Any]]:
+    """The rank-local state of objects on the ranks that saved, if their number is another one."""
     n_saved = checkpoint.data.world_size()
     if n_saved in {None, world_size}:
         return []
-    states = (checkpoint.extra(rank=rank) for rank in range(n_saved or 0))
+    states = (checkpoint.extra(rank=rank) for rank in range((n_saved or 0) if of_each_rank else 1))
     return [{name: state[name] for name in ("sampler", "per rank") if name in state} for state in states]
 
 

@@ -16,6 +16,7 @@ from reshard.torch.checks import count
 from reshard.torch.dicts import DictState
 from reshard.torch.loaders import FollowedLoader, followed
 from reshard.torch.optimizers import split_optimizers, unwrapped
+from reshard.torch.sampler import ElasticSampler
 from reshard.torch.settings import Started
 
 if TYPE_CHECKING:
@@ -110,6 +111,12 @@ class Run:
         self.n_updates = 0
         self.is_updating = False
         self._hooks: list[Any] = []
+
+    @property
+    def has_state_of_each_rank(self) -> bool:
+        """Whether an object is restored on other ranks from its states on all ranks that saved."""
+        has_local_sampler = self.sampler is not None and not isinstance(self.sampler, ElasticSampler)
+        return bool(self.per_rank) or has_local_sampler
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The torch optimizers among the `optimizer` argument."""

@@ -41,7 +41,7 @@ from reshard.formats import proofs, registry
 from reshard.formats.checkpoint1.reader import open_rank_files, strategy_for
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.scrub import scrub_plain
-from reshard.group import resolve, session
+from reshard.group import log_of_all, resolve, session
 from reshard.layout import ModelLayout, as_layout
 from reshard.opening.gather import gather
 from reshard.opening.gather_ranks import SavesRoot, gather_saves, is_deduplicated, open_own, path_of, saves_root
@@ -409,7 +409,7 @@ def load_with(
 def _report(observers: Observers | None, decision: ResumeDecision, rank: int) -> None:
     """Log the warnings of a decision, and make an event for each checkpoint that was skipped."""
     for line in decision.warnings:
-        (_log.warning if rank == 0 else _log.info)("load: %s", line)
+        log_of_all(rank, "load: %s", line)
     for verdict in itertools.takewhile(lambda one: not one.taken, decision.verdicts):
         if observers is not None:
             observers.first("skipped", verdict.iteration, path=verdict.path, reason=verdict.reason)
