@@ -370,8 +370,11 @@ fn damage_in_a_range_is_found_by_copies_by_verification_and_by_a_scrub() {
         let whole = Object::new(bytes.clone(), is_borrowable).source();
         let object = Object::new(damaged.clone(), is_borrowable);
         for direct in [false, true] {
-            assert_eq!(scrub(&whole, &checksums, direct, &control).unwrap(), []);
-            let ranges = scrub(&object.source(), &checksums, direct, &control).unwrap();
+            assert_eq!(
+                scrub(&whole, &checksums, None, direct, &control).unwrap(),
+                []
+            );
+            let ranges = scrub(&object.source(), &checksums, None, direct, &control).unwrap();
             assert!(
                 matches!(ranges[..], [(start, end)] if (start..end).contains(&(at as u64))),
                 "{ranges:?}"

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from reshard.verbs.diff import DiffReport as DiffReport
     from reshard.verbs.diff import TensorDifference as TensorDifference
     from reshard.verbs.diff import diff as diff
+    from reshard.verbs.health import HealthFinding as HealthFinding
     from reshard.verbs.load import Loaded as Loaded
     from reshard.verbs.load import load as load
     from reshard.verbs.load import load_async as load_async
@@ -97,6 +98,7 @@ _NAMES = {
     "reshard.verbs.pending_load": ("PendingLoad",),
     "reshard.verbs.prune": ("Removed", "pin", "prune", "unpin"),
     "reshard.verbs.rollback": ("Rollback", "rollback"),
+    "reshard.verbs.health": ("HealthFinding",),
     "reshard.verbs.verify": ("VerifyReport", "verify"),
     "reshard.write.save": ("PendingSave", "SaveReport", "Shard", "save"),
 }

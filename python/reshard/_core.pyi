@@ -18,6 +18,7 @@ _U = TypeVar("_U")
 
 __all__ = [
     "ArrayColumns",
+    "ArrayCounts",
     "ArrayPart",
     "Buffer",
     "Buffers",
@@ -41,6 +42,7 @@ __all__ = [
     "StoredRange",
     "StoredRegion",
     "Tile",
+    "ValueCounts",
     "Written",
     "__version__",
     "are_plain",
@@ -50,6 +52,7 @@ __all__ = [
     "decode_strategy",
     "decode_torch_object",
     "default_threads",
+    "differing",
     "dtype_bits",
     "encode_strategy",
     "folder_sizes",
@@ -985,12 +988,56 @@ class ArrayColumns:
 def crc32c(data: object, before: int = 0) -> int:
     """Return the crc32c of a contiguous buffer, continued from the crc32c `before` of the preceding bytes."""
 
+class ArrayCounts(NamedTuple):
+    """What is wrong with the values of an array. A complex element is two values.
+
+    Attributes:
+        number: number of the array.
+        n_nan: values that are NaN.
+        n_infinite: values that are infinite.
+        first_not_finite: number of the first value that is not finite, or None.
+        n_negative: values below zero, in an array that cannot have them.
+        first_negative: number of the first such value, or None.
+    """
+
+    number: int
+    n_nan: int
+    n_infinite: int
+    first_not_finite: int | None
+    n_negative: int
+    first_negative: int | None
+
+@final
+class ValueCounts:
+    """Counts values that are wrong in the arrays of a file: NaN, infinities, and values below zero where none can be.
+
+    Args:
+        arrays: dtype, first byte in the file, bytes, and whether a value below zero is wrong. In the order of the file.
+
+    Raises:
+        ArgumentError: the arrays overlap, or are not in the order of the file.
+    """
+
+    def __new__(cls, arrays: Sequence[tuple[str, int, int, bool]]) -> ValueCounts: ...
+    def look(self, at: int, data: object, *, threads: int | None = None) -> None:
+        """Look at the bytes of the file from `at` on: a contiguous buffer. Every byte is given once, in any order."""
+
+    def found(self) -> list[ArrayCounts]:
+        """The arrays with such values."""
+
+def differing(dtype: str, a: object, b: object, *, threads: int | None = None) -> tuple[int, int | None]:
+    """Return how many elements of two buffers differ in a bit, and the number of the first one. Two NaN are equal.
+
+    Elements of less than a byte are compared by their smallest group of complete bytes.
+    """
+
 def scrub(
     path: str,
     n_bytes: int,
     checksums: bytes,
     *,
     direct: bool = True,
+    values: ValueCounts | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> list[tuple[int, int]]:
@@ -1001,6 +1048,7 @@ def scrub(
         n_bytes: its expected size in bytes.
         checksums: as for `Index.set_checksums`.
         direct: bypass the page cache where the file system supports it, so that the content of the disk is verified.
+        values: looks at all bytes of the file in the same pass.
         threads: number of threads; None: `default_threads()`.
         progress: called as `progress(done_bytes, total_bytes)`.
 

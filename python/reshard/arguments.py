@@ -362,6 +362,7 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     ),
     **dict.fromkeys(("group", "health"), _object),
     "signals": _integers,
+    "since": _integer_or_none,
     "share": _pair_of_integers,
     "timeout": check_seconds,
 }

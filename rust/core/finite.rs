@@ -1,11 +1,15 @@
-//! Which arrays of a file hold values that are not finite: found while the file is written, as its checksums are.
+//! Which arrays of a file hold values that are not finite: found while the file is written, as its checksums are. While a
+//! file is verified, such values are also counted, and negative ones of arrays that cannot have them.
 //!
 //! A value of a binary float is infinite or NaN if all bits of its exponent are set. Adding the lowest bit of the
 //! exponent then carries into the sign, so a range is tested by one AND, one addition and one OR for each value, all of
 //! integers. The compiler makes vector instructions of that on every processor, and they take less time than a crc32c.
 //! Kinds without infinities have one or two patterns of bits for NaN.
 
+use crate::checksum::CHUNK_BYTES;
 use crate::dtype::Dtype;
+use crate::error::{Error, Kind, Result};
+use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -26,6 +30,32 @@ impl NotFinite {
             Self::Infinite => "inf",
             Self::Nan => "nan",
         }
+    }
+}
+
+/// What is wrong with values of an array. A value is a float; a complex element is two.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Counts {
+    /// Number of values that are NaN.
+    pub n_nan: u64,
+    /// Number of values that are infinite.
+    pub n_infinite: u64,
+    /// Number of the first value that is not finite, if there is one.
+    pub first_not_finite: Option<u64>,
+    /// Number of values below zero, in an array that cannot have them.
+    pub n_negative: u64,
+    /// Number of the first such value, if there is one.
+    pub first_negative: Option<u64>,
+}
+
+impl Counts {
+    fn add(&mut self, other: &Self) {
+        let first = |a: Option<u64>, b: Option<u64>| a.into_iter().chain(b).min();
+        self.n_nan += other.n_nan;
+        self.n_infinite += other.n_infinite;
+        self.first_not_finite = first(self.first_not_finite, other.first_not_finite);
+        self.n_negative += other.n_negative;
+        self.first_negative = first(self.first_negative, other.first_negative);
     }
 }
 
@@ -93,10 +123,84 @@ impl Test {
             }
         }
     }
+
+    /// Whether there can be a value below zero: the sign of one is set, and its other bits are not all 0. NaN can have
+    /// a sign, too.
+    fn may_be_negative(self, bytes: &[u8]) -> bool {
+        match self {
+            Self::Byte(0xff) => false, // an exponent has no sign
+            Self::Exponent8(_) | Self::Byte(_) => negative8(bytes),
+            Self::Exponent16(_) => negative16(bytes),
+            Self::Exponent32(_) => negative32(bytes),
+            Self::Exponent64(_) => negative64(bytes),
+        }
+    }
+
+    /// What a value is, by its bits, and whether it is a number below zero.
+    fn class(self, bits: u64) -> (Option<NotFinite>, bool) {
+        let (sign, exponent) = match self {
+            Self::Byte(nan) => {
+                let is_nan = bits == u64::from(nan);
+                let is_negative = nan == 0x80 && bits > 0x80;
+                return (is_nan.then_some(NotFinite::Nan), is_negative);
+            }
+            Self::Exponent8(exponent) => (1 << 7, u64::from(exponent)),
+            Self::Exponent16(exponent) => (1 << 15, u64::from(exponent)),
+            Self::Exponent32(exponent) => (1 << 31, u64::from(exponent)),
+            Self::Exponent64(exponent) => (1 << 63, exponent),
+        };
+        let magnitude = bits & !sign;
+        let worst = match magnitude {
+            magnitude if magnitude < exponent => None,
+            magnitude if magnitude == exponent && exponent | sign != 0xff => {
+                Some(NotFinite::Infinite)
+            }
+            _ => Some(NotFinite::Nan),
+        };
+        let is_negative = bits & sign != 0 && magnitude != 0 && worst != Some(NotFinite::Nan);
+        (worst, is_negative)
+    }
+
+    /// Counts complete values, of which the first has the number `first`.
+    fn count(self, bytes: &[u8], first: u64, is_non_negative: bool) -> Counts {
+        let mut counts = Counts::default();
+        for (number, value) in (first..).zip(bytes.chunks_exact(self.size())) {
+            let (worst, is_negative) = self.class(bits_of(value));
+            if let Some(worst) = worst {
+                match worst {
+                    NotFinite::Nan => counts.n_nan += 1,
+                    NotFinite::Infinite => counts.n_infinite += 1,
+                }
+                counts.first_not_finite.get_or_insert(number);
+            }
+            if is_negative && is_non_negative {
+                counts.n_negative += 1;
+                counts.first_negative.get_or_insert(number);
+            }
+        }
+        counts
+    }
+}
+
+fn bits_of(value: &[u8]) -> u64 {
+    let mut bits = [0; 8];
+    bits[..value.len()].copy_from_slice(value);
+    u64::from_le_bytes(bits)
 }
 
 macro_rules! look {
-    ($name:ident, $int:ty) => {
+    ($name:ident, $negative:ident, $int:ty) => {
+        fn $negative(bytes: &[u8]) -> bool {
+            const SIGN: $int = 1 << (<$int>::BITS - 1);
+            let (values, _) = bytes.as_chunks::<{ size_of::<$int>() }>();
+            let all = values.iter().fold(0, |all: $int, value| {
+                let value = <$int>::from_le_bytes(*value);
+                // The addition carries into the sign if another bit is set.
+                all | value & (value & !SIGN).wrapping_add(!SIGN)
+            });
+            all & SIGN != 0
+        }
+
         fn $name(bytes: &[u8], exponent: $int) -> Option<NotFinite> {
             const SIGN: $int = 1 << (<$int>::BITS - 1);
             let lowest = exponent & exponent.wrapping_neg();
@@ -125,19 +229,32 @@ macro_rules! look {
     };
 }
 
-look!(look8, u8);
-look!(look16, u16);
-look!(look32, u32);
-look!(look64, u64);
+look!(look8, negative8, u8);
+look!(look16, negative16, u16);
+look!(look32, negative32, u32);
+look!(look64, negative64, u64);
 
 /// Finds the values that are not finite in the arrays of one file, which is given in pieces, in any order and by
 /// several threads.
 #[derive(Debug, Default)]
-pub(crate) struct Finder {
+pub struct Finder {
     /// In the order of the file.
     spans: Vec<Span>,
     /// Values of which a part was in one piece, by span and number.
     split: Mutex<BTreeMap<(usize, u64), Split>>,
+}
+
+/// An array of a file whose values are counted.
+#[derive(Debug, Clone, Copy)]
+pub struct Counted {
+    /// Its element type.
+    pub dtype: Dtype,
+    /// Its first byte in the file.
+    pub start: u64,
+    /// Its bytes.
+    pub n_bytes: u64,
+    /// Whether a value below zero is wrong, as in a mean of squares.
+    pub is_non_negative: bool,
 }
 
 /// The bytes of a value, and how many of them are known.
@@ -153,6 +270,9 @@ struct Span {
     test: Test,
     /// 0: all values are finite so far, 1: one is infinite, 2: one is NaN.
     found: AtomicU8,
+    /// `None`: the first NaN is enough.
+    counts: Option<Mutex<Counts>>,
+    is_non_negative: bool,
 }
 
 impl Finder {
@@ -169,12 +289,53 @@ impl Finder {
                     end: start + n_bytes,
                     test,
                     found: AtomicU8::new(0),
+                    counts: None,
+                    is_non_negative: false,
                 })
             });
         Self {
             spans: spans.collect(),
             split: Mutex::default(),
         }
+    }
+
+    /// Counts the values of all arrays.
+    ///
+    /// # Errors
+    /// The arrays overlap, or are not in the order of the file.
+    pub fn counting(arrays: &[Counted]) -> Result<Self> {
+        let mut before = 0;
+        for one in arrays {
+            let end = one.start.checked_add(one.n_bytes);
+            before = end.filter(|_| one.start >= before).ok_or_else(|| {
+                Error::new(
+                    Kind::Argument,
+                    "arrays overlap, or are not in the order of the file",
+                )
+            })?;
+        }
+        let mut this = Self::new(arrays.iter().map(|one| (one.dtype, one.start, one.n_bytes)));
+        for span in &mut this.spans {
+            span.counts = Some(Mutex::default());
+            span.is_non_negative = arrays[span.number].is_non_negative;
+        }
+        Ok(this)
+    }
+
+    /// As [`Self::look`], by several threads.
+    pub fn look_together(&self, at: u64, bytes: &[u8]) {
+        let pieces = bytes.par_chunks(CHUNK_BYTES).enumerate();
+        pieces.for_each(|(i, piece)| self.look(at + (i * CHUNK_BYTES) as u64, piece));
+    }
+
+    /// The arrays with values that are wrong: their numbers, ascending, and the counts.
+    pub fn counted(&self) -> Vec<(usize, Counts)> {
+        let counted = self.spans.iter().filter_map(|span| {
+            let counts = span.counts.as_ref()?.lock();
+            let counts = *counts.unwrap_or_else(PoisonError::into_inner);
+            (counts != Counts::default()).then_some((span.number, counts))
+        });
+        counted.collect()
     }
 
     /// Looks at the bytes of the file from `at` on. Every byte is given once.
@@ -197,7 +358,7 @@ impl Finder {
     /// Looks at the bytes of an array from `at` on.
     fn look_at(&self, i: usize, at: u64, bytes: &[u8]) {
         let span = &self.spans[i];
-        if span.found.load(Ordering::Relaxed) == 2 {
+        if span.counts.is_none() && span.found.load(Ordering::Relaxed) == 2 {
             return;
         }
         let size = span.test.size();
@@ -206,7 +367,7 @@ impl Finder {
         let (head, bytes) = bytes.split_at(head);
         self.add_part(i, at, head);
         let (bytes, tail) = bytes.split_at(bytes.len() / size * size);
-        span.add(span.test.look(bytes));
+        span.look((at + head.len() as u64) / size as u64, bytes);
         self.add_part(i, at + (head.len() + bytes.len()) as u64, tail);
     }
 
@@ -223,7 +384,7 @@ impl Finder {
         bytes[from..from + part.len()].copy_from_slice(part);
         *n_known += part.len();
         if *n_known == size {
-            span.add(span.test.look(&bytes[..size]));
+            span.look(value, &bytes[..size]);
             split.remove(&(i, value));
         }
     }
@@ -243,11 +404,63 @@ impl Finder {
 }
 
 impl Span {
-    fn add(&self, worst: Option<NotFinite>) {
+    /// Looks at complete values, of which the first has the number `first`.
+    fn look(&self, first: u64, bytes: &[u8]) {
+        let worst = self.test.look(bytes);
         if let Some(worst) = worst {
             self.found.fetch_max(worst as u8 + 1, Ordering::Relaxed);
         }
+        let Some(counts) = &self.counts else { return };
+        if worst.is_some() || self.is_non_negative && self.test.may_be_negative(bytes) {
+            let found = self.test.count(bytes, first, self.is_non_negative);
+            let mut counts = counts.lock().unwrap_or_else(PoisonError::into_inner);
+            counts.add(&found);
+        }
     }
+}
+
+/// How many elements of two arrays of the same dtype and size differ in a bit, and the number of the first one. Two NaN
+/// are equal. Elements of less than a byte are compared by their smallest group of complete bytes.
+///
+/// # Errors
+/// The sizes differ.
+pub fn differing(dtype: Dtype, a: &[u8], b: &[u8]) -> Result<(u64, Option<u64>)> {
+    if a.len() != b.len() {
+        let message = format!("{} and {} bytes are compared", a.len(), b.len());
+        return Err(Error::new(Kind::Argument, message));
+    }
+    let (_, n_bytes) = dtype.unit();
+    // A complex element is two values, each of which can be NaN.
+    let test = Test::of(dtype);
+    let size = test.map_or(n_bytes as usize, Test::size);
+    let per_element = (n_bytes as usize).div_ceil(size) as u64;
+    let is_nan = |value: &[u8]| {
+        test.is_some_and(|test| test.class(bits_of(value)).0 == Some(NotFinite::Nan))
+    };
+    let pairs = a.par_chunks(CHUNK_BYTES).zip(b.par_chunks(CHUNK_BYTES));
+    let found = pairs.enumerate().map(|(i, (a, b))| {
+        if a == b {
+            return (0, None);
+        }
+        let first = (i * CHUNK_BYTES / size) as u64;
+        let values = a.chunks_exact(size).zip(b.chunks_exact(size));
+        let differ = (first..).zip(values).filter_map(|(number, (a, b))| {
+            (a != b && !(is_nan(a) && is_nan(b))).then_some(number / per_element)
+        });
+        let mut n = 0;
+        let mut last = None;
+        let mut at = None;
+        for element in differ {
+            at.get_or_insert(element);
+            n += u64::from(last != Some(element));
+            last = Some(element);
+        }
+        (n, at)
+    });
+    Ok(found.reduce(
+        || (0, None),
+        |(n, first), (m, other)| (n + m, first.into_iter().chain(other).min()),
+    ))
 }
 
 #[cfg(test)]
@@ -289,6 +502,58 @@ mod tests {
             assert_eq!(of(Dtype::F8E5M2Fnuz), nan_if(bits == 0x80), "{bits:x}");
             assert_eq!(of(Dtype::F8E8M0), nan_if(bits == 0xff), "{bits:x}");
         }
+    }
+
+    #[test]
+    fn every_value_of_8_and_16_bits_is_counted() {
+        for dtype in [
+            Dtype::F16,
+            Dtype::Bf16,
+            Dtype::F8E5M2,
+            Dtype::F8E4M3,
+            Dtype::F8E4M3Fnuz,
+            Dtype::F8E8M0,
+        ] {
+            let test = Test::of(dtype).unwrap();
+            for bits in 0..=u16::MAX >> (16 - 8 * test.size()) {
+                let bytes = &bits.to_le_bytes()[..test.size()];
+                let counts = test.count(bytes, 3, true);
+                let worst = test.look(bytes);
+                let expected = match worst {
+                    None => (0, 0, None),
+                    Some(NotFinite::Nan) => (1, 0, Some(3)),
+                    Some(NotFinite::Infinite) => (0, 1, Some(3)),
+                };
+                let found = (counts.n_nan, counts.n_infinite, counts.first_not_finite);
+                assert_eq!(found, expected, "{dtype} {bits:x}");
+                let sign = 1 << (8 * test.size() - 1);
+                let is_negative = dtype != Dtype::F8E8M0
+                    && bits & sign != 0
+                    && bits & !sign != 0
+                    && worst != Some(NotFinite::Nan);
+                assert_eq!(
+                    counts.n_negative,
+                    u64::from(is_negative),
+                    "{dtype} {bits:x}"
+                );
+                assert!(!is_negative || test.may_be_negative(bytes));
+            }
+        }
+    }
+
+    #[test]
+    fn values_that_differ_are_counted_in_elements() {
+        let values = [1.0_f32, f32::NAN, -0.0, 4.0];
+        let a: Vec<u8> = values.iter().flat_map(|one| one.to_le_bytes()).collect();
+        let mut b = a.clone();
+        b[4] ^= 1; // another NaN
+        assert_eq!(differing(Dtype::F32, &a, &b).unwrap(), (0, None));
+        b[11] ^= 0x80; // the other zero
+        b[12] ^= 1;
+        assert_eq!(differing(Dtype::F32, &a, &b).unwrap(), (2, Some(2)));
+        assert_eq!(differing(Dtype::C64, &a, &b).unwrap(), (1, Some(1)));
+        assert_eq!(differing(Dtype::U8, &a, &b).unwrap(), (3, Some(4)));
+        assert!(differing(Dtype::U8, &a, &b[1..]).is_err());
     }
 
     #[test]

@@ -7,6 +7,7 @@
 use crate::checksum::{CHUNK_BYTES, Checksums, copy_summed, crc32c_of_memory};
 use crate::control::Control;
 use crate::error::{Error, Printable, Result};
+use crate::finite::Finder;
 use crate::memory::Memory;
 use crate::plan::{Plan, PlanSource};
 use crate::shard_file::ShardFile;
@@ -255,13 +256,14 @@ fn differs(source: &Source, at: u64, n: usize) -> Error {
 /// joined.
 ///
 /// With `direct` the page cache is bypassed where the file system supports it, so that the content of the disk is
-/// verified.
+/// verified. The values of arrays are looked at in the same pass, if `values` is given.
 ///
 /// # Errors
 /// The file has another size, or cannot be read.
 pub fn scrub(
     source: &Source,
     checksums: &Checksums,
+    values: Option<&Finder>,
     direct: bool,
     control: &Control,
 ) -> Result<Vec<(u64, u64)>> {
@@ -298,7 +300,13 @@ pub fn scrub(
             let bad = buffer[..len]
                 .chunks(CHUNK_BYTES)
                 .enumerate()
-                .filter(|(i, chunk)| !checksums.matches(first + i, chunk))
+                .filter(|(i, chunk)| {
+                    let is_correct = checksums.matches(first + i, chunk);
+                    if let Some(values) = values {
+                        values.look(start + (i * CHUNK_BYTES) as u64, chunk);
+                    }
+                    !is_correct
+                })
                 .map(|(i, _)| first + i)
                 .collect();
             control.advance(len as u64);

@@ -23,7 +23,7 @@ from reshard.cli.output import (
     size,
     warn,
 )
-from reshard.words import counted
+from reshard.words import counted, listed
 
 if TYPE_CHECKING:
     from reshard.verbs.loads_in import Library, LoadsIn
@@ -53,6 +53,24 @@ if TYPE_CHECKING:
     help="With --loads-in peft, the folder with the config.json of the base model. Default: what adapter_config.json "
     "names.",
 )
+@click.option(
+    "--health",
+    is_flag=True,
+    help="Also look for NaN and infinities, negative second moments, weights that are not the rounded fp32 weights of "
+    "the optimizer, and copies that differ.",
+)
+@click.option(
+    "--since",
+    type=WholeNumber(0),
+    metavar="ITERATION",
+    help="Also list the tensors of the newest iteration that did not change since this older one. Implies --health.",
+)
+@click.option(
+    "--may-be-infinite",
+    multiple=True,
+    metavar="PATTERN",
+    help="Keys that hold infinities on purpose, such as masks. May be given several times.",
+)
 @command
 def verify(
     path: str,
@@ -62,6 +80,9 @@ def verify(
     threads: int | None,
     loads_in: Library | None,
     base: str | None,
+    health: bool,
+    since: int | None,
+    may_be_infinite: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Compare every byte of a checkpoint with its checksums, and print the files, tensors and bytes that differ.
@@ -78,19 +99,26 @@ def verify(
     With --loads-in, PATH is the folder of a model, an adapter or a pipeline. The library makes the model without memory
     for its weights. Tensors that are missing, have another shape or would be lost are listed. The library must be
     installed.
+    With --health each tensor with wrong values is printed with their number and the index of the first one. Checkpoints
+    of all formats are looked at. Tensors that --since lists are not wrong: they are perhaps frozen on purpose.
 
     \b
     Examples:
       reshard verify output/checkpoint
+      reshard verify output/checkpoint --health
       reshard verify output/checkpoint --json
       reshard verify pretrained --loads-in transformers
 
-    Exit codes: 0 no fault, 1 damaged, unreadable or not what the library loads, 2 usage error.
+    Exit codes: 0 no fault, 1 damaged, unreadable or not what the library loads, 2 usage error, 4 undamaged, but
+    --health found wrong values.
     """
     with collected_warnings() as logged, progress_bar() as progress:
         report = reshard.verify(
             path,
             strategy=strategy,
+            health=health,
+            since=since,
+            may_be_infinite=may_be_infinite,
             direct=not cached,
             threads=threads,
             progress=progress,
@@ -103,7 +131,7 @@ def verify(
         fields: dict[str, Any] = dataclasses.asdict(report)
         if asked is not None:
             fields["loads_in"]["differences"] = [one._asdict() for one in asked.differences]
-        echo_json({"ok": report.ok, **fields, "warnings": warnings})
+        echo_json({"ok": report.ok, "healthy": report.healthy, **fields, "warnings": warnings})
     else:
         for one in report.checkpoints:
             _print_checkpoint(one)
@@ -116,6 +144,8 @@ def verify(
             warn(f"the result is not recorded for `reshard prune`: {reason}")
     if not report.ok:
         raise click.exceptions.Exit(1)
+    if not report.healthy:
+        raise click.exceptions.Exit(4)
 
 
 def _print_checkpoint(one: VerifiedCheckpoint) -> None:
@@ -130,6 +160,18 @@ def _print_checkpoint(one: VerifiedCheckpoint) -> None:
     echo(f"{shown(one.path)}: {state}")
     for fault in one.faults:
         echo(f"  {shown(fault)}")
+    findings = one.health or ()
+    # Constants and frozen parameters: most of what did not change, where an optimizer has state for the others.
+    has_trained = any(finding.is_trained for finding in findings)
+    frozen = [finding for finding in findings if not finding.is_alarm and has_trained and not finding.is_trained]
+    for finding in findings:
+        if finding not in frozen:
+            echo(f"  {shown(finding)}")
+    if frozen:
+        some = listed(shown(finding.key) for finding in frozen)
+        echo(f"  unchanged, and no optimizer has state for them, so they are perhaps frozen: {some}")
+    if findings == () and one.health is not None:
+        echo("  healthy: no wrong values")
 
 
 def _print_loads_in(path: str, asked: LoadsIn) -> None:

@@ -210,6 +210,11 @@ class CheckpointData:
         """Whether a tensor belongs to the model or to the optimizer."""
         return "optimizer" if self.traits.counters_as_tensors and counter_tensors.is_state(key) else "model"
 
+    def slot_of(self, key: str) -> tuple[str, str] | None:
+        """The slot and the parameter of a tensor that is the state of an optimizer for a parameter; else None."""
+        slot, dot, parameter = key.partition(".")
+        return (slot, parameter) if dot and self.part(key) == "optimizer" else None
+
     def has_optimizer(self) -> bool:
         """Whether a tensor can belong to the optimizer. False: all belong to the model."""
         return True

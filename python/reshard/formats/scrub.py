@@ -15,7 +15,7 @@ from reshard.storage.location import Location, is_fault_of_file, locate
 from reshard.words import listed, one_line, show
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Mapping
 
     from reshard.formats.manifest import Manifest
 
@@ -122,6 +122,7 @@ def scrub_file(
     checksums: bytes,
     *,
     direct: bool = True,
+    values: _core.ValueCounts | None = None,
     threads: int | None = None,
     progress: _core.Progress | None = None,
 ) -> list[Damage]:
@@ -133,6 +134,7 @@ def scrub_file(
         name: name of the file.
         checksums: its checksums, as `formats.manifest.read_checksums` returns them.
         direct: read past the page cache, if the file system allows it, so that the content of the disk is compared.
+        values: looks at all bytes of the file in the same pass.
         threads: threads that read.
         progress: called as `progress(done_bytes, total_bytes)`.
 
@@ -153,9 +155,11 @@ def scrub_file(
     """
     path, entry = str(folder / name), manifest.shards[name]
     if folder.is_local:
-        ranges = _core.scrub(path, entry.n_bytes, checksums, direct=direct, threads=threads, progress=progress)
+        ranges = _core.scrub(
+            path, entry.n_bytes, checksums, direct=direct, values=values, threads=threads, progress=progress
+        )
     else:
-        ranges = _scrub_pieces(folder / name, entry.n_bytes, checksums)
+        ranges = _scrub_pieces(folder / name, entry.n_bytes, checksums, values)
     if not ranges:
         return []
     try:
@@ -181,7 +185,9 @@ def scrub_file(
     ]
 
 
-def _scrub_pieces(file: Location, n_bytes: int, checksums: bytes) -> list[tuple[int, int]]:
+def _scrub_pieces(
+    file: Location, n_bytes: int, checksums: bytes, values: _core.ValueCounts | None
+) -> list[tuple[int, int]]:
     """As `_core.scrub`, for a file that the core cannot open: it is read from its store."""
     ranges: list[tuple[int, int]] = []
     begin = filled = total = 0
@@ -190,6 +196,8 @@ def _scrub_pieces(file: Location, n_bytes: int, checksums: bytes) -> list[tuple[
         while rest:
             part, rest = rest[: manifests.CHUNK_BYTES - filled], rest[manifests.CHUNK_BYTES - filled :]
             total = _core.crc32c(part, total)
+            if values is not None:
+                values.look(begin + filled, part)
             filled += len(part)
             if filled < manifests.CHUNK_BYTES and begin + filled < n_bytes:
                 continue
@@ -207,6 +215,7 @@ def scrub_folder(
     names: Collection[str] | None = None,
     *,
     direct: bool = True,
+    values: Mapping[str, _core.ValueCounts] | None = None,
     threads: int | None = None,
     advance: Callable[[int], object] | None = None,
 ) -> list[Fault]:
@@ -217,6 +226,7 @@ def scrub_folder(
         manifest: the manifest of the folder.
         names: names of shard files; None: all of them, and all other files that the manifest lists.
         direct: as in `scrub_file`.
+        values: by the name of a file, what looks at its bytes.
         threads: threads that read.
         advance: called as `advance(n_bytes)` with the bytes of shard files that were read since the last call.
 
@@ -243,7 +253,10 @@ def scrub_folder(
 
         try:
             checksums = manifests.read_checksums(folder, manifest, [name])[name]
-            damaged = scrub_file(folder, manifest, name, checksums, direct=direct, threads=threads, progress=report)
+            looks = None if values is None else values.get(name)
+            damaged = scrub_file(
+                folder, manifest, name, checksums, direct=direct, values=looks, threads=threads, progress=report
+            )
             faults += [Fault(name, str(one), one.begin, one.end, one.tensors) for one in damaged]
         except ReshardError as error:
             about = manifests.CHECKSUMS_FILE if str(error.path).endswith(manifests.CHECKSUMS_FILE) else name

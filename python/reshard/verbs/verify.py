@@ -3,6 +3,8 @@
 Opening stops at the first fault; this reports all faults. Without a manifest, only the structure is checked, and the
 report says so. Nothing is repaired or removed. The result for an iteration folder is recorded beside it
 (`formats.proofs`): retention keeps a verified iteration, and does not count a damaged one.
+
+On request the values of the tensors are looked at as well (`verbs.health`), in the same pass where there are checksums.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from reshard import _core, opening
 from reshard.arguments import checked
@@ -20,24 +22,27 @@ from reshard.formats import manifest as manifests
 from reshard.formats import proofs
 from reshard.formats.checkpoint1 import reader as checkpoint1
 from reshard.formats.checkpoint1 import state as checkpoint1_state
-from reshard.formats.checkpoint2.names import misnamed, parse_iteration_folder
+from reshard.formats.checkpoint2.names import list_iterations, misnamed, parse_iteration_folder
 from reshard.formats.rank_file import add_rank_file
 from reshard.formats.scrub import Fault, fault_of, own_sums, scrub_folder
 from reshard.storage.location import Location, locate
+from reshard.verbs import health as healths
+from reshard.verbs.health import HealthFinding, Meter
 from reshard.verbs.loads_in import Library, LoadsIn, parts_of
 from reshard.verbs.loads_in import loads_in as compare_with
 from reshard.words import show
+from reshard.write.replicas import is_any_of
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from reshard.formats.checkpoint1.reader import RankSave
     from reshard.formats.manifest import Manifest
     from reshard.opening import StrategyLike
     from reshard.storage.store import Lock
 
-__all__ = ["Fault", "VerifiedCheckpoint", "VerifyReport", "verify"]
+__all__ = ["Fault", "HealthFinding", "VerifiedCheckpoint", "VerifyReport", "verify"]
 
 _MAX_TRIES = 3  # to compare an iteration that is saved again meanwhile
 
@@ -60,6 +65,7 @@ class VerifiedCheckpoint:
             manifest or a CRC in each file, bytes were not compared.
         not_recorded: why the result is not recorded for retention; None: it is recorded, or this is not an iteration
             folder with a manifest.
+        health: what was found with `health=True`; None: the values were not looked at, or the checkpoint has a fault.
     """
 
     path: str
@@ -70,6 +76,7 @@ class VerifiedCheckpoint:
     faults: tuple[Fault, ...]
     state: State
     not_recorded: str | None = None
+    health: tuple[HealthFinding, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,11 @@ class VerifyReport:
         return not any(one.faults for one in self.checkpoints) and not (self.loads_in and self.loads_in.differences)
 
     @property
+    def healthy(self) -> bool:
+        """Whether no value is wrong; see `HealthFinding.is_alarm`. True also where values were not looked at."""
+        return not any(finding.is_alarm for one in self.checkpoints for finding in one.health or ())
+
+    @property
     def n_bytes(self) -> int:
         """Bytes that were compared."""
         return sum(one.n_bytes for one in self.checkpoints)
@@ -107,6 +119,9 @@ def verify(
     path: str | os.PathLike[str],
     *,
     strategy: StrategyLike | None = None,
+    health: bool = False,
+    since: int | None = None,
+    may_be_infinite: Collection[str] = (),
     direct: bool = True,
     threads: int | None = None,
     progress: _core.Progress | None = None,
@@ -115,9 +130,19 @@ def verify(
 ) -> VerifyReport:
     """Compare every byte of a checkpoint, or of all iterations of a root, with the manifest.
 
+    With `health=True` it also looks for tensors that a healthy run does not have: with values that are not finite,
+    second moments below zero, weights in bf16 or fp16 that are not the rounded fp32 weights of the optimizer, and
+    copies in several files that differ. Files with checksums are read once for both. Weights with fp32 weights beside
+    them, and copies, are read again. This takes buffers of 16 MiB, and 4 MiB for each thread, for any checkpoint.
+
     Args:
         path: anything that `reshard.open` opens; with `loads_in`, the folder of a model, an adapter or a pipeline.
         strategy: the strategy of rank folders, as in `reshard.open`.
+        health: look at the values of the tensors of each checkpoint without a fault.
+        since: an older iteration of the root: list the floating-point tensors of the newest iteration, or of the one at
+            `path`, that did not change since then, bit for bit. Such tensors are not wrong: whether a parameter is
+            trained is not recorded; an optimizer has state for it or not. Implies `health`.
+        may_be_infinite: patterns of keys that hold infinities on purpose, such as masks, as in `Verify`.
         direct: read shard files past the page cache, if the file system allows it, so that the content of the disk is
             compared.
         threads: number of threads that read.
@@ -135,6 +160,7 @@ def verify(
         CheckpointNotFoundError: there is no checkpoint.
         StorageError: the system failed to list the root.
         UnsupportedError: the library of `loads_in` is not installed, or cannot make the model.
+        ArgumentError: `since` is not an older iteration of the same root.
 
     Example:
         >>> import numpy as np, reshard
@@ -142,6 +168,11 @@ def verify(
         >>> report = reshard.verify("w.safetensors")
         >>> report.ok, report.checkpoints[0].verified
         (True, False)
+        >>> for number, value in ((1, 0.5), (2, np.nan)):
+        ...     _ = reshard.save("nan_run", number, {"w": np.array([1.0, value])})
+        >>> report = reshard.verify("nan_run", health=True)
+        >>> report.ok, report.healthy, [str(one) for one in report.checkpoints[0].health]
+        (True, False, ['`w` holds 1 NaN; the first is at [1]'])
     """
     started = time.monotonic()
     target = locate(path)
@@ -152,6 +183,7 @@ def verify(
     asked = None
     if loads_in is not None:
         asked = compare_with(parts, loads_in, None if base is None else str(base))
+    may_be = is_any_of(may_be_infinite, "may_be_infinite")
     order, saves = opening.iterations(target), opening.rank_saves(target)
     warnings = () if order is None else (*order.warnings, *misnamed(target))
     jobs: Sequence[_CheckpointJob | _SaveJob]
@@ -165,7 +197,13 @@ def verify(
         jobs = [_CheckpointJob(target / one.name, None, is_given=False) for one in found]
     else:
         jobs = [_CheckpointJob(target, strategy, is_given=True)]
+    if since is not None:
+        _check_since(target, since, [job.path for job in jobs if isinstance(job, _CheckpointJob)])
     total, done = sum(job.n_bytes for job in jobs), 0
+
+    def grow(n_bytes: int) -> None:
+        nonlocal total
+        total += n_bytes
 
     def advance(n_bytes: int) -> None:
         nonlocal done
@@ -175,11 +213,68 @@ def verify(
 
     if not jobs:
         raise CheckpointNotFoundError(f"{show(str(target))} holds no iteration folder", path=str(target))
-    results = [job.run(advance, direct=direct, threads=threads) for job in jobs]
+    meter = Meter(grow, advance)
+    results = []
+    for number, job in enumerate(jobs):
+        looks = _Looks(may_be, since if number == 0 else None) if health or since is not None else None
+        results.append(job.run(meter, looks, direct=direct, threads=threads))
     checkpoints = tuple(one for one in results if one is not None)
     if not checkpoints:  # a job has removed them all, and has saved newer ones before
-        return verify(path, strategy=strategy, direct=direct, threads=threads, progress=progress)
+        return verify(
+            path,
+            strategy=strategy,
+            health=health,
+            since=since,
+            may_be_infinite=may_be_infinite,
+            direct=direct,
+            threads=threads,
+            progress=progress,
+        )
     return VerifyReport(str(target), checkpoints, time.monotonic() - started, warnings, asked)
+
+
+def _check_since(target: Location, since: int, folders: Sequence[Location]) -> None:
+    """Refuse an iteration that is no older one of the same root."""
+    newest = next((number for one in folders[:1] if (number := parse_iteration_folder(one.name)) is not None), None)
+    if newest is None:
+        raise ArgumentError(
+            f"`since` is an iteration of a checkpoint root, and {show(str(target))} is neither one nor in one",
+            hint="compare two other checkpoints with `reshard diff`",
+        )
+    if since >= newest:
+        raise ArgumentError(f"`since` is {since}, which is not older than iteration {newest}")
+    if since not in dict(list_iterations(folders[0].parent)):
+        raise CheckpointNotFoundError(
+            f"`since` is {since}, but {show(str(folders[0].parent))} has no such iteration",
+            path=str(folders[0].parent),
+            hint="`reshard inspect` lists those that it has",
+        )
+
+
+class _Looks(NamedTuple):
+    """What is looked at in a checkpoint besides damage.
+
+    Attributes:
+        may_be_infinite: whether infinities of a tensor are intended.
+        since: the older iteration that it is compared with, or None.
+    """
+
+    may_be_infinite: Callable[[str], bool]
+    since: int | None
+
+    def findings(
+        self, opened: Checkpoint, values: dict[str, _core.ValueCounts] | None, threads: int | None, meter: Meter
+    ) -> tuple[HealthFinding, ...]:
+        """All findings of a checkpoint without faults; `values` has looked at its files, if they have checksums."""
+        counts = healths.read_counts(opened, threads, meter) if values is None else healths.counts_of(opened, values)
+        found = healths.wrong_values(opened, counts, self.may_be_infinite)
+        found += healths.rounding(opened, threads, meter)
+        found += healths.replicas(opened, threads, meter)
+        if self.since is not None:
+            root = locate(opened.path).parent
+            with opening.open(root / dict(list_iterations(root))[self.since]) as older:
+                found += healths.unchanged(opened, older, threads, meter)
+        return tuple(found)
 
 
 class _CheckpointJob:
@@ -213,7 +308,9 @@ class _CheckpointJob:
             return 0
         return sum(self.manifest.shards[name].n_bytes for name in self.names)
 
-    def run(self, advance: Callable[[int], None], *, direct: bool, threads: int | None) -> VerifiedCheckpoint | None:
+    def run(
+        self, meter: Meter, looks: _Looks | None, *, direct: bool, threads: int | None
+    ) -> VerifiedCheckpoint | None:
         """Compare the files; None: a job has removed the iteration since it was found."""
         folder = self.path if self.path.is_folder() else self.path.parent
         try:
@@ -221,7 +318,7 @@ class _CheckpointJob:
                 with contextlib.nullcontext() if self.manifest is None else manifests.read_lock(folder) as lock:
                     if lock is not None:
                         self._read_manifest()  # the iteration may have been saved again since
-                    result = self._compare(lock, advance, direct=direct, threads=threads)
+                    result = self._compare(lock, meter, looks, direct=direct, threads=threads)
                     if lock is None or n_left == 0 or lock.is_current():
                         break
         except CheckpointNotFoundError:
@@ -231,9 +328,11 @@ class _CheckpointJob:
         return result if self.is_given or not result.faults or self.path.exists() else None
 
     def _compare(
-        self, lock: Lock | None, advance: Callable[[int], None], *, direct: bool, threads: int | None
+        self, lock: Lock | None, meter: Meter, looks: _Looks | None, *, direct: bool, threads: int | None
     ) -> VerifiedCheckpoint:
         self.faults = []
+        health: tuple[HealthFinding, ...] | None = None
+        values = None if looks is None or self.manifest is None else self._values(self.manifest)
         n_files = n_bytes = 0
         before: str | None = None
         not_recorded: str | None = None
@@ -245,7 +344,9 @@ class _CheckpointJob:
                 except ReshardError as error:
                     not_recorded = error.message
             names = None if self.path.is_folder() else self.names
-            self.faults += scrub_folder(folder, self.manifest, names, direct=direct, threads=threads, advance=advance)
+            self.faults += scrub_folder(
+                folder, self.manifest, names, direct=direct, values=values, threads=threads, advance=meter.advance
+            )
             unread = {fault.file for fault in self.faults if not fault.is_damage}
             sizes = [
                 size for name, size in self.manifest.sizes if name not in unread and (names is None or name in names)
@@ -263,6 +364,8 @@ class _CheckpointJob:
                         self.faults += faults
                         n_files, n_bytes = len(compared), sum(compared)
                         is_compared = n_files == len(opened.files())
+                    if looks is not None and not self.faults:
+                        health = looks.findings(opened, values, threads, meter)
             except ReshardError as error:
                 if isinstance(error, CheckpointNotFoundError) and self.is_given:
                     raise
@@ -281,7 +384,16 @@ class _CheckpointJob:
             tuple(self.faults),
             state,
             not_recorded,
+            None if self.faults else health,
         )
+
+    def _values(self, manifest: Manifest) -> dict[str, _core.ValueCounts] | None:
+        """What looks at the values of the files while they are compared; None: they cannot be opened."""
+        try:
+            with opening.open(self.path, strategy=self.strategy) as opened:
+                return healths.value_counts(opened, {name: manifest.shards[name].header_bytes for name in self.names})
+        except ReshardError:
+            return None  # opening it again reports the error
 
     def _record(self, manifest: Manifest, before: str) -> str | None:
         """Record the result; returns why it cannot be recorded, or None."""
@@ -301,9 +413,12 @@ class _SaveJob:
     def __init__(self, root: Location, save: RankSave, strategy: StrategyLike | None) -> None:
         self.root, self.save, self.strategy = root, save, strategy
 
-    def run(self, advance: Callable[[int], None], *, direct: bool, threads: int | None) -> VerifiedCheckpoint | None:
+    def run(
+        self, meter: Meter, looks: _Looks | None, *, direct: bool, threads: int | None
+    ) -> VerifiedCheckpoint | None:
         """Compare the files; None: a job has removed the save since it was found."""
-        del advance, direct, threads  # there are no checksums beside the files
+        del direct  # there are no checksums beside the files
+        health: tuple[HealthFinding, ...] | None = None
         faults: list[Fault] = []
         compared: list[int] = []
         for path in self.save.files.values():
@@ -322,6 +437,8 @@ class _SaveJob:
             try:
                 with Checkpoint(checkpoint1.open_rank_files(self.root, self.save.files, self.strategy)) as opened:
                     iteration = opened.iteration
+                    if looks is not None:
+                        health = looks.findings(opened, None, threads, meter)
             except ReshardError as error:
                 faults.append(fault_of(error, None))
         files = list(self.save.files.values())
@@ -329,7 +446,14 @@ class _SaveJob:
             return None
         state = _state(faults, is_compared=len(compared) == len(files))
         return VerifiedCheckpoint(
-            str(files[0]), iteration, state == "whole", len(compared), sum(compared), tuple(faults), state
+            str(files[0]),
+            iteration,
+            state == "whole",
+            len(compared),
+            sum(compared),
+            tuple(faults),
+            state,
+            health=None if faults else health,
         )
 
 

@@ -29,6 +29,18 @@ pub(crate) static STORED_RANGE: Record =
 /// A stored region of a tensor, and the files that hold it.
 pub(crate) static STORED_REGION: Record =
     Record::new("StoredRegion", &["offset", "shape", "files"]);
+/// What is wrong with the values of an array.
+pub(crate) static ARRAY_COUNTS: Record = Record::new(
+    "ArrayCounts",
+    &[
+        "number",
+        "n_nan",
+        "n_infinite",
+        "first_not_finite",
+        "n_negative",
+        "first_negative",
+    ],
+);
 /// A stored part of an array.
 pub(crate) static ARRAY_PART: Record = Record::new("ArrayPart", &["name", "shape", "tiles"]);
 /// The recorded layout of a tensor over the devices of its stage.
@@ -83,6 +95,7 @@ pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
         &STORED_ARRAY,
         &STORED_RANGE,
         &STORED_REGION,
+        &ARRAY_COUNTS,
         &ARRAY_PART,
         &DEVICE_LAYOUT,
     ] {

@@ -1,11 +1,15 @@
-//! Checksums of bytes and of files.
+//! Checksums of bytes and of files, and what values are.
 
 use crate::buffer::Borrowed;
 use crate::errors::raise;
+use crate::records::ARRAY_COUNTS;
 use crate::run::run;
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
 use reshard_core::checksum::Checksums;
 use reshard_core::control::Control;
+use reshard_core::dtype::Dtype;
+use reshard_core::finite::{self, Counted, Finder};
 use reshard_core::source::{Method, Source};
 use reshard_core::verify;
 use reshard_core::{Error, Kind};
@@ -25,22 +29,107 @@ pub(crate) fn crc32c(py: Python<'_>, data: &Bound<'_, PyAny>, before: u32) -> Py
     Ok(py.detach(|| reshard_core::checksum::crc32c(before, data.bytes())))
 }
 
+#[pyclass(module = "reshard._core", frozen)]
+pub(crate) struct ValueCounts(Finder);
+
+#[pymethods]
+impl ValueCounts {
+    #[new]
+    fn new(py: Python<'_>, arrays: Vec<(String, u64, u64, bool)>) -> PyResult<Self> {
+        let arrays = arrays
+            .into_iter()
+            .map(|(dtype, start, n_bytes, is_non_negative)| {
+                Ok(Counted {
+                    dtype: Dtype::parse(&dtype)?,
+                    start,
+                    n_bytes,
+                    is_non_negative,
+                })
+            });
+        let arrays: reshard_core::Result<Vec<_>> = arrays.collect();
+        raise(py, arrays.and_then(|arrays| Finder::counting(&arrays))).map(Self)
+    }
+
+    #[pyo3(signature = (at, data, *, threads=None))]
+    fn look(
+        &self,
+        py: Python<'_>,
+        at: u64,
+        data: &Bound<'_, PyAny>,
+        threads: Option<i64>,
+    ) -> PyResult<()> {
+        let data = contiguous(py, data)?;
+        run(py, threads, 0, None, &Control::default(), || {
+            self.0.look_together(at, data.bytes());
+            Ok(())
+        })
+    }
+
+    fn found<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyTuple>>> {
+        let found = self.0.counted().into_iter();
+        found
+            .map(|(number, one)| {
+                let values = (
+                    number,
+                    one.n_nan,
+                    one.n_infinite,
+                    one.first_not_finite,
+                    one.n_negative,
+                    one.first_negative,
+                );
+                ARRAY_COUNTS.of(py, values)
+            })
+            .collect()
+    }
+}
+
 #[pyfunction]
-#[pyo3(signature = (path, n_bytes, checksums, *, direct=true, threads=None, progress=None))]
+#[pyo3(signature = (dtype, a, b, *, threads=None))]
+pub(crate) fn differing(
+    py: Python<'_>,
+    dtype: &str,
+    a: &Bound<'_, PyAny>,
+    b: &Bound<'_, PyAny>,
+    threads: Option<i64>,
+) -> PyResult<(u64, Option<u64>)> {
+    let dtype = raise(py, Dtype::parse(dtype))?;
+    let (a, b) = (contiguous(py, a)?, contiguous(py, b)?);
+    run(py, threads, 0, None, &Control::default(), || {
+        finite::differing(dtype, a.bytes(), b.bytes())
+    })
+}
+
+fn contiguous(py: Python<'_>, data: &Bound<'_, PyAny>) -> PyResult<Borrowed> {
+    let data = Borrowed::readable(data, 1, false)?;
+    if data.is_row_major() {
+        return Ok(data);
+    }
+    let error = Error::new(
+        Kind::Argument,
+        "cannot look at the values of an array that is not contiguous",
+    );
+    raise(py, Err(error.hint("pass a contiguous copy of it")))
+}
+
+#[pyfunction]
+#[pyo3(signature = (path, n_bytes, checksums, *, direct=true, values=None, threads=None, progress=None))]
+#[expect(clippy::too_many_arguments, reason = "the options of a scrub")]
 pub(crate) fn scrub(
     py: Python<'_>,
     path: PathBuf,
     n_bytes: u64,
     checksums: &[u8],
     direct: bool,
+    values: Option<&Bound<'_, ValueCounts>>,
     threads: Option<i64>,
     progress: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<Vec<(u64, u64)>> {
     // The header is part of the first chunks.
     let checksums = raise(py, Checksums::from_bytes(n_bytes, 0, 0, checksums))?;
     let control = Control::default();
+    let values = values.map(|values| &values.get().0);
     run(py, threads, n_bytes, progress, &control, || {
         let source = Source::open(&path, false, Method::Read)?;
-        verify::scrub(&source, &checksums, direct, &control)
+        verify::scrub(&source, &checksums, values, direct, &control)
     })
 }

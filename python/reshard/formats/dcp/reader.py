@@ -100,6 +100,11 @@ class _DcpData(CheckpointData):
         stored = [one.name for one in self.index.stored(key)] if recorded and self.is_view else [key]
         return "optimizer" if any(name in recorded for name in stored) else "model"
 
+    def slot_of(self, key: str) -> tuple[str, str] | None:
+        """By the parts of the name: `<optimizer>.state.<parameter>.<slot>`."""
+        found = run_state.state_of(key)
+        return None if found is None else (found[1], found[0])
+
     def view(self, index: _core.Index, lock: Lock | None) -> Self:
         """As `CheckpointData.view`."""
         return replace(super().view(index, lock), is_view=True)

@@ -223,7 +223,7 @@ def translated(keys: Iterable[str], values: Values, live: Live, model: weight_se
             renamed[key] = key
             outside.append(key)
             continue
-        of_state = _state_of(key)
+        of_state = state_of(key)
         if of_state is None and _may_be_step(key):
             continue  # the step of the decision
         if of_state is None:
@@ -262,8 +262,13 @@ def _around(model: weight_sets.WeightSet, values: Values) -> str:
     return next(filter(model.start.startswith, starts), "")
 
 
-def _state_of(key: str) -> tuple[str, str] | None:
-    """Parameter and slot of the state of an optimizer."""
+def state_of(key: str) -> tuple[str, str] | None:
+    """Parameter and slot of the state of an optimizer.
+
+    Example:
+        >>> state_of("optimizer.state.fc.w.exp_avg")
+        ('fc.w', 'exp_avg')
+    """
     head, found, rest = key.partition("state.") if key.startswith("state.") else key.partition(".state.")
     if not found or (head and not is_optimizer(key)):
         return None
@@ -347,7 +352,7 @@ def _optimizer(
         if name in known.used:
             continue
         head, flat, rest = f".{name}".partition(".param_groups.")
-        of_state = _state_of(name)
+        of_state = state_of(name)
         if flat and (not head or is_optimizer(name)):
             parameter, _, option = rest.rpartition(".")
             options.setdefault(parameter, {})[option] = value

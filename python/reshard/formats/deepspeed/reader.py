@@ -81,6 +81,11 @@ class _DeepSpeedData(CheckpointData):
             return "model"
         return "optimizer" if key in self.others or key.rpartition(".")[2] in self.slots else "model"
 
+    def slot_of(self, key: str) -> tuple[str, str] | None:
+        """By the suffix of the name."""
+        parameter, dot, slot = key.rpartition(".")
+        return (slot, parameter) if dot and slot in self.slots else None
+
     def weights(self, dtype: str | None = None) -> Mapping[str, str] | None:
         """The key of each weight of the module, where fp32 weights stand in for those of the module.
 

@@ -90,6 +90,11 @@ class RankFoldersData(CheckpointData):
         """By the name."""
         return "optimizer" if names.is_state(key) else "model"
 
+    def slot_of(self, key: str) -> tuple[str, str] | None:
+        """By the suffix of the name."""
+        parameter, dot, slot = key.rpartition(".")
+        return (slot, parameter) if dot and names.is_state(key) else None
+
     def file_name(self, file: int) -> str:
         """Including the folder of the rank."""
         return locate(self.index.file_path(file)).relative_to(self.path)

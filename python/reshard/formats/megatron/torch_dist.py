@@ -53,6 +53,12 @@ class TorchDistData(CheckpointData):
         """By the name: the state of an optimizer is saved below `optimizer`."""
         return "optimizer" if is_optimizer(key) else "model"
 
+    def slot_of(self, key: str) -> tuple[str, str] | None:
+        """By the parts of the name: `optimizer.state.<slot>.<parameter>`."""
+        _, _, name = key.partition(".state.")
+        slot, dot, parameter = name.partition(".")
+        return (slot, parameter) if dot and self.part(key) == "optimizer" else None
+
     def extra_state(self, rank: int) -> dict[str, Any]:  # noqa: ARG002  every value has a name of its own
         """The common state, and the objects of single ranks by their names, such as `rng_state/shard_0.1_2.2`."""
         return {**self.state, **{one[0]: _read(self.path, one) for one in self.objects}}

@@ -54,6 +54,11 @@ class _FileData(CheckpointData):
         """By the name: the state of an optimizer is saved below `optimizer` or `optim`."""
         return "optimizer" if is_optimizer(key) else "model"
 
+    def slot_of(self, key: str) -> tuple[str, str] | None:
+        """By the parts of the name: `<optimizer>.state.<parameter>.<slot>`."""
+        found = run_state.state_of(key)
+        return None if found is None else (found[1], found[0])
+
     def extra_state(self, rank: int) -> dict[str, Any]:  # noqa: ARG002  a file has no ranks
         """The values that are no tensors, by path."""
         return dict(self.objects)
