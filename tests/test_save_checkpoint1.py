@@ -605,6 +605,28 @@ def test_health_is_noted(tmp_path: Path) -> None:
     assert "earlier saves is lost" in report.warnings[-1]
 
 
+def test_values_that_are_not_finite_make_a_save_unhealthy_and_the_last_healthy_one_stays(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoint"
+    for iteration in (1, 2, 3, 4):
+        bad = W.astype(np.float32)
+        bad.flat[1] = np.nan if iteration == 3 else -np.inf
+        is_bad = iteration > 2
+        report = save(root, iteration, {"w": bad if is_bad else W}, keep=1)
+        assert any("recorded as unhealthy: `w` holds" in text for text in report.warnings) == is_bad
+        there = {path.name for path in (root / "rank_0").glob("*.safetensors")}
+        last = min(iteration, 2)
+        assert there == {f"CKP_rank_0-1_{one}.safetensors" for one in (last, iteration)}
+    statuses = json.loads((tmp_path / "health_ckpts.json").read_text())
+    assert [(one["ckpt_name"], one["is_health"]) for one in statuses] == [
+        ("CKP_rank_0-1_3.safetensors", 1),
+        ("CKP_rank_0-1_4.safetensors", 1),
+    ]
+    save(root, 5, {"w": W}, keep=1)
+    assert [path.name for path in (root / "rank_0").glob("*.safetensors")] == ["CKP_rank_0-1_5.safetensors"]
+    save(root, 6, {"w": bad}, verify={"may_be_infinite": ["w"]})
+    assert len(json.loads((tmp_path / "health_ckpts.json").read_text())) == 2
+
+
 # -- hosts
 
 

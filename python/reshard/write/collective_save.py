@@ -266,8 +266,12 @@ class SaveFormat(ABC):
         """
 
     @abstractmethod
-    def remove_older(self) -> list[str]:
-        """Remove what is no longer kept, once the save has succeeded. Returns warnings: nothing is raised."""
+    def remove_older(self, published: Published) -> list[str]:
+        """Remove what is no longer kept, once the save has succeeded. Returns warnings: nothing is raised.
+
+        Args:
+            published: what rank 0 has published.
+        """
 
 
 def save_collectively(
@@ -484,7 +488,7 @@ def _finish(
         durable=report.durable,
         path=report.path,
     )
-    report = replace(report, warnings=(*report.warnings, *log_warnings, *save.remove_older()))
+    report = replace(report, warnings=(*report.warnings, *log_warnings, *save.remove_older(result)))
     if ranks.rank == 0:
         for warning in report.warnings:
             log_once(warning)

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from reshard import dtypes
-from reshard.errors import ArgumentError, CheckpointNotFoundError, UnsupportedError
-from reshard.formats import counter_tensors
+from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError, UnsupportedError
+from reshard.formats import counter_tensors, health
 from reshard.formats.checkpoint1 import health as checkpoint1_health
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1 import save_plan as rank_plan
@@ -41,10 +41,10 @@ from reshard.words import show
 from reshard.write import pending_rollback
 from reshard.write.collective_save import Published, SaveFormat
 from reshard.write.rank_facts import LastMade, RankFacts, check_options, check_state, plan_iteration, plan_key
-from reshard.write.replicas import Replicas
+from reshard.write.replicas import Replicas, is_any_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from reshard import _core
     from reshard.formats.checkpoint1.names import FileName
@@ -91,10 +91,18 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _Begun:
-    """Whether all ranks read back what they write; epochs and steps that are removed once the save is complete."""
+    """What rank 0 knows of the saves before this one.
+
+    Attributes:
+        reads_back: whether all ranks read back what they write.
+        outdated: epochs and steps that are removed once the save is complete.
+        last_healthy: epoch and step of the newest save that is not recorded as unhealthy; it stays after an unhealthy
+            save. None: there is none.
+    """
 
     reads_back: bool
     outdated: tuple[tuple[int, int], ...]
+    last_healthy: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -148,6 +156,8 @@ class Checkpoint1Save(SaveFormat):
         self._prefix = rank_plan.check_prefix(task.options.files.prefix)
         self._side: RankSide | None = None
         self._outdated: tuple[tuple[int, int], ...] = ()
+        self._last_healthy_save: tuple[int, int] | None = None
+        self._status: int | None = None  # on rank 0
         self._strategy: Strategies | None = None
         self._checked: _Checked | None = None  # this and what follows: on rank 0
         self._naming: Naming | None = None
@@ -306,7 +316,22 @@ class Checkpoint1Save(SaveFormat):
         there = {(file.epoch, file.step) for file in files if (file.prefix, file.run) == (naming.prefix, naming.run)}
         known = _read_back[self._read_back_key] = _read_back.get(self._read_back_key, set()) & there
         self._reads_back = options.verify.after_save or (bool(outdated) and not known - set(outdated))
-        return _Begun(self._reads_back, tuple(outdated))
+        return _Begun(self._reads_back, tuple(outdated), self._last_healthy(files))
+
+    def _last_healthy(self, files: Sequence[FileName]) -> tuple[int, int] | None:
+        """The newest save of this run, before this one, that is not recorded as unhealthy."""
+        assert self._naming is not None
+        statuses: dict[str, int] = {}
+        with contextlib.suppress(ReshardError):  # there is no record, or it cannot be read, which `confirm` reports
+            statuses = checkpoint1_health.read(self.task.root)
+        naming = self._naming
+        found = {
+            (file.epoch, file.step)
+            for file in files
+            if file.kind == "full" and (file.prefix, file.run) == (naming.prefix, naming.run)
+            if statuses.get(file.name) != 1
+        }
+        return max(found - {(naming.epoch, naming.step)}, default=None)
 
     @property
     def _read_back_key(self) -> tuple[Location, str, int | None]:
@@ -331,7 +356,7 @@ class Checkpoint1Save(SaveFormat):
     def write(self, begun: _Begun, state: State, progress: _core.Progress | None) -> tuple[WrittenWeights, ...]:
         """Write everything but `meta.json`."""
         assert self._side is not None
-        self._outdated = begun.outdated
+        self._outdated, self._last_healthy_save = begun.outdated, begun.last_healthy
         return self._side.write(state, self._strategy, reads_back=begun.reads_back, progress=progress)
 
     def publish(self, written: list[tuple[WrittenWeights, ...]], *, durable: bool) -> Published:
@@ -347,16 +372,23 @@ class Checkpoint1Save(SaveFormat):
             path = self._strategy.folder
             rows = [(name, n_bytes, "") for name, n_bytes in self._strategy.files()]
         digest = hashlib.blake2b(json.dumps(rows).encode(), digest_size=16).hexdigest()
+        may_be = is_any_of(self.task.options.verify.may_be_infinite, "may_be_infinite")
+        found = (one for of_rank in written for file in of_rank for one in file.not_finite)
+        not_finite = health.joined((name, kind) for name, kind in found if kind == "nan" or not may_be(name))
+        # Without a monitor only unhealthy saves are recorded: the file lies outside of the root.
+        self._status = health.status_of(self.own.common.ckpt_status, not_finite) or self.own.common.ckpt_status
+        reason = f"the save is recorded as unhealthy: {health.reason_of(not_finite)}"
         return Published(
             path=str(path),
             n_bytes=sum(n_bytes for _, n_bytes, _ in rows),
             n_files=len(rows),
             durable=durable,
             digest=digest,
-            warnings=(),
+            warnings=(reason,) if not_finite else (),
             suffix=None if only_strategy else self._naming.file(0).suffix,
             generation=self._claim.generation,
             attempt_id=None if only_strategy else digest,
+            ckpt_status=self._status,
         )
 
     def withdraw(self, *, is_known: bool) -> None:
@@ -369,7 +401,7 @@ class Checkpoint1Save(SaveFormat):
     def confirm(self) -> None:
         """Write `meta.json`; rank 0 records the health first, before anybody can resume from the save."""
         assert self._side is not None
-        warning, status = None, self.own.common.ckpt_status
+        warning, status = None, self._status
         if self.rank == 0 and status is not None:
             task = self.task
             filesystem.announce(f"write {checkpoint1_health.HEALTH_FILE}")
@@ -389,11 +421,13 @@ class Checkpoint1Save(SaveFormat):
 
     # -- 7
 
-    def remove_older(self) -> list[str]:
-        """Remove this rank's files of saves that are no longer kept."""
+    def remove_older(self, published: Published) -> list[str]:
+        """Remove this rank's files of saves that are no longer kept; the last healthy one stays."""
         assert self._side is not None
-        warnings = self._side.remove(self._outdated)
-        for epoch, step in self._outdated:
+        stays = self._last_healthy_save if published.ckpt_status == 1 else None
+        outdated = [one for one in self._outdated if one != stays]
+        warnings = self._side.remove(outdated)
+        for epoch, step in outdated:
             # These saves have a name and no iteration.
             self.own.observers.first(
                 "pruned", None, name=f"{epoch}_{step}", reason="older than the newest `keep` saves"

@@ -25,7 +25,7 @@ from reshard.storage.location import locate
 from reshard.words import show
 from reshard.write.arrays import LocalArrays, local_arrays
 from reshard.write.iteration import JointProgress
-from reshard.write.shard_files import read_back
+from reshard.write.shard_files import WrittenFile, read_back
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -49,11 +49,19 @@ _ROOTS: dict[FileKind, str] = {"full": "", "network": "_network", "trainable": "
 
 @dataclass(frozen=True)
 class WrittenWeights:
-    """Name, size and digest of a file of weights that was written."""
+    """A file of weights that was written.
+
+    Attributes:
+        name: its name.
+        n_bytes: its size.
+        digest: of its content.
+        not_finite: names of its arrays with values that are not finite, and "nan" or "inf".
+    """
 
     name: str
     n_bytes: int
     digest: str
+    not_finite: tuple[tuple[str, str], ...] = ()
 
 
 def folder_of(root: Path, rank: int, kind: FileKind = "full") -> Path:
@@ -212,7 +220,7 @@ class RankSide:
             written.header_checksum.to_bytes(4, "little") + written.checksums, digest_size=16
         ).hexdigest()
         name = f"{path.parent.parent.name}/{path.parent.name}/{path.name}"
-        return WrittenWeights(name, written.n_bytes, digest)
+        return WrittenWeights(name, written.n_bytes, digest, WrittenFile.of(written).not_finite)
 
     def _write_state(self, text: str, arrays: Mapping[str, np.ndarray], save: str) -> None:
         folder, task = folder_of(self.task.root, self.rank), self.task

@@ -279,7 +279,7 @@ class Checkpoint2Save(SaveFormat):
 
     # -- 7
 
-    def remove_older(self) -> list[str]:
+    def remove_older(self, published: Published) -> list[str]:  # noqa: ARG002  the manifests hold the health
         """On rank 0: record that the save was verified, and apply retention."""
         if self._manifest is None or self._attempt is None:
             return []

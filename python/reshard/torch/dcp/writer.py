@@ -428,7 +428,7 @@ class Writer(StorageWriter):
             durable=published.durable,
             path=published.path,
         )
-        return [*published.warnings, *running.save.remove_older()]
+        return [*published.warnings, *running.save.remove_older(published)]
 
     def _failed(self, rank: int, error: BaseException) -> None:
         save_failed(Observers.of(self._on_event, rank), _place(self.path)[1], error, self._started)
