@@ -133,6 +133,26 @@ def test_every_nth_save_is_written_as_a_model_of_transformers(tmp_path: Path) ->
     assert not [key for key in reshard.open(folder).keys() if "exp_avg" in key]  # noqa: SIM118
 
 
+@pytest.mark.parametrize("format", ["checkpoint2", "checkpoint1"])
+def test_the_last_healthy_save_stays_beside_exports(tmp_path: Path, format: Any) -> None:  # noqa: A002
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "config.json").write_text('{"model_type": "mine"}')
+    root, model = tmp_path / "run", nn.Linear(2, 2)
+    options: dict[str, Any] = {"hf_every": 1, "model_files": tmp_path / "files", "format": format}
+    with Checkpointer(root, save_every=1, signals=(), keep=1, **options) as made:
+        made.resume(model=model)
+        for step in range(1, 7):
+            if step == 3:
+                with torch.no_grad():
+                    model.weight[0, 1] = torch.nan
+            made.step(step, loss=1.0)
+    folder = root if format == "checkpoint2" else root / "rank_0"
+    there = [name for name in names(folder) if name.startswith("iteration") or name.endswith(".safetensors")]
+    ends = ("2", "6") if format == "checkpoint2" else ("-1_2.safetensors", "-1_6.safetensors")
+    assert len(there) == 2
+    assert all(map(str.endswith, there, ends)), there
+
+
 def test_given_files_are_copied_and_a_failure_is_a_warning(tmp_path: Path) -> None:
     files = tmp_path / "files"
     files.mkdir()

@@ -113,9 +113,13 @@ RULES = [
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_no_rule_removes_the_last_healthy_iteration(tmp_path: Path, rule: Retention) -> None:
-    rng = random.Random(str(rule))
+    rng, has_pins = random.Random(str(rule)), RULES.index(rule) % 2 == 1
     first, n = rng.randint(2, 5), 9
     for number in range(1, n + 1):
+        if has_pins and number in (2, first + 1, first + 3):  # healthy and unhealthy ones, of which one is unpinned
+            reshard.pin(tmp_path, number - 1)
+            if number == first + 3:
+                reshard.unpin(tmp_path, first)
         bad = rng.choice("abc") if number >= first else None
         metrics = {"loss": rng.random()}
         _save(
