@@ -6,6 +6,7 @@ import ast
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import inspect
 import itertools
 import json
@@ -278,6 +279,7 @@ def arguments() -> set[str]:
     return names
 
 
+@pytest.mark.slow  # it imports the trainers' libraries
 def test_hints_name_arguments_that_there_are() -> None:
     known = arguments()
     found = hints()
@@ -285,9 +287,89 @@ def test_hints_name_arguments_that_there_are() -> None:
     named = [(place, match[1]) for place, text in found for match in ARGUMENT.finditer(text)]
     assert len(named) > 20
     for place, name in named:
-        # Trainers have arguments of their own.
-        own = ("torch/", "torch_group.py", "accelerate/", "jax/", "lightning/", "mindspore/", "transformers/")
-        assert name in known or place.startswith(own), (place, name)
+        package = place.partition("/")[0]
+        if package != "mindspore" or importlib.util.find_spec("mindspore") is not None:
+            assert name in known | arguments_of(package), (place, name)
+
+
+def modules_of(package: str) -> list[str]:
+    """The modules whose functions a hint of this package may name."""
+    more = {"torch": ["torch.dcp"], "torch_group.py": ["torch"], "lightning": ["torch"], "transformers": ["torch"]}
+    found = [package.removesuffix(".py"), *more.get(package, ["torch"])]
+    return [f"reshard.{one}" for one in found if importlib.util.find_spec(f"reshard.{one}") is not None]
+
+
+@functools.cache
+def arguments_of(package: str) -> frozenset[str]:
+    """The arguments of the public functions and classes of a trainer's package."""
+    if package not in ("torch", "torch_group.py", "accelerate", "jax", "lightning", "mindspore", "transformers"):
+        return frozenset()
+    names: set[str] = set()
+    for name in modules_of(package):
+        try:
+            module = importlib.import_module(name)
+        except ImportError:  # the framework is not installed
+            continue
+        for public in module.__all__:
+            try:
+                one = getattr(module, public)
+            except ImportError:  # the framework is not installed
+                continue
+            members = [one]
+            if inspect.isclass(one):
+                members += [member for name, member in inspect.getmembers(one, callable) if not name.startswith("_")]
+            for member in members:
+                with contextlib.suppress(ValueError, TypeError):
+                    names |= inspect.signature(member).parameters.keys()
+    return frozenset(names) | {"num_workers", "ckpt_path"}  # of DataLoader, of Trainer.fit
+
+
+def parsed(code: str) -> ast.expr:
+    """The call in a hint as an expression: `{}` and `{...}` stand for any value, `{}=` for any name."""
+    code = re.sub(r"\{\}(?==)", "any_name", code)
+    return ast.parse(re.sub(r"\{(\.\.\.)?\}", "...", code), mode="eval").body
+
+
+CALL = re.compile(r"`([A-Za-z_][\w.]*\([^`]*\))`")
+
+
+def named(function: str, package: str) -> object:
+    """What the function of a hint is: of its package, of this one, or of the trainer's library; None: of the user."""
+    root, _, rest = function.partition(".")
+    if root in ("callback", "resume"):
+        cls = {"transformers": "ReshardCallback", "mindspore": "ReshardCallback"}.get(package, "Checkpointer")
+        root, rest = (cls, rest or root) if root == "callback" else ("Checkpointer", "resume")
+    places = [f"reshard.{package.removesuffix('.py')}", "reshard.torch", "reshard", "reshard.options"]
+    libraries = {"transformers": ["transformers"], "accelerate": ["accelerate", "accelerate.utils"]}.get(package, [])
+    for place in [*places, *libraries, "torch.utils.data", root]:
+        with contextlib.suppress(ImportError, AttributeError):
+            module = importlib.import_module(place)
+            path = rest.split(".") if place == root else [root, *rest.split(".")]
+            return functools.reduce(getattr, filter(None, path), module)
+    return None
+
+
+@pytest.mark.slow  # it imports the trainers' libraries
+def test_calls_in_hints_have_the_arguments_that_they_name() -> None:
+    """Calls are parsed, and their functions asked for their signatures."""
+    found = 0
+    for place, text in hints():
+        for match in CALL.finditer(text):
+            call = parsed(match[1])
+            for one in ast.walk(call):
+                if not isinstance(one, ast.Call):
+                    continue
+                function = named(ast.unparse(one.func), place.partition("/")[0])
+                if function is None:
+                    continue
+                found += 1
+                try:
+                    parameters = inspect.signature(function).parameters  # type: ignore[arg-type]
+                except ValueError:  # of a class that is written in C
+                    continue
+                for keyword in one.keywords:
+                    assert keyword.arg in {*parameters, "any_name"}, (place, match[0])
+    assert found > 15
 
 
 def test_hints_name_fields_of_options_that_there_are() -> None:
