@@ -17,6 +17,10 @@ from reshard.verbs.explain import explain
 
 torch = pytest.importorskip("torch")
 
+pytest.importorskip("torchdata")
+
+from tests import differences  # noqa: E402
+
 from reshard.torch import Checkpointer, ElasticSampler  # noqa: E402
 
 if TYPE_CHECKING:
@@ -306,3 +310,21 @@ def test_resume_and_explain_list_the_same_parts(tmp_path: Path) -> None:
         assert decision.restored == ("weights", "optimizer", "counters", *parts[: 4 + (sampler is not None)])
         assert any("scheduler: step_size=7" in line for line in answer.settings)
         assert any("AdamW, group 0: lr=0.001" in line for line in answer.settings)
+
+
+@pytest.fixture(scope="module")
+def saved_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of runs that several rows begin with."""
+    return tmp_path_factory.mktemp("differences")
+
+
+@pytest.mark.filterwarnings("ignore")  # of schedulers, when steps are counted
+@pytest.mark.parametrize("number", range(len(differences.ROWS)))
+def test_what_happens_for_each_difference_is_what_the_guide_says(number: int, saved_once: Path) -> None:
+    kind, what, expected, saved, now = differences.ROWS[number]
+    word, message = differences.outcome(saved_once, kind, saved, now)
+    assert word == expected, message
+    written = differences.on_page()
+    hint = "`python -m tests.differences` writes the table of the guide"
+    assert len(written) == len(differences.ROWS), hint
+    assert written[number] == differences.row(kind, what, word, message), hint

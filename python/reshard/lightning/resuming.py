@@ -81,7 +81,14 @@ def schedulers_of(trainer: Any) -> dict[str, Any]:
 
 
 def described_run(trainer: Any, started: Started | None, *, timeout: float, compare: bool) -> Described:
-    """The model, the optimizers and the schedulers of a trainer, as of `describe`."""
+    """The model, the optimizers and the schedulers of a trainer, as of `describe`.
+
+    Args:
+        trainer: the Trainer; its strategy is set up.
+        started: the settings of the run before its first step.
+        timeout: seconds that ranks wait for each other.
+        compare: raise if state that ranks share differs.
+    """
     return describe(
         trainer.strategy.model,
         trainer.optimizers,

@@ -113,7 +113,7 @@ def continue_run(
     if run.scale_steps:
         batches.explain(steps, scaling, reasons, warnings)
     elif of_samples is not None:
-        reasons.append(f"global_batch_size {batches.saved} -> {batches.new}: steps continue from {steps}, not scaled")
+        warnings.append(f"global_batch_size {batches.saved} -> {batches.new}: steps continue from {steps}, not scaled")
     consumed = batches.consumed_at(steps) if common.consumed_samples is None else common.consumed_samples
     skip = _data_skip(config, steps if of_samples is None else of_samples.steps, reasons)
     # In eager mode, in which the batch size may grow, data is skipped in micro-steps.

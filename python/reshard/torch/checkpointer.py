@@ -539,6 +539,7 @@ class Checkpointer:
                 states, of_objects = match_objects(run, found, saved, members.rank, members.world_size, how)
                 messages = [
                     *([] if is_weights_alone or is_init else check_state_beside(run, found, saved, how)),
+                    *(self._unused_optimizer(run, found) if not is_weights_alone and not is_init else []),
                     *([] if is_weights_alone else self._lonely_model(run, found, saved, how)),
                     *restore_tensors(described, found, of_tensors, how),
                     *of_objects,
@@ -650,6 +651,12 @@ class Checkpointer:
             object_name=object_name,
             started=run.started,
         )
+
+    def _unused_optimizer(self, run: Run, found: Read) -> list[str]:
+        # An evaluation has no optimizer, and saves nothing.
+        if run.optimizer is not None or run.whole_optimizers or not found.has_optimizer or not self._has_interval:
+            return []
+        return ["the checkpoint has state of an optimizer, and the run has no optimizer: the state is not loaded"]
 
     def _lonely_model(self, run: Run, found: Read, saved: Mapping[str, Any], how: RestoreOptions) -> list[str]:
         # If the optimizer is not saved, it is expected to restart.

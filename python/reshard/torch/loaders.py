@@ -110,7 +110,12 @@ class FollowedLoader:
         is_new = iterator is None or vars(loader).get("_initial_iter_for_state_dict")
         if is_new and self._loaded is not None:
             return self._loaded
-        common = {"kind": _KIND, "generator": loader.generator.get_state().numpy(), "n_workers": loader.num_workers}
+        common = {
+            "kind": _KIND,
+            "generator": loader.generator.get_state().numpy(),
+            "n_workers": loader.num_workers,
+            "batch_size": loader.batch_size,
+        }
         if self._is_stream:
             return common | {"loader": loader.state_dict()}
         loop = None if is_new else getattr(iterator, "_sampler_iter", None)
@@ -190,7 +195,10 @@ class FollowedLoader:
             self.check(state)
         split = None if self._is_stream else Split.of(self.order.items)
         if is_same and (self._is_stream or _is_same_part(own["split"], split)):
-            return own, []
+            was, now = own.get("batch_size"), self.loader.batch_size
+            if was is None or now is None or was == now:
+                return own, []
+            return own, [f"the loader has batches of {now} samples, and had {was}: it goes on at the same sample"]
         n_ranks = f"{len(states)} rank{'' if len(states) == 1 else 's'} saved the position in the data"
         if self._is_stream or any(state["loader"] is not None for state in states):
             what = "a stream" if self._is_stream else "a dataset with state"

@@ -26,6 +26,9 @@ from reshard.words import show
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+CONSTANTS = "constants"
+"""The name of the options of modules in the saved state of a trainer."""
+
 # Attribute names under which wrappers keep the wrapped module, and which nothing else uses.
 _TRANSPARENT = {"_orig_mod", "_checkpoint_wrapped_module"}
 
@@ -59,6 +62,7 @@ class Named:
             are in `tensors`.
         wrapped: what each of those besides is that has several inner tensors, as text by key: `<key>.<name>` are their
             keys.
+        constants: class and options of each module that has none inside, as it prints itself, by name.
         own: the entries that modules add to `state_dict()`. Their tensors are also in `tensors` and `buffers`.
         own_values: those of these entries that are no tensors, by key.
     """
@@ -71,6 +75,7 @@ class Named:
     extra_state: dict[str, nn.Module] = field(default_factory=dict)
     wrappers: dict[int, str] = field(default_factory=dict)
     wrapped: dict[str, str] = field(default_factory=dict)
+    constants: dict[str, str] = field(default_factory=dict)
     own: list[OwnEntries] = field(default_factory=list)
     own_values: dict[str, Any] = field(default_factory=dict)
 
@@ -111,6 +116,8 @@ def named(model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]) -> N
         adds_entries = False
         for prefix, module in _walk(root, start):
             adds_entries = adds_entries or _adds_entries(module)
+            if not module._modules:  # noqa: SLF001
+                found.constants[prefix.removesuffix(".")] = _printed(module)
             _refuse_first_fsdp(module, prefix)
             received |= _received(module)
             if _is_a(module, "FSDPModule", "torch.distributed.fsdp"):
@@ -252,6 +259,16 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 
 def _is_replicated(module: nn.Module) -> bool:
     return isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel)
+
+
+def _printed(module: nn.Module) -> str:
+    """Class and options of a module. `fully_shard` replaces the class by one derived from it."""
+    kind = next(one for one in type(module).__mro__ if not one.__name__.startswith("FSDP"))
+    try:
+        options = module.extra_repr()
+    except Exception:  # noqa: BLE001  code of the user's, for people
+        options = ""
+    return f"{kind.__name__}({options})"[:200]
 
 
 def _received(module: nn.Module) -> set[int]:

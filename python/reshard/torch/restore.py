@@ -16,6 +16,7 @@ from reshard.errors import MismatchError, ReshardError
 from reshard.formats.weight_sets import advice
 from reshard.options import Settings, Strict
 from reshard.torch.dicts import DictState
+from reshard.torch.modules import CONSTANTS
 from reshard.torch.objects import entries_of, placements_of, put_back
 from reshard.torch.optimizers import OptimizerRecord, StateUpdate, saved_groups, set_options
 from reshard.torch.schedulers import KINDS, kind_of
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
     from reshard.torch.objects import Entry
     from reshard.torch.optimizers import NamedOptimizer
     from reshard.torch.state import Described
+
+
+_PARTS = ("aliases", "modules", "objects", "optimizer", KINDS, STARTED, CONSTANTS)
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ def apply(
         [[3.0, 4.0]]
     """
     policy = Strict.of(strict)
-    parts = {name: _part(extra or {}, name) for name in ("aliases", "modules", "objects", "optimizer", KINDS, STARTED)}
+    parts = {name: _part(extra or {}, name) for name in _PARTS}
     parts["aliases"] = {name: str(key) for name, key in parts["aliases"].items()}
     own = _RankLocal.of(described, rank_local)
     restore = _Restore(
@@ -156,6 +160,7 @@ def apply(
         restore.match_optimizers(has_groups=only is None)
     if only is None:
         restore.match_others(has_extra=extra is not None)
+        restore.match_constants()
     else:
         restore.match_initial_modules()
     trained = restore.compare_trained()
@@ -554,6 +559,24 @@ class _Restore:
             )
             self.changed += changed
             self._match_settings(saved)
+
+    def match_constants(self) -> None:
+        """Report options of modules that differ, such as the rate of a dropout."""
+        names_of: dict[tuple[str, str], list[str]] = {}
+        saved = self.extra[CONSTANTS]
+        for name, now in self.described.live.named.constants.items():
+            was = saved.get(name, now)
+            # Sizes are compared as shapes.
+            if was != now and (self.policy.shape == "error" or was.split("(")[0] != now.split("(")[0]):
+                names_of.setdefault((str(was), now), []).append(name)
+        for (was, now), names in names_of.items():
+            them, verb = (
+                listed([show(name) for name in names], 4),
+                ("was", "is") if len(names) == 1 else ("were", "are"),
+            )
+            self.changed.append(
+                f"{them} of the model {verb[0]} {was}, and {verb[1]} {now} in the program, which is used"
+            )
 
     @property
     def _of_program(self) -> list[str]:

@@ -9,7 +9,9 @@ options that no scheduler moves.
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -321,8 +323,18 @@ def _unmoved(options: Mapping[str, Any], *, has_scheduler: bool) -> dict[str, An
 
 
 def _held(function: Any) -> dict[str, Any]:
-    """The plain values that a function holds: arguments of `functools.partial`, and variables around it."""
+    """What a function is: its name, a digest of its code, arguments of `functools.partial`, and variables around it."""
     found: dict[str, Any] = {}
+    inner = function
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    code = getattr(inner, "__code__", None)
+    if code is not None:
+        # Another version of Python compiles the same function to other code.
+        found |= {
+            "the name": code.co_name,
+            f"the code (of Python {sys.version_info[0]}.{sys.version_info[1]})": _code(code),
+        }
     while isinstance(function, functools.partial):
         found |= {str(word): value for word, value in function.keywords.items()}
         found |= {f"argument {number}": value for number, value in enumerate(function.args)}
@@ -335,6 +347,12 @@ def _held(function: Any) -> dict[str, Any]:
         except ValueError:  # not assigned yet
             continue
     return {name: value for name, given in found.items() if (value := _value(given)) is not None}
+
+
+def _code(code: Any) -> str:
+    """A digest of what a function does, without the place where it is defined."""
+    inner = [_code(one) if hasattr(one, "co_code") else repr(one) for one in code.co_consts if not isinstance(one, str)]
+    return hashlib.sha256(repr((code.co_code, code.co_names, inner)).encode()).hexdigest()[:8]
 
 
 def _same(one: Any, other: Any) -> bool:

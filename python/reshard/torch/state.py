@@ -21,7 +21,7 @@ from reshard.errors import ArgumentError, MismatchError, ReshardError, Unsupport
 from reshard.formats import state as state_format
 from reshard.group import resolve
 from reshard.torch.common_layout import gather_distinct, layout_of
-from reshard.torch.modules import Named, named
+from reshard.torch.modules import CONSTANTS, Named, named
 from reshard.torch.objects import TENSORS, Lifted, lift
 from reshard.torch.optimizers import (
     NamedOptimizer,
@@ -550,6 +550,8 @@ class _RankState:
             "modules": agreed.state["modules"],
             "objects": {name: one.state for name, one in self.object_states.items()},
         }
+        if self.live.named.constants:
+            extra[CONSTANTS] = dict(self.live.named.constants)
         kinds = {name: kind for name, one in self.live.objects.items() if (kind := kind_of(one)) is not None}
         if kinds:
             extra[KINDS] = kinds
