@@ -11,7 +11,8 @@ import torch
 from tests.test_cli import run
 
 import reshard
-from reshard.errors import ArgumentError, UnsupportedError
+from reshard.errors import ArgumentError, MismatchError, UnsupportedError
+from reshard.options import InitFrom
 from reshard.torch import Checkpointer
 
 if TYPE_CHECKING:
@@ -54,6 +55,57 @@ def test_a_run_that_starts_from_placeholders_is_told_what_to_open(both: Path) ->
     with pytest.raises(UnsupportedError, match="are placeholders") as caught:
         Checkpointer(both.parent / "run", save_every=None).resume(model=torch.nn.Linear(3, 2), init_from=str(both))
     assert "the path of its own folder" in str(caught.value.hint)
+
+
+def test_every_command_and_verb_takes_the_format(both: Path) -> None:
+    reshard.save_file({"w": np.zeros(0, np.float32)}, both / "model.safetensors")
+    layout = both.parent / "layout.json"
+    layout.write_text('{"mesh": {"tp": 2}, "rules": [{"match": "*", "cut": ["tp"]}]}')
+    assert reshard.convert(both, both.parent / "all.safetensors", format="deepspeed", part="all").n_tensors == 1
+    with reshard.open(both.parent / "all.safetensors") as written:
+        assert written.read("w.fp32").tolist() == np.ones((2, 3)).tolist()
+    assert reshard.diff(both, both, format_a="deepspeed", format_b="deepspeed").equal
+    assert not reshard.diff(both, both, format_a="deepspeed", format_b="huggingface").equal
+    assert reshard.verify(both, format="deepspeed").ok
+    names = '{"rules": [{"from": "w.fp32", "to": "v"}]}'
+    (both.parent / "names.json").write_text(names)
+    for command in (
+        ("inspect", both),
+        ("verify", both),
+        ("plan", both, "--layout", layout, "--no-measure"),
+        ("layout", "check", layout, both),
+        ("names", "show", both.parent / "names.json", both),
+        ("convert", both, both.parent / "one.safetensors", "--part", "all"),
+        ("merge", both, both.parent / "full", "--part", "all"),
+        ("split", both, both.parent / "ranks", "--layout", layout, "--part", "all"),
+    ):
+        refused = run(*command)
+        assert refused.exit_code == 1, command
+        assert "placeholders" in refused.output, command
+        chosen = run(*command, "--format", "deepspeed")
+        assert chosen.exit_code == 0, (command, chosen.output)
+    assert run("diff", both, both, "--format-a", "deepspeed", "--format-b", "deepspeed").exit_code == 0
+    for verb in (reshard.convert, reshard.verify):
+        arguments = [both, both.parent / "x"] if verb is reshard.convert else [both]
+        with pytest.raises(ArgumentError, match="no checkpoint of the format `dcp`"):
+            verb(*arguments, format="dcp")  # type: ignore[operator]
+    asked = run("explain", both.parent / "none", "--init-from", both, "--format", "deepspeed")
+    assert asked.exit_code == 0, asked.output
+
+
+def test_a_run_starts_from_the_checkpoint_of_the_format(both: Path) -> None:
+    reshard.save_file({"weight": np.zeros(0, np.float32)}, both / "model.safetensors")
+    names = {"rules": [{"from": "w.fp32", "to": "weight"}]}
+    for start, value in (("deepspeed", 1.0), ("huggingface", None)):
+        model = torch.nn.Linear(3, 2, bias=False)
+        init = InitFrom(both, format=start, names=names if value else None)
+        checkpointer = Checkpointer(both.parent / f"run_{start}", save_every=None, signals=())
+        if value is None:
+            with pytest.raises(MismatchError, match="weight"):
+                checkpointer.resume(model=model, init_from=init)
+        else:
+            checkpointer.resume(model=model, init_from=init)
+            assert model.weight.eq(value).all()
 
 
 def test_a_format_of_a_path_without_a_checkpoint(tmp_path: Path) -> None:

@@ -324,6 +324,7 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     **dict.fromkeys(("format", "verify"), _option),
     "device": _device,
     **dict.fromkeys(("part", "to", "method", "framework", "backend", "entry", "prefix", "suffix", "name_regex"), _text),
+    **dict.fromkeys(("format_a", "format_b"), _text),
     **dict.fromkeys(("rank", "iteration", "threads", "sink_size", "steps_per_epoch"), _integer),
     **dict.fromkeys(("keep", "keep_every"), _integer_or_none),
     **dict.fromkeys(("progress", "ready", "after", "after_publish"), _function),

@@ -473,6 +473,8 @@ class InitFrom(Options):
         path: anything that `reshard.open` opens: a folder or file of weights, a checkpoint root, an iteration.
         entry: what stands before the names of the weights, such as "ema". Needed where the checkpoint holds several
             sets of weights that fit the model. Default: the only one that fits.
+        format: of a folder that holds checkpoints of several formats, which one is read, such as "deepspeed", as
+            `format` of `reshard.open`.
         names: a name map from the names in the checkpoint to those of the model: a `NameMap`, its file or mapping, or a
             preset such as "qwen3-mindspore"; or `{"rename": {"encoder.": "model."}}`, new prefixes by old ones, as
             `rename` of `Select`. Default: the names are the same.
@@ -494,6 +496,7 @@ class InitFrom(Options):
 
     path: str | os.PathLike[str] = dataclasses.field(default="", kw_only=False)
     entry: str | None = None
+    format: str | None = None
     names: NamesLike | None = None
     include: Collection[str] = ()
     exclude: Collection[str] = ()

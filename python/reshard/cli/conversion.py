@@ -11,6 +11,7 @@ import click
 
 import reshard
 from reshard.cli.output import (
+    FORMAT_HELP,
     PATH,
     SIZE,
     WholeNumber,
@@ -43,6 +44,7 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
         help="How the rank folders of SRC are sharded: a strategy file, or the folder with those of all stages. "
         "Default: the folder `strategy` beside SRC.",
     ),
+    "format": click.option("--format", metavar="NAME", help=FORMAT_HELP.replace("a folder", "SRC")),
     "suffix": click.option(
         "--suffix",
         metavar="TEXT",

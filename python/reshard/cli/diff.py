@@ -50,6 +50,8 @@ _MAX_ROWS = 60
 )
 @click.option("--atol", type=float, metavar="NUMBER", help="Absolute tolerance. Default: 0 with --rtol.")
 @click.option("--rtol", type=float, metavar="NUMBER", help="Relative tolerance. Default: 0 with --atol.")
+@click.option("--format-a", metavar="NAME", help="Which checkpoint of A, if A is a folder with several formats.")
+@click.option("--format-b", metavar="NAME", help="The same for B.")
 @options("memory", "threads")
 @click.option("--all", "everything", is_flag=True, help="List every tensor that differs, also within the tolerance.")
 @functools.partial(command, refused=2)

@@ -56,6 +56,9 @@ _STYLES = {"selected": "bold green", "skipped": "red", "unreadable": "red"}
     "--init-from", type=PATH, metavar="PATH", help="Checkpoint from which the run starts if ROOT holds none yet."
 )
 @click.option("--names", metavar="MAP", help="Name map for the checkpoint of --init-from: a file or a preset.")
+@click.option(
+    "--format", metavar="NAME", help="Which checkpoint of --init-from, if it is a folder with several formats."
+)
 @click.option("--include", multiple=True, metavar="PATTERN", help="Load only these tensors from --init-from.")
 @click.option(
     "--exclude", multiple=True, metavar="PATTERN", help="Do not load these tensors: they keep their initial values."
@@ -72,6 +75,7 @@ def explain(
     new_data: bool,
     compatible: bool,
     init_from: str | None,
+    format: str | None,  # noqa: A002  the name of the option
     names: str | None,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
@@ -110,11 +114,11 @@ def explain(
     if root is None and config_file is None:
         raise click.UsageError("give ROOT, --config, or both")
     config = Config(resume=True) if config_file is None else Config.from_yaml(config_file)
-    if init_from is None and (names or include or exclude):
-        raise click.UsageError("--names, --include and --exclude need --init-from")
+    if init_from is None and (names or format or include or exclude):
+        raise click.UsageError("--names, --format, --include and --exclude need --init-from")
     init = config.init_from
     if init_from is not None:
-        init = InitFrom(init_from, names=names, include=include, exclude=exclude)
+        init = InitFrom(init_from, format=format, names=names, include=include, exclude=exclude)
     own, reason = root or config.save_path, None
     if root is not None and init is None:
         config = dataclasses.replace(config, load_path=root)
@@ -191,6 +195,8 @@ def _start_options(config: Config) -> dict[str, Any]:
         return {}
     names = None if init.names is None else str(init.names) if not isinstance(init.names, dict) else init.names
     options = {"names": names, "include": list(init.include), "exclude": list(init.exclude)}
+    if init.format is not None:
+        options["format"] = init.format
     return {"options": {**options, "fresh_optimizer": init.fresh_optimizer}}
 
 

@@ -19,6 +19,7 @@ import click
 
 import reshard
 from reshard.cli.output import (
+    FORMAT_HELP,
     PATH,
     STRATEGY_HELP,
     collected_warnings,
@@ -76,11 +77,7 @@ _STATES = {True: "complete", False: "damaged", None: "not checked"}
 @click.argument("pattern", required=False, metavar="[PATTERN | PATH ...]")
 @click.argument("more", nargs=-1, type=PATH, metavar="")
 @click.option("--strategy", type=PATH, metavar="PATH", help=STRATEGY_HELP)
-@click.option(
-    "--format",
-    metavar="NAME",
-    help="Which checkpoint of a folder with several: huggingface, deepspeed and so on. Default: by what it holds.",
-)
+@click.option("--format", metavar="NAME", help=FORMAT_HELP)
 @click.option("--layout", "as_layout", is_flag=True, help="Print the layout as a layout file, for `convert --layout`.")
 @click.option(
     "--html", "html", type=PATH, metavar="FILE", help="Write a page for a browser: one file, which uses no network."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import click
 
 import reshard
 from reshard.cli.output import (
+    FORMAT_HELP,
     PATH,
     STRATEGY_HELP,
     WholeNumber,
@@ -92,8 +94,16 @@ def preset(family: str | None, *, lists: bool, tp: int, pp: int, ep: int, dp: in
 @click.argument("file", type=PATH)
 @click.argument("src", type=PATH)
 @click.option("--strategy", type=PATH, metavar="PATH", help=STRATEGY_HELP)
+@click.option("--format", metavar="NAME", help=FORMAT_HELP)
 @command
-def check(file: str, src: str, *, strategy: str | None, as_json: bool) -> None:
+def check(
+    file: str,
+    src: str,
+    *,
+    strategy: str | None,
+    format: str | None,  # noqa: A002  the name of the option
+    as_json: bool,
+) -> None:
     """Check whether the layout FILE fits the tensors of the checkpoint SRC. Tensor data is not read.
 
     FILE is a layout file, a strategy file, or a folder of these. The command prints what each rule matches, the bytes
@@ -110,7 +120,8 @@ def check(file: str, src: str, *, strategy: str | None, as_json: bool) -> None:
     from reshard.cli.contents import cut_by_rule
     from reshard.verbs.check_layout import check_layout
 
-    with collected_warnings(print_on_error=False) as logged, reshard.open(src, strategy=strategy) as checkpoint:
+    opened = functools.partial(reshard.open, src, strategy=strategy, format=format)
+    with collected_warnings(print_on_error=False) as logged, opened() as checkpoint:
         n_before = len(logged)  # warnings of the layout are part of the result
         found = check_layout(checkpoint, file)
         del logged[n_before:]

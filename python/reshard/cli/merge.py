@@ -22,6 +22,7 @@ from reshard.cli.output import PATH, command
 )
 @options(
     "strategy",
+    "format",
     "suffix",
     "only",
     "drop",

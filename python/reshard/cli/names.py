@@ -52,10 +52,18 @@ def names() -> None:
 @click.argument("src", required=False, type=PATH)
 @click.option("--list", "lists", is_flag=True, help="Print the names of the presets.")
 @click.option("--config", type=PATH, metavar="PATH", help="config.json for sizes of MAP. Default: the one in SRC.")
+@click.option("--format", metavar="NAME", help="Which checkpoint of SRC, if it is a folder with several formats.")
 @click.option("--all", "everything", is_flag=True, help="Print every line.")
 @command
 def show(
-    map_: str | None, src: str | None, *, lists: bool, config: str | None, everything: bool, as_json: bool
+    map_: str | None,
+    src: str | None,
+    *,
+    lists: bool,
+    config: str | None,
+    format: str | None,  # noqa: A002  the name of the option
+    everything: bool,
+    as_json: bool,
 ) -> None:
     """Show what the name map MAP makes of the tensors of the checkpoint SRC, and which tensors it does not match.
 
@@ -85,7 +93,7 @@ def show(
     if src is None:
         echo_as_file(as_names(map_, config), as_json=as_json)
         return
-    with reshard.open(src) as checkpoint:
+    with reshard.open(src, format=format) as checkpoint:
         known: NameMap = as_names(map_, config_beside(checkpoint.data.path) if config is None else config)
         keys = checkpoint.keys()
         optimizer_keys = set(checkpoint.keys("optimizer"))

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
+FORMAT_HELP = "Which checkpoint of a folder with several: huggingface, deepspeed and so on. Default: by what it holds."
 STRATEGY_HELP = "Layout of rank folders: the strategy file, or the folder with the strategy files of the run."
 
 INTERRUPTED = 130

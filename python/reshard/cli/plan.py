@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import click
 
 import reshard
 from reshard.cli.output import (
+    FORMAT_HELP,
     PATH,
     STRATEGY_HELP,
     collected_warnings,
@@ -45,6 +47,7 @@ _BUFFERS = 256 << 20  # the default of `convert --memory`
 @click.option("--part", type=click.Choice(["model", "optimizer", "all"]), default="all", show_default=True,
               help="Which tensors.")  # fmt: skip
 @click.option("--strategy", type=PATH, metavar="PATH", help=STRATEGY_HELP)
+@click.option("--format", metavar="NAME", help=FORMAT_HELP)
 @click.option("--dst", type=PATH, default=".", metavar="DIR",
               help="An existing folder on the file system of the destination, for its free space and speed. "
               "Default: the current folder.")  # fmt: skip
@@ -60,6 +63,7 @@ def plan(
     layout: str,
     part: reshard.checkpoint.Part,
     strategy: str | None,
+    format: str | None,  # noqa: A002  the name of the option
     dst: str,
     measure: bool,
     html: str | None,
@@ -80,8 +84,9 @@ def plan(
     """
     from reshard.verbs.forecast import forecast, free_bytes, measure_speed
 
+    opened = functools.partial(reshard.open, src, strategy=strategy, format=format)
     with progress_bar():
-        with collected_warnings(print_on_error=False), reshard.open(src, strategy=strategy) as checkpoint:
+        with collected_warnings(print_on_error=False), opened() as checkpoint:
             found = forecast(checkpoint, layout, part=part)
             title = f"{checkpoint.format}: {checkpoint.path}"
         free, speed = free_bytes(dst), measure_speed(dst) if measure else None

@@ -34,6 +34,7 @@ from reshard.cli.output import PATH, command
     help="How SRC is sharded, if it is a folder of rank folders. Default: the folder `strategy` beside it.",
 )
 @options(
+    "format",
     "suffix",
     "only",
     "drop",

@@ -9,6 +9,7 @@ import click
 
 import reshard
 from reshard.cli.output import (
+    FORMAT_HELP,
     PATH,
     STRATEGY_HELP,
     WholeNumber,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 @click.command(short_help="Compare every byte with the checksums of the manifest.")
 @click.argument("path", type=PATH)
 @click.option("--strategy", type=PATH, metavar="PATH", help=STRATEGY_HELP)
+@click.option("--format", metavar="NAME", help=FORMAT_HELP)
 @click.option(
     "--cached",
     is_flag=True,
@@ -76,6 +78,7 @@ def verify(
     path: str,
     *,
     strategy: str | None,
+    format: str | None,  # noqa: A002  the name of the option
     cached: bool,
     threads: int | None,
     loads_in: Library | None,
@@ -116,6 +119,7 @@ def verify(
         report = reshard.verify(
             path,
             strategy=strategy,
+            format=format,
             health=health,
             since=since,
             may_be_infinite=may_be_infinite,

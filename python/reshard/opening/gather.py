@@ -89,7 +89,8 @@ def gather(
                 f"{show(str(path))} holds no checkpoint: {broken}", path=str(path), hint=BROKEN_LINK_HINT
             )
         return replace(facts, kind="other") if path.exists() else facts
-    found = registry.detect(path)
+    name = None if config.init_from is None else config.init_from.format
+    found = registry.detect(path) if name is None else registry.of_name(path, name)
     if found.traits.has_metadata and found.is_root(path):
         return gatherer.at_root(path)
     candidates = found.candidates(path) if found.is_root(path) else ()
@@ -175,7 +176,9 @@ class _Gatherer:
             number = split_iteration(str(path))[1] if iteration is None else iteration
             return CandidateFacts(str(path), number, why, fault=self.faults[str(path)])
         try:
-            checkpoint = open_path(path, method=self.method) if opening is None else Checkpoint(opening())
+            init = self.config.init_from
+            name = init.format if init is not None and kind != "root" else None
+            checkpoint = open_path(path, method=self.method, format=name) if opening is None else Checkpoint(opening())
             checkpoint.common = checkpoint.data.read_common()
         except ReshardError as error:
             number = split_iteration(str(path))[1] if iteration is None else iteration

@@ -108,6 +108,7 @@ def convert(
     part: Part | None = None,
     layout: LayoutLike | None = None,
     strategy: str | os.PathLike[str] | None = None,
+    format: str | None = None,  # noqa: A002  as in `reshard.open`
     select: Select | Mapping[str, object] | None = None,
     names: NamesLike | None = None,
     config: ConfigLike | None = None,
@@ -143,6 +144,8 @@ def convert(
             also the default with `Select(only=...)`.
         layout: how the destination is sharded, also a strategy file; None: whole tensors. It uses the new names.
         strategy: of rank folders, how they are sharded: a strategy file, or a folder with those of all stages.
+        format: of a folder `src` that holds checkpoints of several formats, which one is read, such as "huggingface" or
+            "deepspeed", as `format` of `reshard.open`.
         select: which tensors are selected, and under which names: a `Select` or a mapping of its fields.
         names: a name map, applied after `select`: tensors are renamed, fused, split, stacked, transposed. A `NameMap`,
             its file or mapping, or a preset such as "qwen3-mindspore"; text that ends in ":reverse" applies the
@@ -222,7 +225,10 @@ def convert(
             progress=progress,
         )
         max_bytes = None if written_as.max_shard_size is None else parse_size(written_as.max_shard_size)
-        with open_source(source, strategy=strategy, suffix=chosen.suffix) as whole, contextlib.ExitStack() as views:
+        with (
+            open_source(source, strategy=strategy, suffix=chosen.suffix, of_format=format) as whole,
+            contextlib.ExitStack() as views,
+        ):
             _check_whole(source)
             part_written = part or ("all" if chosen.only else writer.default_part)
             if chosen.entry is not None:
@@ -281,6 +287,7 @@ def convert(
                     part,
                     None if strategy is None else str(locate(strategy).resolved()),
                     chosen.suffix,
+                    format,
                     chosen.only,
                     chosen.drop,
                     rename,
@@ -490,7 +497,11 @@ def _check_copies(source: Checkpoint, copies: Mapping[str, str], max_bytes: int,
 
 
 def open_source(
-    path: Location, *, strategy: str | os.PathLike[str] | None = None, suffix: str | None = None
+    path: Location,
+    *,
+    strategy: str | os.PathLike[str] | None = None,
+    suffix: str | None = None,
+    of_format: str | None = None,
 ) -> Checkpoint:
     """Open the source of a conversion.
 
@@ -498,6 +509,7 @@ def open_source(
         path: a checkpoint, as in `reshard.open`.
         strategy: of rank folders, how they are sharded.
         suffix: of rank folders, which file of each is read.
+        of_format: of a folder with several checkpoints, which one is read, as `format` of `reshard.open`.
 
     Raises:
         ArgumentError: `suffix` is given, and there are no rank folders.
@@ -510,7 +522,9 @@ def open_source(
         ['w']
     """
     if suffix is None:
-        return opening.open(path, strategy=strategy)
+        return opening.open(path, strategy=strategy, format=of_format)
+    if of_format is not None:
+        raise ArgumentError("`format` and `suffix` exclude each other: `suffix` is of rank folders")
     if not path.is_folder() or not checkpoint1.is_root(path):
         raise ArgumentError(
             f"{path} holds no folders `rank_<number>`: `suffix` says which of their files are read", path=str(path)

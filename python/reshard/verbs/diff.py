@@ -128,6 +128,8 @@ def diff(
     sort: Sort = "stored",
     atol: float | None = None,
     rtol: float | None = None,
+    format_a: str | None = None,
+    format_b: str | None = None,
     memory: str | int = "256MiB",
     threads: int | None = None,
     progress: _core.Progress | None = None,
@@ -145,6 +147,9 @@ def diff(
         strategy_a: the strategy of the first checkpoint, if it consists of rank folders; as `strategy` of
             `reshard.open`.
         strategy_b: the strategy of the second checkpoint.
+        format_a: of a first folder that holds checkpoints of several formats, which one is compared, as `format` of
+            `reshard.open`.
+        format_b: the same of the second.
         sort: the order of the differences: "stored", or "change": tensors that are missing or have another shape, then
             the largest relative change first.
         atol: the absolute tolerance; None: 0 if `rtol` is given, else there is no tolerance.
@@ -175,7 +180,10 @@ def diff(
     if sort not in ("stored", "change"):
         raise ArgumentError(f'`sort` is {show(str(sort))}, expected "stored" or "change"')
     max_bytes = parse_size(memory)
-    with opening.open(a, strategy=strategy_a) as left, opening.open(b, strategy=strategy_b) as right:
+    with (
+        opening.open(a, strategy=strategy_a, format=format_a) as left,
+        opening.open(b, strategy=strategy_b, format=format_b) as right,
+    ):
         report = diff_opened(
             left, right, part=part, tolerance=tolerance, max_bytes=max_bytes, threads=threads, progress=progress
         )

@@ -126,7 +126,7 @@ def _names_error(config: Config, decision: ResumeDecision) -> ReshardError | Non
     if init is None or init.names is None or decision.path is None:
         return None
     try:
-        with opening.open(decision.path) as checkpoint, initial(checkpoint, init):
+        with opening.open(decision.path, format=init.format) as checkpoint, initial(checkpoint, init):
             return None
     except ReshardError as error:
         return error

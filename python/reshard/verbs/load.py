@@ -514,7 +514,9 @@ def _choose(
         return decision, lambda: opened[path]
     chosen = choice.chosen
     if chosen is None:
-        return decision, lambda: opening.open(path, method=terms.method)
+        init = terms.config.init_from
+        name = None if init is None or choice.facts.kind == "root" else init.format
+        return decision, lambda: opening.open(path, method=terms.method, format=name)
     return decision, lambda: _open_same(chosen, terms.method, min(_VISIBLE_SECONDS, ranks.timeout / 2))
 
 

@@ -119,6 +119,7 @@ def verify(
     path: str | os.PathLike[str],
     *,
     strategy: StrategyLike | None = None,
+    format: str | None = None,  # noqa: A002  as in `reshard.open`
     health: bool = False,
     since: int | None = None,
     may_be_infinite: Collection[str] = (),
@@ -138,6 +139,7 @@ def verify(
     Args:
         path: anything that `reshard.open` opens; with `loads_in`, the folder of a model, an adapter or a pipeline.
         strategy: the strategy of rank folders, as in `reshard.open`.
+        format: of a folder that holds checkpoints of several formats, which one is verified, as in `reshard.open`.
         health: look at the values of the tensors of each checkpoint without a fault.
         since: an older iteration of the root: list the floating-point tensors of the newest iteration, or of the one at
             `path`, that did not change since then, bit for bit. Such tensors are not wrong: whether a parameter is
@@ -184,7 +186,8 @@ def verify(
     if loads_in is not None:
         asked = compare_with(parts, loads_in, None if base is None else str(base))
     may_be = is_any_of(may_be_infinite, "may_be_infinite")
-    order, saves = opening.iterations(target), opening.rank_saves(target)
+    # A format that is given is that of the folder itself, or the error of opening it says what it can be.
+    order, saves = (None, None) if format else (opening.iterations(target), opening.rank_saves(target))
     warnings = () if order is None else (*order.warnings, *misnamed(target))
     jobs: Sequence[_CheckpointJob | _SaveJob]
     if files and files != [target]:
@@ -196,7 +199,7 @@ def verify(
         found = sorted((*order.candidates, *order.refused), key=lambda one: -one.iteration)
         jobs = [_CheckpointJob(target / one.name, None, is_given=False) for one in found]
     else:
-        jobs = [_CheckpointJob(target, strategy, is_given=True)]
+        jobs = [_CheckpointJob(target, strategy, is_given=True, of_format=format)]
     if since is not None:
         _check_since(target, since, [job.path for job in jobs if isinstance(job, _CheckpointJob)])
     total, done = sum(job.n_bytes for job in jobs), 0
@@ -223,6 +226,7 @@ def verify(
         return verify(
             path,
             strategy=strategy,
+            format=format,
             health=health,
             since=since,
             may_be_infinite=may_be_infinite,
@@ -280,8 +284,11 @@ class _Looks(NamedTuple):
 class _CheckpointJob:
     """One checkpoint. Its manifest is read by the constructor, so that the total number of bytes is known."""
 
-    def __init__(self, path: Location, strategy: StrategyLike | None, *, is_given: bool) -> None:
+    def __init__(
+        self, path: Location, strategy: StrategyLike | None, *, is_given: bool, of_format: str | None = None
+    ) -> None:
         self.path = path
+        self.of_format = of_format
         self.strategy = strategy
         self.is_given = is_given  # False: found in a root
         self.faults: list[Fault] = []
@@ -357,7 +364,7 @@ class _CheckpointJob:
         if not self.faults:
             # The bytes are correct. Opening checks that the files form a checkpoint.
             try:
-                with opening.open(self.path, strategy=self.strategy) as opened:
+                with opening.open(self.path, strategy=self.strategy, format=self.of_format) as opened:
                     iteration = opened.iteration
                     if self.manifest is None:
                         compared, faults = own_sums(opened._index)  # noqa: SLF001  as `scrub`, file by file
@@ -367,7 +374,7 @@ class _CheckpointJob:
                     if looks is not None and not self.faults:
                         health = looks.findings(opened, values, threads, meter)
             except ReshardError as error:
-                if isinstance(error, CheckpointNotFoundError) and self.is_given:
+                if isinstance(error, CheckpointNotFoundError | ArgumentError) and self.is_given:
                     raise
                 name = None if error.path in (None, str(self.path)) else locate(str(error.path)).name
                 self.faults.append(fault_of(error, name))
