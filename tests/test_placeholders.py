@@ -69,7 +69,7 @@ def test_every_command_and_verb_takes_the_format(both: Path) -> None:
     assert reshard.verify(both, format="deepspeed").ok
     names = '{"rules": [{"from": "w.fp32", "to": "v"}]}'
     (both.parent / "names.json").write_text(names)
-    for command in (
+    commands: list[tuple[str | Path, ...]] = [
         ("inspect", both),
         ("verify", both),
         ("plan", both, "--layout", layout, "--no-measure"),
@@ -78,17 +78,18 @@ def test_every_command_and_verb_takes_the_format(both: Path) -> None:
         ("convert", both, both.parent / "one.safetensors", "--part", "all"),
         ("merge", both, both.parent / "full", "--part", "all"),
         ("split", both, both.parent / "ranks", "--layout", layout, "--part", "all"),
-    ):
+    ]
+    for command in commands:
         refused = run(*command)
         assert refused.exit_code == 1, command
         assert "placeholders" in refused.output, command
         chosen = run(*command, "--format", "deepspeed")
         assert chosen.exit_code == 0, (command, chosen.output)
     assert run("diff", both, both, "--format-a", "deepspeed", "--format-b", "deepspeed").exit_code == 0
-    for verb in (reshard.convert, reshard.verify):
-        arguments = [both, both.parent / "x"] if verb is reshard.convert else [both]
-        with pytest.raises(ArgumentError, match="no checkpoint of the format `dcp`"):
-            verb(*arguments, format="dcp")  # type: ignore[operator]
+    with pytest.raises(ArgumentError, match="no checkpoint of the format `dcp`"):
+        reshard.convert(both, both.parent / "x", format="dcp")
+    with pytest.raises(ArgumentError, match="no checkpoint of the format `dcp`"):
+        reshard.verify(both, format="dcp")
     asked = run("explain", both.parent / "none", "--init-from", both, "--format", "deepspeed")
     assert asked.exit_code == 0, asked.output
 

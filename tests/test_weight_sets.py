@@ -13,6 +13,7 @@ from torch import nn
 import reshard
 import reshard.torch
 from reshard.errors import ArgumentError, MismatchError
+from reshard.formats.dcp.run_state import Live, Values, translated
 from reshard.options import InitFrom
 from reshard.torch import Checkpointer
 
@@ -324,3 +325,29 @@ def test_the_command_line_names_the_sets_and_takes_one(tmp_path: Path) -> None:
 def test_parts_of_one_model_are_no_several_sets(tmp_path: Path, state: dict[str, Any]) -> None:
     torch.save(state, tmp_path / "x.pt")
     reshard.convert(tmp_path / "x.pt", tmp_path / "out")
+
+
+def test_two_names_of_the_state_of_one_object_are_refused() -> None:
+    values = Values({"lr_scheduler.last_epoch": 3, "scheduler.last_epoch": 4})
+    with pytest.raises(MismatchError, match="`lr_scheduler` and `scheduler` of the checkpoint both are state of `sch"):
+        translated(["w"], values, Live(["w"], [], ["scheduler"]))
+    values = Values({"lr_scheduler.last_epoch": 3, "lr_scheduler.gamma": 4})
+    found = translated(["w"], values, Live(["w"], [], ["scheduler"])).trainer["objects"]
+    assert found == {"scheduler": {"last_epoch": 3, "gamma": 4}}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_counters_of_steps_that_differ_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = {"model": net().state_dict(), "step": 400, "global_step": 100, "epoch": 2}
+    dcp.save(state, checkpoint_id=tmp_path / "several", no_dist=True)  # type: ignore[attr-defined]
+    with reshard.open(tmp_path / "several") as checkpoint:
+        common = checkpoint.data.read_common()
+        assert common is not None
+        assert common.global_step == 100
+    told = "several ways: `global_step` is 100, `step` is 400; `global_step` is taken"
+    assert told in caplog.text
+    caplog.clear()
+    dcp.save({**state, "step": 100}, checkpoint_id=tmp_path / "one", no_dist=True)  # type: ignore[attr-defined]
+    with reshard.open(tmp_path / "one") as checkpoint:
+        checkpoint.data.read_common()
+    assert "several ways" not in caplog.text

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ _OTHER_NAMES = {"scheduler": ("scheduler", "lr_scheduler", "lr_schedulers", "sch
 _OF_TRAINER = ("train_state", "dataloader", "data_loader", "trainer")
 _STEPS = ("step", "global_step", "iteration")
 _MAX_STEP = 1 << 62
+_log = logging.getLogger("reshard")
 
 
 @dataclass(frozen=True)
@@ -108,10 +110,19 @@ def common_of(
         None if nothing tells.
     """
     names = [name for name in (*objects, *map(index.key, range(len(index)))) if _may_be_step(name)]
-    for name in sorted(names, key=lambda name: (not name.startswith("train_state."), name.count("."), name)):
+    steps_of: dict[str, int] = {}
+    for name in sorted(names, key=_place_of_step):
+        if steps_of and _place_of_step(next(iter(steps_of)))[:2] != _place_of_step(name)[:2]:
+            break
         value = read(name) if name in objects else _number(index, name)
         if type(value) is int and 0 <= value <= _MAX_STEP:
-            return CommonInfo(step_num=value, global_step=value)
+            steps_of[name] = value
+    if steps_of:
+        taken, made = next(iter(steps_of.items()))
+        if len(set(steps_of.values())) > 1:
+            several = listed([f"{show(name)} is {step}" for name, step in steps_of.items()])
+            _log.warning("the checkpoint counts steps in several ways: %s; %s is taken", several, show(taken))
+        return CommonInfo(step_num=made, global_step=made)
     if iteration is None:
         counters = [key for n in range(len(index)) if _is_counter(key := index.key(n))]
         steps = [value for key in counters if (value := _number(index, key)) is not None]
@@ -137,6 +148,11 @@ def _may_be_step(name: str) -> bool:
     first, *rest = name.split(".")
     is_plain = first not in ("dataloader", "data_loader") and "scheduler" not in first and not is_optimizer(name)
     return is_plain and (rest or [first])[-1] in _STEPS and len(rest) <= 1
+
+
+def _place_of_step(name: str) -> tuple[bool, int, str]:
+    """The order in which counters of steps are tried: `train_state.step`, then those that are nested least."""
+    return not name.startswith("train_state."), name.count("."), name
 
 
 def _is_counter(key: str) -> bool:
@@ -369,9 +385,14 @@ def _optimizer(
 
 
 def _objects(values: Values, live: Live, used: set[str], found: dict[str, Any]) -> set[str]:
-    """Fill in the state of the objects of the run; returns the first keys of values that belong to none."""
+    """Fill in the state of the objects of the run; returns the first keys of values that belong to none.
+
+    Raises:
+        MismatchError: two names of the checkpoint hold the state of one object.
+    """
     wanted = {other: name for name in live.objects for other in (*_OTHER_NAMES.get(name, ()), name)}
     left: set[str] = set()
+    source: dict[str, str] = {}
     for name, value in values.by_name.items():
         if name in used:
             continue
@@ -381,6 +402,13 @@ def _objects(values: Values, live: Live, used: set[str], found: dict[str, Any]) 
             left.add(str(path[0]))
             continue
         owner, rest = wanted[str(path[depth])], path[depth + 1 :]
+        at = ".".join(map(str, path[: depth + 1]))
+        if source.setdefault(owner, at) != at:
+            raise MismatchError(
+                f"{show(source[owner])} and {show(at)} of the checkpoint both are state of {show(owner)} of the run",
+                key=at,
+                hint="save the checkpoint with one of them alone",
+            )
         if not rest:
             found[owner] = value
             continue
