@@ -349,7 +349,7 @@ def test_convert_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reshard, "convert", stand_in)
     args = "a b --to checkpoint2 --part all --layout l.yaml --iteration 7 --prefix p --dtype bf16 --max-shard-size 1MB"
     more = "--dtype-all --strategy s --suffix 20_2 --drop a. --drop b. --rename =m. --rename c.= --names n --config c "
-    more += "--model-files m --private "
+    more += "--model-files m --private --format dcp "
     more += "--no-dedup --memory 8MiB --threads 3 --no-sync --overwrite --strict-format --share 1/3 "
     more += "--modes mindspore-transformers"
     assert run("convert", *args.split(), *more.split()).exit_code == 1
@@ -357,6 +357,7 @@ def test_convert_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "src": "a",
         "dst": "b",
         "to": "checkpoint2",
+        "format": "dcp",
         "part": "all",
         "strategy": "s",
         "select": reshard.Select(drop=("a.", "b."), rename={"": "m.", "c.": ""}, suffix="20_2"),
