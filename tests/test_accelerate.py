@@ -12,11 +12,11 @@ from accelerate.utils import DataLoaderConfiguration
 from tests.examples import check_example
 from tests.peers.required import long
 from torch.optim import lr_scheduler as S  # noqa: N812
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from reshard.accelerate import prepared
-from reshard.errors import ArgumentError, MismatchError, UnsupportedError
+from reshard.errors import ArgumentError, MismatchError
 from reshard.torch import Checkpointer
 
 if TYPE_CHECKING:
@@ -116,15 +116,6 @@ def test_what_cannot_be_followed_is_refused() -> None:
     accelerate.prepare(DataLoader(data), DataLoader(data))
     with pytest.raises(ArgumentError, match="prepared 2 loaders"):
         prepared(accelerate)
-
-    class Stream(IterableDataset[int]):
-        def __iter__(self) -> Any:
-            return iter(range(8))
-
-    dispatching = accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
-    dispatching.prepare(torch.nn.Linear(1, 1), DataLoader(Stream()))
-    with pytest.raises(UnsupportedError, match="dispatches it"):
-        prepared(dispatching)
 
 
 def start(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import pickle
+import random
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch
@@ -12,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetR
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from reshard.errors import ArgumentError, UnsupportedError
+from reshard.errors import ArgumentError, MismatchError
 from reshard.lightning import ReshardCheckpoint
 from reshard.torch import Checkpointer, ElasticSampler
 from reshard.transformers import ReshardCallback
@@ -143,15 +146,47 @@ def test_order_goes_on(tmp_path: Path, run: Any, order: str) -> None:
         assert torch.equal(weight, again), stop
 
 
-def test_trainer_refuses_what_it_cannot_find_again(tmp_path: Path) -> None:
-    for dispatch in (None, False):
-        how: dict[str, Any] = {"data": Stream(), "accelerator_config": {"dispatch_batches": dispatch}}
-        by_trainer(tmp_path / str(dispatch), None, 5, **how)
-        with pytest.raises(UnsupportedError, match="is a stream"):
-            by_trainer(tmp_path / str(dispatch), None, **how)
-    replacing = {"sampler": RandomSampler(range(N), replacement=True)}
-    with pytest.raises(UnsupportedError, match="with replacement"):
-        by_trainer(tmp_path, lambda: replacing, accelerator_config={"use_seedable_sampler": False})
+class Holding(Stream):
+    """A stream that goes on from epoch to epoch."""
+
+    def __init__(self) -> None:
+        self.rest = iter(range(100))
+
+    def __iter__(self) -> Any:
+        return ({"x": torch.tensor([float(i)])} for i in itertools.islice(self.rest, 8))
+
+
+class Other(Stream):
+    def __iter__(self) -> Any:
+        return ({"x": torch.tensor([float(i + 1)])} for i in range(N))
+
+
+class Secret(torch.utils.data.Sampler[int]):
+    """Its order follows from nothing that is saved."""
+
+    def __len__(self) -> int:
+        return N
+
+    def __iter__(self) -> Any:
+        return iter(random.Random(os.urandom(8)).sample(range(N), N))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_cannot_be_found_again_is_refused(tmp_path: Path) -> None:
+    by_trainer(tmp_path / "holds", None, 7, data=Holding())
+    with pytest.raises(MismatchError, match="`Holding` holds an iterator"):
+        by_trainer(tmp_path / "holds", None, data=Holding())
+    by_trainer(tmp_path / "other", None, 3, data=Stream())
+    with pytest.raises(MismatchError, match="are other ones when `Other` begins again"):
+        by_trainer(tmp_path / "other", None, data=Other())
+
+    def secret() -> Any:
+        return {"sampler": Secret()}
+
+    for run in (by_trainer, by_lightning):
+        run(tmp_path / run.__name__, secret, 3)
+        with pytest.raises(MismatchError, match="are other ones when `Secret` begins again"):
+            run(tmp_path / run.__name__, secret)
 
 
 @pytest.mark.filterwarnings("ignore:.*set_vital")

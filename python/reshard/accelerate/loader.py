@@ -1,25 +1,30 @@
 """The position of a loader that accelerate has prepared: its epoch, and the batches of it that the loop has received.
 
 `follow` puts a `FollowedLoader` between the prepared loader and the loader of torch inside it. It counts batches, and
-in the first loop after a resume it skips those that are complete, without loading them. `LoaderPosition` is the state
-that is saved. This module knows no checkpoints.
+after a resume it begins the pass again (`reshard.torch.passes`). `LoaderPosition` is the state that is saved. This
+module knows no checkpoints.
+
+A prepared loader fetches one batch more than the loop has received, to know whether that was the last one. A
+`DataLoaderDispatcher` fetches on the main process the batches of all processes.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from accelerate.data_loader import DataLoaderDispatcher, SeedableRandomSampler, skip_first_batches
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
+from accelerate.state import PartialState
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from reshard.errors import ArgumentError, MismatchError, UnsupportedError
-from reshard.torch import rng
+from reshard.errors import ArgumentError, MismatchError
+from reshard.torch.passes import Passes
+from reshard.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+_KIND = "reshard.accelerate/2"
 # Options of a StatefulDataLoader that its plain replacement gets.
 _OPTIONS = (
     "num_workers",
@@ -31,44 +36,58 @@ _OPTIONS = (
     "generator",
     "prefetch_factor",
     "persistent_workers",
+    "in_order",
 )
 
 
-def follow(loader: Any) -> LoaderPosition:
+def follow(loader: Any, *, gives_generator: bool = True) -> LoaderPosition:
     """The position of a prepared loader, whose loops are counted from now on.
 
     A random order gets a generator of its own, as accelerate itself does it with several processes: it must not depend
     on the number of processes or on the random numbers of the model.
 
+    Args:
+        loader: the prepared loader.
+        gives_generator: give a random order without a generator one.
+
     Raises:
         ArgumentError: the loader was not prepared by accelerate.
-        UnsupportedError: the main process loads the batches of all processes, or the dataset keeps the position itself.
     """
-    if type(loader) is DataLoaderDispatcher:  # its `__class__` says DataLoader
-        raise UnsupportedError(
-            "the main process loads the data and dispatches it, so that other processes do not know the position",
-            hint="`Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))`",
-        )
-    if not hasattr(loader, "base_dataloader") or not hasattr(loader, "iteration"):
+    if not is_prepared(loader):
         raise ArgumentError(f"a {type(loader).__name__} is not a loader that accelerate has prepared")
     if type(loader.base_dataloader) is not FollowedLoader:
         sampler = _sampler(loader)
-        if isinstance(sampler, RandomSampler) and sampler.generator is None:
+        if gives_generator and isinstance(sampler, RandomSampler) and sampler.generator is None:
             sampler.generator = torch.Generator()
             sampler.generator.manual_seed(torch.random.initial_seed())
         inner = loader.base_dataloader
         if hasattr(inner, "load_state_dict"):
             # Its position would be a second one, and a new StatefulDataLoader has drawn an order already.
-            if isinstance(inner.dataset, IterableDataset):
-                raise UnsupportedError(
-                    "a StatefulDataLoader over an iterable dataset: its position is the state of the dataset",
-                    hint='give `resume` the prepared loader itself: `extra={"data": reshard.per_rank(loader)}`',
-                )
-            inner = DataLoader(
-                inner.dataset, batch_sampler=inner.batch_sampler, **{name: getattr(inner, name) for name in _OPTIONS}
-            )
-        loader.base_dataloader = FollowedLoader(inner, sampler)
+            inner = _plain(inner)
+        loader.base_dataloader = FollowedLoader(inner, loader)
     return LoaderPosition(loader)
+
+
+def is_prepared(loader: Any) -> bool:
+    """Whether accelerate has prepared a loader."""
+    return hasattr(loader, "base_dataloader") and hasattr(loader, "iteration")
+
+
+def is_dispatching(loader: Any) -> bool:
+    """Whether the main process loads the batches of all processes."""
+    return type(loader) is DataLoaderDispatcher  # its `__class__` says DataLoader
+
+
+def _plain(loader: Any) -> DataLoader[Any]:
+    """A loader of torch in place of a StatefulDataLoader."""
+    options = {name: getattr(loader, name) for name in _OPTIONS if hasattr(loader, name)}
+    if isinstance(loader.dataset, IterableDataset):
+        options |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    elif loader.batch_sampler is None:
+        options |= {"batch_size": None, "sampler": loader.sampler}
+    else:
+        options["batch_sampler"] = loader.batch_sampler
+    return DataLoader(loader.dataset, **options)
 
 
 def _sampler(loader: Any) -> Any:
@@ -80,20 +99,28 @@ def _sampler(loader: Any) -> Any:
 
 
 class FollowedLoader:
-    """The loader of torch inside a prepared loader. It counts batches, and skips those before a position.
+    """The loader of torch inside a prepared loader, in passes that can be begun again.
 
     Attributes:
         inner: the loader of torch. Other attributes are those of `inner`.
-        sampler_of_all: the sampler of the order, before it is divided over processes.
-        n_loaded: number of batches of this epoch that were loaded or skipped.
-        n_skipped: number of batches that the next loop skips.
-        order: what the order of this epoch follows from.
+        passes: its passes.
+        n_fetched: how many times a `DataLoaderDispatcher` has fetched the batches of all processes in this pass.
     """
 
-    def __init__(self, inner: Any, sampler: Any) -> None:
-        self.inner, self.sampler_of_all = inner, sampler
-        self.n_loaded = self.n_skipped = 0
-        self.order: dict[str, Any] = {}
+    def __init__(self, inner: Any, prepared: Any) -> None:
+        self.inner = inner
+        self.passes = Passes(inner, is_private=is_dispatching(prepared), drops=not is_dispatching(prepared))
+        self.n_fetched = 0
+        self._prepared = prepared
+        self._n_skipped = 0
+        if is_dispatching(prepared):
+            fetch = prepared._fetch_batches  # noqa: SLF001
+
+            def counted(iterator: Any) -> Any:
+                self.n_fetched += 1
+                return fetch(iterator)
+
+            prepared._fetch_batches = counted  # noqa: SLF001
 
     def __getattr__(self, name: str) -> Any:
         if name == "inner":  # not yet created
@@ -108,40 +135,39 @@ class FollowedLoader:
         return len(self.inner)
 
     def __iter__(self) -> Iterator[Any]:
-        self.n_loaded, self.n_skipped = self.n_skipped, 0
-        if not self.n_loaded:
-            self.order = self.capture_order()
-            for batch in self.inner:
-                self.n_loaded += 1
-                yield batch
-            return
-        # The order is drawn as at the start of the epoch, and then the random state is that of the last step again.
-        now = rng.capture()
-        torch.default_generator.set_state(_as_state(self.order["torch"]))
-        self.restore_order()
-        for batch in skip_first_batches(self.inner, self.n_loaded):
-            if now:
-                rng.restore(now, iteration=0)
-                now = {}
-            self.n_loaded += 1
-            yield batch
+        self.n_fetched = 0
+        if not is_dispatching(self._prepared):
+            return self.passes.batches()
+        # The prepared loader itself leaves out the batches that were trained: it completes the last batch of an epoch
+        # with samples of the first one.
+        self._prepared.skip_batches, self._n_skipped = self._n_skipped, 0
+        return self.passes.batches()
 
-    def capture_order(self) -> dict[str, Any]:
-        """What the order of the next loop follows from: states of generators, and the seed of the sampler."""
-        generator = getattr(self.sampler_of_all, "generator", None)
-        return {
-            "torch": torch.default_generator.get_state().numpy().copy(),
-            "own": None if generator is None else generator.get_state().numpy().copy(),
-            "seed": getattr(self.sampler_of_all, "initial_seed", None),
-        }
+    def load(self, state: Mapping[str, Any], n_batches: int, *, is_same: bool) -> None:
+        """Let the next pass begin at a saved position.
 
-    def restore_order(self) -> None:
-        """Restore the generator and the seed of the sampler."""
-        generator = getattr(self.sampler_of_all, "generator", None)
-        if generator is not None and self.order["own"] is not None:
-            generator.set_state(_as_state(self.order["own"]))
-        if isinstance(self.sampler_of_all, SeedableRandomSampler) and self.order["seed"] is not None:
-            self.sampler_of_all.initial_seed = int(self.order["seed"])
+        Args:
+            state: of the passes.
+            n_batches: number of batches of the prepared loader that are left out.
+            is_same: whether they are batches as those of the saved position.
+        """
+        if not is_same and is_dispatching(self._prepared) and n_batches:
+            raise MismatchError(
+                "the main process loads the data and dispatches it, and the batches or the number of processes are "
+                "other ones than those of the saved position",
+                hint="use the saved batch size and number of processes within an epoch",
+            )
+        self.passes.load(state, n_read=None if is_same else n_batches)
+        self._n_skipped = n_batches if is_dispatching(self._prepared) else 0
+
+    def state(self, n_batches: int | None) -> dict[str, Any]:
+        """The state of the passes, after so many batches of the prepared loader; None: between two passes."""
+        if n_batches is None or not is_dispatching(self._prepared):
+            return self.passes.state(n_batches)
+        prepared = self._prepared
+        is_one = prepared.split_batches or prepared.submesh_tp is not None
+        n_each = 1 if is_one else prepared.state.num_processes
+        return self.passes.state(n_batches * n_each if prepared.state.process_index == 0 else 0)
 
 
 class LoaderPosition:
@@ -150,22 +176,36 @@ class LoaderPosition:
     def __init__(self, loader: Any) -> None:
         self._loader = loader
         self._followed: FollowedLoader = loader.base_dataloader
+        self.state_of_pass, self.load_pass = self._followed.state, self._followed.load
+        self._loaded: dict[str, Any] | None = None  # of a resumed run, until its first loop begins
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what the order of the epoch follows from."""
         loader, followed = self._loader, self._followed
-        epoch, batches = loader.iteration, followed.n_skipped
+        epoch: int = loader.iteration
+        batches: int | None = None
         if any(one is loader for one in loader.gradient_state.dataloader_references):  # within a loop
             if loader.end_of_dataloader:
-                epoch, batches = epoch + 1, 0
-            else:
-                batches = max(followed.n_loaded - 1, 0)  # the prepared loader is one batch ahead of the loop
+                epoch += 1
+            else:  # the prepared loader is one batch ahead of the loop
+                batches = max((followed.n_fetched if is_dispatching(loader) else followed.passes.n_loaded) - 1, 0)
+            self._loaded = None
+        elif self._loaded is not None and not followed.passes.has_begun:
+            return self._loaded
+        return self.state_at(epoch, batches)
+
+    def state_at(self, epoch: int, batches: int | None) -> dict[str, Any]:
+        """The position after so many batches of an epoch; None: before its first one."""
+        loader = self._loader
+        state = PartialState()
         return {
+            "kind": _KIND,
             "epoch": epoch,
-            "batches": batches,
-            "batch_size": self._batch_size(),
-            "n_samples": len(loader.dataset) if hasattr(loader.dataset, "__len__") else None,
-            "order": followed.order if batches else followed.capture_order(),
+            "batches": batches or 0,
+            "batch_size": self.batch_size(),
+            "n_samples": _length(loader.dataset),
+            "world": [state.process_index, state.num_processes],
+            "pass": self._followed.state(batches),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -175,31 +215,78 @@ class LoaderPosition:
             MismatchError: the value is not such a position; or within an epoch the dataset has changed, or the position
                 is not between two batches of another size.
         """
-        try:
-            epoch, batches, batch_size = int(state["epoch"]), int(state["batches"]), int(state["batch_size"])
-            n_samples, order = state["n_samples"], {name: state["order"][name] for name in ("torch", "own", "seed")}
-        except (KeyError, TypeError, ValueError) as error:
-            raise MismatchError(f"not the position of a loader of accelerate: {error!r}") from None
-        here = self.state_dict()
-        if batches and n_samples != here["n_samples"]:
+        if state.get("kind") != _KIND:
+            raise MismatchError(f"not the position of a loader of accelerate: {show(str(state.get('kind')))}")
+        self.load_at(state, int(state["epoch"]), int(state["batches"]))
+        self._loaded = dict(state)
+
+    def load_at(self, state: Mapping[str, Any], epoch: int, batches: int) -> None:
+        """Go to a position that was saved after so many batches of an epoch."""
+        n_samples, here = state["n_samples"], _length(self._loader.dataset)
+        if batches and n_samples != here:
             raise MismatchError(
-                f"the checkpoint is within an epoch of {n_samples} samples, and the dataset has {here['n_samples']}",
+                f"the checkpoint is within an epoch of {n_samples} samples, and the dataset has {here}",
                 hint="use the saved dataset",
             )
-        n_read, size = batches * batch_size, self._batch_size()
-        if n_read % size:
-            raise MismatchError(
-                f"{n_read} samples of the epoch are read, which is not a multiple of the {size} samples of a batch",
-                hint=f"use batches of {batch_size} samples over all processes, or a divisor of it",
-            )
+        size, before, members = self.batch_size(), state["batch_size"], PartialState()
+        is_same = size == before and state["world"] == [members.process_index, members.num_processes]
+        if not is_same and batches:
+            if size is None or before is None:
+                raise MismatchError(
+                    "the checkpoint is within an epoch, whose batches have no size, and the number of processes is "
+                    "another one",
+                    hint="use the saved number of processes",
+                )
+            if batches * before % size:
+                raise MismatchError(
+                    f"{batches * before} samples of the epoch are read, which is not a multiple of the {size} samples "
+                    "of a batch",
+                    hint=f"use batches of {before} samples over all processes, or a divisor of it",
+                )
+            self.check_order(state["world"][1])
+            batches = batches * before // size
         self._loader.set_epoch(epoch)
-        self._followed.n_skipped, self._followed.order = n_read // size, order
-        self._followed.restore_order()
+        self._followed.load(state["pass"], batches, is_same=is_same)
 
-    def _batch_size(self) -> int:
+    def check_order(self, n_processes: int) -> None:
+        """Check that the order is the same on another number of processes than saved the position.
+
+        Raises:
+            MismatchError: each process has drawn it itself.
+        """
+        sampler, now = _sampler(self._loader), PartialState().num_processes
+        if now != n_processes and not _is_common(sampler):
+            raise MismatchError(
+                f"each of {n_processes} processes drew the order of `{type(sampler).__name__}` itself, and there are "
+                f"{now} now",
+                hint="use the same number of processes within an epoch, or `use_seedable_sampler=True` and a shuffle",
+            )
+
+    def batch_size(self) -> int | None:
+        """Number of samples of a batch over all processes; None: the batches have no size."""
         loader = self._loader
-        return int(loader.total_batch_size if loader.batch_sampler is not None else loader.batch_size)
+        inner = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+        size = loader.batch_size if loader.batch_size is not None else getattr(inner, "batch_size", None)
+        if size is None:
+            return None
+        is_divided = is_dispatching(loader) or _is_shard(loader.dataset) or hasattr(inner, "num_processes")
+        is_split = getattr(loader, "split_batches", False) or getattr(inner, "split_batches", False)
+        return int(size) * (PartialState().num_processes if is_divided and not is_split else 1)
 
 
-def _as_state(saved: Any) -> torch.Tensor:
-    return torch.from_numpy(np.array(saved, np.uint8))
+def _is_shard(dataset: Any) -> bool:
+    return isinstance(dataset, IterableDatasetShard)
+
+
+def _is_common(sampler: Any) -> bool:
+    """Whether the order of a sampler is the same on all processes."""
+    return isinstance(sampler, SequentialSampler | RandomSampler) and not (
+        isinstance(sampler, RandomSampler) and sampler.generator is None
+    )
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError, AttributeError):
+        return None

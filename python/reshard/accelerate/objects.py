@@ -15,6 +15,7 @@ from accelerate.utils import DistributedType
 
 from reshard.accelerate.loader import follow
 from reshard.errors import ArgumentError, UnsupportedError
+from reshard.formats.state import PerRank
 from reshard.torch.optimizers import unwrapped
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def prepared(accelerator: Accelerator, loader: Any = None) -> dict[str, Any]:
 
     Raises:
         ArgumentError: no model was prepared; several loaders were, and `loader` is None; `loader` was not prepared.
-        UnsupportedError: DeepSpeed, or a loader that dispatches batches from the main process.
+        UnsupportedError: DeepSpeed.
 
     Example:
         >>> import torch
@@ -71,6 +72,11 @@ def prepared(accelerator: Accelerator, loader: Any = None) -> dict[str, Any]:
         "model": models[0] if len(models) == 1 else list(models),
         "optimizer": [unwrapped(one) for one in accelerator._optimizers] or None,  # noqa: SLF001
         "scheduler": schedulers[0] if schedulers else None,
-        "sampler": None if followed is None else follow(followed),
+        "sampler": None if followed is None else PerRank(follow(followed), reshape=_first),
         "extra": extra,
     }
+
+
+def _first(states: list[Any], _rank: int, _world_size: int) -> Any:
+    """The position of rank 0, which other numbers of ranks convert."""
+    return states[0]

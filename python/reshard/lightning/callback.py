@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -35,7 +36,7 @@ from reshard.write.save import save
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from datetime import timedelta
 
     from reshard.events import OnEvent
@@ -207,12 +208,8 @@ class Saving:
         def process_dataloader(loader: Any) -> Any:
             loader = process(loader)
             if trainer.training:
-                if not watch(loader, self._before_batch):
-                    _log.warning(
-                        "the position in a %s cannot be saved: use a DataLoader to resume within an epoch",
-                        type(loader).__name__,
-                    )
-                elif self._resumed is not None and self._resuming.data == "saved":
+                loader = watch(loader, self._around_batch)
+                if self._resumed is not None and self._resuming.data == "saved":
                     self._resumed.set_position(loader)
             return loader
 
@@ -361,6 +358,7 @@ class Saving:
         described = described_run(trainer, self._started, timeout=self._timeout, compare=True)
         checkpoint, weights = without_tensors(trainer)
         at_end_of_epoch(checkpoint["loops"], is_end=is_end)
+        checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # a second position of each loader
         extra: dict[str, Any] = {
             "rng": per_rank(rng.capture(rank=members.rank, world_size=members.world_size)),
             "lightning per rank": per_rank({"loaders": _positions(trainer, is_end=is_end)}),
@@ -435,12 +433,26 @@ class Saving:
         else:
             self._step_random = random
 
-    def _before_batch(self) -> None:
-        """Before a batch is taken: restore the random states of a save within an epoch before the first one."""
-        state = self._step_random
-        if state is not None and self._has_begun:
-            self._step_random = None
+    @contextmanager
+    def _around_batch(self) -> Iterator[None]:
+        """Take a batch in the random states of a save.
+
+        Those of a save within an epoch are restored before the first batch. After a save at the end of an epoch,
+        Lightning takes the first batch of a loader without a length before the epoch starts.
+        """
+        if self._has_begun:
+            state, self._step_random = self._step_random, None
+            if state is not None:
+                rng.restore(**state)
+            yield
+            return
+        state = self._epoch_random
+        if state is not None:
             rng.restore(**state)
+        yield
+        if state is not None:
+            place = {"rank": state["rank"], "world_size": state["world_size"]}
+            self._epoch_random = {**state, "state": rng.capture(**place)}
 
 
 Saving.__init__.__qualname__ = "ReshardCheckpoint.__init__"  # Python's error for an unknown argument has this name
@@ -450,8 +462,8 @@ def _positions(trainer: Any, *, is_end: bool) -> list[dict[str, Any] | None]:
     """The position in each loader of training data."""
     n_ahead = len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))  # noqa: SLF001
     loaders = trainer.fit_loop._combined_loader.flattened  # noqa: SLF001
-    positions = [(loader, position_of(loader)) for loader in loaders]
-    return [None if one is None else one.state(loader, n_ahead, is_end=is_end) for loader, one in positions]
+    positions = [position_of(loader) for loader in loaders]
+    return [None if one is None else one.state(n_ahead, is_end=is_end) for one in positions]
 
 
 def _is_ours(path: Any) -> bool:

@@ -173,7 +173,7 @@ class Resumed:
         loaders = self.saved.get("lightning per rank", {}).get("loaders")
         state, position = loaders.pop(0) if loaders else None, position_of(loader)
         if state is not None and position is not None:
-            position.resume(loader, state)
+            position.resume(state)
 
 
 def resume(trainer: Any, path: Any, how: How, *, version: str) -> Resumed:

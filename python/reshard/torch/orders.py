@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
 _CHUNK = 4096  # items that are drawn at a time, to be left out
+_KNOWN = {"torch", "torchdata", "accelerate", "transformers", "lightning", "pytorch_lightning", "lightning_fabric"}
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -55,7 +56,7 @@ class Order(Sampler[Any]):
         if isinstance(inner, BatchSampler) and type(inner).__iter__ in _batching():
             self.items, self.is_batched = inner.sampler, True
         self.parts = [] if is_stream else parts_of(self.items)
-        self.initial = [_numbers(part) for part in self.parts]
+        self.initial = [numbers_of(part) for part in self.parts]
         self.n_passes = 0  # that were begun
         self.current: Pass | None = None
         self.calls: dict[int, Callable[[], None]] = {}  # when a loop draws the indices after so many batches
@@ -63,12 +64,7 @@ class Order(Sampler[Any]):
         stream = torch.Generator().manual_seed(seed).get_state()
         now = HostStreams.now()
         self._streams = HostStreams(now.python, now.numpy, stream)
-        # The samplers of torch draw from global streams only when a pass begins.
-        self.draws_at_once = all(
-            type(part).__module__.split(".")[0] in {"torch", "torchdata"}
-            and all(value is not torch.default_generator for value in _attributes(part).values())
-            for part in self.parts
-        )
+        self.draws_at_once = draws_at_once(self.parts)
 
     def __getattr__(self, name: str) -> Any:
         if name in {"inner", "state_dict", "load_state_dict"} or name.startswith("__"):
@@ -112,7 +108,7 @@ class Order(Sampler[Any]):
             return self.current
         self.current, numbers = resumed
         for part, before in zip(self.parts, numbers, strict=True):
-            for name, now in _numbers(part).items():
+            for name, now in numbers_of(part).items():
                 if now != before.get(name):
                     raise MismatchError(
                         f"`{type(part).__name__}.{name}` was changed to {now!r} after `resume`, which continues within "
@@ -123,7 +119,7 @@ class Order(Sampler[Any]):
 
     def sources(self) -> dict[str, Any]:
         """What the order of the next pass follows from."""
-        return {"streams": self._streams.to_value(), "samplers": [_numbers(p) | _generators(p) for p in self.parts]}
+        return {"streams": self._streams.to_value(), "samplers": [generators_and_numbers(p) for p in self.parts]}
 
     def set_sources(self, saved: Mapping[str, Any], initial: list[dict[str, Any]]) -> None:
         """Set the random states of the samplers, and the numbers that have changed since the run began.
@@ -135,9 +131,9 @@ class Order(Sampler[Any]):
         self._streams = HostStreams.parse(saved["streams"])
         for part, values, first in zip(self.parts, saved["samplers"], initial, strict=True):
             for name, value in values.items():
-                if name in first and value == first[name]:
+                if is_number(value) and name in first and value == first[name]:
                     continue
-                _set(part, name, value)
+                set_value(part, name, value)
 
     def restore(
         self, saved: Mapping[str, Any], initial: list[dict[str, Any]], n_items: int, crc: int, rest: Rest | None
@@ -160,7 +156,7 @@ class Order(Sampler[Any]):
             iterator = iter(self.items if rest is None else rest.items(self.items))
             made = Pass(self, iterator, sources, size=self.size, drop_last=self.drop_last, rest=rest)
             is_equal = made.skip(n_items) and made.crc == crc
-        self._resumed = (made, [_numbers(part) for part in self.parts])
+        self._resumed = (made, [numbers_of(part) for part in self.parts])
         self.n_passes += 1
         return None if is_equal else self._difference(initial)
 
@@ -464,13 +460,27 @@ def generators_of(parts: Iterable[Any]) -> list[torch.Generator]:
     return [value for value in values if isinstance(value, torch.Generator)]
 
 
+def draws_at_once(parts: Iterable[Any]) -> bool:
+    """Whether samplers draw from global streams only when a pass begins, as those of torch do."""
+    return all(
+        type(part).__module__.split(".")[0] in _KNOWN
+        and all(value is not torch.default_generator for value in _attributes(part).values())
+        for part in parts
+    )
+
+
 def _attributes(one: Any) -> dict[str, Any]:
     return dict(getattr(one, "__dict__", {}))
 
 
-def _numbers(part: Any) -> dict[str, Any]:
+def numbers_of(part: Any) -> dict[str, Any]:
     """The attributes of a sampler that are plain values."""
     return {name: value for name, value in _attributes(part).items() if type(value) in _PLAIN}
+
+
+def generators_and_numbers(part: Any) -> dict[str, Any]:
+    """The numbers of an object, and the states of its generators."""
+    return numbers_of(part) | _generators(part)
 
 
 def _generators(part: Any) -> dict[str, Any]:
@@ -494,7 +504,12 @@ def _state_of(generator: Any) -> Any:
     return None
 
 
-def _set(part: Any, name: str, value: Any) -> None:
+def is_number(value: object) -> bool:
+    """Whether a value is kept as a number of a sampler: not the state of a generator."""
+    return type(value) in _PLAIN
+
+
+def set_value(part: Any, name: str, value: Any) -> None:
     """Set a number or the state of a generator of a sampler."""
     now = _attributes(part).get(name)
     try:
@@ -508,6 +523,8 @@ def _set(part: Any, name: str, value: Any) -> None:
             now.setstate(value)
         elif name == "epoch" and callable(getattr(part, "set_epoch", None)):
             part.set_epoch(value)
+        elif now is None and isinstance(value, np.ndarray) and value.dtype == np.uint8:  # made at the first use
+            setattr(part, name, torch.Generator().set_state(torch.from_numpy(value.copy())))
         elif type(value) in _PLAIN:
             setattr(part, name, value)
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:

@@ -6,13 +6,15 @@ same sample. This module knows neither Trainer nor how data is loaded.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import MismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+
+_SAVED = ("epochs", "batches", "batch_size", "n_samples", "seed", "sampling")
 
 
 @dataclass
@@ -25,6 +27,8 @@ class DataPosition:
         n_samples: number of samples of the dataset; None: not known.
         seed: the seed of the order of the samples.
         sampling: how Trainer samples: "random", "sequential" or another name.
+        loader: the position of this rank in its loader, and how many ranks there were.
+        position: makes `loader`, from the complete batches of the epoch; None: between two epochs.
     """
 
     epochs: int = 0
@@ -33,11 +37,14 @@ class DataPosition:
     n_samples: int | None = None
     seed: int = 0
     sampling: str = "random"
+    loader: dict[str, Any] | None = None
+    position: Callable[[int | None], dict[str, Any]] | None = field(default=None, repr=False)
     _saved: DataPosition | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """The position, as numbers and text."""
-        return {name: value for name, value in asdict(self).items() if name != "_saved"}
+        loader = None if self.position is None else self.position(self.batches or None)
+        return {name: getattr(self, name) for name in _SAVED} | {"loader": loader}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Keep a saved position for `resume`.
@@ -52,6 +59,11 @@ class DataPosition:
                 f"the checkpoint has another position in the data than Trainer: {error}",
                 hint="the root holds checkpoints of another training; use another root",
             ) from error
+
+    @property
+    def saved(self) -> DataPosition | None:
+        """The saved position, that of another run."""
+        return self._saved
 
     def resume(self, accumulated: int, *, ignore_data_skip: bool) -> list[str]:
         """Go to the saved position.

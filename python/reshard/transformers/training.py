@@ -14,35 +14,37 @@ import logging
 import math
 import numbers
 import os
-from contextlib import ExitStack
+import sys
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from accelerate.data_loader import SeedableRandomSampler
-from torch.utils.data import IterableDataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import HubStrategy, has_length
 
 import reshard
+from reshard.accelerate.loader import follow, is_prepared
 from reshard.collective import Collective
-from reshard.errors import ArgumentError, UnsupportedError
+from reshard.errors import ArgumentError, MismatchError, UnsupportedError
 from reshard.formats.checkpoint2.names import iteration_folder_name
+from reshard.formats.state import PerRank
 from reshard.group import resolve, session
 from reshard.options import Resuming, Retention
 from reshard.storage.location import locate
 from reshard.torch import Checkpointer, rng
 from reshard.torch.loading import read_for
+from reshard.torch.passes import Passes
 from reshard.torch.restore import apply
 from reshard.torch.state import describe
 from reshard.transformers.position import DataPosition
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from types import EllipsisType
 
     from reshard.resume import ResumeDecision
@@ -63,6 +65,7 @@ _OVERRIDDEN = (
     "_save_checkpoint",
     "_load_best_model",
 )
+_SKIP = "skip_first_batches"  # function in the module of Trainer
 # Fields of TrainerState that are restored. The others follow from the arguments of this run.
 _RESTORED = (
     "epoch",
@@ -124,6 +127,7 @@ def resuming(trainer: Trainer, plan: Plan) -> None:
         UnsupportedError: an option of the training that is not supported, or another version of transformers.
     """
     missing = [name for name in _OVERRIDDEN if not hasattr(Trainer, name)]
+    missing += [] if hasattr(sys.modules[Trainer.__module__], _SKIP) else [_SKIP]
     if missing:
         raise UnsupportedError(
             f"Trainer of transformers {transformers.__version__} has no {listed(map(show, missing))}",
@@ -159,48 +163,71 @@ def check_arguments(trainer: Trainer) -> None:
             raise UnsupportedError(f"`TrainingArguments` has `{name}`: {reason}")
 
 
-def check_loader(loader: Any, world_size: int) -> None:
-    """Check that the position in a prepared loader can be found again.
-
-    Args:
-        loader: the training loader, as accelerate has prepared it.
-        world_size: number of processes.
-
-    Raises:
-        UnsupportedError: it cannot.
-    """
-    hint = "use a dataset with a length, with the samplers of Trainer; or a loop with a StatefulDataLoader"
-    if not hasattr(loader, "base_dataloader"):
-        raise UnsupportedError(
-            f"the training loader is a {type(loader).__name__}, not a DataLoader: its position is not known", hint=hint
-        )
-    dataset = loader.dataset
-    if _is_stream(loader):
-        _log.warning(
-            "the training data is a stream (`%s`): this run cannot be resumed; %s", type(dataset).__name__, hint
-        )
-        return
-    sampler = loader.batch_sampler
-    while hasattr(sampler, "batch_sampler"):
-        sampler = sampler.batch_sampler
-    sampler = getattr(sampler, "sampler", sampler)
-    if isinstance(sampler, SeedableRandomSampler):
-        return
-    name = type(sampler).__name__
-    if isinstance(sampler, RandomSampler) and sampler.replacement and sampler.generator is None:
-        raise UnsupportedError(
-            f"the {name} draws with replacement from the random stream of the model, also within an epoch",
-            hint="`RandomSampler(..., generator=torch.Generator())`",
-        )
-    is_random = isinstance(sampler, RandomSampler | WeightedRandomSampler | SubsetRandomSampler | LengthGroupedSampler)
-    if world_size > 1 and is_random:
-        raise UnsupportedError(
-            f"the {name} draws the order from the random stream of each of {world_size} processes", hint=hint
-        )
+def _has_samples(loader: Any) -> bool:
+    """Whether samples are chosen by their index."""
+    is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
+    return isinstance(loader, DataLoader) and not is_stream and loader.batch_sampler is not None
 
 
-def _is_stream(loader: Any) -> bool:
-    return isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None
+class PlainLoader:
+    """A loader that accelerate has not prepared, in passes that can be begun again. It has its other attributes."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.passes = Passes(inner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # not yet created
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return self.inner.__class__
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.passes.batches()
+
+    def state_of_pass(self, n_batches: int | None) -> dict[str, Any]:
+        """The state after so many batches; None: between two passes."""
+        return self.passes.state(n_batches)
+
+    def load_pass(self, state: Mapping[str, Any], n_batches: int, *, is_same: bool) -> None:
+        """Let the next pass begin at a saved position; with other batches after `n_batches` of them."""
+        self.passes.load(state, n_read=None if is_same else n_batches)
+
+    def batch_size(self) -> int | None:
+        """Number of samples of a batch; None: the batches have no size."""
+        size = getattr(self.inner, "batch_size", None)
+        return size if isinstance(size, int) else None
+
+    def check_order(self, n_processes: int) -> None:
+        """Check that the order is the same on another number of processes.
+
+        Raises:
+            MismatchError: always: each process reads its own loader.
+        """
+        now = resolve(None).world_size
+        if now != n_processes:
+            raise MismatchError(
+                f"each of {n_processes} processes read its own {type(self.inner).__name__}, and there are {now} now",
+                hint="use the same number of processes within an epoch, or give `Trainer` the dataset",
+            )
+
+
+@contextmanager
+def _skipping_itself() -> Iterator[None]:
+    """Let Trainer use a loader that leaves out the batches that were trained itself."""
+    module = sys.modules[Trainer.__module__]
+    before = vars(module)[_SKIP]
+    setattr(module, _SKIP, lambda loader, _n_batches: loader)
+    try:
+        yield
+    finally:
+        setattr(module, _SKIP, before)
 
 
 class ResumingTrainer(Trainer):
@@ -249,7 +276,8 @@ class ResumingTrainer(Trainer):
             return values
         n_epochs, per_epoch, n_examples, n_samples, batch_size, steps_in_epoch, max_steps = values
         prepare: Any = super()._prepare_for_training
-        training.model, training.loader = prepare(max_steps, dataloader, None)
+        training.model, loader = prepare(max_steps, dataloader, None)
+        training.loader = loader if is_prepared(loader) else PlainLoader(loader)
         training.resume(steps_in_epoch or 0, max_steps)
         if training.is_resumed and has_length(dataloader):
             n_epochs, max_steps = training.end(n_epochs, per_epoch, max_steps)
@@ -278,7 +306,10 @@ class ResumingTrainer(Trainer):
             if training.is_resumed:
                 kwargs["resume_from_checkpoint"] = training.plan.root  # makes Trainer skip the data
         run: Any = super()._run_epoch
-        return run(*args, **kwargs)
+        if training is None:
+            return run(*args, **kwargs)
+        with _skipping_itself():
+            return run(*args, **kwargs)
 
     def _load_rng_state(self, checkpoint: Any) -> None:
         if self._training is None:
@@ -338,7 +369,7 @@ class _Training:
     _batches_per_epoch: int = 0
     _saved: dict[str, Any] = field(default_factory=dict)
     _random: dict[str, Any] = field(default_factory=dict)
-    _order: dict[str, Any] = field(default_factory=dict)  # the random state at the start of the epoch
+    _position: Any = None  # in the loader
     _loss: float | None = None
     _metrics: dict[str, float] = field(default_factory=dict)
     _complete: int = 0  # the last step that is complete, and the last one that was made
@@ -360,8 +391,8 @@ class _Training:
         """
         trainer, plan = self.trainer, self.plan
         self._batches_per_epoch = batches_per_epoch
-        check_loader(self.loader, trainer.args.world_size)
-        self._data = _data_of(trainer, self.loader)
+        self._position = follow(self.loader, gives_generator=False) if is_prepared(self.loader) else self.loader
+        self._data = _data_of(trainer, self.loader, self._position)
         self._checkpointer = self.stack.enter_context(plan.checkpointer(trainer.args, max_steps))
         extra: dict[str, Any] = {"trainer": self}
         if getattr(trainer.accelerator, "scaler", None) is not None:
@@ -370,20 +401,12 @@ class _Training:
             model=self.model,
             optimizer=trainer.optimizer,
             scheduler=TrainerScheduler(trainer),
-            sampler=self._data,
+            sampler=PerRank(self._data, reshape=_first),
             extra=extra,
             **plan.resuming.arguments(),
         )
         self.is_resumed = not decision.fresh and decision.init_from is None
         if self.is_resumed:
-            if _is_stream(self.loader) and not self._skips_nothing:
-                raise UnsupportedError(
-                    f"the training data is a stream (`{type(self.loader.dataset).__name__}`), whose position is not "
-                    f"known to Trainer: after step {decision.initial_step} it would read other samples",
-                    hint="use a dataset with a length, or a loop with a StatefulDataLoader; "
-                    "`TrainingArguments(ignore_data_skip=True)` reads the stream from its start, and "
-                    '`ReshardCallback(data="new")` reads another stream',
-                )
             members = resolve(None)
             self._random = rng.capture(rank=members.rank, world_size=members.world_size)
             self._complete = self._made = decision.initial_step
@@ -391,12 +414,34 @@ class _Training:
             notes = self._data.resume(args.gradient_accumulation_steps, ignore_data_skip=args.ignore_data_skip)
             for line in notes:
                 _log.warning("resume: %s", line)
+            if not args.ignore_data_skip:
+                self._load_position()
         elif self.must_resume:
             raise ArgumentError(
                 f"`resume_from_checkpoint` is True, and there is no checkpoint in {show(plan.root)}",
                 hint="leave it out: the training resumes if there is a checkpoint",
             )
         self._on_main("model files", lambda: plan.start(trainer))
+
+    def _load_position(self) -> None:
+        """Go to the saved position in the loader.
+
+        Raises:
+            MismatchError: it cannot be found again.
+        """
+        data, saved, members = self._data, self._data.saved, resolve(None)
+        if saved is None or saved.loader is None:
+            if data.batches:
+                raise MismatchError(
+                    "the checkpoint is within an epoch, and has no position in the loader: it is of an earlier version",
+                    hint="`TrainingArguments(ignore_data_skip=True)` starts the epoch again",
+                )
+            return
+        n_processes, rank = saved.loader["world"]
+        is_same = (n_processes, rank) == (members.world_size, members.rank) and data.batch_size == saved.batch_size
+        if data.batches and not is_same:
+            self._position.check_order(n_processes)
+        self._position.load_pass(saved.loader["pass"], data.batches, is_same=is_same or not data.batches)
 
     def end(self, n_epochs: int, steps_per_epoch: int, max_steps: int) -> tuple[int, int]:
         """The number of epochs and the last step, counted by the position in the data.
@@ -465,23 +510,19 @@ class _Training:
 
     def restore_random(self) -> None:
         """Restore the random state of the checkpoint: loading and skipping data may have used it."""
+        saved, self._random = self._random, {}  # the first batches of the epoch may draw further numbers
         members = resolve(None)
-        rng.restore(self._random, iteration=self._complete, rank=members.rank, world_size=members.world_size)
+        if saved:
+            rng.restore(saved, iteration=self._complete, rank=members.rank, world_size=members.world_size)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Before the first batch of an epoch: keep the state that the order of its samples is drawn from.
+        """Before the first batch of an epoch: in the first one after a resume, restore what preparations have changed.
 
-        In the first epoch after a resume, restore that state, and the sum of losses that are not yet logged. Trainer
-        restores the random state of the last step when the first batches are loaded.
+        These are the random state, and the sum of losses that are not yet logged.
         """
         self._epoch = epoch
-        order = self._saved.pop("order", None)
-        if order is not None and not self._skips_nothing:
-            for generator, state in zip(rng.own_generators(self.loader), order["own"], strict=False):
-                generator.set_state(torch.tensor(state, dtype=torch.uint8))
-            if self._data.batches:
-                rng.restore(order["random"], iteration=0)
-        self._order = self._capture_order()
+        if self._data.batches:
+            self.restore_random()
         pending = self._saved.pop("pending", None)
         if pending is None:
             return
@@ -493,15 +534,6 @@ class _Training:
         # `train_loss` is the mean over the steps of this call, without those of the sum.
         trainer._total_loss_scalar = -mean  # noqa: SLF001
 
-    def _capture_order(self) -> dict[str, Any]:
-        own = [generator.get_state().numpy().copy() for generator in rng.own_generators(self.loader)]
-        return {"random": rng.capture(), "own": own}
-
-    @property
-    def _skips_nothing(self) -> bool:
-        """Whether the data starts at the beginning: of the epoch, or of another dataset."""
-        return bool(self.trainer.args.ignore_data_skip) or self.plan.resuming.data == "new"
-
     # -------------------------------------------------------------------------------------------------------- saving
 
     def state_dict(self) -> dict[str, Any]:
@@ -511,10 +543,7 @@ class _Training:
         state = {name: getattr(trainer.state, name) for name in _RESTORED}
         state["stateful_callbacks"] = {name: [one.state() for one in ones] for name, ones in self._stateful().items()}
         loss = getattr(trainer, "_tr_loss", torch.tensor(0.0, device=trainer.args.device))
-        order = {}
-        if trainer.args.world_size == 1:
-            order = {"order": self._order if self._order and self._data.batches else self._capture_order()}
-        return order | {
+        return {
             "state": json.dumps(state, default=float),
             "pending": {
                 "losses": trainer.accelerator.gather(loss.detach().reshape(1)).tolist(),
@@ -596,16 +625,23 @@ class _Training:
         Collective(session(members, label), _TIMEOUT_S).each(lambda: None if members.rank else work() and None)
 
 
-def _data_of(trainer: Any, loader: Any) -> DataPosition:
+def _data_of(trainer: Any, loader: Any, position: Any) -> DataPosition:
     """The facts of the data of a training, at its start."""
-    args = trainer.args
-    is_sampled = not _is_stream(loader)
+    args, members = trainer.args, resolve(None)
+    size = position.batch_size()
+    world = [members.world_size, members.rank]
     return DataPosition(
-        batch_size=loader.total_batch_size if is_sampled else args.train_batch_size * args.world_size,
+        batch_size=1 if size is None and _has_samples(loader) else size or args.train_batch_size * args.world_size,
         n_samples=len(trainer.train_dataset) if has_length(trainer.train_dataset) else None,
         seed=args.seed if args.data_seed is None else args.data_seed,
         sampling=str(getattr(args.train_sampling_strategy, "value", args.train_sampling_strategy)),
+        position=lambda n_batches: {"world": world, "pass": position.state_of_pass(n_batches)},
     )
+
+
+def _first(states: list[Any], _rank: int, _world_size: int) -> Any:
+    """The position of rank 0, which other numbers of ranks convert."""
+    return states[0]
 
 
 class TrainerScheduler:
