@@ -221,7 +221,16 @@ class LoaderPosition:
         self._loaded = dict(state)
 
     def load_at(self, state: Mapping[str, Any], epoch: int, batches: int) -> None:
-        """Go to a position that was saved after so many batches of an epoch."""
+        """Go to a saved position.
+
+        Args:
+            state: a value of `state_at`.
+            epoch: number of complete epochs.
+            batches: number of batches of the epoch, of the size that was saved.
+
+        Raises:
+            MismatchError: as `load_state_dict`.
+        """
         n_samples, here = state["n_samples"], _length(self._loader.dataset)
         if batches and n_samples != here:
             raise MismatchError(

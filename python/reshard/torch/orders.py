@@ -510,7 +510,16 @@ def is_number(value: object) -> bool:
 
 
 def set_value(part: Any, name: str, value: Any) -> None:
-    """Set a number or the state of a generator of a sampler."""
+    """Set a number or the state of a generator of a sampler.
+
+    Args:
+        part: the sampler, or another object.
+        name: the attribute.
+        value: the number, or the state.
+
+    Raises:
+        ArgumentError: the attribute does not take the value.
+    """
     now = _attributes(part).get(name)
     try:
         if isinstance(now, torch.Generator):

@@ -230,7 +230,7 @@ class Passes:
             "draws": self._draws is not None and bool(self._draws[0]),
             "reused": has_workers(self.loader) if n_read is None else self._is_reused,
         }
-        if n_read is None:
+        if n_read is None or not self._sources:  # not begun: the main process loads the batches of all
             sources = {"streams": None, "private": self._streams.to_value(), **self._now()}
             return common | {"n": None, "sources": sources}
         logs = {

@@ -196,7 +196,13 @@ class PlainLoader:
         return self.passes.state(n_batches)
 
     def load_pass(self, state: Mapping[str, Any], n_batches: int, *, is_same: bool) -> None:
-        """Let the next pass begin at a saved position; with other batches after `n_batches` of them."""
+        """Let the next pass begin at a saved position.
+
+        Args:
+            state: a value of `state_of_pass`.
+            n_batches: number of batches that are left out.
+            is_same: whether they are batches as those of the saved position.
+        """
         self.passes.load(state, n_read=None if is_same else n_batches)
 
     def batch_size(self) -> int | None:
