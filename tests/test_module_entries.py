@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import reshard
-from reshard.errors import MismatchError
+from reshard.errors import MismatchError, UnsupportedError
 from reshard.torch import Checkpointer
 from reshard.torch.tensors import inner_tensors
 
@@ -264,6 +264,60 @@ def test_entries_on_two_ranks(wrapper: str, tmp_path: Path) -> None:
 def test_what_the_model_does_not_load_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match=r"`scale` of the checkpoint cannot be restored: the modules of the model"):
         check(tmp_path / "run", Forgets)
+
+
+class Unread(nn.Module):
+    """Saves entries that no method loads, of itself and of a frozen weight."""
+
+    def __init__(self, value: float, *, is_frozen: bool = True) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.layer.requires_grad_(not is_frozen)
+        self.names = {"layer.weight.scale": torch.full((2,), value), "layer.weight.kind": f"kind {value}"}
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:  # noqa: FBT001
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination.update({prefix + name: value for name, value in self.names.items()})
+
+
+class Raises(Whole):
+    """Loads nothing."""
+
+    def load_state_dict(self, state: Any) -> Any:  # type: ignore[override]
+        raise KeyError("format")
+
+
+class Watched(nn.Linear):
+    """Counts the weights that it loads."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.n_loaded = 0
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        self.n_loaded += prefix + "weight" in state_dict
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def test_what_the_model_does_not_load_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    """Unless it belongs to a frozen weight. The model gets no weights in order to find out."""
+    refused: list[tuple[nn.Module, str]] = [
+        (
+            nn.ModuleDict({"a": Unread(1.0, is_frozen=False), "b": Overridden(1.0)}),
+            r"`a\.layer\.weight\.scale`, `a\..*kind`: ",
+        ),
+        (Raises(1.0), r"`scale`: `state_dict\(\)` of Raises has what its `load_state_dict\(\)` cannot load \(KeyError"),
+    ]
+    for model, words in refused:
+        with pytest.raises(UnsupportedError, match=words):
+            Checkpointer(tmp_path / "refused", save_every=1, signals=()).resume(model=model)
+        assert not (tmp_path / "refused").exists()
+    Checkpointer(tmp_path / "evaluation", save_every=None, signals=()).resume(model=refused[0][0])
+    watched = Watched()
+    check(tmp_path / "frozen", lambda _: nn.ModuleDict({"a": Unread(1.0), "b": Hooked(1.0), "c": Overridden(1.0)}))
+    with Checkpointer(tmp_path / "watched", save_every=1, signals=()) as checkpointer:
+        checkpointer.resume(model=nn.ModuleDict({"a": Hooked(1.0), "b": watched}))
+    assert watched.n_loaded == 0
 
 
 def test_a_checkpoint_without_the_entries_is_refused(tmp_path: Path) -> None:

@@ -155,6 +155,31 @@ def named(model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]) -> N
     return found
 
 
+def unloaded(root: nn.Module, state: Mapping[str, Any]) -> tuple[frozenset[str], str | None]:
+    """Load entries of a `state_dict()` into a model, and ask which of them it does not load.
+
+    Args:
+        root: the model without wrappers.
+        state: some or all of its entries.
+
+    Returns:
+        The names of the entries that the model reports as unexpected; and the error, if it raised one.
+
+    Example:
+        >>> unloaded(nn.Linear(2, 1, bias=False), {"weight": torch.ones(1, 2), "scale": torch.ones(1)})
+        (frozenset({'scale'}), None)
+    """
+    load: Any = root.load_state_dict
+    try:
+        try:
+            result = load(dict(state), strict=False)
+        except TypeError:  # an overridden method without this argument
+            result = load(dict(state))
+    except Exception as error:  # noqa: BLE001  of code of the user's, whatever its class
+        return frozenset(), f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return frozenset(getattr(result, "unexpected_keys", ())), None
+
+
 def _add_wrapper(found: Named, tensor: torch.Tensor, first: str, key: str, *, is_buffer: bool) -> None:
     """Add the inner tensors of a tensor that is made of others.
 

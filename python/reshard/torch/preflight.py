@@ -17,6 +17,7 @@ from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.state import dump
 from reshard.resume.parts import object_name
 from reshard.storage import protocol
+from reshard.torch.modules import unloaded
 from reshard.torch.staging import on_device
 from reshard.words import listed, show
 from reshard.write import pending_rollback
@@ -25,6 +26,7 @@ from reshard.write.save import save
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from reshard.torch.modules import Named
     from reshard.torch.saving import Saver
     from reshard.torch.state import Described
 
@@ -46,13 +48,54 @@ def check_has_content(described: Described, root: str) -> None:
         )
 
 
+def check_entries(named: Named) -> None:
+    """Check that the model loads the entries that its modules add to `state_dict()`, by loading those that it has now.
+
+    Entries of a frozen parameter, such as its scales, do not change: a run that makes the model from the same weights
+    has them. Only models with such entries are asked, and get no other entries unless they fail without.
+
+    Raises:
+        UnsupportedError: it does not load one, so that a checkpoint could not be resumed.
+
+    Example:
+        >>> from reshard.torch.modules import named
+        >>> check_entries(named(torch.nn.Linear(2, 2)))
+    """
+    frozen = tuple(f"{key}." for key, one in named.tensors.items() if _is_frozen(named, key, one))
+    for own in named.own:
+        names = [name for name, key in own.key_of.items() if not key.startswith(frozen)]
+        if not names:
+            continue
+        given = {name: {**named.tensors, **named.own_values}[key] for name, key in own.key_of.items()}
+        left, error = unloaded(own.root, given)
+        if error is not None:
+            left, error = unloaded(own.root, own.root.state_dict())
+        wrong = names if error is not None else [name for name in names if name in left]
+        if wrong:
+            why = "does not load" if error is None else f"cannot load ({error})"
+            keys = listed([show(own.key_of[name]) for name in wrong])
+            raise UnsupportedError(
+                f"{keys}: `state_dict()` of {type(own.root).__name__} has "
+                f"what its `load_state_dict()` {why}, so a checkpoint could not be resumed",
+                key=own.key_of[wrong[0]],
+                hint="load it in `_load_from_state_dict` of the module or in a hook of "
+                "`register_load_state_dict_pre_hook`, or leave it out of `state_dict()`",
+            )
+
+
+def _is_frozen(named: Named, key: str, tensor: torch.Tensor) -> bool:
+    return key not in named.buffers and not tensor.requires_grad
+
+
 def check_state(saver: Saver, described: Described) -> dict[str, Any]:
     """The state that would be saved besides tensors, if all of it can be saved.
 
     Raises:
+        UnsupportedError: the model has an entry that it does not load.
         ArgumentError: an object has state that cannot be saved; the message has the caller's name of the object.
     """
     run = saver.run
+    check_entries(described.live.named)
     for name, value in described.extra.get("objects", {}).items():
         _check_one(value, object_name(name))
     for name, one in run.per_rank.items():

@@ -16,7 +16,7 @@ from reshard.errors import MismatchError, ReshardError
 from reshard.formats.weight_sets import advice
 from reshard.options import Settings, Strict
 from reshard.torch.dicts import DictState
-from reshard.torch.modules import CONSTANTS
+from reshard.torch.modules import CONSTANTS, unloaded
 from reshard.torch.objects import entries_of, placements_of, put_back
 from reshard.torch.optimizers import OptimizerRecord, StateUpdate, saved_groups, set_options
 from reshard.torch.schedulers import KINDS, kind_of
@@ -848,15 +848,8 @@ def _load_own_entries(own: OwnEntries, saved: Mapping[str, Any]) -> None:
     given = own.root.state_dict()
     placed = {name: _like(given.get(name), value) for name, value in saved.items()}
     given.update(placed)
-    reason = "the modules of the model do not load it"
-    load: Callable[..., object] = own.root.load_state_dict
-    try:
-        try:
-            load(given, strict=False)
-        except TypeError:  # an overridden method without this argument
-            load(given)
-    except Exception as error:  # noqa: BLE001  of code of the user's, whatever its class
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    _, error = unloaded(own.root, given)
+    reason = error or "the modules of the model do not load it"
     found = own.root.state_dict()
     wrong = [name for name, value in placed.items() if not _is_same(found.get(name), value)]
     if wrong:
