@@ -1,15 +1,18 @@
 """The state of optimizers by parameter name: tensors, and everything else.
 
-A tensor in the state of parameter `P` has the key `<slot>.<P>`: `exp_avg.layers.0.w`, `step.layers.0.w`. State that is
-not a tensor (options of the parameter groups, counters, the lists of LBFGS) is kept in a record by parameter name, so
-that it does not depend on the groups and ranks that hold the parameters. Loading fills existing state tensors and
-creates missing ones from the checkpoint, without an optimizer step.
+A tensor in the state of parameter `P` has the key `<slot>.<P>`: `exp_avg.layers.0.w`, `step.layers.0.w`. The tensors
+inside one that is made of others have the slots `<slot>:<inner name>`; its class and options are recorded as the slot
+`<slot>:`. State that is not a tensor (options of the parameter groups, counters, the lists of LBFGS) is kept in a
+record by parameter name, so that it does not depend on the groups and ranks that hold the parameters. Loading fills
+existing state tensors and creates missing ones from the checkpoint, without an optimizer step.
 
 This module knows neither how tensors are distributed over ranks nor any file format.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reshard.errors import ArgumentError, MismatchError, UnsupportedError
+from reshard.torch.tensors import inner_tensors
 from reshard.words import show
 
 if TYPE_CHECKING:
@@ -255,13 +259,99 @@ def record_state(
             # This is possible for plain parameters only; of a DTensor parameter the tensors stay tensors.
             is_plain = not hasattr(parameter, "device_mesh")
             has_lists = is_plain and any(isinstance(value, list | tuple | dict | set) for value in state.values())
-            of_tensors = {} if has_lists else {s: v for s, v in state.items() if isinstance(v, torch.Tensor)}
-            rest = {slot: plain(value) for slot, value in state.items() if slot not in of_tensors}
+            of_tensors, kinds = ({}, {}) if has_lists else state_tensors(state, name)
+            is_rest = {slot: has_lists or not isinstance(value, torch.Tensor) for slot, value in state.items()}
+            rest = {slot: plain(value) for slot, value in state.items() if is_rest[slot]}
+            rest |= {f"{slot}:": kind for slot, kind in kinds.items()}
             tensors |= {f"{slot}.{name}": value for slot, value in of_tensors.items()}
             record.slots[name] = tuple(sorted(of_tensors))
             if rest:
                 record.state[name] = rest
     return tensors, record
+
+
+def state_tensors(state: Mapping[str, Any], name: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors in the state of a parameter by slot, and of those that are made of others the tensors inside.
+
+    Args:
+        state: the state.
+        name: the name of the parameter, for messages.
+
+    Returns:
+        The tensors; of a DTensor that is made of others those of this rank. And class and options of each slot whose
+        tensor is made of others.
+
+    Raises:
+        UnsupportedError: a class does not follow the protocol `__tensor_flatten__`.
+
+    Example:
+        >>> state_tensors({"step": torch.ones(1), "n": 3}, "w")
+        ({'step': tensor([1.])}, {})
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    kinds: dict[str, str] = {}
+    for slot, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        with torch.no_grad():
+            any_value: Any = value
+            local: torch.Tensor = any_value.to_local() if hasattr(value, "device_mesh") else value
+        parts, kind = inner_tensors(local, f"{slot}.{name}")
+        if kind:
+            kinds[slot] = kind
+            tensors |= {f"{slot}:{part.replace('.', ':')}": one for part, one in parts.items()}
+        else:
+            tensors[slot] = value
+    return tensors, kinds
+
+
+def first_state(live: NamedOptimizer, parameter: torch.Tensor, group: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The state that an optimizer makes for a parameter in its first step.
+
+    A copy of the optimizer makes a step with another parameter, of the same kind and with gradients of zero. Nothing of
+    the run changes, and functions that the optimizer compiles are not compiled.
+
+    Args:
+        live: the optimizer.
+        parameter: the parameter.
+        group: its parameter group.
+        name: its name, for messages.
+
+    Raises:
+        MismatchError: the step raised an exception.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = torch.optim.SGD([weight], momentum=0.9)
+        >>> live = NamedOptimizer(optimizer, optimizer, {id(weight): "w"})
+        >>> first_state(live, weight, optimizer.param_groups[0], "w"), dict(optimizer.state)
+        ({'momentum_buffer': tensor([0., 0.])}, {})
+    """
+    kind = type(live.local)
+    other = torch.nn.Parameter(torch.zeros_like(parameter.detach()), requires_grad=parameter.is_floating_point())
+    other.grad = torch.zeros_like(other)
+    options = {key: one.clone() if isinstance(one, torch.Tensor) else one for key, one in group.items()}
+    one = object.__new__(kind)
+    one.__dict__.update(live.local.__dict__)
+    one.__dict__.pop("step", None)  # a scheduler sets one that belongs to the optimizer of the run
+    one.state = defaultdict(dict)
+    one.param_groups = [{**options, "params": [other]}]
+    one._optimizer_step_pre_hooks, one._optimizer_step_post_hooks = OrderedDict(), OrderedDict()  # those are of the run
+    step = kind.step.__wrapped__ if getattr(kind.step, "hooked", False) else kind.step
+    device = _local_device(parameter)
+    set_stance: Any = getattr(torch.compiler, "set_stance", None)
+    eager = contextlib.nullcontext() if set_stance is None else set_stance("force_eager")
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), eager:
+            step(one)
+    except Exception as error:
+        raise MismatchError(
+            f"the {live.kind} does not make its state of {show(name)} before the first step: {type(error).__name__}: "
+            f"{' '.join(str(error).split())}",
+            key=name,
+        ) from error
+    state: dict[str, Any] = one.state.get(other, {})
+    return state
 
 
 def merge_records(records: Sequence[OptimizerRecord]) -> OptimizerRecord:
@@ -365,6 +455,7 @@ class StateUpdate:
         keep: state values that are not tensors; None: they do not change.
         drop: slots to remove, because the checkpoint does not have them.
         plain: slots whose tensors are plain even if the parameter is a DTensor.
+        made: new state tensors that are made of others, by slot.
     """
 
     live: NamedOptimizer
@@ -374,15 +465,18 @@ class StateUpdate:
     keep: dict[str, Any] | None = None
     drop: tuple[str, ...] = ()
     plain: tuple[str, ...] = ()
+    made: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def apply(self, copy: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
         """Change the state of the optimizer; `copy(live, loaded)` copies into an existing tensor."""
         everything = self.live.local.state
         if self.fill or self.keep or self.parameter in everything:
             state = everything.get(self.parameter, {})
+            state.update(self.made)
+            tensors = state_tensors(state, self.live.names[id(self.parameter)])[0]
             for slot, loaded in self.fill.items():
-                present = state.get(slot)
-                if isinstance(present, torch.Tensor):
+                present = tensors.get(slot)
+                if present is not None:
                     copy(present, loaded)
                 else:
                     state[slot] = self._new_state(slot, loaded)

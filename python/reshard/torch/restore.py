@@ -18,7 +18,14 @@ from reshard.options import Settings, Strict
 from reshard.torch.dicts import DictState
 from reshard.torch.modules import CONSTANTS, unloaded
 from reshard.torch.objects import entries_of, placements_of, put_back
-from reshard.torch.optimizers import OptimizerRecord, StateUpdate, saved_groups, set_options
+from reshard.torch.optimizers import (
+    OptimizerRecord,
+    StateUpdate,
+    first_state,
+    saved_groups,
+    set_options,
+    state_tensors,
+)
 from reshard.torch.schedulers import KINDS, kind_of
 from reshard.torch.settings import (
     STARTED,
@@ -472,31 +479,83 @@ class _Restore:
     def _rank_local_slots(self, known: str, arrays: Mapping[str, np.ndarray]) -> tuple[set[str], set[str]]:
         """The slots of a parameter with rank-local state: of regions, and of copies that differ between ranks."""
         parts = {*self.record.local.get(known, ())} if self.record is not None else set()
-        parts |= {str(slot) for slot in self.own.state["parameters"].get(known, ())}
+        parts |= {str(slot) for slot in self.own.state["parameters"].get(known, ()) if not str(slot).endswith(":")}
         return parts, {slot for slot in arrays if f"{slot}.{known}" in self.own.differing}
 
     def _match_state(self, update: StateUpdate, name: str, known: str, arrays: Mapping[str, np.ndarray]) -> None:
         """Compare the state of the parameter `name`, which is named `known` in the checkpoint."""
         state = update.live.local.state.get(update.parameter, {})
-        present = {slot for slot, value in state.items() if isinstance(value, torch.Tensor)}
+        inner, kinds = state_tensors(state, name)
+        present = set(inner)
         keep: dict[str, Any] | None = None
+        made: dict[str, torch.Tensor] = {}
         expected = present or set(arrays)
         if self.record is not None and known in self.record.slots:
             expected = set(self.record.slots[known]) | self.own.arrays.get(known, {}).keys()
             keep = self.own.state["parameters"].get(known, self.record.state.get(known, {}))
+            saved_kinds = {slot[:-1]: kind for slot, kind in keep.items() if slot.endswith(":")}
+            keep = {slot: one for slot, one in keep.items() if not slot.endswith(":")}
+            saved_kinds = {slot: kind for slot, kind in saved_kinds.items() if _inside(slot, arrays)}
+            if saved_kinds.keys() - kinds.keys():
+                first = first_state(update.live, update.parameter, update.group, name)
+                made = {slot: first[slot] for slot in saved_kinds.keys() - kinds.keys() if slot in first}
+                made_inner, made_kinds = state_tensors(made, name)
+                inner, kinds = inner | made_inner, kinds | made_kinds
+            other = self._other_kind(name, saved_kinds, kinds, inner, arrays)
+            if other is not None:
+                self.changed.append(f"{other}: {show(name)} starts with new optimizer state")
+                return
         self.missing += [f"{slot}.{name}" for slot in sorted(expected - arrays.keys())]
         self.unexpected += [f"{slot}.{name}" for slot in sorted(arrays.keys() - expected)]
         fill: dict[str, torch.Tensor] = {}
         for slot in sorted(expected & arrays.keys()):
             key = f"{slot}.{name}"
             local = self.described.optimizer.get(key, self.described.local.get(key))
-            if slot in present and local is not None:
+            if slot not in present and slot in inner:
+                fill[slot] = self._checked(key, inner[slot], arrays[slot])
+            elif slot in present and local is not None:
                 fill[slot] = self._checked(f"{slot}.{name}", local, arrays[slot])
             else:
                 fill[slot] = self._state_dtype(_tensor(arrays[slot]), known, update.parameter)
-        drop = () if keep is None else tuple(slot for slot in state if slot not in expected and slot not in keep)
+        used = {slot.partition(":")[0] for slot in expected} | (keep or {}).keys()
+        drop = () if keep is None else tuple(slot for slot in state if slot not in used)
         plain = () if self.record is None else self.record.plain.get(known, ())
-        self.updates.append(replace(update, fill=fill, keep=keep, drop=drop, plain=plain))
+        self.updates.append(replace(update, fill=fill, keep=keep, drop=drop, plain=plain, made=made))
+
+    def _other_kind(
+        self,
+        name: str,
+        saved: Mapping[str, str],
+        now: Mapping[str, str],
+        inner: Mapping[str, torch.Tensor],
+        arrays: Mapping[str, np.ndarray],
+    ) -> str | None:
+        """Compare state that is made of several tensors with that of the run; a difference is an error by default.
+
+        Returns:
+            What differs.
+        """
+        for slot, was in saved.items():
+            is_now = now.get(slot, "a plain tensor")
+            shapes, saved_shapes = (
+                {key: tuple(one.shape) for key, one in tensors.items() if key.startswith(f"{slot}:")}
+                for tensors in (inner, arrays)
+            )
+            if was == is_now and shapes == saved_shapes:
+                continue
+            key = f"{slot}.{name}"
+            message = (
+                f"{show(key)} was saved as {_with_shapes(was, saved_shapes)}, and is {_with_shapes(is_now, shapes)}"
+            )
+            if self.policy.missing == "error":
+                raise MismatchError(
+                    f"{message}: it cannot be resharded or converted",
+                    key=key,
+                    hint="resume with the same options of the optimizer, the same number of ranks and the same "
+                    "sharding; or `strict=False` starts the parameter with new optimizer state",
+                )
+            return message
+        return None
 
     def match_initial_modules(self) -> None:
         """State of modules besides tensors, for a start from other weights: what the checkpoint has of it."""
@@ -836,6 +895,17 @@ class _Restore:
         if started is not None:
             started.schedulers |= self.in_effect.schedulers
             started.options = self.in_effect.options or started.options
+
+
+def _inside(slot: str, arrays: Iterable[str]) -> bool:
+    """Whether there are arrays of the tensors inside a state tensor."""
+    return any(key.startswith(f"{slot}:") for key in arrays)
+
+
+def _with_shapes(kind: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """A class, and the shapes of the tensors inside."""
+    names = ", ".join(f"{key.partition(':')[2]} {shape}" for key, shape in sorted(shapes.items()))
+    return f"{kind} of {names}" if names else kind
 
 
 def _load_own_entries(own: OwnEntries, saved: Mapping[str, Any]) -> None:

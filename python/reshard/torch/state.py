@@ -62,7 +62,8 @@ class Described:
         optimizer: this rank's shard of each state tensor of the optimizers, with key `<slot>.<key>`; likewise. Also of
             each tensor in the state of an object, with key `extra.<object>.<path>`.
         local: rank-local state tensors, with keys likewise: plain tensors in the state of a sharded parameter (DTensor)
-            that have neither its shape nor a single element, such as quantized moments and their scales.
+            that have neither its shape nor a single element, and tensors inside of state that is made of others:
+            quantized moments and their scales.
         layout: the layout of all ranks, as the mapping of a layout file; None with one rank, or for `reason`.
         shapes: global shape of each of this rank's tensors, in elements.
         offsets: global offset of each of this rank's shards, in elements.
@@ -471,7 +472,7 @@ class _RankState:
             for part in (found.tensors, states | lifted)
         ]
         shapes = {key: _shape(lies, key) for part in placed for key, lies in part.items()}
-        plain = _plain_beside_distributed(optimizers, states)
+        plain = _plain_beside_distributed(optimizers, states, record)
         for key in plain:
             slot, _, name = key.partition(".")
             if states[key].ndim:
@@ -479,7 +480,8 @@ class _RankState:
         beside: dict[str, list[str]] = {"local": [], "other": []}
         for key, parameter in plain.items():
             if is_sharded(parameter):
-                beside["local" if _is_of_part(states[key], parameter) else "other"].append(key)
+                is_inner = ":" in key.partition(".")[0]
+                beside["local" if is_inner or _is_of_part(states[key], parameter) else "other"].append(key)
         live = LiveState(found, optimizers, objects, states, lifted, started)
         return cls(live, row, placed[0], placed[1], record, shapes, object_states, beside)
 
@@ -667,7 +669,7 @@ def _lifted(states: Mapping[str, Lifted], taken: set[str]) -> dict[str, Any]:
 
 
 def _plain_beside_distributed(
-    optimizers: Sequence[NamedOptimizer], states: Mapping[str, torch.Tensor]
+    optimizers: Sequence[NamedOptimizer], states: Mapping[str, torch.Tensor], record: OptimizerRecord
 ) -> dict[str, torch.Tensor]:
     """Keys of plain tensors in the state of DTensor parameters, and the parameter of each."""
     return {
@@ -675,7 +677,7 @@ def _plain_beside_distributed(
         for live in optimizers
         for name, (parameter, _) in live.owned().items()
         if hasattr(parameter, "device_mesh")
-        for key in sorted(f"{slot}.{name}" for slot in live.local.state.get(parameter, {}))
+        for key in sorted(f"{slot}.{name}" for slot in record.slots.get(name, ()))
         if key in states and not hasattr(states[key], "device_mesh")
     }
 
@@ -692,9 +694,11 @@ def _local_keys(beside: Sequence[Mapping[str, list[str]]]) -> frozenset[str]:
     """Keys of the rank-local state tensors, from the plain state tensors of sharded parameters on all ranks.
 
     In a very small region a rank-local tensor may have a single element. So a slot that is rank-local for one parameter
-    is rank-local for all.
+    is rank-local for all. Where the state of a region is made of several tensors, that of another region, which may be
+    too small for it, is rank-local, too.
     """
     local = {key for one in beside for key in one["local"]}
+    local |= {f"{slot.partition(':')[0]}.{name}" for slot, _, name in (key.partition(".") for key in local)}
     slots = {key.partition(".")[0] for key in local}
     return frozenset(local | {key for one in beside for key in one["other"] if key.partition(".")[0] in slots})
 
