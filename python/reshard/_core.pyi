@@ -17,6 +17,7 @@ _T = TypeVar("_T")
 _U = TypeVar("_U")
 
 __all__ = [
+    "ZEROS",
     "ArrayColumns",
     "ArrayCounts",
     "ArrayPart",
@@ -71,6 +72,9 @@ __all__ = [
 
 __version__: str
 
+ZEROS: int
+"""The number of a file of zeros, for `StoredArray`: its tiles are padding, and are read from no file."""
+
 class Tile(NamedTuple):
     """A box of a global tensor and where it lies in a local array.
 
@@ -90,7 +94,7 @@ class StoredArray(NamedTuple):
     """An array in a file, and the tiles of a tensor in it.
 
     Attributes:
-        file: number of the file in the index.
+        file: number of the file in the index, or `ZEROS`.
         name: stored name of the array.
         shape: its stored shape.
         tiles: which boxes of the tensor lie in it.

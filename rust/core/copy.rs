@@ -259,7 +259,9 @@ fn fill_units(run: Run<'_>, array: &Array, start: u64, to: &mut [u8]) -> Result<
 fn fill_stored(run: Run<'_>, array: &Array, start: u64, to: &mut [u8]) -> Result<()> {
     let unit_bytes = array.stored.unit().1;
     let end = start + to.len() as u64 / unit_bytes;
-    for &(from, until) in &array.padding {
+    let first = array.padding.partition_point(|&(_, until)| until <= start);
+    let padding = array.padding[first..].iter();
+    for &(from, until) in padding.take_while(|&&(from, _)| from < end) {
         let (from, until) = (from.max(start), until.min(end));
         if from < until {
             to[((from - start) * unit_bytes) as usize..((until - start) * unit_bytes) as usize]

@@ -20,10 +20,10 @@ use crate::request::{RankRequest, Request, Requested, RequestedArray, WholeReque
 use crate::shard_file::{Format, ReadHeader, ShardFile, Table, verify_header};
 use crate::source::{Method, Source, Stamp, closed};
 use crate::stored::{
-    Form, Grid, Holders, SelectedCopy, Stored, StoredTensor, Tiles, choose, in_order, named,
+    Form, Grid, Holders, SelectedCopy, Stored, StoredTensor, Tiles, ZEROS, choose, in_order, named,
     no_holder, select_whole,
 };
-use crate::strided::{CopyDims, Dim};
+use crate::strided::{CopyDims, Dim, dst_runs};
 use crate::tile::Tile;
 use rayon::prelude::*;
 use smallvec::smallvec;
@@ -951,6 +951,7 @@ impl Index {
                 .collect(),
             Form::Tiles(tiles) => tiles.tensors.iter().map(|tensor| tensor.file).collect(),
         };
+        files.retain(|&file| file != ZEROS);
         files.sort_unstable();
         files.dedup();
         Ok(files)
@@ -1062,7 +1063,7 @@ impl Index {
                     }
                 }
                 Form::Tiles(tiles) => {
-                    for tensor in &tiles.tensors {
+                    for tensor in tiles.tensors.iter().filter(|one| one.file != ZEROS) {
                         let shape = Cow::Borrowed(&*tensor.shape);
                         expected[tensor.file as usize].push((stored, &tensor.name, shape));
                     }
@@ -1166,7 +1167,7 @@ impl Index {
                     }
                 }
                 Form::Tiles(tiles) => {
-                    for tensor in &tiles.tensors {
+                    for tensor in tiles.tensors.iter().filter(|one| one.file != ZEROS) {
                         add(tensor.file, &tensor.shape);
                     }
                 }
@@ -1563,7 +1564,17 @@ impl Index {
         found: Option<&Found<'_>>,
     ) -> Result<()> {
         let (first_key, _) = &requested.keys[0];
-        let selected = self.select(requested, found, &mut planning.chosen)?;
+        let mut selected = self.select(requested, found, &mut planning.chosen)?;
+        let mut padding = requested.padding.clone();
+        if selected.iter().any(|one| one.file == ZEROS) {
+            selected.retain(|one| {
+                if one.file == ZEROS {
+                    padding.extend(dst_runs(one.copy_op.dst, &one.copy_op.dims));
+                }
+                one.file != ZEROS
+            });
+            padding.sort_unstable();
+        }
         if planning.plan.verify {
             let files = selected.iter().map(|one| one.file);
             let new = files.filter(|&file| planning.opened[file as usize].is_none());
@@ -1640,7 +1651,7 @@ impl Index {
             (stored_dtype, dtype),
             &requested.shape,
             copy_ops,
-            requested.padding.clone(),
+            padding,
         )?;
         planning.plan.arrays.push(array);
         Ok(())

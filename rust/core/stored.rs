@@ -23,6 +23,9 @@ const MAX_CANDIDATES: u64 = 16;
 /// Limit of steps per tile in the check that explicit tiles are disjoint. Typical layouts need a few steps.
 const MAX_SWEEP_STEPS: u64 = 4096;
 
+/// The number of a file of zeros: a stored tensor in it is padding that a name map declares, and is in no file.
+pub const ZEROS: u32 = u32::MAX;
+
 /// Most tiles to which the tiles of a tensor in factored dims are expanded.
 const MAX_RUNS: u64 = 1 << 22;
 
@@ -90,7 +93,7 @@ pub(crate) struct Replica {
 /// A tensor in a shard file that holds tiles.
 #[derive(Debug, Clone)]
 pub struct StoredTensor {
-    /// Number of the file.
+    /// Number of the file, or [`ZEROS`].
     pub file: u32,
     /// Its stored name.
     pub name: String,
@@ -459,7 +462,7 @@ impl Tiles {
         let mut by_region: HashMap<Region, Vec<Replica>> = HashMap::new();
         for (tensor, tiles) in stored {
             let n = n_elements(&tensor.shape);
-            if tensor.file as usize >= n_files {
+            if tensor.file != ZEROS && tensor.file as usize >= n_files {
                 return Err(Error::new(
                     Kind::Argument,
                     format!("there is no file {}", tensor.file),
@@ -582,7 +585,8 @@ impl Tiles {
                 .map(|factors| factors.bounding_box(region));
             let files = replicas
                 .iter()
-                .map(|replica| self.tensors[replica.tensor as usize].file);
+                .map(|replica| self.tensors[replica.tensor as usize].file)
+                .filter(|&file| file != ZEROS);
             (
                 bounding_box.unwrap_or_else(|| region.clone()),
                 files.collect(),
@@ -786,11 +790,12 @@ fn too_irregular() -> Error {
 
 /// Chooses the file with the fewest elements so far and adds `n` to it.
 pub(crate) fn choose(files: &[u32], chosen: &mut [u64], n: u64) -> Option<u32> {
-    let file = files
-        .iter()
-        .copied()
-        .min_by_key(|&file| chosen[file as usize])?;
-    chosen[file as usize] += n;
+    // Zeros are in no file, so nothing is read for them.
+    let read = |file: u32| chosen.get(file as usize).copied().unwrap_or(0);
+    let file = files.iter().copied().min_by_key(|&file| read(file))?;
+    if let Some(chosen) = chosen.get_mut(file as usize) {
+        *chosen += n;
+    }
     Some(file)
 }
 

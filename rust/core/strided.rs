@@ -70,6 +70,25 @@ pub(crate) fn merge_dims(mut dims: CopyDims) -> CopyDims {
     merged
 }
 
+/// The ranges of the array that a box covers, as its first element and one past its last.
+pub(crate) fn dst_runs(dst: u64, dims: &[Dim]) -> Vec<(u64, u64)> {
+    let mut by_stride = CopyDims::from_slice(dims);
+    by_stride.sort_by_key(|dim| dim.dst);
+    let (mut run, mut starts) = (1, vec![dst]);
+    for dim in by_stride {
+        if starts.len() == 1 && dim.dst == run {
+            run *= dim.len;
+        } else {
+            let rows = |&start: &u64| (0..dim.len).map(move |row| start + row * dim.dst);
+            starts = starts.iter().flat_map(rows).collect();
+        }
+    }
+    starts
+        .into_iter()
+        .map(|start| (start, start + run))
+        .collect()
+}
+
 /// Splits off the part of a strided box in `start..end` of the destination: `emit` gets dims, source and destination
 /// offset of each box.
 pub(crate) fn restrict(
@@ -256,6 +275,21 @@ fn copy_elements<const N: usize>(from: &[u8], to: &mut [u8], dims: &[Dim]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn runs_of_a_box_in_the_array_are_merged() {
+        let dim = |len, dst| Dim { len, src: 9, dst };
+        assert_eq!(dst_runs(5, &[]), [(5, 6)]);
+        assert_eq!(dst_runs(5, &[dim(3, 4), dim(4, 1)]), [(5, 17)]);
+        assert_eq!(
+            dst_runs(5, &[dim(3, 10), dim(4, 1)]),
+            [(5, 9), (15, 19), (25, 29)]
+        );
+        assert_eq!(
+            dst_runs(0, &[dim(2, 100), dim(2, 10)]),
+            [(0, 1), (10, 11), (100, 101), (110, 111)]
+        );
+    }
 
     #[test]
     fn restricted_boxes_cover_each_range_once() {

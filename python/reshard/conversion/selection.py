@@ -16,7 +16,7 @@ from reshard.checkpoint import Checkpoint
 from reshard.errors import ArgumentError
 from reshard.formats import counter_tensors, weight_sets
 from reshard.formats.base import StoredTensor
-from reshard.names.resolve import copies_left_out, trimmed_keys
+from reshard.names.resolve import copies_left_out, resized_keys
 from reshard.words import show
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Selection:
         counters: counters that are not written as other tensors, including those of which the source has no tensor.
         left_out: names of tensors that `drop` leaves out, after `rename`.
         copies: keys of the source that the name map leaves out as copies, and the key that each must be equal to.
-        trimmed: what the name map leaves out as padding, one sentence for each tensor.
+        resized: what the name map leaves out as padding or adds as padding, one sentence for each tensor.
         is_renamed: whether tensors have other names than in the source, or are fused or split.
         names: how names change, if `drop` and `rename` alone change them; None: they do not, or a name map does.
     """
@@ -54,7 +54,7 @@ class Selection:
     copies: dict[str, str]
     is_renamed: bool = False
     names: NewNames | None = None
-    trimmed: Sequence[str] = ()
+    resized: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def select(
     if not is_same or len(tensors) < len(source):
         view = source.view({new[key]: _stored(source, key) for key in tensors if key in new})
     copies: dict[str, str] = {}
-    trims: list[str] = []
+    of_sizes: list[str] = []
     if names is not None:
         old = {new[key]: key for key in tensors if key in new}
         # Tensors that are not written need not match the map.
@@ -143,14 +143,15 @@ def select(
             chosen = view.keys("model" if part == "model" else "all")
             of_optimizer = set(view.keys("optimizer"))
             tied = copies_left_out(names, chosen, optimizer_keys=of_optimizer)
-            longer = {
+            before = {
                 (key, name): view.shape(key)
-                for key, name in trimmed_keys(names, chosen, optimizer_keys=of_optimizer).items()
+                for key, name in resized_keys(names, chosen, optimizer_keys=of_optimizer).items()
             }
             view = view.renamed(names, part="model" if part == "model" else "all")
-        trims = [
-            f"{show(key)} has shape {shape}, and {show(name)} {view.shape(name)}: the rest is left out as padding"
-            for (key, name), shape in longer.items()
+        of_sizes = [
+            f"{show(key)} has shape {shape}, and {show(name)} {view.shape(name)}: the rest "
+            + ("is padding, all zeros" if math.prod(shape) < math.prod(view.shape(name)) else "is left out as padding")
+            for (key, name), shape in before.items()
             if view.shape(name) != shape
         ]
         written = view.keys(part)
@@ -170,7 +171,7 @@ def select(
     if names is None and not is_same:
         of_model = set(source.keys("model"))
         how = NewNames(_renamer(drop, rename or {}, new), {a: b for a, b in new.items() if a in of_model and a != b})
-    return Selection(view, written, separate_counters, left_out, copies, is_renamed, how, trims)
+    return Selection(view, written, separate_counters, left_out, copies, is_renamed, how, of_sizes)
 
 
 def _renamer(drop: tuple[str, ...], rename: Mapping[str, str], new: Mapping[str, str]) -> Callable[[str], str | None]:

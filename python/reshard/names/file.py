@@ -24,6 +24,7 @@ be reversed. As YAML, or as the same mapping::
         lay: {e: 0}               # concatenate the parts of each `e` along dim 0 (`stack: {e: 0}`: along a new dim 0)
       - {from: "h.60.embed.weight", tied: embed.weight}   # a copy that only this side has: dropped, and created again
       - {from: e.weight, to: embed.weight, trim: 0, from_size: vocab}   # `from` has `vocab` rows, `to` may be padded
+      - {from: h.weight, to: head.weight, pad: 0, from_size: vocab, to_size: 128}   # `to` has zeros after `vocab` rows
 
 Dims are those of the whole. Along the same dim `lay` is the outer concatenation and `join` the inner one. The parts may
 be on either side. Optimizer state, with key `<slot>.<key>`, follows its key. This module knows no keys of a checkpoint;
@@ -50,7 +51,8 @@ _MAX_NAMES = 50_000
 
 _INDICES = "one rule can match all layers and experts: layers.{i}.experts.{e}.w"
 
-_OPTIONAL = ("transpose", "join", "turns", "lay", "stack", "trim", "from_size", "to_size")
+_SIZES = ("from_size", "to_size", "from_multiple", "to_multiple")
+_OPTIONAL = ("transpose", "join", "turns", "lay", "stack", "trim", "pad", "pad_side", *_SIZES)
 
 Side = Literal["from", "to"]
 
@@ -71,7 +73,9 @@ class NameRule:
         lay: by index, the dim of the whole along which the parts of its values are concatenated.
         stack: by index, the new dim of the whole along which the parts of its values are stacked.
         trim: the dim along which one side may be padded; None: neither is.
+        pad_side: the side whose tensors are lengthened with zeros to their size (the key `pad`); None: none is.
         from_size, to_size: the number of elements along `trim` on a side; None: as many as the other side has.
+        from_multiple, to_multiple: where there is no such size, it is rounded up to a multiple of this.
     """
 
     parts: tuple[Template, ...]
@@ -84,15 +88,26 @@ class NameRule:
     lay: Mapping[str, int] = field(default_factory=dict)
     stack: Mapping[str, int] = field(default_factory=dict)
     trim: int | None = None
+    pad_side: Side | None = None
     from_size: Expression | None = None
     to_size: Expression | None = None
+    from_multiple: Expression | None = None
+    to_multiple: Expression | None = None
 
     def reversed(self) -> NameRule:
         """The same rule with its sides exchanged."""
         if self.trim is not None:
             # Such a rule has one name on each side, and the part is always on side `from`.
+            other: dict[Side | None, Side | None] = {"from": "to", "to": "from", None: None}
             return replace(
-                self, parts=(self.whole,), whole=self.parts[0], from_size=self.to_size, to_size=self.from_size
+                self,
+                parts=(self.whole,),
+                whole=self.parts[0],
+                pad_side=other[self.pad_side],
+                from_size=self.to_size,
+                to_size=self.from_size,
+                from_multiple=self.to_multiple,
+                to_multiple=self.from_multiple,
             )
         if not self.is_list and not self.lay and not self.stack:
             # With one name on each side, the part is always on side `from`.
@@ -295,12 +310,28 @@ def _rule(at: At, value: object, sizes: Mapping[str, Size]) -> NameRule | Tie:
         interleave=_turns(at / "turns", fields["turns"], sizes) if "turns" in fields else (),
         lay=_by_index(at / "lay", fields.get("lay", {})),
         stack=_by_index(at / "stack", fields.get("stack", {})),
-        trim=read_integer(at / "trim", fields["trim"], 0) if "trim" in fields else None,
-        from_size=_size(at / "from_size", fields["from_size"], sizes) if "from_size" in fields else None,
-        to_size=_size(at / "to_size", fields["to_size"], sizes) if "to_size" in fields else None,
+        trim=next((read_integer(at / word, fields[word], 0) for word in ("trim", "pad") if word in fields), None),
+        pad_side=_pad_side(at, fields),
+        **{word: _size(at / word, fields[word], sizes) for word in _SIZES if word in fields},
     )
     _check_rule(at, rule, _only(names, parts_side))
     return rule
+
+
+def _pad_side(at: At, fields: Mapping[str, object]) -> Side | None:
+    """The side that `pad` lengthens: `to`, unless `pad_side` says `from`."""
+    if "trim" in fields and "pad" in fields:
+        raise at.error(
+            "`trim` and `pad` are both given", hint="`pad` also leaves out the padding in the other direction"
+        )
+    if "pad" not in fields:
+        if "pad_side" in fields:
+            raise at.error("`pad_side` is given without `pad`")
+        return None
+    side = fields.get("pad_side", "to")
+    if side not in ("from", "to"):
+        raise (at / "pad_side").error(f"expected `from` or `to`, found {found(side)}")
+    return side
 
 
 def _only(names: Mapping[str, tuple[Template, ...]], side: Side) -> list[str]:
@@ -334,13 +365,20 @@ def _check_rule(at: At, rule: NameRule, only: Sequence[str]) -> None:
     for dim in (*rule.lay.values(), *([] if rule.join is None else [rule.join])):
         if dim in rule.stack.values():
             raise at.error(f"dim {dim} is used by `stack`, so `join` and `lay` cannot use it")
-    has_size = rule.from_size is not None or rule.to_size is not None
+    word = "trim" if rule.pad_side is None else "pad"
+    has_size = any(getattr(rule, one) is not None for one in _SIZES)
     if has_size != (rule.trim is not None):
-        raise at.error("`trim`, a dim, and `from_size` or `to_size`, how long it is, are given together")
+        raise at.error(f"`{word}`, a dim, and `from_size` or `to_size`, how long it is, are given together")
+    if rule.pad_side is None and (rule.from_multiple is not None or rule.to_multiple is not None):
+        raise at.error("`from_multiple` and `to_multiple` need `pad`")
+    if rule.pad_side is not None and all(
+        getattr(rule, f"{rule.pad_side}_{one}") is None for one in ("size", "multiple")
+    ):
+        raise at.error(f"`pad` needs `{rule.pad_side}_size` or `{rule.pad_side}_multiple`: how long the padded side is")
     if rule.trim is not None and (rule.is_list or rule.transpose or only):
         raise at.error(
-            "`trim` needs one tensor on each side, with the same dims",
-            hint="trim with one name map, then fuse with another",
+            f"`{word}` needs one tensor on each side, with the same dims",
+            hint=f"{word} with one name map, then fuse with another",
         )
 
 
@@ -435,8 +473,10 @@ def _rule_mapping(rule: NameRule | Tie) -> dict[str, object]:
         if dims:
             mapping[word] = dict(dims)
     if rule.trim is not None:
-        mapping["trim"] = rule.trim
-    for word, size in (("from_size", rule.from_size), ("to_size", rule.to_size)):
-        if size is not None:
+        mapping["trim" if rule.pad_side is None else "pad"] = rule.trim
+    if rule.pad_side == "from":
+        mapping["pad_side"] = "from"
+    for word in _SIZES:
+        if (size := getattr(rule, word)) is not None:
             mapping[word] = _expression_value(size)
     return mapping

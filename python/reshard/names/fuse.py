@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from reshard.names.file import NameRule
+    from reshard.names.sizes import Expression
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -211,53 +212,90 @@ def split_whole(rule: NameRule, key: str, shape: Shape, sizes: Mapping[str, int]
     return Fusion(rule, of_parts, tuple(interleave), counts)
 
 
-def trimmed(
+@dataclass(frozen=True)
+class Resized:
+    """A tensor with another number of elements along a dim.
+
+    Attributes:
+        part_map: the position of the shorter one of the two tensors in the longer one.
+        dim: the dim.
+        n_before, n_after: the elements along it, of the given tensor and of the new one.
+    """
+
+    part_map: PartMap
+    dim: int
+    n_before: int
+    n_after: int
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether the new tensor is the longer one, which ends with zeros."""
+        return self.n_after > self.n_before
+
+
+def resized(
     rule: NameRule, key: str, shape: Shape, shape_of_parameter: Shape, sizes: Mapping[str, int]
-) -> PartMap | None:
-    """The position of a tensor of side `to` in a longer one of side `from`, whose further elements are padding.
+) -> Resized | None:
+    """What a rule with `trim` or `pad` does to a tensor of side `from`.
 
     Args:
         rule: the rule, with one name on each side.
-        key: the key of the longer tensor.
+        key: the key of the tensor.
         shape: its shape, in elements.
         shape_of_parameter: of optimizer state, the shape of its parameter; else the same shape.
         sizes: values of the known sizes.
 
     Returns:
-        The position; None: the tensors are equal, or the size is not known.
+        None: the tensors are equal, or the size of the new one is not known.
 
     Raises:
-        NamesError: the tensor has no such dim or is shorter, or optimizer state is not laid out like its parameter.
+        NamesError: the tensor has no such dim or an unexpected length, or optimizer state is not laid out like its
+            parameter.
     """
-    dim, size = rule.trim, rule.to_size
-    if dim is None or size is None or any(name not in sizes for name in size.names):
+    dim = rule.trim
+    if dim is None or (rule.to_size is None and rule.to_multiple is None):
         return None
-    try:
-        n = size.value(sizes)
-    except ValueError as error:
-        raise NamesError(f"the rule for {show(rule.whole.text)}: {error}") from None
+    word, done = ("pad", "padded") if rule.pad_side == "to" else ("trim", "trimmed")
     if dim >= len(shape_of_parameter):
         raise NamesError(
-            f"the rule for {show(rule.whole.text)} trims dim {dim}, and {show(key)} has shape {shape_of_parameter}",
+            f"the rule for {show(rule.whole.text)} {word}s dim {dim}, and {show(key)} has shape {shape_of_parameter}",
             key=key,
         )
-    if shape_of_parameter[dim] == n or (shape != shape_of_parameter and math.prod(shape) == 1):
+    own, n = _known(rule, rule.from_size, sizes), _known(rule, rule.to_size, sizes)
+    had = shape_of_parameter[dim]
+    if n is None and (multiple := _known(rule, rule.to_multiple, sizes)) is not None:
+        if multiple == 0:
+            raise NamesError(f"the rule for {show(rule.whole.text)}: `to_multiple` is 0, expected at least 1")
+        n = -(-max(had, own or 0) // multiple) * multiple
+    if n is None or had == n or (shape != shape_of_parameter and math.prod(shape) == 1):
         return None
     if shape != shape_of_parameter:
         raise NamesError(
-            f"{show(key)} has shape {shape}, and its parameter {shape_of_parameter}, which is trimmed to {n} elements "
+            f"{show(key)} has shape {shape}, and its parameter {shape_of_parameter}, which is {done} to {n} elements "
             f"along dim {dim}: which elements of the state belong to them is not known",
             key=key,
             hint="convert the weights alone",
         )
-    if shape[dim] < n:
-        raise NamesError(
-            f"{show(key)} has {counted(shape[dim], 'element')} along dim {dim}, and the name map trims it to {n}",
-            key=key,
-            hint=f"{_NOT_THIS_MODEL} A name map adds no elements",
-        )
-    extents = [n if one == dim else extent for one, extent in enumerate(shape)]
-    return PartMap(tuple(DimMap(one, 0, extent, extent, 1) for one, extent in enumerate(extents)))
+    has = f"{show(key)} has {counted(had, 'element')} along dim {dim}, and the name map {word}s it to {n}"
+    if word == "pad" and had > n:
+        raise NamesError(has, key=key, hint=f"{_NOT_THIS_MODEL} `pad` leaves no elements out")
+    if word == "pad" and own is not None and had < own:
+        raise NamesError(f"{has} from {own}", key=key, hint=_NOT_THIS_MODEL)
+    if word == "trim" and had < n:
+        raise NamesError(has, key=key, hint=f"{_NOT_THIS_MODEL} `trim` adds no elements, and `pad` does")
+    extents = [min(n, had) if one == dim else extent for one, extent in enumerate(shape)]
+    dims = tuple(DimMap(one, 0, extent, extent, 1) for one, extent in enumerate(extents))
+    return Resized(PartMap(dims), dim, had, n)
+
+
+def _known(rule: NameRule, size: Expression | None, sizes: Mapping[str, int]) -> int | None:
+    """The value of a size of a rule; None if a number in it is not known."""
+    if size is None or any(name not in sizes for name in size.names):
+        return None
+    try:
+        return size.value(sizes)
+    except ValueError as error:
+        raise NamesError(f"the rule for {show(rule.whole.text)}: {error}") from None
 
 
 # -- checks

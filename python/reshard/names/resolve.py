@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
-from reshard._core import StoredArray
+from reshard._core import ZEROS, StoredArray, Tile
 from reshard.errors import NamesError
+from reshard.indexing import row_major
 from reshard.names.file import NameRule, Tie
-from reshard.names.fuse import Fusion, Shape, fuse_parts, members, split_whole, trimmed
+from reshard.names.fuse import Fusion, Shape, fuse_parts, members, resized, split_whole
 from reshard.names.templates import Templates
 from reshard.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from reshard._core import Tile
     from reshard.names.file import NamesFile
     from reshard.names.part_map import PartMap
 
@@ -67,11 +67,13 @@ class ResolvedTensor:
         key: its new name.
         shape: its shape, in elements.
         sources: the tensors of the checkpoint that it is made of.
+        padding: a dim, and its element from which on the tensor is zero; None: nothing is padding.
     """
 
     key: str
     shape: Shape
     sources: tuple[SourceTensor, ...]
+    padding: tuple[int, int] | None = None
 
     @property
     def factors(self) -> dict[int, tuple[int, int]]:
@@ -87,7 +89,7 @@ class ResolvedTensor:
 
         Returns:
             The stored arrays of this tensor, with dims of its tiles split as in `factors`; without arrays that hold no
-            element of it.
+            element of it. Padding is an array in the file `ZEROS`.
         """
         arrays: list[StoredArray] = []
         for source in self.sources:
@@ -95,6 +97,11 @@ class ResolvedTensor:
                 moved = source.moved(stored.tiles)
                 if moved:
                     arrays.append(StoredArray(stored.file, stored.name, stored.shape, moved))
+        if self.padding is not None:
+            dim, start = self.padding
+            offset = tuple(start if one == dim else 0 for one in range(len(self.shape)))
+            shape = tuple(n - at for n, at in zip(self.shape, offset, strict=True))
+            arrays.append(StoredArray(ZEROS, "", shape, [Tile(offset, shape, 0, row_major(shape))]))
         return arrays
 
 
@@ -166,8 +173,8 @@ def copies_left_out(names: NamesFile, keys: Collection[str], *, optimizer_keys: 
     }
 
 
-def trimmed_keys(names: NamesFile, keys: Collection[str], *, optimizer_keys: Collection[str] = ()) -> dict[str, str]:
-    """The keys that rules with `trim` match, and their new names, from side `from`.
+def resized_keys(names: NamesFile, keys: Collection[str], *, optimizer_keys: Collection[str] = ()) -> dict[str, str]:
+    """The keys that rules with `trim` or `pad` match, and their new names, from side `from`.
 
     Args:
         names: the name map.
@@ -177,7 +184,7 @@ def trimmed_keys(names: NamesFile, keys: Collection[str], *, optimizer_keys: Col
     Example:
         >>> from reshard.names.file import NamesFile
         >>> rule = {"from": "a", "to": "b", "trim": 0, "to_size": 3}
-        >>> trimmed_keys(NamesFile.from_mapping({"rules": [rule]}), ["a", "c"])
+        >>> resized_keys(NamesFile.from_mapping({"rules": [rule]}), ["a", "c"])
         {'a': 'b'}
     """
     if not any(isinstance(rule, NameRule) and rule.trim is not None for rule in names.rules):
@@ -335,7 +342,7 @@ class _Resolver:
                     key=made.key,
                 )
             for tie in copies[found.value.tied.text]:
-                self._add(ResolvedTensor(found.slot + tie.name.format(found.numbers), made.shape, made.sources))
+                self._add(replace(made, key=found.slot + tie.name.format(found.numbers)))
 
     # -- one group
 
@@ -362,11 +369,12 @@ class _Resolver:
                 )
         if not (rule.is_list or rule.transpose or rule.indices):
             key = firsts[0]
-            map_ = trimmed(rule, key, self.shapes[key], self._shape_of_parameter(group, rule, key), self.sizes)
-            if map_ is None:
+            found = resized(rule, key, self.shapes[key], self._shape_of_parameter(group, rule, key), self.sizes)
+            if found is None:
                 return [ResolvedTensor(name, self.shapes[key], (SourceTensor(key),))]
-            shape = tuple(dim.run for dim in map_.dims)
-            return [ResolvedTensor(name, shape, (SourceTensor(key, map_, is_whole=True),))]
+            shape = tuple(found.n_after if dim == found.dim else n for dim, n in enumerate(self.shapes[key]))
+            source = SourceTensor(key, found.part_map, is_whole=not found.is_padded)
+            return [ResolvedTensor(name, shape, (source,), (found.dim, found.n_before) if found.is_padded else None)]
         fusion = fuse_parts(rule, [(key, self.shapes[key]) for key in firsts], counts, self.sizes)
         shape = fusion.shape()
         sources = (SourceTensor(keys[member], fusion.part_map(*member, shape)) for member in fusion.members())

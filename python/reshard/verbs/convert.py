@@ -331,7 +331,7 @@ def convert(
                 *written.warnings,
                 *of_entry,
                 *of_cast,
-                *selection.trimmed,
+                *selection.resized,
                 *(_extra_left_out(whole) if loses_extra else []),
             ]
             if part_written == "model" and not selection.is_renamed:

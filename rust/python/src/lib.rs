@@ -54,6 +54,7 @@ mod _core {
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         super::records::add_to(module)?;
+        module.add("ZEROS", reshard_core::stored::ZEROS)?;
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 }

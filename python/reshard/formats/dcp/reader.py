@@ -97,7 +97,11 @@ class _DcpData(CheckpointData):
         if is_optimizer(key):
             return "optimizer"
         recorded = self.recorded()
-        stored = [one.name for one in self.index.stored(key)] if recorded and self.is_view else [key]
+        stored = (
+            [one.name for one in self.index.stored(key) if one.file != _core.ZEROS]
+            if recorded and self.is_view
+            else [key]
+        )
         return "optimizer" if any(name in recorded for name in stored) else "model"
 
     def slot_of(self, key: str) -> tuple[str, str] | None:
