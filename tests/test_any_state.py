@@ -282,7 +282,7 @@ def test_an_average_grows_with_its_model_and_an_absent_object_is_reported(tmp_pa
         made.save(1, blocking=True)
     model, larger = build(5, 1)
     initial = larger.module.weight.detach().clone()
-    with pytest.raises(MismatchError, match="the trainer does not have"):
+    with pytest.raises(MismatchError, match="the run does not have"):
         Checkpointer(tmp_path, signals=()).resume(model=build(3, 1)[0])
     decision = Checkpointer(tmp_path, signals=()).resume(model=model, extra={"swa": larger}, strict={"shape": "grow"})
     assert torch.equal(larger.module.weight[:3], kept.module.weight)

@@ -498,7 +498,7 @@ def test_what_is_missing_or_left_over_is_refused_or_told(tmp_path: Path) -> None
         make(tmp_path).resume(**Trainer(width=5).parts())
     half = Trainer()
     half.model.to(torch.bfloat16)
-    with pytest.raises(MismatchError, match="F32 in the checkpoint and BF16 in the trainer"):
+    with pytest.raises(MismatchError, match="F32 in the checkpoint and BF16 in the run"):
         make(tmp_path).resume(model=half.model, strict=False)
     make(tmp_path).resume(model=half.model, strict=False, cast=True)
     wanted = trainer.model.state_dict()["0.weight"].to(torch.bfloat16)

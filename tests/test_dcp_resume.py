@@ -208,7 +208,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     other.step(1)
     model, optimizer = get_state_dict(other.model, other.optimizer)
     save({"model": model, "optim": optimizer, "step": 1, "ema": {"decay": 0.5}}, source)
-    with pytest.raises(MismatchError, match=r"lacks `scheduler`, and the trainer does not have `extra..ema"):
+    with pytest.raises(MismatchError, match=r"lacks `scheduler`, and the run does not have `extra..ema"):
         Training().resume(source, tmp_path / "run")
     checkpointer, decision = Training().resume(source, tmp_path / "run", strict=False)
     checkpointer.close()

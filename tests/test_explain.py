@@ -260,7 +260,7 @@ def test_the_trail_and_the_counters(work: Path) -> None:
     assert "saved by 8 ranks, loaded by 2" in out
     assert told["steps"] == "10 done"
     assert told["of the data"] == "next is epoch 3, step 3"
-    assert told["data"] == "the first 10 steps are skipped"
+    assert told["data"] == "the samples of 10 steps are skipped"
     assert told["samples"] == "160 seen"
     assert told["repeated"] == "what was trained between iterations 5 and 10"
     assert told["next"].endswith("run: reshard verify root/iteration_00000010")
@@ -424,3 +424,26 @@ def test_what_has_no_counters(folder: str, reason: str) -> None:
     _, out, err = explain(SAMPLES.parent / folder)
     assert reason in out
     assert "hint: to start a run from its weights, use another root and `init_from`" in err
+
+
+def test_a_run_with_plain_sgd_lacks_nothing(tmp_path: Path) -> None:
+    """SGD without momentum has options and no tensors of its own."""
+    torch = pytest.importorskip("torch")
+    from reshard.torch import Checkpointer
+
+    model = torch.nn.Linear(2, 2)
+    for optimizer in (torch.optim.SGD(model.parameters(), lr=0.5), None):
+        root = tmp_path / f"of {type(optimizer).__name__}"
+        for n_steps in (1, 1):
+            with Checkpointer(root, save_every=1, commit={"durable": False}) as checkpointer:
+                start = checkpointer.resume(model=model, optimizer=optimizer)
+                for step in range(start.initial_step, n_steps):
+                    checkpointer.step(step + 1)
+        code, out, _ = explain(root, cwd=tmp_path)
+        told = dict(re.findall(r"^  (\S.*?)  +(.*)$", out, re.MULTILINE))
+        assert code == 0
+        assert told["data"] == "no position was saved: from the start, unless the program skips the samples of 1 step"
+        parts = [] if optimizer is None else ["optimizer"]
+        assert start.restored == ("weights", *parts, "counters", "random streams")
+        assert told["restored"] == ", ".join(start.restored)
+        assert ("the checkpoint holds no optimizer state" in out) == (optimizer is None)

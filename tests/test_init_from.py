@@ -275,7 +275,7 @@ def test_tensors_beside_the_model_are_refused_in_its_own_state_dict(tmp_path: Pa
         assert same(model, source)
         state["loss.weight"] = torch.ones(2)
         torch.save(file, tmp_path / "file.pt")
-        with pytest.raises(MismatchError, match=r"the trainer does not have `.*loss\.weight`"):
+        with pytest.raises(MismatchError, match=r"the run does not have `.*loss\.weight`"):
             resumed(tmp_path / "run", Model(), init_from=tmp_path / "file.pt")
         del state["loss.weight"]
 
@@ -395,7 +395,7 @@ def test_each_difference_has_its_own_policy(tmp_path: Path) -> None:
     assert torch.equal(more["new"].weight, value)
     assert any("the checkpoint lacks `new.weight`, `new.bias`" in line for line in decision.warnings)
     less = nn.ModuleDict({"layer": Model().layer})
-    with pytest.raises(MismatchError, match=r"the trainer does not have `embed\.weight`"):
+    with pytest.raises(MismatchError, match=r"the run does not have `embed\.weight`"):
         resumed(tmp_path / "run", less, strict={"missing": "keep"})
     decision = resumed(tmp_path / "run", less, adam(less), strict={"unexpected": "skip"})
     for key in ("embed.weight", "head.bias", "exp_avg.head.bias"):
@@ -468,7 +468,7 @@ def test_layers_are_frozen_and_unfrozen_between_two_runs(tmp_path: Path) -> None
     assert not any("trained" in line for line in warnings)
     n_steps, warnings = trained(tmp_path / "one", "embed", "layer", strict=False)
     assert [n_steps[name] for name in ("embed.weight", "layer.weight")] == [2, 0]
-    assert any("`options.layer.weight`" in line for line in warnings)
+    assert any("the options of the optimizer for `layer.weight`" in line for line in warnings)
     assert any("`exp_avg.head.bias`" in line for line in warnings)
 
 

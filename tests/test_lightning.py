@@ -506,9 +506,7 @@ def test_strict_and_settings_of_the_callback(tmp_path: Path, caplog: pytest.LogC
         return lambda model: setattr(model, name, torch.nn.Linear(4, 1))
 
     fit(tmp_path / "two", change=named("head"))
-    with pytest.raises(
-        MismatchError, match=r"lacks .*`other\.weight`.*, and the trainer does not have .*`head\.weight`"
-    ):
+    with pytest.raises(MismatchError, match=r"lacks .*`other\.weight`.*, and the run does not have .*`head\.weight`"):
         fit(tmp_path / "two", steps=5, change=named("other"))
     caplog.clear()
     model = fit(tmp_path / "two", steps=5, change=named("other"), strict=False)

@@ -18,7 +18,7 @@ from reshard.errors import ArgumentError, MismatchError, UnsupportedError
 from reshard.formats import state as state_format
 from reshard.torch import from_tensor
 from reshard.torch.optimizers import OptimizerRecord, merge_records
-from reshard.torch.restore import Report, apply
+from reshard.torch.restore import OPTIONS, Beside, Report, apply
 from reshard.torch.state import Described, describe
 
 if TYPE_CHECKING:
@@ -454,7 +454,7 @@ def test_missing_and_unexpected_keys() -> None:
     with pytest.raises(MismatchError) as caught:
         apply(describe(model, optimizer), arrays, extra)
     assert str(caught.value) == (
-        "the checkpoint lacks `bias`, `exp_avg.weight`, and the trainer does not have `odd`, `max_exp_avg_sq.bias`\n"
+        "the checkpoint lacks `bias`, `exp_avg.weight`, and the run does not have `odd`, `max_exp_avg_sq.bias`\n"
         "hint: `strict=False` loads the 1 of 2 tensors of the model that fit"
     )
     assert bits(model) == changed  # nothing was done by halves
@@ -466,12 +466,12 @@ def test_shape_and_dtype_must_agree() -> None:
     model = nn.Linear(2, 2).to(torch.bfloat16)
     optimizer = torch.optim.Adam(model.parameters())
     arrays, extra = fitting(nn.Linear(2, 2))
-    with pytest.raises(MismatchError, match="`weight` is F32 in the checkpoint and BF16 in the trainer\nhint: `cast"):
+    with pytest.raises(MismatchError, match="`weight` is F32 in the checkpoint and BF16 in the run\nhint: `cast"):
         apply(describe(model), arrays, extra)
     assert apply(describe(model), arrays, extra, cast=True) == Report()
     assert torch.equal(model.weight, torch.from_numpy(arrays["weight"]).to(torch.bfloat16))
     whole = {"weight": np.zeros((2, 2), np.int32), "bias": np.zeros(2, np.int32)}
-    with pytest.raises(MismatchError, match=r"`weight` is I32 in the checkpoint and BF16 in the trainer$"):
+    with pytest.raises(MismatchError, match=r"`weight` is I32 in the checkpoint and BF16 in the run$"):
         apply(describe(model), whole, cast=True)
     with pytest.raises(MismatchError, match=r"`weight`: the loaded array has shape \(3, 2\), and .* \(2, 2\)"):
         apply(describe(model), {"weight": np.zeros((3, 2), np.float32)}, strict=False)
@@ -563,7 +563,7 @@ def test_groups_may_be_made_otherwise() -> None:
     # A parameter that was not trained before.
     arrays, extra = fitting(model, torch.optim.SGD([model.weight], lr=0.1))
     report = apply(describe(model, alike), arrays, extra, strict=False)
-    assert report.missing == ("options.bias",)
+    assert report.missing == (Beside(OPTIONS, "bias"),)
     assert ["`lr` of group 0" in line for line in report.changed] == [True]
 
 

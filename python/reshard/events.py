@@ -83,7 +83,9 @@ class Event:
         what = self.kind.replace("_", " ")
         text = what if self.iteration is None else f"iteration {self.iteration} {what}"
         facts = (
-            f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}" for name, value in self.fields.items()
+            f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}"
+            for name, value in self.fields.items()
+            if value is not None and value != ""
         )
         return f"{text}: {joined}" if (joined := ", ".join(facts)) else text
 

@@ -369,8 +369,13 @@ def _lines(decision: ResumeDecision, *, knows_epochs: bool) -> list[tuple[str, s
         # Without the length of an epoch it is not known whether that epoch is complete.
         lines.append(("epoch", f"{decision.initial_epoch} when it was saved"))
     n_skipped = decision.data_skip_steps
-    skip = f"the first {n_skipped} steps are skipped" if n_skipped > 1 else "the first step is skipped"
-    skip = skip if n_skipped else "from the start"
+    samples = f"the samples of {counted(n_skipped, 'step')}"
+    if not n_skipped:
+        skip = "from the start"
+    elif decision.fresh or "data position" in decision.restored or "counters" not in decision.restored:
+        skip = f"{samples} are skipped"
+    else:
+        skip = f"no position was saved: from the start, unless the program skips {samples}"
     if decision.skip_micro_steps is not None:
         skip += f", {decision.skip_micro_steps} micro-steps"
     lines.append(("data", skip))

@@ -314,7 +314,7 @@ def _lines(facts: Contents) -> list[tuple[str, str]]:
     lines.append(("replicas", "none" if stored == unique else times))
     if unseen := facts.unseen:
         count = f"describes {len(unseen)} of {len(facts.rows)} tensors, marked *, whose layouts metadata.json cannot "
-        effect = "MindSpore Transformers does not load them and keeps its initial values"
+        effect = "a program that reads metadata.json alone, such as MindSpore Transformers, does not load them"
         lines.append(("tiles.json", f"{count}express; {effect}"))
     return lines
 

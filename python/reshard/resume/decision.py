@@ -69,9 +69,10 @@ def decide(
         state = "does not exist" if facts.kind == "absent" else "holds no checkpoint yet"
         if config.resume and split_iteration(config.load_path)[1] is None:
             return start_fresh(config, facts, (), [f"{facts.path} {state}: the training starts from nothing"], warnings)
-        word = "load_checkpoint" if config.init_from is None else "init_from"
-        hint = hub_hint(facts.path) if facts.kind == "absent" else None
-        raise CheckpointNotFoundError(f"{facts.path} {state}, and {word} names it", path=facts.path, hint=hint)
+        why = "and it has to be loaded" if config.init_from is None else "and init_from names it"
+        is_iteration = split_iteration(config.load_path)[1] is not None
+        hint = hub_hint(facts.path) if facts.kind == "absent" and not is_iteration else None
+        raise CheckpointNotFoundError(f"{facts.path} {state}, {why}", path=facts.path, hint=hint)
     verdicts = evaluate(config, facts)
     taken = next((n for n, verdict in enumerate(verdicts) if verdict.taken), None)
     if taken is None:

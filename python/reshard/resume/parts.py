@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from reshard.resume.restore import NO_OPTIMIZER
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
@@ -27,6 +29,7 @@ def with_parts(
     *,
     names: Collection[str] | None = None,
     has_position: bool | None = None,
+    has_optimizer: bool | None = None,
 ) -> ResumeDecision:
     """The decision with every part that is restored, if a `Checkpointer` saved the checkpoint.
 
@@ -35,6 +38,7 @@ def with_parts(
         extra: the state beside the tensors.
         names: names of the objects that the run restores; None: all of the checkpoint.
         has_position: whether a sampler restores the data position; None: if the checkpoint has the state of one.
+        has_optimizer: whether the run has an optimizer; None: not known.
 
     Example:
         >>> from reshard.resume import ResumeDecision
@@ -46,12 +50,19 @@ def with_parts(
     if "counters" not in decision.restored or not isinstance(trainer, dict):
         return decision
     parts = [one for one in decision.restored if one != "data position"]
+    warnings = decision.warnings
+    if has_optimizer is False:
+        parts = [one for one in parts if one != "optimizer"]
+    elif "optimizer" in trainer:  # of plain SGD these are options alone, no tensors
+        parts = list(dict.fromkeys((parts[0], "optimizer", *parts[1:])))
+        warnings = tuple(one for one in warnings if one != NO_OPTIMIZER)
     saved = [*trainer.get("objects", {}), *extra.get("per rank", {})]
     saved.sort(key=lambda name: object_name(str(name)) != name)  # schedulers first
     parts += [object_name(str(name)) for name in saved if names is None or name in names]
     parts += ["random streams"] if "rng" in extra else []
-    parts += ["data position"] if ("sampler" in extra if has_position is None else has_position) else []
-    return replace(decision, restored=tuple(parts))
+    is_saved = "sampler" in extra or "lightning" in extra  # the loops of Lightning have their own
+    parts += ["data position"] if (is_saved if has_position is None else has_position) else []
+    return replace(decision, restored=tuple(dict.fromkeys(parts)), warnings=warnings)
 
 
 def settings_of(extra: Mapping[str, Any]) -> tuple[str, ...]:
@@ -69,7 +80,10 @@ def settings_of(extra: Mapping[str, Any]) -> tuple[str, ...]:
         (f"{one.get('class')}, group {one.get('index')}", one.get("started") or one.get("options", {}))
         for one in trainer.get("optimizer", {}).get("groups", [])
     ]
-    lines += [(object_name(str(name)), values) for name, values in trainer.get("started", {}).items()]
+    lines += [
+        (object_name(str(name)), {key: one for key, one in values.items() if key != "last_epoch"})
+        for name, values in trainer.get("started", {}).items()
+    ]
     return tuple(f"{name}: {text}" for name, values in lines if (text := _shown(values)))
 
 
@@ -80,5 +94,6 @@ def _shown(values: Mapping[str, Any]) -> str:
         if not isinstance(value, bool)
         and isinstance(value, int | float | str | list | tuple)
         and value not in ([], ())
+        and not (isinstance(value, list | tuple) and any(isinstance(one, dict) for one in value))
         and not str(name).startswith("_")
     )

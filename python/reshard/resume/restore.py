@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from reshard.formats.checkpoint2.common import CommonInfo
 
 
+NO_OPTIMIZER = "the checkpoint holds no optimizer state: an optimizer would start with new state"
+
+
 def start_fresh(
     config: Config, facts: ResumeFacts, verdicts: tuple[Verdict, ...], reasons: list[str], warnings: list[str]
 ) -> ResumeDecision:
@@ -122,7 +125,7 @@ def continue_run(
     if candidate.has_optimizer is not False:
         restored.insert(1, "optimizer")
     elif run.has_optimizer is None:
-        warnings.append("the checkpoint holds no optimizer state: an optimizer would start with new state")
+        warnings.append(NO_OPTIMIZER)
     restored += ["loss scale"] if common.loss_scale is not None else []
     restored += ["data position"] if skip or micro else []
     global_step = steps if common.global_step is None else common.global_step
@@ -131,7 +134,7 @@ def continue_run(
     if run.dataset_changed and skip and config.data_skip_steps is None:
         warnings.append(
             f"the first {skip} steps of the new dataset are skipped, the number of steps made on the old dataset: "
-            "set ignore_data_skip or data_skip_steps to change this"
+            '`data="new"` of `resume`, or `ignore_data_skip` or `data_skip_steps` of a configuration, changes this'
         )
     return ResumeDecision(
         restored=tuple(restored),

@@ -598,7 +598,8 @@ class Checkpointer:
         names |= set(run.per_rank) if found.world_size == self._group.world_size else set()
         skips = isinstance(run.sampler, ElasticSampler) and bool(decision.data_skip_steps)
         has_position = run.sampler is not None and data == "saved" and ("sampler" in saved or skips)
-        return with_parts(decision, saved, names=names, has_position=has_position)
+        has_optimizer = run.optimizer is not None or bool(run.whole_optimizers)
+        return with_parts(decision, saved, names=names, has_position=has_position, has_optimizer=has_optimizer)
 
     def _start(self, facts: RunFacts) -> tuple[bool, str | None]:
         """Whether the run starts from its own newest checkpoint, as rank 0 sees it, and the reason."""

@@ -511,7 +511,7 @@ class _Wanted:
         chosen(stored, {name: self.described.shapes.get(name) for name in names}, path=path)  # raises if there are two
         parts = [f"the checkpoint lacks {listed(map(show, sorted(names - self.kept)))}"] if names - self.kept else []
         if self.unexpected:
-            parts.append(f"the trainer does not have {listed(map(show, self.unexpected))}")
+            parts.append(f"the run does not have {listed(map(show, self.unexpected))}")
         raise MismatchError(
             f"no tensor of the model is loaded: {', and '.join(parts) or 'all keep their initial values'}",
             path=path,
@@ -686,7 +686,7 @@ class _Wanted:
             dtype = live.dtype
         elif dtype != live.dtype:
             raise MismatchError(
-                f"{show(key)} is {stored} in the checkpoint and {dtypes.parse_dtype(live.dtype)} in the trainer",
+                f"{show(key)} is {stored} in the checkpoint and {dtypes.parse_dtype(live.dtype)} in the run",
                 key=key,
                 hint="`cast=True` converts floating-point tensors",
             )

@@ -7,7 +7,7 @@ must get its values from the checkpoint.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -57,23 +57,57 @@ if TYPE_CHECKING:
 _PARTS = ("aliases", "modules", "objects", "optimizer", KINDS, STARTED, CONSTANTS)
 
 
+class Beside(NamedTuple):
+    """State of a parameter or module that is no tensor of its own.
+
+    Attributes:
+        what: such as `OPTIONS`, in the words of the user.
+        name: of the parameter or module; empty: of the whole model.
+    """
+
+    what: str
+    name: str
+
+
+OPTIONS = "the options of the optimizer for"
+OF_MODULES = "the state beside the tensors of"
+
+
+def named(items: Iterable[str | Beside], most: int = 8) -> str:
+    """Keys and other state for a message, each kind of state once.
+
+    Args:
+        items: what is named.
+        most: maximum number of names of each kind.
+
+    Example:
+        >>> named(["a.weight", Beside(OPTIONS, "a.weight"), Beside(OPTIONS, "b.weight"), Beside(OF_MODULES, "")])
+        '`a.weight`, the options of the optimizer for `a.weight`, `b.weight`, the state beside the tensors of the model'
+    """
+    of_kinds: dict[str, list[str]] = {}
+    for one in items:
+        what, name = ("", one) if isinstance(one, str) else one
+        of_kinds.setdefault(what, []).append(show(name) if name else "the model")
+    return ", ".join(f"{what} {listed(names, most)}".lstrip() for what, names in of_kinds.items())
+
+
 @dataclass(frozen=True)
 class Report:
     """The differences between a checkpoint and a trainer.
 
     Attributes:
-        missing: state that the trainer has on this rank and the checkpoint lacks: keys of tensors, `options.<key>` of
-            a parameter that was in no parameter group, `modules.<name>`, `objects.<name>`, and keys of dicts.
-        unexpected: state that the checkpoint has for this rank and the trainer lacks.
-        shared: buffers, and `modules.<name>`, that differed between the ranks that saved them. With another number of
+        missing: state that the run has on this rank and the checkpoint lacks: keys of tensors, options of parameters
+            that were in no parameter group, state of modules, names of objects, and keys of dicts.
+        unexpected: state that the checkpoint has for this rank and the run lacks.
+        shared: buffers, and state of modules, that differed between the ranks that saved them. With another number of
             ranks all ranks get the value of the first one.
         changed: what was saved with another optimizer or in other groups, and tensors of dicts that keep their values,
             as sentences.
     """
 
-    missing: tuple[str, ...] = ()
+    missing: tuple[str | Beside, ...] = ()
     unexpected: tuple[str, ...] = ()
-    shared: tuple[str, ...] = ()
+    shared: tuple[str | Beside, ...] = ()
     changed: tuple[str, ...] = ()
 
 
@@ -332,10 +366,10 @@ class _Restore:
     object_name: Callable[[str], str]
     entries: Mapping[str, Sequence[Entry]]
     shapes: Mapping[str, tuple[int, ...]]
-    missing: list[str] = field(default_factory=list)
+    missing: list[str | Beside] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     settings: Settings = field(default_factory=Settings)
-    shared: list[str] = field(default_factory=list)
+    shared: list[str | Beside] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
     untrained: list[str] = field(default_factory=list)  # parameters that the run that saved did not train
     frozen: dict[str, list[str]] = field(default_factory=dict)  # parameters that are not trained now: keys of state
@@ -445,7 +479,7 @@ class _Restore:
         # Files of other programs may have groups without parameters of this model. Then nothing is known.
         is_known = not known.isdisjoint({*self.described.model, *self.described.aliases})
         new = set(self.missing) if is_known else set(names)
-        self.missing += [f"options.{name}" for name in names if name in new]
+        self.missing += [] if is_known else [Beside(OPTIONS, name) for name in names]
         self.untrained += [name for name in names if name not in new | self.kept]
 
     def compare_trained(self) -> list[str]:
@@ -465,7 +499,7 @@ class _Restore:
             ]
             return parts
         if self.policy.missing == "keep":
-            self.missing += [f"options.{name}" for name in self.untrained]
+            self.missing += [Beside(OPTIONS, name) for name in self.untrained]
         elif self.untrained:
             has, was = ("has", "it was") if len(self.untrained) == 1 else ("have", "they were")
             parts.append(f"{listed(map(show, self.untrained))} {has} no saved optimizer state: {was} not trained")
@@ -568,7 +602,7 @@ class _Restore:
         self.own_values = {key: modules[key] for key in named.own_values if is_taken(key, key.rpartition(".")[0])}
         for name, module in named.extra_state.items():
             if is_taken(name, name):
-                self.calls.append((f"modules.{name}", module.set_extra_state, modules[name]))
+                self.calls.append((name or "model", module.set_extra_state, modules[name]))
 
     def _check_wrapped(self, wrapped: Mapping[str, str]) -> None:
         """Check that tensors that are made of others have the classes and options of the saved ones."""
@@ -590,19 +624,19 @@ class _Restore:
             modules = {**modules, **kept}
         else:
             of_modules = live.named.extra_state.keys() | live.named.own_values.keys()
-            self.shared += [f"modules.{name}" for name in kept if name in of_modules]
-        self.missing += [f"modules.{key}" for key in live.named.wrapped if key not in modules]
+            self.shared += [Beside(OF_MODULES, name) for name in kept if name in of_modules]
+        self.missing += [Beside(OF_MODULES, key) for key in live.named.wrapped if key not in modules]
         self._check_wrapped({key: now for key, now in live.named.wrapped.items() if key in modules})
         for key in live.named.own_values:
             if key in modules:
                 self.own_values[key] = modules[key]
             else:
-                self.missing.append(f"modules.{key}")
+                self.missing.append(Beside(OF_MODULES, key))
         for name, module in live.named.extra_state.items():
             if name in modules:
-                self.calls.append((f"modules.{name}", module.set_extra_state, modules[name]))
+                self.calls.append((name or "model", module.set_extra_state, modules[name]))
             else:
-                self.missing.append(f"modules.{name}")
+                self.missing.append(Beside(OF_MODULES, name))
         for name, one in live.objects.items():
             if name in objects:
                 if not self._is_same_kind(name, one):
@@ -844,7 +878,7 @@ class _Restore:
         tensor = _tensor(array, stored)
         if stored != wanted and not (self.cast and tensor.is_floating_point() and local.is_floating_point()):
             raise MismatchError(
-                f"{show(key)} is {stored} in the checkpoint and {wanted} in the trainer",
+                f"{show(key)} is {stored} in the checkpoint and {wanted} in the run",
                 key=key,
                 hint="`cast=True` converts floating-point tensors" if not self.cast else None,
             )
@@ -1005,9 +1039,9 @@ def _refuse(
     missing = report.missing if policy.missing == "error" else ()
     unexpected = report.unexpected if policy.unexpected == "error" else ()
     if missing:
-        parts.append(f"the checkpoint lacks {listed(map(show, missing))}")
+        parts.append(f"the checkpoint lacks {named(missing)}")
     if unexpected:
-        parts.append(f"the trainer does not have {listed(map(show, unexpected))}")
+        parts.append(f"the run does not have {listed(map(show, unexpected))}")
     if not parts and not trained:
         return
     skip = '`strict={"other_optimizer": "skip"}` starts newly trained parameters with new state, and skips other state'
@@ -1016,6 +1050,6 @@ def _refuse(
     weights = [key for key in (*report.unexpected, *loaded) if key.partition(".")[0] not in slots or key in fits]
     raise MismatchError(
         ", and ".join([*parts, *trained]),
-        key=next(iter((*missing, *unexpected)), None),
+        key=next((one if isinstance(one, str) else one.name for one in (*missing, *unexpected)), None),
         hint=advice(weights, described.model, len(fits)) if parts else skip,
     )

@@ -18,7 +18,7 @@ from reshard.torch import rng
 from reshard.torch.dicts import DictState
 from reshard.torch.loaders import FollowedLoader, state_for
 from reshard.torch.loading import MOST_NAMES
-from reshard.torch.restore import apply, load_into
+from reshard.torch.restore import apply, load_into, named
 from reshard.torch.sampler import ElasticSampler
 from reshard.words import listed, show
 
@@ -197,12 +197,12 @@ def restore_tensors(described: Described, found: Read, saved: Mapping[str, Any],
     )
     messages = list(found.notes)
     if report.missing:
-        messages.append(f"the checkpoint lacks {listed(map(show, report.missing), MOST_NAMES)}")
+        messages.append(f"the checkpoint lacks {named(report.missing, MOST_NAMES)}")
     if report.unexpected:
         messages.append(f"the run does not have {listed(map(show, report.unexpected), MOST_NAMES)}")
     if report.shared:
         messages.append(
-            f"{listed(map(show, report.shared), MOST_NAMES)} differed between the {found.world_size} ranks that saved: "
+            f"{named(report.shared, MOST_NAMES)} differed between the {found.world_size} ranks that saved: "
             "all ranks get the values of the first one"
         )
     return [*messages, *report.changed]

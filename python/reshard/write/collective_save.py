@@ -556,7 +556,7 @@ def _call_after(after: Callable[[SaveReport], list[str]], report: SaveReport) ->
 def log_once(warning: str) -> None:
     """Log a warning of a report the first time that it is given: a layout or a disk causes it at every save.
 
-    What only MindSpore Transformers does not read is no warning for a program that does not use MindSpore.
+    What only MindSpore Transformers does not read is of no use in the log of a program that does not use MindSpore.
     """
     is_note = warning.startswith(NOT_EXPRESSED) and sys.modules.get("mindspore") is None
-    _log.log(logging.INFO if is_note else logging.WARNING, "save: %s", warning)
+    _log.log(logging.DEBUG if is_note else logging.WARNING, "save: %s", warning)

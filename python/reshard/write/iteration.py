@@ -63,7 +63,7 @@ _MAX_SHARD_FILES = MAX_FILES - 16  # besides those that describe the iteration
 _MAX_COPIES = 1 << 14
 _MANY_LINES = 4096  # of tensors and files: they take milliseconds, and starting a thread takes a tenth of one
 NOT_EXPRESSED = "metadata.json cannot express the layout"
-"""Begins the warning about tensors that MindSpore Transformers will not read."""
+"""Begins the warning about tensors that only this package reads."""
 
 
 @dataclass(frozen=True)
@@ -455,14 +455,15 @@ def _joined_shards(tensors: Mapping[str, WholeTensor], bound: BoundLayout) -> li
 
 
 def _inexpressible(reasons: Mapping[str, str], *, strict: bool) -> tuple[str, ...]:
-    """The warning for tensors that MindSpore Transformers will not read, or the error."""
+    """The warning for tensors that metadata.json does not describe, or the error."""
     if not reasons:
         return ()
     key, reason = next(iter(reasons.items()))
     some = listed(map(show, reasons), 5)
     text = (
         f"{NOT_EXPRESSED} of {len(reasons)} tensors ({some}): {show(key)}: {reason}. "
-        "They are described in tiles.json, which MindSpore Transformers ignores: there they keep their initial values"
+        "They are described in tiles.json; a program that reads metadata.json alone, such as MindSpore Transformers, "
+        "does not load them"
     )
     if strict:
         raise UnsupportedError(
