@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import bitsandbytes
 import torch
+from accelerate import Accelerator
 from torch import nn
 
+from reshard.accelerate import prepared
 from reshard.errors import MismatchError
 from reshard.torch import Checkpointer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def made(bits: int, seed: int) -> nn.Module:
@@ -32,15 +37,22 @@ def made(bits: int, seed: int) -> nn.Module:
     return model
 
 
-def check(root: Path, bits: int, seeds: tuple[int, int]) -> str:
+def prepare(model: nn.Module) -> dict[str, Any]:
+    """The model as accelerate prepares it."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(model)
+    return prepared(accelerator)
+
+
+def check(root: Path, bits: int, seeds: tuple[int, int], given: Callable[[nn.Module], dict[str, Any]]) -> str:
     """What becomes of a run with the first seed that is resumed with the second one."""
     first, second = (made(bits, seed) for seed in seeds)
     expected = {name: tensor.clone() for name, tensor in first.state_dict().items()}
     with Checkpointer(root, signals=()) as checkpointer:
-        checkpointer.resume(model=first)
+        checkpointer.resume(**given(first))
         checkpointer.save(1, blocking=True)
     try:
-        Checkpointer(root, save_every=None, signals=()).resume(model=second)
+        Checkpointer(root, save_every=None, signals=()).resume(**given(second))
     except MismatchError as error:
         assert "`base.weight.quant_state.bitsandbytes__nf4`" in str(error)  # noqa: PT017
         return "refused"
@@ -51,6 +63,8 @@ def check(root: Path, bits: int, seeds: tuple[int, int]) -> str:
 
 
 root = Path(sys.argv[1])
-print("8 bits", check(root / "8", 8, (1, 2)))
-print("4 bits", check(root / "4", 4, (1, 1)))
-print("4 bits", check(root / "4-other", 4, (1, 2)))
+print("8 bits", check(root / "8", 8, (1, 2), lambda model: {"model": model}))
+print("4 bits", check(root / "4", 4, (1, 1), lambda model: {"model": model}))
+print("4 bits", check(root / "4-other", 4, (1, 2), lambda model: {"model": model}))
+print("8 bits, prepared,", check(root / "8-prepared", 8, (1, 2), prepare))
+print("4 bits, prepared,", check(root / "4-prepared", 4, (1, 1), prepare))

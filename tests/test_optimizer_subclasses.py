@@ -154,6 +154,20 @@ def test_other_classes_and_options_are_refused(tmp_path: Path) -> None:
     assert not optimizer.state
 
 
+def test_a_file_that_does_not_record_the_class_is_refused(tmp_path: Path) -> None:
+    run(tmp_path / "run", Packed, 1)
+    reshard.convert(tmp_path / "run", tmp_path / "dcp", to="dcp")
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))
+    optimizer = Packed(model.parameters())
+    start = {"path": tmp_path / "dcp", "fresh_optimizer": False}
+    with pytest.raises(
+        MismatchError, match=r"`momentum\.0\.weight` was saved as an unrecorded class of codes \(64, 64\)"
+    ):
+        Checkpointer(tmp_path / "new", save_every=None, signals=()).resume(
+            model=model, optimizer=optimizer, init_from=start
+        )
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_torchao_sharded(kind: str, tmp_path: Path) -> None:
     """On the second rank the first weight is too small to be quantised."""

@@ -239,7 +239,7 @@ def record_state(
             first step.
 
     Raises:
-        UnsupportedError: the name of a slot is empty, not text, or contains a dot.
+        UnsupportedError: the name of a slot is empty, not text, or contains a dot or a colon.
     """
     tensors: dict[str, torch.Tensor] = {}
     record = OptimizerRecord()
@@ -252,7 +252,7 @@ def record_state(
             record.groups.append({"class": live.kind, "index": index, "options": options, "params": names, **more})
         for name, (parameter, _) in live.owned().items():
             state = live.local.state.get(parameter, {})
-            invalid = [slot for slot in state if not isinstance(slot, str) or not slot or "." in slot]
+            invalid = [slot for slot in state if not isinstance(slot, str) or not slot or {".", ":"} & {*slot}]
             if invalid:
                 raise UnsupportedError(f"the state of {show(name)} has a slot named {invalid[0]!r}", key=name)
             # State with lists of tensors, whose length changes from step to step, goes into the record as a whole.

@@ -523,16 +523,19 @@ class _Restore:
         present = set(inner)
         keep: dict[str, Any] | None = None
         made: dict[str, torch.Tensor] = {}
+        recorded: dict[str, str] = {}
         expected = present or set(arrays)
         if self.record is not None and known in self.record.slots:
             expected = set(self.record.slots[known]) | self.own.arrays.get(known, {}).keys()
             keep = self.own.state["parameters"].get(known, self.record.state.get(known, {}))
-            saved_kinds = {slot[:-1]: kind for slot, kind in keep.items() if slot.endswith(":")}
+            recorded = {slot[:-1]: kind for slot, kind in keep.items() if slot.endswith(":")}
             keep = {slot: one for slot, one in keep.items() if not slot.endswith(":")}
-            saved_kinds = {slot: kind for slot, kind in saved_kinds.items() if _inside(slot, arrays)}
-            if saved_kinds.keys() - kinds.keys():
+        made_of_others = {slot.partition(":")[0] for slot in arrays if ":" in slot}
+        if made_of_others:
+            saved_kinds = {slot: recorded.get(slot, "an unrecorded class") for slot in sorted(made_of_others)}
+            if made_of_others - kinds.keys():
                 first = first_state(update.live, update.parameter, update.group, name)
-                made = {slot: first[slot] for slot in saved_kinds.keys() - kinds.keys() if slot in first}
+                made = {slot: first[slot] for slot in made_of_others - kinds.keys() if slot in first}
                 made_inner, made_kinds = state_tensors(made, name)
                 inner, kinds = inner | made_inner, kinds | made_kinds
             other = self._other_kind(name, saved_kinds, kinds, inner, arrays)
@@ -929,11 +932,6 @@ class _Restore:
         if started is not None:
             started.schedulers |= self.in_effect.schedulers
             started.options = self.in_effect.options or started.options
-
-
-def _inside(slot: str, arrays: Iterable[str]) -> bool:
-    """Whether there are arrays of the tensors inside a state tensor."""
-    return any(key.startswith(f"{slot}:") for key in arrays)
 
 
 def _with_shapes(kind: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
