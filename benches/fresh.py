@@ -44,7 +44,7 @@ _CONTEXT.set_forkserver_preload(
         "reshard.opening",
         "reshard.formats.checkpoint2.root",
         "reshard.formats.own_files",
-        "reshard.formats.scrub",
+        "reshard.commit.scrub",
         "reshard.verbs.convert",
         "reshard.torch",
     ]

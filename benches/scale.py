@@ -26,22 +26,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import reshard
-from reshard import messages, opening
+from reshard import opening
 from reshard.checkpoint import Checkpoint
-from reshard.collective import Collective
-from reshard.formats.manifest import CHUNK_BYTES
-from reshard.group import SingleProcess
+from reshard.commit import protocol
+from reshard.commit.manifest import CHUNK_BYTES
+from reshard.formats.checkpoint2.iteration import write_descriptions
+from reshard.formats.checkpoint2.rank_facts import Fact, Facts, RankFacts, plan_iteration, plan_key
 from reshard.layout import ModelLayout
-from reshard.storage import protocol
+from reshard.ranks import messages
+from reshard.ranks.collective import Collective
+from reshard.ranks.group import SingleProcess
 from reshard.storage.location import locate
-from reshard.write.iteration import write_descriptions
-from reshard.write.rank_facts import Fact, Facts, RankFacts, plan_iteration, plan_key
 from reshard.write.shard_files import WrittenFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reshard.write.iteration import IterationPlan
+    from reshard.formats.checkpoint2.iteration import IterationPlan
 
 Figures = dict[str, float]
 

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 import reshard
 from reshard.cli import main
-from reshard.formats.save_log import SaveRecord, append
+from reshard.commit.save_log import SaveRecord, append
 
 LAYOUT = {
     "mesh": {"pp": 2, "tp": 4},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from reshard.storage import protocol
+from reshard.commit import protocol
 
 if TYPE_CHECKING:
     import pytest

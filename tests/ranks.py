@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from reshard.errors import ReshardError
-from reshard.group import TorchGroup, resolve
+from reshard.ranks.group import TorchGroup, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

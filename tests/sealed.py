@@ -13,8 +13,8 @@ import numpy as np
 from safetensors.numpy import save
 from tests.crc32c import crc32c
 
-from reshard.formats import manifest as manifests
-from reshard.storage.filesystem import MANIFEST_FILE
+from reshard.commit import manifest as manifests
+from reshard.commit.filesystem import MANIFEST_FILE
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -28,8 +28,8 @@ from tests.crc32c import crc32c
 from tests.memory_store import MemoryStore
 
 from reshard import _core
+from reshard.commit import claims, filesystem, protocol
 from reshard.errors import StorageError
-from reshard.storage import claims, filesystem, protocol
 from reshard.storage.location import Location, locate
 
 if TYPE_CHECKING:

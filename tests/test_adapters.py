@@ -21,7 +21,7 @@ from reshard.transformers import ReshardCallback
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reshard.group import TorchGroup
+    from reshard.ranks.group import TorchGroup
 
 peft = required("peft")
 transformers = required("transformers")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from reshard.group import TorchGroup
+    from reshard.ranks.group import TorchGroup
 
 
 def layers(seed: int) -> Any:

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import reshard
-from reshard.arguments import check, checked
+from reshard.commit import filesystem
 from reshard.errors import ArgumentError, ReshardError, StorageError
 from reshard.names import NameMap
-from reshard.storage import filesystem
+from reshard.values.arguments import check, checked
 from reshard.write import background
 
 if TYPE_CHECKING:

@@ -25,9 +25,9 @@ from tests.threads import ThreadGroup
 
 import reshard
 from reshard import _core
+from reshard.commit import claims, protocol
 from reshard.errors import GroupError, ReshardError
 from reshard.formats.checkpoint1 import save as checkpoint1
-from reshard.storage import claims, protocol
 from reshard.storage.location import locate
 
 if TYPE_CHECKING:

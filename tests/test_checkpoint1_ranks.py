@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import reshard
+from reshard.commit import protocol
 from reshard.errors import ArgumentError, GroupError, ReshardError
 from reshard.formats.checkpoint1 import save as checkpoint1
-from reshard.storage import protocol
 from reshard.torch import Checkpointer
 
 if TYPE_CHECKING:

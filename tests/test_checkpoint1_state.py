@@ -12,11 +12,11 @@ from tests.original_reader1 import header
 from tests.threads import in_threads
 
 import reshard
+from reshard.commit import protocol
 from reshard.errors import DamagedFileError, ReshardError
 from reshard.formats.checkpoint1 import save as checkpoint1
 from reshard.formats.checkpoint1 import state
 from reshard.formats.checkpoint1.state import SAVE_KEY
-from reshard.storage import protocol
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from tests import original_reader
 
+from reshard.commit import roots
+from reshard.documents.strict_json import parse_json
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.common import CommonInfo
-from reshard.strict_json import parse_json
 
 SAMPLES = Path(__file__).parent / "data" / "mindspore"
 
@@ -42,13 +43,13 @@ SAMPLES = Path(__file__).parent / "data" / "mindspore"
     ],
 )
 def test_iteration_folders(name: str, iteration: int | None) -> None:
-    assert checkpoint2.parse_iteration_folder(name) == iteration
+    assert roots.parse_iteration_folder(name) == iteration
 
 
 @pytest.mark.parametrize("iteration", [-1, True, "5", 5.0, 10**18, None])
 def test_no_folder_for_what_is_no_iteration(iteration: Any) -> None:
     with pytest.raises(ArgumentError, match="an iteration is an integer"):
-        checkpoint2.iteration_folder_name(iteration)
+        roots.iteration_folder_name(iteration)
 
 
 @pytest.mark.parametrize(
@@ -126,8 +127,8 @@ TRACKERS: list[tuple[str, bytes, int | str]] = [
 
 @pytest.mark.parametrize(("data", "expected"), [pytest.param(*row[1:], id=row[0]) for row in TRACKERS])
 def test_trackers(data: bytes, expected: int | str, tmp_path: Path) -> None:
-    (tmp_path / checkpoint2.TRACKER_FILE).write_bytes(data)
-    iteration, reason = checkpoint2.read_tracker(tmp_path)
+    (tmp_path / roots.TRACKER_FILE).write_bytes(data)
+    iteration, reason = roots.read_tracker(tmp_path)
     if isinstance(expected, int):
         assert (iteration, reason) == (expected, None)
     else:
@@ -137,33 +138,33 @@ def test_trackers(data: bytes, expected: int | str, tmp_path: Path) -> None:
 
 
 def test_a_tracker_that_is_no_regular_file_is_none(tmp_path: Path) -> None:
-    path = tmp_path / checkpoint2.TRACKER_FILE
-    assert checkpoint2.read_tracker(tmp_path) == (None, None)
+    path = tmp_path / roots.TRACKER_FILE
+    assert roots.read_tracker(tmp_path) == (None, None)
     (tmp_path / "real").write_text("5")
     path.symlink_to("real")
-    assert "symbolic link" in str(checkpoint2.read_tracker(tmp_path)[1])
+    assert "symbolic link" in str(roots.read_tracker(tmp_path)[1])
     path.unlink()
     path.mkdir()
-    assert "not a regular file" in str(checkpoint2.read_tracker(tmp_path)[1])
+    assert "not a regular file" in str(roots.read_tracker(tmp_path)[1])
     path.rmdir()
     os.mkfifo(path)
-    assert "not a regular file" in str(checkpoint2.read_tracker(tmp_path)[1])
+    assert "not a regular file" in str(roots.read_tracker(tmp_path)[1])
 
 
 def test_the_tracker_is_what_the_original_reads(tmp_path: Path) -> None:
-    checkpoint2.write_tracker(tmp_path, 123456789)
-    assert (tmp_path / checkpoint2.TRACKER_FILE).read_bytes() == b"123456789"
+    roots.write_tracker(tmp_path, 123456789)
+    assert (tmp_path / roots.TRACKER_FILE).read_bytes() == b"123456789"
     (tmp_path / "iteration_123456789").mkdir()
     assert original_reader.iteration_folder(tmp_path).name == "iteration_123456789"
     with pytest.raises(ArgumentError):
-        checkpoint2.write_tracker(tmp_path, -1)
+        roots.write_tracker(tmp_path, -1)
 
 
 def make_root(root: Path, names: list[str], tracker: str | None) -> None:
     for name in names:
         (root / name).mkdir()
     if tracker is not None:
-        (root / checkpoint2.TRACKER_FILE).write_text(tracker)
+        (root / roots.TRACKER_FILE).write_text(tracker)
 
 
 @pytest.mark.parametrize(
@@ -181,9 +182,9 @@ def test_candidates_are_the_trackers_first_then_downwards(
     names: list[str], tracker: str | None, expected: list[int], tmp_path: Path
 ) -> None:
     make_root(tmp_path, names, tracker)
-    candidates = checkpoint2.resolve_candidates(tmp_path)
+    candidates = roots.resolve_candidates(tmp_path)
     assert [iteration for iteration, _ in candidates.folders] == expected
-    assert [iteration for iteration, _ in checkpoint2.list_iterations(tmp_path)] == sorted(expected)
+    assert [iteration for iteration, _ in roots.list_iterations(tmp_path)] == sorted(expected)
     useful = tracker is None or (tracker.isdigit() and int(tracker) in expected)
     assert (candidates.tracker_reason is None) == useful
     assert (candidates.tracker is not None) == (useful and tracker is not None)
@@ -193,25 +194,25 @@ def test_links_and_files_are_no_iterations(tmp_path: Path) -> None:
     make_root(tmp_path, ["iteration_00000005"], None)
     (tmp_path / "iteration_00000006").symlink_to("iteration_00000005")
     (tmp_path / "iteration_00000007").write_text("")
-    assert checkpoint2.list_iterations(tmp_path) == [(5, "iteration_00000005")]
+    assert roots.list_iterations(tmp_path) == [(5, "iteration_00000005")]
     with pytest.raises(CheckpointNotFoundError):
-        checkpoint2.list_iterations(tmp_path / "absent")
+        roots.list_iterations(tmp_path / "absent")
 
 
 def test_of_two_folders_of_one_number_the_8_digit_one_counts(tmp_path: Path) -> None:
     make_root(tmp_path, ["iteration_0000005", "iteration_00000005", "iteration_0000000007", "iteration_007"], None)
-    candidates = checkpoint2.resolve_candidates(tmp_path)
+    candidates = roots.resolve_candidates(tmp_path)
     assert candidates.folders == ((7, "iteration_007"), (5, "iteration_00000005"))
     assert [name for name, _ in candidates.ignored] == ["iteration_0000005", "iteration_0000000007"]
     assert candidates.ignored[0][1].startswith("iteration 5 is read from iteration_00000005: nothing")
 
 
 def test_what_is_a_root(tmp_path: Path) -> None:
-    assert not checkpoint2.is_root(tmp_path)
+    assert not roots.is_root(tmp_path)
     make_root(tmp_path, ["iteration_3"], None)
-    assert checkpoint2.is_root(tmp_path)
-    (tmp_path / "iteration_3" / checkpoint2.TRACKER_FILE).write_text("junk")
-    assert checkpoint2.is_root(tmp_path / "iteration_3")
+    assert roots.is_root(tmp_path)
+    (tmp_path / "iteration_3" / roots.TRACKER_FILE).write_text("junk")
+    assert roots.is_root(tmp_path / "iteration_3")
 
 
 # -- folders without metadata.json

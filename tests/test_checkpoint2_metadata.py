@@ -20,8 +20,8 @@ from safetensors.numpy import save_file
 from tests import original_reader
 
 from reshard._core import Mesh
+from reshard.commit import roots
 from reshard.errors import ArgumentError, LayoutError, UnsupportedError
-from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.common import CommonInfo
 from reshard.formats.checkpoint2.metadata import inexpressible, write_metadata
 from reshard.formats.checkpoint2.shards import (
@@ -229,7 +229,7 @@ def write_tree(
             0, 2, (math.prod(record.layout.shape) * np.dtype(NUMPY[record.dtype]).itemsize,), np.uint8
         )
         tensors[record.key] = raw.view(NUMPY[record.dtype]).reshape(record.layout.shape)
-    folder = root / checkpoint2.iteration_folder_name(12)
+    folder = root / roots.iteration_folder_name(12)
     folder.mkdir()
     plan = assign(shards_of(records, mesh), mesh.ranks, dedup=dedup)
     by_key = {record.key: record for record in records}
@@ -242,7 +242,7 @@ def write_tree(
         save_file(shards, folder / file.name(prefix), metadata={"format": "ms"})
     write_metadata(folder / "metadata.json", Records.of(records), mesh, plan, prefix=prefix, durable=False)
     CommonInfo(step_num=12, global_step=12).write(folder / "common.json", durable=False)
-    checkpoint2.write_tracker(root, 12, durable=False)
+    roots.write_tracker(root, 12, durable=False)
     return plan, tensors
 
 

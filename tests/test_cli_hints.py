@@ -26,11 +26,11 @@ from tests.test_cli import all_commands, outcome, run
 import reshard
 from reshard import layout
 from reshard.cli import output
+from reshard.commit import claims, protocol
 from reshard.errors import ClaimedError, DamagedFileError, adapt_hint, hints_without
 from reshard.layout import BoundLayout
 from reshard.opening.near import near
 from reshard.options import Options
-from reshard.storage import claims, protocol
 from reshard.storage.location import locate
 from reshard.torch import Checkpointer
 from reshard.verbs.demo import demo

@@ -27,8 +27,9 @@ from tests.oracle import local_arrays, mesh_ranks
 from tests.threads import in_threads
 
 import reshard
+from reshard.commit import manifest
 from reshard.errors import ArgumentError, LayoutError, ReshardError, UnsupportedError
-from reshard.formats import manifest, state, state_files
+from reshard.formats import state, state_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -27,6 +27,7 @@ from tests.threads import in_threads
 
 import reshard
 from reshard import _core
+from reshard.commit import filling
 from reshard.errors import (
     ArgumentError,
     CheckpointNotFoundError,
@@ -35,9 +36,8 @@ from reshard.errors import (
     StorageError,
     UnsupportedError,
 )
-from reshard.storage import filling
+from reshard.formats.checkpoint2 import iteration as planning
 from reshard.storage.local import LocalStore
-from reshard.write import iteration as planning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

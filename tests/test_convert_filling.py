@@ -21,8 +21,8 @@ from tests.test_convert_failures import KINDS, W, snapshot
 
 import reshard
 from reshard import _core
+from reshard.commit import filling
 from reshard.errors import ArgumentError, DestinationExistsError, ReshardError, StorageError
-from reshard.storage import filling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -11,7 +11,7 @@ from tests.ranks import Job
 
 import reshard
 from reshard.errors import ArgumentError, DamagedFileError, DestinationExistsError
-from reshard.group import TorchGroup
+from reshard.ranks.group import TorchGroup
 
 LAYOUT: dict[str, Any] = {"mesh": {"tp": 4}, "rules": [{"match": "w*", "cut": ["tp"]}, {"match": "*"}]}
 TARGETS: list[dict[str, Any]] = [

@@ -34,15 +34,14 @@ from tests.small_saves import (
 
 import reshard
 from reshard import _core
+from reshard.commit import protocol, retention, staging
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, StorageError
+from reshard.formats.checkpoint2 import iteration as iterations
 from reshard.formats.checkpoint2.metadata import write_metadata
 from reshard.options import Retention
-from reshard.storage import protocol, staging
 from reshard.storage.local import LocalStore
 from reshard.storage.location import Location
 from reshard.storage.store import Abilities
-from reshard.write import iteration as iterations
-from reshard.write import retention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

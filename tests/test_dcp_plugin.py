@@ -37,7 +37,7 @@ from reshard.torch.dcp import Reader, Writer
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reshard.group import TorchGroup
+    from reshard.ranks.group import TorchGroup
 
 dcp: Any = torch.distributed.checkpoint  # torch does not list its functions as exported
 FAST = {"durable": False}

@@ -26,7 +26,7 @@ from reshard.errors import DamagedFileError, MismatchError, UnsupportedError
 from reshard.torch import Checkpointer
 
 if TYPE_CHECKING:
-    from reshard.group import TorchGroup
+    from reshard.ranks.group import TorchGroup
     from reshard.resume import ResumeDecision
 
 TITAN = Path(__file__).parent / "data/torch/dcp_fsdp2/checkpoint"

@@ -19,7 +19,7 @@ import reshard
 from reshard import _core
 from reshard.cli import main
 from reshard.errors import ArgumentError, CheckpointNotFoundError
-from reshard.indexing import boxes
+from reshard.values.indexing import boxes
 
 CKPT2 = Path(__file__).parent / "data" / "mindspore" / "ckpt2" / "checkpoint"
 TP2 = {"mesh": {"tp": 2}, "rules": [{"match": "w*", "cut": ["tp"]}, {"match": "*"}]}

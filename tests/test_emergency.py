@@ -17,7 +17,7 @@ from reshard.torch.emergency import EXIT_CODE, Rendezvous, Signals, notice_store
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reshard.group import TorchGroup
+    from reshard.ranks.group import TorchGroup
 
 
 @pytest.mark.slow

@@ -18,18 +18,17 @@ from hypothesis import strategies as st
 from tests.ranks import Job
 
 import reshard
-from reshard import events
+from reshard.commit import event_log, protocol
+from reshard.commit.event_log import EVENT_FILE, OLD_EVENT_FILE, EventLog, EventReader
 from reshard.errors import ArgumentError, DamagedFileError
-from reshard.events import Event, Observers
-from reshard.formats import event_log
-from reshard.formats.event_log import EVENT_FILE, OLD_EVENT_FILE, EventLog, EventReader
-from reshard.storage import protocol
 from reshard.torch import Checkpointer
+from reshard.values import events
+from reshard.values.events import Event, Observers
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reshard.group import TorchGroup
+    from reshard.ranks.group import TorchGroup
 
 NOW = dt.datetime(2026, 1, 31, 12, tzinfo=dt.UTC)
 FAST = {"durable": False}
@@ -192,7 +191,7 @@ def test_a_function_that_fails_is_logged_once_and_breaks_nothing(
 def test_progress_is_an_event_at_most_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Event] = []
     clock = [0.0]
-    monkeypatch.setattr("reshard.events.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("reshard.values.events.time.monotonic", lambda: clock[0])
     passed: list[tuple[int, int]] = []
     progress = Observers.of(seen.append).progress(7, lambda *both: passed.append(both))
     for n in range(25):
@@ -340,7 +339,7 @@ def test_the_log_is_no_link(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
 def test_lines_of_several_processes_are_not_mixed(tmp_path: Path) -> None:
     code = """if True:
         import datetime as dt, sys
-        from reshard.formats.event_log import EventLog, Event
+        from reshard.commit.event_log import EventLog, Event
         log = EventLog(sys.argv[1])
         for n in range(200):
             log(Event("pruned", int(sys.argv[2]) + n, dt.datetime.now(dt.UTC), 0, {"reason": "y" * 300}))

@@ -22,7 +22,7 @@ from reshard.torch import Checkpointer
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reshard.group import TorchGroup
+    from reshard.ranks.group import TorchGroup
 
 
 def run(root: Path, steps: range, losses: dict[int, float] | None = None, **options: Any) -> Any:

@@ -23,12 +23,11 @@ from tests.small_saves import fork, stopped_at
 
 import reshard
 from reshard import _core
+from reshard.commit import manifest as manifests
+from reshard.commit import protocol, retention
 from reshard.errors import StorageError
-from reshard.formats import manifest as manifests
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2 import save as saving
-from reshard.storage import protocol
-from reshard.write import retention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

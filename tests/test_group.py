@@ -16,9 +16,9 @@ import torch._C._distributed_c10d
 import torch.distributed as dist
 from tests.ranks import Job, Signal
 
-from reshard import torch_group
 from reshard.errors import ArgumentError, DamagedFileError, ReshardError, StorageError
-from reshard.group import Group, SingleProcess, TorchGroup, agree, decide, resolve, session
+from reshard.ranks import torch_group
+from reshard.ranks.group import Group, SingleProcess, TorchGroup, agree, decide, resolve, session
 
 LONG = 40.0  # a deadline that is not meant to pass
 SHORT = 2.0  # one that passes, and in which ranks that began together answer on a loaded machine, too

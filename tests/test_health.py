@@ -13,9 +13,10 @@ import pytest
 
 import reshard
 from reshard import _core
+from reshard.commit import manifest as manifests
+from reshard.commit import save_log
 from reshard.errors import ArgumentError, CheckpointNotFoundError
-from reshard.formats import health, save_log
-from reshard.formats import manifest as manifests
+from reshard.formats import health
 from reshard.options import Retention, Verify
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from reshard.errors import ReshardError
-from reshard.indexing import TensorIndexError, as_integer, normalize_index
+from reshard.values.indexing import TensorIndexError, as_integer, normalize_index
 
 
 def numbered(shape: tuple[int, ...]) -> np.ndarray:

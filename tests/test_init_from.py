@@ -23,7 +23,7 @@ from reshard.torch import Checkpointer
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reshard.group import TorchGroup
+    from reshard.ranks.group import TorchGroup
     from reshard.resume import ResumeDecision
 
 

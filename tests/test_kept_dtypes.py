@@ -12,7 +12,7 @@ import pytest
 import reshard
 from reshard import _core
 from reshard.errors import UnsupportedError
-from reshard.outputs import load_all
+from reshard.formats.outputs import load_all
 
 if TYPE_CHECKING:
     from pathlib import Path

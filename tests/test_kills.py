@@ -43,8 +43,8 @@ from tests.oracle import local_arrays
 from torch._C import _distributed_c10d as c10d
 
 import reshard
-from reshard.group import resolve
-from reshard.storage import protocol
+from reshard.commit import protocol
+from reshard.ranks.group import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

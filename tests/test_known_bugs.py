@@ -59,12 +59,12 @@ from tests.threads import in_threads
 
 import reshard
 from reshard import _core
+from reshard.commit import protocol, retention
+from reshard.commit.roots import write_tracker
 from reshard.errors import DamagedFileError, StorageError
-from reshard.formats.checkpoint2.names import write_tracker
-from reshard.storage import protocol
+from reshard.formats.checkpoint2 import iteration as plans
 from reshard.storage.location import locate
-from reshard.write import iteration as plans
-from reshard.write import pending_rollback, retention
+from reshard.write import pending_rollback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -234,7 +234,7 @@ def test_mindformers_4_metadata_comes_before_the_shards(root: Path, monkeypatch:
         seen.append(set(staging.names()))
         return real(plan, staging, **options)
 
-    monkeypatch.setattr("reshard.write.iteration.write_descriptions", spy)
+    monkeypatch.setattr("reshard.formats.checkpoint2.iteration.write_descriptions", spy)
     layout = {"mesh": {"tp": 4}, "rules": [{"match": "*", "cut": ["tp"]}]}
     work = partial(_save_a_row, root, 500, layout)
     assert not [one for one in in_threads(4, work) if isinstance(one, Exception)]

@@ -20,7 +20,7 @@ import reshard
 from reshard.errors import ArgumentError, CheckpointNotFoundError, LayoutError, ReshardError, StorageError
 from reshard.layout import Block, LayoutRule, ModelLayout, OptimizerRule, Partition, PlaceRule, as_layout
 from reshard.layout.patterns import IndexedPattern, Matcher, Pattern, glob_of, natural_order
-from reshard.words import show
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -331,7 +331,7 @@ def test_hostile_yaml(case: str, tmp_path: Path) -> None:
 
 
 def test_pure_python_yaml_reads_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reshard.strict_yaml._LOADER", yaml.SafeLoader)
+    monkeypatch.setattr("reshard.documents.strict_yaml._LOADER", yaml.SafeLoader)
     assert str(ModelLayout.from_yaml(write(tmp_path, EXAMPLE))).startswith("mesh: {pp: 2, dp: 2, tp: 4}\n")
     for case, (text, message) in HOSTILE.items():
         path = tmp_path / f"{case}.yaml"

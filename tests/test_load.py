@@ -22,6 +22,7 @@ from tests.sealed import FILES, TP2
 from tests.threads import in_threads
 
 import reshard
+from reshard.commit import manifest as manifests
 from reshard.errors import (
     ArgumentError,
     CheckpointNotFoundError,
@@ -34,7 +35,6 @@ from reshard.errors import (
     StorageError,
     UnsupportedError,
 )
-from reshard.formats import manifest as manifests
 from reshard.resume import RunFacts
 from reshard.verbs.load import Wanted, load_with
 from reshard.write import pending_rollback
@@ -42,7 +42,7 @@ from reshard.write import pending_rollback
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from reshard.group import Group
+    from reshard.ranks.group import Group
     from reshard.resume import ResumeDecision
     from reshard.storage.location import Location
 
@@ -348,7 +348,7 @@ def test_damage_on_one_rank_takes_the_older_one_on_all(rank: int, root: Path) ->
 
 
 def test_a_full_scrub_is_shared_out(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from reshard.formats import scrub
+    from reshard.commit import scrub
 
     seen: list[tuple[str, str]] = []
     scrub_file = scrub.scrub_file

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from tests.crc32c import crc32c
 
+from reshard.commit import manifest as manifests
+from reshard.commit.manifest import Manifest, PlainEntry, ShardEntry
 from reshard.errors import (
     ArgumentError,
     CheckpointNotFoundError,
@@ -22,8 +24,6 @@ from reshard.errors import (
     StorageError,
     UnsupportedError,
 )
-from reshard.formats import manifest as manifests
-from reshard.formats.manifest import Manifest, PlainEntry, ShardEntry
 
 CHUNK = 256 * 1024
 

@@ -16,13 +16,14 @@ from tests import sealed
 from tests.threads import in_threads
 
 import reshard
-from reshard import _core, messages, opening
+from reshard import _core, opening
 from reshard.checkpoint import Checkpoint
+from reshard.commit import manifest as manifests
+from reshard.commit.manifest import CHUNK_BYTES, Manifest, PlainEntry, ShardEntry
 from reshard.errors import ArgumentError, DamagedFileError, KeyNotFoundError, MismatchError, StorageError
-from reshard.formats import manifest as manifests
 from reshard.formats.checkpoint2 import reader, root
 from reshard.formats.checkpoint2.reader import Chosen
-from reshard.formats.manifest import CHUNK_BYTES, Manifest, PlainEntry, ShardEntry
+from reshard.ranks import messages
 from reshard.torch import Checkpointer
 
 if TYPE_CHECKING:

@@ -22,6 +22,8 @@ from tests.oracle import local_arrays
 
 import reshard
 from reshard.cli import main
+from reshard.commit import filesystem
+from reshard.commit import publication as commit
 from reshard.errors import (
     ArgumentError,
     CheckpointNotFoundError,
@@ -32,8 +34,6 @@ from reshard.errors import (
 )
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.layout import read_strategy
-from reshard.storage import filesystem
-from reshard.storage import publication as commit
 
 if TYPE_CHECKING:
     from reshard.storage.location import Location

@@ -11,23 +11,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.strategies import cases
 
-from reshard import group
-from reshard.collective import Collective
 from reshard.errors import GroupError
 from reshard.formats.checkpoint1 import save as checkpoint1
 from reshard.formats.checkpoint1.agreement import FileFacts
 from reshard.formats.checkpoint1.candidates import RankFolder
 from reshard.formats.checkpoint2 import save as checkpoint2
 from reshard.formats.checkpoint2.common import CommonInfo
+from reshard.formats.checkpoint2.rank_facts import Fact, FactKind, Facts, RankFacts, plan_key
 from reshard.formats.checkpoint2.reader import Chosen
-from reshard.messages import decode, encode
+from reshard.formats.replicas import Replicas
 from reshard.opening import gather_ranks
+from reshard.ranks import group
+from reshard.ranks.collective import Collective
+from reshard.ranks.messages import decode, encode
 from reshard.torch import common_layout, state
 from reshard.torch.placements import DigitLayout, Row
 from reshard.verbs import load
 from reshard.write.collective_save import Published
-from reshard.write.rank_facts import Fact, FactKind, Facts, RankFacts, plan_key
-from reshard.write.replicas import Replicas
 from reshard.write.shard_files import WrittenFile
 
 MESSAGES: list[Any] = [

@@ -20,8 +20,8 @@ from tests.test_checkpoint2_metadata import SAMPLES, models
 
 import reshard
 from reshard import _core
+from reshard.commit import manifest as manifests
 from reshard.errors import DamagedFileError, ReshardError
-from reshard.formats import manifest as manifests
 from reshard.formats.checkpoint2 import metadata, reader
 from reshard.formats.checkpoint2.metadata import write_metadata
 from reshard.formats.checkpoint2.shards import Records, assign, shards_of

@@ -13,8 +13,8 @@ from tests import small_saves
 from tests.unprivileged import nobody, reachable
 
 import reshard
+from reshard.commit import protocol
 from reshard.errors import StorageError
-from reshard.storage import protocol
 from reshard.storage.local import LOCAL
 from reshard.storage.location import locate
 

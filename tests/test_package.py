@@ -48,7 +48,7 @@ import reshard
 with reshard.open(sys.argv[1]) as checkpoint:
     assert checkpoint.load()["w"].tolist() == [0.0, 0.0]
 readers = {f"reshard.formats.{name}.reader" for name in ("checkpoint1", "dcp", "deepspeed", "megatron", "torch_file")}
-unused = {"yaml", "reshard.names", "reshard.layout.file", "reshard.write.save", "tempfile", "subprocess"}
+unused = {"yaml", "reshard.names", "reshard.layout.file", "reshard.verbs.save", "tempfile", "subprocess"}
 print(sorted(sys.modules.keys() & (readers | unused)))
 """
 

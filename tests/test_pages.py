@@ -22,9 +22,9 @@ from reshard.cli.contents import Contents, Iteration, TensorRow
 from reshard.cli.pages.html import page
 from reshard.cli.pages.inspect_data import inspect_data
 from reshard.cli.pages.plan_data import plan_data
+from reshard.commit.save_log import SaveRecord
+from reshard.commit.save_log import append as append_save
 from reshard.formats.base import CheckpointData, Traits
-from reshard.formats.save_log import SaveRecord
-from reshard.formats.save_log import append as append_save
 from reshard.layout import ModelLayout
 from reshard.storage.location import locate
 from reshard.verbs.forecast import forecast

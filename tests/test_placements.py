@@ -19,8 +19,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from reshard.errors import MismatchError, UnsupportedError
-from reshard.group import SingleProcess, TorchGroup
 from reshard.layout import ModelLayout
+from reshard.ranks.group import SingleProcess, TorchGroup
 from reshard.torch.common_layout import gather_distinct, layout_of
 from reshard.torch.placements import DigitLayout, Row, digits_of, local_part, part_of, row_of
 

@@ -24,6 +24,7 @@ from torch import nn
 
 import reshard
 from reshard import _core
+from reshard.commit import protocol
 from reshard.errors import (
     ArgumentError,
     ClaimedError,
@@ -34,7 +35,6 @@ from reshard.errors import (
     UnsupportedError,
 )
 from reshard.options import Options
-from reshard.storage import protocol
 from reshard.torch import Checkpointer, ElasticSampler, preflight, staging
 from reshard.torch.state import describe
 from reshard.verbs.load import Wanted, load_with
@@ -43,7 +43,7 @@ from reshard.write import background
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from reshard.group import TorchGroup
+    from reshard.ranks.group import TorchGroup
 
 
 class Holder:

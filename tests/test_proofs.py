@@ -16,12 +16,11 @@ from tests.unprivileged import closed, nobody, reachable, readable
 
 import reshard
 from reshard.cli import main
+from reshard.commit import manifest as manifests
+from reshard.commit import proofs, protocol
 from reshard.errors import DamagedFileError, StorageError
-from reshard.formats import manifest as manifests
-from reshard.formats import proofs
 from reshard.formats.checkpoint1 import save as checkpoint1
 from reshard.formats.checkpoint1 import save_rank as rank_side
-from reshard.storage import protocol
 from reshard.write import shard_files
 
 if TYPE_CHECKING:
@@ -248,7 +247,7 @@ def test_verify_after_save_is_remembered(tmp_path: Path) -> None:
 
 def test_a_save_removes_nothing_while_what_stays_may_be_damaged(root: Path) -> None:
     """Here by an earlier release, which did not read back: what is kept is unknown, and the rest stays."""
-    from reshard.write import retention
+    from reshard.commit import retention
 
     removed = retention.apply(root, reshard.Retention(keep=1), verify=False)
     assert removed.iterations == ()
@@ -500,7 +499,7 @@ def test_prune_without_permission_is_refused(foreign: Path) -> None:
 
 
 def test_prune_tells_of_each_that_the_system_would_not_remove(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from reshard.storage import trash
+    from reshard.commit import trash
 
     def refuse(_: Path, folder: Path, *__: object, **___: object) -> bool:
         raise StorageError(f"renaming {folder}: Operation not permitted", path=str(folder))

@@ -38,6 +38,9 @@ from tests.small_saves import (
 
 import reshard
 from reshard import _core
+from reshard.commit import claims, filesystem, protocol, roots, staging, trash
+from reshard.commit import manifest as manifests
+from reshard.commit.roots import write_tracker
 from reshard.errors import (
     ArgumentError,
     ClaimedError,
@@ -46,11 +49,8 @@ from reshard.errors import (
     ReshardError,
     StorageError,
 )
-from reshard.formats import manifest as manifests
-from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.formats.checkpoint2.names import write_tracker
 from reshard.formats.checkpoint2.root import order_of
-from reshard.storage import claims, filesystem, mounts, protocol, staging, trash
+from reshard.storage import mounts
 from reshard.storage.local import LOCAL, LocalStore
 from reshard.storage.location import Location, locate
 from reshard.storage.store import Abilities
@@ -501,7 +501,7 @@ def test_what_a_failed_replacement_left_goes_with_the_next_save(root: Path, monk
     save(root, 100)
     with monkeypatch.context() as patch:
         patch.setattr(
-            "reshard.storage.trash.discard", lambda *_, **__: filesystem.rename(root / "nothing", root / "there")
+            "reshard.commit.trash.discard", lambda *_, **__: filesystem.rename(root / "nothing", root / "there")
         )
         with pytest.raises(StorageError):
             save(root, 100, 1)
@@ -1058,8 +1058,8 @@ def test_where_a_rename_copies_the_files_iterations_are_written_in_place(
 def test_what_made_room_is_found_before_it_is_put_back(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stop_between_two_renames(root, monkeypatch)
     place = locate(root)
-    ((iteration, name),) = checkpoint2.list_iterations(place)
-    assert (iteration, name.partition("/")[0], checkpoint2.tracked_iteration(place)) == (100, ".trash", 100)
+    ((iteration, name),) = roots.list_iterations(place)
+    assert (iteration, name.partition("/")[0], roots.tracked_iteration(place)) == (100, ".trash", 100)
     order = order_of(place)
     assert [(one.iteration, one.reason) for one in order.candidates] == [(100, "named by the tracker")]
     assert "its replacement was interrupted" in order.warnings[0]

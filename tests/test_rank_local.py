@@ -25,7 +25,7 @@ from reshard.torch.state import describe
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reshard.group import TorchGroup
+    from reshard.ranks.group import TorchGroup
 
 BLOCK = 4
 

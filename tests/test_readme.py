@@ -36,9 +36,9 @@ from tests.test_cli import PROGRAM
 
 import reshard
 from reshard.cli import main
+from reshard.commit import protocol
+from reshard.documents.strict_yaml import read_yaml
 from reshard.names.file import NamesFile
-from reshard.storage import protocol
-from reshard.strict_yaml import read_yaml
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

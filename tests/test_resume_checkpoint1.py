@@ -41,7 +41,7 @@ from reshard.resume import ResumeDecision, RunFacts, decide
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reshard.group import Group
+    from reshard.ranks.group import Group
     from reshard.storage.location import Location
 
 SAMPLES = Path(__file__).parent / "data" / "mindspore"

@@ -29,17 +29,15 @@ from tests.small_saves import (
 )
 
 from reshard import _core
+from reshard.commit import claims, filesystem, protocol, retention, save_log
+from reshard.commit import manifest as manifests
+from reshard.commit.retention import Facts
+from reshard.commit.roots import write_tracker
+from reshard.commit.save_log import SaveRecord
 from reshard.errors import ArgumentError, CheckpointNotFoundError
-from reshard.formats import manifest as manifests
-from reshard.formats import save_log
-from reshard.formats.checkpoint2.names import write_tracker
-from reshard.formats.save_log import SaveRecord
 from reshard.options import Retention
-from reshard.storage import claims, filesystem, protocol
 from reshard.storage.local import LocalStore
 from reshard.storage.store import Abilities
-from reshard.write import retention
-from reshard.write.retention import Facts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -27,9 +27,9 @@ from tests import small_saves
 import reshard
 from reshard import _core
 from reshard.cli import main
+from reshard.commit import claims, protocol
+from reshard.commit import manifest as manifests
 from reshard.errors import CheckpointNotFoundError, ClaimedError, DamagedFileError, ReshardError, StorageError
-from reshard.formats import manifest as manifests
-from reshard.storage import claims, protocol
 from reshard.write import pending_rollback
 
 if TYPE_CHECKING:

@@ -27,8 +27,8 @@ from reshard.errors import (
     ReshardError,
     UnsupportedError,
 )
-from reshard.indexing import TensorIndexError
 from reshard.interop import SafeOpen, load_file, safe_open
+from reshard.values.indexing import TensorIndexError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -34,6 +34,7 @@ from tests.threads import in_threads
 
 import reshard
 from reshard import _core
+from reshard.commit import manifest, protocol
 from reshard.errors import (
     ArgumentError,
     ClaimedError,
@@ -45,17 +46,15 @@ from reshard.errors import (
     StorageError,
     UnsupportedError,
 )
-from reshard.formats import manifest
+from reshard.formats.checkpoint2 import iteration as iterations
 from reshard.formats.checkpoint2.metadata import write_metadata
+from reshard.formats.checkpoint2.rank_facts import LastMade, plan_iteration
 from reshard.formats.checkpoint2.save import Checkpoint2Save
-from reshard.storage import protocol
+from reshard.formats.replicas import RankLocal
 from reshard.torch import Checkpointer
-from reshard.write import iteration as iterations
 from reshard.write import shard_files
 from reshard.write.arrays import local_arrays as own_arrays
 from reshard.write.collective_save import log_once
-from reshard.write.rank_facts import LastMade, plan_iteration
-from reshard.write.replicas import RankLocal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -407,7 +406,7 @@ def test_the_first_save_after_an_older_iteration_was_taken_goes_back(tmp_path: P
 
 
 def test_old_iterations_go_and_the_log_stays(tmp_path: Path) -> None:
-    from reshard.formats import save_log
+    from reshard.commit import save_log
 
     for iteration in (10, 20, 30, 40, 50):
         reshard.save(
@@ -1024,7 +1023,7 @@ def test_a_plan_serves_until_something_changes(tmp_path: Path, monkeypatch: pyte
 def test_hosts_that_share_nothing_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import threading
 
-    monkeypatch.setattr("reshard.write.save._host", lambda: threading.current_thread().name)
+    monkeypatch.setattr("reshard.verbs.save._host", lambda: threading.current_thread().name)
     model = {"w": np.zeros(2)}
     layout = {"mesh": {"dp": 2}, "rules": [{"match": "*"}]}
 

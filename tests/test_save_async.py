@@ -20,8 +20,8 @@ from tests.oracle import local_arrays
 from tests.ranks import Job
 
 import reshard
+from reshard.commit import protocol
 from reshard.errors import ArgumentError, StorageError
-from reshard.storage import protocol
 from reshard.write import background
 
 if TYPE_CHECKING:

@@ -23,13 +23,13 @@ from tests.test_save_for_the_original import as_bytes, draw_world
 from tests.threads import in_threads
 
 import reshard
+from reshard.commit import protocol
 from reshard.errors import ArgumentError, MismatchError, ReshardError, UnsupportedError
 from reshard.formats.checkpoint1 import save as checkpoint1
 from reshard.formats.checkpoint1 import save_plan as rank_plan
 from reshard.formats.checkpoint1.names import FileName, parse_file_name
 from reshard.formats.checkpoint1.save_plan import FolderView, Naming
-from reshard.messages import decode, encode
-from reshard.storage import protocol
+from reshard.ranks.messages import decode, encode
 from reshard.write import background
 
 if TYPE_CHECKING:
@@ -642,7 +642,7 @@ def test_hosts_with_roots_of_their_own(tmp_path: Path, monkeypatch: pytest.Monke
         )
 
     hosts = {0: "one", 1: "one", 2: "two", 3: "two"}
-    real = reshard.write.save.facts_of  # type: ignore[attr-defined]
+    real = reshard.verbs.save.facts_of  # type: ignore[attr-defined]
 
     def facts_of(*args: Any, **options: Any) -> Any:
         rank = int(options["host"])
@@ -653,8 +653,8 @@ def test_hosts_with_roots_of_their_own(tmp_path: Path, monkeypatch: pytest.Monke
     import threading
 
     of_thread = threading.local()
-    monkeypatch.setattr("reshard.write.save._host", lambda: str(of_thread.rank))
-    monkeypatch.setattr("reshard.write.save.facts_of", facts_of)
+    monkeypatch.setattr("reshard.verbs.save._host", lambda: str(of_thread.rank))
+    monkeypatch.setattr("reshard.verbs.save.facts_of", facts_of)
 
     def on_host(options: dict[str, Any]) -> Any:
         def of_rank(group: Any) -> Any:

@@ -23,7 +23,7 @@ from tests.strategies import cases, content
 from tests.threads import in_threads
 
 import reshard
-from reshard.storage import protocol
+from reshard.commit import protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,9 +13,8 @@ from tests.oracle import local_arrays
 from tests.ranks import Job, Signal
 
 import reshard
+from reshard.commit import manifest, protocol
 from reshard.errors import GroupError
-from reshard.formats import manifest
-from reshard.storage import protocol
 
 if TYPE_CHECKING:
     from pathlib import Path

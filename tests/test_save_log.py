@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reshard
+from reshard.commit import filesystem
+from reshard.commit.save_log import SAVE_LOG_FILE, SaveRecord, append, read
 from reshard.errors import ArgumentError, DamagedFileError, StorageError
-from reshard.formats.save_log import SAVE_LOG_FILE, SaveRecord, append, read
-from reshard.storage import filesystem
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

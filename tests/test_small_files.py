@@ -16,8 +16,8 @@ from tests.arrays import assert_same
 import reshard
 from reshard import _core
 from reshard.errors import ArgumentError, DamagedFileError, LayoutError, StorageError
+from reshard.formats.outputs import load_all
 from reshard.layout import ModelLayout
-from reshard.outputs import load_all
 
 if TYPE_CHECKING:
     from reshard.layout import BoundLayout

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from reshard.group import TorchGroup
+    from reshard.ranks.group import TorchGroup
 
 
 class Copies:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from reshard.commit import filesystem
 from reshard.errors import StorageError
-from reshard.storage import filesystem
 
 
 @pytest.mark.parametrize("is_folder", [False, True])

@@ -12,8 +12,8 @@ import pytest
 from tests.memory_store import MemoryStore
 
 import reshard
+from reshard.commit import filesystem
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, StorageError
-from reshard.storage import filesystem
 from reshard.storage.local import LOCAL
 from reshard.storage.location import Location, locate
 from reshard.storage.store import NO_FOLDER_RENAME, Abilities, LockHeldError

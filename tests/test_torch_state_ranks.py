@@ -19,8 +19,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import reshard
 from reshard.errors import ReshardError
-from reshard.group import SingleProcess
 from reshard.layout import ModelLayout
+from reshard.ranks.group import SingleProcess
 from reshard.torch.restore import Report, apply
 from reshard.torch.state import Described, describe
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from reshard.group import TorchGroup
+    from reshard.ranks.group import TorchGroup
 
 
 class Blocks(nn.Module):

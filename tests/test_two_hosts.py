@@ -27,16 +27,16 @@ from torch import nn
 
 import reshard
 from reshard import _core
+from reshard.commit import claims
 from reshard.errors import ReshardError
 from reshard.examples.train_gpt import arguments, train
-from reshard.storage import claims
 from reshard.torch import Checkpointer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from reshard.group import TorchGroup
+    from reshard.ranks.group import TorchGroup
 
 pytestmark = pytest.mark.slow
 

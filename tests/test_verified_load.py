@@ -25,6 +25,7 @@ from tests.unprivileged import closed, nobody, reachable
 
 import reshard
 from reshard import _core
+from reshard.commit import manifest as manifests
 from reshard.errors import (
     ArgumentError,
     CheckpointNotFoundError,
@@ -35,9 +36,8 @@ from reshard.errors import (
     StorageError,
     UnsupportedError,
 )
-from reshard.events import Event
-from reshard.formats import manifest as manifests
-from reshard.messages import decode, encode
+from reshard.ranks.messages import decode, encode
+from reshard.values.events import Event
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -16,8 +16,8 @@ from tests.sealed import CHUNK, FILES
 
 import reshard
 from reshard.cli import main
+from reshard.commit import manifest as manifests
 from reshard.errors import CheckpointNotFoundError
-from reshard.formats import manifest as manifests
 from reshard.formats.rank_file import add_rank_file
 
 if TYPE_CHECKING:

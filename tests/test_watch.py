@@ -19,10 +19,10 @@ from tests.test_cli import run, start
 
 import reshard
 from reshard.cli.watched import Watch
+from reshard.commit import claims, protocol
+from reshard.commit.event_log import EVENT_FILE, EventLog
 from reshard.errors import StorageError
-from reshard.events import Event
-from reshard.formats.event_log import EVENT_FILE, EventLog
-from reshard.storage import claims, protocol
+from reshard.values.events import Event
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -22,13 +22,13 @@ from tests.test_save import is_without_gaps, states_of, told_shapes
 from tests.threads import in_threads
 
 import reshard
+from reshard.commit import protocol
 from reshard.errors import CheckpointNotFoundError, MismatchError, UnsupportedError
 from reshard.formats.checkpoint1 import replicas
 from reshard.formats.checkpoint1 import save as checkpoint1
 from reshard.formats.checkpoint1 import tensors as rank_tensors
 from reshard.layout.strategy import Strategy
 from reshard.layout.strategy_folder import read_strategy
-from reshard.storage import protocol
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reshard.group import Group
+    from reshard.ranks.group import Group
 
 
 class ThreadGroup:

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint as Checkpoint
     from reshard.checkpoint import StoredShard as StoredShard
     from reshard.checkpoint import TensorInfo as TensorInfo
-    from reshard.events import Event as Event
+    from reshard.commit.event_log import EventLog as EventLog
     from reshard.formats.checkpoint2.common import CommonInfo as CommonInfo
-    from reshard.formats.event_log import EventLog as EventLog
     from reshard.formats.state import PerRank as PerRank
     from reshard.formats.state import per_rank as per_rank
     from reshard.interop import load_file as load_file
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from reshard.options import Settings as Settings
     from reshard.options import Strict as Strict
     from reshard.options import Verify as Verify
+    from reshard.values.events import Event as Event
     from reshard.verbs.convert import ConvertReport as ConvertReport
     from reshard.verbs.convert import convert as convert
     from reshard.verbs.convert_files import ConvertFilesReport as ConvertFilesReport
@@ -61,18 +61,18 @@ if TYPE_CHECKING:
     from reshard.verbs.prune import unpin as unpin
     from reshard.verbs.rollback import Rollback as Rollback
     from reshard.verbs.rollback import rollback as rollback
+    from reshard.verbs.save import PendingSave as PendingSave
+    from reshard.verbs.save import SaveReport as SaveReport
+    from reshard.verbs.save import Shard as Shard
+    from reshard.verbs.save import save as save
     from reshard.verbs.verify import VerifyReport as VerifyReport
     from reshard.verbs.verify import verify as verify
-    from reshard.write.save import PendingSave as PendingSave
-    from reshard.write.save import SaveReport as SaveReport
-    from reshard.write.save import Shard as Shard
-    from reshard.write.save import save as save
 
 _NAMES = {
     "reshard.checkpoint": ("Checkpoint", "StoredShard", "TensorInfo"),
-    "reshard.events": ("Event",),
+    "reshard.values.events": ("Event",),
     "reshard.formats.checkpoint2.common": ("CommonInfo",),
-    "reshard.formats.event_log": ("EventLog",),
+    "reshard.commit.event_log": ("EventLog",),
     "reshard.formats.state": ("PerRank", "per_rank"),
     "reshard.interop": ("load_file", "safe_open", "save_file"),
     "reshard.layout": ("ModelLayout",),
@@ -100,7 +100,7 @@ _NAMES = {
     "reshard.verbs.rollback": ("Rollback", "rollback"),
     "reshard.verbs.health": ("HealthFinding",),
     "reshard.verbs.verify": ("VerifyReport", "verify"),
-    "reshard.write.save": ("PendingSave", "SaveReport", "Shard", "save"),
+    "reshard.verbs.save": ("PendingSave", "SaveReport", "Shard", "save"),
 }
 
 _exported, __getattr__ = exports(__name__, _NAMES)

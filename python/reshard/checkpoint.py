@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, overload
 import numpy as np
 
 from reshard import _core, dtypes
-from reshard.arguments import check_given, checked
 from reshard.errors import (
     ArgumentError,
     KeyNotFoundError,
@@ -28,10 +27,11 @@ from reshard.errors import (
     UnsupportedError,
 )
 from reshard.formats.base import UNCHANGED_HINT, StoredTensor
-from reshard.indexing import normalize_index
-from reshard.outputs import as_array, as_arrays, check_out, check_outs, fill_out, keeps_order, load_all
+from reshard.formats.outputs import as_array, as_arrays, check_out, check_outs, fill_out, keeps_order, load_all
 from reshard.storage.location import locate
-from reshard.words import check_text, counted, listed, nearest, show
+from reshard.values.arguments import check_given, checked
+from reshard.values.indexing import normalize_index
+from reshard.values.words import check_text, counted, listed, nearest, show
 
 if TYPE_CHECKING:
     import os
@@ -612,7 +612,7 @@ class Checkpoint:
         path = self.data.path
         is_folder = path.is_folder()
         folder = path if is_folder else path.parent
-        from reshard.formats.scrub import scrub_share  # noqa: PLC0415  slow to import
+        from reshard.commit.scrub import scrub_share  # noqa: PLC0415  slow to import
 
         scrub_share(folder, self.manifest, share, None if is_folder else path.name, threads=threads)
         self._is_scrubbed = count == 1

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from reshard.errors import MismatchError, UnsupportedError
-from reshard.words import nearest, show
+from reshard.values.words import nearest, show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar, ove
 import numpy as np
 
 from reshard import _core, dtypes
-from reshard.arguments import checked
 from reshard.errors import ArgumentError, UnsupportedError
-from reshard.indexing import TensorIndexError, normalize_index
 from reshard.opening import open as open_checkpoint
 from reshard.storage.location import locate
-from reshard.words import check_text, counted
+from reshard.values.arguments import checked
+from reshard.values.indexing import TensorIndexError, normalize_index
+from reshard.values.words import check_text, counted
 from reshard.write.arrays import as_array
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ def exports(package: str, names_of: Mapping[str, Sequence[str]]) -> tuple[list[s
         names_of: the names that it exports, by the module that defines them.
 
     Example:
-        >>> names, get = exports("reshard.lazy", {"reshard.words": ["listed", "show"]})
+        >>> names, get = exports("reshard.lazy", {"reshard.values.words": ["listed", "show"]})
         >>> names, get("show")("a")
         (['listed', 'show'], '`a`')
     """

@@ -20,9 +20,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, ParamSpec, Self, TypeAlias, TypeVar, get_args
 
-from reshard.arguments import check_choice, check_given
 from reshard.errors import ArgumentError
-from reshard.words import nearest, show
+from reshard.values.arguments import check_choice, check_given
+from reshard.values.words import nearest, show
 
 if TYPE_CHECKING:
     import numpy as np

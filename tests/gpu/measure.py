@@ -19,7 +19,7 @@ from torch import nn
 
 from reshard.interop import load_file, save_file
 from reshard.torch import Checkpointer
-from reshard.write.save import PendingSave
+from reshard.verbs.save import PendingSave
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from reshard.errors import ArgumentError, MismatchError
 from reshard.torch.passes import Passes
-from reshard.words import show
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

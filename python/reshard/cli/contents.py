@@ -15,9 +15,9 @@ from reshard import dtypes
 from reshard.checkpoint import Checkpoint
 from reshard.cli.leftovers import leftovers_in_iteration, leftovers_in_root
 from reshard.cli.output import warn
+from reshard.commit.scrub import is_damage
 from reshard.errors import LayoutError, ReshardError
 from reshard.formats import counter_tensors, health
-from reshard.formats.scrub import is_damage
 from reshard.layout import Partition
 from reshard.storage.location import locate
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from reshard.checkpoint import TensorInfo
     from reshard.cli.leftovers import Leftover
-    from reshard.formats.checkpoint2.candidates import Order
-    from reshard.formats.save_log import SaveRecord
+    from reshard.commit.candidates import Order
+    from reshard.commit.save_log import SaveRecord
     from reshard.layout import BoundLayout, ModelLayout
 
 _PARTS: tuple[Literal["model", "optimizer"], ...] = ("model", "optimizer")
@@ -153,7 +153,7 @@ def gather_contents(path: str, checkpoint: Checkpoint, *, everything: bool) -> C
 
 def _saves(root: str) -> list[SaveRecord]:
     """The log of saves; none, with a warning, if it cannot be read: the checkpoint can."""
-    from reshard.formats import save_log
+    from reshard.commit import save_log
 
     try:
         return save_log.read(root)

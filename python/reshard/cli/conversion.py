@@ -24,7 +24,7 @@ from reshard.cli.output import (
     size,
     warn,
 )
-from reshard.words import counted, listed
+from reshard.values.words import counted, listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -21,7 +21,7 @@ from reshard.cli.output import (
     size,
     warn,
 )
-from reshard.words import counted
+from reshard.values.words import counted
 
 
 @click.command("convert-files", short_help="Convert each .ckpt file to a safetensors file.")

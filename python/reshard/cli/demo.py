@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from reshard.arguments import parse_size
 from reshard.cli.output import PATH, SIZE, collected_warnings, command, echo, echo_json, progress_bar, rate, shown, size
 from reshard.storage.changes import temporary_folder
-from reshard.words import counted
+from reshard.values.arguments import parse_size
+from reshard.values.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

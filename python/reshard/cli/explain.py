@@ -27,7 +27,7 @@ from reshard.cli.output import (
     size,
     styled,
 )
-from reshard.words import counted
+from reshard.values.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

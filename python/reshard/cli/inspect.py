@@ -46,7 +46,7 @@ from reshard.cli.output import (
 from reshard.errors import KeyNotFoundError
 from reshard.formats import health
 from reshard.storage.location import locate
-from reshard.words import counted, listed
+from reshard.values.words import counted, listed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -58,8 +58,8 @@ if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint
     from reshard.cli.contents import Contents, Iteration, RankSaveState, TensorRow
     from reshard.cli.leftovers import Leftover
-    from reshard.formats.manifest import Manifest
-    from reshard.formats.save_log import SaveRecord
+    from reshard.commit.manifest import Manifest
+    from reshard.commit.save_log import SaveRecord
 
 _MAX_PLAIN = 24  # tensors that are listed one by one
 _MAX_ROWS = 60  # lines of the summary

@@ -31,7 +31,7 @@ from reshard.cli.output import (
     warn,
     without_numbers,
 )
-from reshard.words import counted, listed
+from reshard.values.words import counted, listed
 
 if TYPE_CHECKING:
     from reshard.verbs.check_layout import Fault, LayoutCheck, RuleUse

@@ -9,11 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from reshard.commit import claims, event_log, filesystem, roots, save_log, staging, trash
+from reshard.commit import manifest as manifests
 from reshard.errors import ReshardError
-from reshard.formats import event_log, save_log
-from reshard.formats import manifest as manifests
-from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.storage import claims, filesystem, staging, trash
 
 if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
 _MAX_FILES = 100_000  # at most so many file sizes are added
 _OURS = frozenset(
     (
-        checkpoint2.TRACKER_FILE,
+        roots.TRACKER_FILE,
         save_log.SAVE_LOG_FILE,
         event_log.EVENT_FILE,
         event_log.OLD_EVENT_FILE,
@@ -55,14 +53,14 @@ class Leftover:
 
 def leftovers_in_root(root: Location) -> list[Leftover]:
     """Entries of a root that are neither iterations nor files of reshard. Raises StorageError if listing it fails."""
-    iterations = {name for _, name in checkpoint2.list_iterations(root)}
+    iterations = {name for _, name in roots.list_iterations(root)}
     found = [_staged(root, name) for name in filesystem.names(root / trash.STAGING_FOLDER)]
     for name in filesystem.names(root / trash.TRASH_FOLDER):
         path = root / trash.TRASH_FOLDER / name
         if f"{trash.TRASH_FOLDER}/{name}" not in iterations:
             what = "a removed iteration, which the next save deletes"
             found.append(Leftover(f"{trash.TRASH_FOLDER}/{name}", what, _n_bytes(path)))
-    repeated = dict(checkpoint2.resolve_candidates(root).ignored)
+    repeated = dict(roots.resolve_candidates(root).ignored)
     for name in filesystem.names(root):
         if name in iterations or name in _OURS or (name.startswith(".") and name not in repeated):
             continue

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, ParamSpec, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from reshard.arguments import parse_size
 from reshard.errors import (
     ArgumentError,
     CheckpointNotFoundError,
@@ -37,7 +36,8 @@ from reshard.errors import (
 )
 from reshard.storage.host import disconnect
 from reshard.storage.location import locate
-from reshard.words import show
+from reshard.values.arguments import parse_size
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

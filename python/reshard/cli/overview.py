@@ -14,7 +14,7 @@ from reshard.errors import ReshardError
 from reshard.formats import health
 from reshard.opening import iterations
 from reshard.storage.location import locate
-from reshard.words import counted
+from reshard.values.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -29,7 +29,7 @@ from reshard.cli.output import (
     warn,
     write_page,
 )
-from reshard.words import counted
+from reshard.values.words import counted
 
 if TYPE_CHECKING:
     from reshard.verbs.forecast import Forecast, Speed

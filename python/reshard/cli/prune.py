@@ -21,8 +21,8 @@ from reshard.cli.output import (
     size,
     warn,
 )
-from reshard.formats import event_log
-from reshard.words import counted
+from reshard.commit import event_log
+from reshard.values.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -18,7 +18,7 @@ from reshard.cli.output import (
     shown,
     warn,
 )
-from reshard.formats import event_log
+from reshard.commit import event_log
 
 
 @click.command(short_help="Make the next restart resume from a given iteration.")

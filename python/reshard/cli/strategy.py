@@ -19,7 +19,7 @@ from reshard.cli.output import (
     shown,
     warn,
 )
-from reshard.words import counted, listed
+from reshard.values.words import counted, listed
 
 if TYPE_CHECKING:
     from reshard.layout.strategy_file import LayoutItem

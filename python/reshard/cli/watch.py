@@ -33,17 +33,17 @@ from reshard.cli.output import (
     size,
     warn,
 )
+from reshard.commit.event_log import EVENT_FILE
 from reshard.errors import ArgumentError, CheckpointNotFoundError
-from reshard.formats.event_log import EVENT_FILE
 from reshard.storage.location import locate
-from reshard.words import listed, show
+from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
     from reshard.cli.watched import InFlight, Newest, RunState, Watch
-    from reshard.events import Event
+    from reshard.values.events import Event
 
 _MAX_SHOWN = 20  # events that `--once` prints
 _MIN_SHOWN = 3

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import reshard
 from reshard.cli.output import collected_warnings
+from reshard.commit import claims, event_log, filesystem, roots, save_log, staging, trash
 from reshard.errors import CheckpointNotFoundError, ReshardError, StorageError, UnsupportedError
-from reshard.events import Event
-from reshard.formats import event_log, health, save_log
-from reshard.formats.checkpoint2 import names as checkpoint2
+from reshard.formats import health
 from reshard.opening import iterations, rank_saves
-from reshard.storage import claims, filesystem, staging, trash
 from reshard.storage.location import locate
+from reshard.values.events import Event
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -197,7 +196,7 @@ class Watch:
         """Events by the differences from the last call: saves that were published, and iterations that are gone."""
         now = dt.datetime.now(dt.UTC)
         events = self._from_saves()
-        there = {iteration for iteration, _ in checkpoint2.list_iterations(self._root)}
+        there = {iteration for iteration, _ in roots.list_iterations(self._root)}
         events += [Event("pruned", iteration, now) for iteration in sorted(self._seen_iterations - there)]
         self._seen_iterations = there
         return events

@@ -28,10 +28,10 @@ from pathlib import PurePath
 from typing import Any, Literal, Self, TypeAlias
 
 from reshard.config.read import read_values
+from reshard.documents.fields import At
+from reshard.documents.strict_yaml import read_yaml
 from reshard.errors import ConfigError
-from reshard.fields import At
 from reshard.options import Checkpoint1Options, Files, InitFrom, Options, Retention
-from reshard.strict_yaml import read_yaml
 
 __all__ = ["Config", "ConfigLike", "as_config", "split_iteration"]
 

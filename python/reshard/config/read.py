@@ -20,11 +20,11 @@ from reshard.config.words import (
     TOP,
     Word,
 )
+from reshard.documents.fields import At, and_words, found, is_list
+from reshard.documents.strict_yaml import at_path
 from reshard.errors import ArgumentError
-from reshard.fields import At, and_words, found, is_list
 from reshard.options import Commit, Files, InitFrom, Interrupts, Options, Retention, Verify
-from reshard.strict_yaml import at_path
-from reshard.words import nearest, show
+from reshard.values.words import nearest, show
 
 _NEAR = 0.84  # similarity to a known key from which a key counts as misspelt
 _DEFAULT_STEPS_OF_SECTION = 1000  # the default of MindSpore Transformers in its section `checkpoint`

@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from reshard.fields import At, found, is_list, read_integer
-from reshard.words import show
+from reshard.documents.fields import At, found, is_list, read_integer
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,10 +11,14 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from reshard.commit import writer_mark
+from reshard.commit.filling import filled_folder, is_staging
+from reshard.commit.publication import made_folder, published_folder
 from reshard.conversion.shares import assign, committing, missing, place, read_record, write_record
 from reshard.errors import DestinationExistsError, ReshardError, UnsupportedError
-from reshard.formats import weight_map, writer_mark
+from reshard.formats import weight_map
 from reshard.formats.checkpoint1.names import STRATEGY_FOLDER
+from reshard.formats.checkpoint2.iteration import FileContent, JointProgress, WholeTensor
 from reshard.formats.dcp import names as dcp
 from reshard.formats.deepspeed import names as deepspeed
 from reshard.formats.full_weights import names as full_weights
@@ -24,10 +28,7 @@ from reshard.formats.torch_file import archive
 from reshard.formats.torch_file import names as torch_files
 from reshard.layout import BoundLayout, ModelLayout, as_layout
 from reshard.storage.changes import make_folders, set_mode
-from reshard.storage.filling import filled_folder, is_staging
 from reshard.storage.names import example_of
-from reshard.storage.publication import made_folder, published_folder
-from reshard.write.iteration import FileContent, JointProgress, WholeTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -36,10 +37,10 @@ if TYPE_CHECKING:
 
     from reshard import _core
     from reshard.checkpoint import Checkpoint, LayoutLike
+    from reshard.commit.protocol import ValueRecord
     from reshard.conversion.selection import NewNames
     from reshard.conversion.shares import Shared
     from reshard.storage.location import Location
-    from reshard.storage.protocol import ValueRecord
 
     Produce = Callable[[Location], Mapping[str, ValueRecord]]
 

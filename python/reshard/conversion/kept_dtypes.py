@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from reshard.conversion.library_model import kept_in_float32
 from reshard.errors import UnsupportedError
 from reshard.names.model import config_beside
-from reshard.words import listed, show
+from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

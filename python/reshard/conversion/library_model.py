@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import MismatchError, UnsupportedError
 from reshard.names.model import config_beside, read_config
-from reshard.words import listed, show
+from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
     import os

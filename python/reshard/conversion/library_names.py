@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from reshard.errors import NamesError, ReshardError, UnsupportedError
 from reshard.names import NameMap
-from reshard.words import show
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from reshard import dtypes
+from reshard.documents.strict_json import read_json
 from reshard.errors import ArgumentError, DestinationExistsError, ReshardError
 from reshard.formats.full_weights import names as full_weights
 from reshard.formats.tiled import names as tiles
 from reshard.storage.changes import copy_file, has_same_content, make_folders
-from reshard.strict_json import read_json
-from reshard.words import hub_hint, show
+from reshard.values.words import hub_hint, show
 
 if TYPE_CHECKING:
     from reshard.storage.location import Location

@@ -17,7 +17,7 @@ from reshard.errors import ArgumentError
 from reshard.formats import counter_tensors, weight_sets
 from reshard.formats.base import StoredTensor
 from reshard.names.resolve import copies_left_out, resized_keys
-from reshard.words import show
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence

@@ -16,10 +16,10 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from reshard.documents.strict_json import read_json
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
 from reshard.storage.changes import link_or_move, remove_file, remove_folder, try_lock
 from reshard.storage.location import locate
-from reshard.strict_json import read_json
 from reshard.write.shard_files import WrittenFile
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+from reshard.documents.strict_json import parse_json
 from reshard.errors import DamagedFileError
-from reshard.strict_json import parse_json
-from reshard.words import show
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

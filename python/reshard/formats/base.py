@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from reshard import _core
     from reshard._core import DeviceLayout
+    from reshard.commit.manifest import Manifest
     from reshard.formats.checkpoint2.common import CommonInfo
     from reshard.formats.dcp.run_state import Values
-    from reshard.formats.manifest import Manifest
     from reshard.layout.strategy import Strategy
     from reshard.storage.store import Lock
 

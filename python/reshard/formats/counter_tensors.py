@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from reshard.counters import COUNTERS, OF_NO_PARAMETER
 from reshard.errors import ArgumentError, DamagedFileError, UnsupportedError
-from reshard.words import show
+from reshard.values.counters import COUNTERS, OF_NO_PARAMETER
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -16,18 +16,18 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from reshard.commit import manifest as manifests
+from reshard.commit import roots
+from reshard.documents.strict_json import parse_json
 from reshard.errors import ReshardError
-from reshard.formats import manifest as manifests
-from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.storage.location import Location, locate
-from reshard.strict_json import parse_json
-from reshard.words import counted, show
+from reshard.values.words import counted, show
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Mapping
 
-    from reshard.formats.manifest import Manifest
+    from reshard.commit.manifest import Manifest
 
 NOT_FINITE_FILE = "not_finite.json"
 
@@ -156,7 +156,7 @@ def unhealthy(root: str | os.PathLike[str], iteration: int | None = None) -> Unh
         iteration 3 is unhealthy, as all since iteration 2: `w` holds an infinity; the last healthy one is iteration 1
     """
     place = locate(root)
-    listed = checkpoint2.resolve_candidates(place)
+    listed = roots.resolve_candidates(place)
     iteration = listed.tracker if iteration is None else iteration
     folders = [one for one in sorted(listed.folders, reverse=True) if iteration is not None and one[0] <= iteration]
     if not folders or folders[0][0] != iteration:
@@ -194,7 +194,7 @@ def last_healthy(root: str | os.PathLike[str]) -> int | None:
         1
     """
     place = locate(root)
-    for number, name in sorted(checkpoint2.list_iterations(place), reverse=True):
+    for number, name in sorted(roots.list_iterations(place), reverse=True):
         manifest = _manifest(place / name)
         if manifest is not None and manifest.ckpt_status == 0:
             return number

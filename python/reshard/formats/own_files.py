@@ -11,18 +11,18 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from reshard.commit import manifest as manifests
+from reshard.documents.strict_json import parse_json
 from reshard.errors import ArgumentError, DamagedFileError
-from reshard.formats import manifest as manifests
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.storage.location import Location, locate
-from reshard.strict_json import parse_json
-from reshard.words import show
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from reshard import _core
-    from reshard.formats.manifest import Manifest
+    from reshard.commit.manifest import Manifest
 
 MAX_METADATA_BYTES = 4 << 30
 _RANK_FILE = re.compile(r"rank_(0|[1-9][0-9]{0,17})\.safetensors")

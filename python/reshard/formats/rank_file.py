@@ -13,7 +13,7 @@ from reshard._core import StoredArray
 from reshard.errors import DamagedFileError, KeyNotFoundError, UnsupportedError
 from reshard.formats.ckpt import names as ckpt
 from reshard.storage.location import Location, locate
-from reshard.words import counted, show
+from reshard.values.words import counted, show
 
 if TYPE_CHECKING:
     import os

@@ -20,7 +20,7 @@ from reshard.formats.huggingface.reader import HUGGINGFACE
 from reshard.formats.megatron.format import MEGATRON
 from reshard.formats.single_file.reader import SINGLE_FILE
 from reshard.formats.torch_file.format import TORCH_FILE
-from reshard.words import check_text, listed, show
+from reshard.values.words import check_text, listed, show
 
 if TYPE_CHECKING:
     from reshard.formats.base import Format

@@ -42,10 +42,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from reshard import _core, dtypes
+from reshard.documents.strict_json import parse_json
 from reshard.errors import ArgumentError, DamagedFileError, UnsupportedError
 from reshard.formats.state_loader import INT64, MAX_DEPTH, Loader, TorchSaved, damaged, dtype_spelling, float_name
-from reshard.strict_json import parse_json
-from reshard.tensor_memory import memory_of
+from reshard.values.tensor_memory import memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

@@ -10,18 +10,18 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from reshard import _core
+from reshard.commit import manifest as manifests
 from reshard.errors import DamagedFileError
-from reshard.formats import manifest as manifests
 from reshard.formats import state
-from reshard.outputs import load_all
-from reshard.words import show
+from reshard.formats.outputs import load_all
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import numpy as np
 
-    from reshard.formats.manifest import Manifest
+    from reshard.commit.manifest import Manifest
     from reshard.storage.location import Location
 
 _FILE = re.compile(r"extra-([0-9]{7}|[1-9][0-9]{7,17})\.json")  # as `state.file_name` spells them

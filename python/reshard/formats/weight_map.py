@@ -11,14 +11,14 @@ import re
 import time
 from typing import TYPE_CHECKING
 
+from reshard.commit import writer_mark
+from reshard.documents.strict_json import read_json
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, MismatchError, ReshardError, UnsupportedError
-from reshard.formats import writer_mark
 from reshard.formats.base import UNCHANGED_HINT
 from reshard.storage.location import Location, locate
 from reshard.storage.names import component_fault, is_too_long
 from reshard.storage.store import kind_words
-from reshard.strict_json import read_json
-from reshard.words import listed, show
+from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
     import os

@@ -17,7 +17,7 @@ from reshard.formats.full_weights.writer import FullWeightsWriter
 from reshard.formats.huggingface.writer import HuggingFaceWriter
 from reshard.formats.tiled.writer import SafetensorsWriter
 from reshard.formats.torch_file.writer import TorchWriter
-from reshard.words import show
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from reshard.conversion.writer import Writer

@@ -18,12 +18,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from reshard.errors import UnsupportedError
-from reshard.write.save import Shard
+from reshard.verbs.save import Shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from reshard.group import Group
+    from reshard.ranks.group import Group
 
 T = TypeVar("T")
 

@@ -12,12 +12,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from reshard import _core, dtypes
 from reshard.errors import ArgumentError, MismatchError
+from reshard.formats.outputs import as_array
 from reshard.jax.saving import VALUES
 from reshard.jax.tree import check_single_process, is_key, is_plain, named_leaves
 from reshard.options import Verify
-from reshard.outputs import as_array
+from reshard.values.words import listed, show
 from reshard.verbs.load import Wanted, load_with
-from reshard.words import listed, show
 
 if TYPE_CHECKING:
     import os

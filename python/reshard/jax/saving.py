@@ -10,15 +10,15 @@ import numpy as np
 from reshard.errors import ArgumentError, UnsupportedError
 from reshard.jax.devices import in_threads, on_devices
 from reshard.jax.tree import check_single_process, is_key, is_plain, named_leaves
-from reshard.words import show
-from reshard.write.save import save as save_iteration
+from reshard.values.words import show
+from reshard.verbs.save import save as save_iteration
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
 
-    from reshard.group import Group
-    from reshard.write.save import SaveReport
+    from reshard.ranks.group import Group
+    from reshard.verbs.save import SaveReport
 
 VALUES = "jax"
 """The name in `extra` of the plain values and the kinds of random keys."""

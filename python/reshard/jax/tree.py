@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from reshard.errors import ArgumentError, UnsupportedError
-from reshard.words import show
+from reshard.values.words import show
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:

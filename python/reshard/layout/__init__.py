@@ -5,7 +5,7 @@ key gets), `bind` (the same as geometry), `invert` (global shapes from local one
 checkpoint), `tp_plan` (transformers' plans), `presets` (Hugging Face families) and strategy files of MindSpore:
 `strategy_file` (records), `strategy` (their meaning), `strategy_folder` (which files belong together),
 `strategy_layout` and `strategy_writer` (conversion to a layout, and back). `patterns` is used by all; the YAML is read
-by `reshard.strict_yaml` and `reshard.fields`. Nothing here reads tensors.
+by `reshard.documents.strict_yaml` and `reshard.documents.fields`. Nothing here reads tensors.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from reshard import _core
 from reshard.errors import ArgumentError, KeyNotFoundError, LayoutError
 from reshard.layout.resolve import Join, resolve
-from reshard.words import counted, nearest, show
+from reshard.values.words import counted, nearest, show
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

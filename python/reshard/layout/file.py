@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self, TypeVar
 
-from reshard.errors import ReshardError
-from reshard.fields import (
+from reshard.documents.fields import (
     At,
     and_words,
     found,
@@ -23,10 +22,11 @@ from reshard.fields import (
     read_items,
     read_name,
 )
+from reshard.documents.strict_yaml import Lines, flow
+from reshard.errors import ReshardError
 from reshard.layout.partition import WHOLE, Block, Blocks, Cut, Partition, trimmed
 from reshard.layout.patterns import IndexedPattern, Matcher, Pattern, expand_braces
-from reshard.strict_yaml import Lines, flow
-from reshard.words import counted, nearest, show
+from reshard.values.words import counted, nearest, show
 
 T = TypeVar("T")
 

@@ -13,11 +13,11 @@ import math
 from typing import TYPE_CHECKING
 
 from reshard import _core
-from reshard.counters import is_counter
 from reshard.errors import LayoutError, MismatchError
 from reshard.layout.patterns import Matcher
 from reshard.layout.resolve import resolve, state_of
-from reshard.words import counted, show
+from reshard.values.counters import is_counter
+from reshard.values.words import counted, show
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping

@@ -22,7 +22,7 @@ from reshard.layout.file import LayoutFile
 from reshard.layout.partition import Cut, trimmed
 from reshard.layout.patterns import IndexedPattern, Pattern, glob_of
 from reshard.layout.resolve import resolve, state_of
-from reshard.words import counted, listed, show
+from reshard.values.words import counted, listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Self, TypeAlias
 
 from reshard import _core
-from reshard.arguments import check, check_given, check_shapes, checked
+from reshard.documents.strict_yaml import quote, read_yaml
 from reshard.errors import ArgumentError
 from reshard.layout import presets, tp_plan
 from reshard.layout.bind import BoundLayout, bind, bound_of
@@ -20,7 +20,7 @@ from reshard.layout.strategy_folder import read_strategy
 from reshard.layout.strategy_layout import layouts_of
 from reshard.layout.strategy_writer import strategy_of, write_stage_files
 from reshard.storage.location import locate
-from reshard.strict_yaml import quote, read_yaml
+from reshard.values.arguments import check, check_given, check_shapes, checked
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -19,7 +19,7 @@ from typing import Literal
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, LayoutError, StorageError
 from reshard.storage.inputs import read_input
 from reshard.storage.location import locate
-from reshard.words import nearest, show
+from reshard.values.words import nearest, show
 
 _MAX_LISTED_LAYERS = 10_000
 _MAX_CONFIG_BYTES = 16 << 20

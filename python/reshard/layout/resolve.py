@@ -14,11 +14,11 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from reshard.counters import is_counter
 from reshard.errors import LayoutError
 from reshard.layout.partition import Block, Blocks, Partition, TensorLayout
 from reshard.layout.patterns import IndexedPattern, Matcher, natural_order
-from reshard.words import counted, listed, nearest, show
+from reshard.values.counters import is_counter
+from reshard.values.words import counted, listed, nearest, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

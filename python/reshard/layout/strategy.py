@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError, LayoutError, MismatchError, UnsupportedError
 from reshard.layout.device_cut import DeviceCut, shared_further
-from reshard.words import counted, listed, show
+from reshard.values.words import counted, listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from reshard import _core
+from reshard.documents.fields import At, found, is_list, read_integer, read_items
+from reshard.documents.strict_json import parse_json
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, UnsupportedError
-from reshard.fields import At, found, is_list, read_integer, read_items
 from reshard.storage.location import locate
-from reshard.strict_json import parse_json
-from reshard.words import show
+from reshard.values.words import show
 
 T = TypeVar("T")
 

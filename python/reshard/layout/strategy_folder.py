@@ -32,7 +32,7 @@ from reshard.layout.strategy_file import (
     written_as,
 )
 from reshard.storage.location import Location, locate
-from reshard.words import show
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard._core import DeviceLayout
-from reshard.counters import is_counter
 from reshard.errors import LayoutError
 from reshard.layout.like import axis_names, common_spans, cut_on, stage_axis_name
 from reshard.layout.partition import Partition, Places, TensorLayout
 from reshard.layout.patterns import glob_of
 from reshard.layout.resolve import Resolved
-from reshard.words import listed, show
+from reshard.values.counters import is_counter
+from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -22,7 +22,7 @@ from reshard.layout.strategy import Strategy
 from reshard.layout.strategy_file import LayoutItem, StrategyFile, write_strategy_file
 from reshard.layout.strategy_folder import check_reads_back, stage_file
 from reshard.storage.changes import make_folders
-from reshard.words import counted, show
+from reshard.values.words import counted, show
 
 if TYPE_CHECKING:
     import os

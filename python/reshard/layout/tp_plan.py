@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import ArgumentError, LayoutError
 from reshard.layout.patterns import Pattern
-from reshard.words import nearest, show
+from reshard.values.words import nearest, show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -16,32 +16,32 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from reshard.arguments import check_given
+from reshard.commit import roots
 from reshard.errors import ArgumentError, ReshardError, UnsupportedError
-from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.state import per_rank
-from reshard.group import resolve
 from reshard.lightning.data import position_of, watch
 from reshard.lightning.progress import at_end_of_epoch, is_end_of_epoch, plateau_steps, set_not_restarting
 from reshard.lightning.resuming import How, Resumed, described_run, resume, schedulers_of, start_from
 from reshard.lightning.trainer_state import as_extra, check_hooks, without_tensors
 from reshard.opening import newer_than
 from reshard.options import Resuming, Retention, Strict, Verify
+from reshard.ranks.group import resolve
 from reshard.storage.location import locate
 from reshard.torch import rng
 from reshard.torch.optimizers import plain
 from reshard.torch.settings import Started
-from reshard.words import show
-from reshard.write.save import save
+from reshard.values.arguments import check_given
+from reshard.values.words import show
+from reshard.verbs.save import save
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator
     from datetime import timedelta
 
-    from reshard.events import OnEvent
     from reshard.options import InitFromLike, SettingsLike, StrictLike, VerifyLike
-    from reshard.write.save import PendingSave, SaveReport
+    from reshard.values.events import OnEvent
+    from reshard.verbs.save import PendingSave, SaveReport
 
 _log = logging.getLogger("reshard")
 
@@ -321,7 +321,7 @@ class Saving:
             for name, value in trainer.callback_metrics.items()
             if getattr(value, "numel", int)() == 1
         }
-        path = str(locate(self.dirpath) / checkpoint2.iteration_folder_name(trainer.global_step))
+        path = str(locate(self.dirpath) / roots.iteration_folder_name(trainer.global_step))
         is_best = self.save_top_k != 0 and self._rank(trainer, path)
         if not is_best and not self.save_last:
             return
@@ -474,4 +474,4 @@ def _is_ours(path: Any) -> bool:
         return False
     if not location.is_folder():
         return False
-    return checkpoint2.parse_iteration_folder(location.name) is not None or checkpoint2.is_root(location)
+    return roots.parse_iteration_folder(location.name) is not None or roots.is_root(location)

@@ -14,33 +14,33 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from reshard.collective import Collective
 from reshard.config import Config
 from reshard.errors import MismatchError
-from reshard.events import Observers
-from reshard.group import log_of_all, resolve, session
 from reshard.lightning.data import position_of
 from reshard.lightning.progress import end_epoch
+from reshard.ranks.collective import Collective
+from reshard.ranks.group import log_of_all, resolve, session
 from reshard.resume.parts import object_name
 from reshard.torch.loading import read_for
 from reshard.torch.published import under_names
 from reshard.torch.resuming import RestoreOptions, check_has_optimizer, initial_state, restore_tensors, with_modules
 from reshard.torch.state import describe
 from reshard.torch.tensors import from_tensor
+from reshard.values.events import Observers
+from reshard.values.words import show
 from reshard.verbs.load import Wanted, load_with, resumed
 from reshard.verbs.start import initial, with_init
-from reshard.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reshard.checkpoint import Checkpoint
-    from reshard.events import OnEvent
     from reshard.options import InitFrom, Resuming, VerifyMode
     from reshard.resume import ResumeDecision
     from reshard.torch.loading import Read
     from reshard.torch.settings import Started
     from reshard.torch.state import Described
+    from reshard.values.events import OnEvent
 
 _log = logging.getLogger("reshard")
 

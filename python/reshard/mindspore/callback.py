@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import mindspore
 from mindspore.train import Callback
 
-from reshard.arguments import check_given
 from reshard.errors import ArgumentError, MismatchError
 from reshard.formats import state
 from reshard.mindspore.loading import load
@@ -21,7 +20,8 @@ from reshard.mindspore.parameters import check_alone, named, named_parts
 from reshard.mindspore.saving import check_options, save
 from reshard.opening import newer_than
 from reshard.storage.location import locate
-from reshard.words import show
+from reshard.values.arguments import check_given
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     import os

@@ -11,11 +11,11 @@ import numpy as np
 from reshard import dtypes
 from reshard.errors import ArgumentError, MismatchError
 from reshard.formats import counter_tensors
-from reshard.group import resolve
 from reshard.mindspore.parameters import as_parameter, as_tensor, check_alone, name_of_dtype, named_parts
 from reshard.options import Verify
+from reshard.ranks.group import resolve
+from reshard.values.words import listed, show
 from reshard.verbs.load import Wanted, load_with
-from reshard.words import listed, show
 
 if TYPE_CHECKING:
     import os

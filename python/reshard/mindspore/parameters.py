@@ -14,7 +14,7 @@ import numpy as np
 
 from reshard import dtypes
 from reshard.errors import ArgumentError, UnsupportedError
-from reshard.words import show
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from mindspore import Parameter, Tensor

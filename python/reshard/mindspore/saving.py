@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ArgumentError
 from reshard.mindspore.parameters import as_array, check_alone, named_parts
-from reshard.words import show
-from reshard.write.save import save as save_iteration
+from reshard.values.words import show
+from reshard.verbs.save import save as save_iteration
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
 
-    from reshard.write.save import SaveReport
+    from reshard.verbs.save import SaveReport
 
 _OPTIONS = {
     *("common", "files", "commit", "format", "group", "keep", "layout", "metrics", "on_event", "retention", "shapes"),

@@ -37,12 +37,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Self, cast
 
+from reshard.documents.fields import At, and_words, found, is_list, read_fields, read_integer, read_items, read_name
+from reshard.documents.strict_yaml import Lines, flow
 from reshard.errors import NamesError
-from reshard.fields import At, and_words, found, is_list, read_fields, read_integer, read_items, read_name
 from reshard.names.sizes import Expression
 from reshard.names.templates import Template
-from reshard.strict_yaml import Lines, flow
-from reshard.words import show
+from reshard.values.words import show
 
 _MAX_DIMS = 16
 _MAX_PARTS = 4096

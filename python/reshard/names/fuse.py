@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from reshard.errors import NamesError
 from reshard.names.part_map import DimMap, PartMap
-from reshard.words import counted, show
+from reshard.values.words import counted, show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -8,17 +8,17 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Self, TypeAlias, TypeGuard
 
-from reshard.arguments import checked
+from reshard.documents.fields import found
+from reshard.documents.strict_json import read_json
+from reshard.documents.strict_yaml import read_yaml
 from reshard.errors import ArgumentError, CheckpointNotFoundError, NamesError
-from reshard.fields import found
 from reshard.names import presets
 from reshard.names.file import NamesFile, Size
 from reshard.names.resolve import ResolvedTensor, resolve
 from reshard.names.sizes import Expression
 from reshard.storage.location import Location, locate
-from reshard.strict_json import read_json
-from reshard.strict_yaml import read_yaml
-from reshard.words import show
+from reshard.values.arguments import checked
+from reshard.values.words import show
 
 _MAX_CONFIG_BYTES = 16 << 20
 _CONFIG_FILE = "config.json"

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard.errors import ArgumentError
-from reshard.words import nearest, show
+from reshard.values.words import nearest, show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from reshard._core import ZEROS, StoredArray, Tile
 from reshard.errors import NamesError
-from reshard.indexing import row_major
 from reshard.names.file import NameRule, Tie
 from reshard.names.fuse import Fusion, Shape, fuse_parts, members, resized, split_whole
 from reshard.names.templates import Templates
-from reshard.words import listed, show
+from reshard.values.indexing import row_major
+from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

@@ -10,8 +10,8 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
-from reshard.arguments import checked
 from reshard.checkpoint import Checkpoint
+from reshard.commit import roots
 from reshard.errors import (
     CheckpointNotFoundError,
     DamagedFileError,
@@ -30,15 +30,18 @@ from reshard.formats.dcp.names import METADATA_FILE
 from reshard.formats.torch_file.names import SUFFIXES as TORCH_SUFFIXES
 from reshard.lazy import exports
 from reshard.storage.location import BROKEN_LINK_HINT, Location, locate
-from reshard.words import hub_hint, listed, show
+from reshard.values.arguments import checked
+from reshard.values.words import hub_hint, listed, show
 
 if TYPE_CHECKING:
     import os
 
     from reshard import _core
+    from reshard.commit.candidates import Order
+    from reshard.commit.newest import reason_of as reason_of
+    from reshard.commit.scrub import is_damage as is_damage
     from reshard.formats.base import CheckpointData
     from reshard.formats.checkpoint1.reader import RankSave
-    from reshard.formats.checkpoint2.candidates import Order
     from reshard.formats.checkpoint2.reader import Chosen as Chosen
     from reshard.formats.checkpoint2.reader import chosen as chosen
     from reshard.formats.checkpoint2.reader import marks as marks
@@ -46,8 +49,6 @@ if TYPE_CHECKING:
     from reshard.formats.checkpoint2.root import best_of as best_of
     from reshard.formats.checkpoint2.root import newer_than as newer_than
     from reshard.formats.checkpoint2.root import order_of as order_of
-    from reshard.formats.newest import reason_of as reason_of
-    from reshard.formats.scrub import is_damage as is_damage
     from reshard.names import NamesLike
 
 _names, __getattr__ = exports(
@@ -55,8 +56,8 @@ _names, __getattr__ = exports(
     {
         "reshard.formats.checkpoint2.reader": ["Chosen", "chosen", "marks", "open_chosen"],
         "reshard.formats.checkpoint2.root": ["best_of", "newer_than", "order_of"],
-        "reshard.formats.newest": ["reason_of"],
-        "reshard.formats.scrub": ["is_damage"],
+        "reshard.commit.newest": ["reason_of"],
+        "reshard.commit.scrub": ["is_damage"],
     },
 )
 __all__ = [*_names, "StrategyLike", "iterations", "open", "rank_saves"]  # noqa: PLE0604  names, found above
@@ -123,7 +124,7 @@ def open(  # noqa: A001
         with _open(target, strategy, method, format) as as_stored:
             opened = as_stored.renamed(names)
     # A pickled checkpoint is opened again by its own folder: a root may have a newer one by then.
-    is_iteration = opened.path.name != target.name and checkpoint2.parse_iteration_folder(opened.path.name) is not None
+    is_iteration = opened.path.name != target.name and roots.parse_iteration_folder(opened.path.name) is not None
     again = (locate(opened.path) if is_iteration else target).absolute()
     options = (strategy, names, method)
     opened._reopen = partial(_open_again, str(again), opened.iteration, *options, of_format=format)  # noqa: SLF001
@@ -153,9 +154,7 @@ def _open_again(
 
 def _open(target: Location, strategy: StrategyLike | None, method: _core.ReadMethod, name: str | None) -> Checkpoint:
     found = target.found()
-    could_be_root = (
-        target.suffix not in (".safetensors", ".ckpt") and checkpoint2.parse_iteration_folder(target.name) is None
-    )
+    could_be_root = target.suffix not in (".safetensors", ".ckpt") and roots.parse_iteration_folder(target.name) is None
     if found is None:
         # A broken link can mean that a disk is not mounted, so it is not an empty root.
         if (broken := target.broken_link()) is not None:
@@ -247,7 +246,7 @@ def _is_empty(folder: Location) -> bool:
     Raises:
         StorageError: a folder cannot be listed.
     """
-    from reshard.formats.event_log import EVENT_FILE, OLD_EVENT_FILE  # noqa: PLC0415  slow to import
+    from reshard.commit.event_log import EVENT_FILE, OLD_EVENT_FILE  # noqa: PLC0415  slow to import
 
     rest = {
         entry.name

@@ -11,13 +11,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from reshard.checkpoint import Checkpoint
+from reshard.commit import roots
+from reshard.commit.newest import reason_of
+from reshard.commit.scrub import is_damage
 from reshard.config import split_iteration
 from reshard.errors import CheckpointNotFoundError, EmptyRootError, ReshardError, UnsupportedError
 from reshard.formats import health, registry
-from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.root import MAX_LOOKS, Look
-from reshard.formats.newest import reason_of
-from reshard.formats.scrub import is_damage
 from reshard.layout import ModelLayout
 from reshard.opening import open as open_path
 from reshard.opening.gather_ranks import counters_of, gather_saves, holds_optimizer, saves_root
@@ -25,7 +25,7 @@ from reshard.opening.what_is_there import what_is_there
 from reshard.resume import CandidateFacts, ResumeFacts, RunFacts, evaluate
 from reshard.resume.choose import is_settled
 from reshard.storage.location import BROKEN_LINK_HINT, Location, locate
-from reshard.words import show
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -80,7 +80,7 @@ def gather(
     if tree is not None:
         return gather_saves(config, facts.run, tree, method=method, faults=faults, keep_going=keep_going)
     root, iteration = split_iteration(config.load_path)
-    if path.found() is None and iteration is not None and locate(root).is_folder() and checkpoint2.is_root(root):
+    if path.found() is None and iteration is not None and locate(root).is_folder() and roots.is_root(root):
         return gatherer.at_root(locate(root), iteration)
     if path.found() is None:
         # A broken link can mean that a disk is not mounted: the run must not start fresh.
@@ -136,7 +136,7 @@ class _Gatherer:
                 if order == before:
                     break
                 before = order
-                warnings = (*order.warnings, *checkpoint2.misnamed(root))
+                warnings = (*order.warnings, *roots.misnamed(root))
                 found: list[CandidateFacts] = []
                 refused = tuple(replace(_unopened(root, one), refusal=one.reason) for one in order.refused)
                 for n, one in enumerate(order.candidates):

@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from reshard.checkpoint import Checkpoint
-from reshard.collective import ALONE, capture
+from reshard.commit import roots
+from reshard.commit.newest import reason_of
+from reshard.commit.scrub import is_damage
 from reshard.config import split_iteration
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError
 from reshard.formats import counter_tensors, registry
@@ -21,11 +23,9 @@ from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1.agreement import FileFacts, faults_of
 from reshard.formats.checkpoint1.candidates import RankFolder, SaveCandidate, SaveOrder, name_of_rank, order_saves
 from reshard.formats.checkpoint1.reader import look_at, open_rank_files, rank_files
-from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.common import CommonInfo  # noqa: TC001  messages are decoded by their type hints
 from reshard.formats.full_weights import names as full_weights
-from reshard.formats.newest import reason_of
-from reshard.formats.scrub import is_damage
+from reshard.ranks.collective import ALONE, capture
 from reshard.resume import CandidateFacts, RankFolderFacts, ResumeFacts, RunFacts, evaluate
 from reshard.resume.choose import is_settled
 from reshard.storage.location import Location, locate
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from reshard import _core
-    from reshard.collective import Collective
     from reshard.config import Config
+    from reshard.ranks.collective import Collective
 
 # -- the requested tree
 
@@ -76,12 +76,7 @@ def saves_root(config: Config, world_size: int = 1) -> SavesRoot | None:
         is_merge = (path / full_weights.HYPER_FILE).is_file()
         return SavesRoot(str(path), config.resume_file) if is_tree and not is_merge else None
     root, iteration = split_iteration(config.load_path)
-    if (
-        iteration is not None
-        and locate(root).is_folder()
-        and not checkpoint2.is_root(root)
-        and checkpoint1.is_root(root)
-    ):
+    if iteration is not None and locate(root).is_folder() and not roots.is_root(root) and checkpoint1.is_root(root):
         return SavesRoot(root, config.resume_file, iteration)
     parsed = checkpoint1.parse_file_name(path.name)
     if world_size > 1 and parsed is not None and path.parent.name == checkpoint1.rank_folder_name(parsed.rank):

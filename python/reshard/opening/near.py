@@ -13,7 +13,7 @@ from reshard.errors import ReshardError
 from reshard.formats import registry
 from reshard.formats.base import Match
 from reshard.storage.location import Location, locate
-from reshard.words import nearest
+from reshard.values.words import nearest
 
 if TYPE_CHECKING:
     import os

@@ -13,7 +13,7 @@ from reshard.formats import registry
 from reshard.formats.base import Match
 from reshard.formats.torch_file import names as torch_file
 from reshard.opening.near import near
-from reshard.words import listed, show
+from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

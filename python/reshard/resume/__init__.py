@@ -7,7 +7,7 @@ the disk, the clock or the environment.
 
 from __future__ import annotations
 
-from reshard.formats.checkpoint2.candidates import Candidate, Folder, Order, order
+from reshard.commit.candidates import Candidate, Folder, Order, order
 from reshard.resume.choose import evaluate
 from reshard.resume.counters import BatchSchedule, EpochStep, Scaling
 from reshard.resume.decision import decide

@@ -15,7 +15,7 @@ from reshard.config import split_iteration
 from reshard.errors import CheckpointNotFoundError, UnsupportedError
 from reshard.resume.choose import evaluate, name_of, no_usable_candidate
 from reshard.resume.restore import continue_run, start_fresh, with_checkpoint
-from reshard.words import hub_hint, show
+from reshard.values.words import hub_hint, show
 
 if TYPE_CHECKING:
     from reshard.config import Config

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from reshard.errors import StorageError
 from reshard.storage.local import close_read
 from reshard.storage.store import failing
-from reshard.words import show
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

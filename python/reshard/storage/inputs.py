@@ -10,7 +10,7 @@ from pathlib import Path
 from reshard.errors import CheckpointNotFoundError, StorageError
 from reshard.storage.location import locate
 from reshard.storage.store import failing
-from reshard.words import show
+from reshard.values.words import show
 
 _WRITER_SECONDS = 10.0  # until another process must have opened a pipe
 

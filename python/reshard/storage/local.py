@@ -32,7 +32,7 @@ from reshard.storage.store import (
     ignore,
     join,
 )
-from reshard.words import show
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterator, Sequence

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from reshard.errors import ArgumentError, CheckpointNotFoundError, StorageError
 from reshard.storage.local import LOCAL
 from reshard.storage.store import NO_FAULT_OF_A_FILE, join, kind_words
-from reshard.words import show
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     import os

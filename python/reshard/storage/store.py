@@ -22,7 +22,7 @@ import errno
 from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple, Self, TypeAlias
 
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
-from reshard.words import counted, show
+from reshard.values.words import counted, show
 
 if TYPE_CHECKING:
     import os

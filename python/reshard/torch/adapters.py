@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from reshard.documents.strict_json import read_json
 from reshard.errors import MismatchError, UnsupportedError
 from reshard.options import Commit, Select
 from reshard.storage.changes import make_folders
 from reshard.storage.location import locate
-from reshard.strict_json import read_json
 from reshard.torch.modules import named
+from reshard.values.words import show
 from reshard.verbs.convert import convert
-from reshard.words import show
 
 if TYPE_CHECKING:
     import os

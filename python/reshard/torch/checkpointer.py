@@ -26,13 +26,11 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 
-from reshard.arguments import check_choice, checked
-from reshard.collective import Collective
+from reshard.commit import protocol
 from reshard.config import Config, as_config
 from reshard.errors import ArgumentError, ClaimedError, GroupError, ReshardError
-from reshard.events import Observers
+from reshard.formats.checkpoint2.rank_facts import check_same
 from reshard.formats.savable import save_format
-from reshard.group import log_of_all, resolve, session
 from reshard.options import (
     InitFrom,
     Interrupts,
@@ -44,9 +42,10 @@ from reshard.options import (
     comparable,
     explains_moved,
 )
+from reshard.ranks.collective import Collective
+from reshard.ranks.group import log_of_all, resolve, session
 from reshard.resume import RunFacts
 from reshard.resume.parts import object_name, with_parts
-from reshard.storage import protocol
 from reshard.storage.inputs import read_input
 from reshard.storage.location import locate
 from reshard.torch import environment as environments
@@ -77,11 +76,12 @@ from reshard.torch.sampler import ElasticSampler, check_not_read, keep_stream
 from reshard.torch.saving import Saver
 from reshard.torch.schedulers import KINDS, kind_of
 from reshard.torch.state import describe
+from reshard.values.arguments import check_choice, checked
+from reshard.values.events import Observers
+from reshard.values.words import show
 from reshard.verbs.load import Wanted, load_with, pass_over, resumed
+from reshard.verbs.save import check_save_options
 from reshard.verbs.start import initial, own_config, start_of, with_init
-from reshard.words import show
-from reshard.write.rank_facts import check_same
-from reshard.write.save import check_save_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -92,7 +92,6 @@ if TYPE_CHECKING:
 
     from reshard.checkpoint import Checkpoint
     from reshard.config import ConfigLike
-    from reshard.events import OnEvent
     from reshard.options import (
         CommitLike,
         FilesLike,
@@ -107,7 +106,8 @@ if TYPE_CHECKING:
     from reshard.torch.health import Health
     from reshard.torch.loading import Read
     from reshard.torch.state import Described
-    from reshard.write.save import PendingSave, SaveReport
+    from reshard.values.events import OnEvent
+    from reshard.verbs.save import PendingSave, SaveReport
 
 _log = logging.getLogger("reshard")
 

@@ -19,22 +19,22 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from reshard.collective import Collective, capture
 from reshard.errors import LayoutError, MismatchError
-from reshard.group import session
 from reshard.layout.file import LayoutFile
 from reshard.layout.partition import Partition, trimmed
 from reshard.layout.patterns import Pattern, glob_of
 from reshard.layout.resolve import resolve
-from reshard.messages import decode, encode
+from reshard.ranks.collective import Collective, capture
+from reshard.ranks.group import session
+from reshard.ranks.messages import decode, encode
 from reshard.torch.placements import DigitLayout, Row, digits_of, part_of
-from reshard.words import listed, show
+from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-    from reshard.group import Group
     from reshard.layout.partition import Place
+    from reshard.ranks.group import Group
     from reshard.torch.placements import Digit
 
 RankValues: TypeAlias = "list[tuple[Any, list[int]]]"
@@ -59,7 +59,7 @@ def gather_distinct(
         ReshardError: the error of a rank.
 
     Example:
-        >>> from reshard.group import SingleProcess
+        >>> from reshard.ranks.group import SingleProcess
         >>> gather_distinct(SingleProcess(), [{"w": 1}, 7], [dict[str, int], int], timeout=10)
         [[({'w': 1}, [0])], [(7, [0])]]
     """

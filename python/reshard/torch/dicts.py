@@ -13,7 +13,7 @@ import torch
 
 from reshard.errors import MismatchError
 from reshard.torch.tensors import overwrite
-from reshard.words import show
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -27,16 +27,16 @@ import weakref
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from reshard.collective import Collective
 from reshard.errors import ArgumentError
-from reshard.group import TorchGroup, session
-from reshard.words import show
+from reshard.ranks.collective import Collective
+from reshard.ranks.group import TorchGroup, session
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import FrameType
 
-    from reshard.group import Group
+    from reshard.ranks.group import Group
 
 EXIT_CODE = 75
 """Exit code of a process that was signalled to end and has saved: EX_TEMPFAIL, "try again later"."""
@@ -219,7 +219,7 @@ def notice_store_of(group: Group) -> NoticeStore | None:
     """The notice store of a group, or None. A user-defined group is its own store if it has `post` and `read`.
 
     Example:
-        >>> from reshard.group import SingleProcess
+        >>> from reshard.ranks.group import SingleProcess
         >>> store = notice_store_of(SingleProcess())
         >>> store.read("a")
         >>> store.post("a", "text")

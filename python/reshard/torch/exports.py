@@ -11,30 +11,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from reshard.collective import Collective
+from reshard.commit import roots
+from reshard.commit.retention import best_of
 from reshard.conversion.library_names import published_names
 from reshard.errors import ReshardError
-from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.group import session
+from reshard.ranks.collective import Collective
+from reshard.ranks.group import session
 from reshard.storage.changes import make_folders, remove_file, replace_link
 from reshard.storage.location import locate
 from reshard.torch.adapters import adapters_of, write_adapters
 from reshard.torch.merging import merge_of, write_merged
 from reshard.torch.published import check_loads
+from reshard.values.words import show
 from reshard.verbs.convert import open_source
 from reshard.verbs.integrate import integrate, integrated_root, remove_outdated
-from reshard.words import show
-from reshard.write.retention import best_of
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable
 
-    from reshard.group import Group
     from reshard.names import NameMap
     from reshard.options import SaveOptions
+    from reshard.ranks.group import Group
     from reshard.torch.adapters import Adapter
-    from reshard.write.save import SaveReport
+    from reshard.verbs.save import SaveReport
 
 _log = logging.getLogger("reshard")
 
@@ -167,7 +167,7 @@ def _export_merged(
     timeout: float,
 ) -> list[str]:
     """Write the merged weights of a save, on rank 0. Returns warnings."""
-    target = locate(integrated_root(root, "hf")) / checkpoint2.iteration_folder_name(report.iteration)
+    target = locate(integrated_root(root, "hf")) / roots.iteration_folder_name(report.iteration)
 
     def write() -> str:
         merge = merge_of(model)
@@ -201,7 +201,7 @@ def _export_adapters(
     timeout: float,
 ) -> list[str]:
     """Write the adapters of a save, on rank 0. Returns warnings."""
-    target = locate(integrated_root(root, "hf")) / checkpoint2.iteration_folder_name(report.iteration)
+    target = locate(integrated_root(root, "hf")) / roots.iteration_folder_name(report.iteration)
 
     def write() -> str:
         write_adapters(report.path, str(target), adapters, commit=options.commit)
@@ -277,7 +277,7 @@ def _class_of(model: object) -> str:
 def _link(root: str | os.PathLike[str], report: SaveReport, best: tuple[str, int] | None) -> list[str]:
     """Let the links name the newest and the best iteration. Returns warnings."""
     warnings = []
-    targets: dict[str, str | None] = {_LAST: checkpoint2.iteration_folder_name(report.iteration)}
+    targets: dict[str, str | None] = {_LAST: roots.iteration_folder_name(report.iteration)}
     if best is not None:
         try:
             targets[_BEST] = best_of(root, best[0])

@@ -22,7 +22,7 @@ from reshard.opening import open as open_checkpoint
 from reshard.storage.location import locate
 from reshard.torch.device_loads import load_on
 from reshard.torch.tensors import from_tensor, plain_tensor
-from reshard.words import check_text
+from reshard.values.words import check_text
 
 __all__ = ["ALIASES", "load_file", "save_file"]
 

@@ -11,14 +11,14 @@ import signal
 import time
 from typing import TYPE_CHECKING, NoReturn
 
-from reshard.collective import Collective
 from reshard.errors import GroupError, ReshardError
-from reshard.group import log_of_all, session
+from reshard.ranks.collective import Collective
+from reshard.ranks.group import log_of_all, session
 from reshard.torch.emergency import EXIT_CODE, EXIT_GRACE_S
 from reshard.torch.run import NOT_SAVED
 
 if TYPE_CHECKING:
-    from reshard.group import Group
+    from reshard.ranks.group import Group
     from reshard.torch.emergency import Signals
     from reshard.torch.saving import Saver
 

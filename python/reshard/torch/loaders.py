@@ -23,7 +23,7 @@ from reshard.formats.state import digest_of
 from reshard.torch.orders import Loop, Order, Rest, Split, checksum, generators_of, is_elastic, parts_of, whole
 from reshard.torch.rng import HostStreams
 from reshard.torch.sampler import check_not_read
-from reshard.words import listed, show
+from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -20,16 +20,16 @@ from reshard.formats import counter_tensors
 from reshard.formats.base import StoredTensor
 from reshard.formats.dcp.names import is_number, is_optimizer
 from reshard.formats.dcp.run_state import Live, RunState, model_of, translated
+from reshard.formats.outputs import as_array, fill
 from reshard.formats.weight_sets import Known, advice, chosen, without_wrappers
 from reshard.layout import ModelLayout, as_layout
 from reshard.layout.patterns import Matcher
 from reshard.options import Strict
-from reshard.outputs import as_array, fill
 from reshard.torch.objects import object_tensors
 from reshard.torch.optimizers import OptimizerRecord
 from reshard.torch.restore import parameter_like
 from reshard.torch.tensors import as_tensor, from_tensor, torch_dtype
-from reshard.words import listed, show
+from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

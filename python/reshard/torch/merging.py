@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reshard import _core
+from reshard.commit import writer_mark
 from reshard.conversion.destinations import Job
 from reshard.conversion.destinations import Options as FileOptions
 from reshard.conversion.library_model import not_saved
 from reshard.conversion.library_names import published_names
 from reshard.conversion.writer import Settings
 from reshard.errors import MismatchError, UnsupportedError
-from reshard.formats import writer_mark
 from reshard.formats.base import StoredTensor
 from reshard.formats.huggingface.writer import HuggingFaceWriter
 from reshard.options import Commit
@@ -33,8 +33,8 @@ from reshard.torch.adapters import unwrapped
 from reshard.torch.files import save_file
 from reshard.torch.modules import named
 from reshard.torch.tensors import as_tensor, overwrite
+from reshard.values.words import show
 from reshard.verbs.convert import open_source
-from reshard.words import show
 
 if TYPE_CHECKING:
     import os

@@ -21,7 +21,7 @@ from torch import nn
 
 from reshard.errors import ArgumentError, UnsupportedError
 from reshard.torch.tensors import inner_tensors, is_wrapper
-from reshard.words import show
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

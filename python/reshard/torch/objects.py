@@ -19,7 +19,7 @@ import torch
 from reshard import dtypes
 from reshard.errors import ArgumentError, MismatchError, UnsupportedError
 from reshard.formats.state_loader import MAX_DEPTH
-from reshard.words import show
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

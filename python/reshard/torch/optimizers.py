@@ -21,7 +21,7 @@ import torch
 
 from reshard.errors import ArgumentError, MismatchError, UnsupportedError
 from reshard.torch.tensors import inner_tensors
-from reshard.words import show
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,7 +19,7 @@ import torch
 
 from reshard.errors import UnsupportedError
 from reshard.torch.tensors import plain_tensor
-from reshard.words import show
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

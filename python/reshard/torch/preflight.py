@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reshard import dtypes
+from reshard.commit import protocol, roots
 from reshard.errors import ArgumentError, ClaimedError, UnsupportedError
-from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.state import dump
 from reshard.resume.parts import object_name
-from reshard.storage import protocol
 from reshard.torch.modules import unloaded
 from reshard.torch.staging import on_device
-from reshard.words import listed, show
+from reshard.values.words import listed, show
+from reshard.verbs.save import save
 from reshard.write import pending_rollback
-from reshard.write.save import save
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -224,4 +223,4 @@ def claim(saver: Saver, *, step: int, is_below: bool, takeover: bool) -> None:
     folder_mode = 0o700 if saver.options.commit.private else 0o777
     protocol.claim_root(root, takeover=takeover, durable=saver.options.commit.durable, folder_mode=folder_mode)
     if not saver.has_rank_folders and not is_below and pending_rollback.get(root) is None:
-        protocol.check_above_tracker(root, step, checkpoint2.resolve_candidates(root).tracker)
+        protocol.check_above_tracker(root, step, roots.resolve_candidates(root).tracker)

@@ -40,7 +40,7 @@ from reshard.torch.settings import (
     state_of,
 )
 from reshard.torch.tensors import as_tensor, from_tensor, overwrite
-from reshard.words import listed, show
+from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

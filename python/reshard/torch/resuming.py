@@ -20,7 +20,7 @@ from reshard.torch.loaders import FollowedLoader, state_for
 from reshard.torch.loading import MOST_NAMES
 from reshard.torch.restore import apply, load_into, named
 from reshard.torch.sampler import ElasticSampler
-from reshard.words import listed, show
+from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

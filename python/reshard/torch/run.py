@@ -21,7 +21,7 @@ from reshard.torch.settings import Started
 
 if TYPE_CHECKING:
     from reshard.torch.emergency import Rendezvous
-    from reshard.write.save import PendingSave, SaveReport
+    from reshard.verbs.save import PendingSave, SaveReport
 
 NOT_SAVED = -1
 

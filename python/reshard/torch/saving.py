@@ -12,7 +12,6 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from reshard.collective import Collective
 from reshard.errors import (
     ArgumentError,
     CoverageError,
@@ -25,7 +24,8 @@ from reshard.errors import (
 from reshard.formats import state
 from reshard.formats.savable import save_format
 from reshard.formats.state import per_rank
-from reshard.group import session
+from reshard.ranks.collective import Collective
+from reshard.ranks.group import session
 from reshard.resume.parts import object_name
 from reshard.torch import rng
 from reshard.torch.exports import Exports, export
@@ -33,7 +33,7 @@ from reshard.torch.run import NOT_SAVED
 from reshard.torch.sampler import ElasticSampler
 from reshard.torch.staging import Staging, on_device
 from reshard.torch.state import describe
-from reshard.write.save import save as save_iteration
+from reshard.verbs.save import save as save_iteration
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-    from reshard.events import Observers
-    from reshard.group import Group
     from reshard.options import FormatLike, SaveOptions
+    from reshard.ranks.group import Group
     from reshard.torch.run import Run
     from reshard.torch.staging import Staged
     from reshard.torch.state import Described
-    from reshard.write.save import PendingSave, SaveReport
+    from reshard.values.events import Observers
+    from reshard.verbs.save import PendingSave, SaveReport
 
 _log = logging.getLogger("reshard")
 

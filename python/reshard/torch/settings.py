@@ -19,7 +19,7 @@ import torch
 
 from reshard.torch.optimizers import plain
 from reshard.torch.schedulers import CHILDREN, children, unwrapped
-from reshard.words import show
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -19,7 +19,8 @@ import torch
 from reshard import dtypes
 from reshard.errors import ArgumentError, MismatchError, ReshardError, UnsupportedError
 from reshard.formats import state as state_format
-from reshard.group import resolve
+from reshard.formats.replicas import RankLocal
+from reshard.ranks.group import resolve
 from reshard.torch.common_layout import gather_distinct, layout_of
 from reshard.torch.modules import CONSTANTS, Named, named
 from reshard.torch.objects import TENSORS, Lifted, lift
@@ -35,10 +36,9 @@ from reshard.torch.placements import DigitLayout, LocalPart, Row, is_sharded, lo
 from reshard.torch.schedulers import KINDS, kind_of, unwrapped
 from reshard.torch.settings import STARTED
 from reshard.torch.tensors import from_tensor
-from reshard.words import ranks_named, show
+from reshard.values.words import ranks_named, show
 from reshard.write.arrays import Shard
 from reshard.write.differing import fields_of, first_difference
-from reshard.write.replicas import RankLocal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from reshard.group import Group
+    from reshard.ranks.group import Group
     from reshard.torch.common_layout import RankValues
     from reshard.torch.settings import Started
 

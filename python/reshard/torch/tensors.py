@@ -11,7 +11,7 @@ import torch
 
 from reshard import dtypes
 from reshard.errors import ArgumentError, UnsupportedError
-from reshard.words import listed, show
+from reshard.values.words import listed, show
 from reshard.write.arrays import as_array
 
 # The dtypes of this torch version: older ones lack some of the narrow floats.

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from transformers import Trainer, TrainerCallback
 
 import reshard
+from reshard.commit.roots import iteration_folder_name
 from reshard.conversion.library_model import model_of
 from reshard.conversion.library_names import published_names
 from reshard.errors import ArgumentError
-from reshard.formats.checkpoint2.names import iteration_folder_name
 from reshard.options import Files, Resuming, Retention
 from reshard.storage.changes import make_folders
 from reshard.storage.location import locate

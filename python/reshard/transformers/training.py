@@ -28,12 +28,12 @@ from transformers.trainer_utils import HubStrategy, has_length
 
 import reshard
 from reshard.accelerate.loader import follow, is_prepared
-from reshard.collective import Collective
+from reshard.commit.roots import iteration_folder_name
 from reshard.errors import ArgumentError, MismatchError, UnsupportedError
-from reshard.formats.checkpoint2.names import iteration_folder_name
 from reshard.formats.state import PerRank
-from reshard.group import resolve, session
 from reshard.options import Resuming, Retention
+from reshard.ranks.collective import Collective
+from reshard.ranks.group import resolve, session
 from reshard.storage.location import locate
 from reshard.torch import Checkpointer, rng
 from reshard.torch.loading import read_for
@@ -41,7 +41,7 @@ from reshard.torch.passes import Passes
 from reshard.torch.restore import apply
 from reshard.torch.state import describe
 from reshard.transformers.position import DataPosition
-from reshard.words import listed, show
+from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from reshard import _core, dtypes, opening
-from reshard.arguments import checked, parse_size, plain_integer
 from reshard.checkpoint import Checkpoint
-from reshard.collective import Collective
+from reshard.commit import writer_mark
+from reshard.commit.filling import staging_name
+from reshard.commit.trash import STAGING_FOLDER
 from reshard.conversion.destinations import SHARED_PREFIX, Job, Options
 from reshard.conversion.kept_dtypes import kept_by_cast
 from reshard.conversion.library_model import model_of, not_saved, published_shapes
@@ -31,7 +32,6 @@ from reshard.errors import (
     ReshardError,
     UnsupportedError,
 )
-from reshard.formats import writer_mark
 from reshard.formats.base import StoredTensor
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1.reader import open_rank_files, strategy_for
@@ -39,14 +39,14 @@ from reshard.formats.registry import check_destination
 from reshard.formats.torch_file.names import is_of_one_rank
 from reshard.formats.weight_sets import WRAPPERS, alike, model_start
 from reshard.formats.writers import WRITERS, writer_for
-from reshard.group import SingleProcess, resolve, session
 from reshard.layout import as_layout
 from reshard.names import as_names, config_beside
 from reshard.options import Commit, Files, Select, explains_moved
-from reshard.storage.filling import staging_name
+from reshard.ranks.collective import Collective
+from reshard.ranks.group import SingleProcess, resolve, session
 from reshard.storage.location import Location, locate
-from reshard.storage.trash import STAGING_FOLDER
-from reshard.words import hub_hint, listed, show
+from reshard.values.arguments import checked, parse_size, plain_integer
+from reshard.values.words import hub_hint, listed, show
 
 if TYPE_CHECKING:
     import os
@@ -167,7 +167,7 @@ def convert(
         threads: threads of the copy.
         share: `(i, n)`, i from 0: write the i-th of n shares of the files, on any machine that can access source and
             destination, and publish if it was the last. A share that was interrupted is written again.
-        group: a `reshard.group.Group` or a process group of torch.distributed, all ranks of which call this: each
+        group: a `reshard.ranks.group.Group` or a process group of torch.distributed, all ranks of which call this: each
             writes its share, and all return when it is published.
         timeout: seconds that ranks of a group wait for each other.
         progress: called as `progress(done_bytes, total_bytes)`.

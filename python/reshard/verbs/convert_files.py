@@ -16,22 +16,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard import _core
-from reshard.arguments import checked, parse_size
+from reshard.commit import writer_mark
+from reshard.commit.publication import made_folder
+from reshard.documents.strict_yaml import read_yaml
 from reshard.errors import (
     ArgumentError,
     CheckpointNotFoundError,
     DamagedFileError,
     DestinationExistsError,
 )
-from reshard.formats import writer_mark
 from reshard.formats.checkpoint1 import names as checkpoint1
+from reshard.formats.checkpoint2.iteration import JointProgress
 from reshard.formats.ckpt import names as ckpt
 from reshard.formats.rank_file import OpenedRankFile, add_rank_file
 from reshard.storage.location import Location, locate
-from reshard.storage.publication import made_folder
-from reshard.strict_yaml import read_yaml
-from reshard.words import check_text, listed, show
-from reshard.write.iteration import JointProgress
+from reshard.values.arguments import checked, parse_size
+from reshard.values.words import check_text, listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

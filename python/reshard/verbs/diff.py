@@ -18,10 +18,10 @@ import ml_dtypes
 import numpy as np
 
 from reshard import _core, dtypes, opening
-from reshard.arguments import checked, parse_size
 from reshard.errors import ArgumentError
-from reshard.indexing import boxes
-from reshard.words import show
+from reshard.values.arguments import checked, parse_size
+from reshard.values.indexing import boxes
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     import os

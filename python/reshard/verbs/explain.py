@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from reshard import _core, opening
+from reshard.commit.scrub import Fault, fault_of, is_damage, own_sums, scrub_folder, scrub_plain
 from reshard.errors import ReshardError, StorageError
 from reshard.formats.rank_file import add_rank_file
-from reshard.formats.scrub import Fault, fault_of, is_damage, own_sums, scrub_folder, scrub_plain
 from reshard.opening.gather import gather
 from reshard.opening.gather_ranks import path_of
 from reshard.resume import decide, evaluate
@@ -22,8 +22,8 @@ from reshard.verbs.start import initial
 
 if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint, Part
+    from reshard.commit.manifest import Manifest
     from reshard.config import Config
-    from reshard.formats.manifest import Manifest
     from reshard.resume import ResumeDecision, ResumeFacts, RunFacts, Verdict
 
 _PARTS: tuple[Part, ...] = ("model", "optimizer")

@@ -16,15 +16,15 @@ import numpy as np
 
 from reshard import _core, dtypes
 from reshard.formats import optimizer_slots
-from reshard.indexing import boxes
-from reshard.words import counted, show
+from reshard.values.indexing import boxes
+from reshard.values.words import counted, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from reshard.checkpoint import Checkpoint
     from reshard.formats.base import CheckpointData
-    from reshard.indexing import Box
+    from reshard.values.indexing import Box
 
 Kind: TypeAlias = Literal["not finite", "negative", "rounding", "replicas", "unchanged"]
 Found: TypeAlias = "Mapping[tuple[int, str], _core.ArrayCounts]"

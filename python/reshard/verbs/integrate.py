@@ -15,12 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from reshard.commit import roots
 from reshard.errors import ReshardError
-from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.storage.changes import remove_folder
 from reshard.storage.location import Location, locate
+from reshard.values.words import show
 from reshard.verbs.convert import convert
-from reshard.words import show
 
 if TYPE_CHECKING:
     import os
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from reshard.checkpoint import Part
     from reshard.names import NameMap
     from reshard.options import Commit
-    from reshard.write.save import SaveReport
+    from reshard.verbs.save import SaveReport
 
 _FOLDER = re.compile("iteration_([0-9]{8,18})")
 _log = logging.getLogger("reshard")
@@ -84,7 +84,7 @@ def integrate(
         >>> reshard.open("run_integrated/iteration_00000007").read("w")
         array([0., 1., 2., 3.])
     """
-    target = locate(integrated_root(root, suffix)) / checkpoint2.iteration_folder_name(report.iteration)
+    target = locate(integrated_root(root, suffix)) / roots.iteration_folder_name(report.iteration)
     try:
         convert(
             report.path,

@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from reshard import opening
-from reshard.arguments import check as check_arguments
-from reshard.arguments import check_given
 from reshard.checkpoint import Checkpoint
-from reshard.collective import Collective, capture
+from reshard.commit import manifest as manifests
+from reshard.commit import proofs, protocol, roots
+from reshard.commit.scrub import scrub_plain
 from reshard.config import Config, as_config, split_iteration
 from reshard.errors import (
     ArgumentError,
@@ -35,22 +35,21 @@ from reshard.errors import (
     ReshardError,
     StorageError,
 )
-from reshard.events import Observers
-from reshard.formats import manifest as manifests
-from reshard.formats import proofs, registry
+from reshard.formats import registry
 from reshard.formats.checkpoint1.reader import open_rank_files, strategy_for
-from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.formats.scrub import scrub_plain
-from reshard.group import log_of_all, resolve, session
 from reshard.layout import ModelLayout, as_layout
 from reshard.opening.gather import gather
 from reshard.opening.gather_ranks import SavesRoot, gather_saves, is_deduplicated, open_own, path_of, saves_root
 from reshard.options import Reading, Verify, explains_moved
+from reshard.ranks.collective import Collective, capture
+from reshard.ranks.group import log_of_all, resolve, session
 from reshard.resume import ResumeDecision, ResumeFacts, RunFacts, decide
-from reshard.storage import protocol
 from reshard.storage.location import Location, locate
+from reshard.values.arguments import check as check_arguments
+from reshard.values.arguments import check_given
+from reshard.values.events import Observers
+from reshard.values.words import show
 from reshard.verbs.pending_load import PendingLoad
-from reshard.words import show
 from reshard.write import pending_rollback
 
 if TYPE_CHECKING:
@@ -61,10 +60,10 @@ if TYPE_CHECKING:
     from reshard import _core
     from reshard.checkpoint import LayoutLike, Part
     from reshard.config import ConfigLike
-    from reshard.events import OnEvent
     from reshard.formats.base import StrategyLike
     from reshard.formats.checkpoint2.common import CommonInfo
     from reshard.options import VerifyLike
+    from reshard.values.events import OnEvent
 
 _log = logging.getLogger("reshard")
 
@@ -429,7 +428,7 @@ def _asked(root: str | os.PathLike[str] | None, config: ConfigLike | None, itera
     folder, number = split_iteration(asked.load_path)
     if number is not None:
         raise ArgumentError(f"`iteration` is {iteration}, and {asked.load_path} names one already")
-    return replace(asked, load_path=str(locate(folder) / checkpoint2.iteration_folder_name(iteration)))
+    return replace(asked, load_path=str(locate(folder) / roots.iteration_folder_name(iteration)))
 
 
 def _is_pretrained(path: str) -> bool:
@@ -585,7 +584,7 @@ def _damage_of(error: ReshardError) -> str | None:
 
 def _record(path: Location, state: str) -> None:
     """Record that an iteration is verified: its shard files were read, and the other files are checked here."""
-    if checkpoint2.parse_iteration_folder(path.name) is None:
+    if roots.parse_iteration_folder(path.name) is None:
         return
     try:
         manifest = manifests.read(path)
@@ -604,8 +603,8 @@ def _is_look(wanted: Wanted) -> bool:
 
 def _note(path: Location) -> None:
     """Note which newer iterations were skipped, for the first save after this load."""
-    number = checkpoint2.parse_iteration_folder(path.name)
-    if number is not None and checkpoint2.is_root(path.parent):
+    number = roots.parse_iteration_folder(path.name)
+    if number is not None and roots.is_root(path.parent):
         pass_over(path.parent, number)
 
 

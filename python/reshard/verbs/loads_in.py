@@ -25,11 +25,11 @@ from reshard.conversion.library_model import (
     saved_state,
     start_before,
 )
+from reshard.documents.strict_json import read_json
 from reshard.errors import CheckpointNotFoundError, UnsupportedError
 from reshard.formats import weight_map
 from reshard.storage.location import Location, locate
-from reshard.strict_json import read_json
-from reshard.words import listed, show
+from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

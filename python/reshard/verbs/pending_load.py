@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-from reshard.pending import Pending
+from reshard.values.pending import Pending
 
 if TYPE_CHECKING:
     from collections.abc import Callable

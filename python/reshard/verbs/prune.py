@@ -9,22 +9,22 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from reshard.arguments import checked
 from reshard.checkpoint import Checkpoint
+from reshard.commit import roots
+from reshard.commit.retention import Removed, pin, remove, unpin
 from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError
-from reshard.events import Observers
-from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.reader import open_folder
 from reshard.opening import is_damage, reason_of
 from reshard.options import explains_moved, retention_of
-from reshard.words import show
-from reshard.write.retention import Removed, pin, remove, unpin
+from reshard.values.arguments import checked
+from reshard.values.events import Observers
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from reshard import _core
-    from reshard.events import OnEvent
     from reshard.options import RetentionLike
     from reshard.storage.location import Location
+    from reshard.values.events import OnEvent
 
 __all__ = ["Removed", "pin", "prune", "unpin"]
 
@@ -76,9 +76,9 @@ def prune(
     known = retention_of(keep, retention)
     if known is None:
         raise ArgumentError("`prune` needs `keep` or `retention`", hint="for example `keep=5`")
-    if not checkpoint2.list_iterations(root):
+    if not roots.list_iterations(root):
         message = f"{show(os.fspath(root))} holds no iteration folder"
-        raise CheckpointNotFoundError(message, path=os.fspath(root), hint=checkpoint2.missing_hint(root))
+        raise CheckpointNotFoundError(message, path=os.fspath(root), hint=roots.missing_hint(root))
     return remove(
         root,
         known,

@@ -11,25 +11,24 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard import opening
-from reshard.arguments import check, plain_integer
 from reshard.checkpoint import Checkpoint
+from reshard.commit import claims, protocol, recovery, roots, staging
+from reshard.commit.filesystem import MANIFEST_FILE
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, StorageError, hints_without
-from reshard.events import Observers
 from reshard.formats.checkpoint1 import names as checkpoint1
-from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.reader import open_folder
 from reshard.formats.health import last_healthy
-from reshard.storage import claims, protocol, recovery, staging
-from reshard.storage.filesystem import MANIFEST_FILE
 from reshard.storage.location import Location, locate
+from reshard.values.arguments import check, plain_integer
+from reshard.values.events import Observers
+from reshard.values.words import listed, show
 from reshard.verbs.verify import verify as verify_checkpoint
-from reshard.words import listed, show
 
 if TYPE_CHECKING:
     import os
 
     from reshard import _core
-    from reshard.events import OnEvent
+    from reshard.values.events import OnEvent
 
 _log = logging.getLogger("reshard")
 
@@ -110,12 +109,12 @@ def rollback(
     if iteration is None:
         iteration = _last_healthy(path)
     iteration = plain_integer(iteration)
-    checkpoint2.iteration_folder_name(iteration)  # refuses an invalid iteration
+    roots.iteration_folder_name(iteration)  # refuses an invalid iteration
     if dry_run:
         is_verified = _check(_folder(path, iteration), verify=verify, threads=threads, progress=progress)
         return _changes(path, iteration, verified=is_verified)
-    checkpoint2.list_iterations(path)  # refuses a path that is not a folder, before anything is made in it
-    if not checkpoint2.is_root(path):
+    roots.list_iterations(path)  # refuses a path that is not a folder, before anything is made in it
+    if not roots.is_root(path):
         raise _not_found(path, iteration)
     is_ours = claims.held(path) is not None
     try:
@@ -149,15 +148,15 @@ def _last_healthy(root: Location) -> int:
 
 
 def _folder(root: Location, iteration: int) -> Location:
-    name = dict(checkpoint2.list_iterations(root)).get(iteration)
+    name = dict(roots.list_iterations(root)).get(iteration)
     if name is None:
         raise _not_found(root, iteration)
     return root / name
 
 
 def _not_found(root: Location, iteration: int) -> CheckpointNotFoundError:
-    hint = checkpoint2.missing_hint(root)
-    if not checkpoint2.list_iterations(root) and checkpoint1.is_root(root):
+    hint = roots.missing_hint(root)
+    if not roots.list_iterations(root) and checkpoint1.is_root(root):
         hint = "rank folders have no tracker: `load_checkpoint` of the configuration names the file to resume from"
     return CheckpointNotFoundError(f"there is no iteration {iteration} in {show(str(root))}", path=str(root), hint=hint)
 
@@ -189,13 +188,13 @@ def _check(
 
 
 def _changes(root: Location, iteration: int, *, verified: bool) -> Rollback:
-    newer = tuple(number for number, _ in checkpoint2.list_iterations(root) if number > iteration)
-    return Rollback(iteration, checkpoint2.resolve_candidates(root).tracker, newer, verified)
+    newer = tuple(number for number, _ in roots.list_iterations(root) if number > iteration)
+    return Rollback(iteration, roots.resolve_candidates(root).tracker, newer, verified)
 
 
 def _move(root: Location, changes: Rollback) -> None:
     """Move the tracker, under the lock."""
-    for number, name in checkpoint2.list_iterations(root):
+    for number, name in roots.list_iterations(root):
         # Before the tracker moves: an iteration above it without the mark counts as one whose save was interrupted.
         if number > changes.iteration and (root / name / MANIFEST_FILE).exists():
             staging.mark_tracked(root / name, durable=True)

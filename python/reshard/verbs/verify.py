@@ -15,30 +15,30 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from reshard import _core, opening
-from reshard.arguments import checked
 from reshard.checkpoint import Checkpoint
+from reshard.commit import manifest as manifests
+from reshard.commit import proofs
+from reshard.commit.roots import list_iterations, misnamed, parse_iteration_folder
+from reshard.commit.scrub import Fault, fault_of, own_sums, scrub_folder
 from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError
-from reshard.formats import manifest as manifests
-from reshard.formats import proofs
 from reshard.formats.checkpoint1 import reader as checkpoint1
 from reshard.formats.checkpoint1 import state as checkpoint1_state
-from reshard.formats.checkpoint2.names import list_iterations, misnamed, parse_iteration_folder
 from reshard.formats.rank_file import add_rank_file
-from reshard.formats.scrub import Fault, fault_of, own_sums, scrub_folder
+from reshard.formats.replicas import is_any_of
 from reshard.storage.location import Location, locate
+from reshard.values.arguments import checked
+from reshard.values.words import show
 from reshard.verbs import health as healths
 from reshard.verbs.health import HealthFinding, Meter
 from reshard.verbs.loads_in import Library, LoadsIn, parts_of
 from reshard.verbs.loads_in import loads_in as compare_with
-from reshard.words import show
-from reshard.write.replicas import is_any_of
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Collection, Sequence
 
+    from reshard.commit.manifest import Manifest
     from reshard.formats.checkpoint1.reader import RankSave
-    from reshard.formats.manifest import Manifest
     from reshard.opening import StrategyLike
     from reshard.storage.store import Lock
 

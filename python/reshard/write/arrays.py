@@ -19,8 +19,8 @@ import numpy as np
 
 from reshard import _core, dtypes
 from reshard.errors import ArgumentError, MismatchError, UnsupportedError
-from reshard.tensor_memory import memory_of
-from reshard.words import show
+from reshard.values.tensor_memory import memory_of
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -17,9 +17,9 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
 
 from reshard import _core
+from reshard.commit import process_end
 from reshard.errors import ReshardError
-from reshard.pending import Pending
-from reshard.write import process_end
+from reshard.values.pending import Pending
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -26,14 +26,14 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
-from reshard.collective import Collective, capture
+from reshard.commit import claims, save_log
 from reshard.errors import ArgumentError, CheckpointNotFoundError, GroupError, ReshardError, StorageError
-from reshard.events import Observers
-from reshard.formats import save_log
-from reshard.storage import claims, mounts
+from reshard.formats.checkpoint2.iteration import NOT_EXPRESSED
+from reshard.ranks.collective import Collective, capture
+from reshard.storage import mounts
 from reshard.storage.location import Location, locate
+from reshard.values.events import Observers
 from reshard.write import background
-from reshard.write.iteration import NOT_EXPRESSED
 from reshard.write.shard_files import reserved_bytes, shard_file
 
 if TYPE_CHECKING:
@@ -41,16 +41,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from reshard import _core
+    from reshard.commit.save_log import SaveRecord
     from reshard.formats.base import Traits
     from reshard.formats.checkpoint2.common import CommonInfo
-    from reshard.formats.save_log import SaveRecord
-    from reshard.group import Group
+    from reshard.formats.checkpoint2.rank_facts import RankFacts
+    from reshard.formats.replicas import Copies, Replicas, State
     from reshard.layout import ModelLayout
     from reshard.options import SaveOptions
+    from reshard.ranks.group import Group
     from reshard.write.arrays import LocalArrays
     from reshard.write.background import PendingSave
-    from reshard.write.rank_facts import RankFacts
-    from reshard.write.replicas import Copies, Replicas, State
     from reshard.write.shard_files import ShardFile, ShardFileMaker
 
 _log = logging.getLogger("reshard")

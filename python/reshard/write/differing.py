@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from reshard.formats.state import digest_of
-from reshard.words import ranks_named, show
+from reshard.values.words import ranks_named, show
 
 _MAX_ITEMS = 64  # of a list, each with its own path
 _MAX_SHOWN = 60  # characters of a value

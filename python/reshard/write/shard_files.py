@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from reshard import _core
 from reshard.errors import DamagedFileError
-from reshard.words import show
+from reshard.values.words import show
 from reshard.write import background
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from reshard.storage.protocol import ValueRecord
+    from reshard.commit.protocol import ValueRecord
     from reshard.write.arrays import LocalArrays
 
     ShardFileMaker: TypeAlias = Callable[[str, LocalArrays, Mapping[str, str]], "ShardFile"]

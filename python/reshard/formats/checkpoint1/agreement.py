@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from reshard.formats import counter_tensors
 from reshard.formats.checkpoint1.state import SAVE_KEY
-from reshard.words import listed, show
+from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

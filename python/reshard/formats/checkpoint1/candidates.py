@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard.formats.checkpoint1.names import FileName, Meta, parse_file_name
-from reshard.words import listed, show
+from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

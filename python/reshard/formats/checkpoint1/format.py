@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from reshard.commit.filesystem import MANIFEST_FILE
 from reshard.formats.base import Format, Match
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.tiled import names as tiles
-from reshard.storage.filesystem import MANIFEST_FILE
 
 if TYPE_CHECKING:
     from reshard.formats.base import CheckpointData, OpenOptions

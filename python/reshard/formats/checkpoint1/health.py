@@ -12,10 +12,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from reshard.documents.strict_json import read_json
 from reshard.errors import CheckpointNotFoundError, DamagedFileError
 from reshard.storage.location import locate
-from reshard.strict_json import read_json
-from reshard.words import show
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     import os

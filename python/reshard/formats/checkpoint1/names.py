@@ -17,13 +17,13 @@ import os
 import re
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
-from reshard.counters import AS_TENSORS
+from reshard.documents.strict_json import read_json
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, StorageError
 from reshard.formats.base import Traits
 from reshard.storage.location import Location, locate
 from reshard.storage.names import component_fault
-from reshard.strict_json import read_json
-from reshard.words import listed, show
+from reshard.values.counters import AS_TENSORS
+from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

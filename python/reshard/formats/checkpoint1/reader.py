@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from reshard import _core
+from reshard.commit.newest import nothing_complete, open_newest
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, LayoutError, MismatchError, UnsupportedError
 from reshard.formats.base import CheckpointData, Shapes
 from reshard.formats.checkpoint1 import names as checkpoint1
@@ -23,7 +24,6 @@ from reshard.formats.checkpoint1 import state as checkpoint1_state
 from reshard.formats.checkpoint1.candidates import RankFolder, name_of_rank, order_saves
 from reshard.formats.checkpoint1.names import TRAITS, named, rank_of_folder
 from reshard.formats.checkpoint1.tensors import RankTensors
-from reshard.formats.newest import nothing_complete, open_newest
 from reshard.formats.own_files import opened_again
 from reshard.formats.rank_file import add_rank_file
 from reshard.layout.strategy import Strategy
@@ -31,7 +31,7 @@ from reshard.layout.strategy_file import is_strategy
 from reshard.layout.strategy_folder import read_strategy
 from reshard.layout.strategy_like import device_layouts, named_mapping
 from reshard.storage.location import locate
-from reshard.words import counted, listed, show
+from reshard.values.words import counted, listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from reshard import _core, dtypes
 from reshard.errors import MismatchError
+from reshard.formats.outputs import load_all
 from reshard.formats.rank_file import placed
-from reshard.indexing import Box, boxes
-from reshard.outputs import load_all
-from reshard.words import listed
+from reshard.values.indexing import Box, boxes
+from reshard.values.words import listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

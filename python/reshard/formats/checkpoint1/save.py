@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from reshard import dtypes
+from reshard.commit import claims, filesystem, protocol
 from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError, UnsupportedError
 from reshard.formats import counter_tensors, health
 from reshard.formats.checkpoint1 import health as checkpoint1_health
@@ -35,13 +36,20 @@ from reshard.formats.checkpoint1.save_rank import RankSide, WrittenWeights, arra
 from reshard.formats.checkpoint1.state import SAVE_KEY
 from reshard.formats.checkpoint1.strategies import Shapes  # noqa: TC001  messages are decoded by their type hints
 from reshard.formats.checkpoint2.common import CommonInfo  # noqa: TC001  as the one before
-from reshard.storage import claims, filesystem, mounts, protocol
+from reshard.formats.checkpoint2.rank_facts import (
+    LastMade,
+    RankFacts,
+    check_options,
+    check_state,
+    plan_iteration,
+    plan_key,
+)
+from reshard.formats.replicas import Replicas, is_any_of
+from reshard.storage import mounts
 from reshard.storage.location import Location, locate
-from reshard.words import show
+from reshard.values.words import show
 from reshard.write import pending_rollback
 from reshard.write.collective_save import Published, SaveFormat
-from reshard.write.rank_facts import LastMade, RankFacts, check_options, check_state, plan_iteration, plan_key
-from reshard.write.replicas import Replicas, is_any_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -49,11 +57,11 @@ if TYPE_CHECKING:
     from reshard import _core
     from reshard.formats.checkpoint1.names import FileName
     from reshard.formats.checkpoint1.strategies import Strategies
-    from reshard.group import Group
+    from reshard.formats.checkpoint2.iteration import IterationPlan
+    from reshard.formats.replicas import State
     from reshard.options import SaveOptions
+    from reshard.ranks.group import Group
     from reshard.write.collective_save import RankInput, SaveTask
-    from reshard.write.iteration import IterationPlan
-    from reshard.write.replicas import State
     from reshard.write.shard_files import ShardFileMaker
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import ArgumentError
 from reshard.formats.checkpoint1.names import FileName, parse_file_name
-from reshard.words import show
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

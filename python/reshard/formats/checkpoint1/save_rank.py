@@ -12,19 +12,19 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from reshard import _core, dtypes
+from reshard.commit import filesystem, protocol
 from reshard.errors import CheckpointNotFoundError, ReshardError
 from reshard.formats import counter_tensors
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1 import save_plan as rank_plan
 from reshard.formats.checkpoint1 import state as checkpoint1_state
 from reshard.formats.checkpoint1.names import Meta, rank_folder_name
-from reshard.outputs import load_all
-from reshard.storage import filesystem, protocol
+from reshard.formats.checkpoint2.iteration import JointProgress
+from reshard.formats.outputs import load_all
 from reshard.storage.changes import remove_file
 from reshard.storage.location import locate
-from reshard.words import show
+from reshard.values.words import show
 from reshard.write.arrays import LocalArrays, local_arrays
-from reshard.write.iteration import JointProgress
 from reshard.write.shard_files import WrittenFile, read_back
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from reshard.formats.checkpoint1.save_plan import FolderView, Naming
     from reshard.formats.checkpoint1.strategies import Strategies
     from reshard.formats.checkpoint2.common import CommonInfo
+    from reshard.formats.replicas import State
     from reshard.write.arrays import LocalArray
     from reshard.write.collective_save import SaveTask
-    from reshard.write.replicas import State
     from reshard.write.shard_files import ShardFile
 
 _WEIGHTS_MODE = 0o444  # weights are read-only, as those of MindSpore Transformers

@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from reshard import _core
+from reshard.commit import manifest as manifests
 from reshard.errors import CheckpointNotFoundError, DamagedFileError
-from reshard.formats import manifest as manifests
 from reshard.formats import state
 from reshard.formats.state_files import load_by_name, read_arrays
-from reshard.words import show
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

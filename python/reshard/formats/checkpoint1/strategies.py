@@ -13,6 +13,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from reshard.commit import filesystem
+from reshard.commit.protocol import make_root
 from reshard.errors import (
     CheckpointNotFoundError,
     DamagedFileError,
@@ -26,11 +28,9 @@ from reshard.formats.checkpoint1.names import STRATEGY_FOLDER
 from reshard.layout.strategy_file import is_strategy
 from reshard.layout.strategy_folder import read_strategy
 from reshard.layout.strategy_writer import write_stage_files
-from reshard.storage import filesystem
 from reshard.storage.changes import remove_folder
 from reshard.storage.location import locate
-from reshard.storage.protocol import make_root
-from reshard.words import listed, show
+from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -12,16 +12,16 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from reshard import _core, dtypes
-from reshard.counters import OF_NO_PARAMETER
 from reshard.errors import CoverageError, DamagedFileError, MismatchError
 from reshard.formats import counter_tensors
 from reshard.formats.base import StoredTensor, UnplacedTensor
 from reshard.formats.checkpoint1.agreement import SAME_ON_ALL, FileFacts, faults_of, lacking
 from reshard.formats.checkpoint1.replicas import AssumedReplicas
+from reshard.formats.outputs import load_all
 from reshard.formats.rank_file import add_rank_file, placed
 from reshard.layout.strategy import Strategy, box_of
-from reshard.outputs import load_all
-from reshard.words import listed, show
+from reshard.values.counters import OF_NO_PARAMETER
+from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -25,29 +25,29 @@ from reshard.conversion.destinations import (
     whole_tensors,
 )
 from reshard.conversion.writer import Settings, Writer
-from reshard.counters import OF_NO_PARAMETER
 from reshard.errors import ArgumentError, ReshardError, UnsupportedError
 from reshard.formats import counter_tensors
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1 import save_plan as rank_plan
 from reshard.formats.checkpoint1.names import STRATEGY_FOLDER, FileName, Meta
 from reshard.formats.checkpoint1.save_plan import ShardAssignment, assign, check_prefix
+from reshard.formats.checkpoint2.iteration import plan_layout
 from reshard.layout.strategy_file import read_strategy_file
 from reshard.layout.strategy_writer import strategy_of, write_stage_files
 from reshard.storage.changes import temporary_folder
-from reshard.words import show
-from reshard.write.iteration import plan_layout
+from reshard.values.counters import OF_NO_PARAMETER
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
     from reshard.checkpoint import Checkpoint, LayoutLike
+    from reshard.commit.protocol import ValueRecord
     from reshard.conversion.destinations import Job
+    from reshard.formats.checkpoint2.iteration import WholeTensor
     from reshard.layout import BoundLayout
     from reshard.layout.strategy import Strategy
     from reshard.storage.location import Location
-    from reshard.storage.protocol import ValueRecord
-    from reshard.write.iteration import WholeTensor
 
 _FILE = "net.safetensors"
 

@@ -13,10 +13,10 @@ import operator
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
+from reshard.documents.strict_json import parse_json
 from reshard.errors import ArgumentError, DamagedFileError
 from reshard.storage.location import locate
-from reshard.strict_json import parse_json
-from reshard.words import show
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     import os

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from reshard.commit import roots
+from reshard.commit.filesystem import MANIFEST_FILE
 from reshard.formats.base import Format, Match
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2 import traits
 from reshard.formats.tiled import names as tiles
-from reshard.storage.filesystem import MANIFEST_FILE
 
 if TYPE_CHECKING:
     from reshard.formats.base import CheckpointData, OpenOptions
@@ -24,17 +25,17 @@ class Checkpoint2(Format):
         """A root for certain; any other folder if no other format matches."""
         if not path.is_folder():
             return Match.NO
-        return Match.YES if checkpoint2.is_root(path) else Match.FALLBACK
+        return Match.YES if roots.is_root(path) else Match.FALLBACK
 
     def is_root(self, path: Location) -> bool:
         """Whether it holds iteration folders or a tracker."""
-        return checkpoint2.is_root(path)
+        return roots.is_root(path)
 
     def holds_saves(self, path: Location) -> bool:
         """Whether it holds an iteration that this package has completed."""
         if not path.is_folder():
             return False
-        newest_first = reversed(checkpoint2.list_iterations(path))
+        newest_first = reversed(roots.list_iterations(path))
         return any((path / name / MANIFEST_FILE).exists() for _, name in newest_first)
 
     def open(self, path: Location, options: OpenOptions) -> CheckpointData:

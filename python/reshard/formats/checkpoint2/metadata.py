@@ -16,11 +16,11 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard import _core
+from reshard.commit.manifest import PlainEntry, new_digest
 from reshard.errors import UnsupportedError
 from reshard.formats.checkpoint2.shards import FilePlan, RecordKind, Records, TensorRecord, holders_of, shard_id
-from reshard.formats.manifest import PlainEntry, new_digest
 from reshard.storage.location import locate
-from reshard.words import counted, listed, show
+from reshard.values.words import counted, listed, show
 
 if TYPE_CHECKING:
     import os

@@ -17,29 +17,30 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from reshard import _core, dtypes
 from reshard._core import DeviceLayout
+from reshard.commit import manifest as manifests
+from reshard.commit import roots, writer_mark
+from reshard.commit.filesystem import MANIFEST_FILE
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, MismatchError, ReshardError
-from reshard.formats import manifest as manifests
-from reshard.formats import state_files, writer_mark
+from reshard.formats import state_files
 from reshard.formats.base import CheckpointData, Shapes
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.common import MAX_COMMON_BYTES, CommonInfo
 from reshard.formats.checkpoint2.traits import CHECKPOINT2, TILED
+from reshard.formats.outputs import load_all
 from reshard.formats.own_files import MAX_METADATA_BYTES, opened_again, own_files, ranks_of_tensors
 from reshard.formats.state_loader import TorchSaved
 from reshard.formats.tiled import names as tiles
-from reshard.outputs import load_all
-from reshard.storage.filesystem import MANIFEST_FILE
 from reshard.storage.location import Location, locate
 from reshard.storage.store import kind_words
-from reshard.words import show
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from reshard.checkpoint import Checkpoint
+    from reshard.commit.manifest import Manifest
     from reshard.formats.base import PartName
-    from reshard.formats.manifest import Manifest
     from reshard.storage.store import Lock
 
 _log = logging.getLogger("reshard")
@@ -226,7 +227,7 @@ def _open_locked(
     folder: Location, locked: LockedManifest, method: _core.ReadMethod, iteration: int | None, known: Chosen | None
 ) -> CheckpointData:
     if iteration is None:
-        iteration = checkpoint2.parse_iteration_folder(folder.resolved().name)
+        iteration = roots.parse_iteration_folder(folder.resolved().name)
     manifest = locked.manifest
     if manifest is not None and known is None:
         manifests.check_sizes(folder, manifest)

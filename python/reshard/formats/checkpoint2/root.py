@@ -12,21 +12,20 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
+from reshard.commit import candidates, roots
+from reshard.commit import manifest as manifests
+from reshard.commit.newest import nothing_complete, open_newest
 from reshard.errors import ReshardError
-from reshard.formats import manifest as manifests
-from reshard.formats.checkpoint2 import candidates
-from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.reader import LockedManifest, marks, open_folder
-from reshard.formats.newest import nothing_complete, open_newest
 from reshard.storage.location import Location, locate
-from reshard.words import show
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     import os
 
     from reshard import _core
+    from reshard.commit.manifest import Manifest
     from reshard.formats.base import CheckpointData
-    from reshard.formats.manifest import Manifest
 
 _log = logging.getLogger("reshard")
 
@@ -63,11 +62,11 @@ def newer_than(root: str | os.PathLike[str], iteration: int) -> tuple[int, ...]:
         >>> newer_than("output/checkpoint", 300)
         (400,)
     """
-    listed = checkpoint2.list_iterations(root)
+    listed = roots.list_iterations(root)
     if all(number <= iteration for number, _ in listed):
         return ()  # without reading the manifests
     folders = tuple(_folder_facts(locate(root), number, name) for number, name in listed)
-    recorded = candidates.left_behind(folders, checkpoint2.read_tracker(root)[0])
+    recorded = candidates.left_behind(folders, roots.read_tracker(root)[0])
     return tuple(one.iteration for one in folders if one.iteration > iteration and one.iteration not in recorded)
 
 
@@ -87,8 +86,8 @@ class Look:
 
     def __init__(self, root: Location, *, exact: int | None = None) -> None:
         self._root = root
-        tracker, fault = checkpoint2.read_tracker(root)
-        listed, repeated = checkpoint2.scan(root)
+        tracker, fault = roots.read_tracker(root)
+        listed, repeated = roots.scan(root)
         wanted = tracker if exact is None else exact
         self._probable = next((name for one, name in listed if one == wanted), listed[-1][1] if listed else "")
         self._locked = self._lock()
@@ -180,4 +179,4 @@ def best_of(root: Location, method: _core.ReadMethod = "auto") -> CheckpointData
         # A save may have ended meanwhile and retention may have removed iterations: list again until nothing changes.
     lines = [*order.warnings, *(f"{name}: {reason}" for name, reason in faults.items())]
     lines += [f"{one.name}: {one.reason}" for one in order.refused]
-    raise nothing_complete(root, [*lines, *checkpoint2.misnamed(root)])
+    raise nothing_complete(root, [*lines, *roots.misnamed(root)])

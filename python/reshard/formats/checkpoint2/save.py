@@ -15,18 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard import _core
+from reshard.commit import filesystem, protocol, writer_mark
 from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError, StorageError
-from reshard.formats import health, writer_mark
+from reshard.formats import health
 from reshard.formats import state as state_files
 from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.formats.checkpoint2.traits import CHECKPOINT2
-from reshard.storage import filesystem, mounts, protocol
-from reshard.storage.location import locate
-from reshard.write import pending_rollback
-from reshard.write.arrays import local_arrays
-from reshard.write.collective_save import Published, SaveFormat
-from reshard.write.iteration import Descriptions, FileContent, JointProgress, check_copies
-from reshard.write.rank_facts import (
+from reshard.formats.checkpoint2.iteration import Descriptions, FileContent, JointProgress, check_copies
+from reshard.formats.checkpoint2.rank_facts import (
     LastMade,
     RankFacts,
     check_options,
@@ -35,18 +30,24 @@ from reshard.write.rank_facts import (
     plan_key,
     planned_bytes,
 )
-from reshard.write.replicas import Replicas, is_any_of
+from reshard.formats.checkpoint2.traits import CHECKPOINT2
+from reshard.formats.replicas import Replicas, is_any_of
+from reshard.storage import mounts
+from reshard.storage.location import locate
+from reshard.write import pending_rollback
+from reshard.write.arrays import local_arrays
+from reshard.write.collective_save import Published, SaveFormat
 from reshard.write.shard_files import WrittenFile, read_back
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from reshard.formats.manifest import Manifest
-    from reshard.group import Group
+    from reshard.commit.manifest import Manifest
+    from reshard.formats.checkpoint2.iteration import IterationPlan
+    from reshard.formats.replicas import State
     from reshard.options import SaveOptions
+    from reshard.ranks.group import Group
     from reshard.write.collective_save import RankInput, SaveTask
-    from reshard.write.iteration import IterationPlan
-    from reshard.write.replicas import State
     from reshard.write.shard_files import ShardFile, ShardFileMaker
 
 _METADATA = {"format": "ms", **writer_mark.MARK}
@@ -158,7 +159,7 @@ class Checkpoint2Save(SaveFormat):
             folder_mode=task.folder_mode,
         )
         if options.retention is not None and not self._reads_back:
-            from reshard.write import retention  # noqa: PLC0415  slow to import, and many saves have none
+            from reshard.commit import retention  # noqa: PLC0415  slow to import, and many saves have none
 
             self._reads_back = retention.must_read_back(task.root, task.iteration, options.retention.keep)
         self._descriptions = Descriptions(self._planned.iteration, self._attempt.staging, mode=task.file_mode)
@@ -286,14 +287,14 @@ class Checkpoint2Save(SaveFormat):
         task, manifest, folder = self.task, self._manifest, self._attempt.folder
         warnings = []
         if self._reads_back:
-            from reshard.formats import proofs  # noqa: PLC0415
+            from reshard.commit import proofs  # noqa: PLC0415
 
             try:
                 proofs.write(folder, manifest, proofs.state_of(folder, manifest), None)
             except ReshardError as error:
                 warnings.append(f"that the save was read back is not recorded: {error.message}")
         if task.options.retention is not None:
-            from reshard.write import retention  # noqa: PLC0415
+            from reshard.commit import retention  # noqa: PLC0415
 
             try:
                 removed = retention.apply(

@@ -9,6 +9,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from reshard import _core
+from reshard.commit import filesystem, manifest, protocol, roots
+from reshard.commit.claims import LOCK_FILE, WRITERS_FOLDER
+from reshard.commit.publication import made_folder
+from reshard.commit.trash import STAGING_FOLDER, TRASH_FOLDER
 from reshard.conversion.destinations import (
     Written,
     as_files,
@@ -21,19 +25,15 @@ from reshard.conversion.destinations import (
 )
 from reshard.conversion.writer import Settings, Writer
 from reshard.errors import DestinationExistsError, ReshardError, hints_without
-from reshard.formats import counter_tensors, health, manifest, run_names, state, state_files
+from reshard.formats import counter_tensors, health, run_names, state, state_files
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.common import CommonInfo
+from reshard.formats.checkpoint2.iteration import Descriptions, check_copies, plan_layout
 from reshard.formats.checkpoint2.traits import CHECKPOINT2
 from reshard.formats.run_names import TRAINER
-from reshard.storage import filesystem, protocol
 from reshard.storage.changes import remove_file, remove_folder, set_mode
-from reshard.storage.claims import LOCK_FILE, WRITERS_FOLDER
 from reshard.storage.names import example_of
-from reshard.storage.publication import made_folder
-from reshard.storage.trash import STAGING_FOLDER, TRASH_FOLDER
 from reshard.write.arrays import local_arrays
-from reshard.write.iteration import Descriptions, check_copies, plan_layout
 from reshard.write.shard_files import WrittenFile
 
 if TYPE_CHECKING:
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
     import numpy as np
 
     from reshard.checkpoint import Checkpoint, LayoutLike
+    from reshard.commit.protocol import FileRecord
     from reshard.conversion.destinations import Job, Produce
     from reshard.conversion.selection import NewNames
+    from reshard.formats.checkpoint2.iteration import IterationPlan
     from reshard.storage.location import Location
-    from reshard.storage.protocol import FileRecord
-    from reshard.write.iteration import IterationPlan
 
 # Entries of a root that are not checkpoints, but files of the save protocol.
 _BOOKKEEPING = {STAGING_FOLDER, TRASH_FOLDER, WRITERS_FOLDER, LOCK_FILE}
@@ -135,7 +135,7 @@ def _write(
         DestinationExistsError, LayoutError, UnsupportedError, StorageError: as `convert`.
     """
     checkpoint2.check_prefix(prefix)
-    folder_name = checkpoint2.iteration_folder_name(iteration)
+    folder_name = roots.iteration_folder_name(iteration)
     _check_root_free(job, folder_name)
     bound = bind(job, layout)
     plan = plan_layout(
@@ -178,7 +178,7 @@ def _publish(
     original_modes: bool,
     with_state: bool,
 ) -> Written:
-    folder_name = checkpoint2.iteration_folder_name(iteration)
+    folder_name = roots.iteration_folder_name(iteration)
     warnings = list(plan.warnings)
     options = job.options
     is_new, existed = job.target.found() is None, (job.target / folder_name).exists()
@@ -235,7 +235,7 @@ def _publish(
         if original_modes:
             if is_new:
                 set_mode(job.target, 0o750)
-            set_mode(job.target / checkpoint2.TRACKER_FILE, 0o640)
+            set_mode(job.target / roots.TRACKER_FILE, 0o640)
     n_bytes = sum(one.n_bytes for one in written.values())
     return Written(
         job.target / folder_name,

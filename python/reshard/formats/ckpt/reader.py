@@ -6,10 +6,10 @@ import logging
 from typing import TYPE_CHECKING
 
 from reshard import _core
-from reshard.counters import AS_TENSORS
 from reshard.formats.base import CheckpointData, Format, Match, Traits
 from reshard.formats.rank_file import add_rank_file, kind_of
-from reshard.words import listed, show
+from reshard.values.counters import AS_TENSORS
+from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
     from reshard.formats.base import OpenOptions

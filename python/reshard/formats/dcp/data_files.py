@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import CheckpointNotFoundError, DamagedFileError
 from reshard.storage.store import check_file
-from reshard.words import counted, listed, show
+from reshard.values.words import counted, listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

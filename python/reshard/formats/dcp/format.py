@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from reshard.commit import roots
 from reshard.formats.base import Format, Match, RootEntry
-from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.dcp import sharded_files
 from reshard.formats.dcp.names import DATA_SUFFIX, METADATA_FILE, rank_of_metadata, step_of
 from reshard.formats.dcp.traits import TRAITS
@@ -67,7 +67,7 @@ def _is_dcp(folder: Location, names: Sequence[str]) -> bool:
 def _has_steps(root: Location, names: Sequence[str]) -> bool:
     steps = _steps(root, names)
     # A run that resumes from such a root can save into it in the format of this package.
-    return any(_is_dcp(root / name, (root / name).names()) for _, name in steps) and not checkpoint2.is_root(root)
+    return any(_is_dcp(root / name, (root / name).names()) for _, name in steps) and not roots.is_root(root)
 
 
 def _steps(root: Location, names: Sequence[str]) -> list[tuple[int, str]]:

@@ -15,8 +15,8 @@ import contextlib
 import re
 from typing import TYPE_CHECKING
 
+from reshard.commit import writer_mark
 from reshard.errors import ReshardError
-from reshard.formats import writer_mark
 
 if TYPE_CHECKING:
     from reshard.storage.location import Location

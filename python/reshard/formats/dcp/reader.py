@@ -15,6 +15,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Self
 
 from reshard import _core
+from reshard.commit.newest import newest_of
 from reshard.errors import (
     CheckpointNotFoundError,
     DamagedFileError,
@@ -38,9 +39,8 @@ from reshard.formats.dcp.names import (
 )
 from reshard.formats.dcp.traits import TRAITS
 from reshard.formats.huggingface.reader import HUGGINGFACE
-from reshard.formats.newest import newest_of
 from reshard.storage.location import Location, locate
-from reshard.words import listed, show
+from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence

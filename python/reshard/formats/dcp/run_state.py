@@ -22,8 +22,8 @@ from reshard.errors import MismatchError
 from reshard.formats import weight_sets
 from reshard.formats.checkpoint2.common import CommonInfo
 from reshard.formats.dcp.names import is_number, is_optimizer
-from reshard.outputs import as_array
-from reshard.words import listed, show
+from reshard.formats.outputs import as_array
+from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence

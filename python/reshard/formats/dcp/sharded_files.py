@@ -16,10 +16,10 @@ import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard import _core
+from reshard.documents.strict_json import parse_json
 from reshard.errors import CheckpointNotFoundError, CoverageError, DamagedFileError
-from reshard.indexing import row_major
-from reshard.strict_json import parse_json
-from reshard.words import listed, show
+from reshard.values.indexing import row_major
+from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -26,7 +26,7 @@ from reshard.formats.dcp.names import METADATA_FILE, OPTIMIZER_ENTRY, data_file,
 from reshard.formats.huggingface.names import plan_shards
 from reshard.formats.torch_file.archive import Composer, object_archive, tensor_archive
 from reshard.formats.torch_file.encode import NotPlainError, torch_dtype
-from reshard.words import listed, show
+from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

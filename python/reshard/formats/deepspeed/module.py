@@ -11,8 +11,8 @@ from reshard import _core
 from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed.flat import Line, Segment
 from reshard.formats.deepspeed.states import as_shape, damaged
-from reshard.indexing import row_major
-from reshard.words import counted, listed, show
+from reshard.values.indexing import row_major
+from reshard.values.words import counted, listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

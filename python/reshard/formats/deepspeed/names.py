@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import DamagedFileError, ReshardError, UnsupportedError
 from reshard.formats.base import Traits
-from reshard.words import listed, show
+from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

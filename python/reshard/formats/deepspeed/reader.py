@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from reshard import _core
+from reshard.commit.newest import newest_of
 from reshard.errors import CheckpointNotFoundError, DamagedFileError
 from reshard.formats.base import CheckpointData
 from reshard.formats.deepspeed import names
@@ -30,10 +31,9 @@ from reshard.formats.deepspeed.states import (
 )
 from reshard.formats.deepspeed.universal import add_parameters
 from reshard.formats.deepspeed.zero import WEIGHT, add_state, steps
-from reshard.formats.newest import newest_of
-from reshard.outputs import load_all
+from reshard.formats.outputs import load_all
 from reshard.storage.location import locate
-from reshard.words import show
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

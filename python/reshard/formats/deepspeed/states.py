@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from reshard import _core
 from reshard.errors import DamagedFileError, UnsupportedError
-from reshard.outputs import load_all
-from reshard.words import counted, listed, show
+from reshard.formats.outputs import load_all
+from reshard.values.words import counted, listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

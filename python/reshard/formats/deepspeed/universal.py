@@ -14,7 +14,7 @@ from reshard.formats.deepspeed import names
 from reshard.formats.deepspeed.flat import Line, Segment
 from reshard.formats.deepspeed.states import damaged
 from reshard.formats.deepspeed.zero import WEIGHT
-from reshard.words import show
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -25,17 +25,17 @@ from reshard.conversion.destinations import (
     produced,
 )
 from reshard.conversion.writer import Settings, Writer
-from reshard.counters import is_counter
 from reshard.errors import ArgumentError, UnsupportedError
 from reshard.formats import counter_tensors
 from reshard.formats.deepspeed import names
 from reshard.formats.deepspeed.zero import WEIGHT
+from reshard.formats.outputs import load_all
 from reshard.formats.torch_file import archive
 from reshard.formats.torch_file.encode import MAX_DEPTH, Encoder, NotPlainError, torch_dtype
-from reshard.outputs import load_all
 from reshard.storage.location import locate
 from reshard.storage.names import component_fault
-from reshard.words import listed, show
+from reshard.values.counters import is_counter
+from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -18,7 +18,7 @@ from reshard import _core
 from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed.flat import Line, Segment
 from reshard.formats.deepspeed.states import PARTITIONED_STAGE, damaged, read_scalars, stage_of, zero_state
-from reshard.words import counted, show
+from reshard.values.words import counted, show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

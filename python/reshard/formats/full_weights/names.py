@@ -13,11 +13,11 @@ import os
 import re
 from typing import TYPE_CHECKING
 
+from reshard.commit import writer_mark
 from reshard.errors import CheckpointNotFoundError
 from reshard.formats import weight_map as maps
-from reshard.formats import writer_mark
 from reshard.storage.location import locate
-from reshard.words import show
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -13,14 +13,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from reshard import _core
-from reshard.counters import AS_TENSORS
 from reshard.errors import DamagedFileError
 from reshard.formats import counter_tensors
 from reshard.formats import weight_map as maps
 from reshard.formats.base import CheckpointData, Format, Match, Traits
 from reshard.formats.full_weights import names as full_weights
-from reshard.outputs import load_all
-from reshard.words import listed, show
+from reshard.formats.outputs import load_all
+from reshard.values.counters import AS_TENSORS
+from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
     from reshard.formats.base import OpenOptions

@@ -16,17 +16,17 @@ from reshard.conversion.destinations import (
     set_original_modes,
 )
 from reshard.conversion.writer import Settings, Writer
-from reshard.counters import OF_NO_PARAMETER
 from reshard.formats import counter_tensors
 from reshard.formats.full_weights import names as full_weights
+from reshard.values.counters import OF_NO_PARAMETER
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from reshard.checkpoint import Checkpoint
+    from reshard.commit.protocol import ValueRecord
     from reshard.conversion.destinations import Job
     from reshard.storage.location import Location
-    from reshard.storage.protocol import ValueRecord
 
 
 class FullWeightsWriter(Writer):

@@ -11,11 +11,11 @@ import os
 from json.encoder import encode_basestring
 from typing import TYPE_CHECKING, Literal
 
+from reshard.commit import writer_mark
 from reshard.errors import ArgumentError, CheckpointNotFoundError
 from reshard.formats import weight_map as maps
-from reshard.formats import writer_mark
 from reshard.storage.location import locate
-from reshard.words import show
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -13,9 +13,9 @@ from reshard.formats import weight_map as maps
 from reshard.formats.aliases import add_aliases
 from reshard.formats.base import CheckpointData, Format, Match, Traits
 from reshard.formats.huggingface import names as huggingface
-from reshard.outputs import load_all
+from reshard.formats.outputs import load_all
 from reshard.storage.location import locate
-from reshard.words import listed, show
+from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -17,9 +17,9 @@ from reshard.storage.location import locate
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from reshard.commit.protocol import ValueRecord
     from reshard.conversion.destinations import Job, Written
     from reshard.storage.location import Location
-    from reshard.storage.protocol import ValueRecord
 
 _DEFAULT_BYTES = 4 << 30
 

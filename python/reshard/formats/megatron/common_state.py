@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from reshard import _core
 from reshard.errors import ArgumentError, DamagedFileError
 from reshard.formats.checkpoint2.common import CommonInfo
-from reshard.words import show
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

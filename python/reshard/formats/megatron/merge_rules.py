@@ -16,7 +16,7 @@ from reshard.errors import LayoutError
 from reshard.layout.model import ModelLayout
 from reshard.layout.partition import Partition, TensorLayout
 from reshard.layout.patterns import Matcher
-from reshard.words import show
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,7 +17,7 @@ from reshard import _core
 from reshard.errors import CheckpointNotFoundError, DamagedFileError
 from reshard.formats.megatron import names
 from reshard.formats.megatron.common_state import argument, iteration_in, plain
-from reshard.words import listed, show
+from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -24,12 +24,12 @@ from reshard.formats.megatron.merge_rules import MergeRules
 from reshard.formats.megatron.rank_files import RankFile, RankSizes, Weight, open_rank_files
 from reshard.formats.megatron.rank_optimizer import optimizer_arrays
 from reshard.formats.megatron.rank_replicas import HeldArray, Replicas, are_equal
+from reshard.formats.outputs import load_all
 from reshard.formats.own_files import own_index
 from reshard.layout.model import as_layout
 from reshard.layout.strategy import Strategy
-from reshard.outputs import load_all
 from reshard.storage.location import locate
-from reshard.words import listed, show
+from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

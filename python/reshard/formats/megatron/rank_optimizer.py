@@ -19,7 +19,7 @@ from reshard.formats.megatron.common_state import argument
 from reshard.formats.megatron.flat_buffers import Parameter, positions
 from reshard.formats.megatron.rank_files import EXPERT
 from reshard.formats.megatron.rank_replicas import HeldArray
-from reshard.words import counted, show
+from reshard.values.words import counted, show
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from reshard import _core, dtypes
 from reshard._core import StoredArray, Tile
 from reshard.errors import MismatchError
-from reshard.indexing import row_major
-from reshard.outputs import load_all
-from reshard.words import show
+from reshard.formats.outputs import load_all
+from reshard.values.indexing import row_major
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

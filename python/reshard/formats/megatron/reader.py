@@ -11,14 +11,14 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from reshard.commit.newest import newest_of
 from reshard.errors import CheckpointNotFoundError, DamagedFileError
 from reshard.formats.dcp.format import DCP
 from reshard.formats.dcp.names import METADATA_FILE
 from reshard.formats.megatron import names
 from reshard.formats.megatron.rank_folders import given_layout, open_rank_folders
 from reshard.formats.megatron.torch_dist import open_torch_dist
-from reshard.formats.newest import newest_of
-from reshard.words import show
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from reshard.formats.base import CheckpointData, OpenOptions

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from reshard import _core
+from reshard.documents.strict_json import read_json
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, UnsupportedError
 from reshard.formats.base import CheckpointData
 from reshard.formats.dcp.data_files import check_data_files
 from reshard.formats.dcp.names import MAX_METADATA_BYTES, METADATA_FILE, is_optimizer
 from reshard.formats.megatron import names
 from reshard.formats.megatron.common_state import counters_of, iteration_in, plain
-from reshard.strict_json import read_json
-from reshard.words import listed, show
+from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

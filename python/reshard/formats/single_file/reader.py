@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from reshard import _core
-from reshard.counters import AS_TENSORS
+from reshard.commit.filesystem import MANIFEST_FILE
 from reshard.errors import CheckpointNotFoundError, DamagedFileError
 from reshard.formats.aliases import add_aliases
 from reshard.formats.base import CheckpointData, Format, Match, Traits
 from reshard.formats.rank_file import check_no_int4
-from reshard.storage.filesystem import MANIFEST_FILE
-from reshard.words import show
+from reshard.values.counters import AS_TENSORS
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from reshard.formats.base import OpenOptions
@@ -72,8 +72,8 @@ def _added(path: Location, method: _core.ReadMethod, index: _core.Index, file: i
 
 def _open_recorded(path: Location, method: _core.ReadMethod, index: _core.Index, file: int) -> CheckpointData:
     """A file that the manifest beside it may list."""
-    from reshard.formats import manifest as manifests  # noqa: PLC0415  slow to import, as the next
-    from reshard.formats import writer_mark  # noqa: PLC0415
+    from reshard.commit import manifest as manifests  # noqa: PLC0415  slow to import, as the next
+    from reshard.commit import writer_mark  # noqa: PLC0415
     from reshard.formats.checkpoint2.reader import locked_manifest, unfinished  # noqa: PLC0415
 
     with locked_manifest(path.parent) as locked:

@@ -21,11 +21,11 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard._core import Tile
+from reshard.documents.strict_json import parse_json
 from reshard.errors import ArgumentError, DamagedFileError, UnsupportedError
 from reshard.storage.location import locate
 from reshard.storage.names import component_fault
-from reshard.strict_json import parse_json
-from reshard.words import show
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     import os

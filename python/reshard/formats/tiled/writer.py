@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reshard import dtypes
+from reshard.commit.publication import made_folder, published_file
 from reshard.conversion.destinations import (
     File,
     Written,
@@ -21,16 +22,15 @@ from reshard.conversion.destinations import (
 )
 from reshard.conversion.writer import Settings, Writer
 from reshard.errors import DestinationExistsError
+from reshard.formats.checkpoint2.iteration import FileContent, describe_cut
 from reshard.formats.tiled import names as tiles
-from reshard.storage.publication import made_folder, published_file
-from reshard.write.iteration import FileContent, describe_cut
 
 if TYPE_CHECKING:
     from reshard import _core
     from reshard.checkpoint import LayoutLike
+    from reshard.commit.protocol import ValueRecord
     from reshard.conversion.destinations import Job
     from reshard.storage.location import Location
-    from reshard.storage.protocol import ValueRecord
 
 
 class SafetensorsWriter(Writer):

@@ -14,7 +14,7 @@ import struct
 import zlib
 from typing import TYPE_CHECKING, NamedTuple
 
-from reshard.formats import writer_mark
+from reshard.commit import writer_mark
 from reshard.formats.torch_file.encode import Encoder
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import struct
 from typing import TYPE_CHECKING
 
 from reshard.errors import UnsupportedError
-from reshard.words import show
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

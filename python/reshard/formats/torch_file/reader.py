@@ -20,7 +20,7 @@ from reshard.formats.base import CheckpointData
 from reshard.formats.dcp import run_state
 from reshard.formats.dcp.names import is_optimizer
 from reshard.formats.torch_file import names
-from reshard.words import listed, show
+from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.planner import WriteItemType
 
 from reshard import dtypes
 from reshard.errors import ArgumentError, MismatchError, UnsupportedError
+from reshard.formats.checkpoint2.rank_facts import Fact, Facts, RankFacts
 from reshard.formats.dcp.names import is_optimizer
-from reshard.words import show
-from reshard.write.rank_facts import Fact, Facts, RankFacts
-from reshard.write.replicas import Replicas
+from reshard.formats.replicas import Replicas
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
 
-    from reshard.write.iteration import FileContent
+    from reshard.formats.checkpoint2.iteration import FileContent
 
 Shape: TypeAlias = "tuple[int, ...]"
 ItemKey: TypeAlias = "tuple[str, Shape | None]"

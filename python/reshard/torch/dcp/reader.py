@@ -27,14 +27,14 @@ from torch.futures import Future
 
 from reshard import _core, dtypes
 from reshard.errors import ArgumentError, CoverageError, MismatchError, UnsupportedError
+from reshard.formats.outputs import fill
 from reshard.formats.state_loader import TorchSaved
 from reshard.opening import open as open_checkpoint
 from reshard.options import Verify
-from reshard.outputs import fill
 from reshard.storage.location import locate
 from reshard.torch.dcp.writer import STATE_NAME, Writer
 from reshard.torch.tensors import as_tensor, from_tensor, inner_tensors, torch_dtype
-from reshard.words import listed, show
+from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

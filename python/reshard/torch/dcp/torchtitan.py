@@ -9,8 +9,8 @@ import torch.distributed.checkpoint as dcp
 from torchtitan.components.checkpointer.dcp import AsyncMode
 from torchtitan.components.checkpointer.dcp import CheckpointManager as TitanCheckpointManager
 
+from reshard.commit.roots import iteration_folder_name
 from reshard.errors import EmptyRootError
-from reshard.formats.checkpoint2.names import iteration_folder_name
 from reshard.opening import open as open_checkpoint
 from reshard.storage.location import locate
 from reshard.torch.dcp.reader import Reader

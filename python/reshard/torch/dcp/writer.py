@@ -30,28 +30,27 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from reshard import _core
-from reshard.arguments import check_given
+from reshard.commit import claims, protocol, roots
+from reshard.commit.save_log import SaveRecord
 from reshard.errors import ArgumentError, MismatchError, ReshardError, UnsupportedError
-from reshard.events import Observers
 from reshard.formats import state
-from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.common import CommonInfo
+from reshard.formats.checkpoint2.rank_facts import Facts, RankFacts
 from reshard.formats.checkpoint2.save import Checkpoint2Save
 from reshard.formats.dcp.names import is_optimizer
-from reshard.formats.save_log import SaveRecord
+from reshard.formats.replicas import Copies, is_any_of
 from reshard.formats.state_loader import TorchSaved
 from reshard.options import SaveOptions
-from reshard.storage import claims, protocol
 from reshard.storage.host import boot_id
 from reshard.storage.location import locate
 from reshard.torch.dcp import items
 from reshard.torch.dcp.items import Inner, LocalFacts
 from reshard.torch.tensors import inner_tensors
-from reshard.words import listed, show
+from reshard.values.arguments import check_given
+from reshard.values.events import Observers
+from reshard.values.words import listed, show
 from reshard.write.arrays import Shard, local_arrays
 from reshard.write.collective_save import RankInput, SaveTask, log_once, save_failed
-from reshard.write.rank_facts import Facts, RankFacts
-from reshard.write.replicas import Copies, is_any_of
 from reshard.write.shard_files import shard_file
 
 if TYPE_CHECKING:
@@ -60,11 +59,11 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
-    from reshard.events import OnEvent
+    from reshard.formats.replicas import Replicas
     from reshard.options import CommitLike, RetentionLike, VerifyLike
     from reshard.storage.location import Location
     from reshard.torch.dcp.items import InnerFacts, ItemKey
-    from reshard.write.replicas import Replicas
+    from reshard.values.events import OnEvent
     from reshard.write.shard_files import WrittenFile
 
 STATE_NAME = "torch.distributed.checkpoint"
@@ -490,7 +489,7 @@ def _is_main_thread() -> bool:
 def _place(path: str) -> tuple[Location, int]:
     """The checkpoint root of a path, and its iteration."""
     place = locate(path).absolute()
-    iteration = checkpoint2.parse_iteration_folder(place.name)
+    iteration = roots.parse_iteration_folder(place.name)
     if iteration is not None:
         return place.parent, iteration
     number = re.search(_LAST_NUMBER.pattern + "$", place.name)

@@ -1,0 +1,429 @@
+"""Claims, by which one process at a time may write into a checkpoint root, and the lock that it holds while writing.
+
+A claim is a file `.writers/epoch_<n>`, created exclusively. `n`, its generation, is one more than the highest existing
+one (a fencing token). The file records its holder, which touches it every few seconds. A process claims a root once,
+keeps the claim until it ends, and checks before each change that its claim is still the highest. A process that was
+paused, declared dead and replaced fails at this check.
+
+Another claim is dead if its process has ended (on the same boot and pid namespace; the start time detects a reused
+pid), or if it was not touched while it was watched for 30 s. Clocks of different machines are never compared. The lock
+`.lock` excludes other processes during a change. In a store whose locks are local or missing, only the claims exclude
+them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reshard import _core
+from reshard.commit import filesystem, process_end
+from reshard.documents.strict_json import parse_json
+from reshard.errors import ClaimedError, DamagedFileError, ReshardError, StorageError
+from reshard.storage.host import boot_id
+from reshard.storage.location import locate
+from reshard.storage.store import LockHeldError
+from reshard.values.words import show
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator
+
+    from reshard.storage.location import Location
+    from reshard.storage.store import HeldFile
+
+LOCK_FILE = ".lock"
+WRITERS_FOLDER = ".writers"
+
+_BEAT_SECONDS = 5.0
+_WATCH_SECONDS = 30.0
+_LOCK_SECONDS = 60.0  # publication takes milliseconds; a recovery that checks large headers takes seconds
+_MAX_CLAIM_BYTES = 4096
+_CLAIM_FILE = re.compile("epoch_([0-9]{1,18})")
+_log = logging.getLogger("reshard")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim that this process holds.
+
+    Attributes:
+        root: the checkpoint root.
+        generation: its number; no other claim of this root has it.
+        file: the claim file: its time of modification is the heartbeat.
+        stop: ends the heartbeat.
+        beat: the thread that touches the file.
+    """
+
+    root: Location
+    generation: int
+    file: HeldFile = field(repr=False)
+    stop: threading.Event = field(repr=False)
+    beat: threading.Thread = field(repr=False)
+
+
+_held: dict[Hashable, Claim] = {}
+_held_lock = threading.Lock()
+
+
+# -- the lock
+
+
+@contextlib.contextmanager
+def locked(root: str | os.PathLike[str]) -> Iterator[bool]:
+    """Hold the lock of an existing root; waits for at most a minute.
+
+    Yields:
+        Whether the store has locks.
+
+    Raises:
+        StorageError: another process held it for the whole time, or the system failed.
+    """
+    place = locate(root)
+    try:
+        lock = (place / LOCK_FILE).lock(seconds=_LOCK_SECONDS, make=True)
+    except LockHeldError as error:
+        error.hint = "a process that was stopped in the middle of a change may hold it: end it, or let it continue"
+        raise
+    with lock:
+        if lock.errno is not None:
+            reason = os.strerror(lock.errno)
+            _log.warning("%s: the store has no locks (%s); claims alone separate writers", place, reason)
+        yield lock.is_real
+
+
+# -- claims
+
+
+def hold(
+    root: str | os.PathLike[str], *, takeover: bool = False, durable: bool = True, folder_mode: int = 0o777
+) -> Claim:
+    """Return the claim of this process on a root; creates it if there is none.
+
+    Args:
+        root: an existing folder.
+        takeover: replace other claims, even if they are alive.
+        durable: sync the created files and folders.
+        folder_mode: permission bits of `.writers`, less the umask.
+
+    Raises:
+        ClaimedError: another process has a live claim, or has replaced the claim of this process.
+        StorageError: the system failed, or the lock was not free in time.
+    """
+    place = locate(root)
+    key = _key(place)
+    with _held_lock:
+        claim = _held.get(key)
+        if claim is not None:
+            try:
+                check(claim)
+            except ClaimedError:
+                if not takeover:
+                    raise
+                _drop(claim)
+                del _held[key]
+            else:
+                return claim
+        for other, old in list(_held.items()):
+            if old.root == place:
+                _log.warning(
+                    "%s is not the folder that this process has claimed: that one was removed or renamed, or a file "
+                    "system was mounted or unmounted there. Saves go into the new folder",
+                    place,
+                )
+                _drop(old)
+                del _held[other]
+        claim = _held[key] = _claim(place, takeover=takeover, durable=durable, folder_mode=folder_mode)
+        return claim
+
+
+def held(root: str | os.PathLike[str]) -> Claim | None:
+    """The claim that this process has on a root, if it has one. Raises CheckpointNotFoundError, StorageError."""
+    return _held.get(_key(locate(root)))
+
+
+def _key(root: Location) -> Hashable:
+    """A value that identifies a root independently of its path."""
+    return (root.store, root.store.folder_identity(root.path))
+
+
+def is_alive(root: str | os.PathLike[str], generation: int) -> bool | None:
+    """Whether the process with a claim of this generation still writes; None: it runs on a host that is not visible.
+
+    Raises:
+        StorageError: the system failed.
+    """
+    writers = locate(root) / WRITERS_FOLDER
+    generations = _generations(writers)
+    if not generations or generations[-1] != generation:
+        return False  # released, or replaced by a later claim
+    owner = _owner(_file(writers, generation))
+    if owner is not None and owner.get("pid") == os.getpid() and held(root) is not None:
+        return True
+    is_dead = _is_dead(owner, is_real_lock=False)
+    return None if is_dead is None else not is_dead
+
+
+def check(claim: Claim) -> None:
+    """Check that a claim is still the highest: that no other process has replaced it.
+
+    Raises:
+        ClaimedError: another process has replaced it, or the claim was removed.
+        StorageError: the system failed.
+    """
+    writers = claim.root / WRITERS_FOLDER
+    generations = _generations(writers)
+    path = _file(writers, claim.generation)
+    if generations and generations[-1] > claim.generation:
+        who = _describe(_owner(_file(writers, generations[-1])))
+        raise ClaimedError(
+            f"{show(str(claim.root))} was taken over by {who}, which made claim {generations[-1]}; ours is "
+            f"{claim.generation}",
+            path=str(claim.root),
+            hint="two jobs write into one root; stop one, or give them different roots",
+        )
+    if not claim.file.is_current():
+        raise ClaimedError(
+            f"the claim {show(str(path))} of this process was removed",
+            path=str(claim.root),
+            hint="start the program again; `commit=Commit(takeover=True)` claims the root again",
+        )
+
+
+def living_claim(root: str | os.PathLike[str]) -> ClaimedError | None:
+    """The error for a root that another living process of this machine has claimed; None: there is no such process."""
+    place = locate(root)
+    try:
+        if not place.is_folder() or held(place) is not None:
+            return None
+        writers = place / WRITERS_FOLDER
+        owners = [_owner(_file(writers, one)) for one in _generations(writers)]
+    except (OSError, ReshardError):
+        return None  # other errors are reported when the root is claimed
+    return next((_claimed(place, one) for one in owners if _is_dead(one, is_real_lock=True) is False), None)
+
+
+def release(root: str | os.PathLike[str] | None = None) -> None:
+    """Release the claim on a root, or all claims of this process, so that others can claim it. Never raises."""
+    key = None
+    if root is not None:
+        try:
+            key = _key(locate(root))
+        except (OSError, ReshardError):
+            return
+    with _held_lock:
+        for one, claim in list(_held.items()):
+            if root is None or one == key:
+                with contextlib.suppress(OSError, ReshardError):
+                    check(claim)
+                    # The generation stays in use: no later claim gets it, so that a late writer detects that it was
+                    # replaced.
+                    claim.file.write(b'{"released":true}')
+                _drop(claim)
+                del _held[one]
+
+
+def _drop(claim: Claim) -> None:
+    claim.stop.set()
+    claim.beat.join()  # before the close: the heartbeat must not touch another file with a reused file descriptor
+    claim.file.close()
+
+
+def _forget() -> None:
+    """Forget the parent's claims in a forked child, in which their heartbeat does not run."""
+    global _held_lock  # noqa: PLW0603  the parent may have held it at the fork
+    _held_lock = threading.Lock()
+    for claim in _held.values():
+        claim.file.close()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+# Registered at import, so that exit functions that are registered later, such as the wait for saves, run before it.
+process_end.call_at_end(release, process_end.CLAIMS)
+
+
+def _claim(root: Location, *, takeover: bool, durable: bool, folder_mode: int) -> Claim:
+    writers = root / WRITERS_FOLDER
+    filesystem.make_folder(writers, folder_mode, durable=durable)
+    quiet: dict[int, int] = {}  # claims that were watched, and their heartbeat then
+    while True:
+        with locked(root) as is_real:
+            unknown: dict[int, int] = {}
+            for generation in [] if takeover else _generations(writers):
+                path = _file(writers, generation)
+                beat = _beat(path)
+                owner = _owner(path)
+                is_dead = True if beat is None or beat == quiet.get(generation) else _is_dead(owner, is_real)
+                if is_dead is None:
+                    assert beat is not None
+                    unknown[generation] = beat
+                elif not is_dead:
+                    raise _claimed(root, owner)
+            if not unknown:
+                made = _make(root, writers, durable=durable)
+                if made is not None:
+                    return made
+        # Outside the lock, which other processes may need meanwhile.
+        quiet |= _watch(root, writers, unknown)
+
+
+def _make(root: Location, writers: Location, *, durable: bool) -> Claim | None:
+    """Create a claim; None if another process created one first, which is then checked."""
+    dead = _generations(writers)
+    generation = dead[-1] + 1 if dead else 1
+    path = _file(writers, generation)
+    try:
+        filesystem.make_file(path, json.dumps(_me()).encode(), durable=durable)
+    except FileExistsError:
+        return None
+    file = path.store.hold(path.path)
+    for old in dead:  # only now, so that the highest generation exists at every time
+        with contextlib.suppress(StorageError):
+            filesystem.remove_file(_file(writers, old))
+    process_end.call_at_end(release, process_end.CLAIMS)  # once more: this may be a forked worker
+    stop = threading.Event()
+    beat = threading.Thread(target=_touch, args=(file, stop), name="reshard-claim", daemon=True)
+    beat.start()
+    return Claim(root, generation, file, stop, beat)
+
+
+def _touch(file: HeldFile, stop: threading.Event) -> None:
+    while not stop.wait(_BEAT_SECONDS):
+        with contextlib.suppress(ReshardError):
+            file.touch()
+
+
+def _watch(root: Location, writers: Location, beats: dict[int, int]) -> dict[int, int]:
+    """Watch claims whose process is not visible on this host.
+
+    Args:
+        root: the checkpoint root.
+        writers: the folder of the claims.
+        beats: the heartbeat of each claim, by generation.
+
+    Returns:
+        The same claims and heartbeats, once none of them has changed for the whole time.
+
+    Raises:
+        ClaimedError: one was touched.
+    """
+    if beats:
+        who = _describe(_owner(_file(writers, max(beats))))
+        _log.warning("%s was claimed by %s: waiting %g s to see whether it is alive", root, who, _WATCH_SECONDS)
+    deadline = time.monotonic() + _WATCH_SECONDS
+    while beats and time.monotonic() < deadline:
+        time.sleep(min(0.25, _WATCH_SECONDS / 10))
+        for generation, beat in beats.items():
+            now = _beat(_file(writers, generation))
+            if now is not None and now != beat:
+                raise _claimed(root, _owner(_file(writers, generation)))
+    return beats
+
+
+def _file(writers: Location, generation: int) -> Location:
+    return writers / f"epoch_{generation}"
+
+
+def _generations(writers: Location) -> list[int]:
+    """The generations of all claims, ascending."""
+    return sorted(int(match[1]) for name in filesystem.names(writers) if (match := _CLAIM_FILE.fullmatch(name)))
+
+
+def _beat(path: Location) -> int | None:
+    """When a claim was last touched, by the clock of its store; None if it does not exist."""
+    return path.store.touched_ns(path.path)
+
+
+# -- who
+
+
+def _me() -> dict[str, object]:
+    pid = os.getpid()
+    return {
+        "host": socket.gethostname(),
+        "boot_id": boot_id(),
+        "pid_namespace": _link("/proc/self/ns/pid"),
+        "pid": pid,
+        "started": _started(pid),
+        "writer": f"reshard {_core.__version__}",
+    }
+
+
+def _owner(path: Location) -> dict[str, object] | None:
+    """The content of a claim; None if it is truncated or does not exist."""
+    try:
+        content = parse_json(path.read_small(_MAX_CLAIM_BYTES), str(path))
+    except (DamagedFileError, FileNotFoundError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _is_dead(owner: dict[str, object] | None, is_real_lock: bool) -> bool | None:  # noqa: FBT001
+    """Whether the holder of a claim has ended; None: it is not visible on this host."""
+    if owner is None:
+        # A claim is written under the lock, which this process holds: the writer of this claim has ended.
+        return True if is_real_lock else None
+    if owner.get("released") is True:
+        return True
+    me = _me()
+    pid = owner.get("pid")
+    if owner.get("boot_id") != me["boot_id"] or owner.get("pid_namespace") != me["pid_namespace"]:
+        return None
+    if type(pid) is not int or not 0 < pid < 1 << 31 or not me["boot_id"] or not me["pid_namespace"]:
+        return None
+    if pid == me["pid"]:
+        return True  # has our pid but is not held: its creation failed, or an earlier process had the same pid
+    started = _started(pid)
+    if started is None:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:
+            return None  # the process of another user, and hidden
+        return True  # it has ended, and its parent has not waited for it yet
+    return started != owner.get("started")
+
+
+def _started(pid: int) -> int | None:
+    """When a process started, in ticks since the boot; None if it is not visible or has ended."""
+    try:
+        line = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    # The name in brackets may hold any characters; the fields follow the last bracket.
+    fields = line.rpartition(b")")[2].split()
+    if len(fields) < 20 or fields[0] in (b"Z", b"X"):
+        return None
+    return int(fields[19])
+
+
+def _link(path: str) -> str:
+    try:
+        return str(Path(path).readlink())
+    except OSError:
+        return ""
+
+
+def _describe(owner: dict[str, object] | None) -> str:
+    if owner is None or "pid" not in owner:
+        return "another process"
+    return f"process {show(str(owner.get('pid')))} on host {show(str(owner.get('host')))}"
+
+
+def _claimed(root: Location, owner: dict[str, object] | None) -> ClaimedError:
+    return ClaimedError(
+        f"{show(str(root))} is claimed by {_describe(owner)}, which is alive",
+        path=str(root),
+        hint="end that job or give this one another root; `commit=Commit(takeover=True)` takes the root from it, and "
+        "its saves then fail",
+    )

@@ -1,0 +1,167 @@
+"""Publication of files and new folders: written under a staging name, synced, then renamed in one step.
+
+It knows folders and renames, no format. A failure before the rename leaves the destination as it was. A folder that
+exists is filled, see `filling`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+from typing import TYPE_CHECKING
+
+from reshard.commit import filesystem
+from reshard.errors import DestinationExistsError, StorageError
+from reshard.storage.location import locate
+from reshard.storage.store import NO_FOLDER_RENAME
+from reshard.values.words import show
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from reshard.storage.location import Location
+
+
+_log = logging.getLogger("reshard")
+
+
+def sync_tree(folder: Location) -> None:
+    """Make the entries of a folder, and of the folders below it, durable; the lowest first. Raises StorageError."""
+    for entry in folder.entries():
+        if entry.kind == "folder":
+            sync_tree(folder / entry.name)
+    filesystem.sync(folder)
+
+
+def remove_staging(folder: Location) -> None:
+    """Remove a folder with everything in it. Never raises: what cannot be removed stays."""
+    with contextlib.suppress(StorageError):
+        filesystem.remove_folder(folder, durable=False)
+
+
+@contextlib.contextmanager
+def made_folder(path: str | os.PathLike[str], *, mode: int, durable: bool) -> Iterator[None]:
+    """A folder to write into; if the block fails, those that had to be made for it are removed again.
+
+    Args:
+        path: the folder; it and those above it are made if they are missing.
+        mode: permission bits of what is made, less the umask.
+        durable: sync the names of what was made once the block ends without an error.
+
+    Raises:
+        StorageError: a folder cannot be made or synced.
+    """
+    place = locate(path)
+    missing = []
+    for folder in (place, *place.parents):
+        if folder.kind(follow_links=True) is not None:
+            break
+        missing.append(folder)
+    made: list[Location] = []
+    try:
+        for folder in reversed(missing):
+            made.append(folder)  # first: an interrupt may come right after it is made
+            folder.store.make_folder(folder.path, mode)
+        yield
+        if durable:
+            for folder in reversed(made):
+                filesystem.sync(folder.parent)
+    except BaseException:
+        for folder in reversed(made):
+            with contextlib.suppress(StorageError):
+                folder.store.remove_empty_folder(folder.path)
+        raise
+
+
+@contextlib.contextmanager
+def published_file(
+    target: str | os.PathLike[str], *, replace: bool, durable: bool, keep_mode: bool = True
+) -> Iterator[Location]:
+    """A name beside `target` for a file to write; it becomes `target` when the block ends, and is removed if it fails.
+
+    Args:
+        target: the name to be, in a folder that exists.
+        replace: whether a file that exists is replaced.
+        durable: sync the folder. The file itself must have been synced by the code that wrote it.
+        keep_mode: the new file gets the permission bits of the file that it replaces.
+
+    Raises:
+        DestinationExistsError: `target` was made meanwhile.
+        StorageError: the rename or the sync failed.
+    """
+    place = locate(target)
+    staging = _staging_of(place)
+    try:
+        yield staging
+        if replace and keep_mode and place.kind() == "file":
+            staging.store.set_mode(staging.path, place.stat().mode)
+        _rename(staging, place, replace=replace)
+    except BaseException:
+        with contextlib.suppress(StorageError):
+            staging.remove_file()
+        raise
+    if durable:
+        filesystem.sync(place.parent)
+
+
+@contextlib.contextmanager
+def published_folder(
+    target: str | os.PathLike[str], *, durable: bool, mode: int, subfolders: Collection[str] = ()
+) -> Iterator[Location]:
+    """A staging folder that becomes `target` when the block ends, and is removed if it fails.
+
+    Args:
+        target: the name to be, which must not exist, in a folder that does.
+        durable: sync the new folder, and the one in which it appears, in that order.
+        mode: permission bits of the folders, less the umask.
+        subfolders: names of the folders in it, which are made empty.
+
+    Raises:
+        DestinationExistsError: `target` was made meanwhile.
+        StorageError: a rename or a sync failed. `target` is as it was, unless the message says otherwise.
+    """
+    place = locate(target)
+    staging = _staging_of(place)
+    try:
+        staging.store.make_folder(staging.path, mode)
+        for name in subfolders:
+            staging.store.make_folder(str(staging / name), mode)
+        yield staging
+        if durable:
+            sync_tree(staging)
+        _rename(staging, place, replace=False)
+    except BaseException:
+        remove_staging(staging)
+        raise
+    if durable:
+        filesystem.sync(place)
+        filesystem.sync(place.parent)
+
+
+def _staging_of(target: Location) -> Location:
+    """A new name beside `target`. What has such a name already is logged and not changed: its writer may be alive."""
+    own = re.compile(rf"\.{re.escape(target.name[:200])}\.[0-9a-f]{{16}}\.staging")
+    with contextlib.suppress(StorageError):  # a folder in which files can be created need not be readable
+        for name in filesystem.names(target.parent):
+            if own.fullmatch(name):
+                left = show(str(target.with_name(name)))
+                _log.warning("%s is left by a conversion that did not end: remove it if none is running", left)
+    return target.with_name(f".{target.name[:200]}.{os.urandom(8).hex()}.staging")
+
+
+def _rename(staging: Location, target: Location, *, replace: bool) -> None:
+    try:
+        staging.store.rename(staging.path, target.path, replace=replace)
+    except FileExistsError as error:
+        raise DestinationExistsError(
+            f"{show(str(target))} was made while it was being written", path=str(target)
+        ) from error
+    except StorageError as error:
+        if error.errno in NO_FOLDER_RENAME and staging.is_folder():
+            error.hint = (
+                f"if this file system cannot rename folders, make {show(str(target))} first: a folder that exists is "
+                "filled file by file; or write to another file system, and copy the folder"
+            )
+        raise

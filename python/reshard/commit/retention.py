@@ -1,0 +1,703 @@
+"""Which iterations are kept, and how the others are removed.
+
+`plan` decides, from facts alone. These are kept: the newest `keep` complete iterations, the one that the tracker names,
+pinned ones, and on request every Nth and the best. These are never removed: incomplete ones and those of an unknown
+form, those above the tracker (left by a rollback, or newer than this program knows), the newest verified one, and the
+newest one that was not saved as unhealthy. The facts come from the folder, not from the memory of earlier saves.
+
+An iteration is verified if all its bytes have been compared with its manifest since it was written: before a save was
+published (`Verify.after_save`), by `verify`, by a load with `verify="full"`, or here. The result is recorded beside it
+(`formats.proofs`); one that was found damaged does not count. Nothing is removed unless a verified one stays.
+
+- `remove` (`prune`) compares the newest iteration that stays, if no newer one than those removed is verified, and the
+  next one if that is damaged. `apply`, which follows a save, reads nothing: it removes nothing until one is verified.
+- So that this is the case, a save whose `keep` would remove something while none of the newest is verified is read back
+  by every rank before it is published (`must_read_back`): one save in `keep`. With `keep=1` it is every save.
+- Where no iteration has a manifest, as MindSpore Transformers saves, the structure is all that can be checked.
+
+An iteration is removed by a rename into the trash, the oldest first, and deleted there. If the disk is too full to make
+the trash, it is deleted in place. One that is being read is skipped. `apply` never fails a save: an error of the system
+becomes a warning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from reshard import _core
+from reshard.commit import candidates, claims, filesystem, proofs, roots, save_log, staging, trash, writer_mark
+from reshard.commit import manifest as manifests
+from reshard.commit.filesystem import MANIFEST_FILE, UNFINISHED_FILE
+from reshard.commit.manifest import PINNED_FILE, TRACKED_FILE
+from reshard.commit.scrub import is_damage, scrub_folder
+from reshard.commit.trash import REMOVED, TRASH_FOLDER
+from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
+from reshard.formats.checkpoint2 import names as checkpoint2
+from reshard.storage.location import Location, locate
+from reshard.values.arguments import checked
+from reshard.values.events import Observers
+from reshard.values.words import show
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from reshard.commit.manifest import Manifest
+    from reshard.options import Retention
+
+_LAST_VERIFIED = "the last verified one"
+_LAST_HEALTHY = "the last one that was not saved as unhealthy"
+_MAX_ROUNDS = 5  # in a root that changes while it is looked at
+
+_log = logging.getLogger("reshard")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The facts of one iteration.
+
+    Attributes:
+        iteration: its number.
+        name: its folder.
+        fault: why it is not complete; None: it is.
+        is_verified: whether its bytes have been compared with its manifest since it was written, and found right.
+        is_pinned: whether it is pinned.
+        is_passed_over: whether a later save recorded that it was refused at a roll-back.
+        is_debris: whether it is the rest of a folder whose removal in place was interrupted.
+        is_unknown: whether `fault` says that it could not be read, which is not damage.
+        has_manifest: whether there is a valid manifest: it can be verified.
+        metrics: those in its manifest.
+        is_unhealthy: whether its save recorded that the run was not healthy.
+    """
+
+    iteration: int
+    name: str
+    fault: str | None = None
+    is_verified: bool = False
+    is_pinned: bool = False
+    is_passed_over: bool = False
+    is_debris: bool = False
+    is_unknown: bool = False
+    has_manifest: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    is_unhealthy: bool = False
+
+
+@dataclass(frozen=True)
+class Removed:
+    """What was removed, or would be.
+
+    Attributes:
+        iterations: the removed iterations, ascending.
+        n_bytes: bytes of their files.
+        kept: by iteration, why it stays.
+        warnings: iterations that could not be removed, with the reason.
+        failed: those of which the system refused the removal, ascending.
+    """
+
+    iterations: tuple[int, ...]
+    n_bytes: int
+    kept: Mapping[int, str]
+    warnings: tuple[str, ...] = ()
+    failed: tuple[int, ...] = ()
+
+
+def plan(
+    facts: Sequence[Facts], retention: Retention, *, tracker: int | None, best: Collection[int] = ()
+) -> tuple[list[Facts], dict[int, str]]:
+    """Decide which iterations are removed.
+
+    Args:
+        facts: one entry for each iteration.
+        retention: which iterations are kept; its metric is not used.
+        tracker: the iteration that the tracker names, or None.
+        best: iterations to keep for their metrics.
+
+    Returns:
+        The iterations that are removed, oldest first; and by iteration why the others stay.
+
+    Example:
+        >>> from reshard.options import Retention
+        >>> facts = [Facts(n, f"iteration_{n:08d}", is_verified=True) for n in (100, 200, 300, 400)]
+        >>> gone, kept = plan(facts, Retention(keep=2, keep_every=100_000), tracker=400, best=[100])
+        >>> [one.iteration for one in gone], kept
+        ([200], {100: 'one of the best', 300: 'one of the newest 2', 400: 'the tracker names it'})
+    """
+    keep, keep_every = retention.keep, retention.keep_every
+    ordered = sorted(facts, key=lambda one: one.iteration)
+    counted = _counted(ordered, tracker)
+    newest = {one.iteration for one in counted[-keep:]}
+    kept: dict[int, str] = {}
+    for one in ordered:
+        reason = None
+        if one.is_debris:
+            continue
+        if one.fault is not None:
+            reason = f"could not be looked at: {one.fault}" if one.is_unknown else f"not complete: {one.fault}"
+        elif one.iteration == tracker:
+            reason = "the tracker names it"
+        elif one.is_pinned:
+            reason = "pinned"
+        elif tracker is not None and one.iteration > tracker:
+            reason = "above the tracker"
+        elif one.iteration in newest:
+            reason = f"one of the newest {keep}"
+        elif one.iteration in best:
+            reason = "one of the best"
+        elif keep_every is not None and one.iteration % keep_every == 0:
+            reason = f"every {keep_every}"
+        if reason is not None:
+            kept[one.iteration] = reason
+    verified = [one.iteration for one in counted if one.is_verified]
+    if verified and not kept.keys() & verified:
+        kept[verified[-1]] = _LAST_VERIFIED
+    healthy = [one.iteration for one in counted if not one.is_unhealthy]
+    if healthy and healthy[-1] not in kept and healthy[-1] != counted[-1].iteration:
+        kept[healthy[-1]] = _LAST_HEALTHY
+    return [one for one in ordered if one.iteration not in kept], dict(sorted(kept.items()))
+
+
+def _counted(facts: Sequence[Facts], tracker: int | None) -> list[Facts]:
+    """Complete iterations that a restart may take, ascending."""
+    return [
+        one
+        for one in sorted(facts, key=lambda one: one.iteration)
+        if one.fault is None and not one.is_passed_over and (tracker is None or one.iteration <= tracker)
+    ]
+
+
+def to_verify(
+    facts: Sequence[Facts], gone: Sequence[Facts], kept: Mapping[int, str], *, tracker: int | None
+) -> list[Facts]:
+    """What has to be verified before a plan is carried out: one of these, the newest first.
+
+    Args:
+        facts: those of the plan.
+        gone: what it removes.
+        kept: why the others stay.
+        tracker: the iteration that the tracker names, or None.
+
+    Returns:
+        Iterations that a restart could take, that stay, and that are newer than those of them that go, or would go if
+        another one were verified. None where one is verified, or where nothing goes but debris. If none of them can be
+        verified and nothing that stays is, all that can be.
+
+    Example:
+        >>> from reshard.options import Retention
+        >>> facts = [Facts(n, f"iteration_{n:08d}", has_manifest=True) for n in (100, 200, 300)]
+        >>> gone, kept = plan(facts, Retention(keep=2), tracker=300)
+        >>> [one.iteration for one in to_verify(facts, gone, kept, tracker=300)]
+        [300, 200]
+    """
+    counted = _counted(facts, tracker)
+    going = {one.iteration for one in gone} | {one for one, reason in kept.items() if reason == _LAST_VERIFIED}
+    if not going - {one.iteration for one in gone if one.is_debris}:
+        return []
+    last = max((one.iteration for one in counted if one.iteration in going), default=-1)
+    newer = [one for one in reversed(counted) if one.iteration in kept and one.iteration > last]
+    if any(one.is_verified for one in newer):
+        return []
+    candidates = [one for one in newer if one.has_manifest]
+    if not candidates and not any(one.is_verified and one.iteration in kept for one in counted):
+        candidates = [one for one in reversed(counted) if one.has_manifest]
+    return candidates
+
+
+def must_read_back(root: str | os.PathLike[str], iteration: int, keep: int) -> bool:
+    """Whether a save has to be read back for retention to remove anything after it.
+
+    Args:
+        root: the checkpoint root.
+        iteration: what is being saved.
+        keep: as in `apply`.
+
+    Returns:
+        True if there would be more than `keep` iterations, or some that were skipped, and none of the newest
+        `keep - 1` that are there is verified.
+
+    Raises:
+        CheckpointNotFoundError, StorageError: the root cannot be listed.
+
+    Example:
+        >>> import numpy as np, reshard
+        >>> for number in (1, 2):
+        ...     _ = reshard.save("read-back", number, {"w": np.zeros(4)})
+        >>> must_read_back("read-back", 3, keep=2), must_read_back("read-back", 3, keep=3)
+        (True, False)
+    """
+    place = locate(root)
+    listed = roots.resolve_candidates(place)
+    there = [one for one in sorted(listed.folders, reverse=True) if one[0] != iteration]
+    if len(there) < keep and not _has_passed_over(place, there):
+        return False
+    n_left = keep - 1
+    for number, name in there:
+        if n_left == 0:
+            break
+        if listed.tracker is not None and number > listed.tracker:
+            continue
+        proof = _proof(place / name)
+        if proof is not None and proof.fault is None:
+            return False
+        n_left -= proof is None
+    return True
+
+
+def _has_passed_over(root: Location, there: Sequence[tuple[int, str]]) -> bool:
+    """Whether one of these iterations records that another one was skipped when a run resumed below it."""
+    numbers = {number for number, _ in there}
+    for _, name in there:
+        with contextlib.suppress(ReshardError):
+            if numbers & set(manifests.read(root / name).passed_over):
+                return True
+    return False
+
+
+def _proof(folder: Location) -> proofs.Proof | None:
+    try:
+        return proofs.read(folder, manifests.read(folder))
+    except ReshardError:
+        return None
+
+
+def apply(
+    root: str | os.PathLike[str],
+    retention: Retention,
+    *,
+    dry_run: bool = False,
+    durable: bool = True,
+    original_fault: Callable[[Location], str | None] | None = None,
+    verify: bool = True,
+    verified: Collection[str] = (),
+    observers: Observers | None = None,
+) -> Removed:
+    """As `remove`, for the end of a save: what the system refuses is a warning, and logged.
+
+    Args:
+        root: the checkpoint root.
+        retention: which iterations are kept.
+        dry_run: see `remove`, and so are the other arguments.
+        durable: see `remove`.
+        original_fault: see `remove`.
+        verify: see `remove`.
+        verified: see `remove`.
+        observers: see `remove`.
+
+    Raises:
+        CheckpointNotFoundError: there is no such root.
+
+    Example:
+        >>> import tempfile
+        >>> from reshard.options import Retention
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     apply(root, Retention(keep=2)).iterations
+        ()
+    """
+    try:
+        removed = remove(
+            root,
+            retention,
+            dry_run=dry_run,
+            durable=durable,
+            original_fault=original_fault,
+            verify=verify,
+            verified=verified,
+            observers=observers,
+        )
+    except (StorageError, DamagedFileError) as error:
+        removed = Removed((), 0, {}, (f"retention stopped: {error.message}",))
+    for line in removed.warnings:
+        _log.warning("%s", line)
+    return removed
+
+
+def remove(
+    root: str | os.PathLike[str],
+    retention: Retention,
+    *,
+    dry_run: bool = False,
+    durable: bool = True,
+    original_fault: Callable[[Location], str | None] | None = None,
+    verify: bool = True,
+    verified: Collection[str] = (),
+    progress: _core.Progress | None = None,
+    observers: Observers | None = None,
+) -> Removed:
+    """Remove the iterations of a root that are not to be kept.
+
+    Args:
+        root: the checkpoint root.
+        retention: which iterations are kept.
+        dry_run: remove nothing, and read no contents.
+        durable: sync every change.
+        original_fault: returns why an iteration folder without manifest is not complete, or None. By default it is
+            complete if every shard file that it names is there.
+        verify: compare the newest that stays with its manifest, if nothing is removed otherwise.
+        verified: digests of manifests whose files this process has just compared.
+        progress: called as `progress(done_bytes, total_bytes)` while an iteration is compared.
+        observers: called with an event `pruned` for each removed iteration.
+
+    Raises:
+        CheckpointNotFoundError: there is no such root.
+        DamagedFileError: no iteration has the metric.
+        StorageError: the root cannot be listed or locked. Nothing is removed.
+
+    Example:
+        >>> import tempfile
+        >>> from reshard.options import Retention
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     remove(root, Retention(keep=2)).iterations
+        ()
+    """
+    path = locate(root).absolute()
+    judge, known = original_fault or _original_fault, set(verified)
+    faults: dict[str, str] = {}  # found here, by the digest of the manifest
+    done = _Done()
+
+    def decide() -> _Decision:
+        facts, tracker = _look(path, judge, known, faults)
+        best = _best(path, facts, *retention.best) if retention.best else []
+        gone, kept = plan(facts, retention, tracker=tracker, best=best)
+        first = to_verify(facts, gone, kept, tracker=tracker)
+        counted = {one.iteration for one in _counted(facts, tracker) if one.is_verified}
+        return _Decision(gone, kept, first, has_verified=bool(counted & kept.keys()))
+
+    roots.list_iterations(path)  # before a lock file is created in a folder that is not a root
+    decision = decide()
+    if dry_run:
+        while verify and decision.first:
+            one = decision.first[0]
+            done.warnings.append(
+                f"iteration {one.iteration} would be verified first; if it is damaged, less is removed"
+            )
+            known.add(manifests.read(path / one.name).digest)
+            decision = decide()
+        gone = decision.gone
+        n_bytes = sum(_n_bytes(path / one.name) for one in gone)
+        return Removed(tuple(one.iteration for one in gone), n_bytes, decision.kept, tuple(done.warnings))
+    if not decision.gone and not decision.first:
+        return Removed((), 0, decision.kept)
+    for _ in range(_MAX_ROUNDS):
+        while verify and decision.first:
+            # Before the lock: comparing takes long, and saves wait for the lock.
+            _verify(path / decision.first[0].name, known, faults, done.warnings, progress)
+            decision = decide()
+        with claims.locked(path):
+            decision = decide()
+            if decision.first and verify:
+                continue  # it changed meanwhile
+            _carry_out(path, decision, done, durable=durable)
+            break
+    else:
+        done.warnings.append("no iteration is removed: the root changed each time it was looked at; try again")
+    if done.iterations:
+        # Outside the lock: deleting takes long, and no other process uses the trash.
+        done.warnings += trash.empty(path, durable=durable)
+        proofs.sweep(path)
+    kept = dict(sorted({**decision.kept, **done.kept}.items()))
+    for iteration, n_bytes in zip(done.iterations, done.sizes, strict=True):
+        # After the lock, too: a slow function must not keep saves waiting.
+        (observers or Observers()).first("pruned", iteration, n_bytes=n_bytes, reason=f"not kept by {retention!r}")
+    return Removed(tuple(done.iterations), sum(done.sizes), kept, tuple(done.warnings), tuple(done.failed))
+
+
+@checked
+def pin(root: str | os.PathLike[str], iteration: int) -> None:
+    """Keep an iteration whatever the retention; a second call has no effect.
+
+    Raises:
+        CheckpointNotFoundError: there is no such iteration.
+        StorageError: the system failed.
+    """
+    _folder(root, iteration)  # before a lock file is created in a folder that is not a root
+    with claims.locked(root):
+        folder = _folder(root, iteration)
+        with contextlib.suppress(FileExistsError):
+            filesystem.make_file(folder / PINNED_FILE, durable=True)
+
+
+@checked
+def unpin(root: str | os.PathLike[str], iteration: int) -> None:
+    """Undo `pin`: retention may remove the iteration again.
+
+    Raises:
+        CheckpointNotFoundError: there is no such iteration.
+        StorageError: the system failed.
+    """
+    _folder(root, iteration)  # before a lock file is created in a folder that is not a root
+    with claims.locked(root):
+        folder = _folder(root, iteration)
+        filesystem.remove_file(folder / PINNED_FILE)
+        filesystem.sync(folder)
+
+
+def _folder(root: str | os.PathLike[str], iteration: int) -> Location:
+    name = dict(roots.list_iterations(root)).get(iteration)
+    if name is None:
+        message = f"there is no iteration {iteration} in {show(str(root))}"
+        raise CheckpointNotFoundError(message, path=str(root), hint=roots.missing_hint(root))
+    return locate(root) / name
+
+
+# -- the facts
+
+
+def _look(
+    root: Location, judge: Callable[[Location], str | None], verified: Collection[str], faults: Mapping[str, str]
+) -> tuple[list[Facts], int | None]:
+    """The facts of all iterations, and the tracker.
+
+    Args:
+        root: the checkpoint root.
+        judge: of an iteration without manifest, why it is not complete.
+        verified: digests of manifests whose files were found right by this process.
+        faults: and of those that were not, with the reason.
+    """
+    listed = roots.resolve_candidates(root)
+    found = {iteration: (name, *_judge(root / name, judge)) for iteration, name in listed.folders}
+    behind = candidates.left_behind(
+        tuple(_folder_facts(root, iteration, name, manifest) for iteration, (name, manifest, *_) in found.items()),
+        listed.tracker,
+    )
+    facts = []
+    for iteration, (name, manifest, fault, is_unknown) in sorted(found.items()):
+        is_verified, damage = False, fault
+        if manifest is not None:
+            is_verified, damage = _contents(root / name, manifest, verified, faults)
+        facts.append(
+            Facts(
+                iteration=iteration,
+                name=name,
+                fault=damage,
+                is_verified=is_verified,
+                is_pinned=(root / name / PINNED_FILE).exists(),
+                is_debris=damage is not None and staging.unfinished(root / name) == REMOVED,
+                is_passed_over=iteration in behind,
+                is_unknown=is_unknown,
+                has_manifest=manifest is not None,
+                metrics={} if manifest is None else manifest.metrics,
+                is_unhealthy=manifest is not None and manifest.ckpt_status == 1,
+            )
+        )
+    return facts, listed.tracker
+
+
+def _folder_facts(root: Location, iteration: int, name: str, manifest: Manifest | None) -> candidates.Folder:
+    is_tracked = (root / name / TRACKED_FILE).exists()
+    if manifest is None:
+        return candidates.Folder(iteration, name, is_tracked)
+    return candidates.Folder(
+        iteration, name, is_tracked, manifest.generation, manifest.previous_tracker, tuple(manifest.passed_over)
+    )
+
+
+def _contents(
+    folder: Location, manifest: Manifest, verified: Collection[str], faults: Mapping[str, str]
+) -> tuple[bool, str | None]:
+    """Whether the contents were verified, and the fault that was found in them."""
+    if manifest.digest in verified:
+        return True, None
+    if manifest.digest in faults:
+        return False, faults[manifest.digest]
+    proof = proofs.read(folder, manifest)
+    if proof is not None and proof.fault is not None:
+        return False, f"found damaged when it was verified: {proof.fault}"
+    return proof is not None, None
+
+
+def _judge(folder: Location, judge: Callable[[Location], str | None]) -> tuple[Manifest | None, str | None, bool]:
+    """The manifest of a complete iteration, or why it is not complete, and whether that is merely not known."""
+    if folder.parent.name == TRASH_FOLDER:
+        return None, "its replacement was interrupted: the next save moves it back", False
+    try:
+        has_manifest = _is_there(folder / MANIFEST_FILE)
+        if staging.unfinished(folder) not in (None, REMOVED):
+            return None, "it is being written", False
+        if not has_manifest:
+            is_ours = (folder / UNFINISHED_FILE).exists()
+            return None, "it was being removed" if is_ours else judge(folder), False
+        manifest = manifests.read(folder)
+        manifests.check_sizes(folder, manifest)
+    except ReshardError as error:
+        return None, error.message, not is_damage(error)
+    return manifest, None, False
+
+
+def _is_there(path: Location) -> bool:
+    """Whether there is a file; unlike `exists`, a folder that may not be searched is an error. Raises StorageError."""
+    try:
+        path.stat()
+    except CheckpointNotFoundError:
+        return False
+    return True
+
+
+def _original_fault(folder: Location) -> str | None:
+    """Why an iteration without manifest is not complete, by the files that are there; their contents are not read."""
+    metadata = folder / checkpoint2.METADATA_FILE
+    if metadata.exists():
+        index = _core.Index.from_metadata(str(metadata.local))
+        paths = [locate(index.file_path(number)) for number in range(index.n_files)]
+    else:
+        paths = [folder / name for name in checkpoint2.list_shard_files(folder)]
+    if not paths:
+        return "it holds no shard files"
+    missing = next((one for one in paths if not one.is_file()), None)
+    if missing is not None:
+        return f"there is no file {show(missing.name)}"
+    index = _core.Index()
+    if writer_mark.is_marked(index, index.add_file(str(paths[0].local), follow_links=False)):
+        return "it holds shard files of this package, and no manifest"
+    return None
+
+
+def _best(root: Location, facts: Sequence[Facts], metric: str, n: int) -> list[int]:
+    complete = {one.iteration for one in facts if one.fault is None}
+    name = metric.removeprefix("-")
+    # A manifest without metrics may be of a release that wrote them to the log alone.
+    metrics = {record.iteration: record.metrics for record in save_log.read(root)} if complete else {}
+    metrics |= {one.iteration: one.metrics for one in facts if one.metrics}
+    values: dict[int, float] = {}
+    for iteration, of_one in metrics.items():
+        value = of_one.get(name, math.nan)
+        if math.isfinite(value):
+            values[iteration] = -value if metric != name else value
+    if complete and not values.keys() & complete:
+        # Then the best are not known: all are kept.
+        raise DamagedFileError(
+            f"the log of saves in {show(str(root))} holds no metric {show(name)} of any iteration that exists, "
+            "and no manifest holds it",
+            path=str(root),
+        )
+    ranked = sorted((value, -iteration) for iteration, value in values.items() if iteration in complete)
+    return [-iteration for _, iteration in ranked[:n]]
+
+
+def best_of(root: str | os.PathLike[str], metric: str) -> str | None:
+    """The folder of the iteration with the best value of a metric in its manifest; None: no manifest has the metric.
+
+    Args:
+        root: the checkpoint root.
+        metric: its name, as in `Retention.best`.
+
+    Raises:
+        StorageError: the root cannot be listed.
+
+    Example:
+        >>> import numpy as np, reshard
+        >>> for n, loss in ((1, 2.0), (2, 1.0), (3, 4.0)):
+        ...     _ = reshard.save("ranked", n, {"w": np.zeros(1)}, metrics={"loss": loss})
+        >>> best_of("ranked", "loss"), best_of("ranked", "-loss"), best_of("ranked", "other")
+        ('iteration_00000002', 'iteration_00000003', None)
+    """
+    name, found = metric.removeprefix("-"), list[tuple[float, int, str]]()
+    for iteration, folder in roots.list_iterations(root):
+        try:
+            value = manifests.read(locate(root) / folder).metrics.get(name, math.nan)
+        except ReshardError:
+            continue  # it is not complete
+        if math.isfinite(value):
+            found.append((-value if metric != name else value, -iteration, folder))
+    return min(found)[2] if found else None
+
+
+# -- removing
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """What is removed, why the rest stays, what has to be verified before, and whether a verified one stays."""
+
+    gone: list[Facts]
+    kept: dict[int, str]
+    first: list[Facts]
+    has_verified: bool
+
+
+@dataclass
+class _Done:
+    iterations: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)  # bytes, in the order of `iterations`
+    kept: dict[int, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    failed: list[int] = field(default_factory=list)
+
+
+def _verify(
+    folder: Location, known: set[str], faults: dict[str, str], warnings: list[str], progress: _core.Progress | None
+) -> None:
+    """Compare an iteration with its manifest, and record the result: in `known` or `faults`, and beside it."""
+    with manifests.read_lock(folder) as lock:  # no other process removes it meanwhile
+        manifest = manifests.read(folder)
+        state = proofs.state_of(folder, manifest)
+        done, total = 0, sum(entry.n_bytes for entry in manifest.shards.values())
+
+        def advance(n_bytes: int) -> None:
+            nonlocal done
+            done += n_bytes
+            if progress is not None:
+                progress(done, total)
+
+        found = scrub_folder(folder, manifest, advance=advance)
+        if not lock.is_current():
+            return  # it was saved again meanwhile: what is verified is decided again
+    if found:
+        fault = next((one for one in found if one.is_damage), found[0])
+        verdict = "found damaged when it was verified" if fault.is_damage else "could not be verified"
+        faults[manifest.digest] = f"{verdict}: {fault.file}: {fault.message}"
+        warnings.append(f"{folder.name}: {faults[manifest.digest]}")
+        if not fault.is_damage:
+            return
+    else:
+        known.add(manifest.digest)
+    try:
+        proofs.write(folder, manifest, state, f"{fault.file}: {fault.message}" if found else None)
+    except StorageError as error:
+        warnings.append(f"{folder.name} was verified, and the result is not recorded: {error.message}")
+
+
+def _carry_out(root: Location, decision: _Decision, done: _Done, *, durable: bool) -> None:
+    if decision.first and not decision.has_verified:
+        reason = "nothing that would stay has been verified"
+        done.kept = dict.fromkeys((one.iteration for one in decision.gone), reason)
+        done.warnings.append(f"no iteration is removed: {reason}; verify iteration {decision.first[0].iteration}")
+        return
+    if decision.gone:
+        trash.make(root, durable=durable)
+    for one in decision.gone:
+        _remove(root, one, done, durable=durable)
+
+
+def _remove(root: Location, one: Facts, done: _Done, *, durable: bool) -> None:
+    folder = root / one.name
+    n_bytes = _n_bytes(folder)
+    try:
+        with trash.reader_held_off(folder) as is_free:
+            if not is_free:
+                done.kept[one.iteration] = "it is being read"
+                done.warnings.append(f"iteration {one.iteration} is being read: it is removed another time")
+                return
+            is_there = True
+            if trash.make(root, durable=durable):
+                is_there = trash.take_out(root, folder, one.iteration, durable=durable)
+            else:
+                trash.mark_removed(folder, durable=durable)  # a removal in place needs no space, and makes some
+        if is_there:
+            filesystem.remove_folder(folder, durable=durable)
+    except StorageError as error:
+        done.kept[one.iteration] = "it could not be removed"
+        done.warnings.append(f"iteration {one.iteration} could not be removed: {error.message}")
+        done.failed.append(one.iteration)
+        return
+    done.iterations.append(one.iteration)
+    done.sizes.append(n_bytes)
+
+
+def _n_bytes(folder: Location) -> int:
+    with contextlib.suppress(ReshardError):
+        return sum((folder / name).stat().n_bytes for name in folder.names())
+    return 0

@@ -1,0 +1,1 @@
+"""JSON and YAML that people and other programs wrote: read strictly, with the place in each message."""

@@ -1,0 +1,1 @@
+"""Values and their checks, which the other layers use. They know no file, no format and no rank."""

@@ -1,0 +1,442 @@
+"""`reshard.save`: every rank saves its arrays, and all ranks end with one iteration that is published or none.
+
+This module checks the arguments and collects what one rank holds (`RankInput`). The steps of a save by all ranks are in
+`collective_save`; what a format does in each step is in `formats.checkpoint2.save` and `formats.checkpoint1.save`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
+
+import numpy as np
+
+from reshard.commit import roots
+from reshard.commit.save_log import SaveRecord
+from reshard.errors import ArgumentError
+from reshard.formats import state
+from reshard.formats.checkpoint1 import state as checkpoint1_state
+from reshard.formats.checkpoint2.common import CommonInfo
+from reshard.formats.checkpoint2.rank_facts import facts_of
+from reshard.formats.replicas import Copies, RankLocal, is_any_of
+from reshard.formats.savable import save_format
+from reshard.options import SaveOptions, agreed, explains_moved
+from reshard.ranks.collective import capture
+from reshard.ranks.group import resolve, session
+from reshard.storage.host import boot_id
+from reshard.storage.location import locate
+from reshard.values.arguments import check, check_given, plain_integer
+from reshard.values.events import Observers
+from reshard.values.words import show
+from reshard.write import background
+from reshard.write.arrays import Shard, as_shape, local_arrays
+from reshard.write.background import PendingSave
+from reshard.write.collective_save import (
+    RankInput,
+    SaveFormat,
+    SaveReport,
+    SaveTask,
+    save_collectively,
+    save_failed,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from reshard import _core
+    from reshard.layout.model import LayoutLike
+    from reshard.options import CommitLike, FilesLike, FormatLike, RetentionLike, VerifyLike
+    from reshard.values.events import OnEvent
+    from reshard.write.arrays import LocalArray
+
+__all__ = ["PendingSave", "SaveReport", "Shard", "check_save_options", "save"]
+
+_EPOCH = "1970-01-01T00:00:00+00:00"
+_COMMON_KEYS = tuple(name for name in CommonInfo.__dataclass_fields__ if name != "unknown")
+
+
+class _Keywords(TypedDict, total=False):
+    """The keywords of `save` that do not decide what it returns; they are documented there."""
+
+    shapes: Mapping[str, Sequence[int]] | None
+    rank_local: RankLocal | None
+    group: object
+    rank: int | None
+    format: FormatLike
+    keep: int | None
+    retention: RetentionLike | None
+    verify: VerifyLike | None
+    commit: CommitLike | None
+    files: FilesLike | None
+    metrics: Mapping[str, float] | None
+    ready: Callable[[], object] | None
+    after: Callable[[SaveReport], list[str]] | None
+    timeout: float
+    threads: int | None
+    progress: _core.Progress | None
+    on_event: OnEvent | None
+
+
+@overload
+def save(
+    root: str | os.PathLike[str],
+    iteration: int,
+    model: Mapping[str, object],
+    optimizer: Mapping[str, object] | None = None,
+    common: CommonInfo | Mapping[str, object] | None = None,
+    extra: Mapping[str, object] | None = None,
+    layout: LayoutLike | None = None,
+    *,
+    blocking: Literal[True] = True,
+    dry_run: Literal[False] = False,
+    **options: Unpack[_Keywords],
+) -> SaveReport: ...
+@overload
+def save(
+    root: str | os.PathLike[str],
+    iteration: int,
+    model: Mapping[str, object],
+    optimizer: Mapping[str, object] | None = None,
+    common: CommonInfo | Mapping[str, object] | None = None,
+    extra: Mapping[str, object] | None = None,
+    layout: LayoutLike | None = None,
+    *,
+    blocking: Literal[False],
+    **options: Unpack[_Keywords],
+) -> PendingSave[SaveReport]: ...
+@overload
+def save(
+    root: str | os.PathLike[str],
+    iteration: int,
+    model: Mapping[str, object],
+    optimizer: Mapping[str, object] | None = None,
+    common: CommonInfo | Mapping[str, object] | None = None,
+    extra: Mapping[str, object] | None = None,
+    layout: LayoutLike | None = None,
+    *,
+    dry_run: Literal[True],
+    blocking: bool = True,
+    **options: Unpack[_Keywords],
+) -> None: ...
+@explains_moved
+def save(  # noqa: PLR0917  what is saved is often given by position
+    root: str | os.PathLike[str],
+    iteration: int,
+    model: Mapping[str, object],
+    optimizer: Mapping[str, object] | None = None,
+    common: CommonInfo | Mapping[str, object] | None = None,
+    extra: Mapping[str, object] | None = None,
+    layout: LayoutLike | None = None,
+    *,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    rank_local: RankLocal | None = None,
+    group: object = None,
+    rank: int | None = None,
+    blocking: bool = True,
+    format: FormatLike = "checkpoint2",  # noqa: A002
+    keep: int | None = None,
+    retention: RetentionLike | None = None,
+    verify: VerifyLike | None = None,
+    commit: CommitLike | None = None,
+    files: FilesLike | None = None,
+    metrics: Mapping[str, float] | None = None,
+    ready: Callable[[], object] | None = None,
+    after: Callable[[SaveReport], list[str]] | None = None,
+    timeout: float = 600.0,
+    threads: int | None = None,
+    progress: _core.Progress | None = None,
+    on_event: OnEvent | None = None,
+    dry_run: bool = False,
+) -> SaveReport | PendingSave[SaveReport] | None:
+    """Save an iteration, all ranks collectively. If it fails, the root is as it was before.
+
+    Every rank of the group calls this with what it holds and with the same options. `common`, `metrics`, plain values
+    of `extra` and retention are taken from rank 0.
+
+    Args:
+        root: the checkpoint root; made if it is missing.
+        iteration: its number: steps that were made. An iteration of this number is replaced, in one step. A number
+            below the tracker's is refused, except in the first save after `reshard.load` loaded an older iteration.
+        model: this rank's arrays by key: numpy arrays, torch tensors, anything with DLPack or the buffer protocol,
+            contiguous or not; or a `reshard.Shard` of one.
+        optimizer: the same for the state of the optimizer. State named `<slot>.<key>` is sharded as its parameter.
+        common: `CommonInfo`, written as it is; or a mapping of some of its fields. The defaults of `step_num` and
+            `global_step` are the iteration.
+        extra: any other state by name: numbers, text, bytes, lists, tuples, mappings, arrays, tensors. A value wrapped
+            in `reshard.per_rank` is kept for each rank. Of any other rank 0's is saved, and it is an error if another
+            rank gives a different one.
+        layout: how the arrays are sharded: a `ModelLayout`, a layout file, its mapping, or a strategy file or folder.
+            Every rank gives its own shards, and global shapes follow from those of all ranks. None: in a world of one
+            all arrays are whole; else each array is a `Shard` with its offset, and only `tiles.json` describes it.
+        shapes: with a layout, global shapes by key, in elements: of flattened tensors, and of those that are joined
+            into one array. Joined state is that of all parameters of the join, in their shapes; where only some have
+            state, give those.
+        rank_local: state that every rank keeps for itself, and further copies that may differ, see
+            `write.replicas.RankLocal`. Either all ranks give one, or none does.
+        group: a process group of torch, or any object with `rank`, `world_size`, `barrier`, `gather`, `broadcast`.
+            None: torch's default group if there is one, else this process alone.
+        rank: the rank that the caller expects to be, to be checked.
+        blocking: False returns as soon as this rank's arrays are copied; they may be changed then. One save at a time
+            is written in the background: the next one first waits for it, and raises its error. The end of the process
+            waits for it too, except where that is `os._exit` or a signal (see `PendingSave`).
+        format: "checkpoint2"; or "checkpoint1" or a `Checkpoint1Options` for a file for each rank. In Checkpoint 1.0
+            every layout that is saved must be one that a strategy file can express, a root has one number of ranks and
+            one strategy, and `keep` counts the saves of this process.
+        keep: keep the newest `keep` complete iterations and remove older ones; short for
+            `retention=Retention(keep=...)`. None: remove nothing.
+        retention: which iterations are kept: a `Retention` or a mapping of its fields.
+        verify: what is compared: a `Verify` or a mapping of its fields. `on_load` has no effect here.
+        commit: how the save is published: a `Commit` or a mapping of its fields.
+        files: which files hold the tensors: a `Files` or a mapping of its fields.
+        metrics: numbers by name, such as the loss: kept in the manifest of the iteration and in `saves.jsonl`.
+        ready: for arrays that are still being filled, such as copies from a device: waits until they have their
+            content. With it nothing is copied, and the arrays belong to the save until it has ended. It is called more
+            than once, and in the background if `blocking` is False.
+        after: called on every rank as `after(report)` once the save has succeeded and all ranks know it, in the thread
+            that saved; the texts that it returns are warnings of the report.
+        timeout: seconds that a rank waits for the others in each of the three exchanges, the time to write included.
+        threads: threads of the copies.
+        progress: called as `progress(done_bytes, total_bytes)` with this rank's bytes; from the thread in the
+            background if `blocking` is False.
+        on_event: a function, or a list of functions, called with each `Event` of the save on this rank, such as
+            `EventLog(root)`; see docs/watching.md. An error of it is logged once and does not fail the save.
+        dry_run: check everything that is known before anything is written: options, arrays, layout, state, and that
+            the ranks agree. The root is neither made nor claimed, and nothing is written. With `blocking=False` and
+            without `ready`, memory for the copies is allocated by a thread, so that the first save does not wait for
+            it; it is kept until the end of the process, as that of a save is.
+
+    Returns:
+        What was saved; with `blocking=False` a `PendingSave`, whose `result()` returns that; with `dry_run` None.
+
+    Raises:
+        ArgumentError, LayoutError, MismatchError, CoverageError, UnsupportedError: an option is not accepted, or the
+            arrays of the ranks do not make up whole tensors, or cannot be written; the message names key and ranks.
+        GroupError: a rank did not answer in time. Nothing is published, unless only rank 0's last message was lost.
+        StorageError: a write failed, or there is not enough space.
+        DestinationExistsError: another process is saving into this root.
+        ReshardError: a rank failed otherwise: the message names it and its error.
+
+    Example:
+        >>> import numpy as np, reshard
+        >>> report = reshard.save("output", 100, {"w": np.arange(6.0).reshape(2, 3)}, common={"global_batch_size": 32})
+        >>> report.n_files, reshard.open("output").iteration
+        (1, 100)
+        >>> _ = reshard.save("output", 200, {"w": np.zeros((2, 3))}, retention={"keep": 5, "keep_every": 1000})
+    """
+    started = time.monotonic()
+    check_given(root=root, blocking=blocking, timeout=timeout, dry_run=dry_run)
+    check(rank=rank, on_event=on_event)
+    iteration = plain_integer(iteration)
+    members = resolve(group, rank)
+    observers = Observers.of(None if dry_run else on_event, members.rank)
+    if ready is not None and observers.functions:
+        ready = _reports_copies(ready, observers, iteration, started)
+    channel = session(members, f"save {iteration}"[:200])
+    # The other ranks wait for this one: they must receive the error of its options.
+    parsed = capture(
+        lambda: SaveOptions.of(
+            keep=keep,
+            retention=retention,
+            verify=verify,
+            commit=commit,
+            files=files,
+            format=format,
+            threads=threads,
+        )
+    )
+    options = parsed if isinstance(parsed, SaveOptions) else SaveOptions()
+    task = SaveTask(Path(locate(root).absolute()), iteration, timeout, options)
+    same = _agreed(task, blocking=blocking)
+
+    def prepare() -> SaveFormat:
+        if isinstance(parsed, BaseException):
+            raise parsed
+        check_given(model=model)
+        check(
+            optimizer=optimizer,
+            extra=extra,
+            rank_local=rank_local,
+            layout=layout,
+            shapes=shapes,
+            metrics=metrics,
+            ready=ready,
+            after=after,
+            threads=threads,
+            progress=progress,
+        )
+        if not dry_run:
+            background.finish_previous(timeout, task.root)
+        roots.iteration_folder_name(iteration)
+        of = save_format(options.format)
+        _check_options(options, model)
+        is_alone = of.traits.rank_folders  # each rank has files of its own, which hold all that the rank needs
+        own_layout = None
+        if layout is not None:
+            from reshard.layout import as_layout  # noqa: PLC0415  slow to import
+
+            own_layout = as_layout(layout)
+        arrays = local_arrays(model, optimizer)
+        if ready is not None:
+            for name, given in [*(model or {}).items(), *(optimizer or {}).items()]:
+                _check_is_written_as_it_is(given, arrays[name])
+        copies = Copies.of(
+            arrays,
+            rank_local,
+            extra=_extra(extra, members.rank, copy=not blocking, is_alone=is_alone),
+            is_alone=is_alone,
+            ready=ready,
+            threads=threads,
+        )
+        allowed = (*options.verify.may_differ, *(() if rank_local is None else rank_local.may_differ))
+        facts = facts_of(
+            arrays,
+            {key: as_shape(shape, f"the shape of {show(str(key))}") for key, shape in (shapes or {}).items()},
+            host=_host(),
+            options=same | {"layout": None if own_layout is None else _digest(str(own_layout))},
+            has_layout=own_layout is not None,
+            may_differ=is_any_of(allowed) if allowed else None,
+            state=_digests(extra) if members.world_size > 1 else {},
+            copies=() if rank_local is None else rank_local.copies,
+        )
+        counters = _common_info(common, iteration)
+        # Made now, so that a metric that is no number is refused before anything is written.
+        record = SaveRecord(iteration, _EPOCH, 0, 0, 0, dict(metrics or {}), ckpt_status=counters.ckpt_status)
+        own = RankInput(arrays, facts, own_layout, counters, record, copies, observers)
+        return of(task, channel, own)
+
+    # The other ranks wait for this one: they must receive its error.
+    try:
+        return save_collectively(
+            capture(prepare),
+            task,
+            channel,
+            started=started,
+            blocking=blocking,
+            dry_run=dry_run,
+            ready=ready,
+            progress=progress,
+            after=after,
+        )
+    except BaseException as error:
+        save_failed(observers, iteration, error, started)
+        raise
+
+
+def _reports_copies(
+    ready: Callable[[], object], observers: Observers, iteration: int, started: float
+) -> Callable[[], object]:
+    """`ready`, with an event when it has waited the first time."""
+    is_reported = False
+
+    def wait() -> None:
+        nonlocal is_reported
+        ready()
+        if not is_reported:
+            is_reported = True
+            observers("copied", iteration, seconds=time.monotonic() - started)
+
+    return wait
+
+
+def _check_is_written_as_it_is(given: object, array: LocalArray) -> None:
+    """Refuse an array that was copied to make it readable: before `ready` it does not have its content."""
+    one: Any = given.array if isinstance(given, Shard) else given
+    place = one.data_ptr() if callable(getattr(one, "data_ptr", None)) else None
+    if isinstance(one, np.ndarray):
+        place = one.ctypes.data
+    if array.array.nbytes and place != array.array.ctypes.data:
+        raise ArgumentError(
+            f"saving {show(array.name)}: with `ready` only numpy arrays and tensors of the host are taken, in the byte "
+            "order of the machine",
+            key=array.name,
+        )
+
+
+def _agreed(task: SaveTask, *, blocking: bool) -> dict[str, object]:
+    """What must be the same on all ranks, by the names that users know."""
+    root = os.fspath(task.root)
+    return {"root": root, "iteration": task.iteration, "blocking": blocking, **agreed(task.options)}
+
+
+def check_save_options(options: SaveOptions) -> None:
+    """Refuse options that do not go together, before there is anything to save.
+
+    Raises:
+        ArgumentError: an option is not for the format, or the format is not known.
+
+    Example:
+        >>> check_save_options(SaveOptions())
+    """
+    _check_options(options, None)
+
+
+def _check_options(options: SaveOptions, model: Mapping[str, object] | None) -> None:
+    """Refuse options that do not fit the format or the model; None: the model is not known yet."""
+    save_format(options.format).check_options(options, {} if model is None else model)
+    if model is not None and options.checkpoint1.save_trainable_params is True:
+        raise ArgumentError(
+            "`save_trainable_params` is True, and `save` needs the names of the weights that are trained",
+            hint='for example `format=Checkpoint1Options(save_trainable_params=["head.weight"])`',
+        )
+
+
+def _common_info(common: CommonInfo | Mapping[str, object] | None, iteration: int) -> CommonInfo:
+    if isinstance(common, CommonInfo):
+        return common
+    if not isinstance(common, Mapping | None):
+        raise ArgumentError(f"`common` is a {type(common).__name__}, expected a CommonInfo or a mapping of its fields")
+    given = dict(common or {})
+    for name in given:
+        if name not in _COMMON_KEYS:
+            raise ArgumentError(
+                f"`common` has {show(str(name))}, and common.json holds exactly {', '.join(_COMMON_KEYS)}: its reader "
+                "refuses any other",
+                hint=f"put it into `extra={{{str(name)[:80]!r}: ...}}`",
+            )
+    return CommonInfo(**{"step_num": iteration, "global_step": iteration} | given)  # type: ignore[arg-type]
+
+
+def _extra(
+    extra: Mapping[str, object] | None, rank: int, *, copy: bool, is_alone: bool
+) -> tuple[str, dict[str, np.ndarray]] | None:
+    """The part of `extra` that this rank writes: rank 0 all of it, the others what is kept for each rank.
+
+    A rank that `is_alone` has a folder of its own and writes the values that all ranks share, too.
+    """
+    if not isinstance(extra, Mapping | None):
+        raise ArgumentError(f"`extra` is a {type(extra).__name__}, expected a mapping of names to state")
+    if state.RANK_LOCAL in (extra or {}):
+        raise ArgumentError(f"`extra` has `{state.RANK_LOCAL}`, a name that is taken", hint="choose another one")
+    own = {name: value.value for name, value in (extra or {}).items() if isinstance(value, state.PerRank)}
+    shared = {name: value for name, value in (extra or {}).items() if name not in own and (is_alone or rank == 0)}
+    kept = own | shared
+    if not kept:
+        return None
+    if is_alone:
+        text, arrays = checkpoint1_state.dump(shared, own)
+    else:
+        text, arrays = state.dump({name: kept[name] for name in extra or () if name in kept})
+    return text, {name: array.copy() for name, array in arrays.items()} if copy else dict(arrays)
+
+
+def _digests(extra: Mapping[str, object] | None) -> dict[str, str]:
+    """A digest of each value of `extra` that is shared by all ranks."""
+    return {
+        name: state.digest_of(value, f"extra[{name!r}]")
+        for name, value in (extra or {}).items()
+        if not isinstance(value, state.PerRank)
+    }
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode()).hexdigest()[:16]
+
+
+def _host() -> str:
+    """The identity of this machine: the host name alone may be that of every container."""
+    return f"{socket.gethostname()} {boot_id()}"
