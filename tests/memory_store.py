@@ -277,7 +277,7 @@ class _HeldObject(HeldFile):
         self._path = path
         self._etag = store.get(path).etag
 
-    def touch(self) -> None:
+    def beat(self) -> None:
         self.write(self._store.get(self._path).data)
 
     def write(self, data: bytes) -> None:

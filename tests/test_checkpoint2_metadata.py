@@ -37,7 +37,7 @@ from reshard.formats.checkpoint2.shards import (
 from reshard.layout import Partition, TensorLayout
 
 if TYPE_CHECKING:
-    from reshard.formats.checkpoint2.names import Part
+    from reshard.write.contents import Part
 
 SAMPLES = Path(__file__).parent / "data" / "mindspore"
 

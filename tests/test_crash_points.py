@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import pytest
+from tests import retained
 from tests.memory_store import MemoryStore
 from tests.small_saves import (
     Root,
@@ -415,7 +416,7 @@ def check_that_debris_is_marked(root: Root, whole: list[tuple[int, int]]) -> Non
 
 
 def warnings_of_retention(root: Root) -> list[str]:
-    return list(retention.apply(root, Retention(keep=2)).warnings)
+    return list(retained.apply(root, Retention(keep=2)).warnings)
 
 
 def refuse_folder_renames(monkeypatch: pytest.MonkeyPatch) -> None:

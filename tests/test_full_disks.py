@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests import original_reader, small_saves
+from tests import original_reader, retained, small_saves
 from tests.namespaces import LIBC, MS_RDONLY, MS_REMOUNT, checked, in_namespaces
 from tests.small_saves import fork, stopped_at
 
 import reshard
 from reshard import _core
 from reshard.commit import manifest as manifests
-from reshard.commit import protocol, retention
+from reshard.commit import protocol
 from reshard.errors import StorageError
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2 import save as saving
@@ -272,7 +272,7 @@ def test_retention_on_a_full_disk(disk: Path) -> None:
                 save(root, iteration)
             used = os.statvfs(root)
             mount(disk, f"size={(used.f_blocks - used.f_bfree) * PAGE}", MS_REMOUNT)
-            removed = retention.apply(root, reshard.Retention(keep=1))
+            removed = retained.apply(root, reshard.Retention(keep=1))
             # That 300 was verified cannot be recorded on a full disk; it is verified all the same.
             assert all("the result is not recorded" in one for one in removed.warnings)
             assert not small_saves.debris(root)
@@ -295,9 +295,9 @@ def test_retention_without_a_trash_on_a_full_disk(disk: Path) -> None:
             used = os.statvfs(root)
             mount(disk, f"size=64m,nr_inodes={used.f_files - used.f_ffree}", MS_REMOUNT)
             lock = manifests.read_lock(root / "iteration_00000200")
-            first = retention.apply(root, reshard.Retention(keep=1))
+            first = retained.apply(root, reshard.Retention(keep=1))
             lock.close()
-            second = retention.apply(root, reshard.Retention(keep=1))
+            second = retained.apply(root, reshard.Retention(keep=1))
             assert not second.warnings
             assert not small_saves.debris(root)
             is_whole(root, (400, 4))
@@ -328,7 +328,7 @@ def test_a_disk_that_becomes_read_only(disk: Path) -> None:
             is_whole(root, (200, 4))
             assert not [one for one in reshard.verify(root).checkpoints if one.faults]
             with contextlib.suppress(StorageError):
-                assert retention.apply(root, reshard.Retention(keep=1)).iterations == ()
+                assert retained.apply(root, reshard.Retention(keep=1)).iterations == ()
             assert snapshot(root) == before
             mount(disk, "size=8m", MS_REMOUNT)
             save(root, 300)

@@ -17,7 +17,6 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import reshard
-from reshard.conversion.selection import new_names
 from reshard.errors import (
     ArgumentError,
     CheckpointNotFoundError,
@@ -28,6 +27,7 @@ from reshard.errors import (
 )
 from reshard.formats.base import StoredTensor
 from reshard.formats.full_weights import names as full_weights
+from reshard.verbs.selection import new_names
 
 if TYPE_CHECKING:
     from reshard.verbs.convert import Target

@@ -52,14 +52,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tests import original_reader
+from tests import original_reader, retained
 from tests.gate import Gate
 from tests.small_saves import fork, kill_self, killed_at, killed_at_step, sync_by_python, tracker
 from tests.threads import in_threads
 
 import reshard
 from reshard import _core
-from reshard.commit import protocol, retention
+from reshard.commit import protocol
 from reshard.commit.roots import write_tracker
 from reshard.errors import DamagedFileError, StorageError
 from reshard.formats.checkpoint2 import iteration as plans
@@ -440,7 +440,7 @@ def test_orbax_394_the_cleaner_never_deletes_the_only_valid_copy(root: Path) -> 
     with pytest.raises(DamagedFileError):
         reshard.load(theirs)
     for _ in range(2):
-        assert retention.apply(root, reshard.Retention(keep=1)).iterations == ()
+        assert retained.apply(root, reshard.Retention(keep=1)).iterations == ()
         got = reshard.load(root)
         assert got.iteration == 100
         assert whole(100, got.state)
@@ -457,7 +457,7 @@ def test_orbax_394_the_cleaner_leaves_what_is_being_written(root: Path, monkeypa
     assert gate.reached.wait(30)
     (staged,) = (root / ".staging").iterdir()
     protocol.recover(root)  # all that looks like debris goes
-    retention.apply(root, reshard.Retention(keep=1))
+    retained.apply(root, reshard.Retention(keep=1))
     assert (staged / SHARD).exists()
     gate.open()
     pending.result(30)

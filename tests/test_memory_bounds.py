@@ -207,7 +207,8 @@ DESCRIBE = """
 import sys
 from reshard.layout import ModelLayout
 from reshard.storage.location import locate
-from reshard.formats.checkpoint2.iteration import WholeTensor, plan_layout, write_descriptions
+from reshard.formats.checkpoint2.iteration import plan_layout, write_descriptions
+from reshard.write.contents import WholeTensor
 n = int(sys.argv[1])
 layout = {"mesh": {"tp": n}, "rules": [{"match": "w", "cut": ["tp"]}, {"match": "*"}]}
 tensors = {"w": WholeTensor("F32", (n, 2), "model"), "norm": WholeTensor("F32", (2,), "model")}

@@ -81,7 +81,7 @@ def train(root: Path, last: int, **options: Any) -> Any:
 def other_job(root: Path) -> Iterator[int]:
     """A live process that has claimed a root."""
     program = (
-        "import sys, time; from reshard.storage import protocol; protocol.claim_root(sys.argv[1], durable=False); "
+        "import sys, time; from reshard.commit import protocol; protocol.claim_root(sys.argv[1], durable=False); "
         "print('claimed', flush=True); time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", program, str(root)], stdout=subprocess.PIPE)
@@ -480,23 +480,23 @@ HAVE_NOT_BUT_ALLOWED = {
     ("checkpoint.py", "strategy"): "the hint says first where the files can be put",
     ("checkpoint.py", "rank"): "`Checkpoint.load` alone",
     ("formats/checkpoint1/replicas.py", "keys"): "an argument of `load`, named beside another way",
-    ("group.py", "rank"): "a checkpointer gives no rank",
+    ("ranks/group.py", "rank"): "a checkpointer gives no rank",
     ("layout/invert.py", "shapes"): "a checkpointer gives all shapes",
     ("layout/strategy_folder.py", "overwrite"): "`reshard strategy merge` alone",
     ("torch/checkpointer.py", "config"): "an entry of `environment`",
-    ("outputs.py", "keys"): "`out=` is given by `load` alone",
-    ("outputs.py", "part"): "`out=` is given by `load` alone",
+    ("formats/outputs.py", "keys"): "`out=` is given by `load` alone",
+    ("formats/outputs.py", "part"): "`out=` is given by `load` alone",
     ("torch/state.py", "objects"): "a checkpointer checks what it is given before",
     ("verbs/load.py", "layout"): "own files and Hugging Face folders by layout: `load` alone",
     ("verbs/load.py", "rank"): "as above",
     ("verbs/load.py", "strategy"): "as above",
     ("formats/checkpoint1/save.py", "layout"): "a checkpointer refuses that before",
     ("formats/checkpoint2/writer.py", "overwrite"): "conversion alone",
-    ("write/rank_facts.py", "layout"): "a checkpointer gives shards, or a layout",
-    ("write/rank_facts.py", "shapes"): "a checkpointer gives all shapes",
-    ("storage/protocol.py", "overwrite"): "`begin(overwrite=False)` alone",
+    ("formats/checkpoint2/rank_facts.py", "layout"): "a checkpointer gives shards, or a layout",
+    ("formats/checkpoint2/rank_facts.py", "shapes"): "a checkpointer gives all shapes",
+    ("commit/protocol.py", "overwrite"): "`begin(overwrite=False)` alone",
 }
-NOT_OF_A_CHECKPOINTER = ("mindspore/", "cli", "names", "interop.py", "verbs/convert", "conversion")
+NOT_OF_A_CHECKPOINTER = ("mindspore/", "cli", "names", "interop.py", "verbs/convert", "verbs/selection", "conversion")
 
 
 def parameters(*functions: Any) -> set[str]:

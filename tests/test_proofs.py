@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from tests import retained
 from tests.unprivileged import closed, nobody, reachable, readable
 
 import reshard
@@ -247,9 +248,8 @@ def test_verify_after_save_is_remembered(tmp_path: Path) -> None:
 
 def test_a_save_removes_nothing_while_what_stays_may_be_damaged(root: Path) -> None:
     """Here by an earlier release, which did not read back: what is kept is unknown, and the rest stays."""
-    from reshard.commit import retention
 
-    removed = retention.apply(root, reshard.Retention(keep=1), verify=False)
+    removed = retained.apply(root, reshard.Retention(keep=1), verify=False)
     assert removed.iterations == ()
     assert "nothing that would stay has been verified" in removed.warnings[0]
     damage(root, 20)

@@ -50,7 +50,7 @@ from reshard.errors import (
     StorageError,
 )
 from reshard.formats.checkpoint2.root import order_of
-from reshard.storage import mounts
+from reshard.storage import host, mounts
 from reshard.storage.local import LOCAL, LocalStore
 from reshard.storage.location import Location, locate
 from reshard.storage.store import Abilities
@@ -730,7 +730,7 @@ def test_a_claim_from_elsewhere_that_is_touched_is_alive(root: Path, monkeypatch
 )
 def test_what_a_claim_of_this_machine_says(changes: dict[str, Any], *, is_dead: bool | None) -> None:
     parent = os.getppid()
-    owner = claims._me() | {"pid": parent, "started": claims._started(parent)} | changes
+    owner = claims._me() | {"pid": parent, "started": host.process_start(parent)} | changes
     assert claims._is_dead(owner, True) is is_dead
 
 

@@ -220,7 +220,7 @@ def test_the_end_of_the_interpreter_waits(tmp_path: Path) -> None:
     code = """
     import sys, threading, time, numpy as np, reshard
     save = reshard.save
-    from reshard.storage import protocol
+    from reshard.commit import protocol
     main_is_over = threading.Event()
     threading._register_atexit(main_is_over.set)
     real = protocol.seal
@@ -239,7 +239,7 @@ def test_the_end_of_the_interpreter_waits(tmp_path: Path) -> None:
 def test_the_end_of_the_interpreter_tells_of_an_error(tmp_path: Path) -> None:
     code = """
     import sys, numpy as np, reshard
-    from reshard.storage import protocol
+    from reshard.commit import protocol
     def publish(*args):
         raise reshard.ReshardError("the disk is gone")
     protocol.publish = publish
@@ -252,7 +252,7 @@ def test_the_end_of_the_interpreter_tells_of_an_error(tmp_path: Path) -> None:
 def test_the_end_of_the_interpreter_does_not_wait_for_what_was_let_go(tmp_path: Path) -> None:
     code = """
     import sys, threading, numpy as np, reshard
-    from reshard.storage import protocol
+    from reshard.commit import protocol
     protocol.seal = lambda *args, **options: threading.Event().wait()
     reshard.save(sys.argv[1], 3, {"w": np.ones(9)}, blocking=False).let_go()
     """

@@ -170,7 +170,7 @@ def test_a_file_that_is_held_tells_when_it_is_replaced(folder: Location) -> None
     before = place.store.touched_ns(place.path)
     assert before is not None
     while place.store.touched_ns(place.path) == before:
-        held.touch()
+        held.beat()
     assert held.is_current()
     held.write(b"done")
     assert place.read_small(10) == b"done"

@@ -22,14 +22,13 @@ import socket
 import threading
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.commit import filesystem, process_end
 from reshard.documents.strict_json import parse_json
 from reshard.errors import ClaimedError, DamagedFileError, ReshardError, StorageError
-from reshard.storage.host import boot_id
+from reshard.storage import host
 from reshard.storage.location import locate
 from reshard.storage.store import LockHeldError
 from reshard.values.words import show
@@ -95,8 +94,7 @@ def locked(root: str | os.PathLike[str]) -> Iterator[bool]:
         raise
     with lock:
         if lock.errno is not None:
-            reason = os.strerror(lock.errno)
-            _log.warning("%s: the store has no locks (%s); claims alone separate writers", place, reason)
+            _log.warning("%s: the store has no locks (%s); claims alone separate writers", place, lock.reason)
         yield lock.is_real
 
 
@@ -299,7 +297,7 @@ def _make(root: Location, writers: Location, *, durable: bool) -> Claim | None:
 def _touch(file: HeldFile, stop: threading.Event) -> None:
     while not stop.wait(_BEAT_SECONDS):
         with contextlib.suppress(ReshardError):
-            file.touch()
+            file.beat()
 
 
 def _watch(root: Location, writers: Location, beats: dict[int, int]) -> dict[int, int]:
@@ -350,10 +348,10 @@ def _me() -> dict[str, object]:
     pid = os.getpid()
     return {
         "host": socket.gethostname(),
-        "boot_id": boot_id(),
-        "pid_namespace": _link("/proc/self/ns/pid"),
+        "boot_id": host.boot_id(),
+        "pid_namespace": host.link_target("/proc/self/ns/pid"),
         "pid": pid,
-        "started": _started(pid),
+        "started": host.process_start(pid),
         "writer": f"reshard {_core.__version__}",
     }
 
@@ -382,7 +380,7 @@ def _is_dead(owner: dict[str, object] | None, is_real_lock: bool) -> bool | None
         return None
     if pid == me["pid"]:
         return True  # has our pid but is not held: its creation failed, or an earlier process had the same pid
-    started = _started(pid)
+    started = host.process_start(pid)
     if started is None:
         try:
             os.kill(pid, 0)
@@ -392,26 +390,6 @@ def _is_dead(owner: dict[str, object] | None, is_real_lock: bool) -> bool | None
             return None  # the process of another user, and hidden
         return True  # it has ended, and its parent has not waited for it yet
     return started != owner.get("started")
-
-
-def _started(pid: int) -> int | None:
-    """When a process started, in ticks since the boot; None if it is not visible or has ended."""
-    try:
-        line = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return None
-    # The name in brackets may hold any characters; the fields follow the last bracket.
-    fields = line.rpartition(b")")[2].split()
-    if len(fields) < 20 or fields[0] in (b"Z", b"X"):
-        return None
-    return int(fields[19])
-
-
-def _link(path: str) -> str:
-    try:
-        return str(Path(path).readlink())
-    except OSError:
-        return ""
 
 
 def _describe(owner: dict[str, object] | None) -> str:

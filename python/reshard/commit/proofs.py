@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import json
-import os
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -26,6 +25,8 @@ from reshard.storage.location import Location, locate
 from reshard.values.words import show
 
 if TYPE_CHECKING:
+    import os
+
     from reshard.commit.manifest import Manifest
 
 _MAX_BYTES = 16 << 10
@@ -118,7 +119,7 @@ def write(folder: str | os.PathLike[str], manifest: Manifest, state: str, fault:
             path.remove_file()
     except StorageError as error:
         raise StorageError(
-            f"{show(str(path))}, the record of an earlier result, cannot be replaced: {os.strerror(error.errno or 0)}",
+            f"{show(str(path))}, the record of an earlier result, cannot be replaced: {error.message}",
             path=str(path),
             errno=error.errno,
         ) from error

@@ -28,15 +28,13 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from reshard import _core
-from reshard.commit import candidates, claims, filesystem, proofs, roots, save_log, staging, trash, writer_mark
+from reshard.commit import candidates, claims, filesystem, proofs, roots, save_log, staging, trash
 from reshard.commit import manifest as manifests
 from reshard.commit.filesystem import MANIFEST_FILE, UNFINISHED_FILE
 from reshard.commit.manifest import PINNED_FILE, TRACKED_FILE
 from reshard.commit.scrub import is_damage, scrub_folder
 from reshard.commit.trash import REMOVED, TRASH_FOLDER
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
-from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.storage.location import Location, locate
 from reshard.values.arguments import checked
 from reshard.values.events import Observers
@@ -46,6 +44,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Collection, Mapping, Sequence
 
+    from reshard import _core
     from reshard.commit.manifest import Manifest
     from reshard.options import Retention
 
@@ -268,9 +267,9 @@ def apply(
     root: str | os.PathLike[str],
     retention: Retention,
     *,
+    original_fault: Callable[[Location], str | None],
     dry_run: bool = False,
     durable: bool = True,
-    original_fault: Callable[[Location], str | None] | None = None,
     verify: bool = True,
     verified: Collection[str] = (),
     observers: Observers | None = None,
@@ -294,7 +293,7 @@ def apply(
         >>> import tempfile
         >>> from reshard.options import Retention
         >>> with tempfile.TemporaryDirectory() as root:
-        ...     apply(root, Retention(keep=2)).iterations
+        ...     apply(root, Retention(keep=2), original_fault=lambda folder: None).iterations
         ()
     """
     try:
@@ -319,9 +318,9 @@ def remove(
     root: str | os.PathLike[str],
     retention: Retention,
     *,
+    original_fault: Callable[[Location], str | None],
     dry_run: bool = False,
     durable: bool = True,
-    original_fault: Callable[[Location], str | None] | None = None,
     verify: bool = True,
     verified: Collection[str] = (),
     progress: _core.Progress | None = None,
@@ -332,10 +331,9 @@ def remove(
     Args:
         root: the checkpoint root.
         retention: which iterations are kept.
+        original_fault: returns why an iteration folder without manifest is not complete, or None.
         dry_run: remove nothing, and read no contents.
         durable: sync every change.
-        original_fault: returns why an iteration folder without manifest is not complete, or None. By default it is
-            complete if every shard file that it names is there.
         verify: compare the newest that stays with its manifest, if nothing is removed otherwise.
         verified: digests of manifests whose files this process has just compared.
         progress: called as `progress(done_bytes, total_bytes)` while an iteration is compared.
@@ -350,11 +348,11 @@ def remove(
         >>> import tempfile
         >>> from reshard.options import Retention
         >>> with tempfile.TemporaryDirectory() as root:
-        ...     remove(root, Retention(keep=2)).iterations
+        ...     remove(root, Retention(keep=2), original_fault=lambda folder: None).iterations
         ()
     """
     path = locate(root).absolute()
-    judge, known = original_fault or _original_fault, set(verified)
+    judge, known = original_fault, set(verified)
     faults: dict[str, str] = {}  # found here, by the digest of the manifest
     done = _Done()
 
@@ -534,25 +532,6 @@ def _is_there(path: Location) -> bool:
     except CheckpointNotFoundError:
         return False
     return True
-
-
-def _original_fault(folder: Location) -> str | None:
-    """Why an iteration without manifest is not complete, by the files that are there; their contents are not read."""
-    metadata = folder / checkpoint2.METADATA_FILE
-    if metadata.exists():
-        index = _core.Index.from_metadata(str(metadata.local))
-        paths = [locate(index.file_path(number)) for number in range(index.n_files)]
-    else:
-        paths = [folder / name for name in checkpoint2.list_shard_files(folder)]
-    if not paths:
-        return "it holds no shard files"
-    missing = next((one for one in paths if not one.is_file()), None)
-    if missing is not None:
-        return f"there is no file {show(missing.name)}"
-    index = _core.Index()
-    if writer_mark.is_marked(index, index.add_file(str(paths[0].local), follow_links=False)):
-        return "it holds shard files of this package, and no manifest"
-    return None
 
 
 def _best(root: Location, facts: Sequence[Facts], metric: str, n: int) -> list[int]:

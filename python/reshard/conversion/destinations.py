@@ -6,29 +6,20 @@ A `Job` is the source and the destination. Its files are planned first; then the
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from reshard.commit import writer_mark
 from reshard.commit.filling import filled_folder, is_staging
 from reshard.commit.publication import made_folder, published_folder
 from reshard.conversion.shares import assign, committing, missing, place, read_record, write_record
-from reshard.errors import DestinationExistsError, ReshardError, UnsupportedError
-from reshard.formats import weight_map
-from reshard.formats.checkpoint1.names import STRATEGY_FOLDER
-from reshard.formats.checkpoint2.iteration import FileContent, JointProgress, WholeTensor
-from reshard.formats.dcp import names as dcp
-from reshard.formats.deepspeed import names as deepspeed
-from reshard.formats.full_weights import names as full_weights
-from reshard.formats.huggingface import names as huggingface
-from reshard.formats.tiled import names as tiles
-from reshard.formats.torch_file import archive
-from reshard.formats.torch_file import names as torch_files
+from reshard.errors import DestinationExistsError, UnsupportedError
 from reshard.layout import BoundLayout, ModelLayout, as_layout
 from reshard.storage.changes import make_folders, set_mode
 from reshard.storage.names import example_of
+from reshard.write.contents import FileContent, JointProgress, WholeTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -38,28 +29,14 @@ if TYPE_CHECKING:
     from reshard import _core
     from reshard.checkpoint import Checkpoint, LayoutLike
     from reshard.commit.protocol import ValueRecord
-    from reshard.conversion.selection import NewNames
+    from reshard.conversion.known_files import KnownFiles
     from reshard.conversion.shares import Shared
     from reshard.storage.location import Location
+    from reshard.verbs.selection import NewNames
 
     Produce = Callable[[Location], Mapping[str, ValueRecord]]
 
 SHARED_PREFIX = "share-"
-# Files that identify a checkpoint, in the order in which they are published. Readers need them to find a checkpoint.
-_COMMITS = (
-    STRATEGY_FOLDER,
-    tiles.TILES_FILE,
-    full_weights.MAP_FILE,
-    huggingface.SINGLE_FILE,
-    huggingface.INDEX_FILE,
-    torch_files.SINGLE_FILE,
-    torch_files.INDEX_FILE,
-    dcp.METADATA_FILE,
-    dcp.TRACKER_FILE,
-    deepspeed.LATEST_UNIVERSAL,
-)
-_INDEXES = (huggingface.INDEX_FILE, full_weights.MAP_FILE, torch_files.INDEX_FILE)
-
 _SMALL_BYTES = 1 << 20  # of files that may be written several at a time
 _FILES_AT_ONCE = 1024  # after which progress is reported
 # Ranks of a destination. Planning takes up to 30 microseconds and 4 KiB for each: 4 s and half a GiB without progress.
@@ -105,6 +82,7 @@ class Job:
         target: the destination.
         options: options of every file.
         overwrite: whether files of an earlier conversion are replaced.
+        known: files of all formats that conversions write.
         counters: counters of the source that are not tensors there, as tensors, for formats that store them so.
         shared: this share of the work; None: all of it.
         left_out: names of tensors that were left out; a layout may have rules for them.
@@ -117,6 +95,7 @@ class Job:
     target: Location
     options: Options
     overwrite: bool
+    known: KnownFiles
     counters: Mapping[str, np.ndarray] = field(default_factory=dict)
     shared: Shared | None = None
     left_out: Collection[str] = ()
@@ -334,8 +313,8 @@ def destination_folder(
     if target.is_folder():
         with filled_folder(
             target,
-            replaces=(is_ours or is_our_file) if job.overwrite else None,
-            commits=_COMMITS,
+            replaces=(is_ours or functools.partial(is_our_file, job)) if job.overwrite else None,
+            commits=job.known.commits,
             durable=options.durable,
             mode=options.folder_mode,
             keep_modes=options.keep_modes,
@@ -384,23 +363,10 @@ def publish_folder(
     return Written(path or job.target, len(written), n_bytes_of(written), warnings=list(warnings))
 
 
-def is_our_file(entry: Location) -> bool:
-    """Whether a file was written by an earlier conversion, by the writer that it records."""
-    if entry.kind() != "file":
-        return False
-    if entry.name == tiles.TILES_FILE:
-        with contextlib.suppress(ReshardError):
-            tiles.read(entry)
-            return True
-        return False
-    if entry.name in _INDEXES:
-        return weight_map.writer(entry) is not None
-    if entry.name == dcp.METADATA_FILE or entry.suffix == dcp.DATA_SUFFIX:
-        # A data file has no mark of its own.
-        return dcp.is_ours(entry.parent)
-    if entry.suffix in torch_files.SUFFIXES:
-        return archive.is_ours(entry)
-    return entry.suffix == ".safetensors" and writer_mark.is_ours(entry)
+def is_our_file(job: Job, entry: Location) -> bool:
+    """Whether a file was written by an earlier conversion, by the mark that its writer leaves in it."""
+    mark = job.known.mark_of(entry)
+    return mark is not None and entry.kind() == "file" and mark(entry)
 
 
 def check_folder_free(job: Job, would_be_lost: Callable[[Location], bool] = lambda _: False) -> None:
@@ -425,10 +391,8 @@ def check_folder_free(job: Job, would_be_lost: Callable[[Location], bool] = lamb
             path=str(target),
             hint="choose another destination, or give `overwrite=True` to replace the files of an earlier conversion",
         )
-    names = (*_INDEXES, tiles.TILES_FILE, dcp.METADATA_FILE)
-    suffixes = (".safetensors", *torch_files.SUFFIXES, dcp.DATA_SUFFIX)
     for entry in entries:
-        if would_be_lost(entry) or ((entry.suffix in suffixes or entry.name in names) and not is_our_file(entry)):
+        if would_be_lost(entry) or (job.known.mark_of(entry) is not None and not is_our_file(job, entry)):
             raise DestinationExistsError(
                 f"{entry} was not written by an earlier conversion and would be mixed up with what is written now",
                 path=str(entry),

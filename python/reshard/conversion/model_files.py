@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 from reshard import dtypes
 from reshard.documents.strict_json import read_json
 from reshard.errors import ArgumentError, DestinationExistsError, ReshardError
-from reshard.formats.full_weights import names as full_weights
-from reshard.formats.tiled import names as tiles
 from reshard.storage.changes import copy_file, has_same_content, make_folders
 from reshard.values.words import hub_hint, show
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from reshard.storage.location import Location
     from reshard.storage.store import Entry
 
@@ -33,7 +33,6 @@ _WEIGHTS = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|onnx|onnx_data|gguf|ggml|ot|pdparams|tflite|mlmodel|pb|distcp)"
     r"|.*\.(safetensors|bin|h5|msgpack)\.index(\..+)?\.json"
 )
-_OTHER = (tiles.TILES_FILE, full_weights.MAP_FILE)
 
 
 @dataclass
@@ -87,11 +86,15 @@ class ModelFiles:
             copy_file(path, target, file_mode, durable=durable)
 
 
-def find_model_files(folder: Location) -> ModelFiles:
+def find_model_files(folder: Location, checkpoints: Collection[str] = ()) -> ModelFiles:
     """Find the files of a model folder that are not weights.
 
     Regular files are selected, and symbolic links to regular files in the folder itself or in the store of a download
     cache. Hidden entries are left out, and so are subfolders that hold weights.
+
+    Args:
+        folder: the folder.
+        checkpoints: names of files that identify checkpoints, which are left out, too.
 
     Raises:
         ArgumentError: it is not a folder.
@@ -101,7 +104,7 @@ def find_model_files(folder: Location) -> ModelFiles:
         message = f"{show(str(folder))} is not a folder with the files of a model"
         raise ArgumentError(message, path=str(folder), hint=hub_hint(str(folder)))
     found = ModelFiles()
-    _collect(folder, "", found, _allowed(folder))
+    _collect(folder, "", found, _allowed(folder), checkpoints)
     return found
 
 
@@ -127,18 +130,20 @@ def _allowed(folder: Location) -> list[Location]:
     return [real, *([real.parent.parent / "blobs"] if is_in_cache else [])]
 
 
-def _collect(folder: Location, prefix: str, found: ModelFiles, allowed: list[Location]) -> None:
+def _collect(
+    folder: Location, prefix: str, found: ModelFiles, allowed: list[Location], checkpoints: Collection[str]
+) -> None:
     entries = _entries(folder, found)
     if prefix and (weights := [entry.name for entry in entries if _WEIGHTS.fullmatch(entry.name)]):
         found.warnings.append(f"{folder} holds weights, such as {show(weights[0])}, and is not copied")
         return
     for entry in entries:
         name, path = prefix + entry.name, folder / entry.name
-        if entry.name.startswith(".") or entry.name in _OTHER or _WEIGHTS.fullmatch(entry.name):
+        if entry.name.startswith(".") or entry.name in checkpoints or _WEIGHTS.fullmatch(entry.name):
             continue
         if entry.kind == "folder":
             if prefix.count("/") + 1 < _MAX_DEPTH:
-                _collect(path, f"{name}/", found, allowed)
+                _collect(path, f"{name}/", found, allowed, checkpoints)
             continue
         why = _refusal(path, allowed, is_link=entry.kind == "link")
         if why is None and len(found.files) >= _MAX_FILES:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from reshard.checkpoint import Checkpoint, LayoutLike
     from reshard.conversion.destinations import Job, Written
+    from reshard.conversion.known_files import Mark
     from reshard.storage.location import Location
 
 
@@ -59,6 +60,9 @@ class Writer(ABC):
         counts_counters: counters are tensors of the destination and are counted as such.
         in_root: an iteration is added to a checkpoint root, which can have other iterations.
         keeps_others: files of other formats in the destination stay where they are, not only folders of iterations.
+        commits: names of files and folders that identify a checkpoint: published last, in this order.
+        marks: by the name or the suffix of a file that readers of the format open: a function that returns whether an
+            earlier conversion wrote it. A conversion never replaces such a file that none wrote, and adds none to it.
     """
 
     name: ClassVar[str]
@@ -69,6 +73,8 @@ class Writer(ABC):
     counts_counters: ClassVar[bool] = False
     in_root: ClassVar[bool] = False
     keeps_others: ClassVar[bool] = False
+    commits: ClassVar[tuple[str, ...]] = ()
+    marks: ClassVar[Mapping[str, Mark]] = {}
 
     @abstractmethod
     def write(self, job: Job, settings: Settings) -> Written:

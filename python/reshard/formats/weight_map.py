@@ -224,6 +224,11 @@ def writer(path: str | os.PathLike[str]) -> str | None:
     return version if isinstance(version, str) else None
 
 
+def is_ours(path: Location) -> bool:
+    """Whether this package wrote a map."""
+    return writer(path) is not None
+
+
 def _refused(path: Location, fault: str, *, is_long: bool) -> ReshardError:
     """The error for a name; one that is only too long is no damage."""
     refused = _damaged(path, fault)

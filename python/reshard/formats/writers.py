@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from reshard.conversion.known_files import KnownFiles
 from reshard.errors import ArgumentError
 from reshard.formats.checkpoint1.writer import Checkpoint1Writer
 from reshard.formats.checkpoint2.writer import Checkpoint2Writer
@@ -33,6 +34,11 @@ WRITERS: tuple[Writer, ...] = (
     DcpWriter(),
     MegatronWriter(),
     UniversalWriter(),
+)
+
+KNOWN_FILES = KnownFiles(
+    tuple(dict.fromkeys(name for one in WRITERS for name in one.commits)),
+    {name: mark for one in WRITERS for name, mark in one.marks.items()},
 )
 
 _OTHER_FILES = (".ckpt", ".distcp", ".gguf", ".h5", ".npy", ".npz", ".onnx", ".safetensor")

@@ -24,7 +24,6 @@ from reshard.errors import (
 from reshard.formats import registry
 from reshard.formats.base import Match, OpenOptions, StrategyLike
 from reshard.formats.checkpoint1.format import CHECKPOINT1
-from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.format import CHECKPOINT2
 from reshard.formats.dcp.names import METADATA_FILE
 from reshard.formats.torch_file.names import SUFFIXES as TORCH_SUFFIXES

@@ -1,9 +1,9 @@
 """The ranks of a torch.distributed job, over its rendezvous store: the default group.
 
 The store is a key-value server that every such job has. The sender sets a key, and the receiver polls for it. A
-collective operation is a session, see `reshard.ranks.group`. Rank 0 opens it under a new unique name, and the other ranks
-find that name under the label. So a session never reads messages of a failed one, and a rank that missed a session
-takes part in the next. If a session fails on one rank, it fails on all ranks that wait in it.
+collective operation is a session, see `ranks.group`. Rank 0 opens it under a new unique name, and the other ranks find
+that name under the label. So a session never reads messages of a failed one, and a rank that missed a session takes
+part in the next. If a session fails on one rank, it fails on all ranks that wait in it.
 
 This module does not import torch: it uses the module that the caller has imported.
 """

@@ -49,3 +49,24 @@ def disconnect(stream: TextIO) -> None:
             os.dup2(null, stream.fileno())
         finally:
             os.close(null)
+
+
+def process_start(pid: int) -> int | None:
+    """When a process started, in ticks since the boot; None if it is not visible or has ended."""
+    try:
+        line = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    # The name in brackets may hold any characters; the fields follow the last bracket.
+    fields = line.rpartition(b")")[2].split()
+    if len(fields) < 20 or fields[0] in (b"Z", b"X"):
+        return None
+    return int(fields[19])
+
+
+def link_target(path: str) -> str:
+    """Where a symbolic link of the system leads; empty where it cannot be read."""
+    try:
+        return str(Path(path).readlink())
+    except OSError:
+        return ""

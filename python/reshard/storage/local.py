@@ -502,7 +502,7 @@ class _LocalHeldFile(HeldFile):
         self._path = path
         self._handle = handle
 
-    def touch(self) -> None:
+    def beat(self) -> None:
         with failing("touching", self._path):
             os.utime(self._handle)
 

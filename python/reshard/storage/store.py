@@ -19,13 +19,13 @@ from __future__ import annotations
 import abc
 import contextlib
 import errno
+import os
 from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple, Self, TypeAlias
 
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
 from reshard.values.words import counted, show
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
@@ -150,6 +150,11 @@ class Lock(abc.ABC):
         """Whether the lock excludes other processes."""
         return self.errno is None
 
+    @property
+    def reason(self) -> str:
+        """Why the lock failed; empty if it is held."""
+        return "" if self.errno is None else os.strerror(self.errno)
+
     @abc.abstractmethod
     def is_current(self) -> bool:
         """Whether the path still names the file that is locked. Raises StorageError."""
@@ -173,7 +178,7 @@ class HeldFile(abc.ABC):
     """A file that this process created and keeps open: a claim, whose modification time is the heartbeat."""
 
     @abc.abstractmethod
-    def touch(self) -> None:
+    def beat(self) -> None:
         """Set the time of modification to now. Raises StorageError."""
 
     @abc.abstractmethod

@@ -26,6 +26,7 @@ from reshard.conversion.writer import Settings
 from reshard.errors import MismatchError, UnsupportedError
 from reshard.formats.base import StoredTensor
 from reshard.formats.huggingface.writer import HuggingFaceWriter
+from reshard.formats.writers import KNOWN_FILES
 from reshard.options import Commit
 from reshard.storage.changes import make_folders, temporary_folder
 from reshard.storage.location import locate
@@ -237,7 +238,8 @@ def write_merged(
             with_state=False,
             with_extra=False,
         )
-        HuggingFaceWriter().write(Job(view, keys, target, options, overwrite=True, is_renamed=True), settings)
+        job = Job(view, keys, target, options, overwrite=True, known=KNOWN_FILES, is_renamed=True)
+        HuggingFaceWriter().write(job, settings)
     return len(keys)
 
 

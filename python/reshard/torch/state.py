@@ -19,6 +19,7 @@ import torch
 from reshard import dtypes
 from reshard.errors import ArgumentError, MismatchError, ReshardError, UnsupportedError
 from reshard.formats import state as state_format
+from reshard.formats.differing import fields_of, first_difference
 from reshard.formats.replicas import RankLocal
 from reshard.ranks.group import resolve
 from reshard.torch.common_layout import gather_distinct, layout_of
@@ -38,7 +39,6 @@ from reshard.torch.settings import STARTED
 from reshard.torch.tensors import from_tensor
 from reshard.values.words import ranks_named, show
 from reshard.write.arrays import Shard
-from reshard.write.differing import fields_of, first_difference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from reshard import dtypes
 from reshard.errors import LayoutError, MismatchError, UnsupportedError
-from reshard.formats.checkpoint2.iteration import WholeTensor
 from reshard.layout import as_layout
 from reshard.layout.patterns import Matcher
 from reshard.layout.resolve import state_of
 from reshard.values.counters import is_counter
 from reshard.values.words import show
 from reshard.verbs.forecast import rank_bytes
+from reshard.write.contents import WholeTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -20,8 +20,6 @@ from reshard.commit.trash import STAGING_FOLDER
 from reshard.conversion.destinations import SHARED_PREFIX, Job, Options
 from reshard.conversion.kept_dtypes import kept_by_cast
 from reshard.conversion.library_model import model_of, not_saved, published_shapes
-from reshard.conversion.selection import of_prefixes
-from reshard.conversion.selection import select as selected
 from reshard.conversion.shares import Share, Shared, digest_of
 from reshard.conversion.writer import Settings
 from reshard.errors import (
@@ -38,7 +36,7 @@ from reshard.formats.checkpoint1.reader import open_rank_files, strategy_for
 from reshard.formats.registry import check_destination
 from reshard.formats.torch_file.names import is_of_one_rank
 from reshard.formats.weight_sets import WRAPPERS, alike, model_start
-from reshard.formats.writers import WRITERS, writer_for
+from reshard.formats.writers import KNOWN_FILES, WRITERS, writer_for
 from reshard.layout import as_layout
 from reshard.names import as_names, config_beside
 from reshard.options import Commit, Files, Select, explains_moved
@@ -47,6 +45,8 @@ from reshard.ranks.group import SingleProcess, resolve, session
 from reshard.storage.location import Location, locate
 from reshard.values.arguments import checked, parse_size, plain_integer
 from reshard.values.words import hub_hint, listed, show
+from reshard.verbs.selection import of_prefixes
+from reshard.verbs.selection import select as selected
 
 if TYPE_CHECKING:
     import os
@@ -273,6 +273,7 @@ def convert(
                 target,
                 options,
                 overwrite,
+                KNOWN_FILES,
                 selection.counters,
                 left_out=selection.left_out,
                 is_renamed=selection.is_renamed,

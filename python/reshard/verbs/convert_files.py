@@ -26,12 +26,12 @@ from reshard.errors import (
     DestinationExistsError,
 )
 from reshard.formats.checkpoint1 import names as checkpoint1
-from reshard.formats.checkpoint2.iteration import JointProgress
 from reshard.formats.ckpt import names as ckpt
 from reshard.formats.rank_file import OpenedRankFile, add_rank_file
 from reshard.storage.location import Location, locate
 from reshard.values.arguments import checked, parse_size
 from reshard.values.words import check_text, listed, show
+from reshard.write.contents import JointProgress
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,12 +16,13 @@ import numpy as np
 
 from reshard import _core, dtypes
 from reshard.checkpoint import FileInfo
-from reshard.formats.checkpoint2.iteration import WholeTensor, plan_layout
+from reshard.formats.checkpoint2.iteration import plan_layout
 from reshard.options import Commit
 from reshard.storage.changes import temporary_folder
 from reshard.storage.location import locate
 from reshard.verbs.convert import convert
 from reshard.verbs.verify import verify
+from reshard.write.contents import WholeTensor
 
 if TYPE_CHECKING:
     import os

@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from reshard.config import split_iteration
-from reshard.conversion.selection import of_prefixes
 from reshard.errors import ArgumentError, CheckpointNotFoundError, ConfigError, ReshardError, UnsupportedError
 from reshard.opening.gather import gather
 from reshard.options import InitFrom
 from reshard.resume import decide
 from reshard.storage.location import locate
+from reshard.verbs.selection import of_prefixes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -25,7 +25,7 @@ from reshard.values.words import show
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from reshard.formats.checkpoint2.names import Part
+    from reshard.write.contents import Part
 
 _MAX_NAME_BYTES = 1024
 # The names of the dtypes of ordinary numpy arrays.

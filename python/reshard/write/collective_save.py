@@ -20,7 +20,6 @@ import contextlib
 import datetime as dt
 import functools
 import logging
-import sys
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
@@ -28,7 +27,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from reshard.commit import claims, save_log
 from reshard.errors import ArgumentError, CheckpointNotFoundError, GroupError, ReshardError, StorageError
-from reshard.formats.checkpoint2.iteration import NOT_EXPRESSED
 from reshard.ranks.collective import Collective, capture
 from reshard.storage import mounts
 from reshard.storage.location import Location, locate
@@ -211,6 +209,15 @@ class SaveFormat(ABC):
             ArgumentError: there is such an option.
         """
 
+    @staticmethod
+    def is_note(warning: str) -> bool:  # noqa: ARG004
+        """Whether a warning of the report is of no use in the log of this program."""
+        return False
+
+    @abstractmethod
+    def check_root(self) -> None:
+        """On rank 0: refuse a root that a restart would open as another format. Raises ReshardError."""
+
     @abstractmethod
     def report(self) -> Any:
         """What this rank sends to rank 0."""
@@ -376,22 +383,13 @@ def _reserve(save: SaveFormat, plan: Any) -> None:
 
 
 def _check(save: SaveFormat, reports: list[Any]) -> None:
-    _check_root(save)
+    save.check_root()
     save.check(reports)
 
 
 def _plan(save: SaveFormat, reports: list[Any]) -> Any:
-    _check_root(save)
+    save.check_root()
     return save.plan(reports)
-
-
-def _check_root(save: SaveFormat) -> None:
-    """Refuse a root that a restart would open as another format."""
-    root = locate(save.task.root)
-    if root.is_folder():
-        from reshard.formats import registry  # noqa: PLC0415  slow to import
-
-        registry.check_destination(root, save.traits.name)
 
 
 def _finish(
@@ -491,7 +489,7 @@ def _finish(
     report = replace(report, warnings=(*report.warnings, *log_warnings, *save.remove_older(result)))
     if ranks.rank == 0:
         for warning in report.warnings:
-            log_once(warning)
+            log_once(warning, is_note=save.is_note(warning))
     return report if after is None or not is_heard else _call_after(after, report)
 
 
@@ -553,10 +551,6 @@ def _call_after(after: Callable[[SaveReport], list[str]], report: SaveReport) ->
 
 
 @functools.lru_cache(maxsize=1024)
-def log_once(warning: str) -> None:
-    """Log a warning of a report the first time that it is given: a layout or a disk causes it at every save.
-
-    What only MindSpore Transformers does not read is of no use in the log of a program that does not use MindSpore.
-    """
-    is_note = warning.startswith(NOT_EXPRESSED) and sys.modules.get("mindspore") is None
+def log_once(warning: str, *, is_note: bool) -> None:
+    """Log a warning of a report the first time that it is given: a layout or a disk causes it at every save."""
     _log.log(logging.DEBUG if is_note else logging.WARNING, "save: %s", warning)

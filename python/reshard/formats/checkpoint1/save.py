@@ -191,6 +191,12 @@ class Checkpoint1Save(SaveFormat):
 
     # -- 1 to 3
 
+    def check_root(self) -> None:
+        """On rank 0: refuse a root that a restart would open as another format."""
+        from reshard.formats.registry import check_destination  # noqa: PLC0415  slow to import
+
+        check_destination(locate(self.task.root), self.traits.name)
+
     def report(self) -> _Report:
         """The facts of this rank, and the content of its folder."""
         view = look(self.task.root, self.rank, self.world_size, self._prefix, self._position)

@@ -19,12 +19,12 @@ from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1 import save_plan as rank_plan
 from reshard.formats.checkpoint1 import state as checkpoint1_state
 from reshard.formats.checkpoint1.names import Meta, rank_folder_name
-from reshard.formats.checkpoint2.iteration import JointProgress
 from reshard.formats.outputs import load_all
 from reshard.storage.changes import remove_file
 from reshard.storage.location import locate
 from reshard.values.words import show
 from reshard.write.arrays import LocalArrays, local_arrays
+from reshard.write.contents import JointProgress
 from reshard.write.shard_files import WrittenFile, read_back
 
 if TYPE_CHECKING:

@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint, LayoutLike
     from reshard.commit.protocol import ValueRecord
     from reshard.conversion.destinations import Job
-    from reshard.formats.checkpoint2.iteration import WholeTensor
     from reshard.layout import BoundLayout
     from reshard.layout.strategy import Strategy
     from reshard.storage.location import Location
+    from reshard.write.contents import WholeTensor
 
 _FILE = "net.safetensors"
 
@@ -56,6 +56,7 @@ class Checkpoint1Writer(Writer):
     """A folder for each rank, with the strategy files of the layout."""
 
     name = "checkpoint1"
+    commits = (STRATEGY_FOLDER,)
     keeps_others = True
     metadata: ClassVar[Mapping[str, str]] = {"format": "ms", "remove_redundancy": "False"}
     options = frozenset({"iteration", "prefix", "modes"})
@@ -95,7 +96,7 @@ def _write(
         DestinationExistsError, LayoutError, StorageError: as `convert`.
     """
     names = _file_name(job, prefix, iteration)
-    check_folder_free(job, functools.partial(_is_foreign, names=names))
+    check_folder_free(job, functools.partial(_is_foreign, job, names=names))
     bound = bind(job, layout)
     ranks = sorted(bound.ranks)
     if ranks != list(range(len(ranks))):
@@ -131,7 +132,7 @@ def _write(
             job,
             files,
             subfolders=subfolders if strategy is None else [*subfolders, STRATEGY_FOLDER],
-            is_ours=functools.partial(_is_ours, names=names),
+            is_ours=functools.partial(_is_ours, job, names=names),
             warnings=bound.warnings,
             finish=finish,
         )
@@ -259,20 +260,20 @@ def _check_counters(job: Job) -> None:
 # -- the destination
 
 
-def _is_foreign(entry: Location, names: FileName | None) -> bool:
+def _is_foreign(job: Job, entry: Location, names: FileName | None) -> bool:
     """Whether a folder at the destination was not written by an earlier conversion to the same names."""
     has_name = checkpoint1.parse_rank_folder(entry.name) is not None or entry.name == STRATEGY_FOLDER
-    return has_name and not _is_ours(entry, names)
+    return has_name and not _is_ours(job, entry, names)
 
 
-def _is_ours(entry: Location, names: FileName | None) -> bool:
+def _is_ours(job: Job, entry: Location, names: FileName | None) -> bool:
     """Whether a folder holds only what an earlier conversion to the same names wrote."""
     if entry.kind() != "folder":
         return False
     files = set(entry.names()) - {checkpoint1.META_FILE}
     if (rank := checkpoint1.parse_rank_folder(entry.name)) is not None:
         name = _name(names, rank)
-        return files == {name} and is_our_file(entry / name)
+        return files == {name} and is_our_file(job, entry / name)
     return entry.name == STRATEGY_FOLDER and all(_is_our_strategy(entry / name) for name in files)
 
 

@@ -35,22 +35,19 @@ from reshard.layout.partition import TensorLayout
 from reshard.ranks.collective import capture
 from reshard.values.indexing import Box, row_major
 from reshard.values.words import listed, show
+from reshard.write.contents import FileContent, WholeTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
     from typing import Any
 
-    from reshard.formats.checkpoint2.names import Part
     from reshard.layout import BoundLayout
     from reshard.storage.location import Location
 
 __all__ = [
     "Box",
     "Descriptions",
-    "FileContent",
     "IterationPlan",
-    "JointProgress",
-    "WholeTensor",
     "check_copies",
     "describe_cut",
     "plan_boxes",
@@ -64,36 +61,6 @@ _MAX_COPIES = 1 << 14
 _MANY_LINES = 4096  # of tensors and files: they take milliseconds, and starting a thread takes a tenth of one
 NOT_EXPRESSED = "metadata.json cannot express the layout"
 """Begins the warning about tensors that only this package reads."""
-
-
-@dataclass(frozen=True)
-class WholeTensor:
-    """The properties of a tensor before it is partitioned.
-
-    Attributes:
-        dtype: its safetensors name.
-        shape: the global shape, in elements.
-        part: "model" or "optimizer".
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    part: Part
-
-
-@dataclass(frozen=True)
-class FileContent:
-    """The planned content of a shard file.
-
-    Attributes:
-        name: its name.
-        rank: the rank that writes it.
-        arrays: names of the arrays in it, in the order in which they are stored.
-    """
-
-    name: str
-    rank: int
-    arrays: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -406,24 +373,6 @@ def describe_cut(
             overlapping = bool(bound.tensor_layouts[key].partition.flat)
             stored = tiles.TiledArray(file.name, array, shape, tuple(own))
             builder.add(key, tensors[key].dtype, tensors[key].shape, stored, overlapping=overlapping)
-
-
-class JointProgress:
-    """Progress over several files as one."""
-
-    def __init__(self, call: _core.Progress | None, total_bytes: int) -> None:
-        self._call = call
-        self._total_bytes = total_bytes
-        self._before = 0
-
-    def of_file(self, n_bytes: int) -> Callable[[int, int], object] | None:
-        """The callback for the next file, which has so many bytes."""
-        start, call = self._before, self._call
-        self._before += n_bytes
-        return None if call is None else lambda done, _: call(start + done, self._total_bytes)
-
-
-# -- helpers
 
 
 def _reasons(records: Records, mesh: _core.Mesh) -> dict[str, str]:

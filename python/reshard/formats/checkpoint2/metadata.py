@@ -25,8 +25,8 @@ from reshard.values.words import counted, listed, show
 if TYPE_CHECKING:
     import os
 
-    from reshard.formats.checkpoint2.names import Part
     from reshard.layout.partition import Cut, Places, TensorLayout
+    from reshard.write.contents import Part
 
 MIN_TABLE_BYTES = 1 << 20  # a smaller file is decoded in some milliseconds
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from reshard.errors import ArgumentError, DamagedFileError
 from reshard.storage.location import locate
@@ -24,11 +24,11 @@ from reshard.values.words import listed, show
 if TYPE_CHECKING:
     import os
 
+    from reshard.write.contents import Part
+
 COMMON_FILE = "common.json"
 METADATA_FILE = "metadata.json"
 METADATA_TABLE_FILE = "metadata.bin"  # the same content, see `metadata.write_metadata`
-
-Part = Literal["model", "optimizer"]
 
 _TAGS: dict[Part, str] = {"model": "model", "optimizer": "opt"}
 _PARTS: dict[str, Part] = {tag: part for part, tag in _TAGS.items()}

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from reshard import dtypes
 from reshard.errors import ArgumentError, LayoutError, MismatchError
-from reshard.formats.checkpoint2.iteration import WholeTensor, plan_boxes, plan_layout
-from reshard.formats.checkpoint2.names import Part  # noqa: TC001  messages are decoded by their type hints
+from reshard.formats.checkpoint2.iteration import plan_boxes, plan_layout
 from reshard.layout.invert import check_local_shapes, global_shapes, join_members
 from reshard.layout.strategy import box_of
 from reshard.values.counters import is_counter
 from reshard.values.words import ranks_named, show
+from reshard.write.contents import Part, WholeTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError,
 from reshard.formats import health
 from reshard.formats import state as state_files
 from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.formats.checkpoint2.iteration import Descriptions, FileContent, JointProgress, check_copies
+from reshard.formats.checkpoint2.iteration import NOT_EXPRESSED, Descriptions, check_copies
 from reshard.formats.checkpoint2.rank_facts import (
     LastMade,
     RankFacts,
@@ -34,9 +35,11 @@ from reshard.formats.checkpoint2.traits import CHECKPOINT2
 from reshard.formats.replicas import Replicas, is_any_of
 from reshard.storage import mounts
 from reshard.storage.location import locate
+from reshard.values.words import show
 from reshard.write import pending_rollback
 from reshard.write.arrays import local_arrays
 from reshard.write.collective_save import Published, SaveFormat
+from reshard.write.contents import FileContent, JointProgress
 from reshard.write.shard_files import WrittenFile, read_back
 
 if TYPE_CHECKING:
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
     from reshard.formats.replicas import State
     from reshard.options import SaveOptions
     from reshard.ranks.group import Group
+    from reshard.storage.location import Location
     from reshard.write.collective_save import RankInput, SaveTask
     from reshard.write.shard_files import ShardFile, ShardFileMaker
 
@@ -103,11 +107,22 @@ class Checkpoint2Save(SaveFormat):
         self._manifest: Manifest | None = None  # once it is published
 
     @staticmethod
+    def is_note(warning: str) -> bool:
+        """What only MindSpore Transformers does not read is no warning for a program that does not use MindSpore."""
+        return warning.startswith(NOT_EXPRESSED) and sys.modules.get("mindspore") is None
+
+    @staticmethod
     def check_options(options: SaveOptions, model: Mapping[str, object]) -> None:  # noqa: ARG004
         """Refuse a prefix that no file name can have."""
         checkpoint2.check_prefix(options.files.prefix)
 
     # -- 1 to 3
+
+    def check_root(self) -> None:
+        """On rank 0: refuse a root that a restart would open as another format."""
+        from reshard.formats.registry import check_destination  # noqa: PLC0415  slow to import
+
+        check_destination(locate(self.task.root), self.traits.name)
 
     def report(self) -> RankFacts:
         """The facts of this rank."""
@@ -300,6 +315,7 @@ class Checkpoint2Save(SaveFormat):
                 removed = retention.apply(
                     task.root,
                     task.options.retention,
+                    original_fault=original_fault,
                     durable=task.durable,
                     verify=False,
                     verified=(manifest.digest,) if self._reads_back else (),
@@ -338,3 +354,22 @@ def _wait_for(staging: Path, timeout: float) -> None:
             sleep_s = min(2 * sleep_s, _LAST_SLEEP_S)
         else:
             return
+
+
+def original_fault(folder: Location) -> str | None:
+    """Why an iteration without manifest is not complete, by the files that are there; their contents are not read."""
+    metadata = folder / checkpoint2.METADATA_FILE
+    if metadata.exists():
+        index = _core.Index.from_metadata(str(metadata.local))
+        paths = [locate(index.file_path(number)) for number in range(index.n_files)]
+    else:
+        paths = [folder / name for name in checkpoint2.list_shard_files(folder)]
+    if not paths:
+        return "it holds no shard files"
+    missing = next((one for one in paths if not one.is_file()), None)
+    if missing is not None:
+        return f"there is no file {show(missing.name)}"
+    index = _core.Index()
+    if writer_mark.is_marked(index, index.add_file(str(paths[0].local), follow_links=False)):
+        return "it holds shard files of this package, and no manifest"
+    return None

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from reshard.errors import ArgumentError
-from reshard.formats.checkpoint2.names import Part, shard_file_name
+from reshard.formats.checkpoint2.names import shard_file_name
 from reshard.values.words import show
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from reshard import _core
     from reshard.layout.partition import Places, TensorLayout
+    from reshard.write.contents import Part
 
 
 _Holders: TypeAlias = "Mapping[int, tuple[int, ...]]"

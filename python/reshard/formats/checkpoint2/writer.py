@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint, LayoutLike
     from reshard.commit.protocol import FileRecord
     from reshard.conversion.destinations import Job, Produce
-    from reshard.conversion.selection import NewNames
     from reshard.formats.checkpoint2.iteration import IterationPlan
     from reshard.storage.location import Location
+    from reshard.verbs.selection import NewNames
 
 # Entries of a root that are not checkpoints, but files of the save protocol.
 _BOOKKEEPING = {STAGING_FOLDER, TRASH_FOLDER, WRITERS_FOLDER, LOCK_FILE}

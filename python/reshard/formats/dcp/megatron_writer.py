@@ -12,6 +12,7 @@ Source: `megatron/core/dist_checkpointing` of megatron-core 0.16.1; `megatron/tr
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -49,6 +50,7 @@ class MegatronWriter(Writer):
     """The weights of a Megatron-Core checkpoint."""
 
     name = "megatron"
+    commits = (names.TRACKER_FILE,)
     default_part = "model"
     options = frozenset({"iteration"})
 
@@ -78,14 +80,16 @@ class MegatronWriter(Writer):
             names.TRACKER_FILE: _RELEASE if iteration is None else str(iteration),
         }
         path, warnings = job.target / sub, bound.warnings
-        return publish_folder(job, files, small, path=path, subfolders=[sub], is_ours=_is_ours, warnings=warnings)
+        return publish_folder(
+            job, files, small, path=path, subfolders=[sub], is_ours=functools.partial(_is_ours, job), warnings=warnings
+        )
 
 
-def _is_ours(entry: Location) -> bool:
+def _is_ours(job: Job, entry: Location) -> bool:
     """Whether an entry of the destination was written by an earlier conversion."""
     if entry.kind() == "folder":
         return names.is_ours(entry)
     if entry.name == names.TRACKER_FILE:
         folders = [name for name in entry.parent.names() if name.startswith((_RELEASE, "iter_"))]
         return all(names.is_ours(entry.parent / name) for name in folders)
-    return is_our_file(entry)
+    return is_our_file(job, entry)

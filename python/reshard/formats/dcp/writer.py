@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from reshard import _core
 from reshard.conversion.destinations import (
@@ -22,7 +22,7 @@ from reshard.conversion.writer import Settings, Writer
 from reshard.errors import ArgumentError, UnsupportedError
 from reshard.formats import state
 from reshard.formats.dcp.metadata import Chunk, Place, Tensor, encode
-from reshard.formats.dcp.names import METADATA_FILE, OPTIMIZER_ENTRY, data_file, is_optimizer
+from reshard.formats.dcp.names import DATA_SUFFIX, METADATA_FILE, OPTIMIZER_ENTRY, data_file, is_optimizer, is_ours
 from reshard.formats.huggingface.names import plan_shards
 from reshard.formats.torch_file.archive import Composer, object_archive, tensor_archive
 from reshard.formats.torch_file.encode import NotPlainError, torch_dtype
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from reshard.checkpoint import Checkpoint
     from reshard.conversion.destinations import Job
+    from reshard.conversion.known_files import Mark
     from reshard.layout import BoundLayout
 
 _ALIGN_BYTES = 64
@@ -46,6 +47,11 @@ class DcpWriter(Writer):
     """A folder of `torch.distributed.checkpoint`."""
 
     name = "dcp"
+    commits = (METADATA_FILE,)
+    # A data file has no mark of its own.
+    marks: ClassVar[Mapping[str, Mark]] = dict.fromkeys(
+        (METADATA_FILE, DATA_SUFFIX), lambda entry: is_ours(entry.parent)
+    )
 
     def writes_extra(self, job: Job) -> bool:
         """As values of the checkpoint. They name tensors as the source does, and are left out if these are renamed."""

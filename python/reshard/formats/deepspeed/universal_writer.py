@@ -11,6 +11,7 @@ Source: `runtime/engine.py`, `runtime/base_optimizer.py`, `runtime/zero/stage3.p
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,7 @@ class UniversalWriter(Writer):
     """A universal folder of DeepSpeed."""
 
     name = "deepspeed-universal"
+    commits = (names.LATEST_UNIVERSAL,)
     is_whole = True
     options = frozenset({"iteration"})
 
@@ -88,7 +90,7 @@ class UniversalWriter(Writer):
             raise ArgumentError(f'`to="{self.name}"` holds fp32: leave `dtype` out, or give "float32"')
         iteration = settings.iteration if settings.iteration is not None else job.source.iteration
         sub = f"global_step{iteration or 0}{_SUFFIX}"
-        check_folder_free(job, lambda entry: entry.name in (sub, names.LATEST_UNIVERSAL) and not _is_ours(entry))
+        check_folder_free(job, lambda entry: entry.name in (sub, names.LATEST_UNIVERSAL) and not _is_ours(job, entry))
         content = _content(job, iteration)
         job = replace(job, options=replace(job.options, dtype="F32"))
         zero = f"{sub}/{names.ZERO_FOLDER}"
@@ -111,7 +113,7 @@ class UniversalWriter(Writer):
             if isinstance(fill, Written):
                 return fill
             folders = [sub, zero, *(f"{zero}/{name}" for name in content.tensors)]
-            with destination_folder(job, folders, _is_ours) as folder:
+            with destination_folder(job, folders, functools.partial(_is_ours, job)) as folder:
                 n_bytes = n_bytes_of(fill(folder))
                 for name, data in small.items():
                     locate(folder / name).replace(data, job.options.file_mode, durable=job.options.durable)
@@ -316,12 +318,12 @@ def _model_states(job: Job, content: _Content, iteration: int | None) -> dict[st
     }
 
 
-def _is_ours(entry: Location) -> bool:
+def _is_ours(job: Job, entry: Location) -> bool:
     """Whether an entry of the destination was written by an earlier conversion."""
     if entry.kind() == "folder":
         file = entry / _MODEL_FILES[0]
         return entry.name.endswith(_SUFFIX) and file.is_file() and archive.is_ours(file)
     if entry.name == names.LATEST_UNIVERSAL:
         folders = [entry.parent / name for name in entry.parent.names() if name.startswith("global_step")]
-        return all(_is_ours(folder) for folder in folders if folder.name.endswith(_SUFFIX))
-    return is_our_file(entry)
+        return all(_is_ours(job, folder) for folder in folders if folder.name.endswith(_SUFFIX))
+    return is_our_file(job, entry)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from reshard import _core, dtypes
+from reshard.commit import writer_mark
 from reshard.conversion.destinations import (
     File,
     Written,
@@ -16,7 +17,7 @@ from reshard.conversion.destinations import (
     set_original_modes,
 )
 from reshard.conversion.writer import Settings, Writer
-from reshard.formats import counter_tensors
+from reshard.formats import counter_tensors, weight_map
 from reshard.formats.full_weights import names as full_weights
 from reshard.values.counters import OF_NO_PARAMETER
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint
     from reshard.commit.protocol import ValueRecord
     from reshard.conversion.destinations import Job
+    from reshard.conversion.known_files import Mark
     from reshard.storage.location import Location
 
 
@@ -33,6 +35,11 @@ class FullWeightsWriter(Writer):
     """Full weights in the MindSpore layout."""
 
     name = "mindspore"
+    commits = (full_weights.MAP_FILE,)
+    marks: ClassVar[Mapping[str, Mark]] = {
+        ".safetensors": writer_mark.is_ours,
+        full_weights.MAP_FILE: weight_map.is_ours,
+    }
     metadata: ClassVar[Mapping[str, str]] = {"format": "ms", "remove_redundancy": "False"}
     is_whole = True
     options = frozenset({"modes"})

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from reshard import _core
+from reshard.commit import writer_mark
 from reshard.conversion.destinations import File, check_folder_free, publish_folder
 from reshard.conversion.library_model import check_shapes, model_of, published_shapes
 from reshard.conversion.model_files import ModelFiles, dtype_warning, find_model_files
 from reshard.conversion.writer import Settings, Writer
+from reshard.formats import weight_map
 from reshard.formats.huggingface import names as huggingface
 from reshard.storage.location import locate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from reshard.commit.protocol import ValueRecord
     from reshard.conversion.destinations import Job, Written
+    from reshard.conversion.known_files import Mark
     from reshard.storage.location import Location
 
 _DEFAULT_BYTES = 4 << 30
@@ -28,6 +31,11 @@ class HuggingFaceWriter(Writer):
     """A Hugging Face folder."""
 
     name = "huggingface"
+    commits = (huggingface.SINGLE_FILE, huggingface.INDEX_FILE)
+    marks: ClassVar[Mapping[str, Mark]] = {
+        ".safetensors": writer_mark.is_ours,
+        huggingface.INDEX_FILE: weight_map.is_ours,
+    }
     default_part = "model"
     is_whole = True
     options = frozenset({"model_files"})
@@ -69,7 +77,7 @@ def write_folder(job: Job, settings: Settings, style: Style) -> Written:
     check_folder_free(job)
     copies = ModelFiles()
     if model_files is not None and model_files.resolved() != locate(job.target).resolved():
-        copies = find_model_files(model_files)
+        copies = find_model_files(model_files, job.known.commits)
         copies.check_free(job.target)
     if model_files is not None and job.options.dtype is not None:
         warning = dtype_warning(model_files, job.options.dtype)

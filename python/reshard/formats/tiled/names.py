@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard._core import Tile
 from reshard.documents.strict_json import parse_json
-from reshard.errors import ArgumentError, DamagedFileError, UnsupportedError
+from reshard.errors import ArgumentError, DamagedFileError, ReshardError, UnsupportedError
 from reshard.storage.location import locate
 from reshard.storage.names import component_fault
 from reshard.values.words import show
@@ -30,6 +30,8 @@ from reshard.values.words import show
 if TYPE_CHECKING:
     import os
     from collections.abc import Mapping, Sequence
+
+    from reshard.storage.location import Location
 
 TILES_FILE = "tiles.json"
 MAX_BYTES = 256 << 20
@@ -180,6 +182,15 @@ def read(path: str | os.PathLike[str]) -> TilesFile:
         StorageError: it cannot be read.
     """
     return parse(locate(path).read_small(MAX_BYTES), str(path))
+
+
+def is_ours(path: Location) -> bool:
+    """Whether a file of this name is one of this package: no other writes it."""
+    try:
+        read(path)
+    except ReshardError:
+        return False
+    return True
 
 
 def parse(data: bytes, name: str) -> TilesFile:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from reshard import dtypes
+from reshard.commit import writer_mark
 from reshard.commit.publication import made_folder, published_file
 from reshard.conversion.destinations import (
     File,
@@ -22,14 +23,18 @@ from reshard.conversion.destinations import (
 )
 from reshard.conversion.writer import Settings, Writer
 from reshard.errors import DestinationExistsError
-from reshard.formats.checkpoint2.iteration import FileContent, describe_cut
+from reshard.formats.checkpoint2.iteration import describe_cut
 from reshard.formats.tiled import names as tiles
+from reshard.write.contents import FileContent
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from reshard import _core
     from reshard.checkpoint import LayoutLike
     from reshard.commit.protocol import ValueRecord
     from reshard.conversion.destinations import Job
+    from reshard.conversion.known_files import Mark
     from reshard.storage.location import Location
 
 
@@ -37,6 +42,8 @@ class SafetensorsWriter(Writer):
     """One `.safetensors` file, or one for each rank."""
 
     name = "safetensors"
+    commits = (tiles.TILES_FILE,)
+    marks: ClassVar[Mapping[str, Mark]] = {".safetensors": writer_mark.is_ours, tiles.TILES_FILE: tiles.is_ours}
 
     def is_one_file(self, target: Location) -> bool:
         """By the suffix of the destination."""
@@ -102,7 +109,7 @@ def _check_file_free(job: Job) -> None:
         return
     if not job.overwrite:
         raise DestinationExistsError(f"{target} exists", path=str(target), hint="give `overwrite=True` to replace it")
-    if not is_our_file(target):
+    if not is_our_file(job, target):
         raise DestinationExistsError(
             f"{target} was not written by an earlier conversion", path=str(target), hint="choose another destination"
         )

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from reshard.conversion.writer import Settings, Writer
 from reshard.errors import ArgumentError
+from reshard.formats import weight_map
 from reshard.formats.huggingface.writer import Style, write_folder
 from reshard.formats.tiled.writer import write_one_file
-from reshard.formats.torch_file import names
+from reshard.formats.torch_file import archive, names
 from reshard.formats.torch_file.archive import state_dict
 from reshard.formats.torch_file.encode import torch_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from reshard import _core
     from reshard.conversion.destinations import Job, Written
+    from reshard.conversion.known_files import Mark
     from reshard.storage.location import Location
 
 
@@ -24,6 +26,11 @@ class TorchWriter(Writer):
     """A file of `torch.save`, or a folder of `.bin` files."""
 
     name = "torch"
+    commits = (names.SINGLE_FILE, names.INDEX_FILE)
+    marks: ClassVar[Mapping[str, Mark]] = {
+        **dict.fromkeys(names.SUFFIXES, archive.is_ours),
+        names.INDEX_FILE: weight_map.is_ours,
+    }
     keeps_others = True
     default_part = "model"
     is_whole = True

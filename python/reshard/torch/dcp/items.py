@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
 
-    from reshard.formats.checkpoint2.iteration import FileContent
+    from reshard.write.contents import FileContent
 
 Shape: TypeAlias = "tuple[int, ...]"
 ItemKey: TypeAlias = "tuple[str, Shape | None]"

@@ -389,7 +389,7 @@ class Writer(StorageWriter):
         finally:
             self._running.end()
         for warning in warnings:
-            log_once(warning)
+            log_once(warning, is_note=Checkpoint2Save.is_note(warning))
 
     def _publish(self, metadata: Metadata, written: Sequence[_Written]) -> list[str]:
         """Publish what the ranks have written. Returns warnings."""
