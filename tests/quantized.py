@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+import reshard
 from reshard.accelerate import prepared
 from reshard.errors import MismatchError
 from reshard.torch import Checkpointer
@@ -62,9 +63,34 @@ def check(root: Path, bits: int, seeds: tuple[int, int], given: Callable[[nn.Mod
     return "restored"
 
 
+def check_without_base(root: Path, bits: int, seeds: tuple[int, int]) -> str:
+    """As `check`, with the base left out of the saves."""
+    first, second = (made(bits, seed) for seed in seeds)
+    expected = {name: tensor.clone() for name, tensor in first.state_dict().items()}
+    trained: Any = first["adapter"]  # type: ignore[index]
+    with Checkpointer(root, signals=(), leave_out_frozen=True) as checkpointer:
+        checkpointer.resume(model=first, optimizer=torch.optim.SGD(trained.parameters(), lr=0.1))
+        checkpointer.save(1, blocking=True)
+    with reshard.open(root) as checkpoint:
+        assert "base.weight" not in checkpoint
+        assert "adapter.weight" in checkpoint
+    trained = second["adapter"]  # type: ignore[index]
+    try:
+        with Checkpointer(root, signals=()) as checkpointer:
+            checkpointer.resume(model=second, optimizer=torch.optim.SGD(trained.parameters(), lr=0.1))
+    except MismatchError as error:
+        assert "leaves out `base.weight`" in str(error)  # noqa: PT017
+        return "refused"
+    assert all(torch.equal(second.state_dict()[name], tensor) for name, tensor in expected.items())
+    return "restored"
+
+
 root = Path(sys.argv[1])
 print("8 bits", check(root / "8", 8, (1, 2), lambda model: {"model": model}))
 print("4 bits", check(root / "4", 4, (1, 1), lambda model: {"model": model}))
 print("4 bits", check(root / "4-other", 4, (1, 2), lambda model: {"model": model}))
 print("8 bits, prepared,", check(root / "8-prepared", 8, (1, 2), prepare))
 print("4 bits, prepared,", check(root / "4-prepared", 4, (1, 1), prepare))
+for bits in (4, 8):
+    print(bits, "bits without the base", check_without_base(root / f"{bits}-base", bits, (1, 1)))
+    print(bits, "bits without the base", check_without_base(root / f"{bits}-base-other", bits, (1, 2)))

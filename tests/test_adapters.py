@@ -272,3 +272,61 @@ def test_sharded_models_are_merged(tmp_path: Path) -> None:
     ):
         assert sorted(one) == sorted(two)
         assert all(one.read(key).tobytes() == two.read(key).tobytes() for key in one)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_save_without_the_base_goes_on_and_publishes_its_adapter(tmp_path: Path) -> None:
+    def made() -> Any:
+        torch.manual_seed(3)
+        return peft.get_peft_model(base(), peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+
+    def train(root: Path, n_steps: int, model: Any, **options: Any) -> int:
+        optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.1)
+        with Checkpointer(root, save_every=1, async_save=False, signals=(), **options) as checkpointer:
+            decision = checkpointer.resume(model=model, optimizer=optimizer)
+            for step in range(decision.initial_step + 1, n_steps + 1):
+                tokens = torch.arange(8)[None] + step
+                loss = model(input_ids=tokens, labels=tokens).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                checkpointer.step(step, loss=loss)
+        return decision.initial_step
+
+    straight, resumed = made(), made()
+    train(tmp_path / "whole", 4, straight)
+    train(tmp_path / "run", 2, made(), leave_out_frozen=True, hf_every=1)
+    with reshard.open(tmp_path / "run") as checkpoint:
+        assert all("lora_" in key for key in checkpoint.keys("model"))
+    assert train(tmp_path / "run", 4, resumed, leave_out_frozen=True, hf_every=1) == 2
+    expected = straight.state_dict()
+    assert all(torch.equal(one, expected[key]) for key, one in resumed.state_dict().items())
+    loaded = peft.PeftModel.from_pretrained(base(), tmp_path / "run_hf" / "iteration_00000004").state_dict()
+    assert all(torch.equal(one, expected[key]) for key, one in loaded.items())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_leaves_the_base_out(tmp_path: Path) -> None:
+    data = [{"input_ids": torch.arange(8) + n, "labels": torch.arange(8) + n} for n in range(8)]
+
+    def train(n_steps: int, **options: Any) -> Any:
+        torch.manual_seed(3)
+        model = peft.get_peft_model(base(), peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+        arguments = transformers.TrainingArguments(
+            str(tmp_path / "out"), max_steps=n_steps, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True,
+            lr_scheduler_type="constant",
+        )  # fmt: skip
+        callback = ReshardCallback(tmp_path / "run", save_every=1, leave_out_frozen=True, **options)
+        transformers.Trainer(model, arguments, train_dataset=data, callbacks=[callback]).train()
+        return model
+
+    train(1)
+    model = train(2, hf=tmp_path / "final")
+    with reshard.open(tmp_path / "run") as checkpoint:
+        assert checkpoint.iteration == 2
+        assert all("lora_" in key for key in checkpoint.keys("model"))
+    loaded = peft.PeftModel.from_pretrained(base(), tmp_path / "final").state_dict()
+    assert all(torch.equal(one, model.state_dict()[key]) for key, one in loaded.items())
+    with pytest.raises(ArgumentError, match="`merge` writes whole weights"):
+        train(3, hf=tmp_path / "merged", merge=True)

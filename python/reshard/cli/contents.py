@@ -18,6 +18,7 @@ from reshard.cli.output import warn
 from reshard.commit.scrub import is_damage
 from reshard.errors import LayoutError, ReshardError
 from reshard.formats import counter_tensors, health
+from reshard.formats.left_out import LeftOut
 from reshard.layout import Partition
 from reshard.storage.location import locate
 
@@ -96,6 +97,7 @@ class Contents:
     parts: dict[str, dict[str, Any]]  # totals of "model" and "optimizer"
     leftovers: list[Leftover]
     warnings: tuple[str, ...] = ()  # about the root
+    left_out: LeftOut | None = None  # the tensors that the save leaves out
 
     @property
     def unseen(self) -> list[str]:
@@ -147,6 +149,7 @@ def gather_contents(path: str, checkpoint: Checkpoint, *, everything: bool) -> C
         saves=[] if order is None else _saves(path),
         parts=_parts(rows),
         leftovers=[*([] if order is None else leftovers_in_root(locate(path))), *leftovers_in_iteration(checkpoint)],
+        left_out=LeftOut.of_checkpoint(checkpoint),
         warnings=() if order is None else order.warnings,
     )
 

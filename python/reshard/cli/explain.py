@@ -165,6 +165,7 @@ def explain(
                 **_json(decision),
                 **proof,
                 "settings": answer.settings,
+                "left_out": None if answer.left_out is None else answer.left_out.summary(),
                 "own_root": own_root,
                 **_start_options(config),
                 **ranks,
@@ -273,6 +274,9 @@ def _print(config: Config, facts: ResumeFacts, decision: ResumeDecision, answer:
     warnings = (("warning", shown(warning)) for warning in decision.warnings if warning not in listed)
     lines = _lines(decision, knows_epochs=is_known)
     lines += [("settings", shown(line)) for line in answer.settings]
+    if answer.left_out is not None:
+        text = f"{answer.left_out.to_text()}. The program gives them, and the run compares them with their digests"
+        lines.append(("left out", shown(text)))
     echo_facts([*_contents(answer), *_start_lines(config), *lines, *_next_lines(facts, decision), *warnings])
 
 

@@ -195,6 +195,7 @@ def _json(facts: Contents, rows: list[TensorRow]) -> dict[str, Any]:
         "strings": list(checkpoint.strings),
         "common": None if checkpoint.common is None else dataclasses.asdict(checkpoint.common),
         "parts": facts.parts,
+        "left_out": None if facts.left_out is None else facts.left_out.summary(),
         "mesh": dict(checkpoint.data.rank_axes()) or (None if layout is None else layout.mesh),
         "mesh_reason": facts.layout_reason,
         "files": [{"name": name, "n_bytes": n_bytes} for name, n_bytes in facts.files],
@@ -294,6 +295,9 @@ def _lines(facts: Contents) -> list[tuple[str, str]]:
         n = totals["n_tensors"]
         counts = f"{n} tensor{'s' if n > 1 else ''}, {_count(totals['n_elements'])} {elements}"
         lines.append((part, f"{counts}, {size(totals['n_bytes'])} ({dtypes})"))
+    if facts.left_out is not None:
+        text = f"{facts.left_out.to_text()}: {listed(facts.left_out.tensors)}. Only their digests are saved"
+        lines.append(("left out", shown(text)))
     if checkpoint.strings:
         names = listed(map(shown, checkpoint.strings))
         lines.append(("text", f"{len(checkpoint.strings)} values that are not tensors and cannot be read: {names}"))

@@ -164,6 +164,8 @@ def _print_checkpoint(one: VerifiedCheckpoint) -> None:
     echo(f"{shown(one.path)}: {state}")
     for fault in one.faults:
         echo(f"  {shown(fault)}")
+    if one.left_out is not None:
+        echo(f"  left out of the save: {shown(one.left_out)}; a resume compares them with their digests")
     findings = one.health or ()
     # Constants and frozen parameters: most of what did not change, where an optimizer has state for the others.
     has_trained = any(finding.is_trained for finding in findings)

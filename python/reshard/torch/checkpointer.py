@@ -54,6 +54,7 @@ from reshard.torch.emergency import EXIT_GRACE_S, Rendezvous, Signals, notice_st
 from reshard.torch.exports import Exports
 from reshard.torch.health import LossHealth
 from reshard.torch.leaving import exit_process, save_after, save_and_exit
+from reshard.torch.left_out import common_candidates, compare, digests, frozen_at_start, parts_of
 from reshard.torch.loading import read_for
 from reshard.torch.preflight import check_has_content, check_state, claim, dry_run, reserve
 from reshard.torch.published import under_names
@@ -92,6 +93,7 @@ if TYPE_CHECKING:
 
     from reshard.checkpoint import Checkpoint
     from reshard.config import ConfigLike
+    from reshard.formats.left_out import LeftOutTensor
     from reshard.options import (
         CommitLike,
         FilesLike,
@@ -176,6 +178,11 @@ class Checkpointer:
             configuration of the model.
         links: keep the relative links `last`, to the newest iteration, and `best`, to the best one by
             `Retention.best`, in the root.
+        leave_out_frozen: do not save parameters for which no gradient is computed (`requires_grad=False`). The program
+            must make them again at each start: the base model from `from_pretrained` or `init_from`, quantised in the
+            same way. A save records a digest of each, and `resume` refuses a model with other values. A parameter
+            that is trained later, has changed, or has values that only a checkpoint gave, is saved; so are buffers
+            and adapters of peft. See docs/guides/special-state.md.
         save_at_end: save the last step at the end of a `with` block that no exception ends, even if no save is due. By
             default a warning says which steps are not saved.
         after_publish: called on rank 0 after each save as `after_publish(report)`, with the `SaveReport`, in the thread
@@ -240,6 +247,7 @@ class Checkpointer:
         merge: bool = False,
         model_files: str | os.PathLike[str] | None = None,
         links: bool = False,
+        leave_out_frozen: bool = False,
         save_at_end: bool = False,
         after_publish: Callable[[SaveReport], object] | None = None,
         on_event: OnEvent | None = None,
@@ -293,6 +301,9 @@ class Checkpointer:
             raise ArgumentError("`model_files` belongs to `hf_every`, which is not given")
         if merge and hf_every is None:
             raise ArgumentError("`merge` belongs to `hf_every`, which is not given")
+        if leave_out_frozen:
+            _check_partial(self._options, self._exports)
+        self._leave_out_frozen = leave_out_frozen
         self._config = Config(load_path=os.fspath(self._root), resume=True, healthy_only=healthy_only, sink_mode=False)
         if overlap and not async_save:
             raise ArgumentError("`overlap` is about saves in the background", hint="give `async_save=True`, too")
@@ -477,8 +488,13 @@ class Checkpointer:
         self._check_same(given)
         described = self._describe(run, run.optimizer)
         saver = self._saver_of(run)
-        self._together(lambda: self._exports.check(model))
+        self._together(lambda: self._exports.check(model, is_partial=self._leave_out_frozen))
         notes = self._check_saves(saver, described)
+        before: dict[str, LeftOutTensor] = {}
+        if self._leave_out_frozen:
+            known = common_candidates(run, described, members, self._timeout)
+            before = digests(parts_of(described, known), members, self._timeout)
+        compared: dict[str, LeftOutTensor] = {}
         facts = _facts_of(run.sampler, scale_steps=self._scale_steps)
         is_own, reason = self._start(facts)
         how = RestoreOptions(policy, cast, init, device, grown, Settings.of(settings), data)
@@ -502,6 +518,7 @@ class Checkpointer:
                     of_each_rank=run.has_state_of_each_rank,
                     verify="touched" if mode == "full" else mode,
                     threads=self._options.threads,
+                    leaves_out=True,
                 )
 
         def load(config: Config) -> tuple[ResumeDecision, Read | None]:
@@ -522,12 +539,26 @@ class Checkpointer:
             decision, found = load(self._config)
         elif reason is not None:
             decision = replace(decision, reasons=(reason, *decision.reasons))
+        base: str | None = None
         if found is None:
             self._together(lambda: check_has_content(described, str(self._root)))
             # Restored state is equal on all ranks; new state is compared as the first save compares it.
             notes += self._expected_to_work(lambda: self._describe(run, run.optimizer, compare=True))
         else:
             is_init = decision.init_from is not None
+            base = None if decision.init_from is None else str(decision.init_from)
+            if found.left_out is not None:
+                compared, base = compare(
+                    found.left_out,
+                    described,
+                    run,
+                    start=None if is_init else start,
+                    group=members,
+                    timeout=self._timeout,
+                    path=found.path,
+                    cast=cast,
+                    known=before,
+                )
             saved = {} if is_weights_alone or is_init else found.extra
             of_tensors = saved
             if is_init:
@@ -570,15 +601,28 @@ class Checkpointer:
                     "the batch size changed, and with it the number of steps: the scheduler goes on where it was, and "
                     f"steps from {decision.initial_step}"
                 )
+        if self._leave_out_frozen:
+            saver.frozen, messages = frozen_at_start(
+                run,
+                described,
+                members,
+                self._timeout,
+                before=before,
+                compared=compared,
+                is_loaded=found is not None,
+                source=base,
+                of_init=found is not None and decision.init_from is not None,
+            )
+            notes += messages
         if data == "new":
             decision = replace(decision, data_skip_steps=0, skip_micro_steps=None)
         if not self._scale_steps or run.sampler is None or data == "new":
             decision = with_data_position(decision, run.sampler, data)
         self._begin(saver, decision, is_back=self._options.commit.rollback or is_fresh_by_word)
         resumed(self._observers, decision, started)
-        before = {line for of_rank in self._together(lambda: notes)[: self._group.rank] for line in of_rank}
+        told = {line for of_rank in self._together(lambda: notes)[: self._group.rank] for line in of_rank}
         for line in notes:
-            if line not in before:  # else a rank before this one says it
+            if line not in told:  # else a rank before this one says it
                 _log.warning("resume: %s", line)
         return replace(decision, warnings=(*decision.warnings, *notes))
 
@@ -971,6 +1015,18 @@ class Checkpointer:
         if self._saver is None:
             raise ArgumentError("`resume` has not been called: it gets the model and the other objects to save")
         return self._saver
+
+
+def _check_partial(options: SaveOptions, exports: Exports) -> None:
+    """Refuse options that need all tensors beside `leave_out_frozen`."""
+    if save_format(options.format).traits.rank_folders:
+        raise ArgumentError("`leave_out_frozen` needs the format checkpoint2, and `format` is another one")
+    other = "integrated_save" if exports.is_integrated else "merge" if exports.merge else None
+    if other is not None:
+        raise ArgumentError(
+            f"`{other}` writes whole weights, and `leave_out_frozen` leaves some out of the saves",
+            hint="leave one of the two out; `hf_every` without `merge` writes the adapters of a model of peft",
+        )
 
 
 def _facts_of(sampler: object, *, scale_steps: bool) -> RunFacts:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.commit import roots
 from reshard.commit.retention import best_of
 from reshard.conversion.library_names import published_names
-from reshard.errors import ReshardError
+from reshard.errors import ArgumentError, ReshardError
 from reshard.ranks.collective import Collective
 from reshard.ranks.group import session
 from reshard.storage.changes import make_folders, remove_file, replace_link
@@ -61,15 +61,22 @@ class Exports:
     after_publish: Callable[[SaveReport], object] | None = None
     n_saves: int = 0
 
-    def check(self, model: object) -> None:
+    def check(self, model: object, *, is_partial: bool = False) -> None:
         """Check before the first step that the names under which weights are published are known.
 
         Args:
             model: the model.
+            is_partial: whether saves leave tensors out, so that only adapters can be published.
 
         Raises:
+            ArgumentError: all tensors are published, and saves leave some out.
             UnsupportedError: they are not, or adapters cannot be merged.
         """
+        if is_partial and self.hf_every is not None and not adapters_of(model):
+            raise ArgumentError(
+                "`hf_every` writes all weights of the model, and `leave_out_frozen` leaves some out of the saves",
+                hint="leave one of the two out; of a model of peft the adapters are written",
+            )
         if self.merge:
             published_names(merge_of(model).model)
         elif self.hf_every is not None and not adapters_of(model):

@@ -20,6 +20,7 @@ from reshard.formats import counter_tensors
 from reshard.formats.base import StoredTensor
 from reshard.formats.dcp.names import is_number, is_optimizer
 from reshard.formats.dcp.run_state import Live, RunState, model_of, translated
+from reshard.formats.left_out import LeftOut
 from reshard.formats.outputs import as_array, fill
 from reshard.formats.weight_sets import Known, advice, chosen, without_wrappers
 from reshard.layout import ModelLayout, as_layout
@@ -65,6 +66,7 @@ class Read:
         restored: how much of the model is loaded, as a sentence; empty if the run has no model.
         holds_streams: whether this package wrote it, which saves the random streams of a run.
         path: the checkpoint.
+        left_out: the record of the tensors that the checkpoint leaves out. They are in `kept`, and not compared.
     """
 
     arrays: dict[str, np.ndarray]
@@ -80,6 +82,7 @@ class Read:
     restored: str = ""
     holds_streams: bool = True
     path: str = ""
+    left_out: LeftOut | None = None
 
 
 def read_for(
@@ -95,6 +98,7 @@ def read_for(
     of_each_rank: bool = False,
     verify: VerifyMode = "touched",
     threads: int | None = None,
+    leaves_out: bool = False,
 ) -> Read:
     """Read the parts of a checkpoint that a rank holds.
 
@@ -110,8 +114,10 @@ def read_for(
         of_each_rank: whether the run has objects whose state is made of that of all ranks that saved.
         verify: as in `Checkpoint.load`.
         threads: number of threads of the copy; None: chosen by the core.
+        leaves_out: whether the caller compares the tensors that the checkpoint leaves out.
 
     Raises:
+        UnsupportedError: the checkpoint leaves tensors out, and the caller does not compare them.
         LayoutError: the tensors of the checkpoint cannot be partitioned as the live ones are.
         MismatchError: a tensor has another shape than the live one.
         ArgumentError: a pattern of `init` matches no tensor.
@@ -128,7 +134,7 @@ def read_for(
         >>> model.weight.item()
         5.0
     """
-    wanted = _Wanted(described, checkpoint, with_optimizer, strict, cast, part)
+    wanted = _Wanted(described, checkpoint, with_optimizer, strict, cast, part, leaves_out)
     values = None if checkpoint.data.is_renamed else checkpoint.data.run_values()
     if values is not None:
         return _read_of_torch(wanted, values, rank, part=part, init=init, verify=verify, threads=threads)
@@ -171,6 +177,14 @@ def _read_plain(
     )
     keys = [key for key in checkpoint.keys(part) if key not in counters]
     extra = checkpoint.extra(rank=rank)
+    left_out = LeftOut.of(extra, str(checkpoint.path))
+    if left_out is not None:
+        if not wanted.leaves_out:
+            raise left_out.refusal(str(checkpoint.path), "this")
+        names = {key if key in described.names else described.all_aliases.get(key, "") for key in left_out.tensors}
+        wanted.left_out = names & described.names
+        wanted.kept.update(wanted.left_out)
+        wanted.notes.append(f"the checkpoint leaves out {left_out.to_text()}: they are those of the program")
     wanted.of_objects = object_tensors(extra)
     # Some formats know the tensors of the optimizer by their names only; the record of a run knows all of them.
     wanted.of_optimizer = {key for key in checkpoint.keys("optimizer") if key not in counters} | _recorded(extra)
@@ -191,6 +205,7 @@ def _read_plain(
         # Another program saves no random streams that this package could restore.
         bool(extra) or checkpoint.data.manifest is not None,
         str(checkpoint.path),
+        left_out,
     )
 
 
@@ -444,6 +459,8 @@ class _Wanted:
     strict: Strict
     cast: bool
     part: Part = "all"
+    leaves_out: bool = False
+    left_out: set[str] = field(default_factory=set)  # names of the run that the checkpoint leaves out
     loaded: set[str] = field(default_factory=set)  # names of the model, of all ranks
     of_optimizer: set[str] = field(default_factory=set)
     of_objects: Mapping[str, tuple[str, Entry]] = field(default_factory=dict)
@@ -504,7 +521,7 @@ class _Wanted:
     def _check_some(self, keys: list[str]) -> None:
         """Refuse a checkpoint of which no tensor is one of the model, whatever `strict` accepts."""
         names = self.described.names
-        if not names or self.loaded:
+        if not names or self.loaded or names <= self.left_out:
             return
         stored = {key: self._shape(key) for key in keys if key not in self.of_optimizer and key not in self.of_objects}
         path = str(self.checkpoint.path)

@@ -53,6 +53,7 @@ class Named:
     Attributes:
         tensors: parameters and persistent buffers by key, each once; the tensors of the model, not copies.
         buffers: keys of the buffers.
+        frozen: keys of the parameters for which no gradient is computed, and of the tensors that such a one is made of.
         received: keys of the buffers that DDP overwrites with those of another rank before the next forward pass
             (`broadcast_buffers`).
         aliases: other names of tensors, and the key of each.
@@ -69,6 +70,7 @@ class Named:
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     buffers: set[str] = field(default_factory=set)
+    frozen: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
     aliases: dict[str, str] = field(default_factory=dict)
     transient: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
@@ -132,8 +134,11 @@ def named(model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]) -> N
                         f"{show(key)} is not initialised yet", key=key, hint="run a batch through the model first"
                     )
                 first = key_of.setdefault(id(tensor), key)
+                is_frozen = name in module._parameters and not tensor.requires_grad  # noqa: SLF001
                 if is_wrapper(tensor):
+                    before = set(found.tensors)
                     _add_wrapper(found, tensor, first, key, is_buffer=name in module._buffers)  # noqa: SLF001
+                    found.frozen.update(found.tensors.keys() - before if is_frozen else ())
                     continue
                 if first != key:
                     found.aliases[key] = first
@@ -144,6 +149,8 @@ def named(model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]) -> N
                         hint="in each part use the names of the whole model",
                     )
                 found.tensors[first] = tensor
+                if is_frozen:
+                    found.frozen.add(first)
                 if name in module._buffers:  # noqa: SLF001
                     found.buffers.add(first)
                     if id(tensor) in received:

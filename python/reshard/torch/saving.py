@@ -22,6 +22,7 @@ from reshard.errors import (
     UnsupportedError,
 )
 from reshard.formats import state
+from reshard.formats.left_out import NAME as LEFT_OUT
 from reshard.formats.savable import save_format
 from reshard.formats.state import per_rank
 from reshard.ranks.collective import Collective
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
     from reshard.options import FormatLike, SaveOptions
     from reshard.ranks.group import Group
+    from reshard.torch.left_out import Frozen
     from reshard.torch.run import Run
     from reshard.torch.staging import Staged
     from reshard.torch.state import Described
@@ -71,6 +73,7 @@ class Saver:
         record: creates the record of the environment; called once, on rank 0.
         max_failures: as in `Interrupts`.
         is_reserved: whether memory for the copies of tensors was reserved.
+        frozen: the parameters that are left out; None: all are saved.
     """
 
     run: Run
@@ -89,6 +92,7 @@ class Saver:
     record: Callable[[], dict[str, Any]]
     max_failures: int = 3
     is_reserved: bool = False
+    frozen: Frozen | None = None
     _staging: Staging = field(default_factory=Staging)
     _hooks: list[Any] = field(default_factory=list)
 
@@ -111,7 +115,12 @@ class Saver:
         Raises:
             ReshardError: as `reshard.save`.
         """
-        run, described = self.run, self.described()
+        run = self.run
+        if self.frozen is not None and self.frozen.tensors:
+            notes = self.frozen.update(run, self.group, self.timeout if timeout is None else timeout)
+            for note in notes if self.group.rank == 0 else ():
+                _log.warning("%s", note)
+        described = self.described()
         extra = self.beside_tensors(described, step, interrupted=interrupted)
         staged = self._staged(described, blocking=blocking)
         saving = described.saving(None if staged is None else staged.tensors)
@@ -155,6 +164,7 @@ class Saver:
             lifts=not self.has_rank_folders,
             object_name=object_name,
             started=self.run.started,
+            leave_out=() if self.frozen is None else self.frozen.tensors,
         )
 
     def save_due(self, step: int) -> None:
@@ -319,6 +329,9 @@ class Saver:
         if members.rank == 0:
             run.record = run.record or self.record()
             extra["environment"] = run.record
+            record = None if self.frozen is None else self.frozen.record()
+            if record is not None:
+                extra[LEFT_OUT] = record.to_value()
         return extra
 
     def common(self, step: int) -> dict[str, Any]:

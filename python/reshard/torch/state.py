@@ -41,7 +41,7 @@ from reshard.values.words import ranks_named, show
 from reshard.write.arrays import Shard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
@@ -240,6 +240,7 @@ def describe(
     lifts: bool = True,
     object_name: Callable[[str], str] = "objects.{}".format,
     started: Started | None = None,
+    leave_out: Collection[str] = (),
 ) -> Described:
     """Describe the state of a model and its optimizer on this rank, and agree with the other ranks on the layout.
 
@@ -262,6 +263,7 @@ def describe(
             state, and DTensors are refused: for formats that know weights by their names.
         object_name: name of an object in errors.
         started: the settings of the run before its first step, which are recorded.
+        leave_out: keys of tensors of the model that are not described, the same on all ranks.
 
     Raises:
         ArgumentError: an object has no state, an optimizer belongs to another model, or the group does not have the
@@ -280,7 +282,9 @@ def describe(
     """
     members = resolve(group)
     try:
-        own = _RankState.of(model, optimizer, objects or {}, mesh, members, lifts=lifts, started=started)
+        own = _RankState.of(
+            model, optimizer, objects or {}, mesh, members, lifts=lifts, started=started, leave_out=frozenset(leave_out)
+        )
         parts = own.parts(compare=compare) if members.world_size > 1 else []
     except ReshardError as error:
         if members.world_size > 1:
@@ -441,6 +445,7 @@ class _RankState:
         *,
         lifts: bool,
         started: Started | None,
+        leave_out: frozenset[str],
     ) -> _RankState:
         for name, one in objects.items():
             if not callable(getattr(one, "state_dict", None)) or not callable(getattr(one, "load_state_dict", None)):
@@ -469,7 +474,10 @@ class _RankState:
         row = row_of(tensors, n_ranks, mesh)
         placed = [
             {key: lies for key, tensor in part.items() if (lies := local_part(tensor, row, key)) is not None}
-            for part in (found.tensors, states | lifted)
+            for part in (
+                {key: one for key, one in found.tensors.items() if key not in leave_out},
+                states | lifted,
+            )
         ]
         shapes = {key: _shape(lies, key) for part in placed for key, lies in part.items()}
         plain = _plain_beside_distributed(optimizers, states, record)

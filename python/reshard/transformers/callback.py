@@ -71,7 +71,7 @@ class ReshardCallback(TrainerCallback):
         settings: whose constants of schedulers and options of the optimizer are used, as in `Checkpointer.resume`.
         data: "new": go on with another dataset, as in a second stage. Steps go on, epochs count from 0 again, and
             `num_train_epochs` are those of the new dataset. Leave it out when this stage restarts.
-        options: further arguments of `reshard.torch.Checkpointer`.
+        options: further arguments of `reshard.torch.Checkpointer`, such as `leave_out_frozen=True`.
 
     Raises:
         ArgumentError: an option has a value that is not accepted, or contradicts another one.
@@ -103,6 +103,11 @@ class ReshardCallback(TrainerCallback):
             raise ArgumentError("`merge` belongs to `hf` or `hf_every`, and neither is given")
         if merge and options.get("hf_every") is not None:
             options["merge"] = True
+        if options.get("leave_out_frozen") and merge:
+            raise ArgumentError(
+                "`merge` writes whole weights, and `leave_out_frozen` leaves some out of the saves",
+                hint="leave one of the two out; `hf` without `merge` writes the adapters",
+            )
         self._merge = merge
         self.plan = Plan(
             root=str(root),
@@ -111,10 +116,19 @@ class ReshardCallback(TrainerCallback):
             retention=None if retention is None else Retention.of(retention),
             options=options,
             resuming=Resuming.of(strict=strict, init_from=init_from, settings=settings, data=data),
-            start=lambda trainer: write_model_files(self.root, trainer, merge=merge),
+            start=lambda trainer: self._start(trainer, has_hf=hf is not None),
             finish=lambda iteration: None if hf is None else self._export(hf, iteration),
         )
         self._trainer: Trainer | None = None
+
+    def _start(self, trainer: Trainer, *, has_hf: bool) -> None:
+        is_partial = has_hf and bool(self.plan.options.get("leave_out_frozen"))
+        if is_partial and not adapters_of(trainer.accelerator.unwrap_model(trainer.model)):
+            raise ArgumentError(
+                "`hf` writes all weights of the model, and `leave_out_frozen` leaves some out of the saves",
+                hint="leave one of the two out; of a model of peft the adapters are written",
+            )
+        write_model_files(self.root, trainer, merge=self._merge)
 
     def _export(self, hf: str | os.PathLike[str], iteration: int) -> None:
         model = None if self._trainer is None or not self._merge else self._trainer.model

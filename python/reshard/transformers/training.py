@@ -610,8 +610,8 @@ class _Training:
 
         def load() -> None:
             with reshard.open(str(self._folder(best))) as checkpoint:
-                found = read_for(described, checkpoint, members.rank, part="model")
-            apply(described, found.arrays)
+                found = read_for(described, checkpoint, members.rank, part="model", leaves_out=True)
+            apply(described, found.arrays, kept=found.kept)
 
         Collective(session(members, "best model"), _TIMEOUT_S).each(load)
 

@@ -345,6 +345,7 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
             "fresh_optimizer",
             "durable",
             "integrated_save",
+            "leave_out_frozen",
             "links",
             "merge",
             "only_save_strategy",

@@ -33,6 +33,7 @@ from reshard.errors import (
 from reshard.formats.base import StoredTensor
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1.reader import open_rank_files, strategy_for
+from reshard.formats.left_out import LeftOut
 from reshard.formats.registry import check_destination
 from reshard.formats.torch_file.names import is_of_one_rank
 from reshard.formats.weight_sets import WRAPPERS, alike, model_start
@@ -231,6 +232,7 @@ def convert(
         ):
             _check_whole(source)
             part_written = part or ("all" if chosen.only else writer.default_part)
+            _check_complete(whole, part_written, chosen)
             if chosen.entry is not None:
                 if part not in (None, "model"):
                     raise ArgumentError(f"`entry` of `Select` takes weights alone, and `part` is {part!r}")
@@ -374,6 +376,21 @@ def _check_whole(source: Location) -> None:
             hint="merge the files of all ranks with the tool that wrote them, for verl `python -m verl.model_merger "
             "merge`; a file of one rank has no `_world_size_<N>_rank_<R>` in its name",
         )
+
+
+def _check_complete(source: Checkpoint, part: Part, select: Select) -> None:
+    """Refuse a checkpoint that leaves out tensors that are selected."""
+    left_out = None if part == "optimizer" else LeftOut.of_checkpoint(source)
+    if left_out is None:
+        return
+    only, drop = ((one,) if isinstance(one, str) else tuple(one) for one in (select.only, select.drop))
+    needed = {
+        key: one
+        for key, one in left_out.tensors.items()
+        if (not only or key.startswith(only)) and not (drop and key.startswith(drop))
+    }
+    if needed:
+        raise replace(left_out, tensors=needed).refusal(str(source.path), "a conversion")
 
 
 def _check_one_set(source: Checkpoint, drop: tuple[str, ...]) -> None:

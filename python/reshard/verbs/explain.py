@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from reshard import _core, opening
 from reshard.commit.scrub import Fault, fault_of, is_damage, own_sums, scrub_folder, scrub_plain
 from reshard.errors import ReshardError, StorageError
+from reshard.formats.left_out import LeftOut
 from reshard.formats.rank_file import add_rank_file
 from reshard.opening.gather import gather
 from reshard.opening.gather_ranks import path_of
@@ -44,6 +45,7 @@ class Answer:
         contents: whether the contents of the selected checkpoint were compared with their checksums: "not read", or
             "no sums" where there are none.
         n_bytes: bytes of the files that were compared.
+        left_out: the tensors that the selected checkpoint leaves out; None: none, or not known.
     """
 
     facts: ResumeFacts
@@ -53,6 +55,7 @@ class Answer:
     error: ReshardError | None = None
     contents: Contents = "not read"
     n_bytes: int = 0
+    left_out: LeftOut | None = None
 
 
 def explain(
@@ -98,26 +101,28 @@ def explain(
         if refusal is not None:
             return Answer(facts, verdicts, None, error=refusal)
         if not verify or decision.path is None:
-            return Answer(facts, verdicts, *_with_saved(decision))
+            return _with_saved(Answer(facts, verdicts, decision))
         found, contents, n_bytes = _read(facts, decision, progress)
         if not found:
-            return Answer(facts, verdicts, *_with_saved(decision), None, contents, n_bytes)
+            return _with_saved(Answer(facts, verdicts, decision, contents=contents, n_bytes=n_bytes))
         fault = next((one for one in found if one.is_damage), found[0])
         if not fault.is_damage:
             return Answer(facts, verdicts, None, error=StorageError(str(fault), path=decision.path))
         faults[decision.path] = str(fault)
 
 
-def _with_saved(decision: ResumeDecision) -> tuple[ResumeDecision, tuple[str, ...]]:
-    """The decision with every part that is restored, and the saved settings."""
-    if decision.path is None or "counters" not in decision.restored:
-        return decision, ()
+def _with_saved(answer: Answer) -> Answer:
+    """The answer with every part that is restored, the saved settings, and what the checkpoint leaves out."""
+    decision = answer.decision
+    if decision is None or decision.path is None or "counters" not in decision.restored:
+        return answer
     try:
         with opening.open(decision.path) as checkpoint:
             extra = checkpoint.extra()
+        left_out = LeftOut.of(extra, decision.path)
     except ReshardError:  # the run reads it again, and says what is wrong
-        return decision, ()
-    return with_parts(decision, extra), settings_of(extra)
+        return answer
+    return replace(answer, decision=with_parts(decision, extra), settings=settings_of(extra), left_out=left_out)
 
 
 def _names_error(config: Config, decision: ResumeDecision) -> ReshardError | None:

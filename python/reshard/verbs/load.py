@@ -37,6 +37,7 @@ from reshard.errors import (
 )
 from reshard.formats import registry
 from reshard.formats.checkpoint1.reader import open_rank_files, strategy_for
+from reshard.formats.left_out import LeftOut
 from reshard.layout import ModelLayout, as_layout
 from reshard.opening.gather import gather
 from reshard.opening.gather_ranks import SavesRoot, gather_saves, is_deduplicated, open_own, path_of, saves_root
@@ -209,6 +210,9 @@ def load(
             resolve(group, rank)
 
     def read(checkpoint: Checkpoint, decision: ResumeDecision) -> Loaded:
+        left_out = LeftOut.of_checkpoint(checkpoint) if keys is None and part != "optimizer" else None
+        if left_out is not None:
+            raise left_out.refusal(str(checkpoint.path), "`load`")
         wanted_layout = None if isinstance(own_layout, BaseException) else own_layout
         if wanted_layout is None and config is not None and checkpoint.data.traits.is_pretrained:
             wanted_layout = _layout_of(as_config(config), rank, members.world_size)

@@ -23,6 +23,7 @@ from reshard.commit.scrub import Fault, fault_of, own_sums, scrub_folder
 from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError
 from reshard.formats.checkpoint1 import reader as checkpoint1
 from reshard.formats.checkpoint1 import state as checkpoint1_state
+from reshard.formats.left_out import LeftOut
 from reshard.formats.rank_file import add_rank_file
 from reshard.formats.replicas import is_any_of
 from reshard.storage.location import Location, locate
@@ -66,6 +67,8 @@ class VerifiedCheckpoint:
         not_recorded: why the result is not recorded for retention; None: it is recorded, or this is not an iteration
             folder with a manifest.
         health: what was found with `health=True`; None: the values were not looked at, or the checkpoint has a fault.
+        left_out: number, size and source of the tensors that the save leaves out (`leave_out_frozen`), in words; None:
+            it has all tensors, or has a fault.
     """
 
     path: str
@@ -77,6 +80,7 @@ class VerifiedCheckpoint:
     state: State
     not_recorded: str | None = None
     health: tuple[HealthFinding, ...] | None = None
+    left_out: str | None = None
 
 
 @dataclass(frozen=True)
@@ -339,6 +343,7 @@ class _CheckpointJob:
     ) -> VerifiedCheckpoint:
         self.faults = []
         health: tuple[HealthFinding, ...] | None = None
+        left_out: LeftOut | None = None
         values = None if looks is None or self.manifest is None else self._values(self.manifest)
         n_files = n_bytes = 0
         before: str | None = None
@@ -366,6 +371,7 @@ class _CheckpointJob:
             try:
                 with opening.open(self.path, strategy=self.strategy, format=self.of_format) as opened:
                     iteration = opened.iteration
+                    left_out = LeftOut.of_checkpoint(opened)
                     if self.manifest is None:
                         compared, faults = own_sums(opened._index)  # noqa: SLF001  as `scrub`, file by file
                         self.faults += faults
@@ -392,6 +398,7 @@ class _CheckpointJob:
             state,
             not_recorded,
             None if self.faults else health,
+            None if self.faults or left_out is None else left_out.to_text(),
         )
 
     def _values(self, manifest: Manifest) -> dict[str, _core.ValueCounts] | None:
