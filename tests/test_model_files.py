@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from safetensors.numpy import load_file, save_file
 
 import reshard
+from reshard import _core
 from reshard.cli import main
 from reshard.conversion import model_files
 from reshard.errors import ArgumentError, DestinationExistsError
@@ -200,6 +201,76 @@ def test_a_config_of_another_dtype_is_named(tmp_path: Path) -> None:
                reshard.convert(source, tmp_path / "bf16", dtype="bfloat16").warnings)  # fmt: skip
     assert not any("config.json" in text for text in
                    reshard.convert(source, tmp_path / "f32", dtype="float32").warnings)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "weights", "cast", "expected"),
+    [
+        ({"dtype": "float32"}, ["F32"], None, None),
+        (
+            {"torch_dtype": "bfloat16"},
+            ["F32"],
+            None,
+            "config.json has `torch_dtype` `bfloat16`, and",
+        ),
+        ({"dtype": "float32"}, ["BF16"], None, "config.json has `dtype` `float32`, and the weights are BF16"),
+        ({"dtype": "float32"}, ["BF16", "BF16", "F32"], None, None),  # as transformers writes: of the first tensor
+        (
+            {"dtype": "bfloat16"},
+            ["BF16", "F32", "F32"],
+            None,
+            "config.json has `dtype` `bfloat16`, and the weights are",
+        ),
+        ({"dtype": "bfloat16"}, ["BF16", "BF16", "F32"], None, None),
+        ({"dtype": "float32"}, ["BF16", "F32"], "BF16", "config.json has `dtype` `float32`, and the weights are BF16"),
+        ({"text_config": {"dtype": "float16"}}, ["F32"], None, "config.json has `text_config.dtype` `float16`, and"),
+        ({"dtype": "float32", "text_config": {"dtype": "float32"}}, ["F32"], None, None),
+        ({"dtype": "bfloat16"}, ["F8_E4M3"], None, None),
+        ({"dtype": None, "vision_config": 3}, ["F32"], None, None),
+        ({"dtype": "auto"}, ["F32"], None, None),
+    ],
+)
+def test_a_config_agrees_with_the_weights_beside_it(
+    tmp_path: Path, config: object, weights: list[str], cast: str | None, expected: str | None
+) -> None:
+    """Also where nothing is cast, and where the weights were saved by a run."""
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps(config))
+    of = {"F32": np.float32, "BF16": np.uint16, "F8_E4M3": np.uint8}
+    tensors = [(f"w{n}", dtype, (4,), np.zeros(4, of[dtype])) for n, dtype in enumerate(weights)]
+    _core.write_arrays(str(tmp_path / "m.safetensors"), tensors, durable=False)
+    report = reshard.convert(
+        tmp_path / "m.safetensors", tmp_path / "out", to="huggingface", dtype=cast, files={"model_files": base}
+    )
+    told = [text for text in report.warnings if "config.json" in text]
+    assert len(told) == (expected is not None)
+    assert all(text.startswith(str(expected)) for text in told), told
+
+
+def test_sizes_of_a_name_map_come_from_the_model_files(tmp_path: Path) -> None:
+    hub, base = tmp_path / "hub", tmp_path / "base"
+    hub.mkdir()
+    shapes = {"q": 8, "k": 4, "v": 4}
+    reshard.save_file(
+        {f"model.layers.0.self_attn.{name}_proj.weight": np.ones((n, 8), np.float32) for name, n in shapes.items()},
+        hub / "model.safetensors",
+    )
+    sizes = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 2,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+    }
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 8, **sizes}))
+    given: Any = {"to": "huggingface", "names": "llama-mindspore", "files": {"check_names": False}}
+    with pytest.raises(reshard.ReshardError, match="config"):
+        reshard.convert(hub, tmp_path / "without", **given)
+    given["files"]["model_files"] = base
+    reshard.convert(hub, tmp_path / "out", **given)
+    assert (tmp_path / "out" / "config.json").is_file()
 
 
 def test_a_copy_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
         "--config",
         type=PATH,
         metavar="FILE",
-        help="config.json for the sizes that --names needs. Default: the one in SRC.",
+        help="config.json for the sizes that --names needs. Default: the one in SRC, else in --model-files.",
     ),
     "model_files": click.option(
         "--model-files",

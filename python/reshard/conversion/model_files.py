@@ -15,10 +15,10 @@ from reshard import dtypes
 from reshard.documents.strict_json import read_json
 from reshard.errors import ArgumentError, DestinationExistsError, ReshardError
 from reshard.storage.changes import copy_file, has_same_content, make_folders
-from reshard.values.words import hub_hint, show
+from reshard.values.words import hub_hint, listed, show
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
     from reshard.storage.location import Location
     from reshard.storage.store import Entry
@@ -33,6 +33,7 @@ _WEIGHTS = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|onnx|onnx_data|gguf|ggml|ot|pdparams|tflite|mlmodel|pb|distcp)"
     r"|.*\.(safetensors|bin|h5|msgpack)\.index(\..+)?\.json"
 )
+_FLOATING = ("F64", "F32", "F16", "BF16")  # the others are those of quantized weights
 
 
 @dataclass
@@ -108,19 +109,38 @@ def find_model_files(folder: Location, checkpoints: Collection[str] = ()) -> Mod
     return found
 
 
-def dtype_warning(folder: Location, dtype: str) -> str | None:
-    """A warning if `config.json` has another dtype than the one to which the weights are cast."""
+def dtype_warning(folder: Location, written: Mapping[str, int], *, is_cast: bool) -> str | None:
+    """A warning if `config.json` says another dtype than the weights that are written beside it have.
+
+    transformers loads weights in the dtype of its config.json. In a model of several dtypes it writes that of the first
+    tensor, so each of them that loses nothing is accepted, unless the weights are cast.
+
+    Args:
+        folder: the folder with `config.json`.
+        written: the number of elements of each dtype that is written.
+        is_cast: whether the caller chose the dtype.
+    """
     try:
         config = read_json(folder / "config.json", _MAX_CONFIG_BYTES)
     except ReshardError:
         return None
-    for name in ("dtype", "torch_dtype"):
-        value = config.get(name) if isinstance(config, dict) else None
-        if isinstance(value, str):
+    floating = {dtype: n for dtype, n in written.items() if dtype in _FLOATING}
+    if not isinstance(config, dict) or not floating:
+        return None
+    most = max(floating, key=lambda dtype: floating[dtype])
+    nested = {name: part for name, part in config.items() if name.endswith("_config") and isinstance(part, dict)}
+    found = []
+    for prefix, part in [("", config), *((f"{name}.", part) for name, part in nested.items())]:
+        for name in ("dtype", "torch_dtype"):
+            value = part.get(name)
             with contextlib.suppress(ReshardError):
-                if dtypes.parse_dtype(value) != dtype:
-                    return f"config.json has `{name}` {show(value)}, and the weights are {dtype}: edit it to match"
-    return None
+                dtype = dtypes.parse_dtype(value) if isinstance(value, str) else most
+                is_one = dtype in floating and not is_cast and dtypes.bits(dtype) >= dtypes.bits(most)
+                if dtype in _FLOATING and dtype != most and not is_one:
+                    found.append(f"`{prefix}{name}` {show(str(value))}")
+    if not found:
+        return None
+    return f"config.json has {listed(found)}, and the weights are {' and '.join(sorted(floating))}: edit it to match"
 
 
 def _allowed(folder: Location) -> list[Location]:

@@ -151,7 +151,8 @@ def convert(
         names: a name map, applied after `select`: tensors are renamed, fused, split, stacked, transposed. A `NameMap`,
             its file or mapping, or a preset such as "qwen3-mindspore"; text that ends in ":reverse" applies the
             inverse.
-        config: the model's `config.json`, for the sizes that the name map takes from it; default: the one in `src`.
+        config: the model's `config.json`, for the sizes that the name map takes from it; default: the one
+            in `src`, else the one in `Files.model_files`.
         iteration: number of the Checkpoint 2.0 iteration; default: the source's, else its step, else 0. Of rank folders
             the step in the names of the files. For Megatron the default is the source's, or `release`; for DeepSpeed it
             is also the step of the optimizer, where the source has none.
@@ -242,7 +243,10 @@ def convert(
                 _check_one_set(whole, (chosen.drop,) if isinstance(chosen.drop, str) else tuple(chosen.drop))
             known = None
             if names is not None:
-                known = as_names(names, config_beside(source) if config is None else config)
+                beside = config_beside(source)
+                if beside is None and model_folder is not None:
+                    beside = config_beside(model_folder)
+                known = as_names(names, beside if config is None else config)
             elif config is not None:
                 raise ArgumentError("`config` has a meaning only with `names`")
             apart = writer.apart(whole)

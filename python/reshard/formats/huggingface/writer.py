@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -79,13 +81,16 @@ def write_folder(job: Job, settings: Settings, style: Style) -> Written:
     if model_files is not None and model_files.resolved() != locate(job.target).resolved():
         copies = find_model_files(model_files, job.known.commits)
         copies.check_free(job.target)
-    if model_files is not None and job.options.dtype is not None:
-        warning = dtype_warning(model_files, job.options.dtype)
-        copies.warnings += [] if warning is None else [warning]
     if model_files is not None and settings.check_names:
         copies.warnings += _check_names(job, model_files)
     request = job.whole_request(job.keys)
     sizes = job.sizes(request)
+    if model_files is not None:
+        written: Counter[str] = Counter()
+        for _, dtype, shape, _ in job.arrays(request):
+            written[dtype] += math.prod(shape)
+        warning = dtype_warning(model_files, written, is_cast=job.options.dtype is not None)
+        copies.warnings += [] if warning is None else [warning]
     shards, max_bytes = [job.keys], settings.max_bytes or _DEFAULT_BYTES
     if sum(sizes) > max_bytes:
         shards = huggingface.plan_shards(zip(job.keys, sizes, strict=True), max_bytes)
