@@ -28,6 +28,7 @@ from reshard.commit import protocol
 from reshard.errors import StorageError
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2 import save as saving
+from reshard.storage.local import LOCAL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -357,6 +358,7 @@ def test_a_limit_of_file_sizes(tmp_path: Path) -> None:
             except StorageError as error:
                 failed.append(limit)
                 assert error.errno == errno.EFBIG, error  # noqa: PT017
+                assert "disk space" not in error.message + (error.hint or ""), error  # noqa: PT017
             else:
                 break
             finally:
@@ -369,6 +371,19 @@ def test_a_limit_of_file_sizes(tmp_path: Path) -> None:
         return failed
 
     assert fork(act).result(60)[:6] == [0, 1, 100, 300, 1000, PAGE]
+
+
+def test_a_line_of_which_a_limit_lets_a_part_in(tmp_path: Path) -> None:
+    """The system writes the part and reports no error; the next call does."""
+
+    def act() -> int | None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4, resource.RLIM_INFINITY))
+        with pytest.raises(StorageError) as caught:
+            LOCAL.append_line(str(tmp_path / "log"), b"0123456\n", durable=False)
+        return caught.value.errno
+
+    assert fork(act).result(60) == errno.EFBIG
 
 
 def test_a_limit_of_open_files(tmp_path: Path) -> None:

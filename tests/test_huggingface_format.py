@@ -189,7 +189,7 @@ def test_tensors_of_listed_files_that_the_index_omits_are_read(
 def test_a_tensor_in_two_files_is_refused_if_its_contents_differ(
     listed: dict[str, int], value: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("reshard.formats.huggingface.reader._COMPARED_BYTES", 8)
+    monkeypatch.setattr("reshard.formats.weight_map._COMPARED_BYTES", 8)
     again = np.zeros((3, 2), np.float32)
     again[2] = value
     two_files(tmp_path, listed=listed, a=again)

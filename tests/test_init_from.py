@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -375,14 +376,24 @@ def test_a_larger_vocabulary_keeps_the_old_rows(tmp_path: Path) -> None:
 def test_a_shape_that_cannot_grow_stays_an_error_and_can_be_skipped(tmp_path: Path) -> None:
     old, _ = saved(tmp_path / "run", 6)
     model, initial = Model(5, seed=7), Model(5, seed=7)
-    with pytest.raises(MismatchError, match="only the first dim of a tensor can grow"):
+    shrinks = r"`embed\.weight` has shape \(6, 4\) in the checkpoint, and shrinks to \(5, 4\) in the run"
+    with pytest.raises(MismatchError, match=rf'{shrinks}: `"grow"` is for more rows'):
         resumed(tmp_path / "run", model, strict=Strict(shape="grow"))
+    with pytest.raises(MismatchError, match=f"{shrinks}\\n") as caught:
+        resumed(tmp_path / "run", model)
+    assert "grow" not in str(caught.value)
+    with pytest.raises(MismatchError, match=f"{shrinks}\\n"):
+        resumed(tmp_path / "new", model, init_from=InitFrom(str(tmp_path / "run")))
+    wide: Any = nn.ModuleDict({"embed": nn.Embedding(5, 7), "layer": Model().layer, "head": Model().head})
+    with pytest.raises(MismatchError, match=r"and \(5, 7\) in the run, and only the first dim of a tensor can grow"):
+        resumed(tmp_path / "run", wide, strict=Strict(shape="grow"))
     optimizer = adam(model)
     decision = resumed(tmp_path / "run", model, optimizer, strict=Strict(shape="skip"))
     assert torch.equal(model.embed.weight, initial.embed.weight)
     assert torch.equal(model.layer.weight, old.layer.weight)
     assert optimizer.state.keys() == {model.layer.weight, model.layer.bias}
     assert sum("it keeps its initial values" in line for line in decision.warnings) == 3
+    assert re.search(f"{shrinks}: it keeps its initial values", "\n".join(decision.warnings))
 
 
 def test_each_difference_has_its_own_policy(tmp_path: Path) -> None:

@@ -98,6 +98,10 @@ def test_what_the_library_keeps_in_float32_stays(kind: str, dtype: str, tmp_path
     reshard.convert(tmp_path / "hf", tmp_path / "out", dtype=dtype)
     with reshard.open(tmp_path / "out") as found, reshard.open(tmp_path / "right") as right:
         assert {key: found[key].dtype for key in found} == {key: right[key].dtype for key in right}
+    reshard.convert(tmp_path / "out", tmp_path / "wide", dtype="float32")
+    with reshard.open(tmp_path / "out") as narrow, reshard.open(tmp_path / "wide") as wide:
+        assert all((wide.read(key) == narrow.read(key).astype(np.float32)).all() for key in narrow)
+        assert {wide[key].dtype for key in wide} == {"F32"}
 
 
 @pytest.mark.parametrize(
@@ -117,6 +121,22 @@ def test_scales_are_not_cast_apart_from_packed_integers(packed: str, scale: str,
         reshard.convert(tmp_path / "w.safetensors", tmp_path / "hf", dtype="bfloat16")
     assert not (tmp_path / "hf").exists()
     reshard.convert(tmp_path / "w.safetensors", tmp_path / "hf")
+
+
+def test_only_real_floating_point_tensors_are_cast(tmp_path: Path) -> None:
+    arrays: dict[str, np.ndarray] = {
+        "float": np.ones(2, np.float64),
+        "complex": np.full(2, 1 + 2j, np.complex64),
+        "bool": np.ones(2, np.bool_),
+        **{kind: np.ones(2, kind) for kind in ("u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8")},
+    }
+    reshard.save_file(arrays, tmp_path / "w.safetensors")
+    reshard.convert(tmp_path / "w.safetensors", tmp_path / "out.safetensors", dtype="bfloat16", dtype_all=True)
+    found = reshard.load_file(tmp_path / "out.safetensors")
+    right = {**arrays, "float": np.ones(2, ml_dtypes.bfloat16)}
+    assert {key: (one.dtype, one.tobytes()) for key, one in found.items()} == {
+        key: (one.dtype, one.tobytes()) for key, one in right.items()
+    }
 
 
 def test_integers_beside_weights_are_no_packed_weights(tmp_path: Path) -> None:

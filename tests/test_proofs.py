@@ -22,6 +22,7 @@ from reshard.commit import proofs, protocol
 from reshard.errors import DamagedFileError, StorageError
 from reshard.formats.checkpoint1 import save as checkpoint1
 from reshard.formats.checkpoint1 import save_rank as rank_side
+from reshard.storage.location import Location
 from reshard.write import shard_files
 
 if TYPE_CHECKING:
@@ -446,7 +447,7 @@ def test_verify_of_a_root_that_may_not_be_written_says_that_nothing_is_recorded(
     assert code == 0
     assert "iteration_00000015: complete" in out
     assert "warning: the result is not recorded for `reshard prune`" in err
-    assert "Permission denied" in err
+    assert "this user may not write into" in err
     assert recorded(foreign) == {}
 
 
@@ -513,12 +514,21 @@ def test_prune_tells_of_each_that_the_system_would_not_remove(root: Path, monkey
     assert told["failed"] == [10, 15]
 
 
-def test_verify_without_rights_where_a_result_is_recorded(foreign: Path) -> None:
+@pytest.mark.parametrize("recorded_before", [0, 1])
+def test_verify_without_rights_does_not_try_to_remove(
+    recorded_before: int, foreign: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = folder_of(foreign, 15)
-    reshard.verify(folder)
+    Path(proofs.file_of(folder)).unlink(missing_ok=True)
+    if recorded_before:
+        reshard.verify(folder)
+    removed: list[str] = []
+    monkeypatch.setattr(Location, "remove_file", lambda self: removed.append(str(self)))
     with nobody():
         code, out, err = run("verify", folder)
     assert code == 0
     assert "iteration_00000015: complete" in out
-    assert "the record of an earlier result, cannot be replaced: Permission denied" in err.replace("\n", " ")
+    what = ", the record of an earlier result, cannot be replaced" if recorded_before else " cannot be written"
+    assert f"{what}: this user may not write into" in err.replace("\n", " ")
     assert "remov" not in err
+    assert not removed

@@ -88,6 +88,7 @@ def test_a_file_that_cannot_be_written_is_removed(source: Path, tmp_path: Path) 
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert str(caught.value.path).startswith(str(tmp_path / "out"))
+    assert "raise the limit of this process (`ulimit -f`)" in str(caught.value)
     assert not list((tmp_path / "out").iterdir())
 
 

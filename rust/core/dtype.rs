@@ -90,6 +90,34 @@ impl Dtype {
             })
     }
 
+    /// Whether elements are real floating-point numbers, which a cast changes. A complex number is not.
+    pub fn is_float(self) -> bool {
+        match self {
+            Self::F4
+            | Self::F6E2M3
+            | Self::F6E3M2
+            | Self::F8E5M2
+            | Self::F8E4M3
+            | Self::F8E8M0
+            | Self::F8E4M3Fnuz
+            | Self::F8E5M2Fnuz
+            | Self::F16
+            | Self::Bf16
+            | Self::F32
+            | Self::F64 => true,
+            Self::Bool
+            | Self::U8
+            | Self::I8
+            | Self::I16
+            | Self::U16
+            | Self::I32
+            | Self::U32
+            | Self::C64
+            | Self::I64
+            | Self::U64 => false,
+        }
+    }
+
     /// Elements and bytes of the smallest group that ends at a byte boundary: (1, 2) for BF16, (2, 1) for F4.
     pub fn unit(self) -> (u64, u64) {
         match self.bits() {

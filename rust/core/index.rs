@@ -1875,19 +1875,7 @@ fn stored_twice(key: &str) -> Error {
 
 fn cast_target(stored: Dtype, cast: Option<Dtype>) -> Result<Dtype> {
     let Some(cast) = cast else { return Ok(stored) };
-    let is_float = !matches!(
-        stored,
-        Dtype::Bool
-            | Dtype::U8
-            | Dtype::I8
-            | Dtype::I16
-            | Dtype::U16
-            | Dtype::I32
-            | Dtype::U32
-            | Dtype::I64
-            | Dtype::U64
-    );
-    if !is_float {
+    if !stored.is_float() {
         return Ok(stored);
     }
     if !can_cast(stored, cast) {

@@ -24,8 +24,8 @@ use crate::source::{close, flush_pages};
 use crate::tuning::Tuning;
 use crate::verify::{Checks, verifies_files};
 use crate::writer::{
-    FULL_DISK_HINT, Options, Sink, TemporaryFile, Written, are_small, finder_of, header_of,
-    not_finite_of, sync_folder,
+    Options, Sink, TemporaryFile, Written, are_small, finder_of, header_of, not_finite_of,
+    sync_folder, write_hint,
 };
 use rayon::prelude::*;
 use rustix::fs::{AtFlags, Mode, OFlags};
@@ -277,7 +277,7 @@ impl Folder<'_> {
     fn failed(&self, name: &str, what: &str, error: &std::io::Error) -> Error {
         // The caller gets the first error; an error of the removal is ignored.
         let _ = rustix::fs::unlinkat(self.opened, name, AtFlags::empty());
-        let error = Error::io(what, &self.path.join(name), error);
-        error.hint(FULL_DISK_HINT)
+        let hint = write_hint(error.raw_os_error());
+        Error::io(what, &self.path.join(name), error).hint(hint)
     }
 }

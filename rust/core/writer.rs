@@ -61,7 +61,24 @@ const LENGTH_BYTES: usize = 8;
 /// The smallest budget: one piece is filled while another is written.
 pub const MIN_MEMORY_BYTES: u64 = 2 * PIECE_BYTES as u64;
 
-pub(crate) const FULL_DISK_HINT: &str = "the destination is unchanged; if the disk is full, free disk space or choose another destination";
+/// The hint of a write that failed.
+pub(crate) fn write_hint(errno: Option<i32>) -> &'static str {
+    use rustix::io::Errno;
+    match errno.map(Errno::from_raw_os_error) {
+        Some(Errno::NOSPC) => {
+            "the destination is unchanged; free disk space, or choose another destination"
+        }
+        Some(Errno::DQUOT) => {
+            "the destination is unchanged; the quota on its file system is used up: remove files that count towards it, \
+             or choose another destination"
+        }
+        Some(Errno::FBIG) => {
+            "the destination is unchanged; files of this size are not allowed: raise the limit of this process \
+             (`ulimit -f`), write smaller files, or choose a file system without such a limit"
+        }
+        _ => "the destination is unchanged",
+    }
+}
 
 /// Where the arrays of a plan and all other bytes lie in a file.
 #[derive(Debug, Clone, Default)]
@@ -1082,7 +1099,7 @@ impl TemporaryFile {
                 &self.target,
                 &errno.into(),
             )
-            .hint("free disk space, or choose another destination")),
+            .hint(write_hint(Some(errno.raw_os_error())))),
         }
     }
 }
@@ -1094,8 +1111,8 @@ impl Sink for TemporaryFile {
 
     fn write_at(&self, at: u64, bytes: &[u8], route: Route) -> Result<()> {
         let failed = |error: std::io::Error| {
-            let error = Error::io("cannot write", &self.path, &error);
-            error.hint(FULL_DISK_HINT)
+            let hint = write_hint(error.raw_os_error());
+            Error::io("cannot write", &self.path, &error).hint(hint)
         };
         let direct = self.direct.as_ref().filter(|_| route == Route::Direct);
         let direct_len = if direct.is_some() {

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import errno
 import json
 import re
 from dataclasses import dataclass
@@ -113,9 +114,17 @@ def write(folder: str | os.PathLike[str], manifest: Manifest, state: str, fault:
     reported = None if fault is None else fault[:_MAX_FAULT] or "damaged"
     content = json.dumps({"version": 1, "state": state, "fault": reported, "verified_at": now})
     path = file_of(folder)
+    is_there = path.exists()
+    if not path.parent.store.is_writable(path.parent.path):
+        what = ", the record of an earlier result, cannot be replaced" if is_there else " cannot be written"
+        raise StorageError(
+            f"{show(str(path))}{what}: this user may not write into {show(str(path.parent))}",
+            path=str(path),
+            errno=errno.EACCES,
+        )
     # Without a rename: a truncated record is ignored, and a crash leaves no temporary file.
     try:
-        if path.exists():
+        if is_there:
             path.remove_file()
     except StorageError as error:
         raise StorageError(

@@ -1,20 +1,24 @@
 """The map from tensors to files that Hugging Face and MindSpore store beside whole weights.
 
-Both are JSON `{"metadata": {...}, "weight_map": {name: file}}`. This module reads an untrusted map, and detects whether
-this package wrote it.
+Both are JSON `{"metadata": {...}, "weight_map": {name: file}}`. This module reads an untrusted map, adds what
+transformers loads beside it, and detects whether this package wrote it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import re
 import time
 from typing import TYPE_CHECKING
 
+from reshard import _core, dtypes
 from reshard.commit import writer_mark
 from reshard.documents.strict_json import read_json
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, MismatchError, ReshardError, UnsupportedError
 from reshard.formats.base import UNCHANGED_HINT
+from reshard.formats.outputs import load_all
 from reshard.storage.location import Location, locate
 from reshard.storage.names import component_fault, is_too_long
 from reshard.storage.store import kind_words
@@ -24,9 +28,11 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from reshard import _core
+_log = logging.getLogger("reshard")
 
 _MAX_BYTES = 128 << 20
+_MAX_CONFIG_BYTES = 16 << 20
+_COMPARED_BYTES = 64 << 20  # that are in memory at once, of each of two copies
 _MAX_TENSORS = 1_000_000
 _MAX_VALUES = 2 * _MAX_TENSORS  # with the metadata, and names that hold commas or brackets
 _MAX_NAME_BYTES = 1024
@@ -112,6 +118,123 @@ def add_tensors(index: _core.Index, folder: Location, weight_map: Mapping[str, s
     numbers = {name: add(str(folder / name)) for name in dict.fromkeys(weight_map.values())}
     for key, name in weight_map.items():
         index.add_whole(key, numbers[name])
+
+
+def add_unlisted(
+    index: _core.Index,
+    folder: Location,
+    weight_map: Mapping[str, str],
+    listing: str,
+    *,
+    add: Callable[[_core.Index, str], int],
+) -> None:
+    """Add the tensors of the listed files that a map does not name: transformers loads them, too.
+
+    Args:
+        index: of the checkpoint, with the tensors of the map.
+        folder: the folder of the files.
+        weight_map: the file of each tensor, as `read` returns it.
+        listing: the name of the map.
+        add: adds a file to an index, and returns its number.
+
+    Raises:
+        DamagedFileError: two files hold one tensor with different content.
+    """
+    holder: dict[str, tuple[str, int]] = {}
+    files = {locate(index.file_path(file)).name: file for file in range(index.n_files)}
+    for key, name in weight_map.items():
+        holder[key] = name, files[name]
+    added = []
+    for name, file in files.items():
+        for tensor in index.file_tensors(file):
+            key = tensor.name
+            first = holder.setdefault(key, (name, file))
+            if key not in index:
+                index.add_whole(key, file)
+                added.append(key)
+            elif first[1] != file and not _is_equal([index.file_path(one) for one in (first[1], file)], key, add):
+                raise DamagedFileError(
+                    f"{show(str(folder))}: {show(first[0])} and {show(name)} both hold {show(key)}, with different "
+                    "content",
+                    path=str(folder / name),
+                    key=key,
+                    hint="one of them is of another save: remove the file that is not of this model, or convert the "
+                    "right file alone",
+                )
+    if added:
+        _log.warning(
+            "%s does not name %s: read from the files that hold them, as transformers does",
+            folder / listing,
+            listed(map(show, added), _MAX_NAMED),
+        )
+    start, _, rest = listing.partition(".")
+    suffix = "." + rest.partition(".")[0]
+    others = [
+        name
+        for name in folder.names()
+        if name.endswith(suffix) and name not in files and (suffix == ".safetensors" or name.startswith(start))
+    ]
+    if others:
+        _log.warning(
+            "%s holds weights that %s does not list, which are not read: %s",
+            folder,
+            listing,
+            listed(map(show, others), _MAX_NAMED),
+        )
+
+
+def _is_equal(paths: Sequence[str], key: str, add: Callable[[_core.Index, str], int]) -> bool:
+    """Whether two files hold a tensor with the same dtype, shape and bytes."""
+    both = []
+    for path in paths:
+        alone = _core.Index()
+        alone.add_whole(key, add(alone, path))
+        both.append(alone)
+    if both[0].info(key) != both[1].info(key):
+        return False
+    dtype, shape = both[0].info(key)
+    n_rows = shape[0] if shape else 1
+    step = max(1, _COMPARED_BYTES * 8 // max(1, math.prod(shape[1:]) * dtypes.bits(dtype)))
+    for row in range(0, n_rows, step):
+        offset = (row, *(0 for _ in shape[1:])) if shape else ()
+        part = (min(step, n_rows - row), *shape[1:]) if shape else ()
+        request = _core.Request()
+        request.add_region(key, key, offset, part)
+        found = [load_all(one.plan(request, verify=False))[key].tobytes() for one in both]
+        if found[0] != found[1]:
+            return False
+    return True
+
+
+def weights_of_config(folder: Location) -> str | None:
+    """The file of weights that `config.json` of a folder names: transformers loads it, whatever else is there."""
+    try:
+        config = read_json(folder / "config.json", _MAX_CONFIG_BYTES, follow_links=True)
+    except ReshardError:
+        return None
+    name = config.get("transformers_weights") if isinstance(config, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def check_config(folder: Location, name: str) -> None:
+    """Refuse a folder from which transformers loads other weights than those that are read here.
+
+    Args:
+        folder: the folder.
+        name: the file or the index that is read.
+
+    Raises:
+        UnsupportedError: `config.json` names another file.
+    """
+    named = weights_of_config(folder)
+    if named not in (None, name):
+        raise UnsupportedError(
+            f"{show(str(folder))}: config.json names {show(named)} as `transformers_weights`, which transformers loads "
+            f"instead of {show(name)}",
+            path=str(folder / "config.json"),
+            hint=f"convert {show(named)} alone, with this folder as `files=Files(model_files=...)`; or remove "
+            f"`transformers_weights` from config.json to read {show(name)}",
+        )
 
 
 def refuse_differences(path: Location, metadata: object, keys: Sequence[str] = ()) -> None:

@@ -212,9 +212,9 @@ class LocalStore(Store):
             with failing("writing", path):
                 if n_bytes and os.pread(handle, 1, n_bytes - 1) != b"\n":
                     line = b"\n" + line
-                # In one call, so that the lines of two writers are not mixed.
-                if os.write(handle, line) != len(line):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                # In one call, so that the lines of two writers are not mixed. If the system writes only a part, as on a
+                # full disk or at a limit of the file size, the next call reports why.
+                _write(handle, line)
                 if durable:
                     os.fsync(handle)
                 open_handle, handle = handle, -1
@@ -417,7 +417,8 @@ class LocalStore(Store):
 
     def is_writable(self, path: str) -> bool:
         """See `Store.is_writable`."""
-        return os.access(path, os.W_OK | os.X_OK)
+        # A program with set user ID writes with the rights of its effective user.
+        return os.access(path, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids)
 
     def same_filesystem(self, one: str, other: str) -> bool:
         """See `Store.same_filesystem`."""

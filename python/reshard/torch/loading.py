@@ -410,6 +410,13 @@ def _can_grow(saved: tuple[int, ...], now: tuple[int, ...] | None) -> bool:
     return now is not None and len(saved) == len(now) > 0 and saved[1:] == now[1:] and saved[0] < now[0]
 
 
+def _is_smaller(saved: tuple[int, ...], now: tuple[int, ...]) -> bool:
+    """Whether a tensor has fewer elements than the saved one in some dims, and as many in the others."""
+    return (
+        len(saved) == len(now) and saved != now and all(n <= of_saved for n, of_saved in zip(now, saved, strict=True))
+    )
+
+
 @dataclass(frozen=True)
 class _Taken:
     """Which parameters `InitFrom` takes."""
@@ -594,11 +601,17 @@ class _Wanted:
         self.notes.append(f"{self._differs(name, saved)}: rows {saved[0]} to {last} keep their initial values")
 
     def _differs(self, name: str, saved: tuple[int, ...]) -> str:
-        return f"{show(name)} has shape {saved} in the checkpoint, and {self.described.shapes[name]} in the run"
+        now = self.described.shapes[name]
+        in_run = f"shrinks to {now}" if _is_smaller(saved, now) else str(now)
+        return f"{show(name)} has shape {saved} in the checkpoint, and {in_run} in the run"
 
     def _misfit(self, name: str, saved: tuple[int, ...]) -> MismatchError:
-        can_grow = _can_grow(saved, self.described.shapes[name])
-        more = ", and only the first dim of a tensor can grow" if self.strict.shape == "grow" else ""
+        now = self.described.shapes[name]
+        can_grow = _can_grow(saved, now)
+        more = ""
+        if self.strict.shape == "grow":
+            is_smaller = _is_smaller(saved, now)
+            more = ': `"grow"` is for more rows' if is_smaller else ", and only the first dim of a tensor can grow"
         return MismatchError(
             f"{self._differs(name, saved)}{more}",
             key=name,

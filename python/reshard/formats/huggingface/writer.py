@@ -14,9 +14,11 @@ from reshard.conversion.destinations import File, check_folder_free, publish_fol
 from reshard.conversion.library_model import check_shapes, model_of, published_shapes
 from reshard.conversion.model_files import ModelFiles, dtype_warning, find_model_files
 from reshard.conversion.writer import Settings, Writer
+from reshard.errors import UnsupportedError
 from reshard.formats import weight_map
 from reshard.formats.huggingface import names as huggingface
 from reshard.storage.location import locate
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -104,6 +106,14 @@ def write_folder(job: Job, settings: Settings, style: Style) -> Written:
     if len(files) > 1:
         file_of = {key: file.name for file, keys in zip(files, shards, strict=True) for key in keys}
         small[style.index_file] = huggingface.index_text(file_of, sum(sizes), _core.__version__)
+    named = None if model_files is None else weight_map.weights_of_config(model_files)
+    if model_files is not None and named not in (None, style.index_file if small else files[0].name):
+        raise UnsupportedError(
+            f"{show(str(model_files))}: config.json names {show(named)} as `transformers_weights`, and no file of this "
+            "name is written: transformers could not load the folder",
+            path=str(model_files / "config.json"),
+            hint="give a folder whose config.json has no `transformers_weights` as `files=Files(model_files=...)`",
+        )
     return publish_folder(job, files, small, warnings=copies.warnings, finish=functools.partial(_copy, copies, job))
 
 

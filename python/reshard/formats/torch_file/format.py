@@ -28,14 +28,14 @@ class TorchFile(Format):
         return Match.YES if names.is_head(path.read_head(names.HEAD_BYTES, follow_links=True)) else Match.NO
 
     def open(self, path: Location, options: OpenOptions) -> CheckpointData:
-        """The tensors of a file, or those that the index of a folder names."""
+        """The tensors of a file, or those of the one file of a folder, or of the files that its index lists."""
         from reshard.formats.torch_file import reader  # noqa: PLC0415  slow to import
 
         if not path.is_folder():
             return reader.open_file(path, path, options.method)
-        if (path / names.INDEX_FILE).is_file():
-            return reader.open_index(path, options.method)
-        return reader.open_file(path, path / names.SINGLE_FILE, options.method)
+        if (path / names.SINGLE_FILE).is_file():  # transformers asks in this order
+            return reader.open_single(path, options.method)
+        return reader.open_index(path, options.method)
 
 
 TORCH_FILE = TorchFile()

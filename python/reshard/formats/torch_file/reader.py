@@ -147,11 +147,25 @@ def _holds_tensors(value: _core.Opaque) -> bool:
     return False
 
 
+def open_single(folder: Location, method: _core.ReadMethod) -> CheckpointData:
+    """Open the one file of a folder. Raises as `reshard.open`."""
+    weight_map.check_config(folder, names.SINGLE_FILE)
+    if (folder / names.INDEX_FILE).is_file():
+        _log.warning(
+            "%s holds %s, which is read, as transformers does, and an index of several files, which is not",
+            folder,
+            names.SINGLE_FILE,
+        )
+    return open_file(folder, folder / names.SINGLE_FILE, method)
+
+
 def open_index(folder: Location, method: _core.ReadMethod) -> CheckpointData:
     """Open the files that the index of a folder names. Raises as `reshard.open`."""
     index = _core.Index()
     listing = folder / names.INDEX_FILE
     file_of = weight_map.read(listing)
+    weight_map.check_config(folder, names.INDEX_FILE)
     # Files of a hub cache are symbolic links into its store: here links are followed.
     weight_map.add_tensors(index, folder, file_of, partial(index.add_torch_file, method=method))
+    weight_map.add_unlisted(index, folder, file_of, names.INDEX_FILE, add=_core.Index.add_torch_file)
     return CheckpointData(traits=names.TRAITS, path=folder, index=index, method=method, listing=listing)
