@@ -23,10 +23,10 @@ from tests.small_saves import fork, stopped_at
 
 import reshard
 from reshard import _core
+from reshard.commit import roots
 from reshard.commit import manifest as manifests
 from reshard.commit import protocol
 from reshard.errors import StorageError
-from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2 import save as saving
 from reshard.storage.local import LOCAL
 
@@ -222,7 +222,7 @@ def test_a_tracker_that_can_be_neither_written_nor_read(tmp_path: Path, monkeypa
         raise StorageError("the connection is lost", path="the tracker", errno=errno.ENOTCONN)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint2, "write_tracker", lose)
+        patch.setattr(roots, "write_tracker", lose)
         with pytest.raises(StorageError) as caught:
             save(tmp_path / "root", 100)
     assert "iteration 100 is complete in " in caught.value.message
@@ -250,7 +250,7 @@ def test_a_tracker_that_cannot_be_written(
         raise StorageError("no room", path="the tracker", errno=errno.ENOSPC)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint2, "write_tracker", full)
+        patch.setattr(roots, "write_tracker", full)
         with pytest.raises(StorageError) as caught:
             save(root, iteration, N_ROWS, commit={"rollback": True})
     assert f"iteration {iteration} is complete in `{root}/iteration_{iteration:08d}`, {said}" in caught.value.message

@@ -324,7 +324,7 @@ def test_a_checkpoint_without_the_entries_is_refused(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, signals=()) as checkpointer:
         checkpointer.resume(model=nn.ModuleDict({"layer": nn.Linear(2, 2)}))
         checkpointer.save(1, blocking=True)
-    with pytest.raises(MismatchError, match=r"lacks `twice`, `modules\.name`"):
+    with pytest.raises(MismatchError, match="lacks `twice`, the state beside the tensors of `name`"):
         Checkpointer(tmp_path, save_every=None, signals=()).resume(model=Hooked(1.0))
 
 

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 @click.option(
     "--base",
     type=PATH,
-    metavar="FOLDER",
+    metavar="DIR",
     help="With --loads-in peft, the folder with the config.json of the base model. Default: what adapter_config.json "
     "names.",
 )

@@ -295,13 +295,19 @@ def describe(
         record = _with_local(own.record, local)
         aliases = dict(own.live.named.aliases)
         names = frozenset(own.live.named.tensors)
-        return own.described(_Agreed(record, own.own_state(), aliases, names, local=local), members)
+        constants = dict(own.live.named.constants)
+        return own.described(
+            _Agreed(record, own.own_state(), aliases, names, local=local, constants=constants), members
+        )
     rows, models, optimizers, records, states, besides, digests = gather_distinct(members, parts, _PARTS, timeout)
     if compare:
         _check_objects(digests, object_name, members, own.object_states, timeout)
     aliases = {}
+    texts: dict[str, set[str]] = {}
     for value, _ in records:
         aliases |= value.aliases
+        for name, text in value.constants.items():
+            texts.setdefault(name, set()).add(text)
     of_model = [(value.tensors, ranks) for value, ranks in models]
     local = _local_keys([value for value, _ in besides])
     of_optimizer = [
@@ -336,6 +342,7 @@ def describe(
         left=frozenset(key for key, rank in first.items() if rank != members.rank),
         local=local,
         differing=differing,
+        constants={name: next(iter(found)) for name, found in texts.items() if len(found) == 1},
     )
     return own.described(agreed, members)
 
@@ -391,10 +398,11 @@ class _ModelPart:
 
 @dataclass(frozen=True)
 class _RecordPart:
-    """The record of a rank's optimizers, and other names of its tensors with their keys."""
+    """The record of a rank's optimizers, other names of its tensors with their keys, and options of its modules."""
 
     record: _Packed
     aliases: dict[str, str]
+    constants: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -527,7 +535,7 @@ class _RankState:
             self.row,
             model,
             optimizer,
-            _RecordPart(packed, dict(self.live.named.aliases)),
+            _RecordPart(packed, dict(self.live.named.aliases), dict(self.live.named.constants)),
             _StatePart(names, _Packed.of(state, "state"), state_format.digest_of(state)),
             self.beside,
             {
@@ -560,8 +568,8 @@ class _RankState:
             "modules": agreed.state["modules"],
             "objects": {name: one.state for name, one in self.object_states.items()},
         }
-        if self.live.named.constants:
-            extra[CONSTANTS] = dict(self.live.named.constants)
+        if agreed.constants:
+            extra[CONSTANTS] = agreed.constants
         kinds = {name: kind for name, one in self.live.objects.items() if (kind := kind_of(one)) is not None}
         if kinds:
             extra[KINDS] = kinds
@@ -615,6 +623,7 @@ class _Agreed:
         local: keys of rank-local state tensors.
         differing: names of parameters and modules whose state besides tensors differs between ranks; it is saved as
             rank-local state.
+        constants: options of the modules of all ranks, by name, where they are the same on all that have the module.
     """
 
     record: OptimizerRecord
@@ -627,6 +636,7 @@ class _Agreed:
     left: frozenset[str] = frozenset()
     local: frozenset[str] = frozenset()
     differing: dict[str, list[str]] = field(default_factory=dict)
+    constants: dict[str, str] = field(default_factory=dict)
 
 
 def _refuse_trained_wrappers(found: Named, optimizers: Sequence[NamedOptimizer]) -> None:

@@ -177,7 +177,7 @@ def diff(
         True
     """
     tolerance = _tolerance(atol, rtol)
-    if sort not in ("stored", "change"):
+    if not isinstance(sort, str) or sort not in ("stored", "change"):
         raise ArgumentError(f'`sort` is {show(str(sort))}, expected "stored" or "change"')
     max_bytes = parse_size(memory)
     with (
