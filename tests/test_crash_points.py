@@ -35,7 +35,7 @@ from tests.small_saves import (
 
 import reshard
 from reshard import _core
-from reshard.commit import protocol, retention, staging
+from reshard.commit import protocol, staging
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, StorageError
 from reshard.formats.checkpoint2 import iteration as iterations
 from reshard.formats.checkpoint2.metadata import write_metadata

@@ -23,9 +23,8 @@ from tests.small_saves import fork, stopped_at
 
 import reshard
 from reshard import _core
-from reshard.commit import roots
 from reshard.commit import manifest as manifests
-from reshard.commit import protocol
+from reshard.commit import protocol, roots
 from reshard.errors import StorageError
 from reshard.formats.checkpoint2 import save as saving
 from reshard.storage.local import LOCAL
@@ -218,7 +217,7 @@ def test_a_tracker_that_can_be_neither_written_nor_read(tmp_path: Path, monkeypa
     """The error says all the same that the iteration is complete."""
 
     def lose(_: Any, *__: Any, **___: Any) -> None:
-        patch.setattr(checkpoint2, "read_tracker", lose)
+        patch.setattr(roots, "read_tracker", lose)
         raise StorageError("the connection is lost", path="the tracker", errno=errno.ENOTCONN)
 
     with monkeypatch.context() as patch:

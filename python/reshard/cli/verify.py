@@ -108,7 +108,6 @@ def verify(
     \b
     Examples:
       reshard verify output/checkpoint
-      reshard verify output/checkpoint --health
       reshard verify output/checkpoint --json
       reshard verify pretrained --loads-in transformers
 
