@@ -321,7 +321,12 @@ def arguments_of(package: str) -> frozenset[str]:
             for member in members:
                 with contextlib.suppress(ValueError, TypeError):
                     names |= inspect.signature(member).parameters.keys()
-    return frozenset(names) | {"num_workers", "ckpt_path", "use_seedable_sampler"}  # of other libraries
+    return frozenset(names) | {
+        "num_workers",
+        "ckpt_path",
+        "use_seedable_sampler",
+        "persistent_workers",
+    }  # of other libraries
 
 
 def parsed(code: str) -> ast.expr:

@@ -145,6 +145,6 @@ class LeftOut:
             "tensors",
             path=path,
             key=next(iter(self.tensors)),
-            hint="publish the adapter of a model of peft in the run (`hf_every`); or resume the run without leaving out "
-            "frozen parameters and save, which saves all tensors",
+            hint="publish the adapter of a model of peft in the run (`hf_every`); or resume the run without leaving "
+            "out frozen parameters and save, which saves all tensors",
         )
