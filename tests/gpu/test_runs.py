@@ -150,8 +150,8 @@ def test_a_step_in_a_cuda_graph(tmp_path: Path) -> None:
     """Nothing tells the checkpointer of a replay: the copies must be complete before the next one."""
     weight = nn.Parameter(torch.zeros(1 << 24, device="cuda"))
     model = nn.ParameterList([weight])
-    weight.grad = torch.ones_like(weight)
-    optimizer = torch.optim.SGD([weight], lr=torch.tensor(-1.0, device="cuda"))
+    weight.grad = -torch.ones_like(weight)
+    optimizer = torch.optim.SGD([weight], lr=torch.tensor(1.0, device="cuda"))
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(side):
         optimizer.step()
