@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-N_HISTORIES = int(os.environ.get("RESHARD_LIBRARY_HISTORIES", "10"))
+N_HISTORIES = int(os.environ.get("RESHARD_LIBRARY_HISTORIES", "5"))
 pytestmark = pytest.mark.filterwarnings("ignore")
 N = 22
 
