@@ -60,10 +60,11 @@ def diff(a: str, b: str, *, everything: bool, as_json: bool, **options: Any) -> 
 
     A and B are checkpoints in any formats that reshard reads, in any layouts; see `reshard inspect --help`. Files that
     hold no tensors, such as config.json, are not compared. For each tensor that differs, the list shows the largest
-    absolute difference of two elements, the relative change |a - b| / |a| of the tensor, and its norms |a| and |b|.
+    absolute difference of two elements, the norm of the difference relative to that of the first
+    tensor, and both norms.
 
-    With --atol or --rtol, differences up to atol + rtol * max(|x|, |y|) of two elements x and y are accepted, also
-    between dtypes. Rounding to bfloat16 is within --rtol 0.00390625 (2**-8).
+    With --atol or --rtol, differences of two elements up to atol + rtol * (the larger absolute value) are
+    accepted, also between dtypes. Rounding to bfloat16 is within --rtol 0.00390625 (2**-8).
 
     \b
     Examples:

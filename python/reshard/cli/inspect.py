@@ -74,8 +74,8 @@ _STATES = {True: "complete", False: "damaged", None: "not checked"}
 
 @click.command(short_help="Show the contents: iterations, tensors, partitions, files, replicas.")
 @click.argument("path", type=PATH)
-@click.argument("pattern", required=False, metavar="[PATTERN | PATH ...]")
-@click.argument("more", nargs=-1, type=PATH, metavar="")
+@click.argument("pattern", required=False, metavar="[PATTERN]")
+@click.argument("more", nargs=-1, type=PATH, metavar="[PATH ...]")
 @click.option("--strategy", type=PATH, metavar="PATH", help=STRATEGY_HELP)
 @click.option("--format", metavar="NAME", help=FORMAT_HELP)
 @click.option("--layout", "as_layout", is_flag=True, help="Print the layout as a layout file, for `convert --layout`.")
