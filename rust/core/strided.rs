@@ -70,7 +70,7 @@ pub(crate) fn merge_dims(mut dims: CopyDims) -> CopyDims {
     merged
 }
 
-/// The ranges of the array that a box covers, as its first element and one past its last.
+/// The ranges of the array that a box covers, in order, each as its first element and one past its last.
 pub(crate) fn dst_runs(dst: u64, dims: &[Dim]) -> Vec<(u64, u64)> {
     let mut by_stride = CopyDims::from_slice(dims);
     by_stride.sort_by_key(|dim| dim.dst);
@@ -83,6 +83,7 @@ pub(crate) fn dst_runs(dst: u64, dims: &[Dim]) -> Vec<(u64, u64)> {
             starts = starts.iter().flat_map(rows).collect();
         }
     }
+    starts.sort_unstable();
     starts
         .into_iter()
         .map(|start| (start, start + run))
