@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
+from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, IterableDatasetShard
 from accelerate.state import PartialState
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
@@ -90,9 +90,14 @@ def _plain(loader: Any) -> DataLoader[Any]:
     return DataLoader(loader.dataset, **options)
 
 
+def _batch_sampler(loader: Any) -> Any:
+    """What gives the batches of a loader."""
+    return loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+
+
 def _sampler(loader: Any) -> Any:
     """The sampler of a loader, also below samplers that divide batches over processes."""
-    sampler = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+    sampler = _batch_sampler(loader)
     while hasattr(sampler, "batch_sampler"):
         sampler = sampler.batch_sampler
     return getattr(sampler, "sampler", None)
@@ -109,7 +114,11 @@ class FollowedLoader:
 
     def __init__(self, inner: Any, prepared: Any) -> None:
         self.inner = inner
-        self.passes = Passes(inner, is_private=is_dispatching(prepared), drops=not is_dispatching(prepared))
+        order = _batch_sampler(inner)
+        while isinstance(order, BatchSamplerShard):
+            order = order.batch_sampler
+        is_private = is_dispatching(prepared)
+        self.passes = Passes(inner, is_private=is_private, drops=not is_private, order=order)
         self.n_fetched = 0
         self._prepared = prepared
         self._n_skipped = 0
@@ -274,7 +283,7 @@ class LoaderPosition:
     def batch_size(self) -> int | None:
         """Number of samples of a batch over all processes; None: the batches have no size."""
         loader = self._loader
-        inner = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+        inner = _batch_sampler(loader)
         size = loader.batch_size if loader.batch_size is not None else getattr(inner, "batch_size", None)
         if size is None:
             return None

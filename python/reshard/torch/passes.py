@@ -60,6 +60,8 @@ class Passes:
         begin: begins a pass; by default `iter(loader)`.
         is_private: the main process draws from private streams while it reads, and batches are read again.
         drops: whether batches that were read are left out here; else the caller leaves them out.
+        order: the sampler that the order follows from; by default that of the loader. Samplers around it divide its
+            batches over ranks, and are others on another number of ranks.
 
     Attributes:
         n_loaded: number of batches of this pass that were returned, or left out.
@@ -72,6 +74,7 @@ class Passes:
         *,
         is_private: bool = False,
         drops: bool = True,
+        order: Any = None,
     ) -> None:
         self.loader = loader
         self._begin_loader = begin or (lambda: iter(loader))
@@ -88,7 +91,7 @@ class Passes:
             self._field = "sampler" if loader.batch_sampler is None else "batch_sampler"
             sampler = getattr(loader, self._field)
         self._indices = None if sampler is None else Indices(self, sampler)
-        self.samplers = [] if sampler is None else parts_of(sampler)
+        self.samplers = [] if sampler is None else parts_of(sampler if order is None else order)
         self.readers = readers_of(loader)
         self.initial = [numbers_of(one) for one in self._parts()]
         self.is_lazy = not draws_at_once(self.samplers)  # the sampler draws while it is read
@@ -243,8 +246,7 @@ class Passes:
             | {
                 "n": n_read,
                 "sources": self._sources,
-                "reads": self._reads_again()
-                or digest_of(self._now()["readers"]) != digest_of(self._sources["readers"]),
+                "reads": self._reads_again() or self._have_readers_changed(),
                 "before": None if before is None else before.to_value(),
             }
         )
