@@ -19,7 +19,7 @@ BEGIN, END = "<!-- layers: python docs/layers.py --write -->\n", "<!-- end of la
 
 
 def package_of(module: str) -> str:
-    """The package or module directly below `reshard`; of `storage` and `values`, too."""
+    """The package or module directly below `reshard`."""
     return module.split(".")[1] if "." in module else ""
 
 

@@ -347,7 +347,7 @@ def _result(array: np.ndarray, dtype: str, device: torch.device | None) -> Any:
         return array
     from reshard.torch.tensors import as_tensor  # noqa: PLC0415 - torch is imported only when it is asked for
 
-    return as_tensor(array, dtype if dtypes.is_packed(dtype) else None).to(device)
+    return as_tensor(array, dtype).to(device)
 
 
 def _checked_for_numpy(index: object, shape: tuple[int, ...]) -> object:

@@ -18,7 +18,7 @@ from accelerate.state import PartialState
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from reshard.errors import ArgumentError, MismatchError
-from reshard.torch.passes import Passes
+from reshard.torch.passes import LoaderProxy, Passes
 from reshard.values.words import show
 
 if TYPE_CHECKING:
@@ -103,17 +103,17 @@ def _sampler(loader: Any) -> Any:
     return getattr(sampler, "sampler", None)
 
 
-class FollowedLoader:
+class FollowedLoader(LoaderProxy):
     """The loader of torch inside a prepared loader, in passes that can be begun again.
 
     Attributes:
-        inner: the loader of torch. Other attributes are those of `inner`.
+        inner: the loader of torch.
         passes: its passes.
         n_fetched: how many times a `DataLoaderDispatcher` has fetched the batches of all processes in this pass.
     """
 
     def __init__(self, inner: Any, prepared: Any) -> None:
-        self.inner = inner
+        super().__init__(inner)
         order = _batch_sampler(inner)
         while isinstance(order, BatchSamplerShard):
             order = order.batch_sampler
@@ -130,18 +130,6 @@ class FollowedLoader:
                 return fetch(iterator)
 
             prepared._fetch_batches = counted  # noqa: SLF001
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # not yet created
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # accelerate, too, makes its loaders say that they are those of torch
-        return self.inner.__class__
-
-    def __len__(self) -> int:
-        return len(self.inner)
 
     def __iter__(self) -> Iterator[Any]:
         self.n_fetched = 0

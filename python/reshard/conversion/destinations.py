@@ -82,7 +82,7 @@ class Job:
         target: the destination.
         options: options of every file.
         overwrite: whether files of an earlier conversion are replaced.
-        known: files of all formats that conversions write.
+        known_files: files of all formats that conversions write.
         counters: counters of the source that are not tensors there, as tensors, for formats that store them so.
         shared: this share of the work; None: all of it.
         left_out: names of tensors that were left out; a layout may have rules for them.
@@ -95,7 +95,7 @@ class Job:
     target: Location
     options: Options
     overwrite: bool
-    known: KnownFiles
+    known_files: KnownFiles
     counters: Mapping[str, np.ndarray] = field(default_factory=dict)
     shared: Shared | None = None
     left_out: Collection[str] = ()
@@ -314,7 +314,7 @@ def destination_folder(
         with filled_folder(
             target,
             replaces=(is_ours or functools.partial(is_our_file, job)) if job.overwrite else None,
-            commits=job.known.commits,
+            commits=job.known_files.commits,
             durable=options.durable,
             mode=options.folder_mode,
             keep_modes=options.keep_modes,
@@ -365,7 +365,7 @@ def publish_folder(
 
 def is_our_file(job: Job, entry: Location) -> bool:
     """Whether a file was written by an earlier conversion, by the mark that its writer leaves in it."""
-    mark = job.known.mark_of(entry)
+    mark = job.known_files.mark_of(entry)
     return mark is not None and entry.kind() == "file" and mark(entry)
 
 
@@ -392,7 +392,7 @@ def check_folder_free(job: Job, would_be_lost: Callable[[Location], bool] = lamb
             hint="choose another destination, or give `overwrite=True` to replace the files of an earlier conversion",
         )
     for entry in entries:
-        if would_be_lost(entry) or (job.known.mark_of(entry) is not None and not is_our_file(job, entry)):
+        if would_be_lost(entry) or (job.known_files.mark_of(entry) is not None and not is_our_file(job, entry)):
             raise DestinationExistsError(
                 f"{entry} was not written by an earlier conversion and would be mixed up with what is written now",
                 path=str(entry),

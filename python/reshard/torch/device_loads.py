@@ -65,9 +65,9 @@ def load_on(checkpoint: Checkpoint, names: Mapping[str, str], device: torch.devi
     """
     if device.type == "cpu":
         arrays = checkpoint.load(keys=names)
-        return {name: _as_tensor(arrays[name], dtype) for name, dtype in names.items()}
+        return {name: as_tensor(arrays[name], dtype) for name, dtype in names.items()}
     if device.type != "cuda":
-        return {name: _as_tensor(checkpoint.read(name), dtype).to(device) for name, dtype in names.items()}
+        return {name: as_tensor(checkpoint.read(name), dtype).to(device) for name, dtype in names.items()}
     shapes = {name: dtypes.array_shape(dtype, checkpoint[name].shape) for name, dtype in names.items()}
     kinds = {name: dtypes.numpy_dtype(dtype) for name, dtype in names.items()}
     loaded = {n: torch.empty(shapes[n], dtype=torch_dtype(dtype), device=device) for n, dtype in names.items()}
@@ -149,7 +149,3 @@ def _fill(
             checkpoint.read(piece.name, (slice(first, last),), array.reshape(last - first, *shape[1:]))
     if whole:
         checkpoint.load(keys=whole, out=whole)
-
-
-def _as_tensor(array: np.ndarray, dtype: str) -> torch.Tensor:
-    return as_tensor(array, dtype if dtypes.is_packed(dtype) else None)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from reshard.names import NameMap
     from reshard.options import SaveOptions
     from reshard.ranks.group import Group
+    from reshard.storage.location import Location
     from reshard.torch.adapters import Adapter
     from reshard.verbs.save import SaveReport
 
@@ -190,12 +191,7 @@ def _export_merged(
         )
         return ""
 
-    try:
-        Collective(session(group, "export"), timeout).first(write, str)
-    except ReshardError as error:
-        _log.warning("iteration %d is saved, and its merged weights are not written: %s", report.iteration, error)
-        return [f"the merged weights are not written: {error.message}"]
-    return remove_outdated(target, None if options.retention is None else options.retention.keep)
+    return _export(target, write, "merged weights are", report, options, group=group, timeout=timeout)
 
 
 def _export_adapters(
@@ -214,11 +210,25 @@ def _export_adapters(
         write_adapters(report.path, str(target), adapters, commit=options.commit)
         return ""
 
+    return _export(target, write, "adapter is", report, options, group=group, timeout=timeout)
+
+
+def _export(
+    target: Location,
+    write: Callable[[], str],
+    what: str,
+    report: SaveReport,
+    options: SaveOptions,
+    *,
+    group: Group,
+    timeout: float,
+) -> list[str]:
+    """Write what is made of a save on rank 0, and remove what was made of saves that are gone. Returns warnings."""
     try:
         Collective(session(group, "export"), timeout).first(write, str)
     except ReshardError as error:
-        _log.warning("iteration %d is saved, and its adapter is not written: %s", report.iteration, error)
-        return [f"the adapter is not written: {error.message}"]
+        _log.warning("iteration %d is saved, and its %s not written: %s", report.iteration, what, error)
+        return [f"the {what} not written: {error.message}"]
     return remove_outdated(target, None if options.retention is None else options.retention.keep)
 
 

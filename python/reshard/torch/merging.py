@@ -238,7 +238,7 @@ def write_merged(
             with_state=False,
             with_extra=False,
         )
-        job = Job(view, keys, target, options, overwrite=True, known=KNOWN_FILES, is_renamed=True)
+        job = Job(view, keys, target, options, overwrite=True, known_files=KNOWN_FILES, is_renamed=True)
         HuggingFaceWriter().write(job, settings)
     return len(keys)
 

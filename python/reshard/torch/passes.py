@@ -499,6 +499,31 @@ class Collated:
         return batch
 
 
+class LoaderProxy:
+    """An object in place of a loader: its length and its other attributes are those of the loader.
+
+    It also says that it is of the class of the loader, as the loaders of accelerate do.
+
+    Attributes:
+        inner: the loader.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # not yet created
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return self.inner.__class__
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+
 class _End:
     """No more batches."""
 

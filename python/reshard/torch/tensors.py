@@ -75,8 +75,8 @@ def as_tensor(array: np.ndarray, dtype: str | None = None) -> torch.Tensor:
     Args:
         array: an array of any dtype that `reshard` returns, including those of `ml_dtypes`. It must be writable,
             because tensors cannot be read-only.
-        dtype: "F4" for a `uint8` array of packed 4-bit floats: the tensor has the packed dtype of torch, with one byte
-            per element. Otherwise None: the dtype of the array.
+        dtype: the name of its dtype. "F4" for a `uint8` array of packed 4-bit floats: the tensor has the packed dtype
+            of torch, with one byte per element. None: the dtype of the array.
 
     Returns:
         A CPU tensor with the shape of the array. It keeps the memory of the array alive.

@@ -37,7 +37,7 @@ from reshard.ranks.group import resolve, session
 from reshard.storage.location import locate
 from reshard.torch import Checkpointer, rng
 from reshard.torch.loading import read_for
-from reshard.torch.passes import Passes
+from reshard.torch.passes import LoaderProxy, Passes
 from reshard.torch.restore import apply
 from reshard.torch.state import describe
 from reshard.transformers.position import DataPosition
@@ -169,24 +169,12 @@ def _has_samples(loader: Any) -> bool:
     return isinstance(loader, DataLoader) and not is_stream and loader.batch_sampler is not None
 
 
-class PlainLoader:
-    """A loader that accelerate has not prepared, in passes that can be begun again. It has its other attributes."""
+class PlainLoader(LoaderProxy):
+    """A loader that accelerate has not prepared, in passes that can be begun again."""
 
     def __init__(self, inner: Any) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.passes = Passes(inner)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # not yet created
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        return self.inner.__class__
-
-    def __len__(self) -> int:
-        return len(self.inner)
 
     def __iter__(self) -> Iterator[Any]:
         return self.passes.batches()

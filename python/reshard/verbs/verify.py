@@ -237,6 +237,8 @@ def verify(
             direct=direct,
             threads=threads,
             progress=progress,
+            loads_in=loads_in,
+            base=base,
         )
     return VerifyReport(str(target), checkpoints, time.monotonic() - started, warnings, asked)
 

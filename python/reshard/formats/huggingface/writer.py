@@ -81,7 +81,7 @@ def write_folder(job: Job, settings: Settings, style: Style) -> Written:
     check_folder_free(job)
     copies = ModelFiles()
     if model_files is not None and model_files.resolved() != locate(job.target).resolved():
-        copies = find_model_files(model_files, job.known.commits)
+        copies = find_model_files(model_files, job.known_files.commits)
         copies.check_free(job.target)
     if model_files is not None and settings.check_names:
         copies.warnings += _check_names(job, model_files)
