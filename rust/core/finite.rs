@@ -322,7 +322,7 @@ impl Finder {
         Ok(this)
     }
 
-    /// As [`Self::look`], by several threads.
+    /// Looks at the bytes of the file from `at` on, by several threads. Every byte is given once.
     pub fn look_together(&self, at: u64, bytes: &[u8]) {
         let pieces = bytes.par_chunks(CHUNK_BYTES).enumerate();
         pieces.for_each(|(i, piece)| self.look(at + (i * CHUNK_BYTES) as u64, piece));
