@@ -172,3 +172,40 @@ def test_maps_are_printed_and_reversed() -> None:
         assert NameMap.from_mapping(one.to_mapping()) == one
     assert "pad: 0, from_size: vocab, to_size: 16, to_multiple: 8" in str(names)
     assert "pad: 0, pad_side: from, from_size: 16, to_size: vocab, from_multiple: 8" in str(names.reversed())
+
+
+CONFIG = {"model_type": "llama", "vocab_size": 10, "hidden_size": 4, "num_attention_heads": 2, "num_hidden_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "tp", "n"),
+    [
+        ({}, 2, 256),
+        ({}, None, 10),
+        ({"make_vocab_size_divisible_by": 3}, 2, 12),
+        ({"padded_vocab_size": 14}, 2, 14),
+        ({"padded_vocab_size": 14}, None, 14),
+        ({"make_vocab_size_divisible_by": 1}, 5, 10),
+        ({"make_vocab_size_divisible_by": 4, "tensor_model_parallel_size": 4}, None, 16),
+    ],
+)
+@pytest.mark.parametrize("preset", ["llama-megatron", "llama-megatron_dist"])
+def test_presets_of_megatron_pad_for_the_ranks(
+    preset: str, fields: dict[str, int], tp: int | None, n: int, tmp_path: Path
+) -> None:
+    reshard.save_file({"model.embed_tokens.weight": rows(), "lm_head.weight": -rows()}, tmp_path / "hf.safetensors")
+    config = CONFIG | fields
+    layout = None
+    if tp is not None:
+        match = ["embedding.word_embeddings.weight", "output_layer.weight"]
+        layout = {"mesh": {"dp": 2, "tp": tp}, "rules": [{"match": match, "cut": ["tp"]}, {"match": "*"}]}
+    reshard.convert(tmp_path / "hf.safetensors", tmp_path / "m", names=preset, config=config, layout=layout)
+    with reshard.open(tmp_path / "m") as found:
+        assert np.array_equal(found.read("embedding.word_embeddings.weight"), padded(rows(), n))
+        assert np.array_equal(found.read("output_layer.weight"), padded(-rows(), n))
+    reshard.convert(
+        tmp_path / "m", tmp_path / "back", to="huggingface", names=f"{preset}:reverse", config=config, part="model"
+    )
+    back = reshard.load_file(tmp_path / "back")
+    assert np.array_equal(back["model.embed_tokens.weight"], rows())
+    assert np.array_equal(back["lm_head.weight"], -rows())

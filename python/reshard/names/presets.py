@@ -135,7 +135,10 @@ class _RuleBuilder:
                 hint="write a name map with `stack`: see docs/reference/names.md",
             )
         # Megatron pads the vocabulary, so that ranks have equal parts of it.
-        padded: dict[str, object] = {} if self.is_mindspore else {"trim": 0, "from_size": "vocab"}
+        padded: dict[str, object] = {}
+        if not self.is_mindspore:
+            sizes = {"from_size": "vocab", "to_size": "padded_vocab", "to_multiple": "vocab_multiple * tp"}
+            padded = {"pad": 0, **sizes}
         self.rename("model.embed_tokens.weight", "embedding.word_embeddings.weight", **padded)
         self.rename("model.norm.weight", "decoder.final_layernorm.weight")
         self.rename("lm_head.weight", "output_layer.weight", **padded)
@@ -153,7 +156,15 @@ class _RuleBuilder:
         return {"sizes": self.sizes(), "other": "refuse", "rules": self.rules}
 
     def sizes(self) -> dict[str, object]:
-        sizes: dict[str, object] = {} if self.is_mindspore else {"vocab": "vocab_size"}
+        sizes: dict[str, object] = {}
+        if not self.is_mindspore:
+            # The names of the arguments of Megatron-LM, and its default. A conversion with a layout knows `tp`.
+            sizes = {
+                "vocab": "vocab_size",
+                "padded_vocab": "padded_vocab_size",
+                "vocab_multiple": ["make_vocab_size_divisible_by", 128],
+                "tp": "tensor_model_parallel_size",
+            }
         if not self.family.mla:
             sizes["heads"] = "num_attention_heads"
             sizes["kv_heads"] = ["num_key_value_heads", "num_query_groups", "num_attention_heads"]

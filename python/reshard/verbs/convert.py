@@ -7,6 +7,7 @@ destination, within the memory budget, into a staging folder that is published a
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -39,7 +40,9 @@ from reshard.formats.torch_file.names import is_of_one_rank
 from reshard.formats.weight_sets import WRAPPERS, alike, model_start
 from reshard.formats.writers import KNOWN_FILES, WRITERS, writer_for
 from reshard.layout import as_layout
+from reshard.layout.patterns import Matcher
 from reshard.names import as_names, config_beside
+from reshard.names.file import NameRule
 from reshard.options import Commit, Files, Select, explains_moved
 from reshard.ranks.collective import Collective
 from reshard.ranks.group import SingleProcess, resolve, session
@@ -55,6 +58,7 @@ if TYPE_CHECKING:
 
     from reshard.checkpoint import LayoutLike, Part
     from reshard.conversion.writer import Writer
+    from reshard.layout import ModelLayout
     from reshard.names import ConfigLike, NameMap, NamesLike
     from reshard.options import CommitLike, FilesLike
 
@@ -247,6 +251,7 @@ def convert(
                 if beside is None and model_folder is not None:
                     beside = config_beside(model_folder)
                 known = as_names(names, beside if config is None else config)
+                known = known if layout is None else _padded_for(known, as_layout(layout))
             elif config is not None:
                 raise ArgumentError("`config` has a meaning only with `names`")
             apart = writer.apart(whole)
@@ -354,6 +359,24 @@ def convert(
         not_expressible=written.not_expressible,
         warnings=tuple(warnings),
     )
+
+
+def _padded_for(names: NameMap, layout: ModelLayout) -> NameMap:
+    """The map with the number of parts of a dim that it pads to a multiple, as `tensor_model_parallel_size`."""
+    matcher = Matcher([rule.match for rule in layout.rules])
+    n_parts = 0
+    for rule in names.rules:
+        if not isinstance(rule, NameRule) or rule.pad_side != "to" or rule.to_multiple is None or rule.trim is None:
+            continue
+        found = matcher.find(rule.whole.format(dict.fromkeys(rule.whole.variables, 0)))
+        if found is None:
+            continue
+        partition = layout.rules[found[0]].partition
+        if any(dim == rule.trim for dim, _ in partition.sizes):
+            return names  # the layout says how long the parts are
+        axes = partition.cut[rule.trim] if rule.trim < len(partition.cut) else ()
+        n_parts = math.lcm(n_parts or 1, math.prod(layout.mesh[axis] for axis in axes))
+    return names.with_config({"tensor_model_parallel_size": n_parts}) if n_parts else names
 
 
 def _keep_dtypes(job: Job, folder: Location, *, all_tensors: bool) -> list[str]:
