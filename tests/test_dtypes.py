@@ -71,7 +71,7 @@ def test_the_torch_dtype_of_packed_floats() -> None:
 
 
 def test_names_are_those_of_the_core() -> None:
-    source = (Path(__file__).parent.parent / "rust/core/dtype.rs").read_text()
+    source = (Path(__file__).parent.parent / "rust/core/geometry/dtype.rs").read_text()
     core = {name: int(bits) for name, bits in re.findall(r'= "(\w+)", (\d+);', source)}
     assert {name: dtypes.bits(name) for name in dtypes.NAMES} == core
 

@@ -3,52 +3,96 @@
 //! This crate handles shard files, tiles and plans. It has no notion of steps or frameworks, reads no environment
 //! variable and prints nothing. `reshard-formats` decodes the files that describe checkpoints. Offsets and shapes are
 //! in elements unless a name ends in `_bytes`.
+//!
+//! A module uses only modules that are declared above it. Other crates name a module without its folder.
 
 #[cfg(not(target_pointer_width = "64"))]
 compile_error!("reshard needs a 64-bit target: offsets in files are held in `usize`");
 
-// Values.
-pub mod dtype;
 pub mod error;
-pub mod layout;
-pub mod mesh;
-pub mod patterns;
-pub mod region;
-pub mod tile;
 
-// Reading: the header or the records, one shard file, the table of a checkpoint.
-pub mod ckpt;
-pub mod header;
-pub mod listed;
-pub mod local_array;
-pub mod shard_file;
-pub mod source;
-
-// Where each shard is stored; the checked plan.
-mod factors;
-pub mod index;
-pub mod plan;
-pub mod request;
-pub mod stored;
-
-// Moving bytes.
-pub mod cast;
 pub mod control;
-pub mod copy;
-mod fetch;
-pub mod memory;
-mod readahead;
-pub mod strided;
-pub mod team;
-pub mod tuning;
+pub mod patterns;
 
-// Writing one file durably; verification of what is read.
-pub mod checksum;
-pub mod finite;
-pub mod route;
-pub mod small_files;
-pub mod snapshot;
-pub mod verify;
-pub mod writer;
+/// Values: element types, boxes, device meshes, and the part of a tensor that each rank holds.
+pub mod geometry {
+    pub mod dtype;
+    pub mod region;
+    pub mod tile;
 
+    pub mod mesh;
+
+    pub mod layout;
+}
+
+/// Memory, the copies between slices of it, and the threads that execute them.
+pub mod bytes {
+    pub mod cast;
+    pub mod memory;
+    pub mod team;
+    pub mod tuning;
+
+    pub mod strided;
+}
+
+/// One file: its bytes, its checksums, its table of tensors.
+pub mod files {
+    pub mod checksum;
+    pub mod source;
+
+    pub mod header;
+
+    pub mod listed;
+    pub mod local_array;
+
+    pub mod ckpt;
+
+    pub mod shard_file;
+}
+
+/// What is requested, where each shard is stored, and the checked plan of the copies.
+pub mod planning {
+    pub mod plan;
+    pub mod request;
+
+    pub(crate) mod factors;
+
+    pub mod stored;
+
+    pub mod index;
+}
+
+/// Verification of bytes that are read, and values that are not finite.
+pub mod check {
+    pub mod finite;
+
+    pub mod verify;
+}
+
+/// Execution of a plan: the bytes of files become arrays in memory.
+pub mod read {
+    pub(crate) mod readahead;
+
+    pub(crate) mod fetch;
+
+    pub mod copy;
+}
+
+/// Writing files durably: one, many small ones of a folder, or in the background.
+pub mod write {
+    pub mod route;
+
+    pub mod writer;
+
+    pub mod small_files;
+    pub mod snapshot;
+}
+
+pub use bytes::{cast, memory, strided, team, tuning};
+pub use check::{finite, verify};
 pub use error::{Error, Kind, Result};
+pub use files::{checksum, ckpt, header, listed, local_array, shard_file, source};
+pub use geometry::{dtype, layout, mesh, region, tile};
+pub use planning::{index, plan, request, stored};
+pub use read::copy;
+pub use write::{route, small_files, snapshot, writer};

@@ -5,14 +5,14 @@
 //! disjoint. Some of their dims can have factors; then the regions are in factored dims. Files are numbers; the index
 //! opens them.
 
-use crate::dtype::{Dtype, n_elements};
+use crate::bytes::strided::{CopyDims, Dim, merge_dims};
 use crate::error::{Error, Kind, Printable, Result};
-use crate::factors::Factors;
-use crate::layout::{Cuts, Layout};
-use crate::plan::{CopyOp, strided_copy};
-use crate::region::{Dims, Region, row_major_strides};
-use crate::strided::{CopyDims, Dim, merge_dims};
-use crate::tile::Tile;
+use crate::geometry::dtype::{Dtype, n_elements};
+use crate::geometry::layout::{Cuts, Layout};
+use crate::geometry::region::{Dims, Region, row_major_strides};
+use crate::geometry::tile::Tile;
+use crate::planning::factors::Factors;
+use crate::planning::plan::{CopyOp, strided_copy};
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};

@@ -4,14 +4,14 @@
 //! is read from memory once. Bytes of a positioned read are verified after every read, because another read can return
 //! other bytes.
 
-use crate::checksum::{CHUNK_BYTES, Checksums, copy_summed, crc32c_of_memory};
+use crate::bytes::memory::Memory;
+use crate::check::finite::Finder;
 use crate::control::Control;
 use crate::error::{Error, Printable, Result};
-use crate::finite::Finder;
-use crate::memory::Memory;
-use crate::plan::{Plan, PlanSource};
-use crate::shard_file::ShardFile;
-use crate::source::Source;
+use crate::files::checksum::{CHUNK_BYTES, Checksums, copy_summed, crc32c_of_memory};
+use crate::files::shard_file::ShardFile;
+use crate::files::source::Source;
+use crate::planning::plan::{Plan, PlanSource};
 use rayon::prelude::*;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -10,11 +10,11 @@
 //! dims; its tiles are the boxes of that product. `flat` selects a range of the flattened block, which is again a few
 //! boxes.
 
-use crate::dtype::n_elements;
 use crate::error::{Error, Kind, Result};
-use crate::mesh::{Mesh, Place};
-use crate::region::{Dims, Region, flat_range_boxes, row_major_strides};
-use crate::tile::Tile;
+use crate::geometry::dtype::n_elements;
+use crate::geometry::mesh::{Mesh, Place};
+use crate::geometry::region::{Dims, Region, flat_range_boxes, row_major_strides};
+use crate::geometry::tile::Tile;
 use std::sync::Arc;
 
 /// Most blocks of a tensor, multiplied over its dims. A rank can have one tile per block.

@@ -4,15 +4,15 @@
 //! framing. Other modules do not distinguish the formats: a file has tensors with a name, a dtype, a shape and a byte
 //! range.
 
-use crate::checksum::{Checksums, crc32c};
-use crate::ckpt::Records;
 use crate::control::Control;
-use crate::dtype::Dtype;
 use crate::error::{Error, Result};
-use crate::header::{Entry, Header};
-use crate::listed::Listed;
-use crate::local_array::LocalArray;
-use crate::source::Source;
+use crate::files::checksum::{Checksums, crc32c};
+use crate::files::ckpt::Records;
+use crate::files::header::{Entry, Header};
+use crate::files::listed::Listed;
+use crate::files::local_array::LocalArray;
+use crate::files::source::Source;
+use crate::geometry::dtype::Dtype;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 

@@ -3,8 +3,8 @@
 //! Chunks are counted from the first byte of the file, header included. A CRC detects every burst error of up to 32
 //! bits and every error of up to 3 bits in a chunk. It does not protect against deliberate changes.
 
+use crate::bytes::memory::{copy_lines, copy_run, sum_lines};
 use crate::error::{Error, Kind, Result};
-use crate::memory::{copy_lines, copy_run, sum_lines};
 use crc_fast::{CrcAlgorithm, Digest};
 use std::sync::OnceLock;
 
@@ -233,7 +233,7 @@ mod tests {
                 let source = &from[from_at..from_at + len];
                 let mut to = vec![0_u8; len + 200];
                 let sum = copy_summed(i as u32, &mut to[to_at..to_at + len], source, streams);
-                crate::memory::finish_stores();
+                crate::bytes::memory::finish_stores();
                 assert_eq!(sum, crc32c(i as u32, source), "{len} bytes");
                 assert_eq!(sum, crc32c_of_memory(i as u32, source), "{len} bytes");
                 assert_eq!(&to[to_at..to_at + len], source);

@@ -1,20 +1,20 @@
 //! How the bytes of a copy are fetched: borrowed from a map, read into the destination, or read into scratch memory.
 //! Where checksums are known, the bytes are verified before they are copied.
 
-use crate::checksum::{CHUNK_BYTES, Checksums};
-use crate::control::Control;
-use crate::error::Result;
-use crate::memory::{Stores, copy_run};
-use crate::plan::{CopyOp, Plan, PlanSource};
-use crate::readahead::{MIN_GAP_BYTES, skips_gaps};
-use crate::shard_file::ShardFile;
-use crate::source::Source;
-use crate::strided::{
+use crate::bytes::memory::{Stores, copy_run};
+use crate::bytes::strided::{
     Dim, MIN_PREFETCHED_BYTES, PREFETCH_BYTES, copy_box, is_one_run, source_run, src_span, widest,
     without,
 };
-use crate::tuning::{Case, DEFAULT_WAY, Fetch, Tuning, Way};
-use crate::verify::{Checks, ResidentRange, read_chunks, verify_chunks};
+use crate::bytes::tuning::{Case, DEFAULT_WAY, Fetch, Tuning, Way};
+use crate::check::verify::{Checks, ResidentRange, read_chunks, verify_chunks};
+use crate::control::Control;
+use crate::error::Result;
+use crate::files::checksum::{CHUNK_BYTES, Checksums};
+use crate::files::shard_file::ShardFile;
+use crate::files::source::Source;
+use crate::planning::plan::{CopyOp, Plan, PlanSource};
+use crate::read::readahead::{MIN_GAP_BYTES, skips_gaps};
 use std::cell::{Cell, RefCell};
 use std::collections::HashSet;
 use std::ops::Range;

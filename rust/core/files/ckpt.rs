@@ -18,15 +18,15 @@
 //! This module handles the framing of one file. It does not interpret tensors, and verifies content only by the CRC.
 
 use crate::control::Control;
-use crate::dtype::Dtype;
 use crate::error::{Error, Kind, Printable, Result};
-use crate::header::{
+use crate::files::header::{
     Entry, MAX_HEADER_BYTES, MAX_NAME_BYTES, MAX_RANK, MAX_TENSORS, check_name, tensor_bytes,
 };
-use crate::local_array::{LocalArray, Part};
-use crate::region::{Dims, flat_range_boxes, row_major_strides};
-use crate::source::Source;
-use crate::tile::Tile;
+use crate::files::local_array::{LocalArray, Part};
+use crate::files::source::Source;
+use crate::geometry::dtype::Dtype;
+use crate::geometry::region::{Dims, flat_range_boxes, row_major_strides};
+use crate::geometry::tile::Tile;
 use crc_fast::{CrcAlgorithm, Digest};
 
 /// Bytes that are read at once: a few small values, and few excess bytes for a large one.

@@ -4,11 +4,11 @@
 //! memory comes from a pool, because page faults cost more than the copy and a training run saves the same state
 //! repeatedly. Memory for the first save can be reserved: a thread allocates and touches it before it is needed.
 
+use crate::bytes::memory::{Memory, Stores, touch};
 use crate::control::Control;
 use crate::error::{Error, Kind, Result};
-use crate::memory::{Memory, Stores, touch};
-use crate::plan::Plan;
-use crate::writer::{Content, Options, Written, write_image};
+use crate::planning::plan::Plan;
+use crate::write::writer::{Content, Options, Written, write_image};
 use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -234,10 +234,10 @@ impl Snapshot {
         self.n_bytes
     }
 
-    /// Writes the image; see [`crate::writer::write`]. The metadata of the options is ignored: the image contains it.
+    /// Writes the image; see [`crate::write::writer::write`]. The metadata of the options is ignored: the image contains it.
     ///
     /// # Errors
-    /// As [`crate::writer::write`], or this is a child of the process that took the snapshot.
+    /// As [`crate::write::writer::write`], or this is a child of the process that took the snapshot.
     pub fn write(&self, path: &Path, options: &Options, control: &Control) -> Result<Written> {
         check_process(&self.pool)?;
         let memory = self.memory.as_ref().expect("only drop takes the memory");
@@ -273,8 +273,8 @@ fn check_process(pool: &Pool) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::dtype::Dtype;
-    use crate::plan::MemoryTensor;
+    use crate::geometry::dtype::Dtype;
+    use crate::planning::plan::MemoryTensor;
 
     #[test]
     fn a_snapshot_equals_a_written_file_and_its_memory_is_reused() {
@@ -303,9 +303,10 @@ mod tests {
                 .write(&folder.path().join("a"), &options, &control)
                 .unwrap();
             drop(snapshot);
-            let mut buffers = crate::writer::Buffers::new(16 << 20).unwrap();
+            let mut buffers = crate::write::writer::Buffers::new(16 << 20).unwrap();
             let path = folder.path().join("b");
-            let written = crate::writer::write(&path, &plan, &options, &mut buffers, &control);
+            let written =
+                crate::write::writer::write(&path, &plan, &options, &mut buffers, &control);
             assert_eq!(taken, written.unwrap());
             let image = std::fs::read(folder.path().join("a")).unwrap();
             assert_eq!(image, std::fs::read(path).unwrap());

@@ -6,25 +6,25 @@
 //! A file is opened when a plan first needs it. The plan holds the opened file, so that it reads the file that was
 //! checked.
 
-use crate::cast::can_cast;
-use crate::checksum::Checksums;
-use crate::dtype::{Dtype, n_elements};
+use crate::bytes::cast::can_cast;
+use crate::bytes::strided::{CopyDims, Dim, dst_runs};
 use crate::error::{Error, Kind, Printable, Result};
-use crate::factors::Factors;
-use crate::header::Entry;
-use crate::layout::{Cuts, Layout};
-use crate::local_array::{LocalArray, Part};
-use crate::plan::{Array, CopyOp, CopyOps, Plan, PlanSource, strided_copy};
-use crate::region::{Dims, Region, row_major_strides};
-use crate::request::{RankRequest, Request, Requested, RequestedArray, WholeRequest};
-use crate::shard_file::{Format, ReadHeader, ShardFile, Table, verify_header};
-use crate::source::{Method, Source, Stamp, closed};
-use crate::stored::{
+use crate::files::checksum::Checksums;
+use crate::files::header::Entry;
+use crate::files::local_array::{LocalArray, Part};
+use crate::files::shard_file::{Format, ReadHeader, ShardFile, Table, verify_header};
+use crate::files::source::{Method, Source, Stamp, closed};
+use crate::geometry::dtype::{Dtype, n_elements};
+use crate::geometry::layout::{Cuts, Layout};
+use crate::geometry::region::{Dims, Region, row_major_strides};
+use crate::geometry::tile::Tile;
+use crate::planning::factors::Factors;
+use crate::planning::plan::{Array, CopyOp, CopyOps, Plan, PlanSource, strided_copy};
+use crate::planning::request::{RankRequest, Request, Requested, RequestedArray, WholeRequest};
+use crate::planning::stored::{
     Form, Grid, Holders, SelectedCopy, Stored, StoredTensor, Tiles, ZEROS, choose, in_order, named,
     no_holder, select_whole,
 };
-use crate::strided::{CopyDims, Dim, dst_runs};
-use crate::tile::Tile;
 use rayon::prelude::*;
 use smallvec::smallvec;
 use std::borrow::Cow;

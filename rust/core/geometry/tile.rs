@@ -1,6 +1,6 @@
 //! Tiles: a region of the global tensor and its position in a local array.
 
-use crate::region::Region;
+use crate::geometry::region::Region;
 
 /// The region `global` is stored in the local array from element `local_offset` on, with element strides
 /// `local_strides`.

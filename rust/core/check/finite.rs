@@ -6,9 +6,9 @@
 //! integers. The compiler makes vector instructions of that on every processor, and they take less time than a crc32c.
 //! Kinds without infinities have one or two patterns of bits for NaN.
 
-use crate::checksum::CHUNK_BYTES;
-use crate::dtype::Dtype;
 use crate::error::{Error, Kind, Result};
+use crate::files::checksum::CHUNK_BYTES;
+use crate::geometry::dtype::Dtype;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU8, Ordering};

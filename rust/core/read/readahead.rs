@@ -13,12 +13,12 @@
 //! when a band is copied, the pages between its rows are counted. If others have read at least half of them, the
 //! following bands are requested with these gaps.
 
-use crate::checksum::CHUNK_BYTES;
+use crate::bytes::strided::{CopyDims, Dim, is_one_run, restrict, src_span, widest, without};
+use crate::check::verify::Checks;
 use crate::error::Result;
-use crate::plan::{Array, CopyOp, Plan, PlanSource};
-use crate::source::n_pages;
-use crate::strided::{CopyDims, Dim, is_one_run, restrict, src_span, widest, without};
-use crate::verify::Checks;
+use crate::files::checksum::CHUNK_BYTES;
+use crate::files::source::n_pages;
+use crate::planning::plan::{Array, CopyOp, Plan, PlanSource};
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};

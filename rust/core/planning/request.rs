@@ -1,9 +1,9 @@
 //! Requests: local arrays, each made of regions of the tensors of an index.
 
 use crate::error::{Error, Kind, Printable, Result};
-use crate::layout::{FlatSpan, Layout};
-use crate::region::{Region, row_major_strides};
-use crate::tile::Tile;
+use crate::geometry::layout::{FlatSpan, Layout};
+use crate::geometry::region::{Region, row_major_strides};
+use crate::geometry::tile::Tile;
 use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;

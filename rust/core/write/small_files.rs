@@ -5,25 +5,25 @@
 //! write, or of the close, with which network file systems send what was written.
 //!
 //! The caller publishes the folder as a whole: a file under its name is not complete before the call returns. A file
-//! that exists is left from a call that did not end. It is replaced as [`crate::writer`] replaces files.
+//! that exists is left from a call that did not end. It is replaced as [`crate::write::writer`] replaces files.
 //!
 //! Some hundred files have one plan, so that a chunk of a source is verified once for all of them.
 
-use crate::checksum::{CHUNK_BYTES, Checksums, crc32c};
+use crate::bytes::memory::Stores;
+use crate::bytes::tuning::Tuning;
+use crate::check::verify::{Checks, verifies_files};
 use crate::control::Control;
-use crate::copy::fill_bytes;
-use crate::dtype::Dtype;
 use crate::error::{Error, Result};
-use crate::fetch::{Faulted, Run};
-use crate::index::Index;
-use crate::memory::Stores;
-use crate::plan::Array;
-use crate::request::Requested;
-use crate::route::Route;
-use crate::source::{close, flush_pages};
-use crate::tuning::Tuning;
-use crate::verify::{Checks, verifies_files};
-use crate::writer::{
+use crate::files::checksum::{CHUNK_BYTES, Checksums, crc32c};
+use crate::files::source::{close, flush_pages};
+use crate::geometry::dtype::Dtype;
+use crate::planning::index::Index;
+use crate::planning::plan::Array;
+use crate::planning::request::Requested;
+use crate::read::copy::fill_bytes;
+use crate::read::fetch::{Faulted, Run};
+use crate::write::route::Route;
+use crate::write::writer::{
     Options, Sink, TemporaryFile, Written, are_small, finder_of, header_of, not_finite_of,
     sync_folder, write_hint,
 };

@@ -16,7 +16,7 @@
 //! the thread, without the time in which other processes run.
 //! The first way of a case is used before all samples exist, and afterwards unless another is 5% faster.
 
-use crate::memory::Stores;
+use crate::bytes::memory::Stores;
 use rustix::time::{ClockId, clock_gettime};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 

@@ -1,7 +1,7 @@
 //! Regions: half-open boxes of a tensor, in elements.
 
-use crate::dtype::n_elements;
 use crate::error::{Error, Kind, Result};
+use crate::geometry::dtype::n_elements;
 use std::fmt;
 
 /// A half-open box of a tensor: `offset` and `shape`, one entry per dim. A 0-d region has one element.

@@ -14,18 +14,18 @@
 //!     zero the padding; cast if requested
 //! ```
 
-use crate::cast::cast;
-use crate::checksum::CHUNK_BYTES;
+use crate::bytes::cast::cast;
+use crate::bytes::memory::{Stores, finish_stores};
+use crate::bytes::strided::restrict;
+use crate::bytes::team::Team;
+use crate::bytes::tuning::Tuning;
+use crate::check::verify::{Checks, verifies_files, verify_files};
 use crate::control::Control;
 use crate::error::{Error, Kind, Result};
-use crate::fetch::{BoxCopy, Faulted, Run};
-use crate::memory::{Stores, finish_stores};
-use crate::plan::{Array, Plan, PlanSource};
-use crate::readahead::{Piece, Readahead};
-use crate::strided::restrict;
-use crate::team::Team;
-use crate::tuning::Tuning;
-use crate::verify::{Checks, verifies_files, verify_files};
+use crate::files::checksum::CHUNK_BYTES;
+use crate::planning::plan::{Array, Plan, PlanSource};
+use crate::read::fetch::{BoxCopy, Faulted, Run};
+use crate::read::readahead::{Piece, Readahead};
 
 const BAND_BYTES: u64 = 2 << 20;
 
@@ -285,13 +285,13 @@ fn fill_stored(run: Run<'_>, array: &Array, start: u64, to: &mut [u8]) -> Result
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::dtype::Dtype;
-    use crate::index::Index;
-    use crate::plan::MemoryTensor;
-    use crate::region::Region;
-    use crate::request::Request;
-    use crate::source::Method;
-    use crate::writer::{Buffers, Options, write};
+    use crate::files::source::Method;
+    use crate::geometry::dtype::Dtype;
+    use crate::geometry::region::Region;
+    use crate::planning::index::Index;
+    use crate::planning::plan::MemoryTensor;
+    use crate::planning::request::Request;
+    use crate::write::writer::{Buffers, Options, write};
 
     /// Two threads that touch the same new page at the same time both clear one.
     #[test]

@@ -4,11 +4,11 @@
 //! where they lie. A tensor can be stored with strides of its own, and several can share bytes.
 
 use crate::control::Control;
-use crate::dtype::Dtype;
 use crate::error::{Error, Printable, Result};
-use crate::header::Entry;
-use crate::region::row_major_strides;
-use crate::source::Source;
+use crate::files::header::Entry;
+use crate::files::source::Source;
+use crate::geometry::dtype::Dtype;
+use crate::geometry::region::row_major_strides;
 use crc_fast::{CrcAlgorithm, checksum, checksum_combine};
 use rayon::prelude::*;
 use std::sync::atomic::{AtomicBool, Ordering};

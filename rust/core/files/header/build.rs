@@ -5,8 +5,8 @@ use super::{
     LENGTH_BYTES, MAX_HEADER_BYTES, MAX_RANK, MAX_TENSORS, METADATA, all_bytes, check_name,
     tensor_bytes,
 };
-use crate::dtype::Dtype;
 use crate::error::{Error, Kind, Printable, Result};
+use crate::geometry::dtype::Dtype;
 use std::collections::HashSet;
 
 /// Bytes of an entry beside the name, mostly.

@@ -1,6 +1,6 @@
 //! Casts between floating-point dtypes, rounding to nearest even.
 
-use crate::dtype::Dtype;
+use crate::geometry::dtype::Dtype;
 use half::{bf16, f16};
 
 /// Whether tensors of a dtype can be cast to another.

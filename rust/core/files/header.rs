@@ -18,10 +18,10 @@ mod tokens;
 pub use build::build;
 pub use tokens::NUMBER_END;
 
-use crate::checksum::crc32c;
-use crate::dtype::Dtype;
 use crate::error::{Error, Kind, Printable, Result};
-use crate::source::Source;
+use crate::files::checksum::crc32c;
+use crate::files::source::Source;
+use crate::geometry::dtype::Dtype;
 use std::hash::{BuildHasher, RandomState};
 use std::io;
 use tokens::{Scanner, Shape, Text, unescape};

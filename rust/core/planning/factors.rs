@@ -5,8 +5,8 @@
 //! tail per dim. A region of the factored dims is one public region per run, or is described by its bounding box.
 
 use crate::error::{Error, Kind, Result};
-use crate::region::{Dims, Region, flat_range_boxes, row_major_strides};
-use crate::tile::Tile;
+use crate::geometry::region::{Dims, Region, flat_range_boxes, row_major_strides};
+use crate::geometry::tile::Tile;
 use std::collections::BTreeMap;
 
 /// Most dims that factors may add to a tensor. It limits a region to a few thousand factored regions.

@@ -4,11 +4,11 @@
 //! tensor and of the array. Exactly one copy covers each element of an array, or the element is padding. Execution
 //! fails only for I/O errors, damage and cancellation.
 
-use crate::dtype::{Dtype, n_elements};
+use crate::bytes::strided::{CopyDims, Dim, dst_span, merge_dims};
 use crate::error::{Error, Kind, Result};
-use crate::region::{Region, row_major_strides};
-use crate::shard_file::ShardFile;
-use crate::strided::{CopyDims, Dim, dst_span, merge_dims};
+use crate::files::shard_file::ShardFile;
+use crate::geometry::dtype::{Dtype, n_elements};
+use crate::geometry::region::{Region, row_major_strides};
 use smallvec::{SmallVec, smallvec};
 use std::collections::BTreeMap;
 use std::sync::Arc;

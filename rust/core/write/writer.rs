@@ -12,24 +12,24 @@
 //!
 //! `O_DIRECT` gives the highest throughput of durable writes and does not fill the page cache. Writes are buffered
 //! where the file system does not support it, and for a tail that is not a multiple of the block size. A file that need
-//! not be durable takes the faster of both, see [`crate::route`].
+//! not be durable takes the faster of both, see [`crate::write::route`].
 //!
 //! A file of another format is given as a [`Container`]: the bytes between the arrays, and the places of their CRC-32.
 //! A piece with such a sum is written when all pieces before it are filled: every byte is written once.
 
-use crate::checksum::{CHUNK_BYTES, Checksums, crc32c};
+use crate::bytes::memory::{Memory, Stores, finish_stores, touch};
+use crate::bytes::tuning::Tuning;
+use crate::check::finite::{Finder, NotFinite};
+use crate::check::verify::{Checks, verifies_files, verify_files};
 use crate::control::Control;
-use crate::copy::fill_bytes;
 use crate::error::{Error, Kind, Result};
-use crate::fetch::{Faulted, Run};
-use crate::finite::{Finder, NotFinite};
-use crate::header::{self, Header};
-use crate::memory::{Memory, Stores, finish_stores, touch};
-use crate::plan::{Array, Plan, PlanSource};
-use crate::route::{Route, Routes};
-use crate::source::open_direct;
-use crate::tuning::Tuning;
-use crate::verify::{Checks, verifies_files, verify_files};
+use crate::files::checksum::{CHUNK_BYTES, Checksums, crc32c};
+use crate::files::header::{self, Header};
+use crate::files::source::open_direct;
+use crate::planning::plan::{Array, Plan, PlanSource};
+use crate::read::copy::fill_bytes;
+use crate::read::fetch::{Faulted, Run};
+use crate::write::route::{Route, Routes};
 use crc_fast::{CrcAlgorithm, checksum, checksum_combine};
 use rayon::prelude::*;
 use rustix::fs::{FallocateFlags, Mode, OFlags};

@@ -1,8 +1,8 @@
 //! Strided boxes: their geometry, and copies of them between two slices.
 
+use crate::bytes::memory::{copy_run, prefetch};
+use crate::bytes::tuning::Way;
 use crate::error::Result;
-use crate::memory::{copy_run, prefetch};
-use crate::tuning::Way;
 use smallvec::SmallVec;
 
 /// Shorter runs are not prefetched: they share pages.

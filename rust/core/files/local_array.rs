@@ -1,9 +1,9 @@
 //! The tensors of one file, each joined from the parts in which it is stored.
 
-use crate::dtype::Dtype;
-use crate::header::Entry;
-use crate::region::{Region, row_major_strides};
-use crate::tile::Tile;
+use crate::files::header::Entry;
+use crate::geometry::dtype::Dtype;
+use crate::geometry::region::{Region, row_major_strides};
+use crate::geometry::tile::Tile;
 
 /// A tensor of a file, stored in one or several parts.
 #[derive(Debug, Clone, PartialEq, Eq)]
