@@ -406,6 +406,13 @@ class Select(Options):
         rename: how names begin, and how they begin instead: `{"model.": "", "lm_head.": "head."}`. The longest
             beginning that fits is replaced; "" puts text before every name. The state of a parameter follows it.
             Default: no change.
+        pad: how many rows tensors get, by the beginnings of their names: `{"lm_head.": 32256}`, or a size from the
+            model's config.json, `{"lm_head.": "padded_vocab_size"}`. The new rows are zeros. Optimizer state of the
+            same shape is padded, too. A tensor with more rows is refused. Rows are the first dim; a name map has `pad`
+            for every dim. Default: no change.
+        trim: how many rows tensors keep, in the same form: `{"lm_head.": "vocab_size"}`. The rows after them are left
+            out, whatever they hold; the report says how many are not zero. A tensor with fewer rows is refused.
+            Default: no change.
         suffix: of rank folders, which file of each rank is read, by the end of its name: "20_2", of a later run
             "1-20_2". Default: the newest that all ranks have.
         entry: what stands before the names of the weights, such as "ema", as in `InitFrom`: the weights below it are
@@ -421,6 +428,9 @@ class Select(Options):
         >>> _ = reshard.convert("all.safetensors", "weights.safetensors", select=select)
         >>> reshard.open("weights.safetensors").keys()
         ['w']
+        >>> _ = reshard.convert("weights.safetensors", "six.safetensors", select=Select(pad={"w": 6}))
+        >>> reshard.open("six.safetensors").shape("w")
+        (6,)
     """
 
     keyword: ClassVar[str] = "select"
@@ -428,6 +438,8 @@ class Select(Options):
     only: str | Sequence[str] = ()
     drop: str | Sequence[str] = ()
     rename: Mapping[str, str] | None = None
+    pad: Mapping[str, int | str] | None = None
+    trim: Mapping[str, int | str] | None = None
     suffix: str | None = None
     entry: str | None = None
 

@@ -76,6 +76,20 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
         help="Replace the prefix OLD of tensor names by NEW. The longest matching OLD is used; an empty OLD matches "
         "every name. Can be repeated.",
     ),
+    "pad": click.option(
+        "--pad",
+        multiple=True,
+        metavar="PREFIX=ROWS",
+        help="Lengthen the tensors whose names start with PREFIX to ROWS rows, with zeros: a number, or a field of "
+        "config.json such as padded_vocab_size. Optimizer state follows. Can be repeated.",
+    ),
+    "trim": click.option(
+        "--trim",
+        multiple=True,
+        metavar="PREFIX=ROWS",
+        help="Leave out the rows after ROWS of the tensors whose names start with PREFIX, such as lm_head.=vocab_size. "
+        "Can be repeated.",
+    ),
     "names": click.option(
         "--names",
         type=PATH,
@@ -87,7 +101,8 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
         "--config",
         type=PATH,
         metavar="FILE",
-        help="config.json for the sizes that --names needs. Default: the one in SRC, else in --model-files.",
+        help="config.json for the sizes that --names, --pad and --trim need. Default: the one in SRC, else in "
+        "--model-files.",
     ),
     "model_files": click.option(
         "--model-files",
@@ -204,6 +219,9 @@ def run_conversion(src: str, dst: str, *, no_sync: bool, as_json: bool, share: s
     """
     given["share"] = _launched() if share is None else _parsed(share)
     given["rename"] = _renames(given["rename"])
+    for name in ("pad", "trim"):
+        if name in given:
+            given[name] = _rows(name, given[name])
     groups: dict[str, Any] = {
         group.keyword: group(**{field.name: given.pop(field.name) for field in fields(group) if field.name in given})
         for group in (reshard.Select, reshard.Files)
@@ -239,6 +257,18 @@ def _renames(given: tuple[str, ...]) -> dict[str, str] | None:
         if renames.setdefault(old, new) != new:
             raise click.BadParameter(f"{old!r} is renamed to two names", param_hint="--rename")
     return renames or None
+
+
+def _rows(name: str, given: tuple[str, ...]) -> dict[str, int | str] | None:
+    sizes: dict[str, int | str] = {}
+    for text in given:
+        prefix, equals, size = text.rpartition("=")
+        if not (equals and prefix and size):
+            raise click.BadParameter(f"{text!r} is not PREFIX=ROWS, such as lm_head.=32000", param_hint=f"--{name}")
+        rows = int(size) if size.isascii() and size.isdigit() else size
+        if sizes.setdefault(prefix, rows) != rows:
+            raise click.BadParameter(f"{prefix!r} has two sizes", param_hint=f"--{name}")
+    return sizes or None
 
 
 def _parsed(share: str) -> tuple[int, int]:

@@ -739,6 +739,8 @@ def _option(name: str, value: str) -> str | None:
         return param.opts[0]
     if isinstance(given, tuple):  # a share
         return f"{param.opts[0]} {'/'.join(map(str, given))}"
+    if isinstance(given, dict):  # as in `rename={"model.": ""}`
+        given = [f"{key}={item}" for key, item in given.items()]
     values = given if isinstance(given, list) else [given]
     return " ".join(f"{param.opts[0]} {shlex.quote(str(one))}" for one in values)
 

@@ -266,11 +266,14 @@ def hint_for(
     ]
     if rows and len(rows) == len(wrong):
         n_found, n_expected = found[rows[0].key][0], expected[rows[0].key][0]
-        return (
-            f"config.json says `vocab_size` {n_expected}, and the checkpoint has {n_found} rows: a vocabulary may be "
-            f"padded for training; a name map with `trim: 0, to_size: {n_expected}` leaves out the rest; or give the "
-            "config.json of the padded model"
-        )
+        says = f"config.json says `vocab_size` {n_expected}, and the checkpoint has {n_found} rows"
+        sizes = {one.key: expected[one.key][0] for one in rows}
+        if all(found[key][0] > n for key, n in sizes.items()):
+            return (
+                f"{says}: a vocabulary may be padded for training; `select=Select(trim={sizes!r})` leaves out the "
+                "rest; or give the config.json of the padded model"
+            )
+        return f"{says}: give the config.json of the model that was saved"
     return None
 
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 Shape: TypeAlias = tuple[int, ...]
 
 _NOT_THIS_MODEL = "are the sizes those of this model?"
+_MAX_UNKNOWN = 64  # of a size that is not known, such as the number of tensor-parallel ranks
+_MAX_POWER = 13  # 2**13 = 128 * 64
 
 
 @dataclass(frozen=True)
@@ -220,12 +222,15 @@ class Resized:
         part_map: the position of the shorter one of the two tensors in the longer one.
         dim: the dim.
         n_before, n_after: the elements along it, of the given tensor and of the new one.
+        is_explained: whether the sizes and the multiple of the rule give the longer one of the two numbers. If not, a
+            tensor that is trimmed may be that of a larger model.
     """
 
     part_map: PartMap
     dim: int
     n_before: int
     n_after: int
+    is_explained: bool
 
     @property
     def is_padded(self) -> bool:
@@ -285,7 +290,25 @@ def resized(
         raise NamesError(has, key=key, hint=f"{_NOT_THIS_MODEL} `trim` adds no elements, and `pad` does")
     extents = [min(n, had) if one == dim else extent for one, extent in enumerate(shape)]
     dims = tuple(DimMap(one, 0, extent, extent, 1) for one, extent in enumerate(extents))
-    return Resized(PartMap(dims), dim, had, n)
+    return Resized(PartMap(dims), dim, had, n, word == "pad" or _is_explained(rule, had, n, sizes))
+
+
+def _is_explained(rule: NameRule, had: int, n: int, sizes: Mapping[str, int]) -> bool:
+    """Whether a tensor of `n` elements along a dim has `had` of them when this rule has padded it."""
+    if rule.pad_side is None:
+        return True  # `trim` says nothing about the longer side
+    if (size := _known(rule, rule.from_size, sizes)) is not None:
+        return had == size
+    if rule.from_multiple is None:
+        return False
+    unknown = [name for name in rule.from_multiple.names if name not in sizes]
+    multiples = [
+        _known(rule, rule.from_multiple, {**sizes, **dict.fromkeys(unknown, times)})
+        for times in (range(1, _MAX_UNKNOWN + 1) if unknown else [1])
+    ]
+    if unknown:  # the number in the map may be the default of a program, and programs pad to powers of two
+        multiples += [1 << power for power in range(_MAX_POWER + 1)]
+    return any(multiple and -(-n // multiple) * multiple == had for multiple in multiples)
 
 
 def _known(rule: NameRule, size: Expression | None, sizes: Mapping[str, int]) -> int | None:

@@ -14,7 +14,7 @@ from reshard.documents.strict_yaml import read_yaml
 from reshard.errors import ArgumentError, CheckpointNotFoundError, NamesError
 from reshard.names import presets
 from reshard.names.file import NamesFile, Size
-from reshard.names.resolve import ResolvedTensor, resolve
+from reshard.names.resolve import ResizedTensor, ResolvedTensor, resized_tensors, resolve
 from reshard.names.sizes import Expression
 from reshard.storage.location import Location, locate
 from reshard.values.arguments import checked
@@ -138,12 +138,31 @@ class NameMap(NamesFile):
             >>> [(tensor.key, tensor.shape) for tensor in names.reversed().resolve({"qk": (6, 4), "other": (1,)})]
             [('q', (3, 4)), ('k', (3, 4)), ('other', (1,))]
         """
-        sizes = {
-            name: known.choices[0].value({})
-            for name, size in self.sizes.items()
-            if (known := _size_from(name, size, {}))
-        }
-        return resolve(self, shapes, optimizer_keys=optimizer_keys, sizes=sizes)
+        return resolve(self, shapes, optimizer_keys=optimizer_keys, sizes=self._numbers())
+
+    def resized(
+        self, shapes: Mapping[str, tuple[int, ...]], *, optimizer_keys: Collection[str] = ()
+    ) -> list[ResizedTensor]:
+        """The tensors that the map pads or trims, from side `from` to side `to`.
+
+        Args:
+            shapes: the shape of each tensor by key, in elements.
+            optimizer_keys: the keys of optimizer state.
+
+        Raises:
+            NamesError: the map does not fit the tensors; the message names the key.
+
+        Example:
+            >>> names = NameMap.from_mapping({"rules": [{"from": "w", "to": "w", "pad": 0, "to_size": 8}]})
+            >>> [(one.key, one.n_before, one.n_after) for one in names.resized({"w": (6, 4), "v": (6, 4)})]
+            [('w', 6, 8)]
+        """
+        return resized_tensors(self, shapes, optimizer_keys=optimizer_keys, sizes=self._numbers())
+
+    def _numbers(self) -> dict[str, int]:
+        """The sizes that are known."""
+        found = ((name, _size_from(name, size, {})) for name, size in self.sizes.items())
+        return {name: known.choices[0].value({}) for name, known in found if known is not None}
 
 
 def _is_number(value: object) -> TypeGuard[int]:

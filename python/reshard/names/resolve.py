@@ -173,28 +173,54 @@ def copies_left_out(names: NamesFile, keys: Collection[str], *, optimizer_keys: 
     }
 
 
-def resized_keys(names: NamesFile, keys: Collection[str], *, optimizer_keys: Collection[str] = ()) -> dict[str, str]:
-    """The keys that rules with `trim` or `pad` match, and their new names, from side `from`.
+@dataclass(frozen=True)
+class ResizedTensor:
+    """A tensor that a name map pads or trims.
+
+    Attributes:
+        key: its key in the checkpoint.
+        name: its new name.
+        dim: the dim along which it has another number of elements.
+        n_before, n_after: the elements along it, in the checkpoint and under the new name.
+        is_explained: whether the sizes of the map give the longer one of the two numbers.
+    """
+
+    key: str
+    name: str
+    dim: int
+    n_before: int
+    n_after: int
+    is_explained: bool
+
+
+def resized_tensors(
+    names: NamesFile,
+    shapes: Mapping[str, Shape],
+    *,
+    optimizer_keys: Collection[str] = (),
+    sizes: Mapping[str, int] | None = None,
+) -> list[ResizedTensor]:
+    """The tensors that a name map pads or trims, from side `from`.
 
     Args:
         names: the name map.
-        keys: the keys of the tensors.
-        optimizer_keys: those of optimizer state.
+        shapes: the shape of each tensor by key, in elements.
+        optimizer_keys: the keys of optimizer state.
+        sizes: values of the known sizes.
+
+    Raises:
+        NamesError: as `resolve`.
 
     Example:
         >>> from reshard.names.file import NamesFile
         >>> rule = {"from": "a", "to": "b", "trim": 0, "to_size": 3}
-        >>> resized_keys(NamesFile.from_mapping({"rules": [rule]}), ["a", "c"])
-        {'a': 'b'}
+        >>> [found] = resized_tensors(NamesFile.from_mapping({"rules": [rule]}), {"a": (4, 2), "c": (4,)})
+        >>> found.key, found.name, found.n_before, found.n_after
+        ('a', 'b', 4, 3)
     """
     if not any(isinstance(rule, NameRule) and rule.trim is not None for rule in names.rules):
-        return {}
-    groups, _ = _Resolver(names, dict.fromkeys(keys, ()), optimizer_keys, {}).groups()
-    return {
-        next(iter(found.values())): group[0] + rule.whole.format(dict(group[2]))
-        for group, found in groups.items()
-        if isinstance(rule := names.rules[group[1]], NameRule) and rule.trim is not None
-    }
+        return []
+    return list(_Resolver(names, shapes, optimizer_keys, dict(sizes or {})).resized())
 
 
 # A group is one application of a rule: its slot, the number of the rule, and the values of the indices on both sides.
@@ -343,6 +369,17 @@ class _Resolver:
                 )
             for tie in copies[found.value.tied.text]:
                 self._add(replace(made, key=found.slot + tie.name.format(found.numbers)))
+
+    def resized(self) -> Iterable[ResizedTensor]:
+        for group, keys in self.groups()[0].items():
+            rule = self.names.rules[group[1]]
+            if isinstance(rule, Tie) or rule.trim is None:
+                continue
+            key = next(iter(keys.values()))
+            found = resized(rule, key, self.shapes[key], self._shape_of_parameter(group, rule, key), self.sizes)
+            if found is not None:
+                name = group[0] + rule.whole.format(dict(group[2]))
+                yield ResizedTensor(key, name, found.dim, found.n_before, found.n_after, found.is_explained)
 
     # -- one group
 

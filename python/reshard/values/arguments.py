@@ -156,6 +156,19 @@ def _text_mapping(name: str, value: object) -> None:
         check_text(item, f"value of `{name}`")
 
 
+def _sizes_by_name(name: str, value: object) -> None:
+    example = f'a mapping of names to sizes, as in {name}={{"lm_head.": "vocab_size"}}'
+    if not isinstance(value, Mapping):
+        raise _wrong(name, value, example)
+    for key, item in value.items():
+        if not isinstance(key, str) or not key:
+            raise _wrong(name, key, f"names of tensors or beginnings of names: {example}")
+        if not isinstance(item, str) and (
+            isinstance(plain_integer(item), bool) or type(plain_integer(item)) is not int
+        ):
+            raise _wrong(f"{name}[{key!r}]", item, "a number of rows, or a field of config.json such as vocab_size")
+
+
 def _metric_and_number(name: str, value: object) -> None:
     if not isinstance(value, tuple | list) or len(value) != 2 or not isinstance(value[0], str):
         raise _wrong(name, value, 'the name of a metric and a number, as in ("loss", 3)')
@@ -308,6 +321,7 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     **dict.fromkeys(
         ("environment", "coordinate", "optimizer", "extra", "shapes", "metrics", "rename", "out"), _mapping
     ),
+    **dict.fromkeys(("pad", "trim"), _sizes_by_name),
     "metadata": _text_mapping,
     "plan": _text_mapping,
     "name": _text,

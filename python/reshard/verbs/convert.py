@@ -49,7 +49,7 @@ from reshard.ranks.group import SingleProcess, resolve, session
 from reshard.storage.location import Location, locate
 from reshard.values.arguments import checked, parse_size, plain_integer
 from reshard.values.words import hub_hint, listed, show
-from reshard.verbs.selection import of_prefixes
+from reshard.verbs.selection import NewSizes, of_prefixes
 from reshard.verbs.selection import select as selected
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def convert(
         names: a name map, applied after `select`: tensors are renamed, fused, split, stacked, transposed. A `NameMap`,
             its file or mapping, or a preset such as "qwen3-mindspore"; text that ends in ":reverse" applies the
             inverse.
-        config: the model's `config.json`, for the sizes that the name map takes from it; default: the one
+        config: the model's `config.json`, for the sizes that the name map and `Select` take from it; default: the one
             in `src`, else the one in `Files.model_files`.
         iteration: number of the Checkpoint 2.0 iteration; default: the source's, else its step, else 0. Of rank folders
             the step in the names of the files. For Megatron the default is the source's, or `release`; for DeepSpeed it
@@ -246,14 +246,17 @@ def convert(
             elif part != "all" and names is None and not (chosen.rename or chosen.only):
                 _check_one_set(whole, (chosen.drop,) if isinstance(chosen.drop, str) else tuple(chosen.drop))
             known = None
-            if names is not None:
+            beside = config
+            if beside is None:
                 beside = config_beside(source)
-                if beside is None and model_folder is not None:
-                    beside = config_beside(model_folder)
-                known = as_names(names, beside if config is None else config)
+            if beside is None and model_folder is not None:
+                beside = config_beside(model_folder)
+            sizes = NewSizes(chosen.pad or {}, chosen.trim or {}, beside)
+            if names is not None:
+                known = as_names(names, beside)
                 known = known if layout is None else _padded_for(known, as_layout(layout))
-            elif config is not None:
-                raise ArgumentError("`config` has a meaning only with `names`")
+            elif config is not None and not (sizes.pad or sizes.trim):
+                raise ArgumentError("`config` has a meaning only with `names`, or with `pad` or `trim` of `Select`")
             apart = writer.apart(whole)
             if apart and part_written == "all" and whole.common is None:
                 whole.common = whole.data.read_common()
@@ -272,6 +275,7 @@ def convert(
                 only=chosen.only,
                 drop=drop,
                 rename=rename,
+                sizes=sizes,
                 names=known,
                 apart=apart,
                 dtype=options.dtype,
@@ -304,6 +308,7 @@ def convert(
                     chosen.drop,
                     rename,
                     chosen.entry,
+                    *({name: str(size) for name, size in one.items()} for one in (sizes.pad, sizes.trim)),
                     None if known is None else known.to_mapping(),
                     iteration,
                     prefix,

@@ -5,31 +5,51 @@ Tensors are left out and renamed by prefixes of their names. Name maps do all ot
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import logging
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from reshard.checkpoint import Checkpoint
-from reshard.errors import ArgumentError
+import numpy as np
+
+from reshard.errors import ArgumentError, NamesError
 from reshard.formats import counter_tensors, weight_sets
 from reshard.formats.base import StoredTensor
-from reshard.names.resolve import copies_left_out, resized_keys
-from reshard.values.words import show
+from reshard.names import NameMap
+from reshard.names.model import read_config
+from reshard.names.resolve import ResizedTensor, copies_left_out
+from reshard.names.sizes import Expression
+from reshard.values.arguments import plain_integer
+from reshard.values.words import counted, listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    import numpy as np
-
     from reshard.checkpoint import Checkpoint, Part
-    from reshard.names import NameMap
+    from reshard.names import ConfigLike
 
 _log = logging.getLogger("reshard")
 
 _PATTERN = frozenset("*?[{")
+
+_MAX_READ_BYTES = 32 << 20  # of elements that are left out, at a time
+
+
+@dataclass(frozen=True)
+class NewSizes:
+    """New numbers of rows, that is of elements along the first dim, by the beginnings of names.
+
+    Attributes:
+        pad: tensors that end with rows of zeros: the number of rows, or a size from a model's config.json.
+        trim: tensors whose rows after this number are left out.
+        config: that config.json; None: there is none.
+    """
+
+    pad: Mapping[str, int | str] = field(default_factory=dict)
+    trim: Mapping[str, int | str] = field(default_factory=dict)
+    config: ConfigLike | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +97,7 @@ def select(
     only: str | Sequence[str] = (),
     drop: str | Sequence[str] = (),
     rename: Mapping[str, str] | None = None,
+    sizes: NewSizes = NewSizes(),
     names: NameMap | None = None,
     apart: Collection[str] = (),
     dtype: str | None = None,
@@ -89,6 +110,7 @@ def select(
         only: prefixes of the names of the tensors that are taken; empty: all are.
         drop: as in `new_names`; one prefix or several.
         rename: as in `new_names`.
+        sizes: which tensors are padded or trimmed, after `rename`.
         names: a name map that is applied afterwards.
         apart: names of counters that are not ordinary tensors in the destination.
         dtype: the dtype to which the tensors are cast: some formats store weights in two.
@@ -98,18 +120,18 @@ def select(
 
     Raises:
         ArgumentError: no tensor is selected, or as `new_names`.
-        NamesError: the name map does not fit the tensors.
+        NamesError: the name map does not fit the tensors, or it would leave out values that are no padding.
     """
     if part == "model" and (weights := source.data.weights(dtype)) is not None:
         view = source.view({name: _stored(source, key) for name, key in weights.items()}, is_renamed=True)
-        selection = select(view, part, only=only, drop=drop, rename=rename, names=names, apart=apart)
+        selection = select(view, part, only=only, drop=drop, rename=rename, sizes=sizes, names=names, apart=apart)
         if selection.source is not view:
             view.close()
         return replace(selection, copies={weights[a]: weights[b] for a, b in selection.copies.items()})
     if only:
         chosen = _only(source, part, (only,) if isinstance(only, str) else tuple(only))
         view = source.view({key: _stored(source, key) for key in chosen})
-        selection = select(view, part, drop=drop, rename=rename, names=names, apart=apart)
+        selection = select(view, part, drop=drop, rename=rename, sizes=sizes, names=names, apart=apart)
         if selection.source is not view:
             view.close()
         return replace(selection, is_renamed=True, names=None)  # the state beside them is of all tensors
@@ -121,7 +143,8 @@ def select(
     separate = [name for name in counters if name not in source or name in apart]
     drop = (drop,) if isinstance(drop, str) else tuple(drop)
     is_same, unplaced = not drop and not rename, source.unplaced()
-    if keys and is_same and names is None and len(tensors) == len(source) and not separate and not unplaced:
+    is_alike = is_same and names is None and not (sizes.pad or sizes.trim)
+    if keys and is_alike and len(tensors) == len(source) and not separate and not unplaced:
         return Selection(source, keys, {}, [], {})  # without a table of 100,000 names
     states = {} if is_same else _states(source)
     new = new_names([*tensors, *separate], drop, rename, states=states)
@@ -136,24 +159,16 @@ def select(
         view = source.view({new[key]: _stored(source, key) for key in tensors if key in new})
     copies: dict[str, str] = {}
     of_sizes: list[str] = []
+    # Tensors that are not written need not match a map.
+    of_maps: Part = "model" if part == "model" else "all"
+    if sizes.pad or sizes.trim:
+        resizing = _map_of_sizes(sizes, {new[key]: key for key in tensors if key in new}, view)
+        view = _mapped(view, source, resizing, of_maps, of_sizes, is_asked=True)
+        written = view.keys(part)
     if names is not None:
         old = {new[key]: key for key in tensors if key in new}
-        # Tensors that are not written need not match the map.
-        with contextlib.nullcontext() if view is source else view:
-            chosen = view.keys("model" if part == "model" else "all")
-            of_optimizer = set(view.keys("optimizer"))
-            tied = copies_left_out(names, chosen, optimizer_keys=of_optimizer)
-            before = {
-                (key, name): view.shape(key)
-                for key, name in resized_keys(names, chosen, optimizer_keys=of_optimizer).items()
-            }
-            view = view.renamed(names, part="model" if part == "model" else "all")
-        of_sizes = [
-            f"{show(key)} has shape {shape}, and {show(name)} {view.shape(name)}: the rest "
-            + ("is padding, all zeros" if math.prod(shape) < math.prod(view.shape(name)) else "is left out as padding")
-            for (key, name), shape in before.items()
-            if view.shape(name) != shape
-        ]
+        tied = copies_left_out(names, view.keys(of_maps), optimizer_keys=set(view.keys("optimizer")))
+        view = _mapped(view, source, names, of_maps, of_sizes)
         written = view.keys(part)
         copies = {old[a]: old[b] for a, b in tied.items()}
     if source.common is not None:
@@ -166,12 +181,164 @@ def select(
         longest_first = sorted(changes, key=len, reverse=True)
         left_out = [_renamed(key, changes, longest_first, set(), states) for key in tensors if key not in new]
     separate_counters = {new[name]: counters[name] for name in separate if name in new}
-    is_renamed = names is not None or any(key != name for key, name in new.items())
+    is_mapped = names is not None or bool(sizes.pad or sizes.trim)
+    is_renamed = is_mapped or any(key != name for key, name in new.items())
     how = None
-    if names is None and not is_same:
+    if not is_mapped and not is_same:
         of_model = set(source.keys("model"))
         how = NewNames(_renamer(drop, rename or {}, new), {a: b for a, b in new.items() if a in of_model and a != b})
     return Selection(view, written, separate_counters, left_out, copies, is_renamed, how, of_sizes)
+
+
+def _mapped(
+    view: Checkpoint, source: Checkpoint, names: NameMap, part: Part, told: list[str], *, is_asked: bool = False
+) -> Checkpoint:
+    """A view after a name map, with a sentence in `told` for each tensor that it pads or trims.
+
+    Args:
+        view: the tensors so far; it is closed unless it is the source.
+        source: the source.
+        names: the map.
+        part: the tensors to which it is applied.
+        told: where the sentences are added.
+        is_asked: whether values that the map leaves out are left out on purpose, whatever they are.
+
+    Raises:
+        NamesError: the map does not fit, or values that it leaves out as padding are no padding.
+    """
+    try:
+        shapes = {key: view.shape(key) for key in view.keys(part)}
+        changes = names.resized(shapes, optimizer_keys=set(view.keys("optimizer")))
+        told += _changes(view, changes, is_asked=is_asked)
+        return view.renamed(names, part=part)
+    finally:
+        if view is not source:
+            view.close()
+
+
+def _changes(view: Checkpoint, changes: Sequence[ResizedTensor], *, is_asked: bool) -> list[str]:
+    """What a name map does to the tensors that it pads or trims, one sentence for each.
+
+    Raises:
+        NamesError: it leaves out values that are no padding.
+    """
+    told, refused = [], []
+    for one in changes:
+        shape = view.shape(one.key)
+        new = tuple(one.n_after if dim == one.dim else n for dim, n in enumerate(shape))
+        becomes = f"and {show(one.name)} {new}" if one.name != one.key else f"and gets {new}"
+        what = f"{show(one.key)} has shape {shape}, {becomes}"
+        if one.n_after > one.n_before:
+            told.append(f"{what}: the rest is padding, all zeros")
+            continue
+        padding = "" if is_asked else " as padding"
+        n_values = _n_not_zero(view, one)
+        if n_values == 0:
+            told.append(f"{what}: the rest is left out{padding}, all zeros")
+            continue
+        n_rows = one.n_before - one.n_after
+        rows = counted(n_rows, "row") if one.dim == 0 else f"{n_rows} along dim {one.dim}"
+        of = f"{n_values} of {rows} {'is' if n_values == 1 else 'are'} not zero"
+        if not (is_asked or one.is_explained):
+            refused.append((one, f"{what}, but the rest is no padding: {of}"))
+        told.append(f"{what}: the rest is left out{padding}, of which {of}")
+    if refused:
+        first, what = refused[0]
+        of_model = set(view.keys("model"))
+        keys = {one.key: one.n_after for one, _ in refused if one.key in of_model}
+        raise NamesError(
+            f"{what}, and the sizes of the name map do not pad {first.n_after} to {first.n_before}",
+            key=first.key,
+            hint="does the config.json have the `vocab_size` of this model? "
+            + (f"`select=Select(trim={keys!r})` leaves the rest out, whatever it holds" if keys else ""),
+        )
+    return told
+
+
+def _n_not_zero(view: Checkpoint, one: ResizedTensor) -> int:
+    """How many of the elements along a dim that are left out hold a byte that is not zero."""
+    shape = view.shape(one.key)
+    n_bytes = max(1, view[one.key].n_bytes // max(1, shape[one.dim]))
+    step = max(1, _MAX_READ_BYTES // n_bytes)
+    edges = [*range(one.n_after, one.n_before, step), one.n_before]
+    found = 0
+    for start, stop in itertools.pairwise(edges):
+        array = view.read(one.key, (*(slice(None),) * one.dim, slice(start, stop)))
+        rows = np.ascontiguousarray(np.moveaxis(array, one.dim, 0)).reshape(stop - start, -1).view(np.uint8)
+        found += int(np.count_nonzero(rows.any(axis=1)))
+    return found
+
+
+def _map_of_sizes(sizes: NewSizes, old: Mapping[str, str], view: Checkpoint) -> NameMap:
+    """The name map that pads and trims, with a rule for each tensor.
+
+    Args:
+        sizes: what is padded and trimmed.
+        old: names before `rename`, by names after it.
+        view: the tensors under the names after it.
+
+    Raises:
+        ArgumentError: no name begins with a text, a tensor is padded and trimmed, a size is not known, or a tensor has
+            more rows than `pad` or fewer than `trim` gives it.
+        NamesError: a name cannot be the name in a rule.
+    """
+    of_optimizer = set(view.keys("optimizer"))
+    # State of the optimizer may be there without its parameter.
+    states = [(counter_tensors.parameter_of(name), counter_tensors.parameter_of(old[name])) for name in of_optimizer]
+    old = {name: key for name, key in old.items() if name not in of_optimizer} | {
+        one[1]: other[1] for one, other in states if one and other
+    }
+    numbers = {} if sizes.config is None else read_config(sizes.config)
+    rules: dict[str, dict[str, object]] = {}
+    for word, asked in (("pad", sizes.pad), ("trim", sizes.trim)):
+        # The longest text that a name begins with applies, as for `rename`.
+        for text in sorted(asked, key=len, reverse=True):
+            chosen = [name for name, key in old.items() if key.startswith(text)]
+            chosen = chosen or [name for name in old if name.startswith(text)]
+            if not chosen:
+                raise ArgumentError(
+                    f"`{word}` has {show(text)}, and no name of a weight begins with this text",
+                    hint="`reshard inspect` lists the names" if _PATTERN.isdisjoint(text) else "it is not a pattern",
+                )
+            n = _n_rows(f"`{word}` of {show(text)}", asked[text], numbers, has_config=sizes.config is not None)
+            for name in chosen:
+                rule = rules.setdefault(name, {"from": name, "to": name, word: 0, "to_size": n})
+                if word not in rule:
+                    raise ArgumentError(f"`pad` and `trim` are both given for {show(name)}", key=name)
+                shape = view.shape(name) if name in view else ()
+                if shape and rule["to_size"] == n and (shape[0] > n if word == "pad" else shape[0] < n):
+                    no = "leaves no rows out, and `trim` does" if word == "pad" else "adds no rows, and `pad` does"
+                    raise ArgumentError(
+                        f"{show(name)} has {counted(shape[0], 'row')}, and `{word}` gives it {n}: `{word}` {no}",
+                        key=name,
+                    )
+    return NameMap.from_mapping({"rules": list(rules.values())})
+
+
+def _n_rows(what: str, size: int | str, config: Mapping[str, object], *, has_config: bool) -> int:
+    """A number of rows, from a number or from fields of a config.
+
+    Raises:
+        ArgumentError: the text is no size, or the config lacks a field or has something else there.
+    """
+    try:
+        expression = Expression.parse(plain_integer(size))
+        found = {name: config.get(name) for name in expression.names}
+        missing = [show(name) for name, n in found.items() if not isinstance(n, int) or isinstance(n, bool)]
+        if missing:
+            where = f"config.json has no number {listed(missing)}" if has_config else "there is no config.json"
+            raise ArgumentError(
+                f"{what} is {show(str(size))}, and {where}",
+                hint="write a number, or give `config=`, a config.json or a mapping with the field",
+            )
+        n = expression.value(found)  # type: ignore[arg-type]
+    except ValueError as error:
+        if isinstance(error, ArgumentError):
+            raise
+        raise ArgumentError(f"{what}: {error}") from None
+    if n < 1:
+        raise ArgumentError(f"{what} is {n}, expected at least one row")
+    return n
 
 
 def _renamer(drop: tuple[str, ...], rename: Mapping[str, str], new: Mapping[str, str]) -> Callable[[str], str | None]:
