@@ -107,15 +107,16 @@ def test_what_the_library_keeps_in_float32_stays(kind: str, dtype: str, tmp_path
 @pytest.mark.parametrize(
     ("packed", "scale"),
     [
-        ("l.qweight", "l.scales"),
-        ("l.weight", "l.weight.absmax"),
-        ("l.weight", "l.SCB"),
+        ("l.weight_codes", "l.codebooks"),
         ("l.mlp.gate_up_proj_blocks", "l.mlp.gate_up_proj_norm"),
     ],
 )
 def test_scales_are_not_cast_apart_from_packed_integers(packed: str, scale: str, tmp_path: Path) -> None:
-    kind = np.int32 if packed.endswith("qweight") else np.uint8
-    arrays = {packed: np.zeros((4, 4), kind), scale: np.ones(4, np.float32), "l.bias": np.ones(4, np.float32)}
+    arrays: dict[str, np.ndarray] = {
+        packed: np.zeros((4, 4), np.uint8),
+        scale: np.ones(4, np.float32),
+        "l.bias": np.ones(4, np.float32),
+    }
     reshard.save_file(arrays, tmp_path / "w.safetensors")
     with pytest.raises(UnsupportedError, match=rf"`{scale}` \(F32\) lies beside the packed integers `{packed}`"):
         reshard.convert(tmp_path / "w.safetensors", tmp_path / "hf", dtype="bfloat16")

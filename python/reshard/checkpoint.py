@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from reshard.layout.strategy import Strategy
     from reshard.names import ConfigLike, NamesLike, ResolvedTensor
     from reshard.options import VerifyMode
+    from reshard.quantised.kinds import Quantised
 
 Part = Literal["all", "model", "optimizer"]
 LayoutLike: TypeAlias = "ModelLayout | str | os.PathLike[str] | Mapping[str, Any]"
@@ -576,10 +577,24 @@ class Checkpoint:
         check_given(verify=verify)
         if verify not in ("full", "touched", "structure"):
             raise ArgumentError(f'`verify` is {verify!r}; "full", "touched" or "structure" are accepted')
+        if dtype is not None:
+            self._refuse_cast(keys)
         if verify == "full":
             self.scrub()
         self.data.check(keys)
         return {"dtype": None if dtype is None else dtypes.parse_dtype(dtype), "verify": verify != "structure"}
+
+    def _refuse_cast(self, keys: Collection[str] | None) -> None:
+        """Refuse to cast the parts of quantised weights: the packed values would stay as they are."""
+        for one in self._quantised.values():
+            part = next((key for key in one.parts.values() if keys is None or key in keys), None)
+            if part is not None:
+                raise UnsupportedError(
+                    f"{show(part)} belongs to the quantised weight {show(one.name)} ({one.kind}): a cast of its parts "
+                    "alone would change its values",
+                    key=part,
+                    hint="leave `dtype=` out; a conversion with `dtype=` makes ordinary tensors of quantised weights",
+                )
 
     @checked
     def scrub(self, share: tuple[int, int] = (0, 1), *, threads: int | None = None) -> None:
@@ -852,7 +867,43 @@ class Checkpoint:
         """
         from reshard.layout import as_layout  # noqa: PLC0415  slow to import, and not needed without a layout
 
-        return as_layout(layout).bind(self._shapes(), optimizer_keys=set(self.keys("optimizer")))
+        known, shapes, of_optimizer = as_layout(layout), self._shapes(), set(self.keys("optimizer"))
+        weights = self._quantised
+        if not weights:
+            return known.bind(shapes, optimizer_keys=of_optimizer)
+        from reshard.quantised.together import bind_together  # noqa: PLC0415  not needed without such weights
+
+        return bind_together(known, shapes, weights.values(), optimizer_keys=of_optimizer)
+
+    # -- quantised weights
+
+    def quantised(self) -> dict[str, Quantised]:
+        """The quantised weights: each is one logical tensor, which is stored as packed values and their parts.
+
+        Returns:
+            By the name of the weight its kind, its shape and the keys of its parts.
+
+        Raises:
+            MismatchError: a part is missing, or parts, shapes and config.json contradict each other.
+            UnsupportedError: a weight is quantised in a way that is not known.
+
+        Example:
+            >>> import ml_dtypes, numpy as np, reshard
+            >>> fp8, scales = np.zeros((256, 256), ml_dtypes.float8_e4m3fn), np.ones((2, 2), np.float32)
+            >>> reshard.save_file({"a.weight": fp8, "a.weight_scale_inv": scales}, "fp8.safetensors")
+            >>> reshard.open("fp8.safetensors").quantised()["a.weight"].parts
+            {'weight': 'a.weight', 'scale': 'a.weight_scale_inv'}
+        """
+        return dict(self._quantised)
+
+    @functools.cached_property
+    def _quantised(self) -> Mapping[str, Quantised]:
+        from reshard.quantised.stored import quantised_in  # noqa: PLC0415  not needed by most reads
+
+        path = self.data.path
+        keys = [key for key in self.keys("model") if key not in self._unplaced]
+        folder = path if self.data.traits.is_pretrained and path.is_folder() else None
+        return quantised_in(self._index, keys, folder, read=lambda key: self.read(key).tobytes())
 
     def _info(self, key: str) -> tuple[str, tuple[int, ...]]:
         """Dtype and shape of a tensor. Raises KeyNotFoundError."""

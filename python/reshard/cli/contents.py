@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import reshard
@@ -16,7 +16,7 @@ from reshard.checkpoint import Checkpoint
 from reshard.cli.leftovers import leftovers_in_iteration, leftovers_in_root
 from reshard.cli.output import warn
 from reshard.commit.scrub import is_damage
-from reshard.errors import LayoutError, ReshardError
+from reshard.errors import LayoutError, MismatchError, ReshardError
 from reshard.formats import counter_tensors, health
 from reshard.formats.left_out import LeftOut
 from reshard.layout import Partition
@@ -81,6 +81,16 @@ class TensorRow:
 
 
 @dataclass(frozen=True)
+class QuantisedRow:
+    """A quantised weight: one logical tensor. `parts` are the keys of the tensors that store it, by their roles."""
+
+    kind: str
+    title: str
+    shape: tuple[int, ...]
+    parts: dict[str, str]
+
+
+@dataclass(frozen=True)
 class Contents:
     """The contents of a checkpoint, and of the root that it is in."""
 
@@ -98,6 +108,7 @@ class Contents:
     leftovers: list[Leftover]
     warnings: tuple[str, ...] = ()  # about the root
     left_out: LeftOut | None = None  # the tensors that the save leaves out
+    quantised: dict[str, QuantisedRow] = field(default_factory=dict)  # by the name of the weight
 
     @property
     def unseen(self) -> list[str]:
@@ -123,7 +134,7 @@ def gather_contents(path: str, checkpoint: Checkpoint, *, everything: bool) -> C
         layout = reshard.ModelLayout.like(checkpoint)
         # With one rank there are no axes to name.
         bound = None if math.prod(layout.mesh.values()) == 1 else checkpoint.bind(layout)
-    except LayoutError as error:
+    except (LayoutError, MismatchError) as error:
         layout, reason = None, "there is no strategy" if unplaced else error.message
     tiled = set(checkpoint.tiled_keys())
     shared: dict[object, Any] = {}  # equal values of rows, stored once
@@ -151,7 +162,22 @@ def gather_contents(path: str, checkpoint: Checkpoint, *, everything: bool) -> C
         leftovers=[*([] if order is None else leftovers_in_root(locate(path))), *leftovers_in_iteration(checkpoint)],
         left_out=LeftOut.of_checkpoint(checkpoint),
         warnings=() if order is None else order.warnings,
+        quantised=_quantised(checkpoint),
     )
+
+
+def _quantised(checkpoint: Checkpoint) -> dict[str, QuantisedRow]:
+    """The quantised weights; none, with a warning, if their parts contradict each other."""
+    from reshard.quantised.kinds import KINDS
+
+    try:
+        weights = checkpoint.quantised()
+    except ReshardError as error:
+        warn(f"the quantised weights cannot be read: {error}")
+        return {}
+    return {
+        name: QuantisedRow(one.kind, KINDS[one.kind].title, one.shape, dict(one.parts)) for name, one in weights.items()
+    }
 
 
 def _saves(root: str) -> list[SaveRecord]:

@@ -13,7 +13,7 @@ import shlex
 import sys
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
@@ -203,6 +203,7 @@ def _json(facts: Contents, rows: list[TensorRow]) -> dict[str, Any]:
         "stored_bytes": sum(row.stored_bytes for row in facts.rows),
         "unseen_by_mindspore": facts.unseen,
         "leftovers": [dataclasses.asdict(one) for one in facts.leftovers],
+        "quantised": {name: dataclasses.asdict(one) for name, one in facts.quantised.items()},
         "tensors": {row.key: _json_row(row, facts.checkpoint, with_shards=len(rows) == 1) for row in rows},
     }
 
@@ -260,9 +261,9 @@ def _print_page(facts: Contents, *, everything: bool) -> None:
         echo("there are no tensors")
         return
     if everything or len(facts.rows) <= _MAX_PLAIN:
-        _print_rows([_Line.of(row) for row in facts.rows])
+        _print_rows([line for row in _logical(facts) for line in _Line.of(row).with_parts()])
         return
-    lines = _grouped(facts.rows)
+    lines = [line for group in _grouped(_logical(facts)) for line in group.with_parts()]
     _print_rows(lines[:_MAX_ROWS])
     echo_more(len(lines) - _MAX_ROWS, "more lines", "give a pattern, or --all")
 
@@ -295,6 +296,12 @@ def _lines(facts: Contents) -> list[tuple[str, str]]:
         n = totals["n_tensors"]
         counts = f"{n} tensor{'s' if n > 1 else ''}, {_count(totals['n_elements'])} {elements}"
         lines.append((part, f"{counts}, {size(totals['n_bytes'])} ({dtypes})"))
+    if facts.quantised:
+        kinds = Counter(one.title for one in facts.quantised.values())
+        n_elements = sum(math.prod(one.shape) for one in facts.quantised.values())
+        text = ", ".join(f"{n} {title}" for title, n in kinds.most_common())
+        weights = counted(len(facts.quantised), "weight")
+        lines.append(("quantised", f"{weights}, {_count(n_elements)} parameters ({text})"))
     if facts.left_out is not None:
         text = f"{facts.left_out.to_text()}: {listed(facts.left_out.tensors)}. Only their digests are saved"
         lines.append(("left out", shown(text)))
@@ -497,16 +504,72 @@ class _Line:
 
     key: str
     n: int
-    row: TensorRow
+    row: _Row
 
     @classmethod
-    def of(cls, row: TensorRow) -> _Line:
+    def of(cls, row: _Row) -> _Line:
         return cls(shown(row.key), 1, row)
 
+    def with_parts(self) -> list[_Line]:
+        """The line, and of a quantised weight one for each of its parts."""
+        parts = self.row.parts if isinstance(self.row, _Logical) else ()
+        return [self, *(_Line(f"  {shown(part.key.rpartition('.')[2])}", self.n, part) for part in parts)]
 
-def _grouped(rows: Iterable[TensorRow]) -> list[_Line]:
+
+@dataclass(frozen=True)
+class _Logical:
+    """A quantised weight as a row: what is stored is that of its parts."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[TensorRow, ...]
+
+    @property
+    def part(self) -> str:
+        return self.parts[0].part
+
+    @property
+    def cut(self) -> str:
+        return self.parts[0].cut
+
+    @property
+    def n_shards(self) -> int:
+        return self.parts[0].n_shards
+
+    @property
+    def replicas(self) -> tuple[int, int]:
+        return self.parts[0].replicas
+
+    @property
+    def tiled(self) -> bool:
+        return self.parts[0].tiled
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(part.n_bytes for part in self.parts)
+
+
+_Row: TypeAlias = "TensorRow | _Logical"
+
+
+def _logical(facts: Contents) -> list[_Row]:
+    """The rows, with one for each quantised weight in the place of its parts."""
+    rows = {row.key: row for row in facts.rows}
+    weight_of = {key: (name, one) for name, one in facts.quantised.items() for key in one.parts.values()}
+    found: dict[str, _Row] = {}
+    for key, row in rows.items():
+        name, one = weight_of.get(key, (key, None))
+        if one is None:
+            found[key] = row
+        elif name not in found:
+            found[name] = _Logical(name, one.kind, one.shape, tuple(rows[part] for part in one.parts.values()))
+    return list(found.values())
+
+
+def _grouped(rows: Iterable[_Row]) -> list[_Line]:
     """One line for each group of tensors that differ only in the numbers in their keys."""
-    groups: dict[tuple[object, ...], list[TensorRow]] = {}
+    groups: dict[tuple[object, ...], list[_Row]] = {}
     for row in rows:
         group = (
             without_numbers(row.key),

@@ -58,6 +58,7 @@ class Writer(ABC):
         is_whole: it holds whole tensors, so a layout has no meaning.
         options: names of those arguments of `convert` that this format has, but not every format.
         counts_counters: counters are tensors of the destination and are counted as such.
+        has_headers: its files keep `__metadata__`, which describes tensors of some libraries.
         in_root: an iteration is added to a checkpoint root, which can have other iterations.
         keeps_others: files of other formats in the destination stay where they are, not only folders of iterations.
         commits: names of files and folders that identify a checkpoint: published last, in this order.
@@ -71,6 +72,7 @@ class Writer(ABC):
     is_whole: ClassVar[bool] = False
     options: ClassVar[frozenset[str]] = frozenset()
     counts_counters: ClassVar[bool] = False
+    has_headers: ClassVar[bool] = False
     in_root: ClassVar[bool] = False
     keeps_others: ClassVar[bool] = False
     commits: ClassVar[tuple[str, ...]] = ()

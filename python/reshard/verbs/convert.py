@@ -44,6 +44,9 @@ from reshard.layout.patterns import Matcher
 from reshard.names import as_names, config_beside
 from reshard.names.file import NameRule
 from reshard.options import Commit, Files, Select, explains_moved
+from reshard.quantised.kinds import KINDS
+from reshard.quantised.stored import described
+from reshard.quantised.together import check_together
 from reshard.ranks.collective import Collective
 from reshard.ranks.group import SingleProcess, resolve, session
 from reshard.storage.location import Location, locate
@@ -61,6 +64,7 @@ if TYPE_CHECKING:
     from reshard.layout import ModelLayout
     from reshard.names import ConfigLike, NameMap, NamesLike
     from reshard.options import CommitLike, FilesLike
+    from reshard.quantised.kinds import Quantised
 
 Target = Literal[
     "huggingface",
@@ -269,6 +273,7 @@ def convert(
             drop = (chosen.drop,) if isinstance(chosen.drop, str) else tuple(chosen.drop)
             if is_checked and model_folder is not None:
                 drop += tuple(key for key in not_saved(model_of(str(model_folder))) if key in whole)
+            weights = whole.quantised() if part_written != "optimizer" else {}
             selection = selected(
                 whole,
                 part_written,
@@ -281,6 +286,9 @@ def convert(
                 dtype=options.dtype,
             )
             opened = views.enter_context(selection.source)
+            if weights:
+                _check_quantised(weights, whole, opened, selection.keys, writer)
+                options = replace(options, metadata=options.metadata | described(weights, whole.data.index))
             _check_copies(whole, selection.copies, parse_size(memory), threads)
             job = Job(
                 opened,
@@ -397,6 +405,21 @@ def _keep_dtypes(job: Job, folder: Location, *, all_tensors: bool) -> list[str]:
         return []
     index.keep_dtypes(kept)
     return warnings
+
+
+def _check_quantised(
+    weights: Mapping[str, Quantised], source: Checkpoint, written: Checkpoint, keys: Sequence[str], writer: Writer
+) -> None:
+    """Refuse to separate the parts of quantised weights, and to lose the header of a file that describes them."""
+    check_together(weights, written.quantised, source.data.index, written.data.index, keys)
+    named = next((one for one in weights.values() if KINDS[one.kind].named and one.packed in keys), None)
+    if named is not None and not writer.has_headers:
+        raise UnsupportedError(
+            f"{show(named.name)} ({KINDS[named.kind].title}) is described in the header of its file, and files of "
+            f'`to="{writer.name}"` have none',
+            key=named.name,
+            hint='`to="huggingface"` keeps it; `dtype="bfloat16"` makes an ordinary tensor of it',
+        )
 
 
 def _check_whole(source: Location) -> None:

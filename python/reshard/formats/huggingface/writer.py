@@ -35,6 +35,7 @@ class HuggingFaceWriter(Writer):
     """A Hugging Face folder."""
 
     name = "huggingface"
+    has_headers = True
     commits = (huggingface.SINGLE_FILE, huggingface.INDEX_FILE)
     marks: ClassVar[Mapping[str, Mark]] = {
         ".safetensors": writer_mark.is_ours,

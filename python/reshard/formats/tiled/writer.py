@@ -42,6 +42,7 @@ class SafetensorsWriter(Writer):
     """One `.safetensors` file, or one for each rank."""
 
     name = "safetensors"
+    has_headers = True
     commits = (tiles.TILES_FILE,)
     marks: ClassVar[Mapping[str, Mark]] = {".safetensors": writer_mark.is_ours, tiles.TILES_FILE: tiles.is_ours}
 

@@ -1,0 +1,125 @@
+"""What the files beside a model say about its quantised weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reshard.documents.strict_json import read_json
+from reshard.errors import CheckpointNotFoundError, DamagedFileError, MismatchError
+from reshard.quantised.kinds import KINDS
+from reshard.values.words import listed, show
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from reshard.storage.location import Location
+
+CONFIG_FILE = "config.json"
+MODELOPT_FILE = "hf_quant_config.json"
+ENTRIES = ("quantization_config", "compression_config")
+"""Entries of config.json that say how the weights are quantised."""
+METHODS = frozenset(method for kind in KINDS.values() for method in kind.methods)
+"""The methods that are known here, by their names in config.json."""
+_MAX_CONFIG_BYTES = 16 << 20
+_NESTED = ("text_config", "language_config", "llm_config")
+
+
+class Said(NamedTuple):
+    """What config.json says.
+
+    Attributes:
+        path: the file, or None: there is none of a model.
+        method: `quant_method`; None: it says nothing.
+        values: all values of the entry.
+    """
+
+    path: str | None = None
+    method: str | None = None
+    values: Mapping[str, Any] = {}
+
+
+def said(folder: Location | None) -> Said:
+    """What the files in a folder say. A folder without the config.json of a model says nothing.
+
+    Raises:
+        StorageError: the system failed to read a file.
+        MismatchError: an entry is no object.
+    """
+    if folder is None:
+        return Said()
+    config = _object(folder / CONFIG_FILE)
+    if config is None or not ("architectures" in config or "model_type" in config):
+        return Said()
+    path = str(folder / CONFIG_FILE)
+    nested = (part for name in _NESTED if isinstance(part := config.get(name), dict))
+    for part in (config, *nested):
+        for name in ENTRIES:
+            if part.get(name) is None:
+                continue
+            entry = part[name]
+            if not isinstance(entry, dict):
+                raise MismatchError(f"{show(path)}: `{name}` is {show(str(entry))}, no object", path=path)
+            if entry:
+                return Said(path, _method(entry), entry)
+    of_modelopt = _object(folder / MODELOPT_FILE)
+    if of_modelopt is not None and isinstance(entry := of_modelopt.get("quantization"), dict):
+        return Said(str(folder / MODELOPT_FILE), "modelopt", entry)
+    return Said(path)
+
+
+def _method(entry: Mapping[str, Any]) -> str:
+    method = entry.get("quant_method")
+    if isinstance(method, str):
+        return method
+    if entry.get("load_in_4bit") or entry.get("load_in_8bit"):
+        return "bitsandbytes"
+    return "compressed-tensors" if "config_groups" in entry else ""
+
+
+def _object(path: Location) -> dict[str, Any] | None:
+    try:
+        value = read_json(path, _MAX_CONFIG_BYTES, follow_links=True)
+    except (CheckpointNotFoundError, DamagedFileError):
+        return None  # that it is damaged is reported where the model is needed
+    return value if isinstance(value, dict) else None
+
+
+def check_method(of: Said, kinds: Iterable[tuple[str, str]]) -> None:
+    """Compare the method that config.json names with what the tensors are.
+
+    Args:
+        of: what config.json says.
+        kinds: `(name, kind)` of each quantised weight.
+
+    Raises:
+        MismatchError: they differ.
+    """
+    found = dict[str, str]()
+    for name, kind in kinds:
+        found.setdefault(kind, name)
+    if of.path is None:
+        return
+    for kind, name in found.items():
+        if of.method is None:
+            raise MismatchError(
+                f"{show(name)} is quantised ({KINDS[kind].title}), and {show(of.path)} has no `quantization_config`",
+                path=of.path,
+                key=name,
+                hint="copy config.json from the folder of these weights",
+            )
+        if of.method in METHODS and of.method not in KINDS[kind].methods:
+            raise MismatchError(
+                f"{show(name)} is quantised as {kind} ({KINDS[kind].title}), and {show(of.path)} says `quant_method` "
+                f"{show(of.method)}",
+                path=of.path,
+                key=name,
+                hint=f"{kind} belongs to {listed(map(show, KINDS[kind].methods))}; copy config.json from the folder of "
+                "these weights",
+            )
+    # The files of torchao can be pickles, in which its tensors are not seen.
+    if not found and of.method in METHODS - {"torchao"}:
+        raise MismatchError(
+            f"{show(of.path)} says `quant_method` {show(str(of.method))}, and no tensor is quantised so",
+            path=of.path,
+            hint="remove `quantization_config` from config.json if the weights are not quantised",
+        )
