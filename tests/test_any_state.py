@@ -288,6 +288,9 @@ def test_an_average_grows_with_its_model_and_an_absent_object_is_reported(tmp_pa
     assert torch.equal(larger.module.weight[:3], kept.module.weight)
     assert torch.equal(larger.module.weight[3:], initial[3:])
     assert any("`extra.swa.module.weight` has shape (3, 2)" in line for line in decision.warnings)
+    model, smaller = build(2, 1)
+    Checkpointer(tmp_path, signals=()).resume(model=model, extra={"swa": smaller}, strict={"shape": "trim"})
+    assert torch.equal(smaller.module.weight, kept.module.weight[:2])
 
 
 def tied_average(seed: int, rows: int) -> Any:

@@ -396,6 +396,41 @@ def test_a_shape_that_cannot_grow_stays_an_error_and_can_be_skipped(tmp_path: Pa
     assert re.search(f"{shrinks}: it keeps its initial values", "\n".join(decision.warnings))
 
 
+def test_a_smaller_vocabulary_keeps_the_first_rows(tmp_path: Path) -> None:
+    old, before = saved(tmp_path / "run", 9)
+    hint = r'`strict=\{"shape": "trim"\}` leaves out the last rows'
+    for strict in (True, False, Strict(shape="grow")):
+        for more in ({}, {"init_from": InitFrom(str(tmp_path / "run"))}):
+            model, initial = Model(6, seed=7), Model(6, seed=7)
+            with pytest.raises(MismatchError, match=hint):
+                resumed(tmp_path / ("new" if more else "run"), model, strict=strict, **more)
+            assert same(model, initial)
+    init = InitFrom(str(tmp_path / "run"), fresh_optimizer=False)
+    for root, more in (("run", {}), ("new", {"init_from": init})):
+        model = Model(6, seed=7)
+        optimizer = adam(model)
+        decision = resumed(tmp_path / root, model, optimizer, strict=Strict(shape="trim"), **more)
+        for name, parameter in model.named_parameters():
+            was = dict(old.named_parameters())[name]
+            assert torch.equal(parameter, was[: len(parameter)]), name
+            for slot in ("exp_avg", "exp_avg_sq"):
+                state, of_old = optimizer.state[parameter][slot], before.state[was][slot]
+                assert torch.equal(state, of_old[: len(parameter)]), (name, slot)
+            assert optimizer.state[parameter]["step"] == before.state[was]["step"]
+        for name in ("embed.weight", "head.weight", "head.bias"):
+            assert (
+                sum(f"`{name}` has shape" in line and "rows 6 to 8 are left" in line for line in decision.warnings) == 1
+            )
+        train(model, optimizer)
+    with pytest.raises(MismatchError, match='`"trim"` is for fewer rows'):
+        resumed(tmp_path / "run", Model(11), strict=Strict(shape="trim"))
+    wide: Any = nn.ModuleDict({"embed": nn.Embedding(6, 7), "layer": Model().layer, "head": Model().head})
+    with pytest.raises(
+        MismatchError, match=r"and \(6, 7\) in the run, and only the first dim of a tensor can be trimmed"
+    ):
+        resumed(tmp_path / "run", wide, strict=Strict(shape="trim"))
+
+
 def test_each_difference_has_its_own_policy(tmp_path: Path) -> None:
     saved(tmp_path / "run")
     more: Any = nn.ModuleDict({**dict(Model().named_children()), "new": nn.Linear(2, 2)})
@@ -527,6 +562,41 @@ def test_a_vocabulary_grows_under_fsdp(tmp_path: Path, rows: int) -> None:
         larger(torch.tensor([0, 10])).square().sum().backward()
         state.step()
         return [line for line in decision.warnings if "keep their initial values" in line]
+
+    with Job(2, work) as job:
+        notes = job.values()
+    assert len(notes[0]) == 3
+    assert notes[0] == notes[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_rows", [6, 3, 1])
+def test_a_vocabulary_is_trimmed_under_fsdp(tmp_path: Path, n_rows: int) -> None:
+    """The last rows lie on both ranks, or one rank has none."""
+    model = Model(11, seed=1)
+    optimizer = adam(model)
+    with Checkpointer(tmp_path, signals=()) as made:
+        made.resume(model=model, optimizer=optimizer)
+        model(torch.tensor([0, 10])).square().sum().backward()
+        optimizer.step()
+        made.save(1, blocking=True)
+
+    def work(group: TorchGroup) -> list[str]:
+        del group
+        smaller: Any = fully_shard(Model(n_rows, seed=7), mesh=init_device_mesh("cpu", (2,)))
+        state = adam(smaller)
+        decision = Checkpointer(tmp_path, save_every=None, signals=()).resume(
+            model=smaller, optimizer=state, strict={"shape": "trim"}
+        )
+        for key, parameter in smaller.named_parameters():
+            now, was = whole(parameter), dict(model.named_parameters())[key]
+            assert torch.equal(now, was[: len(now)]), key
+            for slot, value in optimizer.state[was].items():
+                found = whole(state.state[parameter][slot])
+                assert torch.equal(found, value[: len(found)] if value.ndim else value), (key, slot)
+        smaller(torch.tensor([0, 0])).square().sum().backward()
+        state.step()
+        return [line for line in decision.warnings if "left out" in line]
 
     with Job(2, work) as job:
         notes = job.values()

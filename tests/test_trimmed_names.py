@@ -176,6 +176,15 @@ def test_a_run_starts_from_padded_weights(tmp_path: Path) -> None:
         tmp_path / "m.safetensors", names=NameMap.preset("llama-megatron", CONFIG).reversed()
     )
     with Checkpointer(tmp_path / "run", save_every=None, signals=()) as checkpointer:
-        checkpointer.resume(model=model, init_from=start)
+        decision = checkpointer.resume(model=model, init_from=start)
+    assert sum("left out as padding, of which 6 of 6 rows are not zero" in line for line in decision.warnings) == 2
     assert np.array_equal(model.lm_head.weight.detach().numpy(), -rows()[:10])
     assert np.array_equal(model.state_dict()["model.embed_tokens.weight"].numpy(), rows()[:10])
+
+    # 17 rows are not what Megatron pads 10 to.
+    reshard.save_file({name: rows(17) for name in list(megatron())[:2]}, tmp_path / "more.safetensors")
+    start = reshard.options.InitFrom(tmp_path / "more.safetensors", names=start.names)
+    before = model.lm_head.weight.detach().clone()
+    with pytest.raises(NamesError, match="the sizes of the name map do not pad 10 to 17"):
+        Checkpointer(tmp_path / "run", save_every=None, signals=()).resume(model=model, init_from=start, strict=False)
+    assert torch.equal(model.lm_head.weight, before)

@@ -546,7 +546,9 @@ class Strict(Options):
         shape: tensors with another shape. "error" (default); "skip": they keep their initial values, and the optimizer
             starts them with new state; "grow": a tensor with more rows than the saved one, such as the embedding of a
             larger vocabulary, keeps the saved rows, and its new rows keep their initial values. Their optimizer state
-            is zero in the new rows. Other differences of shape stay an error.
+            is zero in the new rows. "trim": a tensor with fewer rows than the saved one, such as an embedding that was
+            padded for tensor-parallel ranks, gets the first of the saved rows, and its optimizer state those of these
+            rows. Other differences of shape stay an error.
         other_optimizer: parameters that were saved with another optimizer or in other groups, or that only one of the
             two runs trains. "error" (default); "skip": the optimizer starts them with new state, or their group keeps
             its options. State of parameters that are not trained now is not loaded.
@@ -563,7 +565,7 @@ class Strict(Options):
 
     missing: Literal["error", "keep"] = "error"
     unexpected: Literal["error", "skip"] = "error"
-    shape: Literal["error", "grow", "skip"] = "error"
+    shape: Literal["error", "grow", "trim", "skip"] = "error"
     other_optimizer: Literal["error", "skip"] = "error"
 
     @classmethod

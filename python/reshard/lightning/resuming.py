@@ -266,8 +266,9 @@ def start_from(trainer: Any, root: str, init: InitFrom, how: How) -> None:
 
     def read(checkpoint: Checkpoint, _decision: ResumeDecision) -> Read:
         taken = under_names(init, checkpoint, trainer.strategy.model)
-        with initial(checkpoint, taken) as opened:
-            return read_for(
+        told: list[str] = []
+        with initial(checkpoint, taken, told) as opened:
+            found = read_for(
                 described,
                 opened,
                 members.rank,
@@ -276,6 +277,7 @@ def start_from(trainer: Any, root: str, init: InitFrom, how: How) -> None:
                 init=taken,
                 verify="touched" if how.verify == "full" else how.verify,
             )
+        return replace(found, notes=(*told, *found.notes))
 
     wanted = Wanted(config=with_init(Config(load_path=root, resume=True), init, root))
     decision, found = load_with(read, wanted, scrub=how.verify == "full", timeout=how.timeout, observers=observers)

@@ -505,8 +505,9 @@ class Checkpointer:
             nonlocal is_weights_alone
             is_weights_alone = decision.restored == ("weights",)
             taken = None if decision.init_from is None else under_names(start, checkpoint, model)
-            with initial(checkpoint, taken) as opened:
-                return read_for(
+            told: list[str] = []
+            with initial(checkpoint, taken, told) as opened:
+                found = read_for(
                     described,
                     opened,
                     members.rank,
@@ -520,6 +521,7 @@ class Checkpointer:
                     threads=self._options.threads,
                     leaves_out=True,
                 )
+            return replace(found, notes=(*told, *found.notes))
 
         def load(config: Config) -> tuple[ResumeDecision, Read | None]:
             return load_with(

@@ -410,6 +410,11 @@ def _can_grow(saved: tuple[int, ...], now: tuple[int, ...] | None) -> bool:
     return now is not None and len(saved) == len(now) > 0 and saved[1:] == now[1:] and saved[0] < now[0]
 
 
+def _can_trim(saved: tuple[int, ...], now: tuple[int, ...] | None) -> bool:
+    """Whether a tensor has fewer rows than the saved one, and is alike otherwise."""
+    return now is not None and _can_grow(now, saved)
+
+
 def _is_smaller(saved: tuple[int, ...], now: tuple[int, ...]) -> bool:
     """Whether a tensor has fewer elements than the saved one in some dims, and as many in the others."""
     return (
@@ -475,6 +480,7 @@ class _Wanted:
     whole: list[str] = field(default_factory=list)
     alike: dict[str, str] = field(default_factory=dict)  # keys of objects without a live tensor, read as this parameter
     growing: dict[str, str] = field(default_factory=dict)  # keys whose live tensors have more rows; the parameter
+    trimmed: dict[str, str] = field(default_factory=dict)  # keys whose live tensors have fewer rows; the parameter
     unexpected: list[str] = field(default_factory=list)
     kept: set[str] = field(default_factory=set)
     new_state: set[str] = field(default_factory=set)
@@ -563,6 +569,8 @@ class _Wanted:
             self.placed[key] = key
         elif key in described.optimizer and self.strict.shape == "grow" and _can_grow(saved, now):
             self._grow(key, key, saved)
+        elif key in described.optimizer and self.strict.shape == "trim" and _can_trim(saved, now):
+            self._trim(key, key, saved)
         elif key in described.optimizer and self.strict.shape == "skip":
             self.notes.append(f"{self._differs(key, saved)}: it keeps its value")
             self.kept.add(key)
@@ -586,6 +594,8 @@ class _Wanted:
             self.notes.append(f"{self._differs(name, saved)}: it keeps its initial values")
         elif self.strict.shape == "grow" and _can_grow(saved, now):
             self._grow(key, name, saved)
+        elif self.strict.shape == "trim" and _can_trim(saved, now):
+            self._trim(key, name, saved)
         else:
             raise self._misfit(name, saved)
 
@@ -598,7 +608,17 @@ class _Wanted:
             )
         self.growing[key] = name
         last = self.described.shapes[name][0] - 1
-        self.notes.append(f"{self._differs(name, saved)}: rows {saved[0]} to {last} keep their initial values")
+        self._note(f"{self._differs(name, saved)}: rows {saved[0]} to {last} keep their initial values")
+
+    def _trim(self, key: str, name: str, saved: tuple[int, ...]) -> None:
+        self.trimmed[key] = name
+        first, last = self.described.shapes[name][0], saved[0] - 1
+        rows = f"row {last} is" if first == last else f"rows {first} to {last} are"
+        self._note(f"{self._differs(name, saved)}: {rows} left out")
+
+    def _note(self, what: str) -> None:
+        if what not in self.notes:  # a tied tensor may be stored under each of its names
+            self.notes.append(what)
 
     def _differs(self, name: str, saved: tuple[int, ...]) -> str:
         now = self.described.shapes[name]
@@ -612,12 +632,15 @@ class _Wanted:
         if self.strict.shape == "grow":
             is_smaller = _is_smaller(saved, now)
             more = ': `"grow"` is for more rows' if is_smaller else ", and only the first dim of a tensor can grow"
+        elif self.strict.shape == "trim":
+            more = ': `"trim"` is for fewer rows' if can_grow else ", and only the first dim of a tensor can be trimmed"
         return MismatchError(
             f"{self._differs(name, saved)}{more}",
             key=name,
             path=str(self.checkpoint.path),
             hint='the model differs from the saved one; `strict={"shape": "skip"}` keeps the initial values'
-            + (', `strict={"shape": "grow"}` those of the new rows' if can_grow else ""),
+            + (', `strict={"shape": "grow"}` those of the new rows' if can_grow else "")
+            + (', `strict={"shape": "trim"}` leaves out the last rows' if _can_trim(saved, now) else ""),
         )
 
     def _live(self, name: str) -> torch.Tensor:
@@ -627,18 +650,20 @@ class _Wanted:
         """Decide for the optimizer state of a parameter, which is stored as `key`."""
         if name in self.kept:
             return
-        if key not in self.growing:
+        changed = self.growing if key in self.growing else self.trimmed
+        if key not in changed:
             self.placed |= dict.fromkeys(slots, name)
             return
         saved = self._shape(key)
         shapes = {slot: self._shape(slot) for slot in slots}
         if any(shape != saved and math.prod(shape) != 1 for shape in shapes.values()):
             self.new_state.add(name)
-            self.notes.append(f"the optimizer has state of {show(name)} that cannot grow: it starts with new state")
+            cannot = "cannot grow" if changed is self.growing else "cannot be trimmed"
+            self.notes.append(f"the optimizer has state of {show(name)} that {cannot}: it starts with new state")
             return
         for slot, shape in shapes.items():
             if shape == saved:
-                self.growing[slot] = name
+                changed[slot] = name
             else:
                 self.whole.append(slot)
 
@@ -647,7 +672,7 @@ class _Wanted:
 
     @property
     def keys(self) -> list[str]:
-        return [*self.placed, *self.whole, *self.alike, *self.growing]
+        return [*self.placed, *self.whole, *self.alike, *self.growing, *self.trimmed]
 
     # -- regions
 
@@ -675,6 +700,10 @@ class _Wanted:
             offset, rows = self._overlap(key, name)
             if rows and math.prod(offset_shape := (rows, *self._local(name)[1:])):
                 request.add_region(key, key, offset, offset_shape)
+        for key, name in self.trimmed.items():
+            if dtypes.is_packed(stored := self.checkpoint[key].dtype):
+                raise UnsupportedError(f"{show(key)} is packed ({stored}), and cannot be trimmed", key=key)
+            request.add_region(key, key, self.described.offsets[name], self._local(name))
         return request
 
     def _add(self, request: _core.Request, key: str, name: str) -> None:

@@ -316,7 +316,7 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     **dict.fromkeys(("may_differ", "may_be_infinite", "include", "exclude"), _patterns),
     "missing": _choice("error", "keep"),
     **dict.fromkeys(("unexpected", "other_optimizer"), _choice("error", "skip")),
-    "shape": _choice("error", "grow", "skip"),
+    "shape": _choice("error", "grow", "trim", "skip"),
     **dict.fromkeys(("model", "tensors"), _mapping),
     **dict.fromkeys(
         ("environment", "coordinate", "optimizer", "extra", "shapes", "metrics", "rename", "out"), _mapping

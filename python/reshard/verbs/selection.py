@@ -207,23 +207,35 @@ def _mapped(
         NamesError: the map does not fit, or values that it leaves out as padding are no padding.
     """
     try:
-        shapes = {key: view.shape(key) for key in view.keys(part)}
-        changes = names.resized(shapes, optimizer_keys=set(view.keys("optimizer")))
-        told += _changes(view, changes, is_asked=is_asked)
+        told += sizes_changed(view, names, part, is_asked=is_asked)
         return view.renamed(names, part=part)
     finally:
         if view is not source:
             view.close()
 
 
-def _changes(view: Checkpoint, changes: Sequence[ResizedTensor], *, is_asked: bool) -> list[str]:
+def sizes_changed(view: Checkpoint, names: NameMap, part: Part = "all", *, is_asked: bool = False) -> list[str]:
     """What a name map does to the tensors that it pads or trims, one sentence for each.
 
+    Args:
+        view: the tensors. What would be left out is read.
+        names: the map.
+        part: the tensors to which it is applied.
+        is_asked: whether values that the map leaves out are left out on purpose, whatever they are.
+
     Raises:
-        NamesError: it leaves out values that are no padding.
+        NamesError: the map does not fit, or values that it leaves out as padding are no padding.
+
+    Example:
+        >>> import numpy as np, reshard
+        >>> reshard.save_file({"w": np.eye(4, 2)}, "w.safetensors")
+        >>> names = NameMap.from_mapping({"rules": [{"from": "w", "to": "v", "trim": 0, "to_size": 1}]})
+        >>> sizes_changed(reshard.open("w.safetensors"), names)[0]
+        '`w` has shape (4, 2), and `v` (1, 2): the rest is left out as padding, of which 1 of 3 rows is not zero'
     """
+    shapes = {key: view.shape(key) for key in view.keys(part)}
     told, refused = [], []
-    for one in changes:
+    for one in names.resized(shapes, optimizer_keys=set(view.keys("optimizer"))):
         shape = view.shape(one.key)
         new = tuple(one.n_after if dim == one.dim else n for dim, n in enumerate(shape))
         becomes = f"and {show(one.name)} {new}" if one.name != one.key else f"and gets {new}"

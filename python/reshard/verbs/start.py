@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING
 
 from reshard.config import split_iteration
 from reshard.errors import ArgumentError, CheckpointNotFoundError, ConfigError, ReshardError, UnsupportedError
+from reshard.names import as_names, config_beside
 from reshard.opening.gather import gather
 from reshard.options import InitFrom
 from reshard.resume import decide
 from reshard.storage.location import locate
-from reshard.verbs.selection import of_prefixes
+from reshard.verbs.selection import of_prefixes, sizes_changed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from reshard.checkpoint import Checkpoint
+    from reshard.checkpoint import Checkpoint, Part
     from reshard.config import Config
     from reshard.resume import RunFacts
 
@@ -75,16 +76,17 @@ def with_init(config: Config, init: InitFrom, root: str | os.PathLike[str]) -> C
 
 
 @contextlib.contextmanager
-def initial(checkpoint: Checkpoint, init: InitFrom | None) -> Iterator[Checkpoint]:
+def initial(checkpoint: Checkpoint, init: InitFrom | None, notes: list[str] | None = None) -> Iterator[Checkpoint]:
     """The checkpoint under the names of the model, while the block runs.
 
     Args:
         checkpoint: the opened checkpoint.
         init: what is taken; None: the checkpoint as it is.
+        notes: where sentences about tensors that the name map pads or trims are added; what is left out is then read.
 
     Raises:
         ArgumentError: the file of the name map does not exist, or there is no such entry.
-        NamesError: the name map does not match the tensors.
+        NamesError: the name map does not match the tensors, or would leave out values that are no padding.
         UnsupportedError: `entry` is given for a checkpoint whose optimizer state does not follow it.
 
     Example:
@@ -111,16 +113,20 @@ def initial(checkpoint: Checkpoint, init: InitFrom | None) -> Iterator[Checkpoin
                 hint="start with a new optimizer, as `InitFrom` does by default",
             )
         rest = replace(init, entry=None, names=init.names if prefixes is None else None)
-        with of_prefixes(checkpoint, init.entry, prefixes) as inner, initial(inner, rest) as renamed:
+        with of_prefixes(checkpoint, init.entry, prefixes) as inner, initial(inner, rest, notes) as renamed:
             yield renamed
         return
     assert init.names is not None  # else there is an entry
+    part: Part = "model" if init.fresh_optimizer else "all"
     try:
-        view = checkpoint.renamed(init.names, part="model" if init.fresh_optimizer else "all")
+        names = as_names(init.names, config_beside(checkpoint.data.path))
+        view = checkpoint.renamed(names, part=part)
     except CheckpointNotFoundError as error:  # of the name map, not of the checkpoint
         hint = "`names` of `init_from` is the path of a name map, a preset or a mapping"
         raise ArgumentError(error.message, path=error.path, hint=hint) from None
     with view as renamed:
+        if notes is not None:
+            notes += sizes_changed(checkpoint, names, part)
         yield renamed
 
 
