@@ -90,6 +90,23 @@ def test_a_copy_has_all_that_is_no_weight(tmp_path: Path, sharded: bool) -> None
     assert any("onnx holds weights, such as" in warning for warning in report.warnings)
 
 
+def test_layers_behind_a_model_are_copied_with_their_weights(tmp_path: Path) -> None:
+    """As sentence-transformers saves them: `modules.json` lists their folders."""
+    model, out = tmp_path / "model", tmp_path / "out"
+    for folder in ("", "2_Dense", "other"):
+        (model / folder).mkdir()
+        save_file({"w": W}, model / folder / "model.safetensors")
+    modules = [{"idx": 0, "path": "", "type": "Transformer"}, {"idx": 1, "path": "2_Dense", "type": "Dense"}]
+    (model / "modules.json").write_text(json.dumps([*modules, {"idx": 2, "path": "../model"}, {"idx": 3}, 4]))
+    report = reshard.convert(model, out, dtype="float16")
+    assert load_file(out / "model.safetensors")["w"].dtype == np.float16
+    assert (load_file(out / "2_Dense" / "model.safetensors")["w"] == W).all()
+    assert not (out / "other").exists()
+    assert any("2_Dense/model.safetensors` belongs to a layer" in one for one in report.warnings)
+    with reshard.open(out) as checkpoint:
+        assert checkpoint.format == "huggingface"
+
+
 def test_modes_of_copies_are_those_of_the_umask(tmp_path: Path) -> None:
     source = model(tmp_path / "hf")
     (source / "config.json").chmod(0o600)

@@ -50,13 +50,10 @@ def files(folder: Path, *names: str) -> Path:
 @pytest.mark.parametrize(
     ("tool", "names"),
     [
-        ("diffusers", ["diffusion_pytorch_model.fp16.safetensors"]),
-        ("PEFT", ["adapter_model.safetensors"]),
-        ("Mistral", ["consolidated.safetensors"]),
+        ("Mistral", ["consolidated_lora.safetensors"]),
         ("vLLM", ["model-rank-0-part-0.safetensors", "model-rank-1-part-0.safetensors"]),
         ("nanotron", ["model_weight_pp-rank-0-of-1_tp-rank-0-of-2.safetensors"]),
         ("TensorRT-LLM", ["rank0.safetensors", "rank1.safetensors"]),
-        ("transformers", ["model.fp16-00001-of-00002.safetensors"]),
     ],
 )
 def test_weight_files_and_their_tool_are_named(tmp_path: Path, tool: str, names: list[str]) -> None:
@@ -124,9 +121,8 @@ def test_an_archive_and_an_index(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "m.nemo", "w") as archive:
         archive.add(files(tmp_path, "model_config.yaml") / "model_config.yaml", "model_config.yaml")
     assert "it looks like a tar archive" in str(refused(tmp_path / "m.nemo"))
-    for name in ("x.safetensors.index.json", "x.safetensors.index.fp16.json"):
-        (tmp_path / name).write_text(json.dumps({"weight_map": {}}))
-        assert "open its folder" in str(refused(tmp_path / name).hint)
+    (tmp_path / "flax_model.msgpack.index.json").write_text(json.dumps({"weight_map": {}}))
+    assert "open its folder" in str(refused(tmp_path / "flax_model.msgpack.index.json").hint)
 
 
 def test_what_is_looked_at_is_bounded(tmp_path: Path) -> None:
@@ -150,12 +146,12 @@ def test_weight_files_and_folders_come_before_many_others(tmp_path: Path) -> Non
 
 
 def test_a_weight_file_in_a_folder_below_is_meant(tmp_path: Path) -> None:
-    file = weights(tmp_path / "unet", "diffusion_pytorch_model.safetensors") / "diffusion_pytorch_model.safetensors"
+    file = weights(tmp_path / "unet", "diffusion_model.safetensors") / "diffusion_model.safetensors"
     assert refused(tmp_path).hint == f"did you mean `{file}`?"
 
 
 def test_numbered_parts_are_told_apart_from_whole_files(tmp_path: Path) -> None:
-    parts = (["rank0.pt", "rank1.pt"], ["a-00001-of-00002.safetensors", "a-00002-of-00002.safetensors"])
+    parts = (["rank0.pt", "rank1.pt"], ["a-part-1.safetensors", "a-part-2.safetensors"])
     for n, names in enumerate((*parts, ["epoch=1.ckpt", "epoch=2.ckpt"])):
         folder = tmp_path / str(n)
         folder.mkdir()
@@ -173,9 +169,9 @@ def test_an_archive_that_looks_like_a_torch_file(tmp_path: Path) -> None:
 
 
 def test_a_run_that_resumes_is_told(tmp_path: Path) -> None:
-    weights(tmp_path / "unet", "diffusion_pytorch_model.safetensors")
+    weights(tmp_path / "unet", "diffusion_model.safetensors")
     error = explain(Config(str(tmp_path / "unet"), resume=True), RunFacts()).error
-    assert "exists and holds no checkpoint: it holds `diffusion_pytorch_model.safetensors`" in str(error)
+    assert "exists and holds no checkpoint: it holds `diffusion_model.safetensors`" in str(error)
 
 
 # -- torch files that are no whole model

@@ -1,7 +1,8 @@
 """The files of a Hugging Face model that are not weights: configuration, tokenizer, templates, code, the model card.
 
 They are copied from one folder into the folder where weights are written. They are selected by name. Of their contents,
-only the dtype in `config.json` is read.
+only the dtype in `config.json` is read, and the subfolders that `modules.json` of sentence-transformers lists: layers
+behind the model, which are copied with their weights.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard import dtypes
 from reshard.documents.strict_json import read_json
@@ -105,8 +106,20 @@ def find_model_files(folder: Location, checkpoints: Collection[str] = ()) -> Mod
         message = f"{show(str(folder))} is not a folder with the files of a model"
         raise ArgumentError(message, path=str(folder), hint=hub_hint(str(folder)))
     found = ModelFiles()
-    _collect(folder, "", found, _allowed(folder), checkpoints)
+    _collect(folder, "", found, _Rules(_allowed(folder), checkpoints, _modules(folder)))
     return found
+
+
+def _modules(folder: Location) -> frozenset[str]:
+    """The subfolders of layers behind a model that `modules.json` of sentence-transformers lists."""
+    try:
+        listed_there = read_json(folder / "modules.json", _MAX_CONFIG_BYTES, follow_links=True)
+    except ReshardError:
+        return frozenset()
+    modules = listed_there if isinstance(listed_there, list) else []
+    paths = [one["path"] for one in modules if isinstance(one, dict) and isinstance(one.get("path"), str)]
+    # Without a model in the folder itself, its weights are in one of the subfolders, and are those that are converted.
+    return frozenset(path for path in paths if path) if "" in paths else frozenset()
 
 
 def dtype_warning(folder: Location, written: Mapping[str, int], *, is_cast: bool) -> str | None:
@@ -150,26 +163,36 @@ def _allowed(folder: Location) -> list[Location]:
     return [real, *([real.parent.parent / "blobs"] if is_in_cache else [])]
 
 
-def _collect(
-    folder: Location, prefix: str, found: ModelFiles, allowed: list[Location], checkpoints: Collection[str]
-) -> None:
+class _Rules(NamedTuple):
+    """Folders to which links may lead, names that are left out, and subfolders that are copied with their weights."""
+
+    allowed: list[Location]
+    checkpoints: Collection[str]
+    modules: Collection[str]
+
+
+def _collect(folder: Location, prefix: str, found: ModelFiles, rules: _Rules) -> None:
     entries = _entries(folder, found)
-    if prefix and (weights := [entry.name for entry in entries if _WEIGHTS.fullmatch(entry.name)]):
+    is_module = prefix.removesuffix("/") in rules.modules
+    if prefix and not is_module and (weights := [entry.name for entry in entries if _WEIGHTS.fullmatch(entry.name)]):
         found.warnings.append(f"{folder} holds weights, such as {show(weights[0])}, and is not copied")
         return
     for entry in entries:
         name, path = prefix + entry.name, folder / entry.name
-        if entry.name.startswith(".") or entry.name in checkpoints or _WEIGHTS.fullmatch(entry.name):
+        is_left = entry.name in rules.checkpoints or _WEIGHTS.fullmatch(entry.name) is not None
+        if entry.name.startswith(".") or (is_left and not is_module):
             continue
         if entry.kind == "folder":
             if prefix.count("/") + 1 < _MAX_DEPTH:
-                _collect(path, f"{name}/", found, allowed, checkpoints)
+                _collect(path, f"{name}/", found, rules)
             continue
-        why = _refusal(path, allowed, is_link=entry.kind == "link")
+        why = _refusal(path, rules.allowed, is_link=entry.kind == "link")
         if why is None and len(found.files) >= _MAX_FILES:
             why = f"there are more than {_MAX_FILES} files"
         if why is None:
             found.files[name] = path.resolved()
+            if is_left:
+                found.warnings.append(f"{show(str(path))} belongs to a layer behind the model, and is copied as it is")
         else:
             found.warnings.append(f"{show(str(path))} is not copied: {why}")
 

@@ -178,6 +178,8 @@ class CheckpointData:
         aliases: for tied tensors, which are stored once: each further name and the stored name.
         is_renamed: whether the tensors are renamed by a name map.
         listing: the file that lists the others and that a save writes last, where there is one.
+        base_name: what the names of files with these weights begin with, where their library expects other names than
+            those of a Hugging Face model.
     """
 
     traits: Traits
@@ -193,6 +195,7 @@ class CheckpointData:
     aliases: Mapping[str, str] = field(default_factory=dict)
     is_renamed: bool = False
     listing: Location | None = None
+    base_name: str | None = None
 
     def keys(self) -> Sequence[str] | None:
         """Names of all tensors in order, including those without a position. None: those of the index."""

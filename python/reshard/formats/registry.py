@@ -20,6 +20,7 @@ from reshard.formats.huggingface.reader import HUGGINGFACE
 from reshard.formats.megatron.format import MEGATRON
 from reshard.formats.single_file.reader import SINGLE_FILE
 from reshard.formats.torch_file.format import TORCH_FILE
+from reshard.formats.weight_files.format import WEIGHT_FILES
 from reshard.values.words import check_text, listed, show
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ FORMATS: tuple[Format, ...] = (
     CHECKPOINT1,
     TILED,
     TORCH_FILE,
+    WEIGHT_FILES,
     CKPT,
     SINGLE_FILE,
 )
@@ -130,6 +132,7 @@ def check_destination(path: Location, name: str, *, keeps_others: bool = True) -
         return
     found = detect(path)
     is_same = found.traits.name == name or found.detect(path) is not Match.YES
+    is_same |= found is WEIGHT_FILES and name == HUGGINGFACE.traits.name  # which writes them, and is tried first
     if is_same or (name == CHECKPOINT2.traits.name and found is not MEGATRON):
         return  # completed iterations come first
     if not keeps_others and found not in (CHECKPOINT2, MEGATRON):

@@ -152,7 +152,7 @@ def add_unlisted(
             if key not in index:
                 index.add_whole(key, file)
                 added.append(key)
-            elif first[1] != file and not _is_equal([index.file_path(one) for one in (first[1], file)], key, add):
+            elif first[1] != file and not is_equal([index.file_path(one) for one in (first[1], file)], key, add):
                 raise DamagedFileError(
                     f"{show(str(folder))}: {show(first[0])} and {show(name)} both hold {show(key)}, with different "
                     "content",
@@ -183,8 +183,14 @@ def add_unlisted(
         )
 
 
-def _is_equal(paths: Sequence[str], key: str, add: Callable[[_core.Index, str], int]) -> bool:
-    """Whether two files hold a tensor with the same dtype, shape and bytes."""
+def is_equal(paths: Sequence[str], key: str, add: Callable[[_core.Index, str], int]) -> bool:
+    """Whether two files hold a tensor with the same dtype, shape and bytes.
+
+    Args:
+        paths: the two files.
+        key: the tensor.
+        add: adds a file to an index, and returns its number.
+    """
     both = []
     for path in paths:
         alone = _core.Index()

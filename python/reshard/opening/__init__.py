@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from reshard.checkpoint import Checkpoint
 from reshard.commit import roots
 from reshard.errors import (
+    ArgumentError,
     CheckpointNotFoundError,
     DamagedFileError,
     EmptyRootError,
@@ -28,12 +29,14 @@ from reshard.formats.checkpoint2.format import CHECKPOINT2
 from reshard.formats.dcp.names import METADATA_FILE
 from reshard.formats.torch_file.names import SUFFIXES as TORCH_SUFFIXES
 from reshard.lazy import exports
+from reshard.opening import several
 from reshard.storage.location import BROKEN_LINK_HINT, Location, locate
-from reshard.values.arguments import checked
-from reshard.values.words import hub_hint, listed, show
+from reshard.values.arguments import check_paths, checked_as
+from reshard.values.words import counted, hub_hint, listed, show
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Sequence
 
     from reshard import _core
     from reshard.commit.candidates import Order
@@ -66,9 +69,9 @@ _LOST_FILES = "lost+found"  # made by mkfs in the top folder of a volume; fsck p
 _log = logging.getLogger("reshard")
 
 
-@checked
+@checked_as(path=check_paths)
 def open(  # noqa: A001
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *,
     strategy: StrategyLike | None = None,
     names: NamesLike | None = None,
@@ -81,7 +84,8 @@ def open(  # noqa: A001
         path: a `.safetensors` or `.ckpt` file (detected by content), a Hugging Face folder, full weights in the
             MindSpore layout, the root of a Checkpoint 2.0 tree (the newest complete iteration is opened), or an
             iteration folder; the root of a Checkpoint 1.0 tree or any other folder of `rank_<number>` folders, or one
-            of these folders.
+            of these folders. A list of weight files, or a pattern of their names such as "model/part-*.safetensors", is
+            opened as one checkpoint with the tensors of all of them.
         strategy: the strategy of rank folders: the MindSpore strategy file of a stage, a merged file, or the folder of
             the files. Default: the folder `strategy` beside `path` or in it; without one, tensors can only be read rank
             by rank (`Checkpoint.stored`). A tensor that the strategy does not list is whole if all ranks that hold it
@@ -116,22 +120,49 @@ def open(  # noqa: A001
         ...     checkpoint.keys(), checkpoint["w"].shape
         (['w'], (2, 2))
     """
-    target = locate(path)
+    files = several.files_of(path)
+    target = several.common_folder(files) if isinstance(path, list | tuple) else locate(path)  # type: ignore[arg-type]
+
+    def as_stored() -> Checkpoint:
+        if files is None:
+            return _open(target, strategy, method, format)
+        return _open_files(files, target, strategy, method, format)
+
     if names is None:
-        opened = _open(target, strategy, method, format)
+        opened = as_stored()
     else:
-        with _open(target, strategy, method, format) as as_stored:
-            opened = as_stored.renamed(names)
+        with as_stored() as stored:
+            opened = stored.renamed(names)
     # A pickled checkpoint is opened again by its own folder: a root may have a newer one by then.
     is_iteration = opened.path.name != target.name and roots.parse_iteration_folder(opened.path.name) is not None
-    again = (locate(opened.path) if is_iteration else target).absolute()
+    again = str((locate(opened.path) if is_iteration else target).absolute())
+    those = again if files is None else tuple(str(file.absolute()) for file in files)
     options = (strategy, names, method)
-    opened._reopen = partial(_open_again, str(again), opened.iteration, *options, of_format=format)  # noqa: SLF001
+    opened._reopen = partial(_open_again, those, opened.iteration, *options, of_format=format)  # noqa: SLF001
     return opened
 
 
+def _open_files(
+    files: Sequence[Location],
+    target: Location,
+    strategy: StrategyLike | None,
+    method: _core.ReadMethod,
+    name: str | None,
+) -> Checkpoint:
+    """Open the files that a list or a pattern names."""
+    from reshard.formats.weight_files import names, reader  # noqa: PLC0415  slow to import
+
+    if strategy is not None or name not in (None, names.TRAITS.name):
+        raise ArgumentError(
+            f"{counted(len(files), 'file')} of weights {'are' if len(files) > 1 else 'is'} opened as one checkpoint: "
+            "`strategy` and `format` have no meaning there",
+            path=str(target),
+        )
+    return Checkpoint(reader.open_files(files, target, method))
+
+
 def _open_again(
-    path: str,
+    path: str | tuple[str, ...],
     iteration: int | None,
     strategy: StrategyLike | None,
     names: NamesLike | None,
@@ -143,9 +174,10 @@ def _open_again(
     opened = open(path, strategy=strategy, names=names, method=method, format=of_format)
     if opened.iteration != iteration:
         opened.close()
+        place = str(opened.path)
         raise MismatchError(
-            f"{show(path)} holds iteration {opened.iteration}, and held {iteration} when it was pickled",
-            path=path,
+            f"{show(place)} holds iteration {opened.iteration}, and held {iteration} when it was pickled",
+            path=place,
             hint="open it again in the process that pickled it",
         )
     return opened

@@ -47,20 +47,41 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
         Traceback (most recent call last):
         reshard.errors.ArgumentError: `timeout` is None, expected a number of seconds from 0 on
     """
-    signature = inspect.signature(function)
+    return checked_as()(function)
 
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            bound = signature.bind(*args, **kwargs)
-        except TypeError:
-            return function(*args, **kwargs)  # Python's own message names the function
-        for name, value in bound.arguments.items():
-            if name in _CHECKS and not (value is None and signature.parameters[name].default is None):
-                _CHECKS[name](name, value)
-        return function(*args, **kwargs)
 
-    return call
+def checked_as(**own: Callable[[str, object], None]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """As `checked`, with other checks of some parameters, such as `path=check_paths`.
+
+    Args:
+        own: a check of each of these parameters, called with its name and its value.
+
+    Example:
+        >>> @checked_as(path=check_paths)
+        ... def count(path: object) -> int:
+        ...     return len(path) if isinstance(path, list) else 1
+        >>> count(["a.bin", "b.bin"])
+        2
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                bound = signature.bind(*args, **kwargs)
+            except TypeError:
+                return function(*args, **kwargs)  # Python's own message names the function
+            for name, value in bound.arguments.items():
+                check_one = own.get(name) or _CHECKS.get(name)
+                if check_one is not None and not (value is None and signature.parameters[name].default is None):
+                    check_one(name, value)
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
 
 
 def check(**arguments: object) -> None:
@@ -119,6 +140,17 @@ def _path(name: str, value: object) -> None:
         raise StorageError(
             f"`{name}` is {show(path)}: the name is too long", path=path, errno=errno.ENAMETOOLONG, hint=hint
         )
+
+
+def check_paths(name: str, value: object) -> None:
+    """Refuse what is neither a path nor a list of paths."""
+    if not isinstance(value, list | tuple):
+        _path(name, value)
+        return
+    if not value:
+        raise ArgumentError(f"`{name}` is an empty list, expected at least one path")
+    for item in value:
+        _path(name, item)
 
 
 def _described(name: str, value: object) -> None:

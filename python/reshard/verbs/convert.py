@@ -43,6 +43,7 @@ from reshard.layout import as_layout
 from reshard.layout.patterns import Matcher
 from reshard.names import as_names, config_beside
 from reshard.names.file import NameRule
+from reshard.opening.several import common_folder, files_of
 from reshard.options import Commit, Files, Select, explains_moved
 from reshard.quantised.kinds import KINDS
 from reshard.quantised.stored import described
@@ -50,7 +51,7 @@ from reshard.quantised.together import check_together
 from reshard.ranks.collective import Collective
 from reshard.ranks.group import SingleProcess, resolve, session
 from reshard.storage.location import Location, locate
-from reshard.values.arguments import checked, parse_size, plain_integer
+from reshard.values.arguments import check_paths, checked_as, parse_size, plain_integer
 from reshard.values.words import hub_hint, listed, show
 from reshard.verbs.selection import NewSizes, of_prefixes
 from reshard.verbs.selection import select as selected
@@ -108,9 +109,9 @@ class ConvertReport:
 
 
 @explains_moved
-@checked
+@checked_as(src=check_paths)
 def convert(
-    src: str | os.PathLike[str],
+    src: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     dst: str | os.PathLike[str],
     *,
     to: Target | None = None,
@@ -140,7 +141,7 @@ def convert(
     format can express them, and every reader finds all names.
 
     Args:
-        src: a checkpoint, as in `reshard.open`.
+        src: a checkpoint, a list of weight files or a pattern of their names, as in `reshard.open`.
         dst: the destination: a Hugging Face folder, a Checkpoint 2.0 root, a folder for one file a rank, or a file. An
             existing folder is filled: it keeps its mode, its owner and its other entries.
         to: "checkpoint2" (the default with a layout), "safetensors" (the default if `dst` ends with `.safetensors`: one
@@ -213,11 +214,13 @@ def convert(
     prefix, modes, private, durable = written_as.prefix, written_as.modes, published.private, published.durable
     with _all_ranks(group, timeout) as share_of_rank:
         share = share or share_of_rank
-        source, target = locate(src), locate(dst)
+        several, target = files_of(src), locate(dst)
+        source = locate(src) if several is None else common_folder(several)  # type: ignore[arg-type]
         writer = writer_for(to, target, has_layout=layout is not None)
         of_format = {"iteration": iteration, "prefix": prefix, "modes": modes, "model_files": written_as.model_files}
         _check_options(writer, target, layout, of_format, is_private=private)
-        _check_apart(source, target)
+        for one in several or [source]:
+            _check_apart(one, target)
         is_one_file = writer.is_one_file(target)
         if target.name in ("", "..") or (target.kind() == "link" and not is_one_file):
             # A rename needs a unique source name on the file system of the destination.
@@ -236,10 +239,11 @@ def convert(
         )
         max_bytes = None if written_as.max_shard_size is None else parse_size(written_as.max_shard_size)
         with (
-            open_source(source, strategy=strategy, suffix=chosen.suffix, of_format=format) as whole,
+            open_source(several or source, strategy=strategy, suffix=chosen.suffix, of_format=format) as whole,
             contextlib.ExitStack() as views,
         ):
-            _check_whole(source)
+            for one in several or [source]:
+                _check_whole(one)
             part_written = part or ("all" if chosen.only else writer.default_part)
             _check_complete(whole, part_written, chosen)
             if chosen.entry is not None:
@@ -570,7 +574,7 @@ def _check_copies(source: Checkpoint, copies: Mapping[str, str], max_bytes: int,
 
 
 def open_source(
-    path: Location,
+    path: Location | Sequence[Location],
     *,
     strategy: str | os.PathLike[str] | None = None,
     suffix: str | None = None,
@@ -579,7 +583,7 @@ def open_source(
     """Open the source of a conversion.
 
     Args:
-        path: a checkpoint, as in `reshard.open`.
+        path: a checkpoint, or a list of weight files, as in `reshard.open`.
         strategy: of rank folders, how they are sharded.
         suffix: of rank folders, which file of each is read.
         of_format: of a folder with several checkpoints, which one is read, as `format` of `reshard.open`.
@@ -598,7 +602,7 @@ def open_source(
         return opening.open(path, strategy=strategy, format=of_format)
     if of_format is not None:
         raise ArgumentError("`format` and `suffix` exclude each other: `suffix` is of rank folders")
-    if not path.is_folder() or not checkpoint1.is_root(path):
+    if not isinstance(path, Location) or not path.is_folder() or not checkpoint1.is_root(path):
         raise ArgumentError(
             f"{path} holds no folders `rank_<number>`: `suffix` says which of their files are read", path=str(path)
         )

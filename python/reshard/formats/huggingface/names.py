@@ -20,8 +20,9 @@ from reshard.values.words import show
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+BASE = "model"
+SINGLE_FILE = f"{BASE}.safetensors"
+INDEX_FILE = f"{BASE}.safetensors.index.json"
 
 
 def detect(path: str | os.PathLike[str]) -> Literal["index", "single"] | None:
@@ -35,12 +36,23 @@ def detect(path: str | os.PathLike[str]) -> Literal["index", "single"] | None:
     return "index" if (folder / INDEX_FILE).found() == "file" else None
 
 
-def file_name(number: int, count: int) -> str:
+def index_file(base: str) -> str:
+    """The name of the index of files whose names begin with this.
+
+    Example:
+        >>> index_file("model")
+        'model.safetensors.index.json'
+    """
+    return f"{base}.safetensors.index.json"
+
+
+def file_name(number: int, count: int, base: str = BASE) -> str:
     """The name of a file of a model; without numbers if there is only one.
 
     Args:
         number: number of the file, from 1.
         count: number of files.
+        base: what the name begins with.
 
     Raises:
         ArgumentError: the number is not from 1 to the count.
@@ -51,7 +63,7 @@ def file_name(number: int, count: int) -> str:
     """
     if not 1 <= number <= count:
         raise ArgumentError(f"file {number} of {count}: the number must be from 1 to {count}")
-    return SINGLE_FILE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+    return f"{base}.safetensors" if count == 1 else f"{base}-{number:05d}-of-{count:05d}.safetensors"
 
 
 def plan_shards(tensors: Iterable[tuple[str, int]], max_shard_bytes: int) -> list[list[str]]:

@@ -17,6 +17,7 @@ from reshard.conversion.writer import Settings, Writer
 from reshard.errors import UnsupportedError
 from reshard.formats import weight_map
 from reshard.formats.huggingface import names as huggingface
+from reshard.formats.weight_files import names as weight_files
 from reshard.storage.location import locate
 from reshard.values.words import show
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from reshard.storage.location import Location
 
 _DEFAULT_BYTES = 4 << 30
+_BASES = (huggingface.BASE, *weight_files.KEPT)
 
 
 class HuggingFaceWriter(Writer):
@@ -36,10 +38,13 @@ class HuggingFaceWriter(Writer):
 
     name = "huggingface"
     has_headers = True
-    commits = (huggingface.SINGLE_FILE, huggingface.INDEX_FILE)
+    commits = (
+        *(huggingface.file_name(1, 1, base) for base in _BASES),
+        *(huggingface.index_file(base) for base in _BASES),
+    )
     marks: ClassVar[Mapping[str, Mark]] = {
         ".safetensors": writer_mark.is_ours,
-        huggingface.INDEX_FILE: weight_map.is_ours,
+        **{huggingface.index_file(base): weight_map.is_ours for base in _BASES},
     }
     default_part = "model"
     is_whole = True
@@ -47,7 +52,11 @@ class HuggingFaceWriter(Writer):
 
     def write(self, job: Job, settings: Settings) -> Written:
         """Write the folder. Files of a model that are not weights are copied from `model_files` or from the source."""
-        return write_folder(job, settings, Style(huggingface.file_name, huggingface.INDEX_FILE))
+        base = job.source.data.base_name
+        style = Style(huggingface.file_name, huggingface.INDEX_FILE)
+        if base is not None:  # the library of the weights expects these names
+            style = Style(functools.partial(huggingface.file_name, base=base), huggingface.index_file(base))
+        return write_folder(job, settings, style)
 
 
 @dataclass(frozen=True)
