@@ -336,7 +336,8 @@ def test_convert_says_what_it_wrote(tmp_path: Path, model: Path) -> None:
 def test_convert_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = inspect.signature(reshard.convert).parameters.items()
     defaults = {name: one.default for name, one in parameters if one.default is not one.empty}
-    del defaults["group"], defaults["timeout"]  # for programs: a process of a launcher takes its share
+    # For programs: a process of a launcher takes its share. The size is handed on in `files`.
+    del defaults["group"], defaults["timeout"], defaults["max_shard_size"]
     seen: dict[str, Any] = {}
 
     class Stop(reshard.ReshardError):
@@ -349,7 +350,7 @@ def test_convert_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reshard, "convert", stand_in)
     args = "a b --to checkpoint2 --part all --layout l.yaml --iteration 7 --prefix p --dtype bf16 --max-shard-size 1MB"
     more = "--dtype-all --strategy s --suffix 20_2 --drop a. --drop b. --rename =m. --rename c.= --names n --config c "
-    more += "--model-files m --private --format dcp "
+    more += "--model-files m --private --format dcp --pad a.=8 --trim b.=rows --trim c=.=3 "
     more += "--no-dedup --memory 8MiB --threads 3 --no-sync --overwrite --strict-format --share 1/3 "
     more += "--modes mindspore-transformers"
     assert run("convert", *args.split(), *more.split()).exit_code == 1
@@ -360,7 +361,13 @@ def test_convert_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "format": "dcp",
         "part": "all",
         "strategy": "s",
-        "select": reshard.Select(drop=("a.", "b."), rename={"": "m.", "c.": ""}, suffix="20_2"),
+        "select": reshard.Select(
+            drop=("a.", "b."),
+            rename={"": "m.", "c.": ""},
+            pad={"a.": 8},
+            trim={"b.": "rows", "c=.": 3},
+            suffix="20_2",
+        ),
         "names": "n",
         "config": "c",
         "layout": "l.yaml",

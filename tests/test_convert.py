@@ -399,6 +399,20 @@ def test_a_hugging_face_folder_of_one_file(single: Path, tmp_path: Path) -> None
         assert file.metadata()["format"] == "pt"
 
 
+def test_the_file_size_is_accepted_where_save_pretrained_has_it(single: Path, tmp_path: Path) -> None:
+    for number, size in enumerate((1000, "1KB", "0.5KiB")):
+        short = reshard.convert(single, tmp_path / f"{number}", max_shard_size=size)  # type: ignore[arg-type]
+        long = reshard.convert(single, tmp_path / f"{number} long", files={"max_shard_size": size})
+        assert short.n_files == long.n_files > 1
+        for path in sorted((tmp_path / f"{number}").iterdir()):
+            assert path.read_bytes() == (tmp_path / f"{number} long" / path.name).read_bytes()
+    with pytest.raises(ArgumentError, match=r"`max_shard_size` is given twice"):
+        reshard.convert(single, tmp_path / "no", max_shard_size="5GB", files={"max_shard_size": "4GB"})
+    for wrong in ("5 gigabytes", "5Gb", 0, 1.5):
+        with pytest.raises(ArgumentError):
+            reshard.convert(single, tmp_path / "no", max_shard_size=wrong)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("size", "limit"), [("1MiB", 1 << 20), (1000, 1000), ("0.5KiB", 512), ("1KB", 1000), (1, 1)])
 def test_a_hugging_face_folder_of_a_file_size(single: Path, tmp_path: Path, size: Any, limit: int) -> None:
     report = reshard.convert(single, tmp_path / "out", files={"max_shard_size": size}, commit={"durable": False})

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import reshard
 from reshard.cli import main
-from reshard.errors import ArgumentError, MismatchError, UnsupportedError
+from reshard.errors import ArgumentError, DamagedFileError, MismatchError, UnsupportedError
 from reshard.formats.left_out import LeftOut
 from reshard.torch import Checkpointer
 from reshard.torch.left_out import digest_of
@@ -346,3 +346,19 @@ def test_the_commands_say_what_a_save_leaves_out(tmp_path: Path) -> None:
     summary = {"n_tensors": 6, "n_bytes": 4896, "source": None, "keys": sorted(_FROZEN)}
     assert json.loads(printed("inspect", "--json"))["left_out"] == summary
     assert json.loads(printed("explain", "--json"))["left_out"] == summary
+
+
+def test_a_conversion_is_refused_if_it_is_not_known_what_is_left_out(tmp_path: Path) -> None:
+    train(tmp_path / "run", 1)
+    iteration = tmp_path / "run" / "iteration_00000001"
+    file = iteration / "extra-0000000.json"
+    file.write_bytes(file.read_bytes().replace(b"left out", b"left-out"))
+    for part in (None, "model", "all"):
+        with pytest.raises(DamagedFileError, match="not known whether the save leaves out tensors") as error:
+            reshard.convert(iteration, tmp_path / "out", part=part, to="huggingface")  # type: ignore[arg-type]
+        assert "`select=Select(only=...)` converts the tensors that it names" in str(error.value)
+    assert not (tmp_path / "out").exists()
+    reshard.convert(iteration, tmp_path / "out", select={"only": "head."}, part="model")
+    assert sorted(reshard.load_file(tmp_path / "out")) == ["head.bias", "head.weight"]
+    result = CliRunner().invoke(main, ["inspect", str(iteration)])
+    assert result.exit_code == 0, result.output

@@ -63,7 +63,7 @@ def test_every_option_has_one_home() -> None:
     for function in (reshard.save, reshard.load, reshard.convert, reshard.prune):
         parameters = inspect.signature(function).parameters
         taken = {f.name for one in GROUPS if one.keyword in parameters for f in dataclasses.fields(one)}
-        assert taken & parameters.keys() <= {"keep"}, function  # the short form
+        assert taken & parameters.keys() <= {"keep", "max_shard_size"}, function  # the short forms
 
 
 def test_every_option_is_documented_where_it_is() -> None:
@@ -200,7 +200,6 @@ CALLS: list[tuple[Callable[..., object], tuple[object, ...], str, object, str]] 
     (reshard.load, ("r",), "copy", False, "reading=Reading(copy=False)"),
     (reshard.convert, ("a", "b"), "durable", False, "commit=Commit(durable=False)"),
     (reshard.convert, ("a", "b"), "drop", "adam_", "select=Select(drop='adam_')"),
-    (reshard.convert, ("a", "b"), "max_shard_size", "4GiB", "files=Files(max_shard_size='4GiB')"),
     (reshard.prune, ("r", 3), "keep_every", 10, "retention=Retention(keep_every=10)"),
 ]
 

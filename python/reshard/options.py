@@ -701,6 +701,31 @@ def retention_of(keep: int | None, retention: RetentionLike | None) -> Retention
     return Retention(keep=keep)
 
 
+def files_with_size(max_shard_size: str | int | None, files: FilesLike | None) -> Files:
+    """What `max_shard_size=` and `files=` of `convert` mean together.
+
+    Args:
+        max_shard_size: the short form, or None.
+        files: a `Files` or a mapping of its fields, or None.
+
+    Raises:
+        ArgumentError: both say the size, or a value is not accepted.
+
+    Example:
+        >>> files_with_size("5GB", {"prefix": "run"})
+        Files(prefix='run', max_shard_size='5GB')
+    """
+    known = Files.of(files)
+    if max_shard_size is None:
+        return known
+    if known.max_shard_size is not None:
+        raise ArgumentError(
+            "`max_shard_size` is given twice: it is short for `files=Files(max_shard_size=...)`",
+            hint="leave one of them out",
+        )
+    return replace(known, max_shard_size=max_shard_size)
+
+
 def format_of(value: FormatLike) -> tuple[str, Checkpoint1Options]:
     """The name of the format that `format=` means, and the options of Checkpoint 1.0.
 

@@ -160,10 +160,18 @@ def gather_contents(path: str, checkpoint: Checkpoint, *, everything: bool) -> C
         saves=[] if order is None else _saves(path),
         parts=_parts(rows),
         leftovers=[*([] if order is None else leftovers_in_root(locate(path))), *leftovers_in_iteration(checkpoint)],
-        left_out=LeftOut.of_checkpoint(checkpoint),
+        left_out=_left_out(checkpoint),
         warnings=() if order is None else order.warnings,
         quantised=_quantised(checkpoint),
     )
+
+
+def _left_out(checkpoint: Checkpoint) -> LeftOut | None:
+    """The record of tensors that the save leaves out; None also if the state beside the tensors cannot be read."""
+    try:
+        return LeftOut.of_checkpoint(checkpoint)
+    except ReshardError:
+        return None
 
 
 def _quantised(checkpoint: Checkpoint) -> dict[str, QuantisedRow]:

@@ -104,13 +104,15 @@ class LeftOut:
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint) -> LeftOut | None:
-        """The record of a checkpoint; None if it has none, or if the state beside its tensors cannot be read."""
+        """The record of a checkpoint; None: nothing is left out.
+
+        Raises:
+            DamagedFileError, UnsupportedError, StorageError: the state beside the tensors cannot be read, so it is not
+                known.
+        """
         if checkpoint.manifest is None:  # only saves of this package have a record
             return None
-        try:
-            return cls.of(checkpoint.extra(), str(checkpoint.path))
-        except ReshardError:
-            return None
+        return cls.of(checkpoint.data.encoded_state(), str(checkpoint.path))
 
     def to_value(self) -> dict[str, Any]:
         """The record, for the state beside the tensors."""

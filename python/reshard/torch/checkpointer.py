@@ -54,7 +54,7 @@ from reshard.torch.emergency import EXIT_GRACE_S, Rendezvous, Signals, notice_st
 from reshard.torch.exports import Exports
 from reshard.torch.health import LossHealth
 from reshard.torch.leaving import exit_process, save_after, save_and_exit
-from reshard.torch.left_out import common_candidates, compare, digests, frozen_at_start, parts_of
+from reshard.torch.left_out import common_candidates, compare, digests, frozen_at_start, local_parts
 from reshard.torch.loading import read_for
 from reshard.torch.preflight import check_has_content, check_state, claim, dry_run, reserve
 from reshard.torch.published import under_names
@@ -493,7 +493,7 @@ class Checkpointer:
         before: dict[str, LeftOutTensor] = {}
         if self._leave_out_frozen:
             known = common_candidates(run, described, members, self._timeout)
-            before = digests(parts_of(described, known), members, self._timeout)
+            before = digests(local_parts(described, known), members, self._timeout)
         compared: dict[str, LeftOutTensor] = {}
         facts = _facts_of(run.sampler, scale_steps=self._scale_steps)
         is_own, reason = self._start(facts)

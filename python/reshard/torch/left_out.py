@@ -139,7 +139,7 @@ class _Region:
     digest: str
 
 
-def parts_of(described: Described, names: Iterable[str]) -> dict[str, Part]:
+def local_parts(described: Described, names: Iterable[str]) -> dict[str, Part]:
     """This rank's parts of tensors of the model, of those that it has."""
     return {
         key: Part(described.model[key], tuple(described.shapes[key]), tuple(described.offsets[key]))
@@ -452,12 +452,12 @@ def compare(
     """
     names = live_names(described, found.tensors)
     now = {name: known[name] for name in names if name in known}
-    now |= digests(parts_of(described, [name for name in names if name not in now]), group, timeout)
+    now |= digests(local_parts(described, [name for name in names if name not in now]), group, timeout)
     differing, source = differences(found, now, described), found.source
     if differing and start is not None:
         chosen = set(differing)
         Collective(session(group, "base"), timeout).each(lambda: load_base(start, chosen, described, run, cast=cast))
-        now |= digests(parts_of(described, chosen), group, timeout)
+        now |= digests(local_parts(described, chosen), group, timeout)
         differing, source = differences(found, now, described), str(start.path)
     refuse(found, differing, path)
     return now, source
@@ -495,7 +495,7 @@ def frozen_at_start(
     live = named(run.model).tensors
     parts = {
         key: Part(_local(live[key], key).reshape(described.model[key].shape), one.shape, one.offset)
-        for key, one in parts_of(described, names).items()
+        for key, one in local_parts(described, names).items()
     }
     now = {key: one for key, one in (compared if is_loaded else before).items() if key in names}
     now |= digests({key: one for key, one in parts.items() if key not in now}, group, timeout)

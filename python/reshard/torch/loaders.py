@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from reshard.errors import MismatchError
 from reshard.formats.state import digest_of
-from reshard.torch.orders import Loop, Order, Rest, Split, checksum, generators_of, is_elastic, parts_of, whole
+from reshard.torch.orders import Loop, Order, Rest, Split, checksum, generators_of, is_elastic, samplers_in, whole
 from reshard.torch.rng import HostStreams
 from reshard.torch.sampler import check_not_read
 from reshard.values.words import listed, show
@@ -53,7 +53,7 @@ def followed(loader: Any, name: str) -> Any:
         return loader
     inner = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     inner = inner.inner if isinstance(inner, Order) else inner
-    parts = parts_of(inner)
+    parts = samplers_in(inner)
     base = getattr(sys.modules.get("torchdata.stateful_dataloader"), "StatefulDataLoader", None)
     is_known = base is not None and isinstance(loader, base) and type(loader).state_dict is base.state_dict
     has_own_state = any(
@@ -365,7 +365,7 @@ def _order_of(sampler: Any, epoch: int) -> list[int]:
 def fits_any(one: Any) -> bool:
     """Whether a state that is equal on all ranks may be that of another number of ranks: not what is of each rank."""
     if isinstance(one, DataLoader):
-        return is_elastic(parts_of(one.batch_sampler if one.batch_sampler is not None else one.sampler))
+        return is_elastic(samplers_in(one.batch_sampler if one.batch_sampler is not None else one.sampler))
     return not isinstance(one, DistributedSampler)
 
 

@@ -55,7 +55,7 @@ class Order(Sampler[Any]):
         self.items, self.is_batched = inner, False
         if isinstance(inner, BatchSampler) and type(inner).__iter__ in _batching():
             self.items, self.is_batched = inner.sampler, True
-        self.parts = [] if is_stream else parts_of(self.items)
+        self.parts = [] if is_stream else samplers_in(self.items)
         self.initial = [numbers_of(part) for part in self.parts]
         self.n_passes = 0  # that were begun
         self.current: Pass | None = None
@@ -426,12 +426,12 @@ def checksum(items: list[Any], crc: int = 0) -> int:
     return zlib.crc32("".join(f"{one!r}," for one in plain).encode(errors="surrogatepass"), crc)
 
 
-def parts_of(sampler: Any) -> list[Any]:
+def samplers_in(sampler: Any) -> list[Any]:
     """A sampler and the samplers in its attributes, each once.
 
     Example:
         >>> inner = torch.utils.data.SequentialSampler(range(4))
-        >>> parts_of(BatchSampler(inner, 2, False))[1] is inner
+        >>> samplers_in(BatchSampler(inner, 2, False))[1] is inner
         True
     """
     found: list[Any] = []

@@ -36,7 +36,7 @@ from reshard.torch.orders import (
     generators_and_numbers,
     is_number,
     numbers_of,
-    parts_of,
+    samplers_in,
     set_value,
 )
 from reshard.torch.rng import HostStreams
@@ -91,7 +91,7 @@ class Passes:
             self._field = "sampler" if loader.batch_sampler is None else "batch_sampler"
             sampler = getattr(loader, self._field)
         self._indices = None if sampler is None else Indices(self, sampler)
-        self.samplers = [] if sampler is None else parts_of(sampler if order is None else order)
+        self.samplers = [] if sampler is None else samplers_in(sampler if order is None else order)
         self.readers = readers_of(loader)
         self.initial = [numbers_of(one) for one in self._parts()]
         self.is_lazy = not draws_at_once(self.samplers)  # the sampler draws while it is read

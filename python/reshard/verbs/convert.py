@@ -44,7 +44,7 @@ from reshard.layout.patterns import Matcher
 from reshard.names import as_names, config_beside
 from reshard.names.file import NameRule
 from reshard.opening.several import common_folder, files_of
-from reshard.options import Commit, Files, Select, explains_moved
+from reshard.options import Commit, Select, explains_moved, files_with_size
 from reshard.quantised.kinds import KINDS
 from reshard.quantised.stored import described
 from reshard.quantised.together import check_together
@@ -125,6 +125,7 @@ def convert(
     iteration: int | None = None,
     dtype: object = None,
     dtype_all: bool = False,
+    max_shard_size: str | int | None = None,
     files: FilesLike | None = None,
     commit: CommitLike | None = None,
     overwrite: bool = False,
@@ -169,6 +170,8 @@ def convert(
             in float32 in a model of that dtype, such as the bias of a router, stay, too: transformers is asked, if it
             is installed and there is a config.json of one of its models, else known names stay, with a warning.
         dtype_all: cast these, too.
+        max_shard_size: largest file of whole weights, in bytes or as text such as "5GB", as in `save_pretrained`; short
+            for `files=Files(max_shard_size=...)`.
         files: which files are written: a `Files` or a mapping of its fields.
         commit: how the destination is published: a `Commit` or a mapping of its fields. `rollback` and `takeover` are
             not for conversions.
@@ -208,7 +211,7 @@ def convert(
     if group is not None and share is not None:
         raise ArgumentError("`share` and `group` exclude each other: a group has a share for each rank")
     started, iteration = time.monotonic(), plain_integer(iteration)
-    chosen, written_as, published = Select.of(select), Files.of(files), Commit.of(commit)
+    chosen, written_as, published = Select.of(select), files_with_size(max_shard_size, files), Commit.of(commit)
     if published.rollback or published.takeover:
         raise ArgumentError("`rollback` and `takeover` of `Commit` are options of a save, and this is a conversion")
     prefix, modes, private, durable = written_as.prefix, written_as.modes, published.private, published.durable
@@ -438,8 +441,17 @@ def _check_whole(source: Location) -> None:
 
 
 def _check_complete(source: Checkpoint, part: Part, select: Select) -> None:
-    """Refuse a checkpoint that leaves out tensors that are selected."""
-    left_out = None if part == "optimizer" else LeftOut.of_checkpoint(source)
+    """Refuse a checkpoint that leaves out tensors that are selected, or of which this is not known."""
+    try:
+        left_out = None if part == "optimizer" else LeftOut.of_checkpoint(source)
+    except ReshardError as error:
+        if select.only:
+            return
+        raise type(error)(
+            f"{error.message}: so it is not known whether the save leaves out tensors",
+            path=error.path,
+            hint="`select=Select(only=...)` converts the tensors that it names, as far as they are there",
+        ) from error
     if left_out is None:
         return
     only, drop = ((one,) if isinstance(one, str) else tuple(one) for one in (select.only, select.drop))
