@@ -355,7 +355,7 @@ def test_a_conversion_is_refused_if_it_is_not_known_what_is_left_out(tmp_path: P
     file.write_bytes(file.read_bytes().replace(b"left out", b"left-out"))
     for part in (None, "model", "all"):
         with pytest.raises(DamagedFileError, match="not known whether the save leaves out tensors") as error:
-            reshard.convert(iteration, tmp_path / "out", part=part, to="huggingface")  # type: ignore[arg-type]
+            reshard.convert(iteration, tmp_path / "out", part=part, to="huggingface")
         assert "`select=Select(only=...)` converts the tensors that it names" in str(error.value)
     assert not (tmp_path / "out").exists()
     reshard.convert(iteration, tmp_path / "out", select={"only": "head."}, part="model")
