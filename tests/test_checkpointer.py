@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 import reshard
 from reshard.errors import ArgumentError, DamagedFileError, GroupError, MismatchError, ReshardError, StorageError
-from reshard.formats.checkpoint2.save import Checkpoint2Save
+from reshard.formats.checkpoint2.save import Checkpoint2Begun, Checkpoint2Prepared
 from reshard.formats.state import PerRank
 from reshard.ranks.group import SingleProcess
 from reshard.resume import EpochStep
@@ -713,15 +713,15 @@ def test_exception_saves_the_last_complete_step(tmp_path: Path) -> None:
 def test_exception_after_a_failed_save_in_the_background_saves_the_last_complete_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stops_at: int, *, waits: bool
 ) -> None:
-    real = Checkpoint2Save.publish
+    real = Checkpoint2Begun.publish
     failures = [StorageError("no room")]
 
-    def publish(save: Checkpoint2Save, *args: Any, **options: Any) -> Any:
+    def publish(save: Checkpoint2Begun, *args: Any, **options: Any) -> Any:
         if failures:
             raise failures.pop()
         return real(save, *args, **options)
 
-    monkeypatch.setattr(Checkpoint2Save, "publish", publish)
+    monkeypatch.setattr(Checkpoint2Begun, "publish", publish)
 
     def stop() -> None:
         with resumed(tmp_path, save_every=2, interrupts={"save_on_exception": True}) as (trainer, made, _):
@@ -958,7 +958,7 @@ def test_killed_rank_costs_the_pending_save_and_not_the_time_of_the_others(
 
     def work(group: TorchGroup) -> str:
         if group.rank == 1:
-            monkeypatch.setattr(Checkpoint2Save, "write", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            monkeypatch.setattr(Checkpoint2Prepared, "write", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         try:
             with make(tmp_path, save_every=1, timeout=600, interrupts={"grace_s": 0.3}) as made:
                 made.resume(model=Trainer().model)
@@ -980,7 +980,7 @@ def test_killed_rank_costs_the_pending_save_and_not_the_time_of_the_others(
 
 
 def test_save_that_moves_is_waited_for_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Checkpoint2Save.write
+    real = Checkpoint2Prepared.write
 
     def slowly(*args: Any) -> Any:
         for done in range(10):
@@ -993,7 +993,7 @@ def test_save_that_moves_is_waited_for_after_an_error(tmp_path: Path, monkeypatc
             trainer.run(made, 1, 1)
             raise KeyError
 
-    monkeypatch.setattr(Checkpoint2Save, "write", slowly)
+    monkeypatch.setattr(Checkpoint2Prepared, "write", slowly)
     with pytest.raises(KeyError):
         fail()
     assert reshard.open(tmp_path).iteration == 1

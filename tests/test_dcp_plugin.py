@@ -30,6 +30,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import reshard
+from reshard import _core
 from reshard._core import Opaque
 from reshard.errors import EmptyRootError, UnsupportedError
 from reshard.torch.dcp import Reader, Writer
@@ -525,6 +526,22 @@ def test_four_ranks_with_replicas_and_two_dims(tmp_path: Path) -> None:
     load(target, tmp_path / "run")
     assert torch.equal(target["w"], whole)
     assert target["model"]["weight"].flatten().tolist() == list(range(48))
+
+
+def test_small_files_of_rank_0_are_synced_before_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, synced = _core.sync_together, list[str]()
+
+    def sync_together(files: list[str], folders: list[str]) -> None:
+        if any("manifest.json" in one for one in files):
+            assert any(one.endswith(".safetensors") for one in synced)
+        synced.extend(files)
+        real(files, folders)
+
+    monkeypatch.setattr(_core, "sync_together", sync_together)
+    dcp.save({"w": torch.ones(3), "n": 7}, storage_writer=Writer(tmp_path / "run"), no_dist=True)
+    names = {os.path.basename(one) for one in synced}  # noqa: PTH119
+    written = {one.name for one in (tmp_path / "run").glob("iteration_*/*")}
+    assert written - names == {"manifest.json"}  # under its temporary name
 
 
 PROCESS = """

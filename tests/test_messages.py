@@ -27,14 +27,11 @@ from reshard.ranks.messages import decode, encode
 from reshard.torch import common_layout, state
 from reshard.torch.placements import DigitLayout, Row
 from reshard.verbs import load
-from reshard.write.collective_save import Published
+from reshard.write.phases import Messages, Published
 from reshard.write.shard_files import WrittenFile
 
 MESSAGES: list[Any] = [
-    *(checkpoint1.Checkpoint1Save.report_type, checkpoint1.Checkpoint1Save.plan_type),
-    *(checkpoint1.Checkpoint1Save.begun_type, checkpoint1.Checkpoint1Save.written_type),
-    *(checkpoint2.Checkpoint2Save.report_type, checkpoint2.Checkpoint2Save.plan_type),
-    *(checkpoint2.Checkpoint2Save.begun_type, checkpoint2.Checkpoint2Save.written_type),
+    *(getattr(save._MESSAGES, one.name) for save in (checkpoint1, checkpoint2) for one in dataclasses.fields(Messages)),
     *(Chosen, CommonInfo, FileFacts, DigitLayout, Published, RankFacts, RankFolder, Replicas, Row, WrittenFile),
     *(gather_ranks._Found, gather_ranks._Report, load._Choice),
     *(common_layout._Entry, *state._PARTS),

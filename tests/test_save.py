@@ -49,7 +49,7 @@ from reshard.errors import (
 from reshard.formats.checkpoint2 import iteration as iterations
 from reshard.formats.checkpoint2.metadata import write_metadata
 from reshard.formats.checkpoint2.rank_facts import LastMade, plan_iteration
-from reshard.formats.checkpoint2.save import Checkpoint2Save
+from reshard.formats.checkpoint2.save import Checkpoint2Prepared
 from reshard.formats.replicas import RankLocal
 from reshard.torch import Checkpointer
 from reshard.write import shard_files
@@ -1081,7 +1081,7 @@ def test_descriptions_beside_the_shards(tmp_path: Path, monkeypatch: pytest.Monk
         raise StorageError("the disk is full")
 
     with monkeypatch.context() as patch:  # what the thread writes does not outlive the attempt
-        patch.setattr(Checkpoint2Save, "write", fail)
+        patch.setattr(Checkpoint2Prepared, "write", fail)
         with pytest.raises(StorageError, match="the disk is full"):
             reshard.save(tmp_path / "root", 2, arrays)
         join_descriptions()
@@ -1102,7 +1102,7 @@ def fail_at_once(*_: object, **__: object) -> object:
 
 def failing_save(root: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checkpoint2Save, "write", fail_at_once)
+        patch.setattr(Checkpoint2Prepared, "write", fail_at_once)
         reshard.save(root, 2, {"w": SQUARE})
 
 

@@ -360,12 +360,12 @@ def test_an_error_in_the_background_is_told_on_all_ranks(tmp_path: Path) -> None
         return told
 
     def fail_writing(group: Any) -> None:
-        from reshard.formats.checkpoint2.save import Checkpoint2Save
+        from reshard.formats.checkpoint2.save import Checkpoint2Prepared
 
         def write(*args: Any) -> None:
             raise StorageError("the disk is gone")
 
-        Checkpoint2Save.write = write  # type: ignore[assignment, method-assign]
+        Checkpoint2Prepared.write = write  # type: ignore[assignment, method-assign]
 
     with Job(4, work) as job:
         for told in job.values():

@@ -9,6 +9,7 @@ This module knows neither what the arrays mean nor how files are written.
 
 from __future__ import annotations
 
+import functools
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -148,7 +149,6 @@ class Copies:
         extra: its share of `extra`, as it is written.
         own: what it keeps for itself in any case; None: no rank has anything.
         is_alone: whether the state is that of Checkpoint 1.0.
-        replicas: which ranks hold copies of what, once that is known.
         ready: waits until the arrays have their content; None: they have it.
         threads: threads that compute checksums.
     """
@@ -157,7 +157,6 @@ class Copies:
     extra: State = None
     own: Mapping[str, object] | None = None
     is_alone: bool = False
-    replicas: Replicas = field(default_factory=Replicas)
     ready: Callable[[], object] | None = None
     threads: int | None = None
     _sums: dict[str, int] | BaseException | None = None
@@ -185,20 +184,26 @@ class Copies:
         """Whether this rank has state besides copies that differ."""
         return self.extra is not None or self.own is not None
 
-    def freeze(self, rank: int) -> None:
-        """Compute checksums and copy what the caller may change after the call."""
+    def freeze(self, replicas: Replicas, rank: int) -> None:
+        """Compute checksums and copy what the caller may change after the call.
+
+        Args:
+            replicas: which ranks hold copies of what.
+            rank: this process.
+        """
         if self.own:
             text, arrays = state.dump(self.own)
             self.own = state.load(text, {name: array.copy() for name, array in arrays.items()})
-        self._sums = capture(lambda: self._summed(rank))
-        may = {name for names, _, may in self.replicas.rows if may for name in names}
+        self._sums = capture(lambda: self._summed(replicas, rank))
+        may = {name for names, _, may in replicas.rows if may for name in names}
         own = [(name, self.arrays[name]) for name in may if name in self.arrays]
         self.arrays = {name: one._replace(array=one.array.copy()) for name, one in own}
 
-    def settle(self, channel: Group, timeout: float) -> State | BaseException:
+    def settle(self, replicas: Replicas, channel: Group, timeout: float) -> State | BaseException:
         """Compare the copies of all ranks, and make the state that this rank writes.
 
         Args:
+            replicas: which ranks hold copies of what.
             channel: the session of the save.
             timeout: seconds that ranks wait for each other.
 
@@ -209,26 +214,18 @@ class Copies:
             MismatchError: copies differ. Raised on all ranks.
             GroupError: a rank did not answer in time.
         """
-        differing = self._compare(channel, timeout) if self.replicas.rows else []
+        differing = self._compare(replicas, channel, timeout) if replicas.rows else []
         return capture(lambda: self._state(channel, differing))
 
-    def _compare(self, channel: Group, timeout: float) -> list[str]:
+    def _compare(self, replicas: Replicas, channel: Group, timeout: float) -> list[str]:
         """The arrays whose copies differ, and may: decided by rank 0."""
-        own = capture(lambda: self._summed(channel.rank)) if self._sums is None else self._sums
+        own = capture(lambda: self._summed(replicas, channel.rank)) if self._sums is None else self._sums
         packed = own if isinstance(own, BaseException) else np.array(list(own.values()), "<u4").tobytes()
-        decide = self._decide if channel.rank == 0 else None
+        decide = functools.partial(_decide, replicas) if channel.rank == 0 else None
         return Collective(channel, timeout).combine(packed, decide, bytes, list[str])
 
-    def _decide(self, packed: list[bytes]) -> list[str]:
-        """The arrays whose copies differ, given the checksums of each rank's copies, 4 bytes each."""
-        sums = [
-            dict(zip(self.replicas.names(rank), np.frombuffer(one, "<u4").tolist(), strict=True))
-            for rank, one in enumerate(packed)
-        ]
-        return self.replicas.differing(sums)
-
-    def _summed(self, rank: int) -> dict[str, int]:
-        names = self.replicas.names(rank)
+    def _summed(self, replicas: Replicas, rank: int) -> dict[str, int]:
+        names = replicas.names(rank)
         if not names:
             return {}
         if self.ready is not None:
@@ -256,6 +253,15 @@ class Copies:
         if self.is_alone:
             return checkpoint1_state.dump(value.get("all", {}), {**value.get("own", {}), state.RANK_LOCAL: kept})
         return state.dump({**value, state.RANK_LOCAL: kept})
+
+
+def _decide(replicas: Replicas, packed: list[bytes]) -> list[str]:
+    """The arrays whose copies differ, given the checksums of each rank's copies, 4 bytes each."""
+    sums = [
+        dict(zip(replicas.names(rank), np.frombuffer(one, "<u4").tolist(), strict=True))
+        for rank, one in enumerate(packed)
+    ]
+    return replicas.differing(sums)
 
 
 def is_any_of(patterns: Collection[str], option: str = "may_differ") -> Callable[[str], bool]:

@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reshard.write.collective_save import SaveFormat
+    from reshard.write.phases import Draft
 
 
-def _checkpoint1() -> type[SaveFormat]:
-    from reshard.formats.checkpoint1.save import Checkpoint1Save  # noqa: PLC0415  slow to import
+def _checkpoint1() -> type[Draft[Any, Any, Any, Any]]:
+    from reshard.formats.checkpoint1.save import Checkpoint1Draft  # noqa: PLC0415  slow to import
 
-    return Checkpoint1Save
-
-
-def _checkpoint2() -> type[SaveFormat]:
-    from reshard.formats.checkpoint2.save import Checkpoint2Save  # noqa: PLC0415  slow to import
-
-    return Checkpoint2Save
+    return Checkpoint1Draft
 
 
-_FORMATS: dict[str, Callable[[], type[SaveFormat]]] = {"checkpoint2": _checkpoint2, "checkpoint1": _checkpoint1}
+def _checkpoint2() -> type[Draft[Any, Any, Any, Any]]:
+    from reshard.formats.checkpoint2.save import Checkpoint2Draft  # noqa: PLC0415  slow to import
+
+    return Checkpoint2Draft
 
 
-def save_format(name: str) -> type[SaveFormat]:
+_FORMATS: dict[str, Callable[[], type[Draft[Any, Any, Any, Any]]]] = {
+    "checkpoint2": _checkpoint2,
+    "checkpoint1": _checkpoint1,
+}
+
+
+def save_format(name: str) -> type[Draft[Any, Any, Any, Any]]:
     """How a format is saved.
 
     Args:

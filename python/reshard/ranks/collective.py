@@ -8,7 +8,7 @@ the one place that does this. What ranks send are messages (`messages`), and a `
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from reshard.ranks.group import SingleProcess, agree, decide, tell
 from reshard.ranks.messages import decode, encode
@@ -93,14 +93,17 @@ class Collective:
         """Run a step on every rank. Returns the values of all ranks in rank order; raises as `share`."""
         return self.share(capture(step), of)
 
-    def first(self, step: Callable[[], T], of: Any = Any) -> T:
-        """Run a step on rank 0 alone. Returns its value on every rank; raises as `share`.
+    def first(self, step: Callable[[], T] | None, of: Any = Any) -> T:
+        """Run a step on rank 0 alone; elsewhere it may be None. Returns its value on every rank; raises as `share`.
 
         No other rank can report an error here: it reports it in the next step.
         """
-        if self.world_size == 1:
+        if step is None:
+            outcome = None
+        elif self.world_size == 1:
             return step()
-        outcome = self._encoded(capture(step)) if self.rank == 0 else None
+        else:
+            outcome = self._encoded(capture(step)) if self.rank == 0 else None
         result: T = self.decoded(of, [tell(self.channel, outcome, self.timeout)])[0]
         return result
 
@@ -134,6 +137,11 @@ class Collective:
         chosen = decide(self.channel, encoded, lambda values: encode(answer(values)), self.timeout)
         result = self.decoded(decided, [chosen])[0]
         return result
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Report an error in place of this rank's next message to rank 0. Raises it, and an error on all ranks."""
+        self.combine(error, None)
+        raise error
 
     def _encoded(self, outcome: object) -> Any:
         if self.world_size == 1 or isinstance(outcome, BaseException):

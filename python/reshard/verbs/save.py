@@ -1,7 +1,8 @@
 """`reshard.save`: every rank saves its arrays, and all ranks end with one iteration that is published or none.
 
-This module checks the arguments and collects what one rank holds (`RankInput`). The steps of a save by all ranks are in
-`collective_save`; what a format does in each step is in `formats.checkpoint2.save` and `formats.checkpoint1.save`.
+This module checks the arguments and collects what one rank holds (`RankInput`). `write.phases` are the phases of a save,
+`formats.checkpoint2.save` and `formats.checkpoint1.save` those of a format; `write.collective_save` runs them on all
+ranks.
 """
 
 from __future__ import annotations
@@ -36,14 +37,8 @@ from reshard.values.words import show
 from reshard.write import background
 from reshard.write.arrays import Shard, as_shape, local_arrays
 from reshard.write.background import PendingSave
-from reshard.write.collective_save import (
-    RankInput,
-    SaveFormat,
-    SaveReport,
-    SaveTask,
-    save_collectively,
-    save_failed,
-)
+from reshard.write.collective_save import SaveReport, save_collectively, save_failed
+from reshard.write.phases import RankInput, SaveTask
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -53,6 +48,7 @@ if TYPE_CHECKING:
     from reshard.options import CommitLike, FilesLike, FormatLike, RetentionLike, VerifyLike
     from reshard.values.events import OnEvent
     from reshard.write.arrays import LocalArray
+    from reshard.write.phases import Draft
 
 __all__ = ["PendingSave", "SaveReport", "Shard", "check_save_options", "save"]
 
@@ -253,7 +249,7 @@ def save(  # noqa: PLR0917  what is saved is often given by position
     task = SaveTask(Path(locate(root).absolute()), iteration, timeout, options)
     same = _agreed(task, blocking=blocking)
 
-    def prepare() -> SaveFormat:
+    def draft() -> Draft[Any, Any, Any, Any]:
         if isinstance(parsed, BaseException):
             raise parsed
         check_given(model=model)
@@ -306,15 +302,18 @@ def save(  # noqa: PLR0917  what is saved is often given by position
         counters = _common_info(common, iteration)
         # Made now, so that a metric that is no number is refused before anything is written.
         record = SaveRecord(iteration, _EPOCH, 0, 0, 0, dict(metrics or {}), ckpt_status=counters.ckpt_status)
-        own = RankInput(arrays, facts, own_layout, counters, record, copies, observers)
-        return of(task, channel, own)
+        own = RankInput(
+            channel.rank, channel.world_size, arrays, facts, own_layout, counters, record, copies, observers
+        )
+        return of(task, own)
 
     # The other ranks wait for this one: they must receive its error.
     try:
         return save_collectively(
-            capture(prepare),
+            capture(draft),
             task,
             channel,
+            check_root=lambda: _check_root(task),
             started=started,
             blocking=blocking,
             dry_run=dry_run,
@@ -325,6 +324,13 @@ def save(  # noqa: PLR0917  what is saved is often given by position
     except BaseException as error:
         save_failed(observers, iteration, error, started)
         raise
+
+
+def _check_root(task: SaveTask) -> None:
+    """Refuse a root that a restart would open as another format."""
+    from reshard.formats.registry import check_destination  # noqa: PLC0415  slow to import
+
+    check_destination(locate(task.root), task.options.format)
 
 
 def _reports_copies(

@@ -49,10 +49,10 @@ from reshard.storage import mounts
 from reshard.storage.location import Location, locate
 from reshard.values.words import show
 from reshard.write import pending_rollback
-from reshard.write.collective_save import Published, SaveFormat
+from reshard.write.phases import Begun, Draft, Messages, Planned, Prepared, Publication, Published, Written
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from reshard import _core
     from reshard.formats.checkpoint1.names import FileName
@@ -60,8 +60,7 @@ if TYPE_CHECKING:
     from reshard.formats.checkpoint2.iteration import IterationPlan
     from reshard.formats.replicas import State
     from reshard.options import SaveOptions
-    from reshard.ranks.group import Group
-    from reshard.write.collective_save import RankInput, SaveTask
+    from reshard.write.phases import RankInput, SaveTask
     from reshard.write.shard_files import ShardFileMaker
 
 
@@ -75,15 +74,15 @@ class _Report:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _Orders:
     """The answer of rank 0.
 
     Attributes:
         naming: what files are called.
         assignment: who keeps what.
         common: the counters of rank 0.
-        strategy_by: the ranks that write the strategy: one on each host that has a root of its own.
-        shapes: the shapes of the strategy; None where rank 0 alone writes it.
+        strategy_by: the ranks that write the strategy besides rank 0: one on each host that has a root of its own.
+        shapes: the shapes of the strategy; None: rank 0 alone writes it.
         replicas: which ranks hold copies of what.
         save: the id of the save, if any rank may have state; None: there are no state files.
     """
@@ -98,7 +97,7 @@ class _Plan:
 
 
 @dataclass(frozen=True)
-class _Begun:
+class _BegunMessage:
     """What rank 0 knows of the saves before this one.
 
     Attributes:
@@ -113,29 +112,10 @@ class _Begun:
     last_healthy: tuple[int, int] | None = None
 
 
-@dataclass(frozen=True)
-class _Checked:
-    """What rank 0 knows once it has checked the reports.
-
-    Attributes:
-        facts: those of each rank.
-        views: those of each rank.
-        firsts: the lowest rank that sees each root: one, unless several hosts have each their own.
-        assignment: who keeps what.
-        shapes: global shape of each tensor.
-        plan: which ranks hold what.
-    """
-
-    facts: list[RankFacts]
-    views: list[FolderView]
-    firsts: list[int]
-    assignment: ShardAssignment
-    shapes: Shapes
-    plan: IterationPlan
-
-
-_Planned: TypeAlias = "tuple[IterationPlan, Shapes, Strategies | None]"
-_plans = LastMade[_Planned]()
+_PlanOfRanks: TypeAlias = "tuple[IterationPlan, Shapes, Strategies | None]"
+_Weights: TypeAlias = tuple[WrittenWeights, ...]
+_MESSAGES = Messages(_Report, _Orders, _BegunMessage, tuple[WrittenWeights, ...])
+_plans = LastMade[_PlanOfRanks]()
 
 _runs: dict[tuple[Location, str], int] = {}
 """The number of the run of this process, by root and prefix: a process is one run, and a restarted one the next."""
@@ -147,31 +127,18 @@ os.register_at_fork(after_in_child=_runs.clear)
 os.register_at_fork(after_in_child=_read_back.clear)
 
 
-class Checkpoint1Save(SaveFormat):
-    """One rank's part of a save in Checkpoint 1.0."""
+class Checkpoint1Draft(Draft[_Report, _Orders, _BegunMessage, _Weights]):
+    """What one rank has to save in Checkpoint 1.0."""
 
     traits = TRAITS
-    report_type = _Report
-    plan_type = _Plan
-    begun_type = _Begun
-    written_type = tuple[WrittenWeights, ...]
+    messages = _MESSAGES
 
-    def __init__(self, task: SaveTask, channel: Group, own: RankInput) -> None:
-        """As `SaveFormat`."""
-        super().__init__(task, channel, own)
-        self._own_options = task.options.checkpoint1
-        self.confirms = not self._own_options.only_save_strategy
+    def __init__(self, task: SaveTask, own: RankInput) -> None:
+        """As `Draft`."""
+        super().__init__(task, own)
+        self._options = task.options.checkpoint1
+        self.confirms = not self._options.only_save_strategy
         self._prefix = rank_plan.check_prefix(task.options.files.prefix)
-        self._side: RankSide | None = None
-        self._outdated: tuple[tuple[int, int], ...] = ()
-        self._last_healthy_save: tuple[int, int] | None = None
-        self._status: int | None = None  # on rank 0
-        self._strategy: Strategies | None = None
-        self._checked: _Checked | None = None  # this and what follows: on rank 0
-        self._naming: Naming | None = None
-        self._claim: claims.Claim | None = None
-        self._reads_back = False
-        self._warnings: tuple[str, ...] = ()
 
     @staticmethod
     def check_options(options: SaveOptions, model: Mapping[str, object]) -> None:
@@ -189,76 +156,58 @@ class Checkpoint1Save(SaveFormat):
                 "`keep_every` and `best` of `Retention` are for Checkpoint 2.0; of 1.0 the newest `keep` are kept"
             )
 
-    # -- 1 to 3
-
-    def check_root(self) -> None:
-        """On rank 0: refuse a root that a restart would open as another format."""
-        from reshard.formats.registry import check_destination  # noqa: PLC0415  slow to import
-
-        check_destination(locate(self.task.root), self.traits.name)
-
     def report(self) -> _Report:
         """The facts of this rank, and the content of its folder."""
-        view = look(self.task.root, self.rank, self.world_size, self._prefix, self._position)
-        return _Report(self.own.facts, view, self.own.copies.has_state)
+        own = self.own
+        view = look(self.task.root, own.rank, own.world_size, self._prefix, self._position)
+        return _Report(own.facts, view, own.copies.has_state)
 
     @property
     def _position(self) -> tuple[int, int]:
         """Epoch and step of the names."""
-        own, epoch = self._own_options, self.own.common.epoch_num
+        own, epoch = self._options, self.own.common.epoch_num
         return rank_plan.position(
             self.task.iteration, sink_size=own.sink_size, steps_per_epoch=own.steps_per_epoch, epoch=epoch
         )
 
-    def check(self, reports: list[_Report]) -> _Checked:
-        """Check what the ranks reported, and plan who keeps what."""
-        root, layout = self.task.root, self.own.layout
+    def plan(self, reports: list[_Report]) -> Checkpoint1Planned:
+        """Check what the ranks reported, and plan who keeps what under which name."""
+        task, layout = self.task, self.own.layout
         facts, views = [one.facts for one in reports], [one.view for one in reports]
         check_options(facts)
         check_state(facts)
         firsts = self._first_of_each_root(facts)
-        rank_plan.check_world(views, os.fspath(root), is_shared=len(firsts) == 1)
-        key = [plan_key(facts), str(layout), os.fspath(root)]
-        plan, shapes, self._strategy = _plans.get(key, lambda: self._plan(facts))
+        rank_plan.check_world(views, os.fspath(task.root), is_shared=len(firsts) == 1)
+        key = [plan_key(facts), str(layout), os.fspath(task.root)]
+        plan, shapes, strategy = _plans.get(key, lambda: self._plan_of_ranks(facts))
         assignment = ShardAssignment()
-        if self._strategy is None:
-            _check_whole(plan, only_strategy=self._own_options.only_save_strategy, has_layout=layout is not None)
+        if strategy is None:
+            _check_whole(plan, only_strategy=self._options.only_save_strategy, has_layout=layout is not None)
         else:
-            self._strategy.check_same(is_used=any(view.has_meta for view in views))
-            if self.task.options.dedup:
-                holders = {name: plan.holders[name] for name in self._strategy.strategy.keys()}  # noqa: SIM118
-                n_devices = self._strategy.devices_per_stage
+            strategy.check_same(is_used=any(view.has_meta for view in views))
+            if task.options.dedup:
+                holders = {name: plan.holders[name] for name in strategy.strategy.keys()}  # noqa: SIM118
+                n_devices = strategy.devices_per_stage
                 assignment = rank_plan.assign(holders, [rank // n_devices for rank in range(len(facts))])
-        return _Checked(facts, views, firsts, assignment, shapes, plan)
-
-    def plan(self, reports: list[_Report]) -> _Plan:
-        """Check, and tell every rank what it keeps under which name."""
-        checked = self._checked = self.check(reports)
-        if self._own_options.only_save_strategy:
-            self._naming = Naming(self._prefix, None, 0, 0)
-            replicas = Replicas()
+        if self._options.only_save_strategy:
+            naming, replicas = Naming(self._prefix, None, 0, 0), Replicas()
         else:
-            number = rank_plan.run_number(checked.views, _runs.get(self._run_key))
-            self._naming = Naming(self._prefix, number or None, *self._position)
-            replicas = Replicas.of(
-                checked.plan.holders if self.task.options.verify.check_replicas else {}, checked.facts
-            )
+            number = rank_plan.run_number(views, _runs.get(_run_key(task, self._prefix)))
+            naming = Naming(self._prefix, number or None, *self._position)
+            replicas = Replicas.of(plan.holders if task.options.verify.check_replicas else {}, facts)
         has_state = any(one.has_state for one in reports) or any(may_differ for *_, may_differ in replicas.rows)
-        return _Plan(
-            self._naming,
-            checked.assignment,
+        orders = _Orders(
+            naming,
+            assignment,
             self.own.common,
-            tuple(checked.firsts) if self._strategy is not None else (),
-            checked.shapes if len(checked.firsts) > 1 else None,
+            tuple(firsts[1:]) if strategy is not None else (),
+            shapes if len(firsts) > 1 else None,
             replicas,
             os.urandom(16).hex() if has_state else None,
         )
+        return Checkpoint1Planned(orders, task, self.own, facts, strategy, is_one_root=len(firsts) == 1)
 
-    @property
-    def _run_key(self) -> tuple[Location, str]:
-        return locate(self.task.root).resolved(), self._prefix
-
-    def _plan(self, facts: list[RankFacts]) -> _Planned:
+    def _plan_of_ranks(self, facts: list[RankFacts]) -> _PlanOfRanks:
         layout = self.own.layout
         plan = plan_iteration(facts, layout, prefix=None, dedup=False, strict=False)
         shapes = _shapes(plan, facts)
@@ -267,6 +216,7 @@ class Checkpoint1Save(SaveFormat):
         return plan, shapes, strategies.make(layout, shapes, self.task.root)
 
     def _first_of_each_root(self, facts: list[RankFacts]) -> list[int]:
+        """The lowest rank that sees each root: one, unless several hosts have each their own."""
         of_hosts: dict[str, int] = {}
         for rank, one in enumerate(facts):
             of_hosts.setdefault(one.host, rank)
@@ -282,63 +232,77 @@ class Checkpoint1Save(SaveFormat):
             )
         return list(of_hosts.values())
 
-    def prepare(self, plan: _Plan, make: ShardFileMaker) -> None:
+    def prepare(self, orders: _Orders, make: ShardFileMaker) -> Checkpoint1Prepared:
         """Make this rank's files ready, and the strategy, if this rank writes it."""
-        layout = self.own.layout
-        counters = [name for name in counter_tensors.NAMES if name in self.own.arrays]
-        self._side = RankSide(self.task, self.rank, plan.naming, counters, plan.save)
-        if self.rank not in plan.strategy_by:
-            self._strategy = None
-        elif self.rank != 0 and layout is not None and plan.shapes is not None:  # on a host of its own
-            self._strategy = strategies.make(layout, plan.shapes, self.task.root)
-        if self._own_options.only_save_strategy:
-            return
-        metadata = {"format": "ms", "remove_redundancy": str(self.task.options.dedup and self.world_size > 1)}
-        by_kind = arrays_by_kind(
-            self.own.arrays,
-            plan.common,
-            plan.naming,
-            plan.assignment.left_out(self.rank),
-            network=self._own_options.save_network_params,
-            trainable=self._own_options.trained_names,
-        )
-        of_kind = {"full": metadata | ({} if plan.save is None else {SAVE_KEY: plan.save})}
-        self._side.files.update(
-            (kind, make(plan.naming.file(self.rank, kind).name, arrays, of_kind.get(kind, metadata)))
-            for kind, arrays in by_kind.items()
-        )
+        own, task, layout = self.own, self.task, self.own.layout
+        counters = [name for name in counter_tensors.NAMES if name in own.arrays]
+        side = RankSide(task, own.rank, orders.naming, counters, orders.save)
+        strategy = None
+        if own.rank in orders.strategy_by and layout is not None and orders.shapes is not None:
+            strategy = strategies.make(layout, orders.shapes, task.root)
+        if self.confirms:
+            metadata = {"format": "ms", "remove_redundancy": str(task.options.dedup and own.world_size > 1)}
+            by_kind = arrays_by_kind(
+                own.arrays,
+                orders.common,
+                orders.naming,
+                orders.assignment.left_out(own.rank),
+                network=self._options.save_network_params,
+                trainable=self._options.trained_names,
+            )
+            of_kind = {"full": metadata | ({} if orders.save is None else {SAVE_KEY: orders.save})}
+            side.files.update(
+                (kind, make(orders.naming.file(own.rank, kind).name, arrays, of_kind.get(kind, metadata)))
+                for kind, arrays in by_kind.items()
+            )
+        return Checkpoint1Prepared(own, side, strategy)
 
-    # -- 4
 
-    def begin(self) -> _Begun:
+@dataclass(frozen=True)
+class Checkpoint1Planned(Planned[_Orders, _BegunMessage, _Weights]):
+    """On rank 0: who keeps what under which name.
+
+    Attributes:
+        task: the save.
+        own: what rank 0 holds.
+        facts: those of each rank.
+        strategy: how tensors are partitioned, which rank 0 writes into its root; None: no tensor is.
+        is_one_root: whether all ranks see one root, not each host its own.
+    """
+
+    task: SaveTask
+    own: RankInput
+    facts: list[RankFacts]
+    strategy: Strategies | None
+    is_one_root: bool
+
+    def begin(self) -> Checkpoint1Begun:
         """Claim the root, if there is space for what this host writes into it."""
-        task, options = self.task, self.task.options
-        assert self._checked is not None
-        assert self._naming is not None
-        self._claim = protocol.claim_root(
+        task, options, naming = self.task, self.task.options, self.orders.naming
+        claim = protocol.claim_root(
             task.root, takeover=options.commit.takeover, durable=task.durable, folder_mode=task.folder_mode
         )
-        protocol.check_space(task.root, self._n_bytes(self._checked), durable=task.durable)
-        if self._own_options.only_save_strategy:
-            return _Begun(options.verify.after_save, ())
-        naming = self._naming
-        _runs[self._run_key] = naming.run or 0
+        protocol.check_space(task.root, self._n_bytes(), durable=task.durable)
+        if options.checkpoint1.only_save_strategy:
+            return Checkpoint1Begun(_BegunMessage(options.verify.after_save, ()), self, claim)
+        _runs[_run_key(task, naming.prefix)] = naming.run or 0
         files: list[FileName] = []
         with contextlib.suppress(CheckpointNotFoundError):
             files = checkpoint1.list_files(folder_of(task.root, 0))
         outdated = rank_plan.outdated(files, naming, None if options.retention is None else options.retention.keep)
         there = {(file.epoch, file.step) for file in files if (file.prefix, file.run) == (naming.prefix, naming.run)}
-        known = _read_back[self._read_back_key] = _read_back.get(self._read_back_key, set()) & there
-        self._reads_back = options.verify.after_save or (bool(outdated) and not known - set(outdated))
-        return _Begun(self._reads_back, tuple(outdated), self._last_healthy(files))
+        key = _read_back_key(task, naming)
+        known = _read_back[key] = _read_back.get(key, set()) & there
+        reads_back = options.verify.after_save or (bool(outdated) and not known - set(outdated))
+        message = _BegunMessage(reads_back, tuple(outdated), self._last_healthy(files))
+        return Checkpoint1Begun(message, self, claim)
 
     def _last_healthy(self, files: Sequence[FileName]) -> tuple[int, int] | None:
         """The newest save of this run, before this one, that is not recorded as unhealthy."""
-        assert self._naming is not None
         statuses: dict[str, int] = {}
         with contextlib.suppress(ReshardError):  # there is no record, or it cannot be read, which `confirm` reports
             statuses = checkpoint1_health.read(self.task.root)
-        naming = self._naming
+        naming = self.orders.naming
         found = {
             (file.epoch, file.step)
             for file in files
@@ -347,17 +311,12 @@ class Checkpoint1Save(SaveFormat):
         }
         return max(found - {(naming.epoch, naming.step)}, default=None)
 
-    @property
-    def _read_back_key(self) -> tuple[Location, str, int | None]:
-        assert self._naming is not None
-        return locate(self.task.root).resolved(), self._naming.prefix, self._naming.run
-
-    def _n_bytes(self, checked: _Checked) -> int:
+    def _n_bytes(self) -> int:
         """What is written into the root of this host."""
-        own, facts, n_bytes = self._own_options, checked.facts, 0
+        own, facts, n_bytes = self.task.options.checkpoint1, self.facts, 0
         for rank, one in enumerate(facts):
-            if not own.only_save_strategy and (len(checked.firsts) == 1 or one.host == facts[0].host):
-                left_out = checked.assignment.left_out(rank)
+            if not own.only_save_strategy and (self.is_one_root or one.host == facts[0].host):
+                left_out = self.orders.assignment.left_out(rank)
                 written = [fact for fact in one.arrays if fact.name not in left_out]
                 sizes = {fact.name: dtypes.n_bytes(fact.dtype, fact.shape) for fact in written}
                 n_bytes += sum(sizes.values())
@@ -365,88 +324,143 @@ class Checkpoint1Save(SaveFormat):
                 n_bytes += weights * (own.save_network_params + (own.trained_names is not None))
         return n_bytes
 
-    # -- 5
 
-    def write(self, begun: _Begun, state: State, progress: _core.Progress | None) -> tuple[WrittenWeights, ...]:
-        """Write everything but `meta.json`."""
-        assert self._side is not None
-        self._outdated, self._last_healthy_save = begun.outdated, begun.last_healthy
-        return self._side.write(state, self._strategy, reads_back=begun.reads_back, progress=progress)
+@dataclass(frozen=True)
+class Checkpoint1Begun(Begun[_BegunMessage, _Weights]):
+    """On rank 0: a save for which the root is claimed.
 
-    def publish(self, written: list[tuple[WrittenWeights, ...]], *, durable: bool) -> Published:
-        """All files are on the disk, and a restart does not find them yet."""
-        assert self._claim is not None
-        assert self._naming is not None
-        claims.check(self._claim)
-        path = self.task.root
+    Attributes:
+        planned: who keeps what.
+        claim: of the root.
+    """
+
+    planned: Checkpoint1Planned
+    claim: claims.Claim
+
+    def publish(
+        self,
+        own: Written[_Weights],  # noqa: ARG002
+        written: list[_Weights],
+        *,
+        durable: bool,
+        log: Callable[[Published], list[Location]],  # noqa: ARG002
+    ) -> Checkpoint1Publication:
+        """Write the strategy. All files are on the disk then, and a restart does not find them yet."""
+        claims.check(self.claim)
+        planned, task = self.planned, self.planned.task
+        path = task.root
         rows = sorted((file.name, file.n_bytes, file.digest) for of_rank in written for file in of_rank)
-        only_strategy = self._own_options.only_save_strategy
-        if only_strategy:
-            assert self._strategy is not None
-            path = self._strategy.folder
-            rows = [(name, n_bytes, "") for name, n_bytes in self._strategy.files()]
+        only_strategy = task.options.checkpoint1.only_save_strategy
+        if planned.strategy is not None:
+            planned.strategy.write(task.file_mode, task.folder_mode, durable=task.durable)
+            if only_strategy:
+                path = planned.strategy.folder
+                rows = [(name, n_bytes, "") for name, n_bytes in planned.strategy.files()]
         digest = hashlib.blake2b(json.dumps(rows).encode(), digest_size=16).hexdigest()
-        may_be = is_any_of(self.task.options.verify.may_be_infinite, "may_be_infinite")
+        may_be = is_any_of(task.options.verify.may_be_infinite, "may_be_infinite")
         found = (one for of_rank in written for file in of_rank for one in file.not_finite)
         not_finite = health.joined((name, kind) for name, kind in found if kind == "nan" or not may_be(name))
         # Without a monitor only unhealthy saves are recorded: the file lies outside of the root.
-        self._status = health.status_of(self.own.common.ckpt_status, not_finite) or self.own.common.ckpt_status
+        ckpt_status = planned.own.common.ckpt_status
         reason = f"the save is recorded as unhealthy: {health.reason_of(not_finite)}"
-        return Published(
+        published = Published(
             path=str(path),
             n_bytes=sum(n_bytes for _, n_bytes, _ in rows),
             n_files=len(rows),
             durable=durable,
             digest=digest,
             warnings=(reason,) if not_finite else (),
-            suffix=None if only_strategy else self._naming.file(0).suffix,
-            generation=self._claim.generation,
+            suffix=None if only_strategy else planned.orders.naming.file(0).suffix,
+            generation=self.claim.generation,
             attempt_id=None if only_strategy else digest,
-            ckpt_status=self._status,
+            ckpt_status=health.status_of(ckpt_status, not_finite) or ckpt_status,
         )
+        return Checkpoint1Publication(published, self)
 
-    def withdraw(self, *, is_known: bool) -> None:
-        """Remove this rank's files, if no rank goes on."""
-        if self._side is not None and is_known:
-            self._side.withdraw()
 
-    # -- 6
+@dataclass(frozen=True)
+class Checkpoint1Publication(Publication):
+    """On rank 0: a save whose files are on the disk.
 
-    def confirm(self) -> None:
+    Attributes:
+        begun: what it was before.
+    """
+
+    begun: Checkpoint1Begun
+
+    def confirmed(self) -> None:
+        """Record what was read back."""
+        planned, naming = self.begun.planned, self.begun.planned.orders.naming
+        if self.begun.message.reads_back:
+            _read_back[_read_back_key(planned.task, naming)].add((naming.epoch, naming.step))
+        pending_rollback.forget(planned.task.root)
+
+
+@dataclass(frozen=True)
+class Checkpoint1Prepared(Prepared[_BegunMessage, _Weights]):
+    """The files of one rank.
+
+    Attributes:
+        own: what the rank holds.
+        side: its files.
+        strategy: what it writes of how tensors are partitioned, into a root that rank 0 does not see; None: nothing.
+    """
+
+    own: RankInput
+    side: RankSide
+    strategy: Strategies | None
+
+    def write(self, begun: _BegunMessage, state: State, progress: _core.Progress | None) -> Checkpoint1Written:
+        """Write everything but `meta.json`."""
+        weights = self.side.write(state, self.strategy, reads_back=begun.reads_back, progress=progress)
+        return Checkpoint1Written(weights, self, begun)
+
+    def withdraw(self) -> None:
+        """Remove this rank's files."""
+        self.side.withdraw()
+
+
+@dataclass(frozen=True)
+class Checkpoint1Written(Written[_Weights]):
+    """The files of one rank are on the disk.
+
+    Attributes:
+        prepared: what they were before.
+        begun: what rank 0 knows of older saves.
+    """
+
+    prepared: Checkpoint1Prepared
+    begun: _BegunMessage
+
+    def confirm(self, published: Published) -> tuple[str, ...]:
         """Write `meta.json`; rank 0 records the health first, before anybody can resume from the save."""
-        assert self._side is not None
-        warning, status = None, self._status
-        if self.rank == 0 and status is not None:
-            task = self.task
+        side, warning, status = self.prepared.side, None, published.ckpt_status
+        if side.rank == 0 and status is not None:
+            task = side.task
             filesystem.announce(f"write {checkpoint1_health.HEALTH_FILE}")
-            warning = checkpoint1_health.note(
-                task.root, self._side.file.name, status, task.file_mode, durable=task.durable
-            )
-        self._warnings = () if warning is None else (warning,)
-        self._side.confirm()
-
-    def confirmed(self) -> tuple[str, ...]:
-        """Record on rank 0 what was read back."""
-        if self._reads_back:
-            assert self._naming is not None
-            _read_back[self._read_back_key].add((self._naming.epoch, self._naming.step))
-        pending_rollback.forget(self.task.root)
-        return self._warnings
-
-    # -- 7
+            warning = checkpoint1_health.note(task.root, side.file.name, status, task.file_mode, durable=task.durable)
+        side.confirm()
+        return () if warning is None else (warning,)
 
     def remove_older(self, published: Published) -> list[str]:
         """Remove this rank's files of saves that are no longer kept; the last healthy one stays."""
-        assert self._side is not None
-        stays = self._last_healthy_save if published.ckpt_status == 1 else None
-        outdated = [one for one in self._outdated if one != stays]
-        warnings = self._side.remove(outdated)
+        stays = self.begun.last_healthy if published.ckpt_status == 1 else None
+        outdated = [one for one in self.begun.outdated if one != stays]
+        warnings = self.prepared.side.remove(outdated)
         for epoch, step in outdated:
             # These saves have a name and no iteration.
-            self.own.observers.first(
+            self.prepared.own.observers.first(
                 "pruned", None, name=f"{epoch}_{step}", reason="older than the newest `keep` saves"
             )
         return warnings
+
+
+def _run_key(task: SaveTask, prefix: str) -> tuple[Location, str]:
+    return locate(task.root).resolved(), prefix
+
+
+def _read_back_key(task: SaveTask, naming: Naming) -> tuple[Location, str, int | None]:
+    return locate(task.root).resolved(), naming.prefix, naming.run
 
 
 def _shapes(plan: IterationPlan, facts: list[RankFacts]) -> Shapes:

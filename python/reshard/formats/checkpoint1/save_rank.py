@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from reshard.formats.checkpoint2.common import CommonInfo
     from reshard.formats.replicas import State
     from reshard.write.arrays import LocalArray
-    from reshard.write.collective_save import SaveTask
+    from reshard.write.phases import SaveTask
     from reshard.write.shard_files import ShardFile
 
 _WEIGHTS_MODE = 0o444  # weights are read-only, as those of MindSpore Transformers

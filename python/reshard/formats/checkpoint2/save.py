@@ -11,9 +11,9 @@ import os
 import socket
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from reshard import _core
 from reshard.commit import filesystem, protocol, writer_mark
@@ -38,20 +38,20 @@ from reshard.storage.location import locate
 from reshard.values.words import show
 from reshard.write import pending_rollback
 from reshard.write.arrays import local_arrays
-from reshard.write.collective_save import Published, SaveFormat
 from reshard.write.contents import FileContent, JointProgress
+from reshard.write.phases import Begun, Draft, Messages, Planned, Prepared, Publication, Published, Written
 from reshard.write.shard_files import WrittenFile, read_back
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from reshard.commit.manifest import Manifest
     from reshard.formats.checkpoint2.iteration import IterationPlan
     from reshard.formats.replicas import State
     from reshard.options import SaveOptions
-    from reshard.ranks.group import Group
     from reshard.storage.location import Location
-    from reshard.write.collective_save import RankInput, SaveTask
+    from reshard.write.pending_rollback import PendingRollback
+    from reshard.write.phases import RankInput, SaveTask
     from reshard.write.shard_files import ShardFile, ShardFileMaker
 
 _METADATA = {"format": "ms", **writer_mark.MARK}
@@ -60,51 +60,38 @@ _SYNCED_TOGETHER_BYTES = 64 << 20  # of a rank: small files are written first an
 _VISIBLE_SECONDS = 60.0  # for which a network file system may not show a folder that another host made
 
 
-class _Planned(NamedTuple):
-    """The plan of rank 0: the iteration, bytes of all its arrays, and which ranks hold copies of what."""
+class _Plan(NamedTuple):
+    """What follows from the reports: the iteration, bytes of all its arrays, and which ranks hold copies of what."""
 
     iteration: IterationPlan
     n_bytes: int
     replicas: Replicas
 
 
-class _Plan(NamedTuple):
+class _Orders(NamedTuple):
     """The answer of rank 0: who writes what, and which ranks hold copies of what."""
 
     files: tuple[FileContent, ...]
     replicas: Replicas
 
 
-class _Begun(NamedTuple):
+class _BegunMessage(NamedTuple):
     """The folder into which all ranks write, and whether they read back what they have written."""
 
     staging: str
     reads_back: bool
 
 
-_plans = LastMade[_Planned]()
+_Records: TypeAlias = dict[str, WrittenFile]
+_MESSAGES = Messages(RankFacts, _Orders, _BegunMessage, dict[str, WrittenFile])
+_plans = LastMade[_Plan]()
 
 
-class Checkpoint2Save(SaveFormat):
-    """One rank's part of a save in Checkpoint 2.0."""
+class Checkpoint2Draft(Draft[RankFacts, _Orders, _BegunMessage, _Records]):
+    """What one rank has to save in Checkpoint 2.0."""
 
     traits = CHECKPOINT2
-    report_type = RankFacts
-    plan_type = _Plan
-    begun_type = _Begun
-    written_type = dict[str, WrittenFile]
-
-    def __init__(self, task: SaveTask, channel: Group, own: RankInput) -> None:
-        """As `SaveFormat`."""
-        super().__init__(task, channel, own)
-        self._resumed = pending_rollback.get(task.root)
-        self._files: list[ShardFile] = []
-        self._planned: _Planned | None = None  # this and what follows: on rank 0
-        self._attempt: protocol.Attempt | None = None
-        self._descriptions: Descriptions | None = None
-        self._unsynced: list[str] = []
-        self._reads_back = task.options.verify.after_save
-        self._manifest: Manifest | None = None  # once it is published
+    messages = _MESSAGES
 
     @staticmethod
     def is_note(warning: str) -> bool:
@@ -116,19 +103,11 @@ class Checkpoint2Save(SaveFormat):
         """Refuse a prefix that no file name can have."""
         checkpoint2.check_prefix(options.files.prefix)
 
-    # -- 1 to 3
-
-    def check_root(self) -> None:
-        """On rank 0: refuse a root that a restart would open as another format."""
-        from reshard.formats.registry import check_destination  # noqa: PLC0415  slow to import
-
-        check_destination(locate(self.task.root), self.traits.name)
-
     def report(self) -> RankFacts:
         """The facts of this rank."""
         return self.own.facts
 
-    def check(self, reports: list[RankFacts]) -> _Planned:
+    def plan(self, reports: list[RankFacts]) -> Checkpoint2Planned:
         """Check the facts of all ranks; the plan that follows from them, mostly that of the last save."""
         check_options(reports)
         check_state(reports)
@@ -137,81 +116,195 @@ class Checkpoint2Save(SaveFormat):
         prefix, dedup, strict = options.files.prefix, options.dedup, options.files.strict_format
         check_replicas = options.verify.check_replicas
 
-        def make() -> _Planned:
+        def make() -> _Plan:
             plan = plan_iteration(reports, layout, prefix=prefix, dedup=dedup, strict=strict)
             if not dedup:
                 check_copies(plan)
             replicas = Replicas.of(plan.holders if check_replicas else {}, reports)
-            return _Planned(plan, planned_bytes(plan, reports), replicas)
+            return _Plan(plan, planned_bytes(plan, reports), replicas)
 
-        return _plans.get([plan_key(reports), str(layout), [prefix, dedup, strict, check_replicas]], make)
+        plan = _plans.get([plan_key(reports), str(layout), [prefix, dedup, strict, check_replicas]], make)
+        orders = _Orders(plan.iteration.files, plan.replicas)
+        return Checkpoint2Planned(orders, self.task, self.own, plan, pending_rollback.get(self.task.root))
 
-    def plan(self, reports: list[RankFacts]) -> _Plan:
-        """Check, and tell every rank which files it writes."""
-        self._planned = self.check(reports)
-        return _Plan(self._planned.iteration.files, self._planned.replicas)
-
-    def prepare(self, plan: _Plan, make: ShardFileMaker) -> None:
+    def prepare(self, orders: _Orders, make: ShardFileMaker) -> Checkpoint2Prepared:
         """Make this rank's shard files."""
-        own = self.own.arrays
-        self._files = [
-            make(file.name, own.only(file.arrays), _METADATA) for file in plan.files if file.rank == self.rank
+        own = self.own
+        files = [
+            make(file.name, own.arrays.only(file.arrays), _METADATA) for file in orders.files if file.rank == own.rank
         ]
+        return Checkpoint2Prepared(self.task, own.rank, tuple(files), leaves_unsynced=own.rank == 0)
 
-    # -- 4
 
-    def begin(self) -> _Begun:
+@dataclass(frozen=True)
+class Checkpoint2Planned(Planned[_Orders, _BegunMessage, _Records]):
+    """On rank 0: the plan of the iteration.
+
+    Attributes:
+        task: the save.
+        own: what rank 0 holds: its counters and its line of the log are saved.
+        plan: what the ranks write.
+        resumed: the rollback from which this process goes on; None: it goes on from the newest iteration.
+    """
+
+    task: SaveTask
+    own: RankInput
+    plan: _Plan
+    resumed: PendingRollback | None
+
+    def begin(self) -> Checkpoint2Begun:
         """Claim the root and make the staging folder."""
         task, options = self.task, self.task.options
-        assert self._planned is not None
-        self._attempt = protocol.begin(
+        attempt = protocol.begin(
             task.root,
             task.iteration,
-            planned_bytes=self._planned.n_bytes,
+            planned_bytes=self.plan.n_bytes,
             durable=task.durable,
-            rollback=options.commit.rollback or self._resumed is not None,
+            rollback=options.commit.rollback or self.resumed is not None,
             takeover=options.commit.takeover,
             folder_mode=task.folder_mode,
         )
-        if options.retention is not None and not self._reads_back:
-            from reshard.commit import retention  # noqa: PLC0415  slow to import, and many saves have none
+        try:
+            reads_back = options.verify.after_save
+            if options.retention is not None and not reads_back:
+                from reshard.commit import retention  # noqa: PLC0415  slow to import, and many saves have none
 
-            self._reads_back = retention.must_read_back(task.root, task.iteration, options.retention.keep)
-        self._descriptions = Descriptions(self._planned.iteration, self._attempt.staging, mode=task.file_mode)
-        self._descriptions.start()
-        return _Begun(str(self._attempt.staging), self._reads_back)
+                reads_back = retention.must_read_back(task.root, task.iteration, options.retention.keep)
+            descriptions = Descriptions(self.plan.iteration, attempt.staging, mode=task.file_mode)
+            begun = Checkpoint2Begun(_BegunMessage(str(attempt.staging), reads_back), self, attempt, descriptions)
+        except BaseException:
+            protocol.abandon(attempt)
+            raise
+        try:
+            descriptions.start()
+        except BaseException:
+            begun.withdraw()
+            raise
+        return begun
 
-    def plan_again(self, reports: list[RankFacts]) -> None:
-        """Replace the plan of a save that has begun. The files must be the same, with other arrays."""
-        assert self._attempt is not None
-        assert self._descriptions is not None
-        self._descriptions.stop()
-        self._planned = self.check(reports)
-        self._descriptions = Descriptions(self._planned.iteration, self._attempt.staging, mode=self.task.file_mode)
 
-    # -- 5
+@dataclass(frozen=True)
+class Checkpoint2Begun(Begun[_BegunMessage, _Records]):
+    """On rank 0: an iteration that is staged.
 
-    def write(self, begun: _Begun, state: State, progress: _core.Progress | None) -> dict[str, WrittenFile]:
+    Attributes:
+        planned: what the ranks write.
+        attempt: the claim and the staging folder.
+        descriptions: the files that describe the iteration, which may be in the making.
+    """
+
+    planned: Checkpoint2Planned
+    attempt: protocol.Attempt
+    descriptions: Descriptions
+
+    def with_plan(self, planned: Checkpoint2Planned) -> Checkpoint2Begun:
+        """The same save with another plan: of the same files, with other arrays."""
+        self.descriptions.stop()
+        descriptions = Descriptions(planned.plan.iteration, self.attempt.staging, mode=planned.task.file_mode)
+        return replace(self, planned=planned, descriptions=descriptions)
+
+    def publish(
+        self,
+        own: Written[_Records],
+        written: list[_Records],
+        *,
+        durable: bool,
+        log: Callable[[Published], list[Location]],
+    ) -> Checkpoint2Publication:
+        """Describe, seal and publish what the ranks have written."""
+        task, plan, attempt = self.planned.task, self.planned.plan.iteration, self.attempt
+        staging, rank0, resumed = attempt.staging, self.planned.own, self.planned.resumed
+        records = {name: (file, rank) for rank, of_rank in enumerate(written) for name, file in of_rank.items()}
+        planned = {file.name: file.rank for file in plan.files}
+        shards = {name: rank for name, (_, rank) in records.items() if name != state_files.arrays_file_name(rank)}
+        if shards != planned:
+            raise ReshardError(f"the ranks wrote {sorted(records)}, planned were {sorted(planned)}")
+        described = self.descriptions.result()
+        may_be = is_any_of(task.options.verify.may_be_infinite, "may_be_infinite")
+        found = (one for file, _ in records.values() for one in file.not_finite)
+        not_finite = health.joined((name, kind) for name, kind in found if kind == "nan" or not may_be(name))
+        status = health.status_of(rank0.common.ckpt_status, not_finite)
+        # Without a monitor 0 is not written: MindSpore Transformers 1.9.0 does not know the key.
+        common = rank0.common if not not_finite else replace(rank0.common, ckpt_status=status)
+        common.write(staging / checkpoint2.COMMON_FILE, task.file_mode, durable=False)
+        own_files = [checkpoint2.COMMON_FILE, *health.write(locate(staging), not_finite, task.file_mode)]
+        warnings = list(plan.warnings)
+        if not_finite:
+            warnings.append(f"iteration {task.iteration} is saved as unhealthy: {health.reason_of(not_finite)}")
+        manifest = protocol.seal(
+            attempt,
+            records,
+            world_size=rank0.world_size,
+            unsynced=[*own.unsynced, *described, *own_files],
+            known=described,
+            passed_over=() if resumed is None else resumed.passed_over,
+            ckpt_status=status,
+            metrics=rank0.record.metrics,
+            file_mode=task.file_mode,
+        )
+        published = Published(
+            path=str(attempt.folder),
+            n_bytes=manifest.n_bytes,
+            n_files=len(planned),
+            durable=durable,
+            digest=manifest.digest,
+            warnings=tuple(warnings),
+            suffix=None,
+            generation=attempt.generation,
+            attempt_id=attempt.id,
+            ckpt_status=status,
+        )
+        more = protocol.publish(attempt, manifest, lambda: log(published))
+        if resumed is not None:
+            pending_rollback.forget(task.root)
+        published = published._replace(warnings=(*published.warnings, *more))
+        return Checkpoint2Publication(published, self, manifest)
+
+    def withdraw(self) -> None:
+        """Remove the staging folder."""
+        try:
+            self.descriptions.stop()
+        finally:
+            protocol.abandon(self.attempt)
+
+
+@dataclass(frozen=True)
+class Checkpoint2Prepared(Prepared[_BegunMessage, _Records]):
+    """The shard files of one rank.
+
+    Attributes:
+        task: the save.
+        rank: this one.
+        files: its shard files.
+        leaves_unsynced: whether small files are left for `Begun.publish` to sync, with those that describe the save.
+    """
+
+    task: SaveTask
+    rank: int
+    files: tuple[ShardFile, ...]
+    leaves_unsynced: bool
+
+    def write(self, begun: _BegunMessage, state: State, progress: _core.Progress | None) -> Written[_Records]:
         """Write this rank's files into the staging folder; the record of each that has checksums."""
-        if not self._files and state is None:
-            return {}
+        if not self.files and state is None:
+            return Written({})
         task, staging = self.task, Path(begun.staging)
         # Rank 0 waits longer than this, so that it receives the reason.
         _wait_for(staging, min(_VISIBLE_SECONDS, task.timeout / 2))
-        records: dict[str, WrittenFile] = {}
+        records: _Records = {}
 
         def record(path: Path, written: _core.Written) -> None:
             if begun.reads_back:
                 read_back(str(path), written, task.options.threads)
             records[path.name] = WrittenFile.of(written)
 
-        n_bytes = sum(file.n_bytes for file in self._files)
+        n_bytes = sum(file.n_bytes for file in self.files)
         own = local_arrays(None if state is None else state[1], None)
         # Files that are read back must be on the disk by then.
         is_small = n_bytes + own.n_bytes <= _SYNCED_TOGETHER_BYTES and not begun.reads_back
         durable, mode = task.durable and not is_small, task.file_mode
         joint = JointProgress(progress, n_bytes)
-        for file in self._files:
+        for file in self.files:
             path = staging / file.name
             report = joint.of_file(file.n_bytes)
             record(path, file.write(str(path), durable=durable, mode=mode, progress=report))
@@ -225,83 +318,32 @@ class Checkpoint2Save(SaveFormat):
             path = staging / state_files.file_name(self.rank)
             locate(path).replace(state[0], mode, durable=durable)
             names.append(path.name)
-        if is_small:
-            self._unsynced = names
-        if task.durable and is_small and self.rank != 0:  # rank 0 syncs its files with those that describe the save
+        if is_small and self.leaves_unsynced:
+            return Written(records, unsynced=tuple(names))
+        if is_small and task.durable:
             place = locate(staging)
             filesystem.sync_together([place / name for name in names], [place])
-        return records
+        return Written(records)
 
-    def publish(self, written: list[dict[str, WrittenFile]], *, durable: bool) -> Published:
-        """Describe, seal and publish what the ranks have written."""
-        assert self._attempt is not None
-        assert self._planned is not None
-        assert self._descriptions is not None
-        task, plan, staging = self.task, self._planned.iteration, self._attempt.staging
-        records = {name: (file, rank) for rank, of_rank in enumerate(written) for name, file in of_rank.items()}
-        planned = {file.name: file.rank for file in plan.files}
-        shards = {name: rank for name, (_, rank) in records.items() if name != state_files.arrays_file_name(rank)}
-        if shards != planned:
-            raise ReshardError(f"the ranks wrote {sorted(records)}, planned were {sorted(planned)}")
-        described = self._descriptions.result()
-        may_be = is_any_of(task.options.verify.may_be_infinite, "may_be_infinite")
-        found = (one for file, _ in records.values() for one in file.not_finite)
-        not_finite = health.joined((name, kind) for name, kind in found if kind == "nan" or not may_be(name))
-        status = health.status_of(self.own.common.ckpt_status, not_finite)
-        # Without a monitor 0 is not written: MindSpore Transformers 1.9.0 does not know the key.
-        common = self.own.common if not not_finite else replace(self.own.common, ckpt_status=status)
-        common.write(staging / checkpoint2.COMMON_FILE, task.file_mode, durable=False)
-        own_files = [checkpoint2.COMMON_FILE, *health.write(locate(staging), not_finite, task.file_mode)]
-        warnings = list(plan.warnings)
-        if not_finite:
-            warnings.append(f"iteration {task.iteration} is saved as unhealthy: {health.reason_of(not_finite)}")
-        manifest = protocol.seal(
-            self._attempt,
-            records,
-            world_size=self.world_size,
-            unsynced=[*self._unsynced, *described, *own_files],
-            known=described,
-            passed_over=() if self._resumed is None else self._resumed.passed_over,
-            ckpt_status=status,
-            metrics=self.own.record.metrics,
-            file_mode=task.file_mode,
-        )
-        published = Published(
-            path=str(self._attempt.folder),
-            n_bytes=manifest.n_bytes,
-            n_files=len(planned),
-            durable=durable,
-            digest=manifest.digest,
-            warnings=tuple(warnings),
-            suffix=None,
-            generation=self._attempt.generation,
-            attempt_id=self._attempt.id,
-            ckpt_status=status,
-        )
-        more = protocol.publish(self._attempt, manifest, lambda: self.log(published))
-        self._manifest = manifest
-        if self._resumed is not None:
-            pending_rollback.forget(task.root)
-        return published._replace(warnings=(*published.warnings, *more))
 
-    def withdraw(self, *, is_known: bool) -> None:  # noqa: ARG002
-        """Remove the staging folder, unless it was published."""
-        if self._attempt is not None and self._manifest is None:
-            try:
-                if self._descriptions is not None:
-                    self._descriptions.stop()
-            finally:
-                protocol.abandon(self._attempt)
+@dataclass(frozen=True)
+class Checkpoint2Publication(Publication):
+    """On rank 0: an iteration that is published.
 
-    # -- 7
+    Attributes:
+        begun: what it was before.
+        manifest: of the iteration.
+    """
 
-    def remove_older(self, published: Published) -> list[str]:  # noqa: ARG002  the manifests hold the health
-        """On rank 0: record that the save was verified, and apply retention."""
-        if self._manifest is None or self._attempt is None:
-            return []
-        task, manifest, folder = self.task, self._manifest, self._attempt.folder
+    begun: Checkpoint2Begun
+    manifest: Manifest
+
+    def remove_older(self) -> list[str]:
+        """Record that the save was verified, and apply retention."""
+        planned, manifest, reads_back = self.begun.planned, self.manifest, self.begun.message.reads_back
+        task, folder = planned.task, self.begun.attempt.folder
         warnings = []
-        if self._reads_back:
+        if reads_back:
             from reshard.commit import proofs  # noqa: PLC0415
 
             try:
@@ -318,8 +360,8 @@ class Checkpoint2Save(SaveFormat):
                     original_fault=original_fault,
                     durable=task.durable,
                     verify=False,
-                    verified=(manifest.digest,) if self._reads_back else (),
-                    observers=self.own.observers,
+                    verified=(manifest.digest,) if reads_back else (),
+                    observers=planned.own.observers,
                 )
                 warnings += removed.warnings
             except (ReshardError, OSError) as error:

@@ -21,7 +21,7 @@ import socket
 import threading
 import time
 import weakref
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +36,7 @@ from reshard.errors import ArgumentError, MismatchError, ReshardError, Unsupport
 from reshard.formats import state
 from reshard.formats.checkpoint2.common import CommonInfo
 from reshard.formats.checkpoint2.rank_facts import Facts, RankFacts
-from reshard.formats.checkpoint2.save import Checkpoint2Save
+from reshard.formats.checkpoint2.save import Checkpoint2Draft, Checkpoint2Prepared
 from reshard.formats.dcp.names import is_optimizer
 from reshard.formats.replicas import Copies, is_any_of
 from reshard.formats.state_loader import TorchSaved
@@ -50,7 +50,8 @@ from reshard.values.arguments import check_given
 from reshard.values.events import Observers
 from reshard.values.words import listed, show
 from reshard.write.arrays import Shard, local_arrays
-from reshard.write.collective_save import RankInput, SaveTask, log_once, save_failed
+from reshard.write.collective_save import log_once, save_failed
+from reshard.write.phases import RankInput, SaveTask
 from reshard.write.shard_files import shard_file
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
+    from reshard.formats.checkpoint2.save import Checkpoint2Begun, Checkpoint2Planned
     from reshard.formats.replicas import Replicas
     from reshard.options import CommitLike, RetentionLike, VerifyLike
     from reshard.storage.location import Location
@@ -74,29 +76,13 @@ _LAST_NUMBER = re.compile(r"([0-9]{1,18})(?:\.[A-Za-z]+)?")
 _log = logging.getLogger("reshard")
 
 
-class _Save(Checkpoint2Save):
-    """A save without the warning that MindSpore Transformers does not read all tensors: it is not the reader here."""
-
-    def check(self, reports: list[RankFacts]) -> Any:
-        planned = super().check(reports)
-        return planned._replace(iteration=replace(planned.iteration, warnings=()))
-
-
-@dataclass(frozen=True)
-class _Member:
-    """One of the ranks of a save."""
-
-    rank: int
-    world_size: int
-
-
 @dataclass(frozen=True)
 class _Orders:
     """What the coordinator adds to the plan of a rank.
 
     Attributes:
         plan: the files of this rank.
-        begun: the staging folder.
+        begun: the message of the coordinator: the staging folder.
         numbers: the rank, and those under which it saves further parts of a tensor.
         n_numbers: how many of these numbers all ranks have.
         n_ranks: how many ranks save.
@@ -130,27 +116,41 @@ class _Written:
     inner: dict[int, dict[str, InnerFacts]]
 
 
+@dataclass(frozen=True)
+class _Begun:
+    """The save that the coordinator has begun.
+
+    Attributes:
+        draft: makes the plan, and the plan anew.
+        save: what is staged.
+        replicas: the copies that are compared.
+        n_numbers: how many numbers of ranks all ranks have.
+        reports: what the ranks hold, by number.
+    """
+
+    draft: Checkpoint2Draft
+    save: Checkpoint2Begun
+    replicas: Replicas
+    n_numbers: int
+    reports: list[RankFacts]
+
+
 @dataclass
 class _Running:
-    """The save that the coordinator has begun; without a `save` there is none."""
+    """What is to be ended of a save, if anything is."""
 
-    save: _Save | None = None
-    begun: Any = None
-    replicas: Replicas | None = None
     n_ranks: int = 0
-    n_numbers: int = 0
-    reports: list[RankFacts] = field(default_factory=list)
-    root: Location | None = None
-    is_claimed: bool = False  # for this save
+    begun: _Begun | None = None
+    claimed: Location | None = None  # a root that was claimed for this save
 
     def end(self) -> None:
         """Withdraw what was not published, and release the root."""
-        save, self.save, self.n_ranks = self.save, None, 0
-        if save is not None:
-            save.withdraw(is_known=True)
-        if self.is_claimed and self.root is not None:
-            protocol.release(self.root)
-            self.is_claimed = False
+        begun, self.begun, self.n_ranks = self.begun, None, 0
+        if begun is not None:
+            begun.save.withdraw()
+        if self.claimed is not None:
+            protocol.release(self.claimed)
+            self.claimed = None
 
 
 class Writer(StorageWriter):
@@ -284,25 +284,26 @@ class Writer(StorageWriter):
         checked = self.options.verify.check_replicas
         may_differ = is_any_of(self.options.verify.may_differ)
         copies, compared = items.replicas(ranks if checked else [replace(one, items=()) for one in ranks], may_differ)
-        save = self._save(0, len(reports), {})
-        plan_of_all = save.plan(reports)
-        running = self._running
-        running.root = locate(save.task.root).absolute()
-        running.is_claimed = not (running.root.exists() and claims.held(running.root) is not None)
-        running.save, running.replicas = save, copies
-        running.n_ranks, running.n_numbers, running.reports = len(plans), len(reports), reports
+        draft = self._draft(0, len(reports), {})
+        planned = _planned(draft, reports)
+        orders, running = planned.orders, self._running
+        root = locate(draft.task.root).absolute()
+        if not (root.exists() and claims.held(root) is not None):
+            running.claimed = root
+        running.n_ranks = len(plans)
         try:
-            running.begun = save.begin()
+            save = planned.begin()
         except BaseException as error:
             running.end()
             self._failed(0, error)
             raise
+        running.begun = _Begun(draft, save, copies, len(reports), reports)
         return [
             replace(
                 plan,
                 storage_data=_Orders(
-                    plan_of_all._replace(files=tuple(one for one in plan_of_all.files if one.rank in numbers[rank])),
-                    running.begun,
+                    orders._replace(files=tuple(one for one in orders.files if one.rank in numbers[rank])),
+                    save.message,
                     numbers[rank],
                     len(reports),
                     len(plans),
@@ -362,11 +363,13 @@ class Writer(StorageWriter):
         begin = time.monotonic()
         records: dict[int, dict[str, WrittenFile]] = {}
         for number, given in zip(orders.numbers, parts, strict=True):
-            save = self._save(number, orders.n_numbers, given)
-            plan_of_rank = orders.plan._replace(files=items.with_inner(orders.plan.files, inner.get(number, {})))
-            save.prepare(plan_of_rank, functools.partial(shard_file, threads=self.options.threads, blocking=True))
+            draft = self._draft(number, orders.n_numbers, given)
+            orders_of_rank = orders.plan._replace(files=items.with_inner(orders.plan.files, inner.get(number, {})))
+            make = functools.partial(shard_file, threads=self.options.threads, blocking=True)
+            # The coordinator, which publishes, may be another process.
+            prepared = replace(draft.prepare(orders_of_rank, make), leaves_unsynced=False)
             progress = observers.progress(iteration, None) if observers.functions else None
-            records[number] = save.write(orders.begun, None, progress)
+            records[number] = prepared.write(orders.begun, None, progress).message
         n_written = sum(one.n_bytes for of_number in records.values() for one in of_number.values())
         observers("written", iteration, n_bytes=n_written, seconds=time.monotonic() - begin)
         sums = [self._sum(key, tensors, objects, planner) for key in orders.compared]
@@ -389,18 +392,18 @@ class Writer(StorageWriter):
         finally:
             self._running.end()
         for warning in warnings:
-            log_once(warning, is_note=Checkpoint2Save.is_note(warning))
+            log_once(warning, is_note=Checkpoint2Draft.is_note(warning))
 
     def _publish(self, metadata: Metadata, written: Sequence[_Written]) -> list[str]:
         """Publish what the ranks have written. Returns warnings."""
-        running = self._running
-        if running.save is None or any(one.staging != running.begun.staging for one in written):
+        begun = self._running.begun
+        if begun is None or any(one.staging != begun.save.message.staging for one in written):
             raise ArgumentError(
                 f"another save with this writer began before the one to {show(self.path)} had ended",
                 hint="wait for the future of `async_save` before the next save",
             )
-        self._compare(running, written)
-        records: list[dict[str, WrittenFile]] = [{} for _ in range(running.n_numbers)]
+        self._compare(begun.replicas, written)
+        records: list[dict[str, WrittenFile]] = [{} for _ in range(begun.n_numbers)]
         for one in written:
             for number, of_number in one.records.items():
                 records[number] |= of_number
@@ -408,18 +411,25 @@ class Writer(StorageWriter):
         if STATE_NAME in objects:
             raise ArgumentError(f"{STATE_NAME} is a name that is taken", key=STATE_NAME)
         inner = {number: of_number for one in written for number, of_number in one.inner.items()}
+        save = begun.save
         if inner:
-            running.save.plan_again(items.reports_with_inner(running.reports, inner))
+            save = save.with_plan(_planned(begun.draft, items.reports_with_inner(begun.reports, inner)))
+            self._running.begun = replace(begun, save=save)
         own: dict[str, Any] = {"paths": {name: tuple(path) for name, path in (metadata.planner_data or {}).items()}}
         if inner:
             own["inner"] = {name: facts.to_value() for of_number in inner.values() for name, facts in of_number.items()}
         kept = state.dump({STATE_NAME: own, **objects})
-        records[0] |= self._save(0, running.n_numbers, {}).write(running.begun, kept, None)
-        published = running.save.publish(records, durable=self.options.commit.durable)
+        written_state = Checkpoint2Prepared(begun.draft.task, 0, (), leaves_unsynced=True).write(
+            save.message, kept, None
+        )
+        records[0] |= written_state.message
+        publication = save.publish(written_state, records, durable=self.options.commit.durable, log=lambda _: [])
+        self._running.begun = None
+        published = publication.published
         seconds = time.monotonic() - self._started
         Observers.of(self._on_event)(
             "published",
-            running.save.task.iteration,
+            begun.draft.task.iteration,
             n_bytes=published.n_bytes,
             n_files=published.n_files,
             seconds=seconds,
@@ -427,13 +437,13 @@ class Writer(StorageWriter):
             durable=published.durable,
             path=published.path,
         )
-        return [*published.warnings, *running.save.remove_older(published)]
+        return [*published.warnings, *publication.remove_older()]
 
     def _failed(self, rank: int, error: BaseException) -> None:
         save_failed(Observers.of(self._on_event, rank), _place(self.path)[1], error, self._started)
 
-    def _save(self, rank: int, n_ranks: int, arrays: Mapping[str, Shard]) -> _Save:
-        """The part of a rank in the save."""
+    def _draft(self, rank: int, n_ranks: int, arrays: Mapping[str, Shard]) -> Checkpoint2Draft:
+        """What a rank saves."""
         root, iteration = _place(self.path)
         # DCP has removed the copies from the plans; they are compared here.
         options = replace(self.options, verify=replace(self.options.verify, check_replicas=False))
@@ -444,10 +454,11 @@ class Writer(StorageWriter):
         )
         common = CommonInfo(step_num=iteration, global_step=iteration)
         record = SaveRecord(iteration, _EPOCH, 0, 0, 0)
-        member: Any = _Member(rank, n_ranks)
         observers = Observers.of(self._on_event, rank)
         facts = RankFacts("", {}, Facts())
-        return _Save(task, member, RankInput(own, facts, None, common, record, Copies(own), observers))
+        return Checkpoint2Draft(
+            task, RankInput(rank, n_ranks, own, facts, None, common, record, Copies(own), observers)
+        )
 
     def _sum(
         self,
@@ -467,10 +478,9 @@ class Writer(StorageWriter):
         return sums[0] if not tensor.text else _core.crc32c(f"{tensor.text} {sums}".encode())
 
     @staticmethod
-    def _compare(running: _Running, written: Sequence[_Written]) -> None:
-        assert running.replicas is not None
+    def _compare(replicas: Replicas, written: Sequence[_Written]) -> None:
         try:
-            differing = running.replicas.differing([one.sums for one in written])
+            differing = replicas.differing([one.sums for one in written])
         except MismatchError as error:
             error.hint = (
                 "`torch.distributed.checkpoint` keeps one of them: give the values of the ranks names of their own, "
@@ -479,6 +489,12 @@ class Writer(StorageWriter):
             raise
         if differing:
             _log.warning("copies of %d values differ between ranks, and one of each is saved", len(differing))
+
+
+def _planned(draft: Checkpoint2Draft, reports: list[RankFacts]) -> Checkpoint2Planned:
+    """The plan, without the warning that MindSpore Transformers does not read all tensors: it is not the reader."""
+    planned = draft.plan(reports)
+    return replace(planned, plan=planned.plan._replace(iteration=replace(planned.plan.iteration, warnings=())))
 
 
 def _is_main_thread() -> bool:
