@@ -151,7 +151,7 @@ def test_a_step_in_a_cuda_graph(tmp_path: Path) -> None:
     weight = nn.Parameter(torch.zeros(1 << 24, device="cuda"))
     model = nn.ParameterList([weight])
     weight.grad = -torch.ones_like(weight)
-    optimizer = torch.optim.SGD([weight], lr=torch.tensor(1.0, device="cuda"))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(side):
         optimizer.step()
