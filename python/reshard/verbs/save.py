@@ -1,8 +1,8 @@
 """`reshard.save`: every rank saves its arrays, and all ranks end with one iteration that is published or none.
 
-This module checks the arguments and collects what one rank holds (`RankInput`). `write.phases` are the phases of a save,
-`formats.checkpoint2.save` and `formats.checkpoint1.save` those of a format; `write.collective_save` runs them on all
-ranks.
+This module checks the arguments and collects what one rank holds (`RankInput`). `write.phases` says what the phases of
+a save are, `formats.checkpoint2.save` and `formats.checkpoint1.save` are those of a format, and `write.collective_save`
+runs them on all ranks.
 """
 
 from __future__ import annotations
