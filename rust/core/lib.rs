@@ -42,10 +42,9 @@ pub mod files {
 
     pub mod header;
 
-    pub mod listed;
     pub mod local_array;
 
-    pub mod ckpt;
+    pub mod listed;
 
     pub mod shard_file;
 }
@@ -91,7 +90,7 @@ pub mod write {
 pub use bytes::{cast, memory, strided, team, tuning};
 pub use check::{finite, verify};
 pub use error::{Error, Kind, Result};
-pub use files::{checksum, ckpt, header, listed, local_array, shard_file, source};
+pub use files::{checksum, header, listed, local_array, shard_file, source};
 pub use geometry::{dtype, layout, mesh, region, tile};
 pub use planning::{index, plan, request, stored};
 pub use read::copy;

@@ -603,7 +603,7 @@ pub fn check_name(name: &str) -> Result<()> {
 ///
 /// Stricter than [`Dtype::n_bytes`]: the product of the nonzero extents must not overflow either, since other readers
 /// multiply all extents.
-pub(crate) fn tensor_bytes(dtype: Dtype, shape: &[u64]) -> Result<u64, String> {
+pub fn tensor_bytes(dtype: Dtype, shape: &[u64]) -> Result<u64, String> {
     let bits = shape
         .iter()
         .filter(|&&extent| extent != 0)

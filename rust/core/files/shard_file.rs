@@ -1,28 +1,24 @@
 //! One shard file: its checked table of contents and its bytes.
 //!
-//! A safetensors file has its table at the start; the table of a `.ckpt` file is collected by parsing the complete
-//! framing. Other modules do not distinguish the formats: a file has tensors with a name, a dtype, a shape and a byte
-//! range.
+//! A safetensors file has its table at the start; the tables of other formats are made by readers outside this crate.
+//! Other modules do not distinguish the formats: a file has tensors with a name, a dtype, a shape and a byte range.
 
 use crate::control::Control;
 use crate::error::{Error, Result};
 use crate::files::checksum::{Checksums, crc32c};
-use crate::files::ckpt::Records;
 use crate::files::header::{Entry, Header};
 use crate::files::listed::Listed;
 use crate::files::local_array::LocalArray;
 use crate::files::source::Source;
 use crate::geometry::dtype::Dtype;
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 /// The format of a shard file.
 #[derive(Clone)]
 pub enum Format {
     /// A safetensors file, with a header.
     Safetensors,
-    /// A `.ckpt` file, a sequence of values.
-    Ckpt,
     /// A file of a format that is read outside this crate.
     Listed(ReadTable),
 }
@@ -34,7 +30,6 @@ impl fmt::Debug for Format {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Safetensors => "Safetensors",
-            Self::Ckpt => "Ckpt",
             Self::Listed(_) => "Listed",
         })
     }
@@ -45,8 +40,6 @@ impl fmt::Debug for Format {
 pub enum Table {
     /// The header of a safetensors file.
     Header(Header),
-    /// The records of a `.ckpt` file.
-    Records(Records),
     /// Of a file of another format.
     Listed(Listed),
 }
@@ -57,8 +50,6 @@ pub struct ShardFile {
     source: Source,
     table: Arc<Table>,
     checksums: Option<Arc<Checksums>>,
-    /// Whether the content of the file has been compared with the CRC in it.
-    is_verified: Mutex<bool>,
 }
 
 impl Table {
@@ -66,7 +57,6 @@ impl Table {
     pub fn len(&self) -> usize {
         match self {
             Self::Header(header) => header.len(),
-            Self::Records(records) => records.len(),
             Self::Listed(listed) => listed.len(),
         }
     }
@@ -83,7 +73,6 @@ impl Table {
     pub fn entry(&self, i: usize) -> Entry<'_> {
         match self {
             Self::Header(header) => header.entry(i),
-            Self::Records(records) => records.entry(i),
             Self::Listed(listed) => listed.entry(i),
         }
     }
@@ -92,7 +81,7 @@ impl Table {
     pub(crate) fn dtype(&self, i: usize) -> Dtype {
         match self {
             Self::Header(header) => header.dtype(i),
-            Self::Records(_) | Self::Listed(_) => self.entry(i).dtype,
+            Self::Listed(_) => self.entry(i).dtype,
         }
     }
 
@@ -100,7 +89,7 @@ impl Table {
     pub(crate) fn has_shape(&self, i: usize, shape: &[u64]) -> bool {
         match self {
             Self::Header(header) => header.has_shape(i, shape),
-            Self::Records(_) | Self::Listed(_) => self.entry(i).shape == shape,
+            Self::Listed(_) => self.entry(i).shape == shape,
         }
     }
 
@@ -108,7 +97,6 @@ impl Table {
     pub fn find(&self, name: &str) -> Option<usize> {
         match self {
             Self::Header(header) => header.find(name),
-            Self::Records(records) => records.find(name),
             Self::Listed(listed) => listed.find(name),
         }
     }
@@ -117,7 +105,7 @@ impl Table {
     pub fn data_start(&self) -> u64 {
         match self {
             Self::Header(header) => header.data_start(),
-            Self::Records(_) | Self::Listed(_) => 0,
+            Self::Listed(_) => 0,
         }
     }
 
@@ -125,7 +113,7 @@ impl Table {
     pub(crate) fn find_near(&self, name: &str, near: usize) -> Option<usize> {
         match self {
             Self::Header(header) => header.find_near(name, near),
-            Self::Records(_) | Self::Listed(_) => self.find(name),
+            Self::Listed(_) => self.find(name),
         }
     }
 
@@ -133,15 +121,15 @@ impl Table {
     pub fn metadata(&self) -> Option<impl ExactSizeIterator<Item = (&str, &str)>> {
         match self {
             Self::Header(header) => header.metadata(),
-            Self::Records(_) | Self::Listed(_) => None,
+            Self::Listed(_) => None,
         }
     }
 
     /// Names of values that are text instead of tensors.
     pub fn strings(&self) -> &[String] {
         match self {
-            Self::Header(_) | Self::Listed(_) => &[],
-            Self::Records(records) => records.strings(),
+            Self::Header(_) => &[],
+            Self::Listed(listed) => listed.texts(),
         }
     }
 
@@ -151,25 +139,27 @@ impl Table {
             Self::Header(header) => (0..header.len())
                 .map(|i| LocalArray::whole(&header.entry(i)))
                 .collect(),
-            Self::Records(records) => records.arrays().collect(),
-            Self::Listed(listed) => (0..listed.len())
-                .map(|i| LocalArray::whole(&listed.entry(i)))
-                .collect(),
+            Self::Listed(listed) => listed.arrays(),
         }
+    }
+
+    /// Whether a tensor is stored in several parts.
+    pub(crate) fn has_splits(&self) -> bool {
+        matches!(self, Self::Listed(listed) if listed.has_splits())
     }
 
     /// The tensor with a name, if it is stored in several parts.
     pub fn split(&self, name: &str) -> Option<LocalArray> {
         match self {
-            Self::Header(_) | Self::Listed(_) => None,
-            Self::Records(records) => records.split(name),
+            Self::Header(_) => None,
+            Self::Listed(listed) => listed.split(name),
         }
     }
 
     /// The strides of a stored tensor, unless its elements follow each other in row-major order.
     pub fn strides(&self, name: &str) -> Option<&[u64]> {
         match self {
-            Self::Header(_) | Self::Records(_) => None,
+            Self::Header(_) => None,
             Self::Listed(listed) => listed.strides(listed.find(name)?),
         }
     }
@@ -184,9 +174,6 @@ impl ShardFile {
     ) -> Result<Self> {
         let table = match format {
             Format::Safetensors => Table::Header(read_header(&source, checksums.as_deref())?),
-            Format::Ckpt => Table::Records(
-                Records::read(&source).map_err(|error| error.within(source.path().display()))?,
-            ),
             Format::Listed(read) => Table::Listed(
                 read(&source)
                     .map_err(|error| error.within(source.path().display()).path(source.path()))?,
@@ -200,7 +187,6 @@ impl ShardFile {
             source,
             table: Arc::new(table),
             checksums,
-            is_verified: Mutex::new(false),
         }
     }
 
@@ -233,7 +219,6 @@ impl ShardFile {
     pub fn has_crc(&self) -> bool {
         match &*self.table {
             Table::Header(_) => false,
-            Table::Records(records) => records.has_crc(),
             Table::Listed(listed) => listed.has_crc(),
         }
     }
@@ -245,19 +230,7 @@ impl ShardFile {
     pub fn verify(&self, control: &Control) -> Result<()> {
         match &*self.table {
             Table::Listed(listed) => listed.verify(&self.source, control),
-            Table::Records(records) if records.has_crc() => {
-                // Other threads wait for the lock instead of reading the file again.
-                let mut is_verified = self
-                    .is_verified
-                    .lock()
-                    .unwrap_or_else(PoisonError::into_inner);
-                if !*is_verified {
-                    records.verify(&self.source, control)?;
-                    *is_verified = true;
-                }
-                Ok(())
-            }
-            Table::Header(_) | Table::Records(_) => Ok(()),
+            Table::Header(_) => Ok(()),
         }
     }
 
@@ -269,7 +242,7 @@ impl ShardFile {
     pub fn verify_at(&self, positions: impl Iterator<Item = u64>, control: &Control) -> Result<()> {
         match &*self.table {
             Table::Listed(listed) => listed.verify_at(&self.source, positions, control),
-            Table::Header(_) | Table::Records(_) => self.verify(control),
+            Table::Header(_) => Ok(()),
         }
     }
 }

@@ -461,7 +461,7 @@ impl Source {
     }
 
     /// As [`Self::read_at`]. If the file was truncated, `shrunk` creates the error from its current size.
-    pub(crate) fn read_at_or(
+    pub fn read_at_or(
         &self,
         start: u64,
         to: &mut [u8],

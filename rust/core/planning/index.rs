@@ -373,11 +373,6 @@ impl Index {
         self.add_local(path, follow_links, method, Format::Safetensors)
     }
 
-    /// Adds a `.ckpt` file and returns its number. The file is opened when it is needed.
-    pub fn add_ckpt_file(&mut self, path: PathBuf, follow_links: bool, method: Method) -> u32 {
-        self.add_local(path, follow_links, method, Format::Ckpt)
-    }
-
     /// Adds a local file of a format and returns its number. The file is opened when it is needed.
     pub fn add_local(
         &mut self,
@@ -549,7 +544,7 @@ impl Index {
     pub fn add_whole_file(&mut self, file: u32) -> Result<()> {
         let opened = self.open(file)?;
         let table = Arc::clone(opened.table());
-        if let Table::Records(_) = &*table {
+        if table.has_splits() {
             for array in table.arrays() {
                 self.add_whole(&array.name, file)?;
             }

@@ -1,8 +1,9 @@
-//! The files of checkpoints that describe tensors: `metadata.json`, strategy files, files of `torch.save` and `.metadata`
-//! of `torch.distributed.checkpoint`.
+//! The files of checkpoints that describe tensors: `metadata.json`, strategy files, `.ckpt` files, files of `torch.save`
+//! and `.metadata` of `torch.distributed.checkpoint`.
 //!
 //! This crate decodes and checks the content of these files. It opens no file. The core does not depend on it.
 
+pub mod ckpt;
 pub mod compressed;
 pub mod dcp;
 pub mod metadata;

@@ -28,7 +28,7 @@ use reshard_formats::metadata::{
     CellTable, Metadata, MetadataTensor, decode, decode_files, decode_table, dtype_of, index_of,
     index_of_table,
 };
-use reshard_formats::torch_file;
+use reshard_formats::{ckpt, torch_file};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -288,7 +288,9 @@ impl Index {
         method: &str,
     ) -> PyResult<u32> {
         let method = raise(py, parse_method(method))?;
-        Ok(self.index.add_ckpt_file(path, follow_links, method))
+        Ok(self
+            .index
+            .add_local(path, follow_links, method, ckpt::format()))
     }
 
     fn set_checksums(

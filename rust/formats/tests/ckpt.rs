@@ -4,25 +4,28 @@
 
 use proptest::collection::vec;
 use proptest::prelude::*;
-use reshard_core::ckpt::Records;
+use reshard_core::control::Control;
 use reshard_core::error::Kind;
 use reshard_core::index::Index;
+use reshard_core::listed::Listed;
 use reshard_core::local_array::LocalArray;
 use reshard_core::region::row_major_strides;
-use reshard_core::source::{Method, Source};
+use reshard_core::shard_file::ShardFile;
+use reshard_core::source::{Method, Ranges, Source};
+use reshard_formats::ckpt;
 use std::fs::{self, File};
 use std::io::Write;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-fn read(bytes: &[u8]) -> reshard_core::Result<Records> {
+fn read(bytes: &[u8]) -> reshard_core::Result<Listed> {
     let mut file = tempfile::NamedTempFile::new().unwrap();
     file.write_all(bytes).unwrap();
-    Records::read(&Source::open(file.path(), true, Method::Read).unwrap())
+    ckpt::read(&Source::open(file.path(), true, Method::Read).unwrap())
 }
 
 fn samples() -> Vec<PathBuf> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/mindspore/ckpt");
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/data/mindspore/ckpt");
     let mut found: Vec<_> = fs::read_dir(folder)
         .unwrap()
         .map(|entry| entry.unwrap().path())
@@ -175,7 +178,7 @@ fn encode(tensors: &[Tensor]) -> (Vec<u8>, Vec<Vec<u8>>) {
 }
 
 /// Assembles a tensor from the tiles of its parts, element by element.
-fn assembled(file: &[u8], records: &Records, array: &LocalArray) -> Vec<u8> {
+fn assembled(file: &[u8], records: &Listed, array: &LocalArray) -> Vec<u8> {
     let unit = (array.dtype.bits() / 8) as usize;
     let n: u64 = array.shape.iter().product();
     let strides = row_major_strides(&array.shape);
@@ -211,7 +214,7 @@ proptest! {
     fn reads_what_was_written(tensors in tensors()) {
         let (file, contents) = encode(&tensors);
         let records = read(&file).unwrap();
-        let arrays: Vec<_> = records.arrays().collect();
+        let arrays = records.arrays();
         prop_assert_eq!(arrays.len(), tensors.len());
         for ((array, tensor), content) in arrays.iter().zip(&tensors).zip(&contents) {
             prop_assert_eq!(&array.name, &tensor.tag);
@@ -305,7 +308,7 @@ fn every_truncation_of_a_real_file_is_detected() {
             }
         }
         assert!(
-            between <= whole.arrays().len() + whole.strings().len(),
+            between <= whole.arrays().len() + whole.texts().len(),
             "{path:?}"
         );
     }
@@ -637,11 +640,70 @@ fn contents_are_not_read() {
     }
     for method in [Method::Read, Method::Map] {
         let mut index = Index::new();
-        let file = index.add_ckpt_file(path.clone(), true, method);
+        let file = index.add_local(path.clone(), true, method, ckpt::format());
         index.add_whole("big", file).unwrap();
         index.add_whole("small", file).unwrap();
         assert_eq!(index.shape("big").unwrap(), [2 * CONTENT]);
         assert_eq!(index.stored_arrays("big").unwrap().len(), 2);
         assert_eq!(index.check().unwrap(), []);
     }
+}
+
+// -- objects of a store
+
+#[derive(Debug)]
+struct Object {
+    bytes: Vec<u8>,
+    is_borrowable: bool,
+}
+
+impl Object {
+    fn range(&self, start: u64, len: u64) -> &[u8] {
+        &self.bytes[start as usize..(start + len) as usize]
+    }
+}
+
+impl Ranges for Object {
+    fn read_at(&self, start: u64, to: &mut [u8]) -> reshard_core::Result<()> {
+        to.copy_from_slice(self.range(start, to.len() as u64));
+        Ok(())
+    }
+
+    fn bytes(&self, start: u64, len: u64) -> reshard_core::Result<Option<&[u8]>> {
+        Ok(self.is_borrowable.then(|| self.range(start, len)))
+    }
+
+    fn is_borrowable(&self) -> bool {
+        self.is_borrowable
+    }
+}
+
+#[test]
+fn a_ckpt_file_over_ranges_has_the_table_and_the_crc_of_the_local_file() {
+    let (mut n_files, mut n_with_crc) = (0, 0);
+    for path in samples() {
+        let local = Source::open(&path, false, Method::Auto).unwrap();
+        let expected = ShardFile::open(local, &ckpt::format(), None).unwrap();
+        for is_borrowable in [false, true] {
+            let object = Object {
+                bytes: fs::read(&path).unwrap(),
+                is_borrowable,
+            };
+            let file = ShardFile::open(
+                Source::of_ranges(path.clone(), object.bytes.len() as u64, Box::new(object)),
+                &ckpt::format(),
+                None,
+            )
+            .unwrap();
+            assert_eq!(file.table().arrays(), expected.table().arrays());
+            assert_eq!(file.has_crc(), expected.has_crc());
+            file.verify(&Control::default()).unwrap();
+        }
+        n_files += 1;
+        n_with_crc += usize::from(expected.has_crc());
+    }
+    assert!(
+        n_files >= 5 && n_with_crc > 0,
+        "{n_files} files, {n_with_crc} with a CRC"
+    );
 }

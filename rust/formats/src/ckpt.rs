@@ -17,22 +17,20 @@
 //!
 //! This module handles the framing of one file. It does not interpret tensors, and verifies content only by the CRC.
 
-use crate::control::Control;
-use crate::error::{Error, Kind, Printable, Result};
-use crate::files::header::{
-    Entry, MAX_HEADER_BYTES, MAX_NAME_BYTES, MAX_RANK, MAX_TENSORS, check_name, tensor_bytes,
+use reshard_core::dtype::Dtype;
+use reshard_core::error::Printable;
+use reshard_core::header::{
+    MAX_HEADER_BYTES, MAX_NAME_BYTES, MAX_RANK, MAX_TENSORS, check_name, tensor_bytes,
 };
-use crate::files::local_array::{LocalArray, Part};
-use crate::files::source::Source;
-use crate::geometry::dtype::Dtype;
-use crate::geometry::region::{Dims, flat_range_boxes, row_major_strides};
-use crate::geometry::tile::Tile;
-use crc_fast::{CrcAlgorithm, Digest};
+use reshard_core::listed::{FileCrc, Listed, ListedTensor, Split};
+use reshard_core::region::Dims;
+use reshard_core::shard_file::Format;
+use reshard_core::source::Source;
+use reshard_core::{Error, Kind, Result};
+use std::sync::Arc;
 
 /// Bytes that are read at once: a few small values, and few excess bytes for a large one.
 const WINDOW_BYTES: usize = 4096;
-/// Bytes that are read at once for the CRC.
-const PIECE_BYTES: u64 = 4 << 20;
 /// Longest name of a type; known names have up to eight bytes.
 const MAX_TYPE_BYTES: u64 = 64;
 /// The marker before the CRC, and the bytes of both.
@@ -55,246 +53,45 @@ mod tag {
     pub(super) const OF_STRATEGY: u8 = 0x08;
 }
 
-/// The checked table of a `.ckpt` file.
+/// How the core reads the tensors of a file.
+pub fn format() -> Format {
+    Format::Listed(Arc::new(read))
+}
+
+/// Parses a file.
 ///
 /// A *record* is the content of one value. The stored name of a tensor in one record is its tag. The records of a split
 /// tensor are one-dimensional and have the names `<tag>#<number>`.
-#[derive(Debug)]
-pub struct Records {
-    /// In the order of the file.
-    slots: Vec<Record>,
-    /// In the order of the file. The records of each follow those of the previous one.
-    arrays: Vec<Array>,
-    /// Numbers of the records, sorted by name.
-    by_name: Vec<u32>,
-    strings: Vec<String>,
-    crc: Option<Crc>,
-}
-
-/// The content of one value.
-#[derive(Debug)]
-struct Record {
-    name: String,
-    dtype: Dtype,
-    shape: Box<[u64]>,
-    start: u64,
-    end: u64,
-}
-
-/// A tensor. If it has one record, the record has its name and shape.
-#[derive(Debug)]
-struct Array {
-    /// The number of its first record.
-    first: u32,
-    split: Option<Box<Split>>,
-}
-
-/// Name and shape of a tensor in several records.
-#[derive(Debug)]
-struct Split {
-    name: String,
-    shape: Box<[u64]>,
-    n_records: usize,
-}
-
-/// A CRC-32 of the first `n_bytes` bytes of the file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Crc {
-    n_bytes: u64,
-    crc: u32,
-}
-
-impl Records {
-    /// Parses a file.
-    ///
-    /// # Errors
-    /// `Kind::Damaged` if the file violates the format, `Kind::Unsupported` for an unknown type, `Kind::Io` if a read
-    /// fails.
-    pub fn read(source: &Source) -> Result<Self> {
-        let path = source.path();
-        let window = Window {
-            source,
-            file_bytes: source.n_bytes(),
-            first: 0,
-            bytes: Vec::new(),
-        };
-        let mut parser = Parser {
-            window,
-            at: 0,
-            framing_bytes: 0,
-            arrays: Vec::new(),
-            records: Vec::new(),
-            strings: Vec::new(),
-            partial: None,
-        };
-        let crc = parser.file().map_err(|error| error.path(path))?;
-        let Parser {
-            arrays,
-            records,
-            strings,
-            ..
-        } = parser;
-        let mut this = Self {
-            slots: records,
-            arrays,
-            by_name: Vec::new(),
-            strings,
-            crc,
-        };
-        this.order().map_err(|error| error.path(path))?;
-        Ok(this)
-    }
-
-    /// Number of records.
-    pub fn len(&self) -> usize {
-        self.slots.len()
-    }
-
-    /// Whether there is no record.
-    pub fn is_empty(&self) -> bool {
-        self.slots.is_empty()
-    }
-
-    /// Record `i` in the order of the file. Its bytes are counted from the start of the file.
-    ///
-    /// # Panics
-    /// If `i` is not below [`Self::len`].
-    pub fn entry(&self, i: usize) -> Entry<'_> {
-        let record = &self.slots[i];
-        Entry {
-            name: &record.name,
-            dtype: record.dtype,
-            shape: record.shape.to_vec(),
-            start: record.start,
-            end: record.end,
-        }
-    }
-
-    /// The number of the record with this stored name.
-    pub fn find(&self, name: &str) -> Option<usize> {
-        let name_of = |i: &u32| self.slots[*i as usize].name.as_str();
-        let at = self.by_name.binary_search_by(|i| name_of(i).cmp(name));
-        at.ok().map(|at| self.by_name[at] as usize)
-    }
-
-    /// The tensors, joined from their records, in the order of the file.
-    pub fn arrays(&self) -> impl ExactSizeIterator<Item = LocalArray> {
-        self.arrays.iter().map(|array| self.local(array))
-    }
-
-    /// The tensor with a tag, if it is stored in several records.
-    pub fn split(&self, tag: &str) -> Option<LocalArray> {
-        let first = self.find(&format!("{tag}#0"))? as u32;
-        let at = self
-            .arrays
-            .binary_search_by_key(&first, |array| array.first);
-        let array = &self.arrays[at.ok()?];
-        let is_it = array.split.as_ref().is_some_and(|split| split.name == tag);
-        is_it.then(|| self.local(array))
-    }
-
-    /// Tags of text values.
-    pub fn strings(&self) -> &[String] {
-        &self.strings
-    }
-
-    /// Whether the file has a CRC.
-    pub fn has_crc(&self) -> bool {
-        self.crc.is_some()
-    }
-
-    /// Reads the complete file and compares it with its CRC, if it has one.
-    ///
-    /// # Errors
-    /// The content differs, or cannot be read.
-    pub fn verify(&self, source: &Source, control: &Control) -> Result<()> {
-        let Some(crc) = self.crc else {
-            return Ok(());
-        };
-        let mut digest = Digest::new(CrcAlgorithm::Crc32IsoHdlc);
-        let mut scratch = Vec::new();
-        let mut at = 0;
-        while at < crc.n_bytes {
-            control.check()?;
-            let n = (crc.n_bytes - at).min(PIECE_BYTES);
-            if let Some(bytes) = source.bytes(at, n)? {
-                digest.update(bytes);
-            } else {
-                scratch.resize(n as usize, 0);
-                source.read_at(at, &mut scratch)?;
-                digest.update(&scratch);
-            }
-            control.fetched(n);
-            at += n;
-        }
-        let found = digest.finalize() as u32;
-        if found == crc.crc {
-            return Ok(());
-        }
-        let message = format!(
-            "{}: its bytes have the CRC {found:#010x}, but {:#010x} is stored at its end",
-            Printable(&source.path().to_string_lossy()),
-            crc.crc
-        );
-        Err(Error::damaged(message).path(source.path()).hint(
-            "the file was changed or damaged after it was written; use a copy of it, or an older checkpoint",
-        ))
-    }
-
-    fn local(&self, array: &Array) -> LocalArray {
-        let first = array.first as usize;
-        array.split.as_ref().map_or_else(
-            || LocalArray::whole(&self.entry(first)),
-            |split| joined(split, &self.slots[first..][..split.n_records]),
-        )
-    }
-
-    /// Builds the table for the search by name, and rejects duplicates.
-    fn order(&mut self) -> Result<()> {
-        let name = |i: u32| self.slots[i as usize].name.as_str();
-        let mut by_name: Vec<u32> = (0..self.slots.len() as u32).collect();
-        by_name.sort_unstable_by(|&a, &b| name(a).cmp(name(b)));
-        // Names of records, of split tensors and of text values share one namespace.
-        let split = self.arrays.iter().filter_map(|array| array.split.as_ref());
-        let mut tags: Vec<&str> = split.map(|split| split.name.as_str()).collect();
-        tags.extend(by_name.iter().map(|&i| name(i)));
-        tags.extend(self.strings.iter().map(String::as_str));
-        tags.sort_unstable();
-        if let Some(pair) = tags.windows(2).find(|pair| pair[0] == pair[1]) {
-            return Err(duplicate(pair[0]));
-        }
-        self.by_name = by_name;
-        Ok(())
-    }
-}
-
-/// Joins a tensor from consecutive records.
-fn joined(split: &Split, records: &[Record]) -> LocalArray {
-    let strides = row_major_strides(&split.shape);
-    let flat = |offset: &[u64]| -> u64 { offset.iter().zip(&strides).map(|(o, s)| o * s).sum() };
-    let mut begin = 0;
-    let parts = records.iter().map(|record| {
-        let end = begin + record.shape[0];
-        let boxes = flat_range_boxes(&split.shape, begin, end).into_iter();
-        let tiles = boxes.map(|global| Tile {
-            local_offset: flat(global.offset()) - begin,
-            local_strides: strides.clone(),
-            global,
-        });
-        let part = Part {
-            name: record.name.clone(),
-            shape: record.shape.to_vec(),
-            tiles: tiles.collect(),
-        };
-        begin = end;
-        part
+///
+/// # Errors
+/// `Kind::Damaged` if the file violates the format, `Kind::Unsupported` for an unknown type, `Kind::Io` if a read fails.
+pub fn read(source: &Source) -> Result<Listed> {
+    let window = Window {
+        source,
+        file_bytes: source.n_bytes(),
+        first: 0,
+        bytes: Vec::new(),
+    };
+    let mut parser = Parser {
+        window,
+        at: 0,
+        framing_bytes: 0,
+        records: Vec::new(),
+        splits: Vec::new(),
+        texts: Vec::new(),
+        partial: None,
+    };
+    let table = parser.file().and_then(|crc| {
+        parser.check_names()?;
+        let table = Listed::new(parser.records, Vec::new(), source.n_bytes())?
+            .with_splits(parser.splits)
+            .with_texts(parser.texts);
+        Ok(match crc {
+            Some(crc) => table.with_file_crc(crc),
+            None => table,
+        })
     });
-    LocalArray {
-        parts: parts.collect(),
-        name: split.name.clone(),
-        dtype: records[0].dtype,
-        shape: split.shape.to_vec(),
-    }
+    table.map_err(|error| error.path(source.path()))
 }
 
 fn duplicate(name: &str) -> Error {
@@ -358,14 +155,14 @@ struct Parser<'f> {
     at: u64,
     /// Number of bytes so far that are not content.
     framing_bytes: u64,
-    arrays: Vec<Array>,
-    records: Vec<Record>,
-    strings: Vec<String>,
+    records: Vec<ListedTensor>,
+    splits: Vec<Split>,
+    texts: Vec<String>,
     partial: Option<PartialTensor>,
 }
 
 impl Parser<'_> {
-    fn file(&mut self) -> Result<Option<Crc>> {
+    fn file(&mut self) -> Result<Option<FileCrc>> {
         let file_bytes = self.window.file_bytes;
         if file_bytes == 0 {
             return Err(Error::damaged("the file is empty")
@@ -400,7 +197,7 @@ impl Parser<'_> {
         Ok(crc)
     }
 
-    fn crc(&mut self) -> Result<Crc> {
+    fn crc(&mut self) -> Result<FileCrc> {
         let n_bytes = self.at;
         let bytes = self.window.bytes(n_bytes + CRC_MARK.len() as u64, 10)?;
         let number = bytes
@@ -409,7 +206,7 @@ impl Parser<'_> {
         let crc = u32::try_from(number).map_err(|_| {
             Error::damaged(format!("the CRC at its end is {number}, more than 32 bits"))
         })?;
-        Ok(Crc { n_bytes, crc })
+        Ok(FileCrc { n_bytes, crc })
     }
 
     /// Parses one `Value` of the file.
@@ -556,7 +353,7 @@ impl Parser<'_> {
                 let message = format!("the text has {n_bytes} bytes, which is not a multiple of 4");
                 return Err(Error::damaged(message));
             }
-            self.strings.push(name.to_owned());
+            self.texts.push(name.to_owned());
             return Ok(());
         }
         self.partial = Some(PartialTensor {
@@ -605,7 +402,7 @@ impl Parser<'_> {
             );
             return Err(Error::damaged(message));
         }
-        let first = self.records.len() as u32;
+        let first = self.records.len();
         let unit_bytes = dtype.bits() / 8;
         let is_split = contents.len() > 1;
         for (i, &(start, end)) in contents.iter().enumerate() {
@@ -619,24 +416,35 @@ impl Parser<'_> {
             } else {
                 (name.clone(), shape.clone())
             };
-            self.records.push(Record {
+            self.records.push(ListedTensor {
                 name,
                 dtype,
-                shape: shape.into(),
+                shape,
+                strides: Vec::new(),
                 start,
-                end,
             });
         }
-        let split = is_split.then(|| Split {
-            name,
-            shape: shape.into(),
-            n_records: contents.len(),
-        });
-        self.arrays.push(Array {
-            first,
-            split: split.map(Box::new),
-        });
+        if is_split {
+            let parts = first..self.records.len();
+            self.splits.push(Split { name, shape, parts });
+        }
         Ok(())
+    }
+
+    /// Names of records, of split tensors and of text values share one namespace.
+    fn check_names(&self) -> Result<()> {
+        let mut names: Vec<&str> = self
+            .splits
+            .iter()
+            .map(|split| split.name.as_str())
+            .collect();
+        names.extend(self.records.iter().map(|record| record.name.as_str()));
+        names.extend(self.texts.iter().map(String::as_str));
+        names.sort_unstable();
+        match names.windows(2).find(|pair| pair[0] == pair[1]) {
+            Some(pair) => Err(duplicate(pair[0])),
+            None => Ok(()),
+        }
     }
 
     // -- the wire format
