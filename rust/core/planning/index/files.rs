@@ -1,0 +1,314 @@
+//! The files of an index: opened when they are needed, with the sizes and checksums that are expected of them.
+
+use super::Index;
+use crate::error::{Error, Kind, Result};
+use crate::files::checksum::Checksums;
+use crate::files::shard_file::{Format, ReadHeader, ShardFile};
+use crate::files::source::{Method, Source, Stamp, closed};
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+/// Reads the expected sizes and headers of files, and on request the checksums of their chunks.
+#[derive(Clone)]
+pub struct ReadChecksums(pub ReadsChecksums);
+
+/// A function of the paths, and of whether the checksums of the chunks are needed.
+type ReadsChecksums = Arc<dyn Fn(&[&Path], bool) -> Result<Vec<Checksums>> + Send + Sync>;
+
+impl fmt::Debug for ReadChecksums {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("ReadChecksums")
+    }
+}
+
+/// A file that changed while it was in use.
+#[derive(Debug)]
+pub struct Change<'a> {
+    /// Its path.
+    pub path: &'a Path,
+    /// Its state when it was first opened.
+    pub opened: Stamp,
+    /// Its state now; `None`: there is no file at the path.
+    pub now: Option<Stamp>,
+}
+
+/// Whether the folder of a file does not exist.
+fn is_folder_gone(path: &Path) -> bool {
+    let folder = path.parent();
+    folder.is_some_and(|folder| !folder.as_os_str().is_empty() && !folder.exists())
+}
+
+/// A function that opens a file.
+type Opener = Arc<dyn Fn() -> Result<Source> + Send + Sync>;
+
+pub(super) struct FileSlot {
+    pub(super) path: PathBuf,
+    pub(super) open: Opener,
+    pub(super) format: Format,
+    pub(super) checksums: OnceLock<Arc<Checksums>>,
+    /// Whether `read_checksums` of the index is for this file: files that are added later have no checksums.
+    pub(super) is_recorded: bool,
+    /// The state of the file when it was first opened, also by an index of the same files.
+    pub(super) stamp: Arc<OnceLock<Stamp>>,
+    pub(super) opened: Mutex<Option<Arc<ShardFile>>>,
+    pub(super) ahead: Mutex<Option<ReadHeader>>,
+}
+
+impl fmt::Debug for FileSlot {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FileSlot")
+            .field("path", &self.path)
+            .field("format", &self.format)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Index {
+    /// Adds a shard file and returns its number. The file is opened when it is needed.
+    pub fn add_file(&mut self, path: PathBuf, follow_links: bool, method: Method) -> u32 {
+        self.add_local(path, follow_links, method, Format::Safetensors)
+    }
+
+    /// Adds a local file of a format and returns its number. The file is opened when it is needed.
+    pub fn add_local(
+        &mut self,
+        path: PathBuf,
+        follow_links: bool,
+        method: Method,
+        format: Format,
+    ) -> u32 {
+        let named = path.clone();
+        let open = move || Source::open(&path, follow_links, method);
+        self.add_source(named, format, open)
+    }
+
+    /// Adds a file that `open` opens when it is needed, and returns its number. `path` names it in messages.
+    pub fn add_source(
+        &mut self,
+        path: PathBuf,
+        format: Format,
+        open: impl Fn() -> Result<Source> + Send + Sync + 'static,
+    ) -> u32 {
+        self.files.push(FileSlot {
+            path,
+            open: Arc::new(open),
+            format,
+            checksums: OnceLock::new(),
+            is_recorded: false,
+            stamp: Arc::default(),
+            opened: Mutex::new(None),
+            ahead: Mutex::new(None),
+        });
+        self.files.len() as u32 - 1
+    }
+
+    /// An index of the same files without tensors: the files with these numbers become 0, 1, ... They are opened again.
+    ///
+    /// # Errors
+    /// There is no such file.
+    pub fn files_again(&self, numbers: &[u32]) -> Result<Self> {
+        let mut index = Self::new();
+        index.read_checksums.clone_from(&self.read_checksums);
+        for &number in numbers {
+            let slot = self.slot(number)?;
+            index.files.push(FileSlot {
+                path: slot.path.clone(),
+                open: Arc::clone(&slot.open),
+                format: slot.format.clone(),
+                checksums: slot.checksums.clone(),
+                is_recorded: slot.is_recorded,
+                stamp: Arc::clone(&slot.stamp),
+                opened: Mutex::new(None),
+                ahead: Mutex::new(None),
+            });
+        }
+        Ok(index)
+    }
+
+    /// Sets the header of a safetensors file, which was read before its checksums are known. It is compared with them when
+    /// the file is opened.
+    pub fn set_read_header(&mut self, file: u32, ahead: ReadHeader) {
+        if let Some(slot) = self.files.get_mut(file as usize) {
+            slot.ahead = Mutex::new(Some(ahead));
+        }
+    }
+
+    /// Sets the expected size and checksums of a file before it is opened.
+    ///
+    /// # Errors
+    /// There is no such file, it is already open, or it is not a safetensors file.
+    pub fn set_checksums(&mut self, file: u32, checksums: Checksums) -> Result<()> {
+        let n_files = self.files.len();
+        let slot = self.files.get_mut(file as usize).ok_or_else(|| {
+            Error::new(
+                Kind::Argument,
+                format!("there is no file {file} among {n_files}"),
+            )
+        })?;
+        let opened = slot.opened.get_mut();
+        if opened.map_or(true, |opened| opened.is_some()) {
+            let message = format!("{} is already open", slot.path.display());
+            return Err(Error::new(Kind::Argument, message));
+        }
+        if !matches!(slot.format, Format::Safetensors) {
+            let message = format!(
+                "{} is not a safetensors file: checksums are not supported",
+                slot.path.display()
+            );
+            return Err(Error::new(Kind::Argument, message));
+        }
+        slot.checksums = OnceLock::from(Arc::new(checksums));
+        Ok(())
+    }
+
+    /// Sets what reads the sizes, headers and checksums of the safetensors files of the index for which
+    /// [`Self::set_checksums`] was not called, when they are opened, and the checksums of chunks that it did not give,
+    /// when a plan verifies them.
+    pub fn set_checksums_reader(&mut self, read: ReadChecksums) {
+        self.read_checksums = Some(read);
+        for slot in &mut self.files {
+            slot.is_recorded = matches!(slot.format, Format::Safetensors);
+        }
+    }
+
+    /// Reads what is not known yet of files. Holds no lock: what reads may wait for another thread.
+    pub(super) fn read_checksums(
+        &self,
+        files: impl IntoIterator<Item = u32>,
+        with_chunks: bool,
+    ) -> Result<()> {
+        let mut missing = Vec::new();
+        for file in files {
+            let slot = self.slot(file)?;
+            let is_known = match slot.checksums.get() {
+                Some(checksums) => !with_chunks || checksums.has_chunks(),
+                None => !slot.is_recorded,
+            };
+            if !is_known {
+                missing.push(file);
+            }
+        }
+        if missing.is_empty() {
+            return Ok(());
+        }
+        missing.sort_unstable();
+        missing.dedup();
+        let slots: Vec<&FileSlot> = missing.iter().map(|&i| &self.files[i as usize]).collect();
+        let paths: Vec<&Path> = slots.iter().map(|slot| slot.path.as_path()).collect();
+        let found = match &self.read_checksums {
+            Some(read) => (read.0)(&paths, with_chunks)?,
+            None => Vec::new(),
+        };
+        if found.len() != slots.len() {
+            let message = format!("{} of {} checksums were read", found.len(), slots.len());
+            return Err(Error::new(Kind::Argument, message));
+        }
+        for (slot, found) in slots.into_iter().zip(found) {
+            let known = slot.checksums.get_or_init(|| Arc::new(found.clone()));
+            if with_chunks && !known.has_chunks() {
+                let completed = known.complete(found);
+                completed.map_err(|error| error.within(slot.path.display()).path(&slot.path))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Number of files.
+    pub fn n_files(&self) -> usize {
+        self.files.len()
+    }
+
+    /// Path of a file.
+    pub fn file_path(&self, file: u32) -> Result<&Path> {
+        Ok(&self.slot(file)?.path)
+    }
+
+    /// How a file tells what it holds.
+    pub fn file_format(&self, file: u32) -> Result<&Format> {
+        Ok(&self.slot(file)?.format)
+    }
+
+    pub(super) fn slot(&self, file: u32) -> Result<&FileSlot> {
+        self.files
+            .get(file as usize)
+            .ok_or_else(|| Error::new(Kind::Argument, format!("there is no file {file}")))
+    }
+
+    /// Opens a file, or returns the opened file.
+    pub fn open(&self, file: u32) -> Result<Arc<ShardFile>> {
+        self.read_checksums([file], false)?;
+        let slot = self.slot(file)?;
+        let mut opened = lock(&slot.opened);
+        if self.is_closed.load(Ordering::Relaxed) {
+            return Err(closed());
+        }
+        if let Some(opened) = &*opened {
+            return Ok(Arc::clone(opened));
+        }
+        let checksums = slot.checksums.get().cloned();
+        let ahead = lock(&slot.ahead).take();
+        let shard_file = match ahead {
+            Some(ahead) => ahead.open(checksums)?,
+            None => ShardFile::open((slot.open)()?, &slot.format, checksums)?,
+        };
+        if let Some(stamp) = shard_file.source().stamp() {
+            slot.stamp.get_or_init(|| stamp);
+        }
+        let shard_file = Arc::new(shard_file);
+        *opened = Some(Arc::clone(&shard_file));
+        Ok(shard_file)
+    }
+
+    /// The first file without checksums that is not what it was when it was first opened; `None` if there is none.
+    ///
+    /// A file is compared by the path, so that a file that got its name is a change. With its folder it may be removed:
+    /// what was opened is read as it was. With `in_place`, only the opened file is examined, whatever the path names.
+    ///
+    /// # Errors
+    /// The system cannot examine a file.
+    pub fn changed_file(&self, in_place: bool) -> Result<Option<Change<'_>>> {
+        for slot in &self.files {
+            let Some(&opened) = slot.stamp.get() else {
+                continue;
+            };
+            if slot.is_recorded || slot.checksums.get().is_some() {
+                continue;
+            }
+            let of_path = if in_place {
+                None
+            } else {
+                Stamp::of_path(&slot.path)?
+            };
+            let is_removed = !in_place && of_path.is_none() && !is_folder_gone(&slot.path);
+            let now = match of_path {
+                Some(now) => Some(now).filter(|now| *now != opened),
+                None if is_removed => None,
+                None => {
+                    let file = lock(&slot.opened).clone();
+                    let now = file.map_or(Ok(None), |file| file.source().stamp_now())?;
+                    now.filter(|now| !now.has_same_content(&opened))
+                }
+            };
+            if is_removed || now.is_some() {
+                let path = &slot.path;
+                return Ok(Some(Change { path, opened, now }));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Closes the files. Existing plans keep the files that they use.
+    pub fn close(&self) {
+        self.is_closed.store(true, Ordering::Relaxed);
+        for slot in &self.files {
+            *lock(&slot.opened) = None;
+            *lock(&slot.ahead) = None;
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,501 @@
+//! The table of an index: its keys, and where each part of a tensor is stored.
+
+use super::Index;
+use crate::error::{Error, Kind, Result};
+use crate::files::header::Entry;
+use crate::files::local_array::{LocalArray, Part};
+use crate::files::shard_file::Table;
+use crate::geometry::dtype::{Dtype, n_elements};
+use crate::geometry::layout::{Cuts, Layout};
+use crate::geometry::region::{Dims, Region};
+use crate::geometry::tile::Tile;
+use crate::planning::factors::Factors;
+use crate::planning::stored::{
+    Form, Grid, Holders, Stored, StoredTensor, Tiles, ZEROS, in_order, named, no_holder,
+};
+use std::collections::BTreeMap;
+use std::sync::{Arc, OnceLock};
+
+/// A file whose tensors are all in the index. Each is stored completely in the file, under its key.
+///
+/// A file can have a million tensors. The index holds nothing per tensor: it uses the table of the file.
+#[derive(Debug)]
+pub(super) struct WholeFile {
+    pub(super) file: u32,
+    pub(super) table: Arc<Table>,
+    /// Number of entries of `tensors` that come before these.
+    pub(super) n_before: usize,
+}
+
+/// A tensor of the index.
+pub(super) enum Found<'a> {
+    Listed(&'a Stored),
+    InWholeFile(u32, Entry<'a>),
+}
+
+impl<'a> Found<'a> {
+    pub(super) fn name(&self) -> &'a str {
+        match self {
+            Self::Listed(stored) => &stored.key,
+            Self::InWholeFile(_, entry) => entry.name,
+        }
+    }
+
+    /// The files that hold all of it, in row-major order; `None` if it is stored otherwise.
+    pub(super) fn only_files(&self) -> Option<&[u32]> {
+        match self {
+            Self::InWholeFile(file, _) => Some(std::slice::from_ref(file)),
+            Self::Listed(stored) => stored.only_cell(),
+        }
+    }
+
+    /// The file that holds it completely, if there is one and no other.
+    pub(super) fn only_file(&self) -> Option<u32> {
+        match self {
+            Self::Listed(stored) => match &stored.form {
+                Form::Grid(grid) => grid.only_file(&stored.shape),
+                Form::Tiles(_) => None,
+            },
+            Self::InWholeFile(file, _) => Some(*file),
+        }
+    }
+
+    pub(super) fn shape(&self) -> &[u64] {
+        match self {
+            Self::Listed(stored) => &stored.shape,
+            Self::InWholeFile(_, entry) => &entry.shape,
+        }
+    }
+}
+
+/// The place in the index behind the tensor that was found last.
+#[derive(Default)]
+pub(super) struct Near {
+    /// Among the tensors that were added one by one.
+    pub(super) listed: usize,
+    /// The file of which the tensors were added together, and the tensor in it.
+    pub(super) file: usize,
+    pub(super) in_file: usize,
+}
+
+impl Index {
+    /// Adds a tensor that is stored completely in one file, under its key, in one or several parts.
+    pub fn add_whole(&mut self, key: &str, file: u32) -> Result<()> {
+        let opened = self.open(file)?;
+        if let Some(array) = opened.table().split(key) {
+            let LocalArray {
+                dtype,
+                shape,
+                parts,
+                ..
+            } = array;
+            let stored = parts.into_iter().map(|part| {
+                let Part { name, shape, tiles } = part;
+                (StoredTensor { file, name, shape }, tiles)
+            });
+            return self.add_tiles(key, dtype, shape, BTreeMap::new(), stored.collect(), false);
+        }
+        let Some((dtype, shape, _)) = opened.tensor(key) else {
+            return Err(self.missing_in(file, key));
+        };
+        let form = Form::Grid(Grid::whole(&shape, file));
+        self.insert(key, Some(dtype), shape, form)
+    }
+
+    /// Adds all tensors of a file, in the order of their data. Each is stored completely in the file, under its key.
+    pub fn add_whole_file(&mut self, file: u32) -> Result<()> {
+        let opened = self.open(file)?;
+        let table = Arc::clone(opened.table());
+        if table.has_splits() {
+            for array in table.arrays() {
+                self.add_whole(&array.name, file)?;
+            }
+            return Ok(());
+        }
+        for i in 0..table.len() {
+            let entry = table.entry(i);
+            check_size(entry.name, &entry.shape)?;
+            if self.contains(entry.name) {
+                return Err(stored_twice(entry.name));
+            }
+        }
+        let n_before = self.tensors.len();
+        self.whole_files.push(WholeFile {
+            file,
+            table,
+            n_before,
+        });
+        Ok(())
+    }
+
+    /// Adds a tensor that is stored in the files of the ranks by a layout, under its key: one file per position.
+    pub fn add_layout(
+        &mut self,
+        key: &str,
+        dtype: Dtype,
+        layout: &Arc<Layout>,
+        files: &Arc<[u32]>,
+    ) -> Result<()> {
+        if files.len() as u64 != layout.mesh().n_points()
+            || files.iter().any(|&f| f as usize >= self.files.len())
+        {
+            let message = format!(
+                "{} files were given for a mesh of {} ranks, or a file is unknown",
+                files.len(),
+                layout.mesh().n_points()
+            );
+            return Err(Error::new(Kind::Argument, message).key(key));
+        }
+        if layout.is_grid() {
+            let cuts = layout.dims().iter().map(|dim| dim.cuts.clone()).collect();
+            let holders = Holders::Mesh(Arc::clone(layout), Arc::clone(files));
+            let form = Form::Grid(Grid {
+                cuts,
+                order: layout.order().to_vec().into(),
+                holders,
+            });
+            return self.insert(key, Some(dtype), layout.shape().to_vec(), form);
+        }
+        let mut stored = Vec::new();
+        for position in layout.holders() {
+            let tensor = StoredTensor {
+                file: files[position as usize],
+                name: key.to_owned(),
+                shape: layout.local_shape(position),
+            };
+            stored.push((tensor, layout.tiles(position)));
+        }
+        self.add_tiles(
+            key,
+            dtype,
+            layout.shape().to_vec(),
+            BTreeMap::new(),
+            stored,
+            true,
+        )
+    }
+
+    /// Adds a tensor that is partitioned into `n_parts` equal parts along each dim. The files of cell `i`, row-major
+    /// over the parts, are `files[starts[i]..starts[i + 1]]`. The dtype is read from the first file that is opened.
+    pub fn add_table(
+        &mut self,
+        key: impl AsRef<str> + Into<Arc<str>>,
+        shape: &[u64],
+        n_parts: &[u64],
+        starts: impl Into<Arc<[u32]>>,
+        files: impl Into<Arc<[u32]>>,
+    ) -> Result<()> {
+        let (starts, files): (Arc<[u32]>, Arc<[u32]>) = (starts.into(), files.into());
+        let n_cells = n_parts
+            .iter()
+            .try_fold(1_u64, |n, &parts| n.checked_mul(parts));
+        let is_table = shape.len() == n_parts.len()
+            && n_cells.and_then(|n| n.checked_add(1)) == Some(starts.len() as u64)
+            && starts.is_sorted()
+            && starts
+                .last()
+                .is_some_and(|&end| end as usize == files.len())
+            && files.iter().all(|&file| (file as usize) < self.files.len());
+        if !is_table {
+            let message = format!(
+                "{}: the table of files does not match the parts",
+                named(key.as_ref())
+            );
+            return Err(Error::new(Kind::Argument, message).key(key.as_ref()));
+        }
+        let cuts = shape.iter().zip(n_parts);
+        let cuts = cuts
+            .map(|(&extent, &n_parts)| Cuts::Even { extent, n_parts })
+            .collect();
+        let form = Form::Grid(Grid {
+            cuts,
+            order: in_order(shape.len()),
+            holders: Holders::Table { starts, files },
+        });
+        self.insert(key, None, shape.to_vec(), form)
+    }
+
+    /// Adds a tensor whose parts form a grid, each stored under its key in one file.
+    ///
+    /// # Errors
+    /// The bounds of a dim do not begin with 0 or do not grow, or there is not one file for each cell.
+    pub fn add_grid(
+        &mut self,
+        key: &str,
+        dtype: Dtype,
+        bounds: Vec<Vec<u64>>,
+        starts: Arc<[u32]>,
+        files: impl Into<Arc<[u32]>>,
+    ) -> Result<()> {
+        let files: Arc<[u32]> = files.into();
+        let n_cells = bounds.iter().try_fold(1_usize, |n, bounds| {
+            n.checked_mul(bounds.len().checked_sub(1)?)
+        });
+        let is_grid = n_cells == Some(files.len())
+            && starts.len() == files.len() + 1
+            && starts.iter().enumerate().all(|(i, &at)| i == at as usize)
+            && files.iter().all(|&file| (file as usize) < self.files.len())
+            && bounds
+                .iter()
+                .all(|bounds| bounds.first() == Some(&0) && bounds.is_sorted_by(|a, b| a < b));
+        if !is_grid {
+            let message = format!("{}: the files do not match the parts", named(key));
+            return Err(Error::new(Kind::Argument, message).key(key));
+        }
+        let shape = bounds.iter().map(|bounds| bounds[bounds.len() - 1]);
+        let shape: Vec<u64> = shape.collect();
+        let form = Form::Grid(Grid {
+            order: in_order(shape.len()),
+            cuts: bounds.into_iter().map(Cuts::Listed).collect(),
+            holders: Holders::Table { starts, files },
+        });
+        self.insert(key, Some(dtype), shape, form)
+    }
+
+    /// Adds a tensor by explicit tiles. Equal regions are replicas; other overlaps are an error unless `overlapping`.
+    ///
+    /// A dim with `factors` is several dims in the tiles: with `[n0, n1]`, index `r` of the dim is `(r / n1, r % n1)`.
+    pub fn add_tiles(
+        &mut self,
+        key: &str,
+        dtype: Dtype,
+        shape: Vec<u64>,
+        factors: BTreeMap<usize, Vec<u64>>,
+        stored: Vec<(StoredTensor, Vec<Tile>)>,
+        overlapping: bool,
+    ) -> Result<()> {
+        let tiles = Factors::new(&shape, factors)
+            .and_then(|factors| Tiles::new(&shape, factors, stored, self.files.len(), overlapping))
+            .map_err(|error| error.key(key).within(named(key)))?;
+        self.insert(key, Some(dtype), shape, Form::Tiles(Box::new(tiles)))
+    }
+
+    /// Reserves memory for tensors that are added one by one.
+    pub fn reserve(&mut self, n_tensors: usize) {
+        self.tensors.reserve(n_tensors);
+        self.by_key.reserve(n_tensors);
+    }
+
+    fn insert(
+        &mut self,
+        key: impl AsRef<str> + Into<Arc<str>>,
+        dtype: Option<Dtype>,
+        shape: Vec<u64>,
+        form: Form,
+    ) -> Result<()> {
+        let is_in_file = self.is_in_whole_file(key.as_ref());
+        let key: Arc<str> = key.into();
+        match self.by_key.entry(Arc::clone(&key)) {
+            std::collections::hash_map::Entry::Vacant(entry) if !is_in_file => {
+                entry.insert(self.tensors.len() as u32);
+            }
+            _ => return Err(stored_twice(&key)),
+        }
+        check_size(&key, &shape)?;
+        let dtype = dtype.map_or_else(OnceLock::new, OnceLock::from);
+        self.tensors.push(Stored {
+            key,
+            shape,
+            dtype,
+            form,
+        });
+        Ok(())
+    }
+
+    /// Keys in the order in which they were added.
+    pub fn keys(&self) -> impl Iterator<Item = &str> {
+        (0..self.len()).filter_map(|i| self.key(i))
+    }
+
+    /// The key with a number, in the order in which they were added.
+    pub fn key(&self, i: usize) -> Option<&str> {
+        let mut n_in_whole_files = 0;
+        for whole in &self.whole_files {
+            let first = whole.n_before + n_in_whole_files;
+            if i < first {
+                break;
+            }
+            if i < first + whole.table.len() {
+                return Some(whole.table.entry(i - first).name);
+            }
+            n_in_whole_files += whole.table.len();
+        }
+        let stored = self.tensors.get(i - n_in_whole_files)?;
+        Some(&stored.key)
+    }
+
+    /// Number of keys.
+    pub fn len(&self) -> usize {
+        let in_whole_files: usize = self.whole_files.iter().map(|whole| whole.table.len()).sum();
+        self.tensors.len() + in_whole_files
+    }
+
+    /// Whether there is no key.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Whether there is a key.
+    pub fn contains(&self, key: &str) -> bool {
+        self.by_key.contains_key(key) || self.is_in_whole_file(key)
+    }
+
+    fn is_in_whole_file(&self, key: &str) -> bool {
+        let mut tables = self.whole_files.iter().map(|whole| &whole.table);
+        tables.any(|table| table.find(key).is_some())
+    }
+
+    /// The number of a key among those that were added one by one, in their order.
+    pub fn number(&self, key: &str) -> Option<usize> {
+        self.by_key.get(key).map(|&i| i as usize)
+    }
+
+    pub(super) fn found(&self, key: &str) -> Result<Found<'_>> {
+        self.found_near(key, &mut Near::default())
+    }
+
+    /// As [`Self::found`]. Keys are often requested in the order of the index, and then no key is hashed.
+    pub(super) fn found_near(&self, key: &str, near: &mut Near) -> Result<Found<'_>> {
+        if let Some(stored) = self.tensors.get(near.listed)
+            && *stored.key == *key
+        {
+            near.listed += 1;
+            return Ok(Found::Listed(stored));
+        }
+        if let Some(&number) = self.by_key.get(key) {
+            near.listed = number as usize + 1;
+            return Ok(Found::Listed(&self.tensors[number as usize]));
+        }
+        for n in near.file..near.file + self.whole_files.len() {
+            let n = n % self.whole_files.len();
+            let whole = &self.whole_files[n];
+            let at = if n == near.file { near.in_file } else { 0 };
+            if let Some(i) = whole.table.find_near(key, at) {
+                (near.file, near.in_file) = (n, i + 1);
+                return Ok(Found::InWholeFile(whole.file, whole.table.entry(i)));
+            }
+        }
+        Err(Error::new(Kind::Key, format!("there is no tensor {}", named(key))).key(key))
+    }
+
+    /// dtype and global shape of a key. Opens a file if the dtype is not known yet.
+    pub fn info(&self, key: &str) -> Result<(Dtype, Vec<u64>)> {
+        match self.found(key)? {
+            Found::Listed(stored) => Ok((self.dtype(stored)?, stored.shape.clone())),
+            Found::InWholeFile(_, entry) => Ok((entry.dtype, entry.shape)),
+        }
+    }
+
+    /// Global shape of a key. Opens no file.
+    pub fn shape(&self, key: &str) -> Result<Vec<u64>> {
+        Ok(self.found(key)?.shape().to_vec())
+    }
+
+    /// The files that hold a part of a key, each once, ascending. Opens no file.
+    pub fn holders(&self, key: &str) -> Result<Vec<u32>> {
+        let stored = match self.found(key)? {
+            Found::InWholeFile(file, _) => return Ok(vec![file]),
+            Found::Listed(stored) => stored,
+        };
+        let mut files: Vec<u32> = match &stored.form {
+            Form::Grid(Grid {
+                holders: Holders::File(file),
+                ..
+            }) => vec![*file],
+            Form::Grid(Grid {
+                holders: Holders::Table { files, .. },
+                ..
+            }) => files.to_vec(),
+            Form::Grid(Grid {
+                holders: Holders::Mesh(layout, files),
+                ..
+            }) => layout
+                .holders()
+                .map(|position| files[position as usize])
+                .collect(),
+            Form::Tiles(tiles) => tiles.tensors.iter().map(|tensor| tensor.file).collect(),
+        };
+        files.retain(|&file| file != ZEROS);
+        files.sort_unstable();
+        files.dedup();
+        Ok(files)
+    }
+
+    pub(super) fn dtype_of(&self, key: &str) -> Result<Dtype> {
+        self.dtype_near(key, &mut Near::default())
+    }
+
+    pub(super) fn dtype_near(&self, key: &str, near: &mut Near) -> Result<Dtype> {
+        match self.found_near(key, near)? {
+            Found::Listed(stored) => self.dtype(stored),
+            Found::InWholeFile(_, entry) => Ok(entry.dtype),
+        }
+    }
+
+    pub(super) fn dtype(&self, stored: &Stored) -> Result<Dtype> {
+        if let Some(dtype) = stored.dtype.get() {
+            return Ok(*dtype);
+        }
+        let Form::Grid(Grid {
+            holders: Holders::Table { files, .. },
+            ..
+        }) = &stored.form
+        else {
+            unreachable!("only tensors of a table have no dtype")
+        };
+        let Some(&file) = files.first() else {
+            return Err(no_holder(&stored.key, &Region::whole(&stored.shape)));
+        };
+        let opened = self.open(file)?;
+        let (dtype, ..) = opened
+            .tensor(&stored.key)
+            .ok_or_else(|| self.missing_in(file, &stored.key))?;
+        Ok(*stored.dtype.get_or_init(|| dtype))
+    }
+
+    /// Every stored region of a key, or its bounding box if it is in factored dims, and the files that hold it.
+    pub fn shards(&self, key: &str) -> Result<Vec<(Region, Vec<u32>)>> {
+        let stored = match self.found(key)? {
+            Found::InWholeFile(file, entry) => {
+                return Ok(vec![(Region::whole(&entry.shape), vec![file])]);
+            }
+            Found::Listed(stored) => stored,
+        };
+        match &stored.form {
+            Form::Grid(grid) => (0..grid.n_cells())
+                .map(|cell| grid.region(cell))
+                .enumerate()
+                .filter(|(_, region)| !region.is_empty() || grid.n_cells() == 1)
+                .map(|(cell, region)| Ok((region, grid.files(cell as u64, u64::MAX))))
+                .collect(),
+            Form::Tiles(tiles) => Ok(tiles.shards()),
+        }
+    }
+
+    /// Every stored array that holds a part of a key, and its tiles, replicas included. `add_tiles` accepts the result,
+    /// without factors.
+    pub fn stored_arrays(&self, key: &str) -> Result<Vec<(StoredTensor, Vec<Tile>)>> {
+        let stored = match self.found(key)? {
+            Found::InWholeFile(file, entry) => {
+                return Ok(Grid::whole(&entry.shape, file).stored_arrays(key));
+            }
+            Found::Listed(stored) => stored,
+        };
+        match &stored.form {
+            Form::Grid(grid) => Ok(grid.stored_arrays(&stored.key)),
+            Form::Tiles(tiles) => tiles.stored_arrays(&stored.key),
+        }
+    }
+}
+
+fn check_size(key: &str, shape: &[u64]) -> Result<()> {
+    if n_elements(shape).is_some_and(|n| i64::try_from(n).is_ok()) {
+        return Ok(());
+    }
+    let message = format!("{}: shape {} is too large", named(key), Dims(shape));
+    Err(Error::damaged(message).key(key))
+}
+
+fn stored_twice(key: &str) -> Error {
+    Error::damaged(format!("{} is stored twice", named(key))).key(key)
+}

@@ -1,0 +1,365 @@
+//! The content of a file: the arrays of a plan and the bytes between them.
+
+use super::{BAND_BYTES, DIRECT_BLOCK_BYTES};
+use crate::bytes::memory::{Stores, finish_stores};
+use crate::bytes::tuning::Tuning;
+use crate::check::verify::Checks;
+use crate::control::Control;
+use crate::error::{Error, Kind, Result};
+use crate::files::checksum::{Checksums, crc32c};
+use crate::files::header;
+use crate::planning::plan::{Array, Plan};
+use crate::read::copy::fill_bytes;
+use crate::read::fetch::{Faulted, Run};
+use crc_fast::{CrcAlgorithm, checksum};
+use rayon::prelude::*;
+use std::borrow::Cow;
+use std::ops::Deref;
+
+/// In files of at least this size the data is page-aligned, for direct reads and maps.
+const PAGE_ALIGNED_FROM_BYTES: u64 = 1 << 20;
+
+/// Where the arrays of a plan and all other bytes lie in a file.
+#[derive(Debug, Clone, Default)]
+pub struct Container {
+    /// The bytes before, between and behind the arrays, in the order of the file.
+    pub literals: Vec<u8>,
+    /// First byte of each array in the file; arrays lie in the order of the plan.
+    pub starts: Vec<u64>,
+    /// The places of checksums, in the order of the file.
+    pub sums: Vec<Sum>,
+}
+
+/// Four bytes of a file that get the CRC-32 of an array, little-endian. They lie behind the array.
+#[derive(Debug, Clone, Copy)]
+pub struct Sum {
+    /// The first of the four bytes.
+    pub at: u64,
+    /// Number of the array in the plan.
+    pub array: usize,
+}
+
+impl Container {
+    /// Checks that it holds the arrays of a plan.
+    ///
+    /// # Errors
+    /// Arrays overlap, are not in order, or lie beyond the end; a sum lies in an array or before the end of its own.
+    pub fn check(&self, plan: &Plan<'_>) -> Result<()> {
+        let wrong = |what: String| Err(Error::new(Kind::Argument, what));
+        let arrays = plan.arrays();
+        if self.starts.len() != arrays.len() {
+            let message = format!("{} starts for {} arrays", self.starts.len(), arrays.len());
+            return wrong(message);
+        }
+        let (mut end, n_bytes) = (0, self.literals.len() as u64 + plan.n_bytes());
+        for (array, start) in arrays.iter().zip(&self.starts) {
+            if *start < end || n_bytes.checked_sub(*start) < Some(array.n_bytes()) {
+                return wrong(format!("array `{}` cannot begin at {start}", array.name));
+            }
+            end = start + array.n_bytes();
+        }
+        let mut before = 0;
+        for sum in &self.sums {
+            let next = self.starts.partition_point(|start| *start <= sum.at);
+            let end_of = |i: usize| self.starts[i] + arrays[i].n_bytes();
+            let fits = sum.at >= before
+                && sum.array < next
+                && end_of(next - 1) <= sum.at
+                && self.starts.get(next).copied().unwrap_or(n_bytes) >= sum.at.saturating_add(4);
+            if !fits {
+                return wrong(format!("a sum cannot be at {}", sum.at));
+            }
+            before = sum.at + 4;
+        }
+        Ok(())
+    }
+}
+
+/// The header of a safetensors file, and the first byte of each array in the file.
+pub(crate) fn header_of(
+    arrays: &[Array],
+    metadata: &[(String, String)],
+) -> Result<(Vec<u8>, Vec<u64>)> {
+    let n_bytes: u64 = arrays.iter().map(Array::n_bytes).sum();
+    let align = if n_bytes >= PAGE_ALIGNED_FROM_BYTES {
+        DIRECT_BLOCK_BYTES as u64
+    } else {
+        64
+    };
+    let tensors: Vec<_> = arrays
+        .iter()
+        .map(|a| (a.name.as_str(), a.dtype, a.shape.as_slice()))
+        .collect();
+    let (header, mut starts) = header::build(&tensors, metadata, align)?;
+    for start in &mut starts {
+        *start += header.len() as u64;
+    }
+    Ok((header, starts))
+}
+
+/// The content of a file: the arrays of a plan and the bytes between them.
+pub(crate) struct Content<'a> {
+    pub(super) plan: &'a Plan<'a>,
+    checks: Checks,
+    pub(super) container: Cow<'a, Container>,
+    /// Bytes of a safetensors header; 0 for other files.
+    header_bytes: u64,
+    parts: Parts<'a>,
+}
+
+/// What is copied into a file, in its order.
+struct Parts<'a> {
+    /// First byte in the file, and what is copied there.
+    arrays: Vec<(u64, Part<'a>)>,
+    /// Bytes of the parts before each part, and at last of all.
+    bytes_before: Vec<u64>,
+}
+
+/// An array of the plan, or a run of several. A file of many arrays has few runs, so only these are copies.
+enum Part<'a> {
+    Array(&'a Array),
+    Run(Box<Array>),
+}
+
+impl Deref for Part<'_> {
+    type Target = Array;
+
+    fn deref(&self) -> &Array {
+        match self {
+            Self::Array(array) => array,
+            Self::Run(run) => run,
+        }
+    }
+}
+
+impl Part<'_> {
+    /// Makes it a run that has more bytes.
+    fn lengthen(&mut self, n_bytes: u64) {
+        if let Self::Array(array) = *self {
+            *self = Self::Run(Box::new(array.clone()));
+        }
+        if let Self::Run(run) = self {
+            run.lengthen_run(n_bytes);
+        }
+    }
+}
+
+impl<'a> Parts<'a> {
+    /// The arrays that have bytes.
+    fn of_arrays(plan: &'a Plan<'_>, starts: &[u64]) -> Self {
+        let arrays = Self::with_bytes(plan, starts);
+        Self::new(
+            arrays
+                .map(|(start, array)| (start, Part::Array(array)))
+                .collect(),
+        )
+    }
+
+    fn with_bytes(plan: &'a Plan<'_>, starts: &[u64]) -> impl Iterator<Item = (u64, &'a Array)> {
+        let arrays = starts.iter().copied().zip(plan.arrays());
+        arrays.filter(|(_, array)| array.n_bytes() > 0)
+    }
+
+    /// The arrays that have bytes; those that follow each other in the file and in their source are one part. To copy
+    /// 100,000 small arrays as one takes as long as a large one.
+    fn of_runs(plan: &'a Plan<'_>, starts: &[u64]) -> Self {
+        let mut runs: Vec<(u64, Part<'a>)> = Vec::new();
+        // The source of the last part, and its end there, if it is one run.
+        let mut last: Option<(u32, u64)> = None;
+        for (start, array) in Self::with_bytes(plan, starts) {
+            let copy_op = array.contiguous();
+            let here = copy_op.map(|copy_op| (copy_op.source, copy_op.src_start_bytes));
+            let n_bytes = array.n_bytes();
+            match runs.last_mut() {
+                Some((first, run))
+                    if last.is_some() && last == here && *first + run.n_bytes() == start =>
+                {
+                    run.lengthen(n_bytes);
+                }
+                _ => runs.push((start, Part::Array(array))),
+            }
+            last = here.map(|(source, from)| (source, from + n_bytes));
+        }
+        Self::new(runs)
+    }
+
+    fn new(arrays: Vec<(u64, Part<'a>)>) -> Self {
+        let (mut n_bytes, mut bytes_before) = (0, vec![0]);
+        for (_, array) in &arrays {
+            n_bytes += array.n_bytes();
+            bytes_before.push(n_bytes);
+        }
+        Self {
+            arrays,
+            bytes_before,
+        }
+    }
+}
+
+impl<'a> Content<'a> {
+    /// A safetensors file.
+    pub(crate) fn new(plan: &'a Plan<'a>, metadata: &[(String, String)]) -> Result<Self> {
+        let (header, starts) = header_of(plan.arrays(), metadata)?;
+        let header_bytes = header.len() as u64;
+        let container = Container {
+            literals: header,
+            starts,
+            sums: Vec::new(),
+        };
+        Ok(Self::of(plan, Cow::Owned(container), header_bytes))
+    }
+
+    pub(super) fn with_container(plan: &'a Plan<'a>, container: &'a Container) -> Result<Self> {
+        container.check(plan)?;
+        Ok(Self::of(plan, Cow::Borrowed(container), 0))
+    }
+
+    pub(super) fn of(plan: &'a Plan<'a>, container: Cow<'a, Container>, header_bytes: u64) -> Self {
+        Self {
+            plan,
+            checks: Checks::new(plan),
+            parts: Parts::of_runs(plan, &container.starts),
+            container,
+            header_bytes,
+        }
+    }
+
+    pub(crate) fn header_bytes(&self) -> u64 {
+        self.header_bytes
+    }
+
+    pub(crate) fn n_bytes(&self) -> u64 {
+        self.container.literals.len() as u64 + self.plan.n_bytes()
+    }
+
+    pub(super) fn checksums(&self, chunks: Vec<u32>) -> Result<Checksums> {
+        let header = &self.container.literals[..self.header_bytes as usize];
+        Checksums::new(self.n_bytes(), self.header_bytes, crc32c(0, header), chunks)
+    }
+}
+
+impl Content<'_> {
+    /// Fills `to` with the bytes of the file from `start` on, on the current pool.
+    pub(crate) fn fill(
+        &self,
+        start: u64,
+        to: &mut [u8],
+        stores: Stores,
+        control: &Control,
+    ) -> Result<()> {
+        let bands: Vec<_> = to.chunks_mut(BAND_BYTES).enumerate().collect();
+        bands.into_par_iter().try_for_each(|(i, band)| {
+            self.fill_band(start + (i * BAND_BYTES) as u64, band, stores, control)
+        })
+    }
+
+    pub(super) fn fill_band(
+        &self,
+        at: u64,
+        to: &mut [u8],
+        stores: Stores,
+        control: &Control,
+    ) -> Result<()> {
+        control.check()?;
+        let tuning = Tuning::of_process();
+        // Not `plan.n_bytes()`, which adds the bytes of all arrays for each band.
+        let n_bytes = self.parts.bytes_before.last().copied().unwrap_or(0);
+        let run = Run {
+            plan: self.plan,
+            checks: &self.checks,
+            stores,
+            control,
+            faulted: &Faulted::default(),
+            tuning,
+            measures: tuning.measures(n_bytes),
+        };
+        let filled = self.fill_parts(&self.parts, run, at, to);
+        finish_stores();
+        filled.map_err(|error| {
+            // The name of a run is that of its first array: the error is that of the array in which the same fault is
+            // found again.
+            let arrays = Parts::of_arrays(self.plan, &self.container.starts);
+            let checks = &Checks::new(self.plan);
+            let again = self.fill_parts(&arrays, Run { checks, ..run }, at, to);
+            again.err().unwrap_or(error)
+        })
+    }
+
+    /// Fills `to` with the bytes of the file from `at` on.
+    fn fill_parts(
+        &self,
+        parts: &Parts<'_>,
+        run: Run<'_>,
+        mut at: u64,
+        mut to: &mut [u8],
+    ) -> Result<()> {
+        // The first part that begins behind this byte.
+        let mut next = parts.arrays.partition_point(|(start, _)| *start <= at);
+        while !to.is_empty() {
+            if let Some((start, array)) = next.checked_sub(1).map(|i| &parts.arrays[i]) {
+                let offset = at - start;
+                let n = to
+                    .len()
+                    .min((array.n_bytes() - offset.min(array.n_bytes())) as usize);
+                if n > 0 {
+                    let (part, rest) = to.split_at_mut(n);
+                    fill_bytes(run, array, offset, part)?;
+                    run.control.advance(n as u64);
+                    (at, to) = (at + n as u64, rest);
+                }
+                if to.is_empty() {
+                    break;
+                }
+            }
+            let gap_end = parts.arrays.get(next).map_or(u64::MAX, |(start, _)| *start);
+            let n = to.len().min((gap_end - at) as usize);
+            let from = (at - parts.bytes_before[next]) as usize;
+            let (literal, rest) = to.split_at_mut(n);
+            literal.copy_from_slice(&self.container.literals[from..from + n]);
+            (at, to) = (at + n as u64, rest);
+            next += 1;
+        }
+        Ok(())
+    }
+
+    /// The CRC-32 of the parts of arrays that lie in a piece of the file.
+    pub(super) fn part_sums(&self, at: u64, piece: &[u8]) -> Vec<PartSum> {
+        let starts = &self.container.starts;
+        let end = at + piece.len() as u64;
+        let first = starts
+            .partition_point(|start| *start <= at)
+            .saturating_sub(1);
+        let last = starts.partition_point(|start| *start < end);
+        let parts = (first..last).filter_map(|array| {
+            let array_end = starts[array] + self.plan.arrays()[array].n_bytes();
+            let (from, to) = (starts[array].max(at), array_end.min(end));
+            (from < to).then(|| {
+                let bytes = &piece[(from - at) as usize..(to - at) as usize];
+                PartSum {
+                    array,
+                    is_first: from == starts[array],
+                    n_bytes: to - from,
+                    crc: checksum(CrcAlgorithm::Crc32IsoHdlc, bytes) as u32,
+                }
+            })
+        });
+        parts.collect()
+    }
+
+    /// The sums of which a byte lies in a range of the file.
+    pub(super) fn sums_in(&self, start: u64, end: u64) -> &[Sum] {
+        let sums = &self.container.sums;
+        let first = sums.partition_point(|sum| sum.at + 4 <= start);
+        let last = sums.partition_point(|sum| sum.at < end);
+        &sums[first..last]
+    }
+}
+
+/// The CRC-32 of the part of an array that lies in one piece.
+pub(super) struct PartSum {
+    pub(super) array: usize,
+    /// Whether it is the first part of the array.
+    pub(super) is_first: bool,
+    pub(super) n_bytes: u64,
+    pub(super) crc: u32,
+}

@@ -1,0 +1,186 @@
+//! A file under a temporary name, which gets its name when it is complete.
+
+use super::durable::sync_folder;
+use super::{DIRECT_BLOCK_BYTES, Options, PIECE_BYTES, Sink};
+use crate::error::{Error, Kind, Result};
+use crate::files::source::open_direct;
+use crate::write::route::Route;
+use rustix::fs::{FallocateFlags, Mode, OFlags};
+use rustix::io::retry_on_intr;
+use std::fs::File;
+use std::hash::{BuildHasher, RandomState};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+/// The hint of a write that failed.
+pub(crate) fn write_hint(errno: Option<i32>) -> &'static str {
+    use rustix::io::Errno;
+    match errno.map(Errno::from_raw_os_error) {
+        Some(Errno::NOSPC) => {
+            "the destination is unchanged; free disk space, or choose another destination"
+        }
+        Some(Errno::DQUOT) => {
+            "the destination is unchanged; the quota on its file system is used up: remove files that count towards it, \
+             or choose another destination"
+        }
+        Some(Errno::FBIG) => {
+            "the destination is unchanged; files of this size are not allowed: raise the limit of this process \
+             (`ulimit -f`), write smaller files, or choose a file system without such a limit"
+        }
+        _ => "the destination is unchanged",
+    }
+}
+
+/// A file under a temporary name. It is removed on drop unless it was published.
+pub(crate) struct TemporaryFile {
+    path: PathBuf,
+    /// The name under which it is published.
+    target: PathBuf,
+    buffered: File,
+    direct: Option<File>,
+    /// Whether pieces may take either route.
+    has_routes: bool,
+    is_durable: bool,
+    is_published: bool,
+}
+
+/// A hidden name that no other process uses, also on another host, and that does not end in `.safetensors`, so that
+/// readers ignore the file.
+fn temporary_name(name: &str) -> String {
+    pub(super) const MAX_BYTES: usize = 255; // of a name in a folder
+    let random = RandomState::new().hash_one(std::process::id());
+    let end = format!(".{random:016x}.tmp");
+    let mut kept = name.len().min(MAX_BYTES - 1 - end.len());
+    while !name.is_char_boundary(kept) {
+        kept -= 1;
+    }
+    format!(".{}{end}", &name[..kept])
+}
+
+impl TemporaryFile {
+    pub(crate) fn create(path: &Path, n_bytes: u64, options: &Options) -> Result<Self> {
+        let name = path.file_name().ok_or_else(|| {
+            Error::new(
+                Kind::Argument,
+                format!("{} is not the path of a file", path.display()),
+            )
+        })?;
+        let temporary = path.with_file_name(temporary_name(&name.to_string_lossy()));
+        let flags =
+            OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        // The type has 16 bits on macOS.
+        let mode = Mode::from_raw_mode(options.mode as rustix::fs::RawMode);
+        let opened = retry_on_intr(|| rustix::fs::open(&temporary, flags, mode));
+        let buffered =
+            opened.map_err(|errno| Error::io("cannot create", &temporary, &errno.into()))?;
+        let mut this = Self {
+            path: temporary,
+            target: path.to_owned(),
+            buffered: File::from(buffered),
+            direct: None,
+            has_routes: false,
+            is_durable: options.durable,
+            is_published: false,
+        };
+        // Small files too: a network file system may report a full disk when a file is closed, which goes unseen.
+        let is_reserved = this.reserve(n_bytes)?;
+        if options.direct && n_bytes >= PIECE_BYTES as u64 {
+            let flags = OFlags::WRONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+            // tmpfs and some network file systems do not support it. Then all writes are buffered.
+            this.direct = open_direct(&this.path, flags);
+        }
+        // Without reserved space, a full disk may only be seen when the page cache is written, after the last write.
+        this.has_routes = is_reserved && this.direct.is_some() && !options.durable;
+        Ok(this)
+    }
+
+    /// Reserves space: a full disk is an error before anything is written. False if the file system cannot do it.
+    fn reserve(&self, n_bytes: u64) -> Result<bool> {
+        // A range must not be empty, and a file without bytes stays one.
+        let (flags, len) = match n_bytes {
+            0 => (FallocateFlags::KEEP_SIZE, 1),
+            n => (FallocateFlags::empty(), n),
+        };
+        match retry_on_intr(|| rustix::fs::fallocate(&self.buffered, flags, 0, len)) {
+            Ok(()) => Ok(true),
+            Err(
+                rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS | rustix::io::Errno::INVAL,
+            ) => Ok(false),
+            Err(errno) => Err(Error::io(
+                &format!("cannot reserve {n_bytes} bytes for"),
+                &self.target,
+                &errno.into(),
+            )
+            .hint(write_hint(Some(errno.raw_os_error())))),
+        }
+    }
+}
+
+impl Sink for TemporaryFile {
+    fn has_routes(&self) -> bool {
+        self.has_routes
+    }
+
+    fn write_at(&self, at: u64, bytes: &[u8], route: Route) -> Result<()> {
+        let failed = |error: std::io::Error| {
+            let hint = write_hint(error.raw_os_error());
+            Error::io("cannot write", &self.path, &error).hint(hint)
+        };
+        let direct = self.direct.as_ref().filter(|_| route == Route::Direct);
+        let direct_len = if direct.is_some() {
+            bytes.len() / DIRECT_BLOCK_BYTES * DIRECT_BLOCK_BYTES
+        } else {
+            0
+        };
+        let (aligned, tail) = bytes.split_at(direct_len);
+        if let Some(direct) = direct
+            && !aligned.is_empty()
+        {
+            match direct.write_all_at(aligned, at) {
+                // The device requires a larger alignment: the write is buffered.
+                Err(error)
+                    if error.raw_os_error() == Some(rustix::io::Errno::INVAL.raw_os_error()) =>
+                {
+                    self.buffered.write_all_at(aligned, at).map_err(failed)?;
+                }
+                other => other.map_err(failed)?,
+            }
+        }
+        if !tail.is_empty() {
+            self.buffered
+                .write_all_at(tail, at + direct_len as u64)
+                .map_err(failed)?;
+        }
+        Ok(())
+    }
+
+    fn publish(mut self) -> Result<()> {
+        if self.is_durable {
+            // After a failed sync the state of the pages is undefined. The file is removed and never synced again.
+            self.buffered
+                .sync_all()
+                .map_err(|error| Error::io("cannot sync", &self.path, &error))?;
+        }
+        std::fs::rename(&self.path, &self.target)
+            .map_err(|error| Error::io("cannot rename to", &self.target, &error))?;
+        self.is_published = true;
+        if self.is_durable {
+            sync_folder(
+                self.target
+                    .parent()
+                    .filter(|p| !p.as_os_str().is_empty())
+                    .unwrap_or(Path::new(".")),
+            )?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for TemporaryFile {
+    fn drop(&mut self) {
+        if !self.is_published {
+            // The caller gets the first error; an error of the removal is ignored.
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+}
