@@ -20,8 +20,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from reshard.errors import MismatchError, UnsupportedError
 from reshard.layout import ModelLayout
+from reshard.ranks.distinct import gather_distinct
 from reshard.ranks.group import SingleProcess, TorchGroup
-from reshard.torch.common_layout import gather_distinct, layout_of
+from reshard.torch.common_layout import layout_of
 from reshard.torch.placements import DigitLayout, Row, digits_of, local_part, part_of, row_of
 
 if TYPE_CHECKING:
@@ -395,7 +396,7 @@ def test_only_one_rank_of_each_kind_sends_what_it_knows() -> None:
         def session(self, label: str) -> Watched:
             return self
 
-    from reshard.torch.common_layout import _digest
+    from reshard.ranks.distinct import _digest
 
     digests = [_digest("some"), _digest("more")]
     same = _digest("same")

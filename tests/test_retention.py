@@ -35,7 +35,7 @@ from reshard.commit import manifest as manifests
 from reshard.commit.retention import Facts
 from reshard.commit.roots import write_tracker
 from reshard.commit.save_log import SaveRecord
-from reshard.errors import ArgumentError, CheckpointNotFoundError
+from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError
 from reshard.options import Retention
 from reshard.storage.local import LocalStore
 from reshard.storage.store import Abilities
@@ -354,14 +354,32 @@ def test_of_equals_the_newer_is_the_better(root: Path) -> None:
 
 
 @pytest.mark.parametrize("line", [None, "", "{", '{"metrics": {"accuracy": 1}}'])
-def test_without_the_metric_nothing_goes(line: str | None, root: Path) -> None:
+def test_without_the_metric_nothing_goes(
+    line: str | None, root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fill(root, 100, 200)
     if line is not None:
         (root / "saves.jsonl").write_text(line)
-    done = retained.apply(root, Retention(keep=1, best=("loss", 1)))
+    rules = Retention(keep=1, best=("loss", 1))
+    with caplog.at_level("INFO", "reshard"):
+        done = retained.apply(root, rules)
+    assert (done.iterations, done.warnings) == ((), ())  # the first evaluation of the run may be still to come
+    (told,) = [one for one in caplog.records if "nothing is removed yet" in one.getMessage()]
+    assert (told.levelname, "holds no metric `loss`" in told.getMessage()) == ("INFO", True)
+    with pytest.raises(DamagedFileError, match="holds no metric `loss`"):
+        retention.remove(root, rules, original_fault=lambda folder: None)
+    monkeypatch.setattr(retention, "_MANY", 0)  # then no save will have it
+    done = retained.apply(root, rules)
     assert done.iterations == ()
-    assert "holds no metric `loss`" in done.warnings[0]
+    assert "nothing is removed: the log of saves" in done.warnings[0]
     assert held_iterations(root) == {100, 200}
+
+
+def test_a_metric_that_no_save_has_is_named_beside_those_that_they_have(root: Path) -> None:
+    fill(root, 100, 200)
+    log(root, 100, accuracy=1.0, val_loss=2.0)
+    with pytest.raises(DamagedFileError, match=r"no manifest holds it; they hold `accuracy`, `val_loss`"):
+        retention.remove(root, Retention(keep=1, best=("loss", 1)), original_fault=lambda folder: None)
 
 
 def test_a_number_of_best_ones_that_is_none() -> None:

@@ -954,8 +954,8 @@ def test_arrays_that_are_being_filled_are_summed_when_they_are_ready(tmp_path: P
 @pytest.mark.parametrize(
     ("extras", "words"),
     [
-        ([{"n": {"a": 1}}, {"n": {"a": 2}}], "`n` in `extra` differs between ranks: digest "),
-        ([{"n": np.zeros(3)}, {"n": np.ones(3)}], " on rank 0; digest "),
+        ([{"n": {"a": 1}}, {"n": {"a": 2}}], "`n` in `extra` differs between ranks: `n.a` is 1 on rank 0, 2 on rank 1"),
+        ([{"n": np.zeros(3)}, {"n": np.arange(3.0)}], "between ranks: `n[1]` is 0.0 on rank 0, 1.0 on rank 1"),
         ([{}, {"n": 1}], "`extra` has `n` on rank 1 and not on rank 0"),
         ([{"rank_local": 1}, {}], "`rank_local`, a name that is taken"),
         ([{"n": 1}, {}], None),

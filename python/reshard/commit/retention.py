@@ -38,7 +38,7 @@ from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardErr
 from reshard.storage.location import Location, locate
 from reshard.values.arguments import checked
 from reshard.values.events import Observers
-from reshard.values.words import show
+from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
     import os
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 _LAST_VERIFIED = "the last verified one"
 _LAST_HEALTHY = "the last one that was not saved as unhealthy"
+_MANY = 20  # iterations beyond `keep` that wait for their first metric without a warning
 _MAX_ROUNDS = 5  # in a root that changes while it is looked at
 
 _log = logging.getLogger("reshard")
@@ -103,6 +104,14 @@ class Removed:
     kept: Mapping[int, str]
     warnings: tuple[str, ...] = ()
     failed: tuple[int, ...] = ()
+
+
+class _NoMetricError(DamagedFileError):
+    """No iteration that exists has the metric of the best ones."""
+
+    def __init__(self, message: str, *, path: str, n_iterations: int) -> None:
+        super().__init__(message, path=path)
+        self.n_iterations = n_iterations
 
 
 def plan(
@@ -276,6 +285,8 @@ def apply(
 ) -> Removed:
     """As `remove`, for the end of a save: what the system refuses is a warning, and logged.
 
+    Before the first save with the metric of `best` nothing is removed, which is no warning until many saves lack it.
+
     Args:
         root: the checkpoint root.
         retention: which iterations are kept.
@@ -307,6 +318,11 @@ def apply(
             verified=verified,
             observers=observers,
         )
+    except _NoMetricError as error:
+        if error.n_iterations <= retention.keep + _MANY:  # as before the first evaluation of a run
+            _log.info("nothing is removed yet: %s", error.message)
+            return Removed((), 0, {})
+        removed = Removed((), 0, {}, (f"nothing is removed: {error.message}",))
     except (StorageError, DamagedFileError) as error:
         removed = Removed((), 0, {}, (f"retention stopped: {error.message}",))
     for line in removed.warnings:
@@ -547,10 +563,12 @@ def _best(root: Location, facts: Sequence[Facts], metric: str, n: int) -> list[i
             values[iteration] = -value if metric != name else value
     if complete and not values.keys() & complete:
         # Then the best are not known: all are kept.
-        raise DamagedFileError(
+        others = sorted({other for of_one in metrics.values() for other in of_one})
+        raise _NoMetricError(
             f"the log of saves in {show(str(root))} holds no metric {show(name)} of any iteration that exists, "
-            "and no manifest holds it",
+            f"and no manifest holds it{f'; they hold {listed(map(show, others))}' if others else ''}",
             path=str(root),
+            n_iterations=len(complete),
         )
     ranked = sorted((value, -iteration) for iteration, value in values.items() if iteration in complete)
     return [-iteration for _, iteration in ranked[:n]]

@@ -10,7 +10,6 @@ Lightning is not imported here: `reshard.lightning` combines this class with `Mo
 
 from __future__ import annotations
 
-import logging
 import time
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,7 +24,7 @@ from reshard.lightning.resuming import How, Resumed, described_run, resume, sche
 from reshard.lightning.trainer_state import as_extra, check_hooks, without_tensors
 from reshard.opening import newer_than
 from reshard.options import Resuming, Retention, Strict, Verify
-from reshard.ranks.group import resolve
+from reshard.ranks.group import log_error_of_all, log_of_all, resolve
 from reshard.storage.location import locate
 from reshard.torch import rng
 from reshard.torch.optimizers import plain
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
     from reshard.options import InitFromLike, SettingsLike, StrictLike, VerifyLike
     from reshard.values.events import OnEvent
     from reshard.verbs.save import PendingSave, SaveReport
-
-_log = logging.getLogger("reshard")
 
 _PATIENCE_S = 60  # for a save in the background after an exception: other ranks may have ended
 
@@ -295,14 +292,14 @@ class Saving:
         """Wait for the save in the background."""
         self._wait()
 
-    def on_exception(self, *_: Any) -> None:
+    def on_exception(self, trainer: Any, *_: Any) -> None:
         """Wait for the save in the background. Nothing is saved: other ranks may not know of the exception."""
         pending, self._pending = self._pending, None
         try:
             if pending is not None:
                 pending.result(_PATIENCE_S)
         except (ReshardError, TimeoutError) as error:
-            _log.error("the save in the background: %s", error)
+            log_error_of_all(trainer.global_rank, error, "the save in the background: %s", error)
 
     # ---------------------------------------------------------------------------------------------------------- saving
 
@@ -336,7 +333,8 @@ class Saving:
             return True
         score = trainer.callback_metrics.get(self.monitor)
         if score is None:
-            _log.warning("iteration %d has no metric %r: it is not among the best", trainer.global_step, self.monitor)
+            message = "iteration %d has no metric %r: it is not among the best"
+            log_of_all(trainer.global_rank, message, trainer.global_step, self.monitor)
             return False
         score = trainer.strategy.broadcast(score.detach().cpu().clone())
         worst = float("inf" if self.mode == "min" else "-inf")

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from reshard.torch.state import Described
     from reshard.values.events import OnEvent
 
-_log = logging.getLogger("reshard")
-
 
 @dataclass(frozen=True)
 class How:
@@ -71,7 +69,7 @@ class How:
         members = resolve(None)
         messages = Collective(session(members, "resume"), self.timeout).each(work)
         for line in messages[members.rank]:
-            _log.log(logging.INFO if members.rank else logging.WARNING, "resume: %s", line)
+            log_of_all(members.rank, "resume: %s", line)
 
 
 def schedulers_of(trainer: Any) -> dict[str, Any]:
@@ -242,7 +240,7 @@ def resume(trainer: Any, path: Any, how: How, *, version: str) -> Resumed:
         end_epoch(checkpoint["loops"])
         checkpoint.pop(type(trainer.datamodule).__qualname__, None)
         how.together(lambda: ['the data position is not restored, as `data="new"` says: the next epoch begins'])
-    _log.info("resumed from %s", decision.path)
+    log_of_all(None, "resumed from %s", decision.path, level=logging.INFO)
     resumed(observers, decision, started)
     rest = replace(found, arrays={key: one for key, one in found.arrays.items() if key not in keys})
     return Resumed(decision, checkpoint, saved, how, rest, live if is_fit and weights["replaced"] else {})
@@ -291,7 +289,7 @@ def start_from(trainer: Any, root: str, init: InitFrom, how: How) -> None:
 
     how.together(restore)
     for reason in (*decision.reasons, *([found.restored] if found.restored else [])):
-        (_log.warning if members.rank == 0 else _log.info)("resume: %s", reason)
+        log_of_all(members.rank, "resume: %s", reason)
     resumed(observers, decision, started)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from reshard.errors import ArgumentError, UnsupportedError
 from reshard.formats import state as state_format
+from reshard.ranks.group import log_of_all
 from reshard.torch.optimizers import plain
 
 _log = logging.getLogger("reshard")
@@ -132,7 +133,7 @@ def _hyperparameters(values: Any) -> dict[str, Any]:
 @functools.cache
 def _warn(message: str) -> None:
     """Log a warning once, not at every save."""
-    _log.warning(message)
+    log_of_all(None, message)
 
 
 def _plain(value: Any) -> Any:

@@ -28,7 +28,18 @@ from reshard.ranks.torch_group import TorchGroup, TorchSession, torch_distribute
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["Group", "SingleProcess", "TorchGroup", "agree", "decide", "log_of_all", "resolve", "session", "tell"]
+__all__ = [
+    "Group",
+    "SingleProcess",
+    "TorchGroup",
+    "agree",
+    "decide",
+    "log_error_of_all",
+    "log_of_all",
+    "resolve",
+    "session",
+    "tell",
+]
 
 _log = logging.getLogger("reshard")
 
@@ -251,15 +262,32 @@ def tell(group: Group, outcome: Any, timeout: float) -> Any:
     return _told(channel, {"value": outcome} if failure is None else _failed(failure), failure, timeout)
 
 
-def log_of_all(rank: int, message: str, *arguments: object) -> None:
-    """Log what is the same on all ranks: as a warning on rank 0, and at INFO on the others.
+def log_of_all(rank: int | None, message: str, *arguments: object, level: int = logging.WARNING) -> None:
+    """Log what is the same on all ranks: as a warning on rank 0, and at DEBUG on the others.
+
+    Args:
+        rank: this rank; None: that in the default group of torch, if there is one.
+        message: as of `logging.Logger.warning`.
+        arguments: likewise.
+        level: the level on rank 0.
+    """
+    if rank is None:
+        distributed = torch_distributed()
+        rank = 0 if distributed is None or not distributed.is_initialized() else distributed.get_rank()
+    _log.log(level if rank == 0 else logging.DEBUG, message, *arguments, stacklevel=2)
+
+
+def log_error_of_all(rank: int, error: BaseException, message: str, *arguments: object) -> None:
+    """Log that something failed on all ranks: as `log_of_all` if `error` is the same on all of them.
 
     Args:
         rank: this rank.
-        message: as of `logging.Logger.warning`.
+        error: what was raised. Ranks raise one joint error, except where they did not reach each other.
+        message: as of `logging.Logger.error`.
         arguments: likewise.
     """
-    _log.log(logging.WARNING if rank == 0 else logging.INFO, message, *arguments, stacklevel=2)
+    is_same = isinstance(error, ReshardError) and not isinstance(error, GroupError)
+    log_of_all(rank if is_same else 0, message, *arguments, level=logging.ERROR)
 
 
 def _failed(error: BaseException) -> dict[str, Any]:

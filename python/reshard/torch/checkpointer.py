@@ -886,7 +886,7 @@ class Checkpointer:
             notice = run.rendezvous.poll(step, self._timeout)
         except ReshardError as error:
             if self._signals.seen is not None:
-                exit_process(self._group, self._signals, f"the ranks did not meet: {error}", saved=False)
+                exit_process(self._group, self._signals, f"the ranks did not meet: {error}", error)
             saver.failed(error, "the ranks did not meet to save")
             notice = None
         if notice is not None and notice.leave:

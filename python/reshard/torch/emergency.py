@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from reshard.errors import ArgumentError
 from reshard.ranks.collective import Collective
-from reshard.ranks.group import TorchGroup, session
+from reshard.ranks.group import TorchGroup, log_of_all, session
 from reshard.values.words import show
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Signals:
         self._first: tuple[int, float] | None = None
         before: dict[int, Any] = {}
         if numbers and threading.current_thread() is not threading.main_thread():
-            _log.warning("signals are not handled: signal handlers can be set only in the main thread")
+            log_of_all(None, "signals are not handled: signal handlers can be set only in the main thread")
             numbers = ()
         handle = _handler(weakref.ref(self), os.getpid(), before)
         # Called by `close`, or when this object is dropped. It must not refer to the object.

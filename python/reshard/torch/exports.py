@@ -16,7 +16,7 @@ from reshard.commit.retention import best_of
 from reshard.conversion.library_names import published_names
 from reshard.errors import ArgumentError, ReshardError
 from reshard.ranks.collective import Collective
-from reshard.ranks.group import session
+from reshard.ranks.group import log_of_all, session
 from reshard.storage.changes import make_folders, remove_file, replace_link
 from reshard.storage.location import locate
 from reshard.torch.adapters import adapters_of, write_adapters
@@ -227,7 +227,7 @@ def _export(
     try:
         Collective(session(group, "export"), timeout).first(write, str)
     except ReshardError as error:
-        _log.warning("iteration %d is saved, and its %s not written: %s", report.iteration, what, error)
+        log_of_all(group.rank, "iteration %d is saved, and its %s not written: %s", report.iteration, what, error)
         return [f"the {what} not written: {error.message}"]
     return remove_outdated(target, None if options.retention is None else options.retention.keep)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from reshard.errors import GroupError, ReshardError
 from reshard.ranks.collective import Collective
-from reshard.ranks.group import log_of_all, session
+from reshard.ranks.group import log_error_of_all, log_of_all, session
 from reshard.torch.emergency import EXIT_CODE, EXIT_GRACE_S
 from reshard.torch.run import NOT_SAVED
 
@@ -43,25 +43,24 @@ def save_and_exit(saver: Saver, signals: Signals, step: int, why: str, seconds: 
     try:
         saver.wait(seconds)
     except (ReshardError, TimeoutError) as error:
-        _log.error("the save in the background failed: %s", error)
+        log_error_of_all(saver.group.rank, error, "the save in the background failed: %s", error)
         run.saved = NOT_SAVED
-    saved, message = True, f"iteration {step} is saved"
     if run.saved != step:
         try:
             saver.save(step, blocking=True, timeout=max(deadline - time.monotonic(), EXIT_GRACE_S))
         except ReshardError as error:
-            saved, message = False, f"iteration {step} is not saved: {error}"
-    exit_process(saver.group, signals, message, saved=saved)
+            exit_process(saver.group, signals, f"iteration {step} is not saved: {error}", error)
+    exit_process(saver.group, signals, f"iteration {step} is saved")
 
 
-def exit_process(group: Group, signals: Signals, message: str, *, saved: bool) -> NoReturn:
+def exit_process(group: Group, signals: Signals, message: str, error: ReshardError | None = None) -> NoReturn:
     """Log a message and end the process.
 
     Args:
         group: the group; ranks wait for each other for a short time.
         signals: the signal handlers of the run, which stay in place.
         message: the message to log.
-        saved: whether the last step is saved; it determines the exit code.
+        error: why the last step is not saved; it determines the exit code.
 
     Raises:
         SystemExit: always.
@@ -69,12 +68,15 @@ def exit_process(group: Group, signals: Signals, message: str, *, saved: bool) -
     try:
         # Rank 0 may serve the store, so it ends last.
         session(group, "leaving").gather(None, timeout=EXIT_GRACE_S)
-    except ReshardError as error:
-        _log.debug("waiting for the other ranks before the end: %s", error)
-    _log.log(logging.WARNING if saved else logging.ERROR, "%s; the process ends", message)
+    except ReshardError as missing:
+        _log.debug("waiting for the other ranks before the end: %s", missing)
+    if error is None:
+        log_of_all(group.rank, "%s; the process ends", message)
+    else:
+        log_error_of_all(group.rank, error, "%s; the process ends", message)
     # Launchers send another signal to the remaining ranks when the first rank ends.
     signals.stay()
-    raise SystemExit(EXIT_CODE if saved else 128 + (signals.number or signal.SIGTERM))
+    raise SystemExit(EXIT_CODE if error is None else 128 + (signals.number or signal.SIGTERM))
 
 
 def save_after(saver: Saver, error: BaseException, seconds: float) -> None:
@@ -95,18 +97,19 @@ def save_after(saver: Saver, error: BaseException, seconds: float) -> None:
         except GroupError:
             raise
         except ReshardError as failed:
-            _log.error("the save in the background failed: %s", failed)
+            log_error_of_all(saver.group.rank, failed, "the save in the background failed: %s", failed)
         else:
             return
     own = (run.last, run.n_updates == 0 and not run.is_updating)  # the last step, and whether no other has begun
     what = f"{type(error).__name__} in the step after {run.last}"
     states = Collective(session(saver.group, "exception"), seconds).share(own, tuple[int, bool])
     if any(state != (run.last, True) for state in states):
-        _log.error("%s: nothing is saved, the ranks are not at the end of the same step: %s", what, states)
+        message = "%s: nothing is saved, the ranks are not at the end of the same step: %s"
+        log_of_all(saver.group.rank, message, what, states, level=logging.ERROR)
         return
     try:
         saver.wait(seconds)
     except ReshardError as failed:
-        _log.error("the save in the background failed: %s", failed)
+        log_error_of_all(saver.group.rank, failed, "the save in the background failed: %s", failed)
     saver.save(run.last, blocking=True, timeout=seconds, interrupted=True)
     log_of_all(saver.group.rank, "%s: iteration %d is saved", what, run.last)

@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from reshard.errors import MismatchError
 from reshard.formats.state import digest_of
+from reshard.ranks.group import log_of_all
 from reshard.torch import rng
 from reshard.torch.orders import (
     checksum,
@@ -43,8 +44,6 @@ from reshard.torch.rng import HostStreams
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-_log = logging.getLogger("reshard")
 
 _N_LOGGED = 4096  # batches whose checksums are kept: more than loaders and libraries read ahead
 _N_STREAMS = 4  # batches before which the random streams are kept
@@ -327,7 +326,8 @@ class Passes:
                 return iterator
             if reads:
                 if n_read:
-                    _log.info("%d batches that were trained are read again and left out", n_read)
+                    message = "%d batches that were trained are read again and left out"
+                    log_of_all(None, message, n_read, level=logging.INFO)
                 while n_found < n_read and self._next(iterator) is not _END:
                     n_found += 1
             elif self._indices is not None:
@@ -393,8 +393,8 @@ class Passes:
                 if is_number(value) and name in first and value == first[name] and not is_seed:
                     continue
                 if name != "epoch" and is_seed and own.get(name) not in {None, value}:
-                    _log.warning(
-                        "the sampler goes on with %s %s of the checkpoint, not with %s", name, value, own[name]
+                    log_of_all(
+                        None, "the sampler goes on with %s %s of the checkpoint, not with %s", name, value, own[name]
                     )
                 set_value(part, name, value)
 

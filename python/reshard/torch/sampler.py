@@ -12,7 +12,6 @@ of an epoch, and `load_state_dict` describes changed datasets. This module reads
 from __future__ import annotations
 
 import itertools
-import logging
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,10 +23,9 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from reshard.errors import ArgumentError, MismatchError
+from reshard.ranks.group import log_of_all
 from reshard.torch.checks import MAX_SEED, count, shown
 from reshard.torch.permutation import MAX_LEN, Permutation
-
-_log = logging.getLogger("reshard")
 
 _KIND = "reshard.ElasticSampler/1"  # version of the state and of the order; a different order needs a new number
 _N_PACES = 8  # steps in each of which a loop reads too many samples before a warning; workers begin within fewer
@@ -359,10 +357,11 @@ class ElasticSampler(Sampler[int]):
             return
         self._has_warned = True
         effect = "are read again, if the loop was not left early" if n_made < n_steps else "are left out"
-        _log.warning(
+        log_of_all(
+            self.rank,
             f"the last loop over the sampler read {n_steps * local} samples of this rank, and {n_made} steps of {local}"
             f" samples were completed: samples {effect}; pass the loader `batch_size=sampler.local_batch_size`, or a "
-            "divisor of it, and complete a step after so many samples"
+            "divisor of it, and complete a step after so many samples",
         )
 
     def _check_pace(self) -> None:
@@ -385,10 +384,12 @@ class ElasticSampler(Sampler[int]):
             return
         self._has_warned = True
         effect = "samples are left out after a resume" if is_slow else "samples are read again after a resume"
-        _log.warning(
+        log_of_all(
+            self.rank,
             f"the loop reads {'fewer' if is_slow else 'more'} than {local} samples of this rank for a step, which the "
             f"global batch size of {self.global_batch_size} says: {effect}; give the sampler "
-            "`global_batch_size=` loader batch x accumulated batches x ranks, and complete a step after so many samples"
+            "`global_batch_size=` loader batch x accumulated batches x ranks, and complete a step after so many "
+            "samples",
         )
 
     def _steps_left(self, state: _State) -> int:

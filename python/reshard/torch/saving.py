@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, cast
 from reshard.errors import (
     ArgumentError,
     CoverageError,
-    GroupError,
     LayoutError,
     MismatchError,
     ReshardError,
@@ -26,7 +25,7 @@ from reshard.formats.left_out import NAME as LEFT_OUT
 from reshard.formats.savable import save_format
 from reshard.formats.state import per_rank
 from reshard.ranks.collective import Collective
-from reshard.ranks.group import session
+from reshard.ranks.group import log_error_of_all, session
 from reshard.resume.parts import object_name
 from reshard.torch import rng
 from reshard.torch.exports import Exports, export
@@ -191,8 +190,9 @@ class Saver:
         n, most = self.run.n_failures, self.max_failures
         if isinstance(error, _HOPELESS) or n >= most:
             raise error
-        is_same = isinstance(error, ReshardError) and not isinstance(error, GroupError)  # on all ranks
-        (_log.info if is_same and self.group.rank > 0 else _log.error)(
+        log_error_of_all(
+            self.group.rank,
+            error,
             "%s: %s (failure %d of %d in a row; the training goes on, and failure %d ends it)",
             what,
             error,

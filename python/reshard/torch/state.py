@@ -19,10 +19,11 @@ import torch
 from reshard import dtypes
 from reshard.errors import ArgumentError, MismatchError, ReshardError, UnsupportedError
 from reshard.formats import state as state_format
-from reshard.formats.differing import fields_of, first_difference
+from reshard.formats.differing import MISSING, Fields, Gather, difference
 from reshard.formats.replicas import RankLocal
+from reshard.ranks.distinct import gather_distinct
 from reshard.ranks.group import resolve
-from reshard.torch.common_layout import gather_distinct, layout_of
+from reshard.torch.common_layout import layout_of
 from reshard.torch.modules import CONSTANTS, Named, named
 from reshard.torch.objects import TENSORS, Lifted, lift
 from reshard.torch.optimizers import (
@@ -46,8 +47,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
+    from reshard.ranks.distinct import RankValues
     from reshard.ranks.group import Group
-    from reshard.torch.common_layout import RankValues
     from reshard.torch.settings import Started
 
 _MAX_SENT_BYTES = 65536  # for tensors in the record of an optimizer, such as a learning rate that is a tensor
@@ -281,6 +282,10 @@ def describe(
         ({'weight': (3, 2), 'bias': (3,)}, 0.1)
     """
     members = resolve(group)
+
+    def gather(fields: Fields) -> RankValues:
+        return gather_distinct(members, [fields], [Fields], timeout)[0]
+
     try:
         own = _RankState.of(
             model, optimizer, objects or {}, mesh, members, lifts=lifts, started=started, leave_out=frozenset(leave_out)
@@ -301,7 +306,7 @@ def describe(
         )
     rows, models, optimizers, records, states, besides, digests = gather_distinct(members, parts, _PARTS, timeout)
     if compare:
-        _check_objects(digests, object_name, members, own.object_states, timeout)
+        _check_objects(digests, object_name, members.world_size, own.object_states, gather)
     aliases = {}
     texts: dict[str, set[str]] = {}
     for value, _ in records:
@@ -325,10 +330,10 @@ def describe(
     differing: dict[str, list[str]] = {}
     if len(states) > 1:
         sharded = {key for held, _ in of_model for key, one in held.items() if one.cuts or one.reason}
-        differing = _differing(
-            gather_distinct(members, [own.state_digests()], [dict[str, dict[str, str]]], timeout)[0],
-            sharded if compare else None,
-        )
+        known = gather_distinct(members, [own.state_digests()], [dict[str, dict[str, str]]], timeout)[0]
+        if compare:
+            _check_whole(known, sharded, own, gather)
+        differing = _differing(known)
     agreed = _Agreed(
         record=_with_local(
             merge_records([OptimizerRecord.from_value(value.record.unpacked()) for value, _ in records]), local
@@ -740,15 +745,14 @@ def _with_local(record: OptimizerRecord, local: frozenset[str]) -> OptimizerReco
 def _check_objects(
     known: RankValues,
     object_name: Callable[[str], str],
-    members: Group,
+    world_size: int,
     own: Mapping[str, Lifted],
-    timeout: float,
+    gather: Gather,
 ) -> None:
     """Check that all ranks pass the same objects with the same state, given digests of the ranks by kind and name.
 
     If a state differs, the ranks exchange its fields: all of them know that it does.
     """
-    world_size = members.world_size
     hint = "wrap it in `reshard.per_rank(...)` to save the state of each rank"
     objects, tensors = ([(value[kind], ranks) for value, ranks in known] for kind in ("objects", "tensors"))
     for name in sorted({name for value, _ in objects for name in value}):
@@ -758,48 +762,62 @@ def _check_objects(
             raise MismatchError(message, key=name, hint=hint)
     for name in sorted({name for value, _ in objects for name in value}):
         if len({value[name] for value, _ in objects}) > 1:
-            (fields,) = gather_distinct(members, [fields_of(own[name].state)], [dict[str, str]], timeout)
-            message = f"the state of {show(object_name(name))} differs between ranks: {first_difference(fields)}"
+            what = difference(own[name].state, gather)
+            message = f"the state of {show(object_name(name))} differs between ranks: {what}"
             if name.partition(".")[0] == "scheduler":
                 hint = (
                     "a scheduler is the same on all ranks: reduce the metric over the ranks before its `step(metric)`"
                 )
             raise MismatchError(message, key=name, hint=hint)
+    plain_tensors = {key: one for lifted in own.values() for key, one in lifted.plain_tensors().items()}
     _check_shared(
         tensors,
         show,
+        lambda key: difference(plain_tensors.get(key, MISSING), gather, key),
         "leave out tensors that differ, such as the running statistics of an average under DDP; or wrap the object in "
         "`reshard.per_rank(...)` to save the state of each rank",
     )
 
 
-def _check_shared(known: RankValues, what: Callable[[str], str], hint: str) -> None:
-    """Check that values that ranks share are equal, given `{name: digest}` of the ranks."""
+def _check_shared(known: RankValues, what: Callable[[str], str], where: Callable[[str], str], hint: str) -> None:
+    """Check that values that ranks share are equal.
+
+    Args:
+        known: `{name: digest}` of the ranks.
+        what: how messages call a name.
+        where: what differs in the value of a name; all ranks call it.
+        hint: that of the error.
+    """
     ranks_of: dict[str, dict[str, list[int]]] = {}
     for value, ranks in known:
         for name, digest in value.items():
             ranks_of.setdefault(name, {}).setdefault(digest, []).extend(ranks)
     for name, of_name in ranks_of.items():
         if len(of_name) > 1:
-            digests = "; ".join(f"digest {one} on {ranks_named(ranks)}" for one, ranks in of_name.items())
-            raise MismatchError(f"{what(name)} differs between ranks: {digests}", key=name, hint=hint)
+            raise MismatchError(f"{what(name)} differs between ranks: {where(name)}", key=name, hint=hint)
 
 
-def _differing(known: RankValues, sharded: set[str] | None) -> dict[str, list[str]]:
+def _check_whole(known: RankValues, sharded: set[str], own: _RankState, gather: Gather) -> None:
+    """Check that the state of parameters that are not sharded is equal, given `state_digests` of the ranks."""
+    whole = [
+        ({name: digest for name, digest in value["parameters"].items() if name not in sharded}, ranks)
+        for value, ranks in known
+    ]
+    state = own.own_state()["parameters"]
+    _check_shared(
+        whole,
+        lambda name: f"the state of {show(name)} in the optimizer",
+        lambda name: difference(state.get(name, MISSING), gather),
+        "ranks that hold the same parameter must make the same steps",
+    )
+
+
+def _differing(known: RankValues) -> dict[str, list[str]]:
     """Names of parameters and modules whose state besides tensors differs between ranks.
 
     Args:
         known: values of `_RankState.state_digests` of the ranks.
-        sharded: names of sharded parameters. A difference in the state of other parameters is an error. None: no
-            difference is an error.
     """
-    if sharded is not None:
-        whole = [
-            ({name: digest for name, digest in value["parameters"].items() if name not in sharded}, ranks)
-            for value, ranks in known
-        ]
-        hint = "ranks that hold the same parameter must make the same steps"
-        _check_shared(whole, lambda name: f"the state of {show(name)} in the optimizer", hint)
     found: dict[str, list[str]] = {}
     for kind in ("parameters", "modules"):
         names = sorted({name for value, _ in known for name in value[kind]})

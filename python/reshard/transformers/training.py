@@ -33,7 +33,7 @@ from reshard.errors import ArgumentError, MismatchError, UnsupportedError
 from reshard.formats.state import PerRank
 from reshard.options import Resuming, Retention
 from reshard.ranks.collective import Collective
-from reshard.ranks.group import resolve, session
+from reshard.ranks.group import log_of_all, resolve, session
 from reshard.storage.location import locate
 from reshard.torch import Checkpointer, rng
 from reshard.torch.loading import read_for
@@ -49,8 +49,6 @@ if TYPE_CHECKING:
 
     from reshard.resume import ResumeDecision
     from reshard.storage.location import Location
-
-_log = logging.getLogger("reshard")
 
 _BEST = "trainer_best"  # metric of an iteration: minus its step if it was the best so far, else 0
 _TIMEOUT_S = 1800.0
@@ -407,7 +405,7 @@ class _Training:
             args = trainer.args
             notes = self._data.resume(args.gradient_accumulation_steps, ignore_data_skip=args.ignore_data_skip)
             for line in notes:
-                _log.warning("resume: %s", line)
+                log_of_all(members.rank, "resume: %s", line)
             if not args.ignore_data_skip:
                 self._load_position()
         elif self.must_resume:
@@ -455,7 +453,7 @@ class _Training:
         last = self._complete + max(max_steps - done, 0)
         if last != max_steps and done != self._complete:
             why = "another dataset" if self.plan.resuming.data == "new" else "another batch size or dataset"
-            _log.warning("resume: with %s the last step is %d instead of %d", why, last, max_steps)
+            log_of_all(None, "resume: with %s the last step is %d instead of %d", why, last, max_steps)
             self._reschedule(last)
             return n_epochs, last
         return n_epochs, max_steps
@@ -591,7 +589,7 @@ class _Training:
             ReshardError: it is not saved, or cannot be read.
         """
         best = self.trainer.state.best_global_step
-        _log.info("loading the best model, of step %d", best)
+        log_of_all(None, "loading the best model, of step %d", best, level=logging.INFO)
         self._checkpointer.wait()
         described = describe(self.model, compare=False)
         members = resolve(None)

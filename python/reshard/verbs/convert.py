@@ -50,6 +50,7 @@ from reshard.quantised.stored import described
 from reshard.quantised.together import check_together
 from reshard.ranks.collective import Collective
 from reshard.ranks.group import SingleProcess, resolve, session
+from reshard.ranks.said_once import held_back, release
 from reshard.storage.location import Location, locate
 from reshard.values.arguments import check_paths, checked_as, parse_size, plain_integer
 from reshard.values.words import hub_hint, listed, show
@@ -642,12 +643,17 @@ def _all_ranks(group: object, timeout: float) -> Iterator[tuple[int, int] | None
     if members.world_size == 1:
         yield None
         return
-    outcome: Exception | None = None
-    try:
-        yield members.rank, members.world_size
-    except Exception as error:  # noqa: BLE001  every rank learns of it, and raises it
-        outcome = error
-    Collective(session(members, "convert"), timeout).share(outcome, None)
+    outcome: Exception | list[str]
+    with contextlib.ExitStack() as stack:
+        with held_back() as held:
+            stack.callback(release, held)  # of all ranks, if one fails
+            try:
+                yield members.rank, members.world_size
+            except Exception as error:  # noqa: BLE001  every rank learns of it, and raises it
+                outcome = error
+            else:
+                outcome = [one.getMessage() for one in held]
+        release(held, Collective(session(members, "convert"), timeout).share(outcome, list[str])[: members.rank])
 
 
 def _check_options(

@@ -9,7 +9,6 @@ whatever happens here, so an error here is a warning. Retention keeps the same n
 
 from __future__ import annotations
 
-import logging
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from reshard.commit import roots
 from reshard.errors import ReshardError
+from reshard.ranks.group import log_of_all, resolve
 from reshard.storage.changes import remove_folder
 from reshard.storage.location import Location, locate
 from reshard.values.words import show
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from reshard.verbs.save import SaveReport
 
 _FOLDER = re.compile("iteration_([0-9]{8,18})")
-_log = logging.getLogger("reshard")
 
 
 def integrated_root(root: str | os.PathLike[str], suffix: str = "integrated") -> Path:
@@ -101,7 +100,8 @@ def integrate(
             timeout=timeout,
         )
     except ReshardError as error:
-        _log.warning("iteration %d is saved, but not written as whole tensors: %s", report.iteration, error)
+        rank = 0 if group is None else resolve(group).rank
+        log_of_all(rank, "iteration %d is saved, but not written as whole tensors: %s", report.iteration, error)
         return [f"it is not written as whole tensors: {error.message}"]
     return remove_outdated(target, keep)
 

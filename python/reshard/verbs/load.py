@@ -44,6 +44,7 @@ from reshard.opening.gather_ranks import SavesRoot, gather_saves, is_deduplicate
 from reshard.options import Reading, Verify, explains_moved
 from reshard.ranks.collective import Collective, capture
 from reshard.ranks.group import log_of_all, resolve, session
+from reshard.ranks.said_once import held_back, release
 from reshard.resume import ResumeDecision, ResumeFacts, RunFacts, decide
 from reshard.storage.location import Location, locate
 from reshard.values.arguments import check as check_arguments
@@ -382,16 +383,22 @@ def load_with(
     n_replaced = 0
     while True:
         is_replaced = False
-        decision, open_it = _choose(ranks, terms, faults)
-        if decision.path is None:
-            _report(observers, decision, members.rank)
-            return decision, None
-        loaded = capture(lambda: read_from(open_it(), decision))  # noqa: B023  done before the next round
-        damage = _damage_of(loaded) if isinstance(loaded, ReshardError) else None
-        if damage is not None and is_replaced and n_replaced < _MAX_REPLACED:
-            damage = _REPLACED
-        reasons = ranks.share(damage or (loaded if isinstance(loaded, BaseException) else None), str | None)
-        found = [(number, reason) for number, reason in enumerate(reasons) if reason is not None]
+        with contextlib.ExitStack() as stack:
+            with held_back() as held:
+                stack.callback(release, held)  # of all ranks, if one fails
+                decision, open_it = _choose(ranks, terms, faults)
+                if decision.path is None:
+                    _report(observers, decision, members.rank)
+                    return decision, None
+                loaded = capture(lambda: read_from(open_it(), decision))  # noqa: B023  done before the next round
+            damage = _damage_of(loaded) if isinstance(loaded, ReshardError) else None
+            if damage is not None and is_replaced and n_replaced < _MAX_REPLACED:
+                damage = _REPLACED
+            is_fatal = damage is None and isinstance(loaded, BaseException)
+            outcome = loaded if is_fatal else (damage, [one.getMessage() for one in held])
+            of_ranks = ranks.share(outcome, tuple[str | None, list[str]])
+            release(held, [texts for _, texts in of_ranks[: members.rank]])
+        found = [(number, reason) for number, (reason, _) in enumerate(of_ranks) if reason is not None]
         if not found:
             assert not isinstance(loaded, BaseException)
             if decision.path in states:
@@ -406,7 +413,7 @@ def load_with(
             n_replaced += 1
             continue
         faults[decision.path] = reason if members.world_size == 1 else f"rank {number}: {reason}"
-        _log.info("%s is skipped: %s", decision.path, faults[decision.path])
+        log_of_all(members.rank, "%s is skipped: %s", decision.path, faults[str(decision.path)], level=logging.INFO)
 
 
 def _report(observers: Observers | None, decision: ResumeDecision, rank: int) -> None:

@@ -19,15 +19,17 @@ import numpy as np
 
 from reshard.commit import roots
 from reshard.commit.save_log import SaveRecord
-from reshard.errors import ArgumentError
+from reshard.errors import ArgumentError, MismatchError
 from reshard.formats import state
 from reshard.formats.checkpoint1 import state as checkpoint1_state
 from reshard.formats.checkpoint2.common import CommonInfo
-from reshard.formats.checkpoint2.rank_facts import facts_of
+from reshard.formats.checkpoint2.rank_facts import differs_between_ranks, facts_of
+from reshard.formats.differing import MISSING, Fields, difference
 from reshard.formats.replicas import Copies, RankLocal, is_any_of
 from reshard.formats.savable import save_format
 from reshard.options import SaveOptions, agreed, explains_moved
 from reshard.ranks.collective import capture
+from reshard.ranks.distinct import gather_distinct
 from reshard.ranks.group import resolve, session
 from reshard.storage.host import boot_id
 from reshard.storage.location import locate
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from reshard import _core
     from reshard.layout.model import LayoutLike
     from reshard.options import CommitLike, FilesLike, FormatLike, RetentionLike, VerifyLike
+    from reshard.ranks.group import Group
     from reshard.values.events import OnEvent
     from reshard.write.arrays import LocalArray
     from reshard.write.phases import Draft
@@ -322,6 +325,8 @@ def save(  # noqa: PLR0917  what is saved is often given by position
             after=after,
         )
     except BaseException as error:
+        if isinstance(error, MismatchError):
+            _say_what_differs(error, extra, members, timeout)
         save_failed(observers, iteration, error, started)
         raise
 
@@ -331,6 +336,18 @@ def _check_root(task: SaveTask) -> None:
     from reshard.formats.registry import check_destination  # noqa: PLC0415  slow to import
 
     check_destination(locate(task.root), task.options.format)
+
+
+def _say_what_differs(error: MismatchError, extra: Mapping[str, object] | None, members: Group, timeout: float) -> None:
+    """Add the first field that differs to an error of a value in `extra`, which is the same on all ranks."""
+    if error.key is not None and error.message.endswith(differs_between_ranks(error.key)):
+        own = (extra or {}).get(error.key, MISSING)
+        what = difference(
+            MISSING if isinstance(own, state.PerRank) else own,
+            lambda fields: gather_distinct(members, [fields], [Fields], timeout)[0],
+            error.key,
+        )
+        error.message = f"{error.message}: {what}"
 
 
 def _reports_copies(

@@ -472,8 +472,17 @@ def check_state(ranks: Sequence[RankFacts]) -> None:
                 hint=hint,
             )
         if len(of_name) > 1:
-            digests = "; ".join(f"digest {one} on {ranks_named(ranks_with)}" for one, ranks_with in of_name.items())
-            raise MismatchError(f"{show(name)} in `extra` differs between ranks: {digests}", key=name, hint=hint)
+            raise MismatchError(differs_between_ranks(name), key=name, hint=hint)
+
+
+def differs_between_ranks(name: str) -> str:
+    """The message of `check_state` for a value of `extra`, to which a caller adds what differs.
+
+    Example:
+        >>> differs_between_ranks("loop")
+        '`loop` in `extra` differs between ranks'
+    """
+    return f"{show(name)} in `extra` differs between ranks"
 
 
 def plan_key(ranks: Sequence[RankFacts]) -> list[Any]:
