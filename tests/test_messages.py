@@ -21,10 +21,10 @@ from reshard.formats.checkpoint2.rank_facts import Fact, FactKind, Facts, RankFa
 from reshard.formats.checkpoint2.reader import Chosen
 from reshard.formats.replicas import Replicas
 from reshard.opening import gather_ranks
-from reshard.ranks import group
+from reshard.ranks import distinct, group
 from reshard.ranks.collective import Collective
 from reshard.ranks.messages import decode, encode
-from reshard.torch import common_layout, state
+from reshard.torch import state
 from reshard.torch.placements import DigitLayout, Row
 from reshard.verbs import load
 from reshard.write.phases import Messages, Published
@@ -33,8 +33,8 @@ from reshard.write.shard_files import WrittenFile
 MESSAGES: list[Any] = [
     *(getattr(save._MESSAGES, one.name) for save in (checkpoint1, checkpoint2) for one in dataclasses.fields(Messages)),
     *(Chosen, CommonInfo, FileFacts, DigitLayout, Published, RankFacts, RankFolder, Replicas, Row, WrittenFile),
-    *(gather_ranks._Found, gather_ranks._Report, load._Choice),
-    *(common_layout._Entry, *state._PARTS),
+    *(gather_ranks._Found, gather_ranks._Report, load._Choice, load._Outcome),
+    *(distinct._Entry, *state._PARTS),
     group._ErrorRecord,
 ]
 

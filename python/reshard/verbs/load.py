@@ -394,11 +394,12 @@ def load_with(
             damage = _damage_of(loaded) if isinstance(loaded, ReshardError) else None
             if damage is not None and is_replaced and n_replaced < _MAX_REPLACED:
                 damage = _REPLACED
-            is_fatal = damage is None and isinstance(loaded, BaseException)
-            outcome = loaded if is_fatal else (damage, [one.getMessage() for one in held])
-            of_ranks = ranks.share(outcome, tuple[str | None, list[str]])
-            release(held, [texts for _, texts in of_ranks[: members.rank]])
-        found = [(number, reason) for number, (reason, _) in enumerate(of_ranks) if reason is not None]
+            outcome: _Outcome | BaseException = _Outcome(damage, [one.getMessage() for one in held])
+            if damage is None and isinstance(loaded, BaseException):
+                outcome = loaded
+            of_ranks = ranks.share(outcome, _Outcome)
+            release(held, [one.messages for one in of_ranks[: members.rank]])
+        found = [(number, one.damage) for number, one in enumerate(of_ranks) if one.damage is not None]
         if not found:
             assert not isinstance(loaded, BaseException)
             if decision.path in states:
@@ -462,6 +463,14 @@ def _layout_of(config: Config, rank: int | None, world_size: int) -> ModelLayout
 
 
 # -- collectively
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a rank reports of a checkpoint that it has read: its damage, or None, and what was logged meanwhile."""
+
+    damage: str | None
+    messages: list[str]
 
 
 @dataclass(frozen=True)
