@@ -17,16 +17,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.commit import roots
 from reshard.errors import ArgumentError, ReshardError, UnsupportedError
+from reshard.formats.left_out import NAME as LEFT_OUT
 from reshard.formats.state import per_rank
 from reshard.lightning.data import position_of, watch
 from reshard.lightning.progress import at_end_of_epoch, is_end_of_epoch, plateau_steps, set_not_restarting
-from reshard.lightning.resuming import How, Resumed, described_run, resume, schedulers_of, start_from
+from reshard.lightning.resuming import How, Resumed, TrainerRun, described_run, resume, schedulers_of, start_from
 from reshard.lightning.trainer_state import as_extra, check_hooks, without_tensors
 from reshard.opening import newer_than
 from reshard.options import Resuming, Retention, Strict, Verify
 from reshard.ranks.group import log_error_of_all, log_of_all, resolve
 from reshard.storage.location import locate
 from reshard.torch import rng
+from reshard.torch.left_out import frozen_at_start
 from reshard.torch.optimizers import plain
 from reshard.torch.settings import Started
 from reshard.values.arguments import check_given
@@ -38,7 +40,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from datetime import timedelta
 
+    from reshard.formats.left_out import LeftOut
     from reshard.options import InitFromLike, SettingsLike, StrictLike, VerifyLike
+    from reshard.ranks.group import Group
+    from reshard.torch.left_out import Frozen
     from reshard.values.events import OnEvent
     from reshard.verbs.save import PendingSave, SaveReport
 
@@ -76,6 +81,9 @@ class Saving:
         timeout: seconds that ranks wait for each other, the time to write or to read included.
         on_event: a function, or a list of functions, called with each `Event` of the run, such as `EventLog(dirpath)`;
             see docs/watching.md.
+        leave_out_frozen: do not save parameters with `requires_grad=False`, as in `reshard.torch.Checkpointer`: the
+            program, or `init_from`, must give the same values at each start. A resume compares their digests before
+            the first step.
         strict: what happens where the checkpoint and the run differ, as in `reshard.torch.Checkpointer.resume`. None:
             `strict_loading` of the model.
         init_from: what the model starts from if no checkpoint is resumed from, as in `Checkpointer.resume`.
@@ -132,6 +140,7 @@ class Saving:
         verify: VerifyLike = "touched",
         timeout: float = 1800.0,
         on_event: OnEvent | None = None,
+        leave_out_frozen: bool = False,
         strict: StrictLike | None = None,
         init_from: InitFromLike | None = None,
         settings: SettingsLike | None = None,
@@ -139,7 +148,10 @@ class Saving:
     ) -> None:
         self._resuming = Resuming.of(strict=strict is None or strict, init_from=init_from, settings=settings, data=data)
         self._is_strict_given = strict is not None
-        check_given(timeout=timeout, **({} if on_event is None else {"on_event": on_event}))
+        check_given(timeout=timeout, leave_out_frozen=leave_out_frozen)
+        check_given(**({} if on_event is None else {"on_event": on_event}))
+        self._leaves_out = leave_out_frozen
+        self._frozen: Frozen | None = None
         self._on_event = on_event
         best = (f"-{monitor}" if mode == "max" else monitor, save_top_k) if monitor and save_top_k > 0 else None
         self._retention = Retention(keep=keep, best=best)
@@ -211,6 +223,8 @@ class Saving:
             return loader
 
         def resume_end() -> None:
+            if self._resumed is not None:
+                self._resumed.compare_left_out(trainer)
             if trainer.state.fn.value == "fit":
                 self._begin(trainer, is_loaded=bool(connector._loaded_checkpoint))  # noqa: SLF001
             end()
@@ -233,7 +247,7 @@ class Saving:
         """
         while self._restore_strategy:
             self._restore_strategy.pop()()
-        self._resumed, self._has_begun = None, False
+        self._resumed, self._frozen, self._has_begun = None, None, False
         self._wait()
         super().teardown(trainer, pl_module, stage)  # type: ignore[misc]
 
@@ -353,7 +367,14 @@ class Saving:
     def _save(self, trainer: Any, metrics: dict[str, float]) -> None:
         members = resolve(None)
         step, is_end = trainer.global_step, is_end_of_epoch(trainer)
-        described = described_run(trainer, self._started, timeout=self._timeout, compare=True)
+        left_out = self._left_out(trainer, members)
+        described = described_run(
+            trainer,
+            self._started,
+            timeout=self._timeout,
+            compare=True,
+            leave_out=() if left_out is None else left_out.tensors,
+        )
         checkpoint, weights = without_tensors(trainer)
         at_end_of_epoch(checkpoint["loops"], is_end=is_end)
         checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # a second position of each loader
@@ -373,6 +394,8 @@ class Saving:
             if weights.replaced:
                 replaced = {key: plain(value).clone() for key, value in weights.replaced.items()}
                 extra["lightning"]["weights"] = {"replaced": replaced, "moved": weights.moved}
+            if left_out is not None:
+                extra[LEFT_OUT] = left_out.to_value()
         saving = described.saving()
         for key in weights.removed:
             saving["model"].pop(key, None)
@@ -392,6 +415,15 @@ class Saving:
         )
         self._pending = saved if self._async else None
 
+    def _left_out(self, trainer: Any, members: Group) -> LeftOut | None:
+        """The parameters that a save leaves out, without those that are trained by now or have changed."""
+        frozen = self._frozen
+        if frozen is None or not frozen.tensors:
+            return None
+        for note in frozen.update(TrainerRun(trainer), members, self._timeout):
+            (_log.warning if members.rank == 0 else _log.info)("%s", note)
+        return frozen.record()
+
     def _wait(self) -> None:
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -408,7 +440,7 @@ class Saving:
         given = self._resuming
         if not self._is_strict_given:
             given = replace(given, strict=Strict.of(bool(trainer.lightning_module.strict_loading)))
-        return How(given, self._verify.on_load, self._timeout, self._on_event)
+        return How(given, self._verify.on_load, self._timeout, self._on_event, self._leaves_out)
 
     def _begin(self, trainer: Any, *, is_loaded: bool) -> None:
         """Restore what Lightning does not, after it has restored its part; or start from other weights."""
@@ -420,16 +452,41 @@ class Saving:
                     f"`init_from` is {show(str(init.path))}, and `ckpt_path` has another checkpoint",
                     hint='`ckpt_path="last"` goes on from the newest checkpoint of the run, if there is one',
                 )
-            if init is not None:
-                start_from(trainer, str(self.dirpath), init, self._how(trainer))
+            base = None if init is None else start_from(trainer, str(self.dirpath), init, self._how(trainer))
+            self._leave_out(trainer, is_loaded=is_loaded, base=base)
             return
         resumed.restore_optimizers(trainer, self._started)
+        self._leave_out(trainer, is_loaded=True, base=None)
         random = resumed.random_state()
         if resumed.is_end_of_epoch:
             set_not_restarting(trainer.fit_loop)
             self._epoch_random = random
         else:
             self._step_random = random
+
+    def _leave_out(self, trainer: Any, *, is_loaded: bool, base: str | None) -> None:
+        """Choose the frozen parameters that saves leave out, all ranks collectively.
+
+        Args:
+            trainer: the Trainer; everything is restored.
+            is_loaded: whether a checkpoint was loaded.
+            base: what `init_from` names, if that was loaded.
+        """
+        if not self._leaves_out:
+            return
+        resumed = self._resumed
+        self._frozen, messages = frozen_at_start(
+            TrainerRun(trainer),
+            described_run(trainer, self._started, compare=False, timeout=self._timeout),
+            resolve(None),
+            self._timeout,
+            before={} if resumed is None else resumed.before,
+            compared={} if resumed is None else resumed.compared,
+            is_loaded=is_loaded or base is not None,
+            source=base if resumed is None else resumed.base,
+            of_init=base is not None,
+        )
+        self._how(trainer).together(lambda: messages)
 
     @contextmanager
     def _around_batch(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,6 +21,7 @@ from reshard.lightning.progress import end_epoch
 from reshard.ranks.collective import Collective
 from reshard.ranks.group import log_of_all, resolve, session
 from reshard.resume.parts import object_name
+from reshard.torch.left_out import common_candidates, compare, digests, local_parts
 from reshard.torch.loading import read_for
 from reshard.torch.published import under_names
 from reshard.torch.resuming import RestoreOptions, check_has_optimizer, initial_state, restore_tensors, with_modules
@@ -32,9 +33,10 @@ from reshard.verbs.load import Wanted, load_with, resumed
 from reshard.verbs.start import initial, with_init
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from reshard.checkpoint import Checkpoint
+    from reshard.formats.left_out import LeftOutTensor
     from reshard.options import InitFrom, Resuming, VerifyMode
     from reshard.resume import ResumeDecision
     from reshard.torch.loading import Read
@@ -52,12 +54,14 @@ class How:
         verify: as `Verify.on_load`.
         timeout: seconds that ranks wait for each other.
         on_event: called with the events of the resume.
+        leaves_out: whether the saves of the run leave out frozen parameters.
     """
 
     given: Resuming
     verify: VerifyMode
     timeout: float
     on_event: OnEvent | None
+    leaves_out: bool = False
 
     def restoring(self, *, cast: bool = False, only: Literal["tensors"] | None = None) -> RestoreOptions:
         """The options of `restore_tensors`."""
@@ -72,13 +76,31 @@ class How:
             log_of_all(members.rank, "resume: %s", line)
 
 
+@dataclass(frozen=True, eq=False)
+class TrainerRun:
+    """The objects that a Trainer trains, for `torch.left_out`."""
+
+    trainer: Any
+
+    @property
+    def model(self) -> Any:
+        """The model, as the strategy wraps it."""
+        return self.trainer.strategy.model
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers; none before the strategy is set up."""
+        return list(self.trainer.optimizers)
+
+
 def schedulers_of(trainer: Any) -> dict[str, Any]:
     """The schedulers of a trainer by name."""
     found = [config.scheduler for config in trainer.lr_scheduler_configs]
     return {"scheduler" if len(found) == 1 else f"scheduler.{number}": one for number, one in enumerate(found)}
 
 
-def described_run(trainer: Any, started: Started | None, *, timeout: float, compare: bool) -> Described:
+def described_run(
+    trainer: Any, started: Started | None, *, timeout: float, compare: bool, leave_out: Collection[str] = ()
+) -> Described:
     """The model, the optimizers and the schedulers of a trainer, as of `describe`.
 
     Args:
@@ -86,6 +108,7 @@ def described_run(trainer: Any, started: Started | None, *, timeout: float, comp
         started: the settings of the run before its first step.
         timeout: seconds that ranks wait for each other.
         compare: raise if state that ranks share differs.
+        leave_out: keys of tensors of the model that are not described.
     """
     return describe(
         trainer.strategy.model,
@@ -96,6 +119,7 @@ def described_run(trainer: Any, started: Started | None, *, timeout: float, comp
         object_name=object_name,
         timeout=timeout,
         compare=compare,
+        leave_out=leave_out,
     )
 
 
@@ -110,6 +134,9 @@ class Resumed:
         how: how the run resumes.
         found: what was read, with this rank's arrays of the optimizers.
         live: the tensors of the model, if the checkpoint has others in their places, such as averaged ones.
+        before: records of the frozen parameters before the iteration was loaded, if saves leave them out.
+        compared: records of those that the iteration leaves out.
+        base: where these come from; None: the program.
     """
 
     decision: ResumeDecision
@@ -118,6 +145,32 @@ class Resumed:
     how: How
     found: Read
     live: dict[str, Any]
+    before: dict[str, LeftOutTensor] = field(default_factory=dict)
+    compared: dict[str, LeftOutTensor] = field(default_factory=dict)
+    base: str | None = None
+
+    def compare_left_out(self, trainer: Any) -> None:
+        """Compare parameters that the iteration leaves out with those of the run, all ranks collectively.
+
+        Args:
+            trainer: the Trainer; its strategy is set up, so that the parameters have their dtypes.
+
+        Raises:
+            MismatchError: the run has other values.
+        """
+        if self.found.left_out is None:
+            return
+        self.compared, self.base = compare(
+            self.found.left_out,
+            described_run(trainer, None, compare=False, timeout=self.how.timeout),
+            TrainerRun(trainer),
+            start=self.how.given.init_from,
+            group=resolve(None),
+            timeout=self.how.timeout,
+            path=self.found.path,
+            cast=False,
+            known={},
+        )
 
     @property
     def is_end_of_epoch(self) -> bool:
@@ -194,6 +247,10 @@ def resume(trainer: Any, path: Any, how: How, *, version: str) -> Resumed:
     module, model = trainer.lightning_module, trainer.strategy.model
     is_set_up = bool(trainer.strategy.restore_checkpoint_after_setup)
     described = describe(model, compare=False, timeout=timeout)
+    before: dict[str, LeftOutTensor] = {}
+    if how.leaves_out and is_fit:
+        known = common_candidates(TrainerRun(trainer), described, members, timeout)
+        before = digests(local_parts(described, known), members, timeout)
     keys: set[str] = set()
 
     def read(checkpoint: Checkpoint, _decision: ResumeDecision) -> Read:
@@ -206,6 +263,7 @@ def resume(trainer: Any, path: Any, how: How, *, version: str) -> Resumed:
             part="all" if is_fit else "model",
             strict=how.given.strict,
             verify="touched" if how.verify == "full" else how.verify,
+            leaves_out=True,
         )
 
     wanted = Wanted(root=path)
@@ -243,10 +301,11 @@ def resume(trainer: Any, path: Any, how: How, *, version: str) -> Resumed:
     log_of_all(None, "resumed from %s", decision.path, level=logging.INFO)
     resumed(observers, decision, started)
     rest = replace(found, arrays={key: one for key, one in found.arrays.items() if key not in keys})
-    return Resumed(decision, checkpoint, saved, how, rest, live if is_fit and weights["replaced"] else {})
+    live = live if is_fit and weights["replaced"] else {}
+    return Resumed(decision, checkpoint, saved, how, rest, live, before)
 
 
-def start_from(trainer: Any, root: str, init: InitFrom, how: How) -> None:
+def start_from(trainer: Any, root: str, init: InitFrom, how: How) -> str:
     """Load other weights into a run that has no checkpoint, before its first step.
 
     Args:
@@ -254,6 +313,9 @@ def start_from(trainer: Any, root: str, init: InitFrom, how: How) -> None:
         root: the checkpoint root of the run.
         init: what is loaded.
         how: how the run resumes.
+
+    Returns:
+        What was loaded.
 
     Raises:
         ReshardError: as `Checkpointer.resume` with `init_from`.
@@ -291,6 +353,7 @@ def start_from(trainer: Any, root: str, init: InitFrom, how: How) -> None:
     for reason in (*decision.reasons, *([found.restored] if found.restored else [])):
         log_of_all(members.rank, "resume: %s", reason)
     resumed(observers, decision, started)
+    return str(decision.init_from)
 
 
 def _check(saved: dict[str, Any], path: str, saved_by: int | None, world_size: int, *, is_new: bool = False) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from reshard.options import InitFrom
     from reshard.ranks.group import Group
     from reshard.torch.modules import Named
-    from reshard.torch.run import Run
     from reshard.torch.state import Described
 
 _BLOCK = (
@@ -117,6 +116,17 @@ def _signed(value: int) -> int:
 def _shifted(x: torch.Tensor, shift: int) -> torch.Tensor:
     """A logical shift to the right: that of torch keeps the sign."""
     return (x >> shift).bitwise_and_((1 << 64 - shift) - 1)
+
+
+class Trained(Protocol):
+    """The trained objects, such as a `Run`."""
+
+    @property
+    def model(self) -> Any:
+        """The model."""
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Its optimizers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,7 +232,7 @@ class Frozen:
         """What a save records."""
         return LeftOut(dict(self.tensors), self.source) if self.tensors else None
 
-    def update(self, run: Run, group: Group, timeout: float) -> list[str]:
+    def update(self, run: Trained, group: Group, timeout: float) -> list[str]:
         """Remove parameters that are trained by now or have changed, all ranks collectively. Returns warnings.
 
         The first call compares the digests of all, later ones those of tensors that were changed in place or moved.
@@ -284,7 +294,7 @@ def _state(local: torch.Tensor) -> tuple[int, int]:
     return local.data_ptr(), local._version  # noqa: SLF001  the only count of changes that torch has
 
 
-def candidates(run: Run, found: Named) -> set[str]:
+def candidates(run: Trained, found: Named) -> set[str]:
     """Keys of this rank's parameters that can be left out.
 
     Args:
@@ -309,7 +319,7 @@ def adapter_keys(model: object) -> set[str]:
         return set()
 
 
-def common_candidates(run: Run, described: Described, group: Group, timeout: float) -> set[str]:
+def common_candidates(run: Trained, described: Described, group: Group, timeout: float) -> set[str]:
     """Keys of parameters that every rank that has them can leave out, all ranks collectively.
 
     Args:
@@ -384,7 +394,7 @@ def refuse(found: LeftOut, differing: Mapping[str, str], path: str) -> None:
     )
 
 
-def load_base(start: InitFrom, names: Collection[str], described: Described, run: Run, *, cast: bool) -> None:
+def load_base(start: InitFrom, names: Collection[str], described: Described, run: Trained, *, cast: bool) -> None:
     """Load tensors that a checkpoint leaves out from what `init_from` names, on this rank. Others keep their values.
 
     Args:
@@ -420,7 +430,7 @@ def load_base(start: InitFrom, names: Collection[str], described: Described, run
 def compare(
     found: LeftOut,
     described: Described,
-    run: Run,
+    run: Trained,
     *,
     start: InitFrom | None,
     group: Group,
@@ -464,7 +474,7 @@ def compare(
 
 
 def frozen_at_start(
-    run: Run,
+    run: Trained,
     described: Described,
     group: Group,
     timeout: float,
