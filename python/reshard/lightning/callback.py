@@ -421,7 +421,7 @@ class Saving:
         if frozen is None or not frozen.tensors:
             return None
         for note in frozen.update(TrainerRun(trainer), members, self._timeout):
-            (_log.warning if members.rank == 0 else _log.info)("%s", note)
+            log_of_all(members.rank, "%s", note)
         return frozen.record()
 
     def _wait(self) -> None:
