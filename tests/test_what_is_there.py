@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from tests.mesh_files import distributed, save_ranks
 from tests.test_cli import run
 
 import reshard
@@ -188,34 +189,30 @@ def test_the_file_of_a_rank_is_not_converted(tmp_path: Path) -> None:
     folder = tmp_path / "actor"
     folder.mkdir()
     for rank in range(2):
-        torch.save({"w": torch.ones(2)}, folder / f"model_world_size_2_rank_{rank}.pt")
+        torch.save({"w": torch.ones(2)}, folder / f"optim_world_size_2_rank_{rank}.pt")
     error = refused(folder)
     assert "saves the shards of FSDP ranks" in str(error)
-    assert "model_merger" in str(error.hint)
+    assert "model_world_size_<N>_rank_<R>.pt" in str(error.hint)
     for to in ("huggingface", "torch"):
-        with pytest.raises(UnsupportedError, match="the file of one rank of several"):
-            reshard.convert(folder / "model_world_size_2_rank_0.pt", tmp_path / to, to=to)
+        with pytest.raises(UnsupportedError, match="the file of one rank of several") as caught:
+            reshard.convert(folder / "optim_world_size_2_rank_0.pt", tmp_path / to, to=to)
+        assert f"convert its folder `{folder}`" in str(caught.value.hint)
         assert not (tmp_path / to).exists()
 
 
 def test_tensors_of_a_mesh_are_refused_with_a_way_out(tmp_path: Path) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import Shard
 
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/pg", rank=0, world_size=1)
-    try:
-        tensor = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])
-        torch.save({"model": {"w": tensor}}, tmp_path / "state.pt")
-    finally:
-        torch.distributed.destroy_process_group()
+    save_ranks(tmp_path / "ranks", (2,), lambda mesh: {"model": {"w": distributed(torch.ones(4), mesh, [Shard(0)])}})
+    (tmp_path / "ranks" / "model_world_size_2_rank_0.pt").rename(tmp_path / "state.pt")
     for command in (["inspect"], ["convert"]):
         out = [tmp_path / "out"] if command == ["convert"] else []
         result = run(*command, tmp_path / "state.pt", *out)
         assert result.exit_code == 1
         assert "DTensor" in result.stderr
         assert "no rank the whole model" in result.stderr
-        assert "hint: merge the files of all ranks" in result.stderr
+        assert "hint: open the files of all ranks together" in result.stderr
     with pytest.raises(UnsupportedError, match="no rank the whole model") as caught:
         gather(Config(str(tmp_path / "state.pt"), resume=False))
-    assert "merge the files" in str(caught.value.hint)
+    assert "files of all ranks" in str(caught.value.hint)
     assert not (tmp_path / "out").exists()

@@ -63,6 +63,7 @@ __all__ = [
     "read_torch_content",
     "read_torch_file",
     "read_torch_object",
+    "read_torch_shards",
     "rename",
     "reordered",
     "scrub",
@@ -1139,6 +1140,20 @@ def read_torch_file(
     path: str, *, follow_links: bool = True
 ) -> tuple[list[tuple[str, str, tuple[int, ...]]], list[tuple[str, object]]]:
     """`(path, dtype, shape)` of each tensor of a file of `torch.save`, and `(path, value)` of everything else."""
+
+def read_torch_shards(
+    path: str, *, follow_links: bool = True
+) -> tuple[
+    list[tuple[str, str, tuple[int, ...]]],
+    list[tuple[str, str, tuple[int, ...], tuple[int, ...], object]],
+    list[tuple[str, object]],
+]:
+    """The tensors and other values of a file of `torch.save`, as `read_torch_file`; and its DTensors between them.
+
+    Returns:
+        Tensors; `(path, dtype, local shape, global shape, spec)` of each DTensor, whose local tensor is the tensor of
+        this name in the index; and the other values.
+    """
 
 def read_torch_content(
     path: str, *, follow_links: bool = True

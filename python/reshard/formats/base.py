@@ -180,6 +180,7 @@ class CheckpointData:
         listing: the file that lists the others and that a save writes last, where there is one.
         base_name: what the names of files with these weights begin with, where their library expects other names than
             those of a Hugging Face model.
+        model_files: the folder with `config.json`, the tokenizer and other files of the model, where it is another one.
     """
 
     traits: Traits
@@ -196,6 +197,7 @@ class CheckpointData:
     is_renamed: bool = False
     listing: Location | None = None
     base_name: str | None = None
+    model_files: Location | None = None
 
     def keys(self) -> Sequence[str] | None:
         """Names of all tensors in order, including those without a position. None: those of the index."""

@@ -15,6 +15,7 @@ from reshard.formats.checkpoint2.format import CHECKPOINT2, TILED
 from reshard.formats.ckpt.reader import CKPT
 from reshard.formats.dcp.format import DCP
 from reshard.formats.deepspeed.format import DEEPSPEED
+from reshard.formats.fsdp_ranks.format import FSDP_RANKS
 from reshard.formats.full_weights.reader import FULL_WEIGHTS
 from reshard.formats.huggingface.reader import HUGGINGFACE
 from reshard.formats.megatron.format import MEGATRON
@@ -33,6 +34,7 @@ FORMATS: tuple[Format, ...] = (
     MEGATRON,
     DCP,
     DEEPSPEED,
+    FSDP_RANKS,
     CHECKPOINT2,
     CHECKPOINT1,
     TILED,

@@ -53,8 +53,7 @@ _TOOLS = (
     _Tool(
         "verl or another trainer that saves the shards of FSDP ranks",
         re.compile(r"\w+_world_size_\d+_rank_\d+\.pt"),
-        f"{_OF_RANKS}. Merge them with the tool that wrote them, for verl `python -m verl.model_merger merge`, or save "
-        "with `torch.distributed.checkpoint`, whose folder of all ranks can be opened",
+        f"{_OF_RANKS}. A folder with `model_world_size_<N>_rank_<R>.pt` of all ranks can be opened, or a list of files",
     ),
     _Tool(
         "nanotron",

@@ -246,8 +246,10 @@ def convert(
             open_source(several or source, strategy=strategy, suffix=chosen.suffix, of_format=format) as whole,
             contextlib.ExitStack() as views,
         ):
-            for one in several or [source]:
-                _check_whole(one)
+            if several is None:
+                _check_whole(source)
+            if model_folder is None and "model_files" in writer.options:
+                model_folder = whole.data.model_files
             part_written = part or ("all" if chosen.only else writer.default_part)
             _check_complete(whole, part_written, chosen)
             if chosen.entry is not None:
@@ -436,8 +438,7 @@ def _check_whole(source: Location) -> None:
         raise UnsupportedError(
             f"{show(str(source))} is the file of one rank of several, and no whole checkpoint",
             path=str(source),
-            hint="merge the files of all ranks with the tool that wrote them, for verl `python -m verl.model_merger "
-            "merge`; a file of one rank has no `_world_size_<N>_rank_<R>` in its name",
+            hint=f"convert its folder {show(str(source.parent))} with the files of all ranks",
         )
 
 

@@ -73,11 +73,24 @@ pub struct Tensor {
     pub strides: Vec<u64>,
 }
 
+/// The part of a tensor that one rank of a device mesh holds.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Sharded {
+    /// The stored part.
+    pub local: Tensor,
+    /// The shape of the whole tensor in elements.
+    pub shape: Vec<u64>,
+    /// What says which part it is: the mesh and the placements.
+    pub spec: Id,
+}
+
 /// A value at the end of a path.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Leaf {
     /// A tensor.
     Tensor(Tensor),
+    /// A part of a tensor.
+    Sharded(Sharded),
     /// Anything else: a number, text, an empty container, an opaque object.
     Other(Id),
 }
@@ -400,6 +413,61 @@ impl TorchFile {
         }
     }
 
+    /// The part of a tensor that a value is, or `None` if it is something else.
+    ///
+    /// The call is `(function, type, (type, dtype, size, ...), {"_local_tensor": ..., "_spec": ...})`.
+    ///
+    /// # Errors
+    /// It is one, and its local tensor is not dense, is outside of its storage, or does not fit the whole.
+    pub fn sharded(&self, id: Id) -> Result<Option<Sharded>> {
+        let called = |id: Id| {
+            let record = self.pickle.record(id)?;
+            Some((self.pickle.name(record.function)?, self.arguments(record)))
+        };
+        let mut call = called(id);
+        if let Some((("torch._utils", "_rebuild_parameter"), [inner, ..])) = call {
+            call = called(*inner);
+        }
+        let Some((("torch._tensor", "_rebuild_from_type_v2"), [_, class, made, attributes, ..])) =
+            call
+        else {
+            return Ok(None);
+        };
+        if !matches!(self.pickle.name(*class), Some((module, "DTensor")) if module.starts_with("torch.distributed."))
+        {
+            return Ok(None);
+        }
+        let bad = || Error::damaged("a DTensor without its local tensor or its placements");
+        let Some([_, dtype, size, ..]) = self.pickle.sequence(*made) else {
+            return Err(bad());
+        };
+        let (dtype, shape) = (named_dtype(&self.pickle, *dtype)?, self.extents(*size)?);
+        let parts = self
+            .pickle
+            .sequence(*attributes)
+            .unwrap_or(std::slice::from_ref(attributes));
+        let attribute = |name: &str| {
+            let mut items = parts
+                .iter()
+                .filter_map(|one| self.pickle.items(*one))
+                .flatten();
+            items.find_map(|[key, value]| (self.pickle.text(*key) == Some(name)).then_some(*value))
+        };
+        let (Some(local), Some(spec)) = (attribute("_local_tensor"), attribute("_spec")) else {
+            return Err(bad());
+        };
+        let local = self.not_nested(local)?.ok_or_else(|| {
+            let message = "a DTensor whose local tensor is no dense tensor, which is not supported";
+            Error::new(Kind::Unsupported, message)
+        })?;
+        if local.dtype != dtype || local.shape.len() != shape.len() {
+            return Err(Error::damaged(
+                "the dtype or the number of dims of a DTensor differ from those of its local tensor",
+            ));
+        }
+        Ok(Some(Sharded { local, shape, spec }))
+    }
+
     /// Of a tensor that is made of others, the one among its attributes that has its shape and element type: it holds
     /// the values. `None` if there is none or more than one.
     ///
@@ -652,7 +720,7 @@ pub fn format() -> Format {
         let file = TorchFile::read(window)?;
         let mut tensors = Vec::new();
         for (name, leaf) in file.leaves()? {
-            if let Leaf::Tensor(tensor) = leaf {
+            if let Leaf::Tensor(tensor) | Leaf::Sharded(Sharded { local: tensor, .. }) = leaf {
                 if !name.is_empty() {
                     check_name(&name).map_err(|error| {
                         error
@@ -709,10 +777,18 @@ struct Collector<'a> {
 impl Collector<'_> {
     fn visit(&mut self, id: Id) -> Result<()> {
         let pickle = &self.file.pickle;
+        let within = |error: Error, path: &str| error.within(format_args!("`{}`", Printable(path)));
+        if let Some(sharded) = self
+            .file
+            .sharded(id)
+            .map_err(|error| within(error, &self.path))?
+        {
+            return self.leaf(Leaf::Sharded(sharded));
+        }
         if let Some(tensor) = self
             .file
             .tensor(id)
-            .map_err(|error| error.within(format_args!("`{}`", Printable(&self.path))))?
+            .map_err(|error| within(error, &self.path))?
         {
             return self.leaf(Leaf::Tensor(tensor));
         }

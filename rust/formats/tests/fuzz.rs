@@ -7,7 +7,7 @@ use reshard_core::source::{Method, Ranges, Source};
 use reshard_core::{Error, Result};
 use reshard_formats::dcp::{Dcp, index_of, paths};
 use reshard_formats::pickle::Pickle;
-use reshard_formats::torch_file::{Leaf, TorchFile};
+use reshard_formats::torch_file::{Leaf, Sharded, TorchFile};
 use reshard_formats::zip::Window;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -202,7 +202,7 @@ fn read(bytes: Vec<u8>, is_metadata: bool) {
     };
     let Ok(leaves) = file.leaves() else { return };
     for (_, leaf) in leaves {
-        if let Leaf::Tensor(tensor) = leaf {
+        if let Leaf::Tensor(tensor) | Leaf::Sharded(Sharded { local: tensor, .. }) = leaf {
             // Every element of a tensor that is handed out lies in its storage, and the storage in the file.
             let storage = &file.storages()[tensor.storage];
             assert!(storage.start + storage.n_bytes <= n_bytes);

@@ -41,7 +41,7 @@ mod _core {
         strategy::{decode_strategy, encode_strategy},
         torch::{
             Opaque, decode_torch_object, open_dcp, open_dcp_ranks, read_dcp_paths,
-            read_torch_content, read_torch_file, read_torch_object,
+            read_torch_content, read_torch_file, read_torch_object, read_torch_shards,
         },
         verify::{ValueCounts, crc32c, differing, scrub},
         write::{

@@ -6,6 +6,7 @@ use crate::index::{Index, parse_method};
 use pyo3::exceptions::PyRecursionError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyComplex, PyDict, PyFrozenSet, PyList, PyTuple};
+use reshard_core::error::Printable;
 use reshard_core::source::Source;
 use reshard_core::{Error, Kind};
 use reshard_formats::compressed::{decompressed, is_zstd};
@@ -445,6 +446,7 @@ pub(crate) fn read_torch_file(
             Leaf::Tensor(tensor) => {
                 tensors.push((name, tensor.dtype.name(), PyTuple::new(py, tensor.shape)?));
             }
+            Leaf::Sharded(_) => return raise(py, Err(no_whole(&path, &name))),
             Leaf::Other(id) => {
                 names.push(name);
                 ids.push(id);
@@ -453,6 +455,72 @@ pub(crate) fn read_torch_file(
     }
     let objects = converted(py, file.pickle(), ids.into_iter(), None)?;
     Ok((tensors, names.into_iter().zip(objects).collect()))
+}
+
+fn no_whole(path: &Path, name: &str) -> Error {
+    let message = "it holds a DTensor, the shard of one rank";
+    Error::new(Kind::Unsupported, message)
+        .within(format_args!("`{}`", Printable(name)))
+        .within(path.display())
+        .path(path)
+        .key(name)
+}
+
+type ShardTuple<'py> = (
+    String,
+    &'static str,
+    Bound<'py, PyTuple>,
+    Bound<'py, PyTuple>,
+    Bound<'py, PyAny>,
+);
+type RankTuples<'py> = (
+    Vec<TensorTuple<'py>>,
+    Vec<ShardTuple<'py>>,
+    Vec<(String, Bound<'py, PyAny>)>,
+);
+
+/// Tensors, shards of tensors and other values of a file of `torch.save`, by path.
+#[pyfunction]
+#[pyo3(signature = (path, *, follow_links=true))]
+pub(crate) fn read_torch_shards(
+    py: Python<'_>,
+    path: PathBuf,
+    follow_links: bool,
+) -> PyResult<RankTuples<'_>> {
+    let (file, leaves) = read_leaves(py, &path, follow_links)?;
+    let (mut tensors, mut shards) = (Vec::new(), Vec::new());
+    let (mut names, mut ids) = (Vec::new(), Vec::new());
+    for (name, leaf) in leaves {
+        match leaf {
+            Leaf::Tensor(tensor) => {
+                tensors.push((name, tensor.dtype.name(), PyTuple::new(py, tensor.shape)?));
+            }
+            Leaf::Sharded(sharded) => {
+                ids.push(sharded.spec);
+                shards.push((name, sharded.local, sharded.shape));
+            }
+            Leaf::Other(id) => {
+                names.push((ids.len(), name));
+                ids.push(id);
+            }
+        }
+    }
+    let objects = converted(py, file.pickle(), ids.into_iter(), None)?;
+    let mut others = Vec::with_capacity(names.len());
+    let specs = objects.into_iter().enumerate();
+    let mut next_names = names.into_iter().peekable();
+    let mut sharded = Vec::with_capacity(shards.len());
+    let mut next_shards = shards.into_iter();
+    for (number, object) in specs {
+        if let Some((_, name)) = next_names.next_if(|(of, _)| *of == number) {
+            others.push((name, object));
+        } else if let Some((name, local, shape)) = next_shards.next() {
+            let dtype = local.dtype.name();
+            let (local, whole) = (PyTuple::new(py, local.shape)?, PyTuple::new(py, shape)?);
+            sharded.push((name, dtype, local, whole, object));
+        }
+    }
+    Ok((tensors, sharded, others))
 }
 
 /// Tensors of a file of `torch.save` by path, and its object, in which one value stands for all tensors.
@@ -466,8 +534,12 @@ pub(crate) fn read_torch_content(
     let (file, leaves) = read_leaves(py, &path, follow_links)?;
     let mut tensors = Vec::new();
     for (name, leaf) in leaves {
-        if let Leaf::Tensor(tensor) = leaf {
-            tensors.push((name, tensor.dtype.name(), PyTuple::new(py, tensor.shape)?));
+        match leaf {
+            Leaf::Tensor(tensor) => {
+                tensors.push((name, tensor.dtype.name(), PyTuple::new(py, tensor.shape)?));
+            }
+            Leaf::Sharded(_) => return raise(py, Err(no_whole(&path, &name))),
+            Leaf::Other(_) => {}
         }
     }
     let root = std::iter::once(file.pickle().root());

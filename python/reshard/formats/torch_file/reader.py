@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reshard import _core
-from reshard.errors import UnsupportedError
-from reshard.formats import weight_map
+from reshard.errors import CoverageError, UnsupportedError
+from reshard.formats import mesh_shards, weight_map
 from reshard.formats.base import CheckpointData
 from reshard.formats.dcp import run_state
 from reshard.formats.dcp.names import is_optimizer
@@ -33,8 +33,8 @@ _log = logging.getLogger("reshard")
 
 _MAX_NAMED = 3
 _OF_RANK_HINT = (
-    "merge the files of all ranks with the tool that wrote them, for verl `python -m verl.model_merger merge`, or save "
-    "with `torch.distributed.checkpoint`, whose folder of all ranks can be opened"
+    "open the files of all ranks together: the folder of `model_world_size_<N>_rank_<R>.pt`, or a list of the files, "
+    "or a pattern of their names"
 )
 
 
@@ -90,18 +90,24 @@ def open_file(path: Location, file: Location, method: _core.ReadMethod) -> Check
     Raises:
         DamagedFileError, StorageError: as `reshard.open`.
     """
-    try:
-        tensors, objects = _core.read_torch_file(str(file))
-    except UnsupportedError as error:
-        if "DTensor" in error.message:
-            error.message = f"{error.message}: each rank saved its shard of the tensors, and no rank the whole model"
-            error.hint = _OF_RANK_HINT
-        raise
-    _warn_of_unread(path, objects)
     index = _core.Index()
     number = index.add_torch_file(str(file), method=method)
-    for key, *_ in tensors:
-        index.add_whole(key, number)
+    tensors, objects = mesh_shards.read(str(file), number, 0)
+    _warn_of_unread(path, objects)
+    for tensor in tensors:
+        if tensor.shape is None:
+            index.add_whole(tensor.key, number)
+    shards = [tensor for tensor in tensors if tensor.shape is not None]
+    try:
+        mesh_shards.add_tensors(index, shards, _OF_RANK_HINT)
+    except CoverageError as error:
+        raise UnsupportedError(
+            f"{show(str(file))}: {show(str(error.key))} is a DTensor: each rank saved its shard of the tensors, and no "
+            "rank the whole model",
+            path=str(file),
+            key=error.key,
+            hint=_OF_RANK_HINT,
+        ) from None
     return _FileData(
         traits=names.TRAITS._replace(has_sums=names.is_zip(file.read_head(names.HEAD_BYTES, follow_links=True))),
         path=path,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.documents.strict_json import read_json
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, UnsupportedError
+from reshard.formats import mesh_shards
 from reshard.formats import weight_map as maps
 from reshard.formats.aliases import add_aliases
 from reshard.formats.base import CheckpointData, Match
@@ -22,9 +23,10 @@ from reshard.storage.names import component_fault
 from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from reshard.formats.base import OpenOptions
+    from reshard.formats.megatron.rank_replicas import Replicas
     from reshard.storage.location import Location
 
 _log = logging.getLogger("reshard")
@@ -33,6 +35,22 @@ _MAX_NAMED = 3
 _MAX_PIPELINE_BYTES = 1 << 20
 _MAX_COMPONENTS = 1000
 _CONFIG_FILE = "config.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FilesData(CheckpointData):
+    """Several files.
+
+    Attributes:
+        replicas: arrays of the files of several ranks that are read as copies of each other.
+    """
+
+    replicas: Replicas | None = None
+
+    def check(self, keys: Collection[str] | None) -> None:
+        """Compare the copies that several ranks hold."""
+        if self.replicas is not None:
+            self.replicas.check(self.index, self.index.keys() if keys is None else keys)
 
 
 def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
@@ -54,8 +72,8 @@ def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
     if chosen.index is not None and chosen.single is None:
         return replace(open_index(folder / chosen.index, method), path=folder)
     files = [chosen.single] if chosen.single is not None else _numbered(folder, chosen)
-    index = _index_of([folder / name for name in files], method)
-    return _data(folder, index, method, base=chosen.base)
+    index, replicas = _index_of([folder / name for name in files], method)
+    return _data(folder, index, method, base=chosen.base, replicas=replicas)
 
 
 def _chosen(folder: Location) -> tuple[names.FileSet, list[names.FileSet]]:
@@ -136,7 +154,7 @@ def open_index(listing: Location, method: _core.ReadMethod) -> CheckpointData:
     maps.add_tensors(index, folder, file_of, lambda file: _add(index, file, method))
     maps.add_unlisted(index, folder, file_of, listing.name, add=lambda index, file: _add(index, file, method))
     named = names.parse_index(listing.name)
-    return _data(listing, index, method, listing, base=None if named is None else named[0])
+    return _data(listing, index, method, listing=listing, base=None if named is None else named[0])
 
 
 def open_files(files: Sequence[Location], path: Location, method: _core.ReadMethod) -> CheckpointData:
@@ -169,18 +187,24 @@ def open_files(files: Sequence[Location], path: Location, method: _core.ReadMeth
         for one in names.file_sets(of_folder):
             for count, numbered in one.numbered.items():
                 check_numbers(locate(folder), numbered, count)
-    return _data(path, _index_of(files, method), method)
+    index, replicas = _index_of(files, method)
+    return _data(path, index, method, replicas=replicas)
 
 
-def _index_of(files: Sequence[Location], method: _core.ReadMethod) -> _core.Index:
-    """The index of all tensors of some files."""
+def _index_of(files: Sequence[Location], method: _core.ReadMethod) -> tuple[_core.Index, Replicas | None]:
+    """The index of all tensors of some files, and the copies in those of several ranks."""
     index = _core.Index()
     holder: dict[str, int] = {}
-    for path in files:
+    shards: list[mesh_shards.RankTensor] = []
+    for rank, path in enumerate(files):
         file = _add(index, str(path), method)
         check_no_int4(index, file)
-        for tensor in index.file_tensors(file):
-            key = tensor.name
+        tensors, is_of_rank = _tensors_of(index, file, str(path), rank)
+        if is_of_rank:
+            shards += tensors
+            continue
+        for tensor in tensors:
+            key = tensor.key
             first = holder.setdefault(key, file)
             if first == file:
                 index.add_whole(key, file)
@@ -193,7 +217,27 @@ def _index_of(files: Sequence[Location], method: _core.ReadMethod) -> _core.Inde
                     key=key,
                     hint="they are not parts of one model: open them one by one",
                 )
-    return index
+    both = next((one for one in shards if one.key in holder), None)
+    if both is not None:
+        raise DamagedFileError(
+            f"{show(both.path)} has shards of other ranks beside {show(both.key)}, which another file holds as a whole",
+            path=both.path,
+            key=both.key,
+            hint="they are not parts of one model: open them one by one",
+        )
+    replicas = mesh_shards.add_tensors(index, shards, "name the files of all ranks") if shards else None
+    return index, replicas
+
+
+def _tensors_of(index: _core.Index, file: int, path: str, rank: int) -> tuple[list[mesh_shards.RankTensor], bool]:
+    """The tensors of a file, and whether some of them are shards of a device mesh."""
+    if not torch_file.is_head(locate(path).read_head(torch_file.HEAD_BYTES, follow_links=True)):
+        names_there = [(one.name, one.dtype, one.shape) for one in index.file_tensors(file)]
+        return [
+            mesh_shards.RankTensor(rank, file, path, name, name, dtype, shape) for name, dtype, shape in names_there
+        ], False
+    tensors, _ = mesh_shards.read(path, file, rank)
+    return tensors, any(tensor.shape is not None for tensor in tensors)
 
 
 def _add(index: _core.Index, file: str, method: _core.ReadMethod) -> int:
@@ -207,14 +251,16 @@ def _data(
     path: Location,
     index: _core.Index,
     method: _core.ReadMethod,
+    *,
     listing: Location | None = None,
     base: str | None = None,
+    replicas: Replicas | None = None,
 ) -> CheckpointData:
     for file in range(index.n_files):
         maps.refuse_differences(locate(index.file_path(file)), index.file_metadata(file))
     maps.refuse_differences(path, None, index.keys())
     aliases = add_aliases(index)
-    return CheckpointData(
+    return _FilesData(
         traits=names.TRAITS,
         path=path,
         index=index,
@@ -222,6 +268,7 @@ def _data(
         aliases=aliases,
         listing=listing,
         base_name=base if base in names.KEPT else None,
+        replicas=replicas,
     )
 
 

@@ -1,0 +1,197 @@
+"""Reads the files of all FSDP ranks as one checkpoint: model, optimizer under `optimizer.`, and state beside them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from reshard import _core
+from reshard.errors import CheckpointNotFoundError, DamagedFileError
+from reshard.formats import mesh_shards
+from reshard.formats.base import CheckpointData
+from reshard.formats.dcp import run_state
+from reshard.formats.fsdp_ranks import names
+from reshard.formats.outputs import load_all
+from reshard.values.words import listed, show
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from reshard.formats.base import PartName
+    from reshard.formats.checkpoint2.common import CommonInfo
+    from reshard.formats.megatron.rank_replicas import Replicas
+    from reshard.formats.mesh_shards import RankTensor
+    from reshard.storage.location import Location
+
+_log = logging.getLogger("reshard")
+
+_MAX_NAMED = 3
+_PREFIX = "optimizer."
+_MISSING_HINT = "copy the files of all ranks into one folder"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RanksData(CheckpointData):
+    """The files of all ranks.
+
+    Attributes:
+        files: numbers of the files of each rank.
+        extra_files: paths of the files with the state beside the tensors, by rank.
+        values: values of the optimizer that are no tensors, by name.
+        replicas: arrays that are read as copies of each other.
+    """
+
+    files: Mapping[int, list[int]]
+    extra_files: Mapping[int, Location]
+    values: Mapping[str, object]
+    replicas: Replicas
+
+    def part(self, key: str) -> PartName:
+        """By the prefix that the reader gives to the optimizer."""
+        return "optimizer" if key.startswith(_PREFIX) else "model"
+
+    def slot_of(self, key: str) -> tuple[str, str] | None:
+        """By the parts of the name: `optimizer.state.<parameter>.<slot>`."""
+        found = run_state.state_of(key) if key.startswith(_PREFIX) else None
+        return None if found is None else (found[1], found[0])
+
+    def rank_files(self) -> Mapping[int, list[int]]:
+        """Model and optimizer of each rank."""
+        return self.files
+
+    def world_size(self) -> int:
+        """From the names of the files."""
+        return len(self.files)
+
+    def extra_state(self, rank: int) -> dict[str, Any]:
+        """The scheduler and the random states of a rank, by path, and the values of the optimizer."""
+        found = dict(self.values)
+        path = self.extra_files.get(rank)
+        if path is None:
+            return found
+        tensors, objects = _core.read_torch_file(str(path))
+        index = _core.Index()
+        number = index.add_torch_file(str(path))
+        for key, *_ in tensors:
+            index.add_whole(key, number)
+        arrays = load_all(index.plan(index.whole_request([key for key, *_ in tensors])))
+        index.close()
+        return {**found, **dict(objects), **arrays}
+
+    def read_common(self) -> CommonInfo | None:
+        """The number in the name of the folder, or the steps of the optimizer."""
+        has_state = any(self.part(self.index.key(n)) == "optimizer" for n in range(len(self.index)))
+        return run_state.common_of(self.index, (), self.values.__getitem__, self.iteration) if has_state else None
+
+    def run_values(self) -> run_state.Values:
+        """The values of the optimizer, and the scheduler."""
+        path = self.extra_files.get(0)
+        extra = {} if path is None else _object_of(path)
+        scheduler = extra.get("lr_scheduler") if isinstance(extra, dict) else None
+        found = run_state.flat_values({} if scheduler is None else {"lr_scheduler": scheduler}, _is_tensor)
+        return run_state.Values({**self.values, **found.by_name}, found.paths)
+
+    def check(self, keys: Collection[str] | None) -> None:
+        """Compare the copies that several ranks hold."""
+        self.replicas.check(self.index, self.index.keys() if keys is None else keys)
+
+
+def _object_of(path: Location) -> object:
+    return _core.read_torch_object(str(path.resolved()), 0, path.stat(follow_links=True).n_bytes)
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, _core.Opaque) and "_rebuild" in value.name
+
+
+def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
+    """Open the files of all ranks in a folder.
+
+    Raises:
+        CheckpointNotFoundError: the file of a rank is missing.
+        DamagedFileError: the files are of several runs; or as `reshard.open`.
+        CoverageError, UnsupportedError, StorageError: as `reshard.open`.
+    """
+    found = names.rank_files(folder.names())
+    sizes = sorted(size for kind, size in found if kind == names.MODEL)
+    if len(sizes) > 1:
+        raise DamagedFileError(
+            f"{show(str(folder))} holds files of runs with {listed(map(str, sizes))} ranks",
+            path=str(folder),
+            hint="move the files of one of them to another folder",
+        )
+    (size,) = sizes
+    missing = _missing(found[names.MODEL, size], size)
+    if missing:
+        raise CheckpointNotFoundError(
+            f"{show(str(folder))} holds {len(found[names.MODEL, size])} of {size} files of the ranks; missing: "
+            f"{_named(names.MODEL, size, missing, size - len(found[names.MODEL, size]))}",
+            path=str(folder / names.file_name(names.MODEL, size, missing[0])),
+            hint=_MISSING_HINT,
+        )
+    index = _core.Index()
+    files: dict[int, list[int]] = {}
+    tensors: list[RankTensor] = []
+    values: dict[str, object] = {}
+    for kind, prefix in ((names.MODEL, ""), (names.OPTIMIZER, _PREFIX)):
+        of_kind = found.get((kind, size), {})
+        if of_kind and (missing := _missing(of_kind, size)):
+            _log.warning(
+                "%s: the optimizer is not read: missing: %s",
+                folder,
+                _named(kind, size, missing, size - len(of_kind)),
+            )
+            continue
+        of_ranks: list[RankTensor] = []
+        for rank in range(size) if of_kind else ():
+            path = str(folder / of_kind[rank])
+            file = index.add_torch_file(path, method=method)
+            files.setdefault(rank, []).append(file)
+            read, objects = mesh_shards.read(path, file, rank, prefix)
+            of_ranks += read
+            if kind == names.OPTIMIZER and rank == 0 and objects:
+                values = dict(run_state.flat_values({"optimizer": _object_of(folder / of_kind[0])}, _is_tensor).by_name)
+        flattened = _flattened(of_ranks) if kind == names.OPTIMIZER and size > 1 else ()
+        if flattened:
+            _log.warning(
+                "%s: state of the optimizer is not read, because each rank flattened its own part of the model, and no "
+                "file says how: %s. The files of the ranks can be opened one by one",
+                folder,
+                listed(map(show, flattened), _MAX_NAMED),
+            )
+        tensors += [one for one in of_ranks if one.key not in flattened]
+    replicas = mesh_shards.add_tensors(index, tensors, _MISSING_HINT)
+    extra = found.get((names.EXTRA, size), {})
+    return _RanksData(
+        traits=names.TRAITS,
+        path=folder,
+        index=index,
+        method=method,
+        iteration=names.step_of([folder.name, folder.absolute().parent.name]),
+        model_files=folder / names.MODEL_FILES if (folder / names.MODEL_FILES).is_folder() else None,
+        files=files,
+        extra_files={rank: folder / name for rank, name in extra.items()},
+        values=values,
+        replicas=replicas,
+    )
+
+
+def _flattened(tensors: Sequence[RankTensor]) -> Collection[str]:
+    """The state of an optimizer that is no shard of a mesh, and no number: FSDP1 keeps it for flattened parameters."""
+    return dict.fromkeys(one.key for one in tensors if one.shape is None and one.local not in ((), (1,)))
+
+
+def _missing(files: Mapping[int, str], size: int) -> list[int]:
+    """The first ranks without a file."""
+    found: list[int] = []
+    for rank in range(size):
+        if rank not in files:
+            found.append(rank)
+            if len(found) == _MAX_NAMED:
+                break
+    return found
+
+
+def _named(kind: str, size: int, ranks: Sequence[int], count: int) -> str:
+    return listed([show(names.file_name(kind, size, rank)) for rank in ranks], _MAX_NAMED, n_items=count)

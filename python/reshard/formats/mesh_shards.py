@@ -1,0 +1,300 @@
+"""Shards of tensors of a device mesh of torch (DTensors) in files of `torch.save`: where each lies, and whole tensors.
+
+A file holds the local tensor of its rank, the mesh with the coordinates of the rank, and a placement for each axis of
+the mesh. These are values of the pickle: nothing is executed. The part that a rank holds is computed as torch computes
+it, and its shape has to be that of the stored local tensor.
+
+Source: `torch/distributed/tensor/_utils.py`, `placement_types.py` and `torch/distributed/device_mesh.py` of torch 2.4
+to 2.15.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reshard import _core
+from reshard.errors import CoverageError, DamagedFileError, UnsupportedError
+from reshard.formats.megatron.rank_replicas import HeldArray, Replicas
+from reshard.values.indexing import row_major
+from reshard.values.words import show
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+_MAX_AXES = 16
+
+
+class RankTensor(NamedTuple):
+    """A tensor in the file of a rank.
+
+    Attributes:
+        rank: the rank.
+        file: the number of its file in the index.
+        path: the path of the file.
+        name: its name in the file.
+        key: its name in the checkpoint.
+        dtype: its safetensors name.
+        local: the shape of what is stored, in elements.
+        shape: the shape of the whole tensor, in elements; None: it is no shard.
+        spec: the mesh and the placements of a shard.
+    """
+
+    rank: int
+    file: int
+    path: str
+    name: str
+    key: str
+    dtype: str
+    local: tuple[int, ...]
+    shape: tuple[int, ...] | None = None
+    spec: object = None
+
+
+def read(path: str, file: int, rank: int, prefix: str = "") -> tuple[list[RankTensor], list[tuple[str, object]]]:
+    """The tensors of a file, and its other values by their names in the file.
+
+    Args:
+        path: the file.
+        file: its number in the index.
+        rank: the rank that wrote it.
+        prefix: what stands before the names of its tensors in the checkpoint.
+
+    Raises:
+        DamagedFileError, UnsupportedError, StorageError: as `reshard.open`.
+    """
+    tensors, shards, objects = _core.read_torch_shards(path)
+    found = [RankTensor(rank, file, path, name, prefix + name, dtype, shape) for name, dtype, shape in tensors]
+    found += [
+        RankTensor(rank, file, path, name, prefix + name, dtype, local, shape, spec)
+        for name, dtype, local, shape, spec in shards
+    ]
+    return found, objects
+
+
+def add_tensors(index: _core.Index, tensors: Iterable[RankTensor], hint: str) -> Replicas:
+    """Add the whole tensors of the shards of all ranks to an index. Tensors that are no shards are copies.
+
+    Args:
+        index: with the files.
+        tensors: those of all ranks.
+        hint: what to do if the ranks do not hold all of a tensor.
+
+    Returns:
+        The copies that several ranks hold, to be compared before they are read.
+
+    Raises:
+        DamagedFileError: ranks describe a tensor differently, or a local tensor has another shape than its part.
+        CoverageError: the shards of a tensor leave a hole.
+        UnsupportedError: a placement is not supported.
+    """
+    by_key: dict[str, list[RankTensor]] = {}
+    for tensor in tensors:
+        by_key.setdefault(tensor.key, []).append(tensor)
+    copies: dict[str, list[list[HeldArray]]] = {}
+    for key, held in by_key.items():
+        first = held[0]
+        shape = first.local if first.shape is None else first.shape
+        for one in held:
+            if (one.dtype, one.shape or one.local, one.shape is None) != (first.dtype, shape, first.shape is None):
+                raise DamagedFileError(
+                    f"{show(one.path)}: {show(key)} is {one.dtype} of shape {one.shape or one.local}, and "
+                    f"{first.dtype} of shape {shape} in {show(first.path)}",
+                    path=one.path,
+                    key=key,
+                    hint="the files are of different saves, or not of all ranks of one run",
+                )
+        parts: dict[tuple[tuple[int, ...], tuple[int, ...]], list[RankTensor]] = {}
+        for one in held:
+            offset, extent = part_of(one)
+            if 0 not in extent:
+                parts.setdefault((offset, extent), []).append(one)
+        stored = [
+            _core.StoredArray(one.file, one.name, extent, [_core.Tile(offset, extent, 0, row_major(extent))])
+            for (offset, extent), of_part in parts.items()
+            for one in of_part
+        ]
+        n_held = sum(math.prod(extent) for _, extent in parts)
+        if n_held != math.prod(shape):
+            there = ", ".join(str(one.rank) for one in held[:8])
+            raise CoverageError(
+                f"{show(key)} has {math.prod(shape)} elements, and the files of the ranks {there}"
+                f"{' and more' if len(held) > 8 else ''} hold {n_held} of them",
+                path=first.path,
+                key=key,
+                hint=hint,
+            )
+        index.add_tiles(key, first.dtype, shape, stored)
+        groups = [
+            [HeldArray(one.rank, one.file, one.name, extent, 0, extent, one.dtype) for one in of_part]
+            for (_, extent), of_part in parts.items()
+            if len(of_part) > 1
+        ]
+        if groups:
+            copies[key] = groups
+    return Replicas(
+        copies, "the ranks should hold copies: the files are of different saves, or a rank went on without the others"
+    )
+
+
+def part_of(tensor: RankTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The first element and the shape of what a rank holds.
+
+    Raises:
+        DamagedFileError: the mesh or a placement is invalid, or the stored tensor has another shape.
+        UnsupportedError: a placement is not supported.
+    """
+    if tensor.shape is None:
+        return (0,) * len(tensor.local), tensor.local
+    offset, extent = [0] * len(tensor.shape), list(tensor.shape)
+    for dim, size, coordinate in _cuts(tensor, len(tensor.shape)):
+        chunk = -(-extent[dim] // size)
+        start = min(extent[dim], chunk * coordinate)
+        offset[dim] += start
+        extent[dim] = min(chunk, extent[dim] - start)
+    if tuple(extent) != tensor.local:
+        raise _damaged(
+            tensor, f"its part of {tensor.shape} has the shape {tuple(extent)}, and {tensor.local} is stored"
+        )
+    return tuple(offset), tuple(extent)
+
+
+def _cuts(tensor: RankTensor, n_dims: int) -> list[tuple[int, int, int]]:
+    """The dim, the number of parts and the number of the part of this rank, of each cut, in their order."""
+    spec = _attributes(tensor.spec)
+    mesh = _attributes(spec.get("mesh"))
+    sizes, placements = _sizes(mesh), spec.get("placements")
+    if sizes is None or not isinstance(placements, tuple | list) or len(placements) != len(sizes):
+        raise _damaged(tensor, "its mesh and its placements do not belong together")
+    coordinate = _coordinate(mesh, sizes, tensor.rank)
+    if coordinate is None:
+        raise UnsupportedError(
+            f"{show(tensor.path)}: {show(tensor.name)} does not say which rank of its mesh wrote it",
+            path=tensor.path,
+            key=tensor.key,
+        )
+    plain: list[tuple[int, int]] = []  # axis and dim
+    strided: list[tuple[int, int, int]] = []  # with the split factor
+    for axis, placement in enumerate(placements):
+        kind = placement.name.rpartition(".")[2] if isinstance(placement, _core.Opaque) else ""
+        if kind == "Replicate":
+            continue
+        if kind not in ("Shard", "_StridedShard"):
+            raise UnsupportedError(
+                f"{show(tensor.path)}: {show(tensor.name)} has the placement {show(kind or str(placement))}, and no "
+                "file holds its values",
+                path=tensor.path,
+                key=tensor.key,
+                hint="redistribute it to `Shard` or `Replicate` before it is saved",
+            )
+        of_kind = _placement(placement)
+        dim = None if of_kind is None else of_kind[0]
+        if of_kind is None or dim is None or not -n_dims <= dim < n_dims:
+            raise _damaged(tensor, f"its placement on axis {axis} of the mesh is invalid")
+        if kind == "Shard":
+            plain.append((axis, dim % n_dims))
+        else:
+            strided.append((axis, dim % n_dims, of_kind[1]))
+    for axis, dim, factor in strided:
+        right = [(other, of) for other, of in plain if other > axis and of == dim]
+        same = [other for other, of, _ in strided if of == dim]
+        if len(same) > 1 or factor != math.prod(sizes[other] for other, _ in right):
+            raise UnsupportedError(
+                f"{show(tensor.path)}: {show(tensor.name)} has a strided placement with the split factor {factor} on a "
+                "mesh of other sizes, which is not supported",
+                path=tensor.path,
+                key=tensor.key,
+            )
+    _check_order(tensor, spec.get("shard_order"), plain, is_strided=bool(strided))
+    # A strided cut is made after those of the axes to its right.
+    ordered = [*plain, *((axis, dim) for axis, dim, _ in strided)]
+    return [(dim, sizes[axis], coordinate[axis]) for axis, dim in ordered]
+
+
+def _check_order(tensor: RankTensor, order: object, plain: Sequence[tuple[int, int]], *, is_strided: bool) -> None:
+    """Refuse cuts of a dim in another order than that of the axes, which newer versions of torch can record."""
+    if is_strided or not isinstance(order, tuple | list):
+        return
+    for entry in order:
+        parts = entry.arguments if isinstance(entry, _core.Opaque) else entry
+        of_dim, axes = parts if isinstance(parts, tuple | list) and len(parts) == 2 else (None, None)
+        if not isinstance(axes, tuple | list) or list(axes) != sorted(axis for axis, dim in plain if dim == of_dim):
+            raise UnsupportedError(
+                f"{show(tensor.path)}: {show(tensor.name)} is cut in another order than that of the axes of its mesh",
+                path=tensor.path,
+                key=tensor.key,
+            )
+
+
+def _placement(placement: _core.Opaque) -> tuple[int, int] | None:
+    """The dim and the split factor of a placement, from its attributes or its arguments."""
+    attributes = _attributes(placement)
+    dim, factor = attributes.get("dim"), attributes.get("split_factor", 1)
+    given = placement.state if isinstance(placement.state, tuple) else placement.arguments
+    if dim is None and given:
+        dim, factor = given[0], given[1] if len(given) > 1 else 1
+    return (dim, factor) if type(dim) is int and type(factor) is int else None
+
+
+def _sizes(mesh: dict[str, object]) -> list[int] | None:
+    """The sizes of the axes of a mesh."""
+    layout = mesh.get("_layout")
+    if layout is not None:
+        described = _attributes(layout)
+        axes = described.get("axes")
+        if isinstance(axes, tuple | list):
+            sizes = [_product(_attributes(axis).get("shape")) for axis in axes]
+        else:
+            shape = described.get("shape")
+            sizes = [_product(one) for one in (shape if isinstance(shape, tuple | list) else [shape])]
+    else:
+        tensor = mesh.get("mesh")  # of older versions
+        arguments = tensor.arguments if isinstance(tensor, _core.Opaque) else None
+        shape = arguments[2] if isinstance(arguments, tuple) and len(arguments) > 2 else None
+        sizes = [_product(one) for one in shape] if isinstance(shape, tuple | list) else [0]
+    found = [size for size in sizes if size is not None and 0 < size < 1 << 31]
+    return found if len(found) == len(sizes) <= _MAX_AXES else None
+
+
+def _product(shape: object, depth: int = 0) -> int | None:
+    """The number of ranks of an axis, which can be made of several."""
+    if type(shape) is int:
+        return shape
+    if not isinstance(shape, tuple | list) or len(shape) > _MAX_AXES or depth > _MAX_AXES:
+        return None
+    sizes = [_product(one, depth + 1) for one in shape]
+    return None if None in sizes else math.prod(size for size in sizes if size is not None)
+
+
+def _coordinate(mesh: dict[str, object], sizes: Sequence[int], rank: int) -> list[int] | None:
+    """The coordinates of the rank that wrote a mesh."""
+    known = mesh.get("_coordinate_on_dim")
+    found: list[Any] = list(known) if isinstance(known, tuple | list) else []
+    if not isinstance(known, tuple | list):
+        ranks = mesh.get("_flatten_mesh_list", mesh.get("_flatten_rank_map"))
+        if not isinstance(ranks, tuple | list) or len(ranks) != math.prod(sizes) or rank not in ranks:
+            return None
+        place = ranks.index(rank)
+        for size in reversed(sizes):
+            found.insert(0, place % size)
+            place //= size
+    of_axes = list(zip(found, sizes, strict=False))
+    is_right = len(found) == len(sizes) and all(type(at) is int and 0 <= at < size for at, size in of_axes)
+    return [at for at, _ in of_axes] if is_right else None
+
+
+def _attributes(value: object) -> dict[str, object]:
+    """The attributes of an object; empty if it is none."""
+    state = value.state if isinstance(value, _core.Opaque) else None
+    parts = state if isinstance(state, tuple) else (state,)  # with `__slots__` a pair
+    found: dict[str, object] = {}
+    for one in parts:
+        if isinstance(one, dict):
+            found |= {key: item for key, item in one.items() if isinstance(key, str)}
+    return found
+
+
+def _damaged(tensor: RankTensor, fault: str) -> DamagedFileError:
+    return DamagedFileError(
+        f"{show(tensor.path)}: {show(tensor.name)} is invalid: {fault}", path=tensor.path, key=tensor.key
+    )
