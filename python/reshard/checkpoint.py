@@ -147,8 +147,9 @@ class Checkpoint:
 
     Attributes:
         format: "safetensors", "huggingface", "checkpoint2", "checkpoint1" (rank folders), "mindspore" (full weights),
-            "ckpt" (one such file), "torch" (files of `torch.save`), "weight-files" (under other names, and
-            lists of them), "dcp" (`torch.distributed.checkpoint`), "deepspeed" or "megatron" (Megatron-Core).
+            "ckpt" (one such file), "torch" (files of `torch.save`), "weight-files" (under other names, and lists of
+            them), "fsdp-ranks" (shards of FSDP in such files), "trainer-run" (of transformers), "dcp"
+            (`torch.distributed.checkpoint`), "deepspeed" or "megatron" (Megatron-Core).
         path: the file or folder that is read; for a Checkpoint 2.0 root the iteration folder that was selected.
         iteration: the iteration, or None if the format or the folder's name has none.
         common: the counters of the run, from common.json or from tensors, or None.

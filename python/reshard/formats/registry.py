@@ -21,6 +21,7 @@ from reshard.formats.huggingface.reader import HUGGINGFACE
 from reshard.formats.megatron.format import MEGATRON
 from reshard.formats.single_file.reader import SINGLE_FILE
 from reshard.formats.torch_file.format import TORCH_FILE
+from reshard.formats.trainer_run.format import TRAINER_RUN
 from reshard.formats.weight_files.format import WEIGHT_FILES
 from reshard.values.words import check_text, listed, show
 
@@ -40,6 +41,7 @@ FORMATS: tuple[Format, ...] = (
     TILED,
     TORCH_FILE,
     WEIGHT_FILES,
+    TRAINER_RUN,
     CKPT,
     SINGLE_FILE,
 )

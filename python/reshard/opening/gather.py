@@ -17,7 +17,9 @@ from reshard.commit.scrub import is_damage
 from reshard.config import split_iteration
 from reshard.errors import CheckpointNotFoundError, EmptyRootError, ReshardError, UnsupportedError
 from reshard.formats import health, registry
+from reshard.formats.base import Match
 from reshard.formats.checkpoint2.root import MAX_LOOKS, Look
+from reshard.formats.trainer_run.format import TRAINER_RUN
 from reshard.layout import ModelLayout
 from reshard.opening import open as open_path
 from reshard.opening.gather_ranks import counters_of, gather_saves, holds_optimizer, saves_root
@@ -89,7 +91,7 @@ def gather(
                 f"{show(str(path))} holds no checkpoint: {broken}", path=str(path), hint=BROKEN_LINK_HINT
             )
         return replace(facts, kind="other") if path.exists() else facts
-    name = None if config.init_from is None else config.init_from.format
+    name = format_of(config, path)
     found = registry.detect(path) if name is None else registry.of_name(path, name)
     if found.traits.has_metadata and found.is_root(path):
         return gatherer.at_root(path)
@@ -106,6 +108,29 @@ def gather(
             candidate = CandidateFacts(str(path), iteration, "named by its path", fault=reason_of(error))
             return replace(facts, kind=kind, candidates=(candidate,))
         return replace(facts, kind="other", there=what_is_there(path).text)
+
+
+def format_of(config: Config, path: Location) -> str | None:
+    """The format in which a path is opened that is no root: what the run asks for; None: the first that matches.
+
+    A folder of `transformers.Trainer` is a model with the state of a run. It is opened as a run where one is resumed.
+
+    Args:
+        config: what is to be loaded.
+        path: an existing path.
+
+    Raises:
+        StorageError: the path cannot be listed.
+
+    Example:
+        >>> from reshard.config import Config
+        >>> format_of(Config("."), locate(".")) is None
+        True
+    """
+    if config.init_from is not None:
+        return config.init_from.format
+    is_run = config.resume and TRAINER_RUN.detect(path) is Match.YES
+    return TRAINER_RUN.traits.name if is_run and registry.detect(path).traits.is_pretrained else None
 
 
 @dataclass(frozen=True)
@@ -176,8 +201,7 @@ class _Gatherer:
             number = split_iteration(str(path))[1] if iteration is None else iteration
             return CandidateFacts(str(path), number, why, fault=self.faults[str(path)])
         try:
-            init = self.config.init_from
-            name = init.format if init is not None and kind != "root" else None
+            name = None if kind == "root" else format_of(self.config, path)
             checkpoint = open_path(path, method=self.method, format=name) if opening is None else Checkpoint(opening())
             checkpoint.common = checkpoint.data.read_common()
         except ReshardError as error:

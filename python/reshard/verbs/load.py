@@ -39,7 +39,7 @@ from reshard.formats import registry
 from reshard.formats.checkpoint1.reader import open_rank_files, strategy_for
 from reshard.formats.left_out import LeftOut
 from reshard.layout import ModelLayout, as_layout
-from reshard.opening.gather import gather
+from reshard.opening.gather import format_of, gather
 from reshard.opening.gather_ranks import SavesRoot, gather_saves, is_deduplicated, open_own, path_of, saves_root
 from reshard.options import Reading, Verify, explains_moved
 from reshard.ranks.collective import Collective, capture
@@ -533,8 +533,7 @@ def _choose(
         return decision, lambda: opened[path]
     chosen = choice.chosen
     if chosen is None:
-        init = terms.config.init_from
-        name = None if init is None or choice.facts.kind == "root" else init.format
+        name = None if choice.facts.kind == "root" else format_of(terms.config, locate(path))
         return decision, lambda: opening.open(path, method=terms.method, format=name)
     return decision, lambda: _open_same(chosen, terms.method, min(_VISIBLE_SECONDS, ranks.timeout / 2))
 

@@ -1,0 +1,1 @@
+"""A folder `checkpoint-<N>` of `transformers.Trainer` as a run: weights, optimizer, scheduler and step."""

@@ -1,0 +1,35 @@
+"""How a folder of `transformers.Trainer` with an optimizer is recognised. `reader` opens it.
+
+The formats of its weights come first: without `format="trainer-run"`, such a folder is opened as a model.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reshard.formats.base import Format, Match
+from reshard.formats.trainer_run import names
+
+if TYPE_CHECKING:
+    from reshard.formats.base import CheckpointData, OpenOptions
+    from reshard.storage.location import Location
+
+
+class TrainerRun(Format):
+    """A folder of `transformers.Trainer` with the state of the run."""
+
+    traits = names.TRAITS
+
+    def detect(self, path: Location) -> Match:
+        """By the files with the state of the trainer and of the optimizer."""
+        files = (names.STATE_FILE, names.OPTIMIZER_FILE)
+        return Match.YES if path.is_folder() and all((path / name).is_file() for name in files) else Match.NO
+
+    def open(self, path: Location, options: OpenOptions) -> CheckpointData:
+        """The weights, the state of the optimizer, and the values beside them."""
+        from reshard.formats.trainer_run import reader  # noqa: PLC0415  slow to import
+
+        return reader.open_folder(path, options)
+
+
+TRAINER_RUN = TrainerRun()

@@ -1,0 +1,116 @@
+"""Reads a folder of `transformers.Trainer` as a run: the weights, and the optimizer below `optimizer.state`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from reshard import _core
+from reshard.documents.strict_json import read_json
+from reshard.errors import CheckpointNotFoundError, DamagedFileError
+from reshard.formats.base import CheckpointData, Match
+from reshard.formats.checkpoint2.common import CommonInfo
+from reshard.formats.dcp import run_state
+from reshard.formats.huggingface.reader import HUGGINGFACE
+from reshard.formats.torch_file.format import TORCH_FILE
+from reshard.formats.trainer_run import names
+from reshard.formats.weight_files.format import WEIGHT_FILES
+from reshard.values.indexing import row_major
+from reshard.values.words import show
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from reshard.formats.base import OpenOptions, PartName
+    from reshard.storage.location import Location
+
+_MAX_STATE_BYTES = 64 << 20
+_MAX_STEP = 1 << 62
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RunData(CheckpointData):
+    """The weights with the state of the run.
+
+    Attributes:
+        state: what `trainer_state.json` holds.
+        values: values of the optimizer and of the scheduler.
+    """
+
+    state: Mapping[str, Any]
+    values: run_state.Values
+
+    def part(self, key: str) -> PartName:
+        """By the prefix that the reader gives to the optimizer."""
+        return "optimizer" if key.startswith(names.PREFIX) else "model"
+
+    def slot_of(self, key: str) -> tuple[str, str] | None:
+        """By the parts of the name: `optimizer.state.<parameter>.<slot>`."""
+        found = run_state.state_of(key) if key.startswith(names.PREFIX) else None
+        return None if found is None else (found[1], found[0])
+
+    def extra_state(self, rank: int) -> dict[str, Any]:  # noqa: ARG002  random states are not read
+        """The values of the optimizer and of the scheduler, and `trainer_state`."""
+        return {**self.values.by_name, "trainer_state": dict(self.state)}
+
+    def run_values(self) -> run_state.Values:
+        """Those of the optimizer and of the scheduler."""
+        return self.values
+
+
+def open_folder(folder: Location, options: OpenOptions) -> CheckpointData:
+    """Open the weights of a folder, with the state beside them.
+
+    Raises:
+        CheckpointNotFoundError: there are no weights.
+        DamagedFileError: `trainer_state.json` is invalid; or as `reshard.open`.
+        UnsupportedError, StorageError: as `reshard.open`.
+    """
+    found = next((one for one in (HUGGINGFACE, TORCH_FILE, WEIGHT_FILES) if one.detect(folder) is Match.YES), None)
+    if found is None:
+        raise CheckpointNotFoundError(
+            f"{show(str(folder))} holds the state of a Trainer, and no weights",
+            path=str(folder),
+            hint="they are in another folder where FSDP or DeepSpeed saved them",
+        )
+    state, step = _state(folder / names.STATE_FILE)
+    weights = found.open(folder, options)
+    index = weights.index
+    optimizer = folder / names.OPTIMIZER_FILE
+    tensors, _ = _core.read_torch_file(str(optimizer))
+    number = index.add_torch_file(str(optimizer), method=options.method)
+    for name, dtype, shape in tensors:
+        tile = _core.Tile((0,) * len(shape), shape, 0, row_major(shape))
+        index.add_tiles(names.PREFIX + name, dtype, shape, [_core.StoredArray(number, name, shape, [tile])])
+    objects = {"optimizer": _object_of(optimizer)}
+    if (folder / names.SCHEDULER_FILE).is_file():
+        objects["lr_scheduler"] = _object_of(folder / names.SCHEDULER_FILE)
+    kept = {one.name: getattr(weights, one.name) for one in fields(CheckpointData)}
+    return _RunData(
+        **kept
+        | {
+            "traits": names.TRAITS,
+            "iteration": step,
+            "common": CommonInfo(step_num=step, global_step=step),
+            "model_files": folder,  # as those of the weights
+            "state": state,
+            "values": run_state.flat_values(objects, _is_tensor),
+        }
+    )
+
+
+def _state(path: Location) -> tuple[dict[str, Any], int]:
+    """The state of the trainer, and its number of steps."""
+    state = read_json(path, _MAX_STATE_BYTES, follow_links=True)
+    step = state.get("global_step") if isinstance(state, dict) else None
+    if not isinstance(state, dict) or type(step) is not int or not 0 <= step <= _MAX_STEP:
+        raise DamagedFileError(f"{show(str(path))} has no number of steps, `global_step`", path=str(path))
+    return state, step
+
+
+def _object_of(path: Location) -> object:
+    return _core.read_torch_object(str(path.resolved()), 0, path.stat(follow_links=True).n_bytes)
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, _core.Opaque) and "_rebuild" in value.name
