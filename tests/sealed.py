@@ -15,6 +15,7 @@ from tests.crc32c import crc32c
 
 from reshard.commit import manifest as manifests
 from reshard.commit.filesystem import MANIFEST_FILE
+from reshard.storage.location import locate
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -128,7 +129,7 @@ def seal(folder: Path, iteration: int, **facts: Any) -> manifests.Manifest:
         **facts,
     }
     manifest = manifests.Manifest(iteration=iteration, shards=shards, files=files, **told)
-    manifests.write(folder, manifest, durable=False)
+    manifests.write(locate(folder), manifest, durable=False)
     return manifest
 
 

@@ -103,7 +103,7 @@ def _write(place: Location, content: bytes) -> None:
 
 
 def save(root: Root, iteration: int, version: int = 0, *, passed_over: tuple[int, ...] = (), **how: Any) -> list[str]:
-    attempt = protocol.begin(root, iteration, planned_bytes=1000, **how)
+    attempt = protocol.begin(locate(root), iteration, planned_bytes=1000, **how)
     try:
         told = write_files(attempt.staging, iteration, version)
         manifest = protocol.seal(attempt, told, world_size=N_RANKS, passed_over=passed_over)

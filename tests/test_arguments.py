@@ -15,6 +15,7 @@ import reshard
 from reshard.commit import filesystem
 from reshard.errors import ArgumentError, ReshardError, StorageError
 from reshard.names import NameMap
+from reshard.storage.location import locate
 from reshard.values.arguments import check, checked
 from reshard.write import background
 
@@ -218,7 +219,7 @@ def test_a_close_that_fails_is_a_storage_error_of_the_write(tmp_path: Path, monk
     reshard.save(tmp_path / "root", 1, {"w": np.zeros(2)})
     monkeypatch.setattr(os, "close", failing)
     with pytest.raises(StorageError, match="writing"):
-        filesystem.make_file(tmp_path / "claim", b"x", durable=False)
+        filesystem.make_file(locate(tmp_path / "claim"), b"x", durable=False)
     assert not (tmp_path / "claim").exists()
     with reshard.open(tmp_path / "root") as checkpoint:
         assert checkpoint.read("w").shape == (2,)

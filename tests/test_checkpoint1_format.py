@@ -89,9 +89,9 @@ def test_a_prefix_may_look_like_a_rank() -> None:
 def test_the_samples_names() -> None:
     for sample in ("ckpt1", "ckpt1_pb"):
         root = DATA / sample / "output_second_run" / "checkpoint"
-        assert is_root(root)
-        assert not is_root(root / "rank_0")
-        for rank, folder in rank_folders(root).items():
+        assert is_root(locate(root))
+        assert not is_root(locate(root / "rank_0"))
+        for rank, folder in rank_folders(locate(root)).items():
             files = list_files(folder)
             assert [file.suffix for file in files] == ["10_2", "15_2", "20_2", "1-25_2"]
             assert {file.rank for file in files} == {rank}
@@ -102,17 +102,17 @@ def test_folders_that_are_of_no_rank(tmp_path: Path) -> None:
     for name in ("rank_2", "rank_0", "rank_10", "rank_01", "rank_", "rank_x", "rank_1.old", ".rank_3", "Rank_4"):
         (tmp_path / name).mkdir()
     (tmp_path / "a file").write_text("")
-    assert list(rank_folders(tmp_path)) == [0, 2, 10]
+    assert list(rank_folders(locate(tmp_path))) == [0, 2, 10]
     with pytest.raises(CheckpointNotFoundError):
-        rank_folders(tmp_path / "a file")
+        rank_folders(locate(tmp_path / "a file"))
 
 
 def test_a_link_to_a_folder_is_a_ranks_folder(tmp_path: Path) -> None:
     (tmp_path / "host" / "rank_1").mkdir(parents=True)
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "rank_1").symlink_to("../host/rank_1")
-    assert rank_folders(tmp_path / "root") == {1: locate(tmp_path / "root" / "rank_1")}
-    assert is_root(tmp_path / "root")
+    assert rank_folders(locate(tmp_path / "root")) == {1: locate(tmp_path / "root" / "rank_1")}
+    assert is_root(locate(tmp_path / "root"))
 
 
 @pytest.mark.parametrize(
@@ -128,12 +128,12 @@ def test_a_link_to_a_folder_is_a_ranks_folder(tmp_path: Path) -> None:
 )
 def test_what_bears_the_name_of_a_rank_and_is_no_folder(make: Callable[[Path], object], tmp_path: Path) -> None:
     make(tmp_path / "rank_1")
-    assert not is_root(tmp_path)
+    assert not is_root(locate(tmp_path))
     (tmp_path / "rank_0").mkdir()
-    assert is_root(tmp_path)
+    assert is_root(locate(tmp_path))
     for look in (rank_folders, choose_by_suffix):
         with pytest.raises(DamagedFileError, match=r"rank_1` is .*not (a|lead to a) folder"):
-            look(tmp_path)
+            look(locate(tmp_path))
 
 
 @pytest.mark.parametrize("rank", [-1, 10**18, True, 1.0, "1"])
@@ -183,14 +183,14 @@ def test_choice_by_suffix(
 ) -> None:
     root = tree(tmp_path, *folders)
     if isinstance(expected, str):
-        assert choose_by_suffix(root, suffix) == {
+        assert choose_by_suffix(locate(root), suffix) == {
             rank: locate(root) / f"rank_{rank}" / expected.format(rank) for rank in range(len(folders))
         }
     else:
         with pytest.raises(expected):
-            choose_by_suffix(root, suffix)
+            choose_by_suffix(locate(root), suffix)
 
 
 def test_choice_of_a_format(tmp_path: Path) -> None:
     root = tree(tmp_path, "x-9_2.ckpt x-9_2.safetensors")
-    assert choose_by_suffix(root, extension="ckpt")[0].name == "x-9_2.ckpt"
+    assert choose_by_suffix(locate(root), extension="ckpt")[0].name == "x-9_2.ckpt"

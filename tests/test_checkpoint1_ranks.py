@@ -23,6 +23,7 @@ import reshard
 from reshard.commit import protocol
 from reshard.errors import ArgumentError, GroupError, ReshardError
 from reshard.formats.checkpoint1 import save as checkpoint1
+from reshard.storage.location import locate
 from reshard.torch import Checkpointer
 
 if TYPE_CHECKING:
@@ -198,7 +199,7 @@ def test_two_jobs_in_one_root(tmp_path: Path) -> None:
     with Job(4, work) as job:
         assert job.values() == ["ArgumentError"] * 4  # of another number of ranks
     root = tmp_path / "other"
-    protocol.make_root(root, 0o750, durable=False)
+    protocol.make_root(locate(root), 0o750, durable=False)
     reshard.save(root, 1, {"w": np.zeros(2)})  # claimed, and no rank folder in it
     with Job(4, lambda group: save_or_tell(group, root)) as job:
         assert job.values() == ["DestinationExistsError"] * 4

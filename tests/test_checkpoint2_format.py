@@ -16,6 +16,7 @@ from reshard.documents.strict_json import parse_json
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.common import CommonInfo
+from reshard.storage.location import locate
 
 SAMPLES = Path(__file__).parent / "data" / "mindspore"
 
@@ -128,7 +129,7 @@ TRACKERS: list[tuple[str, bytes, int | str]] = [
 @pytest.mark.parametrize(("data", "expected"), [pytest.param(*row[1:], id=row[0]) for row in TRACKERS])
 def test_trackers(data: bytes, expected: int | str, tmp_path: Path) -> None:
     (tmp_path / roots.TRACKER_FILE).write_bytes(data)
-    iteration, reason = roots.read_tracker(tmp_path)
+    iteration, reason = roots.read_tracker(locate(tmp_path))
     if isinstance(expected, int):
         assert (iteration, reason) == (expected, None)
     else:
@@ -139,25 +140,25 @@ def test_trackers(data: bytes, expected: int | str, tmp_path: Path) -> None:
 
 def test_a_tracker_that_is_no_regular_file_is_none(tmp_path: Path) -> None:
     path = tmp_path / roots.TRACKER_FILE
-    assert roots.read_tracker(tmp_path) == (None, None)
+    assert roots.read_tracker(locate(tmp_path)) == (None, None)
     (tmp_path / "real").write_text("5")
     path.symlink_to("real")
-    assert "symbolic link" in str(roots.read_tracker(tmp_path)[1])
+    assert "symbolic link" in str(roots.read_tracker(locate(tmp_path))[1])
     path.unlink()
     path.mkdir()
-    assert "not a regular file" in str(roots.read_tracker(tmp_path)[1])
+    assert "not a regular file" in str(roots.read_tracker(locate(tmp_path))[1])
     path.rmdir()
     os.mkfifo(path)
-    assert "not a regular file" in str(roots.read_tracker(tmp_path)[1])
+    assert "not a regular file" in str(roots.read_tracker(locate(tmp_path))[1])
 
 
 def test_the_tracker_is_what_the_original_reads(tmp_path: Path) -> None:
-    roots.write_tracker(tmp_path, 123456789)
+    roots.write_tracker(locate(tmp_path), 123456789)
     assert (tmp_path / roots.TRACKER_FILE).read_bytes() == b"123456789"
     (tmp_path / "iteration_123456789").mkdir()
     assert original_reader.iteration_folder(tmp_path).name == "iteration_123456789"
     with pytest.raises(ArgumentError):
-        roots.write_tracker(tmp_path, -1)
+        roots.write_tracker(locate(tmp_path), -1)
 
 
 def make_root(root: Path, names: list[str], tracker: str | None) -> None:
@@ -182,9 +183,9 @@ def test_candidates_are_the_trackers_first_then_downwards(
     names: list[str], tracker: str | None, expected: list[int], tmp_path: Path
 ) -> None:
     make_root(tmp_path, names, tracker)
-    candidates = roots.resolve_candidates(tmp_path)
+    candidates = roots.resolve_candidates(locate(tmp_path))
     assert [iteration for iteration, _ in candidates.folders] == expected
-    assert [iteration for iteration, _ in roots.list_iterations(tmp_path)] == sorted(expected)
+    assert [iteration for iteration, _ in roots.list_iterations(locate(tmp_path))] == sorted(expected)
     useful = tracker is None or (tracker.isdigit() and int(tracker) in expected)
     assert (candidates.tracker_reason is None) == useful
     assert (candidates.tracker is not None) == (useful and tracker is not None)
@@ -194,32 +195,32 @@ def test_links_and_files_are_no_iterations(tmp_path: Path) -> None:
     make_root(tmp_path, ["iteration_00000005"], None)
     (tmp_path / "iteration_00000006").symlink_to("iteration_00000005")
     (tmp_path / "iteration_00000007").write_text("")
-    assert roots.list_iterations(tmp_path) == [(5, "iteration_00000005")]
+    assert roots.list_iterations(locate(tmp_path)) == [(5, "iteration_00000005")]
     with pytest.raises(CheckpointNotFoundError):
-        roots.list_iterations(tmp_path / "absent")
+        roots.list_iterations(locate(tmp_path / "absent"))
 
 
 def test_of_two_folders_of_one_number_the_8_digit_one_counts(tmp_path: Path) -> None:
     make_root(tmp_path, ["iteration_0000005", "iteration_00000005", "iteration_0000000007", "iteration_007"], None)
-    candidates = roots.resolve_candidates(tmp_path)
+    candidates = roots.resolve_candidates(locate(tmp_path))
     assert candidates.folders == ((7, "iteration_007"), (5, "iteration_00000005"))
     assert [name for name, _ in candidates.ignored] == ["iteration_0000005", "iteration_0000000007"]
     assert candidates.ignored[0][1].startswith("iteration 5 is read from iteration_00000005: nothing")
 
 
 def test_what_is_a_root(tmp_path: Path) -> None:
-    assert not roots.is_root(tmp_path)
+    assert not roots.is_root(locate(tmp_path))
     make_root(tmp_path, ["iteration_3"], None)
-    assert roots.is_root(tmp_path)
+    assert roots.is_root(locate(tmp_path))
     (tmp_path / "iteration_3" / roots.TRACKER_FILE).write_text("junk")
-    assert roots.is_root(tmp_path / "iteration_3")
+    assert roots.is_root(locate(tmp_path / "iteration_3"))
 
 
 # -- folders without metadata.json
 
 
 def test_shard_files_of_the_one_device_sample() -> None:
-    names = checkpoint2.list_shard_files(SAMPLES / "ckpt2_single" / "checkpoint" / "iteration_00000003")
+    names = checkpoint2.list_shard_files(locate(SAMPLES / "ckpt2_single" / "checkpoint" / "iteration_00000003"))
     assert names == ["one-model-0000000-0000001.safetensors", "one-opt-0000000-0000001.safetensors"]
 
 
@@ -243,17 +244,17 @@ def test_shard_files_are_complete_or_refused(names: list[str], expected: list[in
         (tmp_path / name).write_bytes(b"")
     if isinstance(expected, str):
         with pytest.raises(DamagedFileError) as caught:
-            checkpoint2.list_shard_files(tmp_path)
+            checkpoint2.list_shard_files(locate(tmp_path))
         assert expected in str(caught.value)
     else:
-        assert checkpoint2.list_shard_files(tmp_path) == [names[i] for i in expected]
+        assert checkpoint2.list_shard_files(locate(tmp_path)) == [names[i] for i in expected]
 
 
 # -- common.json
 
 
 def test_common_info_of_the_samples() -> None:
-    found = CommonInfo.read(SAMPLES / "ckpt2" / "checkpoint" / "iteration_00000010" / "common.json")
+    found = CommonInfo.read(locate(SAMPLES / "ckpt2" / "checkpoint" / "iteration_00000010" / "common.json"))
     assert found == CommonInfo(2, 10, 10, 32768.0, 32, 320, 0)
     text = (SAMPLES / "ckpt2" / "checkpoint" / "iteration_00000010" / "common.json").read_text()
     assert found.to_json() == text  # nothing is null there, so nothing is left out
@@ -261,12 +262,12 @@ def test_common_info_of_the_samples() -> None:
 
 def test_release_190_reads_our_common_info(tmp_path: Path) -> None:
     common = CommonInfo(epoch_num=1, step_num=7, global_step=np.int64(7), loss_scale=1, unknown=("note",))  # type: ignore[arg-type]
-    common.write(tmp_path / "common.json")
+    common.write(locate(tmp_path / "common.json"))
     assert dataclass_values(original_reader.read_common(tmp_path)) == [1, 7, 7, 1.0, None, None]
-    assert CommonInfo.read(tmp_path / "common.json") == common
+    assert CommonInfo.read(locate(tmp_path / "common.json")) == common
     names = ["epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size"]
     assert list(json.loads((tmp_path / "common.json").read_text())) == names
-    CommonInfo(ckpt_status=1).write(tmp_path / "common.json")
+    CommonInfo(ckpt_status=1).write(locate(tmp_path / "common.json"))
     assert original_reader.read_common(tmp_path).ckpt_status == 1
 
 
@@ -276,7 +277,7 @@ def dataclass_values(value: object) -> list[Any]:
 
 def test_unknown_counters_are_kept_by_name(tmp_path: Path) -> None:
     (tmp_path / "common.json").write_text('{"global_step": 3, "learning_rate": [1], "z": null}')
-    found = CommonInfo.read(tmp_path / "common.json")
+    found = CommonInfo.read(locate(tmp_path / "common.json"))
     assert found == CommonInfo(global_step=3)
     assert found.unknown == ("learning_rate", "z")
 
@@ -320,7 +321,7 @@ def test_common_info_that_is_damaged(data: bytes, message: str, tmp_path: Path) 
     path = tmp_path / "common.json"
     path.write_bytes(data)
     with pytest.raises(DamagedFileError) as caught:
-        CommonInfo.read(path)
+        CommonInfo.read(locate(path))
     assert message in str(caught.value)
     assert caught.value.path == str(path)
     assert str(path) in str(caught.value)

@@ -35,6 +35,7 @@ from reshard.formats.checkpoint2.shards import (
     shards_of,
 )
 from reshard.layout import Partition, TensorLayout
+from reshard.storage.location import locate
 
 if TYPE_CHECKING:
     from reshard.write.contents import Part
@@ -161,7 +162,7 @@ def test_metadata_has_the_content_of_the_originals(tree: Tree, tmp_path: Path) -
     records = records_of(tree.table)
     assert {inexpressible(record, tree.mesh) for record in records} == {None}
     plan = assign(shards_of(records, tree.mesh), tree.mesh.ranks, dedup=tree.dedup)
-    write_metadata(tmp_path / "metadata.json", Records.of(records), tree.mesh, plan, prefix=tree.prefix)
+    write_metadata(locate(tmp_path / "metadata.json"), Records.of(records), tree.mesh, plan, prefix=tree.prefix)
     ours = json.loads((tmp_path / "metadata.json").read_text())
     theirs = json.loads((SAMPLES / tree.name / "checkpoint" / tree.folder / "metadata.json").read_text())
 
@@ -188,7 +189,7 @@ def test_release_190_reads_the_samples_by_our_metadata(tree: Tree, tmp_path: Pat
         (tmp_path / path.name).write_bytes(path.read_bytes())
     records = records_of(tree.table)
     plan = assign(shards_of(records, tree.mesh), tree.mesh.ranks, dedup=tree.dedup)
-    write_metadata(tmp_path / "metadata.json", Records.of(records), tree.mesh, plan, prefix=tree.prefix)
+    write_metadata(locate(tmp_path / "metadata.json"), Records.of(records), tree.mesh, plan, prefix=tree.prefix)
     original_reader.audit(tmp_path, dedup=tree.dedup)
     expected = expected_tensors(tree.name, int(tree.folder[-2:]))
     assert_same(original_reader.read_tree(tmp_path), expected, set(expected))  # all of them, null layouts or not
@@ -240,9 +241,9 @@ def write_tree(
             assert box is not None
             shards[key] = np.ascontiguousarray(tensors[key][box]).reshape(tensors[key][box].shape)
         save_file(shards, folder / file.name(prefix), metadata={"format": "ms"})
-    write_metadata(folder / "metadata.json", Records.of(records), mesh, plan, prefix=prefix, durable=False)
-    CommonInfo(step_num=12, global_step=12).write(folder / "common.json", durable=False)
-    roots.write_tracker(root, 12, durable=False)
+    write_metadata(locate(folder / "metadata.json"), Records.of(records), mesh, plan, prefix=prefix, durable=False)
+    CommonInfo(step_num=12, global_step=12).write(locate(folder / "common.json"), durable=False)
+    roots.write_tracker(locate(root), 12, durable=False)
     return plan, tensors
 
 
@@ -331,12 +332,12 @@ def test_what_metadata_can_express(mesh: Mesh, fields: dict[str, Any], reason: s
     plan = assign(shards_of([record], mesh), mesh.ranks, dedup=True)
     if reason is None:
         assert found is None
-        write_metadata(tmp_path / "m.json", Records.of([record]), mesh, plan, durable=False)
+        write_metadata(locate(tmp_path / "m.json"), Records.of([record]), mesh, plan, durable=False)
     else:
         assert found is not None
         assert reason in found
         with pytest.raises(UnsupportedError, match="cannot describe `w`"):
-            write_metadata(tmp_path / "m.json", Records.of([record]), mesh, plan)
+            write_metadata(locate(tmp_path / "m.json"), Records.of([record]), mesh, plan)
         assert list(tmp_path.iterdir()) == []
 
 
@@ -345,9 +346,9 @@ def test_metadata_refuses_a_name_twice_and_a_shard_in_no_file(tmp_path: Path) ->
     record = record_of("w", "F32", (8,))
     plan = assign(shards_of([record], mesh), mesh.ranks, dedup=True)
     with pytest.raises(ArgumentError, match="`w` is described twice"):
-        write_metadata(tmp_path / "m.json", Records.of([record, record]), mesh, plan)
+        write_metadata(locate(tmp_path / "m.json"), Records.of([record, record]), mesh, plan)
     with pytest.raises(ArgumentError, match="shard 0 of `w` is in no file"):
-        write_metadata(tmp_path / "m.json", Records.of([record]), mesh, FilePlan(()))
+        write_metadata(locate(tmp_path / "m.json"), Records.of([record]), mesh, FilePlan(()))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -355,7 +356,7 @@ def test_every_axis_placed_still_gives_a_device_matrix(tmp_path: Path) -> None:
     mesh = Mesh([("dp", 2), ("tp", 2)])
     record = record_of("w", "F32", (8,), place=((("dp", "tp"), 2),))
     plan = assign(shards_of([record], mesh), mesh.ranks, dedup=True)
-    write_metadata(tmp_path / "m.json", Records.of([record]), mesh, plan)
+    write_metadata(locate(tmp_path / "m.json"), Records.of([record]), mesh, plan)
     layout = json.loads((tmp_path / "m.json").read_text())["state_dict_metadata"]["w"]["layout"]
     assert (layout["device_matrix"], layout["tensor_map"], layout["rank_list"]) == ([1], [-1], [2])
 
@@ -475,7 +476,7 @@ def test_the_text_is_that_of_pythons_json(key: str, tmp_path: Path) -> None:
     mesh = Mesh([("tp", 12)])
     records = [record_of(key, "F32", (12,), cut=(("tp",),)), record_of("b", "F32", (3,)), record_of("c", "U8", ())]
     plan = assign(shards_of(records, mesh), mesh.ranks, dedup=True)
-    write_metadata(tmp_path / "m.json", Records.of(records), mesh, plan)
+    write_metadata(locate(tmp_path / "m.json"), Records.of(records), mesh, plan)
     text = (tmp_path / "m.json").read_text(encoding="utf-8")
     content = json.loads(text)
     assert json.dumps(content, ensure_ascii=False, separators=(",", ":")) == text.replace("\n", "")

@@ -31,6 +31,7 @@ from reshard.formats.checkpoint2.save import Checkpoint2Begun, Checkpoint2Prepar
 from reshard.formats.state import PerRank
 from reshard.ranks.group import SingleProcess
 from reshard.resume import EpochStep
+from reshard.storage.location import locate
 from reshard.torch import Checkpointer, ElasticSampler, LossHealth
 from reshard.torch.run import interval
 from reshard.torch.state import describe
@@ -128,7 +129,7 @@ def test_resumed_run_is_the_same_run(tmp_path: Path, whole: list[float], mode: d
         assert (decision.initial_step, decision.warnings) == (6, (seed_is_saved,))
         assert (trainer.counter.n, trainer.sampler.total, trainer.schedule.last_epoch) == (24, 24, 6)
         assert losses[:6] + trainer.run(made, 7, 12) == whole
-    assert [line.iteration for line in reshard.commit.save_log.read(tmp_path)] == [3, 6, 9, 12]
+    assert [line.iteration for line in reshard.commit.save_log.read(locate(tmp_path))] == [3, 6, 9, 12]
 
 
 class Loop:
@@ -436,7 +437,7 @@ def test_unhealthy_checkpoints_are_marked_and_passed_over(tmp_path: Path) -> Non
     commons = {n: reshard.open(tmp_path / f"iteration_{n:08d}").common for n in range(1, 6)}
     marks = {n: None if common is None else common.ckpt_status for n, common in commons.items()}
     assert marks == {1: 0, 2: 0, 3: 0, 4: 1, 5: 1}
-    lines = reshard.commit.save_log.read(tmp_path)
+    lines = reshard.commit.save_log.read(locate(tmp_path))
     assert [line.metrics["norm"] for line in lines] == [0.5] * 5
     assert lines[3].metrics["loss"] == 50.0
     with resumed(tmp_path) as (_, _, decision):

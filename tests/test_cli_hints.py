@@ -42,7 +42,7 @@ def root(tmp_path: Path) -> Path:
     root = tmp_path / "runs" / "checkpoint"
     for iteration in (100, 200):
         reshard.save(root, iteration, {"w": np.full((4, 6), iteration, np.float32)}, commit={"durable": False})
-    protocol.release(root)
+    protocol.release(locate(root))
     return root
 
 
@@ -207,14 +207,14 @@ def test_folders_that_are_named_almost_like_an_iteration(root: Path, caplog: pyt
 
 
 def test_inspect_tells_a_save_in_progress_from_one_that_was_interrupted(root: Path) -> None:
-    attempt = protocol.begin(root, 300)
+    attempt = protocol.begin(locate(root), 300)
     try:
         for result in (run("inspect", root).stdout, outcome("inspect", root)[1]):
             assert "a save of iteration 300 in progress (0 B)" in result
     finally:
         protocol.abandon(attempt)
         os.makedirs(attempt.staging)  # noqa: PTH103  as if it had been killed
-        protocol.release(root)
+        protocol.release(locate(root))
     assert "a save of iteration 300 that was interrupted" in run("inspect", root).stdout
 
 
@@ -473,13 +473,13 @@ def test_a_claimed_destination_names_no_argument_that_convert_lacks(root: Path, 
     reshard.convert(root, tmp_path / "m.safetensors")
 
     def hold() -> None:
-        claims.hold(root)
+        claims.hold(locate(root))
         time.sleep(60)
 
     child = small_saves.fork(hold)
     try:
         while not list((root / ".writers").iterdir()) or not claims.is_alive(
-            root, claims._generations(locate(root) / ".writers")[-1]
+            locate(root), claims._generations(locate(root) / ".writers")[-1]
         ):
             time.sleep(0.05)
         with pytest.raises(ClaimedError) as caught:

@@ -30,6 +30,7 @@ import reshard
 from reshard.commit import manifest
 from reshard.errors import ArgumentError, LayoutError, ReshardError, UnsupportedError
 from reshard.formats import state, state_files
+from reshard.storage.location import locate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -832,10 +833,10 @@ def test_state_that_is_not_written_is_reported_by_every_format(to: Any, tmp_path
 def test_a_name_that_no_state_file_has_is_no_rank(tmp_path: Path) -> None:
     """A manifest of another program: the file counts as any other one."""
     folder = Path(reshard.save(tmp_path / "source", 7, {"w": np.ones(2)}, extra={"note": 1}).path)
-    known = manifest.read(folder)
+    known = manifest.read(locate(folder))
     files = {name.replace("extra-", "extra-0"): entry for name, entry in known.files.items()}
     (folder / "extra-0000000.json").rename(folder / "extra-00000000.json")
-    manifest.write(folder, replace(known, files=files, digest=""))
+    manifest.write(locate(folder), replace(known, files=files, digest=""))
     with reshard.open(folder) as checkpoint:
         assert checkpoint.manifest is not None
         assert state_files.ranks(checkpoint.manifest) == []

@@ -41,7 +41,7 @@ from reshard.formats.checkpoint2 import iteration as iterations
 from reshard.formats.checkpoint2.metadata import write_metadata
 from reshard.options import Retention
 from reshard.storage.local import LocalStore
-from reshard.storage.location import Location
+from reshard.storage.location import Location, locate
 from reshard.storage.store import Abilities
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def check_killed_in_a_save(base: RootT, following: int) -> None:
         assert found_by_the_original(root) in {(200, 0), state}
         assert all_held(root) >= OLD
         outcomes.append(state)
-        restarted(partial(protocol.recover, root))
+        restarted(partial(protocol.recover, locate(root)))
         assert all_held(root) >= OLD | {state}
         assert found(root) in {state, (300, 1)}
         assert found_by_the_original(root) == found(root)
@@ -200,7 +200,7 @@ def test_killed_while_a_thread_writes_the_descriptions(
         seen.add(signature(root))
         outcomes.append(found_arrays(root))
         assert was_killed or outcomes[-1] == 200
-        restarted(partial(protocol.recover, root))
+        restarted(partial(protocol.recover, locate(root)))
         assert found_arrays(root) in {outcomes[-1], 200}
         restarted(partial(save_arrays, root, 300))
         assert found_arrays(root) == 300
@@ -249,7 +249,7 @@ def check_killed_while_an_iteration_is_replaced(base: RootT, abilities: Abilitie
         if abilities == ALL:
             assert found_by_the_original(root) in old_or_new
         assert found(root) in (old_or_new if abilities != IN_PLACE else {(100, 0)} | old_or_new)
-        restarted(partial(protocol.recover, root))
+        restarted(partial(protocol.recover, locate(root)))
         assert (100, 0) in all_held(root)
         if abilities == IN_PLACE:
             assert found(root) in {(100, 0)} | old_or_new
@@ -295,13 +295,13 @@ def test_killed_in_the_recovery_of_a_killed_save(
         seen.add(signature(crashed))
         root = crashed.with_name("recovered")
         shutil.copytree(crashed, root)
-        restarted(partial(protocol.recover, root))
+        restarted(partial(protocol.recover, locate(root)))
         expected, whole = found(root), all_held(root)
         shutil.rmtree(root)
         for again in range(100):
             shutil.copytree(crashed, root)
-            was_killed = killed_at(again, partial(protocol.recover, root))
-            restarted(partial(protocol.recover, root))
+            was_killed = killed_at(again, partial(protocol.recover, locate(root)))
+            restarted(partial(protocol.recover, locate(root)))
             assert (found(root), all_held(root)) == (expected, whole)
             shutil.rmtree(root)
             if not was_killed:
@@ -344,8 +344,8 @@ def test_killed_in_retention(*, is_in_place: bool, base: Path, monkeypatch: pyte
 def test_killed_in_retention_on_a_full_disk(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a trash and without the mark: what has lost its manifest does not count, and is left."""
     restarted(partial(fill, base))
-    protocol.recover(base)
-    protocol.release(base)
+    protocol.recover(locate(base))
+    protocol.release(locate(base))
     assert not (base / ".trash").exists()
     real_create, real_make = LocalStore.create, LocalStore.make_folder
 
@@ -400,7 +400,7 @@ def check_killed_in_retention(base: RootT) -> None:
         whole = sorted(all_held(root))
         assert whole[-2:] == [(400, 0), (500, 0)]
         check_that_debris_is_marked(root, whole)
-        restarted(partial(protocol.recover, root))
+        restarted(partial(protocol.recover, locate(root)))
         assert not restarted(partial(warnings_of_retention, root))
         assert all_held(root) == {(400, 0), (500, 0)}
         check_next_save(root, 600, 0)
@@ -416,7 +416,7 @@ def check_that_debris_is_marked(root: Root, whole: list[tuple[int, int]]) -> Non
 
 
 def warnings_of_retention(root: Root) -> list[str]:
-    return list(retained.apply(root, Retention(keep=2)).warnings)
+    return list(retained.apply(locate(root), Retention(keep=2)).warnings)
 
 
 def refuse_folder_renames(monkeypatch: pytest.MonkeyPatch) -> None:

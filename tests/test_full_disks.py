@@ -28,6 +28,7 @@ from reshard.commit import protocol, roots
 from reshard.errors import StorageError
 from reshard.formats.checkpoint2 import save as saving
 from reshard.storage.local import LOCAL
+from reshard.storage.location import locate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -272,7 +273,7 @@ def test_retention_on_a_full_disk(disk: Path) -> None:
                 save(root, iteration)
             used = os.statvfs(root)
             mount(disk, f"size={(used.f_blocks - used.f_bfree) * PAGE}", MS_REMOUNT)
-            removed = retained.apply(root, reshard.Retention(keep=1))
+            removed = retained.apply(locate(root), reshard.Retention(keep=1))
             # That 300 was verified cannot be recorded on a full disk; it is verified all the same.
             assert all("the result is not recorded" in one for one in removed.warnings)
             assert not small_saves.debris(root)
@@ -290,14 +291,14 @@ def test_retention_without_a_trash_on_a_full_disk(disk: Path) -> None:
             for iteration in (100, 200, 300, 400):
                 save(root, iteration)
             reshard.verify(root)
-            protocol.release(root)
+            protocol.release(locate(root))
             assert not (root / ".trash").exists()
             used = os.statvfs(root)
             mount(disk, f"size=64m,nr_inodes={used.f_files - used.f_ffree}", MS_REMOUNT)
-            lock = manifests.read_lock(root / "iteration_00000200")
-            first = retained.apply(root, reshard.Retention(keep=1))
+            lock = manifests.read_lock(locate(root / "iteration_00000200"))
+            first = retained.apply(locate(root), reshard.Retention(keep=1))
             lock.close()
-            second = retained.apply(root, reshard.Retention(keep=1))
+            second = retained.apply(locate(root), reshard.Retention(keep=1))
             assert not second.warnings
             assert not small_saves.debris(root)
             is_whole(root, (400, 4))
@@ -328,7 +329,7 @@ def test_a_disk_that_becomes_read_only(disk: Path) -> None:
             is_whole(root, (200, 4))
             assert not [one for one in reshard.verify(root).checkpoints if one.faults]
             with contextlib.suppress(StorageError):
-                assert retained.apply(root, reshard.Retention(keep=1)).iterations == ()
+                assert retained.apply(locate(root), reshard.Retention(keep=1)).iterations == ()
             assert snapshot(root) == before
             mount(disk, "size=8m", MS_REMOUNT)
             save(root, 300)

@@ -18,6 +18,7 @@ from reshard.commit import save_log
 from reshard.errors import ArgumentError, CheckpointNotFoundError
 from reshard.formats import health
 from reshard.options import Retention, Verify
+from reshard.storage.location import locate
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,7 +34,7 @@ def _save(root: Path, number: int, *, bad: str | None = None, value: float = np.
 
 
 def _status(root: Path, number: int) -> int | None:
-    return manifests.read(root / f"iteration_{number:08d}").ckpt_status
+    return manifests.read(locate(root / f"iteration_{number:08d}")).ckpt_status
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -67,13 +68,13 @@ def test_a_save_records_the_tensor_and_its_status(tmp_path: Path) -> None:
     assert any("`b` holds NaN" in line for line in report.warnings)
     assert [_status(tmp_path, n) for n in (1, 2)] == [0, 1]
     folder = tmp_path / "iteration_00000002"
-    assert health.read(folder, manifests.read(folder)) == {"b": "nan"}
+    assert health.read(locate(folder), manifests.read(locate(folder))) == {"b": "nan"}
     assert not (tmp_path / "iteration_00000001" / health.NOT_FINITE_FILE).exists()
     assert json.loads((folder / "common.json").read_text())["ckpt_status"] == 1
     assert "ckpt_status" not in json.loads((tmp_path / "iteration_00000001" / "common.json").read_text())
-    assert [one.ckpt_status for one in save_log.read(tmp_path)] == [0, 1]
+    assert [one.ckpt_status for one in save_log.read(locate(tmp_path))] == [0, 1]
     assert reshard.verify(tmp_path).ok
-    assert str(health.unhealthy(tmp_path)) == (
+    assert str(health.unhealthy(locate(tmp_path))) == (
         "iteration 2 is unhealthy: `b` holds NaN; the last healthy one is iteration 1"
     )
 
@@ -81,7 +82,7 @@ def test_a_save_records_the_tensor_and_its_status(tmp_path: Path) -> None:
 def test_a_status_of_the_caller_stays(tmp_path: Path) -> None:
     _save(tmp_path, 1, common={"ckpt_status": 1})
     assert _status(tmp_path, 1) == 1
-    found = health.unhealthy(tmp_path)
+    found = health.unhealthy(locate(tmp_path))
     assert found is not None
     assert "loss or its own function" in str(found)
 
@@ -99,8 +100,8 @@ def test_a_background_save_and_a_conversion_record_it(tmp_path: Path) -> None:
     assert _status(tmp_path / "run", 1) == 1
     reshard.convert(tmp_path / "run", tmp_path / "other", to="checkpoint2")
     (folder,) = (tmp_path / "other").glob("iteration_*")
-    manifest = manifests.read(folder)
-    assert (manifest.ckpt_status, health.read(folder, manifest)) == (1, {"c": "nan"})
+    manifest = manifests.read(locate(folder))
+    assert (manifest.ckpt_status, health.read(locate(folder), manifest)) == (1, {"c": "nan"})
 
 
 # Every combination of the rules, a NaN from a random step in a random tensor on, and pins and rollbacks in between.
@@ -118,9 +119,9 @@ def test_no_rule_removes_the_last_healthy_iteration(tmp_path: Path, rule: Retent
     first, n = rng.randint(2, 5), 9
     for number in range(1, n + 1):
         if has_pins and number in (2, first + 1, first + 3):  # healthy and unhealthy ones, of which one is unpinned
-            reshard.pin(tmp_path, number - 1)
+            reshard.pin(locate(tmp_path), number - 1)
             if number == first + 3:
-                reshard.unpin(tmp_path, first)
+                reshard.unpin(locate(tmp_path), first)
         bad = rng.choice("abc") if number >= first else None
         metrics = {"loss": rng.random()}
         _save(
@@ -135,8 +136,8 @@ def test_no_rule_removes_the_last_healthy_iteration(tmp_path: Path, rule: Retent
     there = [int(path.name[10:]) for path in sorted(tmp_path.glob("iteration_*"))]
     assert first - 1 in there, there
     assert n in there
-    assert health.last_healthy(tmp_path) == first - 1
-    found = health.unhealthy(tmp_path)
+    assert health.last_healthy(locate(tmp_path)) == first - 1
+    found = health.unhealthy(locate(tmp_path))
     assert found is not None
     assert (found.since, found.last_healthy) == (min(one for one in there if one >= first), first - 1)
     changes = reshard.rollback(tmp_path, healthy=True)

@@ -85,7 +85,7 @@ def root(tmp_path: Path) -> Iterator[Path]:
     save_file(SECRET, tmp_path / "secret.safetensors")
     yield root
     protocol.release()
-    pending_rollback.forget(root)
+    pending_rollback.forget(locate(root))
 
 
 def content(iteration: int) -> dict[str, np.ndarray]:
@@ -130,9 +130,9 @@ def test_mindformers_1_a_crash_empties_the_tracker(root: Path) -> None:
         original_reader.read_tree(root)
     check(root, 300)  # whoever left it so
     number = 0
-    while killed_at(number, partial(write_tracker, root, 300)):
+    while killed_at(number, partial(write_tracker, locate(root), 300)):
         assert tracker(root) in {300, 305}
-        write_tracker(root, 305)
+        write_tracker(locate(root), 305)
         number += 1
     assert number >= 3
 
@@ -440,7 +440,7 @@ def test_orbax_394_the_cleaner_never_deletes_the_only_valid_copy(root: Path) -> 
     with pytest.raises(DamagedFileError):
         reshard.load(theirs)
     for _ in range(2):
-        assert retained.apply(root, reshard.Retention(keep=1)).iterations == ()
+        assert retained.apply(locate(root), reshard.Retention(keep=1)).iterations == ()
         got = reshard.load(root)
         assert got.iteration == 100
         assert whole(100, got.state)
@@ -456,8 +456,8 @@ def test_orbax_394_the_cleaner_leaves_what_is_being_written(root: Path, monkeypa
     pending = save(root, 400, blocking=False)
     assert gate.reached.wait(30)
     (staged,) = (root / ".staging").iterdir()
-    protocol.recover(root)  # all that looks like debris goes
-    retained.apply(root, reshard.Retention(keep=1))
+    protocol.recover(locate(root))  # all that looks like debris goes
+    retained.apply(locate(root), reshard.Retention(keep=1))
     assert (staged / SHARD).exists()
     gate.open()
     pending.result(30)
@@ -583,7 +583,7 @@ def test_dlrover_990_the_tracker_never_names_an_empty_folder(root: Path, monkeyp
     with pytest.raises(FileNotFoundError):
         original_reader.read_tree(theirs)
     check(theirs, 300)
-    protocol.release(theirs)
+    protocol.release(locate(theirs))
     gate = Gate(monkeypatch)
     pending = save(root, 400, blocking=False)
     assert gate.reached.wait(30)

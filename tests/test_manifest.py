@@ -24,6 +24,7 @@ from reshard.errors import (
     StorageError,
     UnsupportedError,
 )
+from reshard.storage.location import locate
 
 CHUNK = 256 * 1024
 
@@ -85,14 +86,14 @@ def folder(tmp_path: Path) -> Path:
 
 def test_what_is_written_is_read(folder: Path) -> None:
     manifest = make(folder)
-    manifests.write(folder, manifest)
-    assert manifests.read(folder) == manifest
-    assert manifests.read(str(folder)).digest == manifest.digest
+    manifests.write(locate(folder), manifest)
+    assert manifests.read(locate(folder)) == manifest
+    assert manifests.read(locate(str(folder))).digest == manifest.digest
     assert not list(folder.glob("*.tmp"))
 
 
 def test_the_file_is_plain_json_whose_digest_is_over_what_stands_before_it(folder: Path) -> None:
-    manifests.write(folder, make(folder))
+    manifests.write(locate(folder), make(folder))
     data = (folder / "manifest.json").read_bytes()
     content = json.loads(data)
     assert list(content) == [
@@ -107,7 +108,7 @@ def test_the_file_is_plain_json_whose_digest_is_over_what_stands_before_it(folde
 
 
 def test_every_flipped_bit_is_noticed(folder: Path) -> None:
-    manifests.write(folder, make(folder, (10,)))
+    manifests.write(locate(folder), make(folder, (10,)))
     path = folder / "manifest.json"
     data = path.read_bytes()
     handle = os.open(path, os.O_WRONLY)
@@ -115,26 +116,26 @@ def test_every_flipped_bit_is_noticed(folder: Path) -> None:
         for bit in range(8):
             os.pwrite(handle, bytes([byte ^ 1 << bit]), place)
             with pytest.raises(DamagedFileError) as caught:
-                manifests.read(folder)
+                manifests.read(locate(folder))
             assert caught.value.path == str(path)
         os.pwrite(handle, data[place : place + 1], place)
     os.close(handle)
-    manifests.read(folder)
+    manifests.read(locate(folder))
 
 
 def test_every_truncation_and_zeroed_tail_is_noticed(folder: Path) -> None:
-    manifests.write(folder, make(folder, (10,)))
+    manifests.write(locate(folder), make(folder, (10,)))
     path = folder / "manifest.json"
     data = path.read_bytes()
     for n in range(len(data)):
         for damaged in (data[:n], data[:n] + bytes(len(data) - n)):
             path.write_bytes(damaged)
             with pytest.raises(DamagedFileError):
-                manifests.read(folder)
+                manifests.read(locate(folder))
     for more in (b"\n", b" ", b"\0", data):
         path.write_bytes(data + more)
         with pytest.raises(DamagedFileError):
-            manifests.read(folder)
+            manifests.read(locate(folder))
 
 
 @pytest.mark.parametrize(
@@ -149,12 +150,12 @@ def test_every_truncation_and_zeroed_tail_is_noticed(folder: Path) -> None:
     ],
 )
 def test_a_manifest_of_another_iteration_is_stale(name: str, *, is_refused: bool, tmp_path: Path) -> None:
-    manifests.write(tmp_path / name, make(tmp_path / name))
+    manifests.write(locate(tmp_path / name), make(tmp_path / name))
     if is_refused:
         with pytest.raises(DamagedFileError, match="of iteration 400, its folder that of 401"):
-            manifests.read(tmp_path / name)
+            manifests.read(locate(tmp_path / name))
     else:
-        manifests.read(tmp_path / name)
+        manifests.read(locate(tmp_path / name))
 
 
 def rewritten(folder: Path, change: Any) -> None:
@@ -206,10 +207,10 @@ def sub(old: bytes, new: bytes) -> Any:
     ],
 )  # fmt: skip
 def test_a_forged_digest_saves_no_malformed_record(change: Any, message: str, folder: Path) -> None:
-    manifests.write(folder, make(folder))
+    manifests.write(locate(folder), make(folder))
     rewritten(folder, change)
     with pytest.raises(DamagedFileError, match=re.escape(message)):
-        manifests.read(folder)
+        manifests.read(locate(folder))
 
 
 @pytest.mark.parametrize(
@@ -218,19 +219,19 @@ def test_a_forged_digest_saves_no_malformed_record(change: Any, message: str, fo
 )
 def test_hostile_names_are_refused(name: str, folder: Path) -> None:
     manifest = make(folder)
-    manifests.write(folder, manifest)
+    manifests.write(locate(folder), manifest)
     rewritten(folder, sub(b'"metadata.json"', json.dumps(name).encode()))
     with pytest.raises(DamagedFileError, match="is refused"):
-        manifests.read(folder)
+        manifests.read(locate(folder))
     with pytest.raises(ArgumentError, match="is refused"):
         dataclasses.replace(manifest, files={**manifest.files, name: PlainEntry(0, digest(b""))}, digest="")
 
 
 def test_a_later_version_is_told_from_damage(folder: Path) -> None:
-    manifests.write(folder, make(folder))
+    manifests.write(locate(folder), make(folder))
     rewritten(folder, sub(b'"version":1', b'"version":3,"new":[]'))
     with pytest.raises(UnsupportedError, match="is of version 3; this release reads versions 1 and 2"):
-        manifests.read(folder)
+        manifests.read(locate(folder))
 
 
 def test_a_digest_that_is_told_must_fit(folder: Path) -> None:
@@ -243,10 +244,10 @@ def test_a_digest_that_is_told_must_fit(folder: Path) -> None:
 def test_without_a_manifest(folder: Path) -> None:
     for act in (manifests.read, manifests.read_lock):
         with pytest.raises(CheckpointNotFoundError):
-            act(folder)
+            act(locate(folder))
         folder.mkdir(exist_ok=True)
         with pytest.raises(CheckpointNotFoundError):
-            act(folder)
+            act(locate(folder))
         folder.rmdir()
 
 
@@ -256,7 +257,7 @@ def test_what_is_no_regular_file_is_no_manifest(make_other: Any, folder: Path) -
     make_other(folder / "manifest.json")
     for act in (manifests.read, manifests.read_lock):
         with pytest.raises(DamagedFileError):
-            act(folder)
+            act(locate(folder))
 
 
 # -- what it lists
@@ -264,55 +265,59 @@ def test_what_is_no_regular_file_is_no_manifest(make_other: Any, folder: Path) -
 
 def test_sizes(folder: Path) -> None:
     manifest = make(folder)
-    manifests.check_sizes(folder, manifest)
+    manifests.check_sizes(locate(folder), manifest)
     for name, _ in manifest.sizes:
         path = folder / name
         data = path.read_bytes()
         for n in {0, len(data) - 1, len(data) + 1} - {len(data)}:
             path.write_bytes((data + b"\0")[:n])
             with pytest.raises(DamagedFileError, match=f"has {n} bytes?, expected {len(data)}") as caught:
-                manifests.check_sizes(folder, manifest)
+                manifests.check_sizes(locate(folder), manifest)
             assert caught.value.path == str(path)
         path.unlink()
         with pytest.raises(DamagedFileError, match=rf"there is no file .*{name}"):
-            manifests.check_sizes(folder, manifest)
+            manifests.check_sizes(locate(folder), manifest)
         (folder.parent / "outside").write_bytes(data)
         path.symlink_to("../outside")
         with pytest.raises(DamagedFileError, match="is not a regular file"):
-            manifests.check_sizes(folder, manifest)
+            manifests.check_sizes(locate(folder), manifest)
         path.unlink()
         path.write_bytes(data)
-    manifests.check_sizes(folder, manifest)
+    manifests.check_sizes(locate(folder), manifest)
     with pytest.raises(CheckpointNotFoundError):
-        manifests.check_sizes(folder / "absent", manifest)
+        manifests.check_sizes(locate(folder / "absent"), manifest)
 
 
 def test_headers(folder: Path) -> None:
     manifest = make(folder)
-    manifests.check_headers(folder, manifest)
+    manifests.check_headers(locate(folder), manifest)
     name = "model-0000002-0000003.safetensors"
     path, data = folder / name, (folder / name).read_bytes()
     for place in range(manifest.shards[name].header_bytes):
         path.write_bytes(data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :])
         with pytest.raises(DamagedFileError, match=r"the header of .* was altered") as caught:
-            manifests.check_headers(folder, manifest)
+            manifests.check_headers(locate(folder), manifest)
         assert caught.value.path == str(path)
-        manifests.check_headers(folder, manifest, ["model-0000000-0000003.safetensors"])
+        manifests.check_headers(locate(folder), manifest, ["model-0000000-0000003.safetensors"])
     path.write_bytes(data[:-1])
     with pytest.raises(DamagedFileError, match="expected"):
-        manifests.check_headers(folder, manifest)
+        manifests.check_headers(locate(folder), manifest)
 
 
 def test_sums_are_read_for_the_files_asked_for(folder: Path) -> None:
     manifest = make(folder)
     data = (folder / "checksums.bin").read_bytes()
     first, second, third = manifest.shards
-    assert manifests.read_checksums(folder, manifest) == {first: data[:8], second: data[8:12], third: data[12:16]}
-    assert manifests.read_checksums(folder, manifest, [third]) == {third: data[12:]}
-    assert manifests.read_checksums(folder, manifest, {third, first}) == {first: data[:8], third: data[12:]}
-    assert manifests.read_checksums(folder, manifest, []) == {}
+    assert manifests.read_checksums(locate(folder), manifest) == {
+        first: data[:8],
+        second: data[8:12],
+        third: data[12:16],
+    }
+    assert manifests.read_checksums(locate(folder), manifest, [third]) == {third: data[12:]}
+    assert manifests.read_checksums(locate(folder), manifest, {third, first}) == {first: data[:8], third: data[12:]}
+    assert manifests.read_checksums(locate(folder), manifest, []) == {}
     with pytest.raises(ArgumentError, match="lists no shard file `x`"):
-        manifests.read_checksums(folder, manifest, ["x"])
+        manifests.read_checksums(locate(folder), manifest, ["x"])
 
 
 def test_every_flipped_bit_of_the_sums_is_noticed_and_named(folder: Path) -> None:
@@ -324,37 +329,37 @@ def test_every_flipped_bit_of_the_sums_is_noticed_and_named(folder: Path) -> Non
             path.write_bytes(data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :])
             hit = list(manifest.shards)[0 if place < 8 else 1 if place < 12 else 2]
             with pytest.raises(DamagedFileError, match=f"the checksums of `{hit}` differ"):
-                manifests.read_checksums(folder, manifest)
+                manifests.read_checksums(locate(folder), manifest)
             others = [name for name in manifest.shards if name != hit]
-            manifests.read_checksums(folder, manifest, others)
+            manifests.read_checksums(locate(folder), manifest, others)
     for n in range(len(data)):
         path.write_bytes(data[:n])
         with pytest.raises(DamagedFileError, match=f"has {n} bytes?, expected 16"):
-            manifests.read_checksums(folder, manifest)
+            manifests.read_checksums(locate(folder), manifest)
     path.unlink()
     with pytest.raises(DamagedFileError, match="there is no file"):
-        manifests.read_checksums(folder, manifest)
+        manifests.read_checksums(locate(folder), manifest)
 
 
 def test_plain_files(folder: Path) -> None:
     manifest = make(folder)
     path = folder / "metadata.json"
     data = path.read_bytes()
-    assert manifests.read_plain(folder, manifest, "metadata.json", len(data)) == data
+    assert manifests.read_plain(locate(folder), manifest, "metadata.json", len(data)) == data
     with pytest.raises(DamagedFileError, match="has 8 bytes; such a file has at most 7"):
-        manifests.read_plain(folder, manifest, "metadata.json", 7)
+        manifests.read_plain(locate(folder), manifest, "metadata.json", 7)
     for place in range(len(data)):
         for bit in range(8):
             path.write_bytes(data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :])
             with pytest.raises(DamagedFileError, match="was altered"):
-                manifests.read_plain(folder, manifest, "metadata.json", 100)
+                manifests.read_plain(locate(folder), manifest, "metadata.json", 100)
     for damaged in (data[:-1], data + b" ", b""):
         path.write_bytes(damaged)
         with pytest.raises(DamagedFileError, match="expected 8"):
-            manifests.read_plain(folder, manifest, "metadata.json", 100)
+            manifests.read_plain(locate(folder), manifest, "metadata.json", 100)
     (folder / "planted.json").write_bytes(b"{}")
     with pytest.raises(CheckpointNotFoundError, match=r"lists no file `planted\.json`"):
-        manifests.read_plain(folder, manifest, "planted.json", 100)
+        manifests.read_plain(locate(folder), manifest, "planted.json", 100)
 
 
 def test_a_failing_disk_is_no_damage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,10 +370,10 @@ def test_a_failing_disk_is_no_damage(folder: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(os, "pread", pread)
     with pytest.raises(StorageError, match="Input/output error") as caught:
-        manifests.read_plain(folder, manifest, "common.json", 100)
+        manifests.read_plain(locate(folder), manifest, "common.json", 100)
     assert caught.value.errno == 5
     with pytest.raises(StorageError):
-        manifests.read_checksums(folder, manifest)
+        manifests.read_checksums(locate(folder), manifest)
 
 
 def n_handles() -> int:
@@ -377,20 +382,20 @@ def n_handles() -> int:
 
 def test_no_handle_is_left_open(folder: Path) -> None:
     manifest = make(folder)
-    manifests.write(folder, manifest)
+    manifests.write(locate(folder), manifest)
     before = n_handles()
     (folder / "common.json").write_bytes(b"!")
     for act in (
-        lambda: manifests.check_sizes(folder, manifest),
-        lambda: manifests.read_plain(folder, manifest, "common.json", 10),
-        lambda: manifests.read_plain(folder, manifest, "absent", 10),
-        lambda: manifests.read_lock(folder / "absent"),
+        lambda: manifests.check_sizes(locate(folder), manifest),
+        lambda: manifests.read_plain(locate(folder), manifest, "common.json", 10),
+        lambda: manifests.read_plain(locate(folder), manifest, "absent", 10),
+        lambda: manifests.read_lock(locate(folder / "absent")),
     ):
         with pytest.raises(ReshardError):
             act()
-    manifests.read(folder)
-    manifests.read_checksums(folder, manifest)
-    manifests.read_lock(folder).close()
+    manifests.read(locate(folder))
+    manifests.read_checksums(locate(folder), manifest)
+    manifests.read_lock(locate(folder)).close()
     assert n_handles() == before
 
 
@@ -407,9 +412,9 @@ def is_locked(folder: Path) -> bool:
 
 
 def test_readers_share_the_lock(folder: Path) -> None:
-    manifests.write(folder, make(folder))
+    manifests.write(locate(folder), make(folder))
     assert not is_locked(folder)
-    one, other = manifests.read_lock(folder), manifests.read_lock(folder)
+    one, other = manifests.read_lock(locate(folder)), manifests.read_lock(locate(folder))
     one.close()
     assert is_locked(folder)
     other.close()
@@ -419,7 +424,7 @@ def test_readers_share_the_lock(folder: Path) -> None:
 def test_a_folder_that_is_renamed_away_while_it_is_locked_is_no_longer_there(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manifests.write(folder, make(folder))
+    manifests.write(locate(folder), make(folder))
     real = fcntl.flock
 
     def rename_then_lock(handle: int, operation: int) -> None:
@@ -429,27 +434,27 @@ def test_a_folder_that_is_renamed_away_while_it_is_locked_is_no_longer_there(
     monkeypatch.setattr(fcntl, "flock", rename_then_lock)
     before = n_handles()
     with pytest.raises(CheckpointNotFoundError, match="was removed while it was opened"):
-        manifests.read_lock(folder)
+        manifests.read_lock(locate(folder))
     assert n_handles() == before
 
 
 def test_a_folder_that_is_being_removed_is_waited_for_until_a_deadline(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manifests.write(folder, make(folder))
+    manifests.write(locate(folder), make(folder))
     monkeypatch.setattr(manifests, "_LOCK_SECONDS", 0.05)
     with (folder / "manifest.json").open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(CheckpointNotFoundError, match="was removed"):
-            manifests.read_lock(folder)
-    manifests.read_lock(folder).close()
+            manifests.read_lock(locate(folder))
+    manifests.read_lock(locate(folder)).close()
 
 
 def test_without_locks_reading_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    manifests.write(folder, make(folder))
+    manifests.write(locate(folder), make(folder))
 
     def flock(*_: object) -> None:
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    manifests.read_lock(folder).close()
+    manifests.read_lock(locate(folder)).close()

@@ -24,6 +24,7 @@ from reshard.errors import ArgumentError, DamagedFileError, KeyNotFoundError, Mi
 from reshard.formats.checkpoint2 import reader, root
 from reshard.formats.checkpoint2.reader import Chosen
 from reshard.ranks import messages
+from reshard.storage.location import locate
 from reshard.torch import Checkpointer
 
 if TYPE_CHECKING:
@@ -71,11 +72,11 @@ def test_entries_that_are_read_alone_are_those_of_the_manifest(
     seed: int, n_shards: int, n_files: int, tmp_path: Path
 ) -> None:
     expected = random_manifest(seed, n_shards, n_files)
-    manifests.write(tmp_path, expected, durable=False)
-    assert manifests.read(tmp_path) == expected
+    manifests.write(locate(tmp_path), expected, durable=False)
+    assert manifests.read(locate(tmp_path)) == expected
     sent = manifests.outline(expected)
     assert sent is not None
-    part = manifests.read_part(tmp_path, messages.decode(manifests.Outline, messages.encode(sent)))
+    part = manifests.read_part(locate(tmp_path), messages.decode(manifests.Outline, messages.encode(sent)))
     for name in ("iteration", "generation", "attempt", "world_size", "previous_tracker", "passed_over", "writer"):
         assert getattr(part, name) == getattr(expected, name)
     assert (part.saved_at, part.ckpt_status, part.metrics) == (
@@ -90,18 +91,18 @@ def test_entries_that_are_read_alone_are_those_of_the_manifest(
     assert not {"", "zzzz", "a", "~~"} & {*part.shards, *part.files}
     assert "" not in part.shards
     assert "zzzz" not in part.files
-    again = manifests.read_part(tmp_path, sent)
+    again = manifests.read_part(locate(tmp_path), sent)
     assert (dict(again.shards), dict(again.files)) == (expected.shards, expected.files)
     assert (len(part.shards), part.sizes, part.n_bytes) == (len(expected.shards), expected.sizes, expected.n_bytes)
 
 
 def test_one_entry_reads_a_piece(tmp_path: Path) -> None:
     manifest = random_manifest(5, 4000, 4)
-    manifests.write(tmp_path, manifest, durable=False)
+    manifests.write(locate(tmp_path), manifest, durable=False)
     sent = manifests.outline(manifest)
     assert sent is not None
     before = bytes_read()
-    part = manifests.read_part(tmp_path, sent)
+    part = manifests.read_part(locate(tmp_path), sent)
     name = sorted(manifest.shards)[1234]
     assert part.shards[name] == manifest.shards[name]
     assert bytes_read() - before < 24 << 10
@@ -118,7 +119,7 @@ def test_a_small_manifest_or_one_in_another_order_is_read_as_a_whole() -> None:
 
 def test_an_altered_manifest_gives_the_committed_entries_or_an_error(tmp_path: Path) -> None:
     manifest = random_manifest(8, 260, 30)
-    manifests.write(tmp_path, manifest, durable=False)
+    manifests.write(locate(tmp_path), manifest, durable=False)
     sent = manifests.outline(manifest)
     assert sent is not None
     path = tmp_path / "manifest.json"
@@ -129,7 +130,7 @@ def test_an_altered_manifest_gives_the_committed_entries_or_an_error(tmp_path: P
     for place in places:
         path.write_bytes(text[:place] + bytes([text[place] ^ 1 << rng.randrange(8)]) + text[place + 1 :])
         try:
-            part = manifests.read_part(tmp_path, sent)
+            part = manifests.read_part(locate(tmp_path), sent)
         except MismatchError:
             n_refused += 1
             continue
@@ -146,18 +147,18 @@ def test_an_altered_manifest_gives_the_committed_entries_or_an_error(tmp_path: P
     for other in (text[:-1], text + b"\n", b"", text[:200]):
         path.write_bytes(other)
         with pytest.raises(MismatchError):
-            manifests.read_part(tmp_path, sent)
+            manifests.read_part(locate(tmp_path), sent)
     path.unlink()
-    manifests.write(tmp_path, random_manifest(10, 260, 30), durable=False)
+    manifests.write(locate(tmp_path), random_manifest(10, 260, 30), durable=False)
     with pytest.raises(MismatchError):
-        manifests.read_part(tmp_path, sent)
+        manifests.read_part(locate(tmp_path), sent)
 
 
 @pytest.mark.parametrize("n_shards", [0, 1, 300])
 def test_the_head_is_that_of_the_manifest(n_shards: int, tmp_path: Path) -> None:
     manifest = random_manifest(11, n_shards, 3)
-    manifests.write(tmp_path, manifest, durable=False)
-    head = manifests.read_head(tmp_path)
+    manifests.write(locate(tmp_path), manifest, durable=False)
+    head = manifests.read_head(locate(tmp_path))
     assert (head.iteration, head.generation, head.previous_tracker, head.passed_over) == (
         manifest.iteration, manifest.generation, manifest.previous_tracker, manifest.passed_over,
     )  # fmt: skip
@@ -166,7 +167,7 @@ def test_the_head_is_that_of_the_manifest(n_shards: int, tmp_path: Path) -> None
     for place in random.Random(12).sample(range(len(text)), 50):
         path.write_bytes(text[:place] + bytes([text[place] ^ 4]) + text[place + 1 :])
         with pytest.raises(DamagedFileError):
-            manifests.read_head(tmp_path)
+            manifests.read_head(locate(tmp_path))
 
 
 # -- of a checkpoint
@@ -329,9 +330,9 @@ def test_a_root_reads_each_manifest_once_and_parses_the_entries_of_one(
             assert checkpoint.iteration == 15
         assert sorted(texts) == ["iteration_00000005", "iteration_00000010", "iteration_00000015"]
         texts.clear()
-    assert opening.newer_than(tmp_path, 15) == ()
+    assert opening.newer_than(locate(tmp_path), 15) == ()
     assert texts == []
-    assert opening.newer_than(tmp_path, 10) == (15,)
+    assert opening.newer_than(locate(tmp_path), 10) == (15,)
 
 
 def test_the_lock_of_an_iteration_that_is_not_opened_is_released(tmp_path: Path) -> None:
@@ -339,7 +340,7 @@ def test_the_lock_of_an_iteration_that_is_not_opened_is_released(tmp_path: Path)
     sealed.make_tiny(tmp_path, 10, previous_tracker=5)
     n_handles = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(2):
-        assert [one.iteration for one in root.order_of(tmp_path).candidates] == [10, 5]
+        assert [one.iteration for one in root.order_of(locate(tmp_path)).candidates] == [10, 5]
         assert len(list(Path("/proc/self/fd").iterdir())) == n_handles
     damaged = tmp_path / "iteration_00000010" / "manifest.json"
     damaged.write_bytes(damaged.read_bytes()[:-3])

@@ -34,6 +34,7 @@ from reshard.errors import (
 )
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.layout import read_strategy
+from reshard.storage.location import locate
 
 if TYPE_CHECKING:
     from reshard.storage.location import Location
@@ -61,7 +62,9 @@ def whole(folder: Path) -> Arrays:
 
 
 def of_ranks(folder: Path) -> dict[int, Arrays]:
-    files = {rank: checkpoint1.choose_by_suffix(folder)[rank] for rank in checkpoint1.rank_folders(folder)}
+    files = {
+        rank: checkpoint1.choose_by_suffix(locate(folder))[rank] for rank in checkpoint1.rank_folders(locate(folder))
+    }
     return {rank: load_file(path) for rank, path in files.items()}
 
 

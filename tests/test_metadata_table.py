@@ -25,6 +25,7 @@ from reshard.errors import DamagedFileError, ReshardError
 from reshard.formats.checkpoint2 import metadata, reader
 from reshard.formats.checkpoint2.metadata import write_metadata
 from reshard.formats.checkpoint2.shards import Records, assign, shards_of
+from reshard.storage.location import locate
 
 if TYPE_CHECKING:
     from reshard._core import Mesh
@@ -125,13 +126,13 @@ def test_the_table_of_any_file_has_its_content(
     path = tmp_path_factory.mktemp("one") / "metadata.json"
     plan = assign(shards_of(records, mesh), mesh.ranks, dedup=dedup)
     with mock.patch.object(metadata, "MIN_TABLE_BYTES", 0):
-        entry, table = write_metadata(path, Records.of(records), mesh, plan, durable=False)
+        entry, table = write_metadata(locate(path), Records.of(records), mesh, plan, durable=False)
     data = path.read_bytes()
     assert entry == manifests.PlainEntry(len(data), manifests.digest_of(data))
     from_text, from_table = both(data)
     assert contents(from_table) == contents(from_text)
     assert table == table_of(data, manifests.digest_of(data))
-    assert write_metadata(path, Records.of(records), mesh, plan, durable=False).table is None
+    assert write_metadata(locate(path), Records.of(records), mesh, plan, durable=False).table is None
 
 
 def sample() -> bytes:
@@ -201,7 +202,7 @@ def assert_loads(folder: Path) -> None:
 
 
 def test_a_checkpoint_is_read_by_its_table_alone(folder: Path) -> None:
-    assert TABLE in manifests.read(folder).files
+    assert TABLE in manifests.read(locate(folder)).files
     (folder / "metadata.json").write_bytes(b"?" * (folder / "metadata.json").stat().st_size)
     assert_loads(folder)
     assert "metadata.json" in str(reshard.verify(folder))
@@ -223,23 +224,23 @@ def test_a_table_that_the_manifest_lists_for_another_file_is_refused(folder: Pat
     """Stale: the digest in the manifest is that of the table, but the table was made from another metadata.json."""
     text = (folder / "metadata.json").read_bytes()
     (folder / TABLE).write_bytes(table_of(text + b"\n", manifests.digest_of(text + b"\n")))
-    manifest = manifests.read(folder)
-    files = {**manifest.files, TABLE: manifests.plain_entry(folder, TABLE)}
-    manifests.write(folder, replace(manifest, files=files, digest=""))
+    manifest = manifests.read(locate(folder))
+    files = {**manifest.files, TABLE: manifests.plain_entry(locate(folder), TABLE)}
+    manifests.write(locate(folder), replace(manifest, files=files, digest=""))
     with pytest.raises(DamagedFileError, match=r"expected [0-9a-f]+"):
         reshard.open(folder)
 
 
 def test_a_table_without_entry_in_the_manifest_is_ignored(folder: Path) -> None:
-    manifest = manifests.read(folder)
+    manifest = manifests.read(locate(folder))
     files = {name: entry for name, entry in manifest.files.items() if name != TABLE}
-    manifests.write(folder, replace(manifest, files=files, digest=""))
+    manifests.write(locate(folder), replace(manifest, files=files, digest=""))
     (folder / TABLE).write_bytes(b"?")
     assert_loads(folder)
 
 
 def test_a_header_that_no_load_needs_is_compared_when_the_folder_is_opened(folder: Path) -> None:
-    name = max(manifests.read(folder).shards)
+    name = max(manifests.read(locate(folder)).shards)
     data = bytearray((folder / name).read_bytes())
     data[20] ^= 1
     (folder / name).write_bytes(data)

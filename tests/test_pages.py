@@ -132,7 +132,7 @@ def hostile(tmp_path: Path) -> Path:
     reshard.save_file({name: np.zeros(4, np.float32) for name in HOSTILE}, path)
     reshard.convert(path, root, layout={"mesh": {"tp": 2}, "rules": [{"match": "*", "cut": ["tp"]}]}, iteration=1)
     metrics = {name: float(n) for n, name in enumerate(HOSTILE) if name.isprintable()}
-    append_save(root, SaveRecord(1, SAVED_AT, 1.0, 0.1, 10, metrics | {"loss": float("nan")}))
+    append_save(locate(root), SaveRecord(1, SAVED_AT, 1.0, 0.1, 10, metrics | {"loss": float("nan")}))
     return root
 
 

@@ -35,6 +35,7 @@ from reshard.errors import (
     UnsupportedError,
 )
 from reshard.options import Options
+from reshard.storage.location import locate
 from reshard.torch import Checkpointer, ElasticSampler, preflight, staging
 from reshard.torch.state import describe
 from reshard.verbs.load import Wanted, load_with
@@ -293,7 +294,7 @@ def test_root_without_permission_is_refused_by_resume(tmp_path: Path) -> None:
 
 def test_root_of_another_live_job_is_refused_by_resume_and_can_be_taken_over(tmp_path: Path) -> None:
     train(tmp_path, 3)
-    protocol.release(tmp_path)
+    protocol.release(locate(tmp_path))
     with other_job(tmp_path) as pid:
         with pytest.raises(ClaimedError, match=f"`{pid}`.*alive"):
             resume(tmp_path)

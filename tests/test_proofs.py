@@ -22,7 +22,7 @@ from reshard.commit import proofs, protocol
 from reshard.errors import DamagedFileError, StorageError
 from reshard.formats.checkpoint1 import save as checkpoint1
 from reshard.formats.checkpoint1 import save_rank as rank_side
-from reshard.storage.location import Location
+from reshard.storage.location import Location, locate
 from reshard.write import shard_files
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def recorded(root: Path) -> dict[int, bool]:
     """By iteration what is recorded of it: whether it is whole."""
     found = {}
     for iteration in there(root):
-        proof = proofs.read(folder_of(root, iteration), manifests.read(folder_of(root, iteration)))
+        proof = proofs.read(locate(folder_of(root, iteration)), manifests.read(locate(folder_of(root, iteration))))
         if proof is not None:
             found[iteration] = proof.fault is None
     return found
@@ -130,7 +130,7 @@ def test_a_dry_run_reads_no_contents_and_says_what_would_be_verified(root: Path)
 
 
 def test_an_old_pinned_one_that_was_verified_does_not_stand_for_the_newest(root: Path) -> None:
-    reshard.pin(root, 10)
+    reshard.pin(locate(root), 10)
     reshard.verify(folder_of(root, 10))
     save(root, 25)
     damage(root, 25)
@@ -202,7 +202,7 @@ def test_a_change_while_it_is_verified_is_not_recorded(root: Path) -> None:
 )
 def test_a_record_of_another_form_counts_for_nothing(content: bytes, root: Path) -> None:
     reshard.verify(root)
-    path = proofs.file_of(folder_of(root, 20)).local
+    path = proofs.file_of(locate(folder_of(root, 20))).local
     good = json.loads(path.read_text())
     for bad in (content, json.dumps({**good, "state": "0" * 32}).encode(), json.dumps({**good, "fault": 1}).encode()):
         path.write_bytes(bad)
@@ -250,7 +250,7 @@ def test_verify_after_save_is_remembered(tmp_path: Path) -> None:
 def test_a_save_removes_nothing_while_what_stays_may_be_damaged(root: Path) -> None:
     """Here by an earlier release, which did not read back: what is kept is unknown, and the rest stays."""
 
-    removed = retained.apply(root, reshard.Retention(keep=1), verify=False)
+    removed = retained.apply(locate(root), reshard.Retention(keep=1), verify=False)
     assert removed.iterations == ()
     assert "nothing that would stay has been verified" in removed.warnings[0]
     damage(root, 20)
@@ -296,7 +296,7 @@ def test_the_best_is_known_though_its_metrics_are_too_long_for_the_log(tmp_path:
     save(tmp_path, 2, metrics={"loss": 2.0})
     save(tmp_path, 3, metrics={"loss": 3.0}, retention={"keep": 1, "best": ("loss", 1)})
     assert there(tmp_path) == [1, 3]
-    assert manifests.read(folder_of(tmp_path, 1)).metrics["metric 999 " + "x" * 100] == 999.0
+    assert manifests.read(locate(folder_of(tmp_path, 1))).metrics["metric 999 " + "x" * 100] == 999.0
 
 
 def test_what_the_manifest_says_goes_before_the_log(tmp_path: Path) -> None:
@@ -519,7 +519,7 @@ def test_verify_without_rights_does_not_try_to_remove(
     recorded_before: int, foreign: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = folder_of(foreign, 15)
-    Path(proofs.file_of(folder)).unlink(missing_ok=True)
+    Path(proofs.file_of(locate(folder))).unlink(missing_ok=True)
     if recorded_before:
         reshard.verify(folder)
     removed: list[str] = []

@@ -90,28 +90,28 @@ def test_what_a_save_leaves(root: Path) -> None:
     assert not debris(root)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o755
     assert stat.S_IMODE((folder / "manifest.json").stat().st_mode) == 0o644
-    manifest = manifests.read(folder)
+    manifest = manifests.read(locate(folder))
     assert (manifest.iteration, manifest.world_size, manifest.previous_tracker) == (100, 2, None)
     assert manifest.writer == f"reshard {_core.__version__}"
-    manifests.check_sizes(folder, manifest)
-    manifests.check_headers(folder, manifest)
-    assert set(manifests.read_checksums(folder, manifest)) == set(manifest.shards)
-    protocol.release(root)
+    manifests.check_sizes(locate(folder), manifest)
+    manifests.check_headers(locate(folder), manifest)
+    assert set(manifests.read_checksums(locate(folder), manifest)) == set(manifest.shards)
+    protocol.release(locate(root))
     assert names(root) == [".lock", ".writers", "iteration_00000100", "latest_checkpointed_iteration.txt"]
 
 
 def test_a_manifest_tells_where_it_comes_from(root: Path) -> None:
     save(root, 100)
     save(root, 200, passed_over=(150, 120))
-    manifest = manifests.read(root / "iteration_00000200")
+    manifest = manifests.read(locate(root / "iteration_00000200"))
     assert (manifest.previous_tracker, manifest.passed_over, manifest.generation) == (100, (150, 120), 1)
-    protocol.release(root)
+    protocol.release(locate(root))
     save(root, 300)
-    assert manifests.read(root / "iteration_00000300").generation == 2
+    assert manifests.read(locate(root / "iteration_00000300")).generation == 2
 
 
 def test_files_that_the_core_wrote(root: Path) -> None:
-    attempt = protocol.begin(root, 100)
+    attempt = protocol.begin(locate(root), 100)
     name = "model-0000000-0000001.safetensors"
     written = _core.write_arrays(str(attempt.staging / name), [("w", "U8", (600_000,), bytes(600_000))])
     protocol.publish(attempt, protocol.seal(attempt, {name: (written, 0)}, world_size=1))
@@ -150,7 +150,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_everything_is_synced_before_it_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each name that appears belongs to what was synced before, and its folder is synced before the next one does."""
     save(root, 100)
-    attempt = protocol.begin(root, 200)
+    attempt = protocol.begin(locate(root), 200)
     told = write_files(attempt.staging, 200, 0)
     events = recorded(monkeypatch)
     protocol.publish(attempt, protocol.seal(attempt, told, world_size=2))
@@ -186,7 +186,7 @@ def test_all_files_of_a_save_are_synced_before_the_manifest_is_named(
     assert written - last.keys() == (set() if limit is None else by_core | own)
     folders = [n for n, event in enumerate(before) if event == "sync 100.1.*"]
     assert max(last.values()) < max(folders), "the names"
-    protocol.release(root)
+    protocol.release(locate(root))
 
 
 def test_a_file_that_cannot_be_synced_fails_the_save(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +202,7 @@ def test_a_file_that_cannot_be_synced_fails_the_save(root: Path, monkeypatch: py
     with pytest.raises(StorageError, match=r"syncing .*metadata.json"):
         reshard.save(root, 100, {"w": np.zeros(4)})
     assert not (root / "iteration_00000100").exists()
-    protocol.release(root)
+    protocol.release(locate(root))
 
 
 def test_a_pin_survives_the_replacement(root: Path) -> None:
@@ -217,18 +217,18 @@ def test_replacing_a_pinned_iteration_is_a_warning(root: Path) -> None:
     reports = []
     for _ in range(3):
         reports.append(reshard.save(root, 100, {"w": np.zeros(4)}, commit={"durable": False}))
-        reshard.pin(root, 100)
-    reshard.unpin(root, 100)
+        reshard.pin(locate(root), 100)
+    reshard.unpin(locate(root), 100)
     reports.append(reshard.save(root, 100, {"w": np.zeros(4)}, commit={"durable": False}))
     warning = "iteration 100 was pinned, and this save has replaced its content; it stays pinned"
     assert [report.warnings for report in reports] == [(), (warning,), (warning,), ()]
-    protocol.release(root)
+    protocol.release(locate(root))
 
 
 def test_two_saves_in_flight(root: Path) -> None:
     """As a background writer has them: the second is begun before the first is published."""
-    first = protocol.begin(root, 100)
-    second = protocol.begin(root, 200)
+    first = protocol.begin(locate(root), 100)
+    second = protocol.begin(locate(root), 200)
     told = {attempt: write_files(attempt.staging, attempt.iteration, 0) for attempt in (first, second)}
     protocol.publish(first, protocol.seal(first, told[first], world_size=2))
     manifest = protocol.seal(second, told[second], world_size=2)
@@ -238,7 +238,7 @@ def test_two_saves_in_flight(root: Path) -> None:
 
 
 def test_of_two_saves_published_the_wrong_way_round_the_tracker_names_the_newer(root: Path) -> None:
-    first, second = protocol.begin(root, 100), protocol.begin(root, 200)
+    first, second = protocol.begin(locate(root), 100), protocol.begin(locate(root), 200)
     for attempt in (second, first):
         told = write_files(attempt.staging, attempt.iteration, 0)
         warnings = protocol.publish(attempt, protocol.seal(attempt, told, world_size=2))
@@ -258,9 +258,9 @@ def test_below_the_tracker_only_on_purpose(root: Path) -> None:
     assert "give `commit=Commit(rollback=True)`" in str(caught.value)
     save(root, 200, 1, rollback=True, passed_over=(300,))
     assert found(root) == found_by_the_original(root) == (200, 1)
-    assert manifests.read(root / "iteration_00000200").previous_tracker == 300
+    assert manifests.read(locate(root / "iteration_00000200")).previous_tracker == 300
     protocol.release()
-    assert protocol.recover(root) == []
+    assert protocol.recover(locate(root)) == []
     assert found(root) == (200, 1)
     save(root, 300, 1)
     assert found(root) == (300, 1)
@@ -268,17 +268,17 @@ def test_below_the_tracker_only_on_purpose(root: Path) -> None:
 
 def test_a_tracker_without_its_folder_is_none(root: Path) -> None:
     save(root, 100)
-    write_tracker(root, 900)
+    write_tracker(locate(root), 900)
     save(root, 200)
     assert found(root) == (200, 0)
-    assert manifests.read(root / "iteration_00000200").previous_tracker is None
+    assert manifests.read(locate(root / "iteration_00000200")).previous_tracker is None
 
 
 def test_without_overwrite(root: Path) -> None:
     save(root, 100)
     with pytest.raises(DestinationExistsError, match="exists"):
         save(root, 100, 1, overwrite=False)
-    attempt = protocol.begin(root, 200, overwrite=False)
+    attempt = protocol.begin(locate(root), 200, overwrite=False)
     manifest = protocol.seal(attempt, write_files(attempt.staging, 200, 1), world_size=2)
     shutil.copytree(root / "iteration_00000100", root / "iteration_00000200")
     with pytest.raises(DestinationExistsError, match="was made while it was being saved"):
@@ -291,26 +291,26 @@ def test_without_overwrite(root: Path) -> None:
 @pytest.mark.parametrize("iteration", [-1, 1.5, True, "7", 10**18])
 def test_what_is_no_iteration(iteration: Any, root: Path) -> None:
     with pytest.raises(ArgumentError, match="an iteration is an integer"):
-        protocol.begin(root, iteration)
+        protocol.begin(locate(root), iteration)
     assert not root.exists()
 
 
 def test_a_root_that_is_no_folder(root: Path) -> None:
     root.touch()
     with pytest.raises(DestinationExistsError, match="is not a folder"):
-        protocol.begin(root, 100)
+        protocol.begin(locate(root), 100)
 
 
 def test_a_root_that_is_a_link_to_nothing(root: Path, tmp_path: Path) -> None:
     root.symlink_to(tmp_path / "not mounted" / "run")
     for place in (root, root / "run"):
-        found = protocol.obstacle(place)
+        found = protocol.obstacle(locate(place))
         assert found is not None
         assert f"is not a folder: it is a symbolic link to `{tmp_path}/not mounted/run`, which does not exist" in str(
             found
         )
     with pytest.raises(DestinationExistsError, match="mount the disk"):
-        protocol.begin(root, 100)
+        protocol.begin(locate(root), 100)
 
 
 @pytest.mark.parametrize("name", [".staging", ".trash", ".writers"])
@@ -319,7 +319,7 @@ def test_links_in_place_of_our_folders(name: str, root: Path, tmp_path: Path) ->
     root.mkdir()
     (root / name).symlink_to("../outside")
     with pytest.raises(StorageError, match=f"{name}` is a symbolic link, expected a folder"):
-        protocol.begin(root, 100)
+        protocol.begin(locate(root), 100)
     assert names(tmp_path / "outside") == []
 
 
@@ -327,7 +327,7 @@ def test_a_link_in_place_of_the_lock(root: Path) -> None:
     root.mkdir()
     (root / ".lock").symlink_to("../outside")
     with pytest.raises(StorageError, match=r"\.lock` is a symbolic link, expected a file") as caught:
-        protocol.begin(root, 100)
+        protocol.begin(locate(root), 100)
     assert caught.value.hint == "remove the link"
 
 
@@ -341,7 +341,7 @@ def test_another_file_system_in_the_root(root: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(os, "lstat", lstat)
     with pytest.raises(StorageError, match="lies on another file system than") as caught:
-        protocol.begin(root, 100)
+        protocol.begin(locate(root), 100)
     assert caught.value.errno == errno.EXDEV
 
 
@@ -349,24 +349,24 @@ def test_too_little_space_is_told_before_anything_is_written(root: Path, monkeyp
     save(root, 100)
     before = all_held(root)
     with pytest.raises(StorageError, match=f"bytes free; the save writes {2**60}") as caught:
-        protocol.begin(root, 200, planned_bytes=2**60)
+        protocol.begin(locate(root), 200, planned_bytes=2**60)
     assert caught.value.errno == errno.ENOSPC
     assert all_held(root) == before
     assert not debris(root)
     # Exactly the planned bytes are not enough, and 5 % more are.
     monkeypatch.setattr(LocalStore, "free_bytes", lambda *_: 1000)
     with pytest.raises(StorageError):
-        protocol.begin(root, 200, planned_bytes=953)
-    protocol.abandon(protocol.begin(root, 200, planned_bytes=952))
+        protocol.begin(locate(root), 200, planned_bytes=953)
+    protocol.abandon(protocol.begin(locate(root), 200, planned_bytes=952))
     monkeypatch.setattr(LocalStore, "free_bytes", lambda *_: None)
-    protocol.abandon(protocol.begin(root, 200, planned_bytes=2**60))
+    protocol.abandon(protocol.begin(locate(root), 200, planned_bytes=2**60))
 
 
 def test_a_disk_that_is_full_of_trash_is_emptied_first(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(root, 100)
     (root / "iteration_00000100").rename(root / ".trash" / ("100." + "0" * 32))
     monkeypatch.setattr(LocalStore, "free_bytes", lambda *_: 0 if names(root / ".trash") else 1000)
-    protocol.abandon(protocol.begin(root, 200, planned_bytes=500))
+    protocol.abandon(protocol.begin(locate(root), 200, planned_bytes=500))
     assert names(root / ".trash") == []
 
 
@@ -402,7 +402,7 @@ def damage_staging(attempt: protocol.Attempt, told: dict[str, tuple[FileRecord, 
 )
 def test_what_is_staged_must_be_what_was_told(how: str, error: type[ReshardError], message: str, root: Path) -> None:
     save(root, 100)
-    attempt = protocol.begin(root, 200)
+    attempt = protocol.begin(locate(root), 200)
     told = write_files(attempt.staging, 200, 0)
     damage_staging(attempt, told, how)
     with pytest.raises(error, match=message):
@@ -413,7 +413,7 @@ def test_what_is_staged_must_be_what_was_told(how: str, error: type[ReshardError
 
 
 def test_temporary_files_of_writes_that_were_made_again_are_no_part_of_it(root: Path) -> None:
-    attempt = protocol.begin(root, 100)
+    attempt = protocol.begin(locate(root), 100)
     told = write_files(attempt.staging, 100, 0)
     (attempt.staging / ".model-0000000-0000002.safetensors.77-0.tmp").local.write_bytes(b"torn")
     protocol.publish(attempt, protocol.seal(attempt, told, world_size=2))
@@ -421,7 +421,7 @@ def test_temporary_files_of_writes_that_were_made_again_are_no_part_of_it(root: 
 
 
 def test_a_manifest_that_is_not_the_sealed_one_is_not_published(root: Path) -> None:
-    attempt = protocol.begin(root, 100)
+    attempt = protocol.begin(locate(root), 100)
     manifest = protocol.seal(attempt, write_files(attempt.staging, 100, 0), world_size=2)
     other = protocol.seal(attempt, write_files(attempt.staging, 100, 1), world_size=3)
     assert other.digest != manifest.digest
@@ -431,7 +431,7 @@ def test_a_manifest_that_is_not_the_sealed_one_is_not_published(root: Path) -> N
 
 
 def test_abandoning_leaves_nothing_and_never_raises(root: Path) -> None:
-    attempt = protocol.begin(root, 100)
+    attempt = protocol.begin(locate(root), 100)
     write_files(attempt.staging, 100, 0)
     protocol.abandon(attempt)
     protocol.abandon(attempt)
@@ -486,7 +486,7 @@ def test_a_save_that_fails_as_it_begins_leaves_nothing(
     for place in range(20):
         attempt = None
         with stopped_at(place, fail_with(errno.EIO)) as seen, contextlib.suppress(StorageError):
-            attempt = protocol.begin(root, 200)
+            attempt = protocol.begin(locate(root), 200)
         if attempt is not None:
             protocol.abandon(attempt)
         assert not debris(root)
@@ -501,7 +501,8 @@ def test_what_a_failed_replacement_left_goes_with_the_next_save(root: Path, monk
     save(root, 100)
     with monkeypatch.context() as patch:
         patch.setattr(
-            "reshard.commit.trash.discard", lambda *_, **__: filesystem.rename(root / "nothing", root / "there")
+            "reshard.commit.trash.discard",
+            lambda *_, **__: filesystem.rename(locate(root / "nothing"), locate(root / "there")),
         )
         with pytest.raises(StorageError):
             save(root, 100, 1)
@@ -517,7 +518,7 @@ def test_nothing_is_synced_again_after_a_sync_that_failed(root: Path, monkeypatc
     monkeypatch.setattr(_core, "sync_together", sync_by_python)
     save(root, 100)
     for place in range(1000):
-        attempt = protocol.begin(root, 200)
+        attempt = protocol.begin(locate(root), 200)
         told = write_files(attempt.staging, 200, 0)
         synced: list[int] = []
         failed: list[int] = []
@@ -554,7 +555,7 @@ def test_nothing_is_synced_again_after_a_sync_that_failed(root: Path, monkeypatc
 
 def test_probing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(root, 100)
-    claim = claims.held(root)
+    claim = claims.held(locate(root))
     assert claim is not None
     assert staging.abilities(claim) == Abilities(renames_folders=True, exchanges=True)
     calls = []
@@ -600,7 +601,7 @@ def test_probing_a_file_system_that_renames_no_folders(
     assert found(root) == found_by_the_original(root) == (200, 1)
     assert all_held(root) == {(100, 0), (200, 1)}
     assert not debris(root)
-    attempt = protocol.begin(root, 300)
+    attempt = protocol.begin(locate(root), 300)
     write_files(attempt.staging, 300, 0)
     assert attempt.in_place
     assert held(attempt.folder) is None
@@ -624,7 +625,7 @@ def test_a_claim_says_who_holds_it_and_is_made_once(root: Path) -> None:
     content = json.loads((root / ".writers" / "epoch_1").read_bytes())
     assert content["pid"] == os.getpid()
     assert set(content) == {"host", "boot_id", "pid_namespace", "pid", "started", "writer"}
-    protocol.release(root)
+    protocol.release(locate(root))
     assert json.loads((root / ".writers" / "epoch_1").read_bytes()) == {"released": True}
     save(root, 300)
     assert names(root / ".writers") == ["epoch_2"]
@@ -633,7 +634,7 @@ def test_a_claim_says_who_holds_it_and_is_made_once(root: Path) -> None:
 def claim_and_wait(root: Path, go: int, stay: int) -> str:
     os.read(go, 1)
     try:
-        protocol.begin(root, 100)
+        protocol.begin(locate(root), 100)
     except ClaimedError as error:
         return f"refused: {error.message}"
     os.read(stay, 1)
@@ -665,7 +666,7 @@ def test_of_many_processes_one_wins(tmp_path: Path) -> None:
 
 def test_a_dead_process_holds_nothing_even_before_its_parent_looks(root: Path) -> None:
     def claim_and_die() -> None:
-        protocol.begin(root, 100)
+        protocol.begin(locate(root), 100)
         kill_self()
 
     child = fork(claim_and_die)
@@ -767,7 +768,7 @@ def test_without_locks_claims_alone_keep_writers_apart(root: Path, monkeypatch: 
 
 def refusal(root: Path, iteration: int = 900) -> str | None:
     try:
-        protocol.begin(root, iteration)
+        protocol.begin(locate(root), iteration)
     except ReshardError as error:
         return type(error).__name__
     return None
@@ -775,7 +776,7 @@ def refusal(root: Path, iteration: int = 900) -> str | None:
 
 def test_who_was_overtaken_publishes_nothing(root: Path) -> None:
     save(root, 100)
-    attempt = protocol.begin(root, 200)
+    attempt = protocol.begin(locate(root), 200)
     told = write_files(attempt.staging, 200, 1)
     manifest = protocol.seal(attempt, told, world_size=2)
     # The other job recovers first: what this one has staged goes, and 300 is its own.
@@ -783,7 +784,7 @@ def test_who_was_overtaken_publishes_nothing(root: Path) -> None:
     for act in (
         lambda: protocol.publish(attempt, manifest),
         lambda: protocol.seal(attempt, told, world_size=2),
-        lambda: protocol.begin(root, 400),
+        lambda: protocol.begin(locate(root), 400),
     ):
         with pytest.raises(ClaimedError, match="was taken over by process"):
             act()
@@ -813,18 +814,18 @@ def test_a_root_that_is_another_folder_than_the_claimed_one_is_reported(
     save(root, 300)
     message = f"{root} is not the folder that this process has claimed"
     assert sum(line.startswith(message) for line in caplog.messages) == 1
-    assert claims.held(moved) is None
+    assert claims.held(locate(moved)) is None
     assert (root / "iteration_00000300").is_dir()
 
 
 def test_a_forked_child_is_another_process(root: Path) -> None:
     save(root, 100)
-    attempt = protocol.begin(root, 200)
+    attempt = protocol.begin(locate(root), 200)
     manifest = protocol.seal(attempt, write_files(attempt.staging, 200, 1), world_size=2)
 
     def act() -> list[str]:
         messages = []
-        for one in (lambda: protocol.publish(attempt, manifest), lambda: protocol.begin(root, 300)):
+        for one in (lambda: protocol.publish(attempt, manifest), lambda: protocol.begin(locate(root), 300)):
             try:
                 one()
             except ClaimedError as error:
@@ -855,15 +856,18 @@ def test_the_heartbeat(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert touched.wait(20)
     assert (root / ".writers" / "epoch_1").stat().st_mtime > 10**6
     n_threads = threading.active_count()
-    protocol.release(root)
+    protocol.release(locate(root))
     assert threading.active_count() == n_threads - 1
 
 
 def test_the_lock_has_a_deadline(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(root, 100)
     monkeypatch.setattr(claims, "_LOCK_SECONDS", 0.05)
-    with claims.locked(root), pytest.raises(StorageError, match=r"was held by another process for 0\.05 s") as caught:
-        protocol.begin(root, 200)
+    with (
+        claims.locked(locate(root)),
+        pytest.raises(StorageError, match=r"was held by another process for 0\.05 s") as caught,
+    ):
+        protocol.begin(locate(root), 200)
     assert caught.value.errno == errno.EWOULDBLOCK
     save(root, 200)
 
@@ -902,8 +906,8 @@ def crash(root: Path, step: str, iteration: int, version: int = 0, **how: Any) -
 
 def recovered(root: Path, **how: Any) -> list[str]:
     """As another process that then ends."""
-    done: list[str] = in_child(partial(protocol.recover, root, **how))
-    assert in_child(partial(protocol.recover, root, **how)) == [], "a second time there is nothing to do"
+    done: list[str] = in_child(partial(protocol.recover, locate(root), **how))
+    assert in_child(partial(protocol.recover, locate(root), **how)) == [], "a second time there is nothing to do"
     return done
 
 
@@ -986,19 +990,19 @@ def test_what_was_published_is_tracked(root: Path) -> None:
 def test_a_tracker_that_was_set_back_by_hand_is_obeyed(root: Path) -> None:
     for iteration in (100, 200):
         in_child(partial(save, root, iteration))
-    write_tracker(root, 100)
+    write_tracker(locate(root), 100)
     assert recovered(root) == []
     assert tracker(root) == 100
     # And what another line of saves left untracked is not taken for the crash of this one.
     crash(root, "move the tracker", 300)
-    write_tracker(root, 200)
+    write_tracker(locate(root), 200)
     assert recovered(root) == []
     assert tracker(root) == 200
 
 
 def test_the_old_one_is_not_given_up_for_a_new_one_whose_name_may_not_last(root: Path) -> None:
     save(root, 100)
-    attempt = protocol.begin(root, 100)
+    attempt = protocol.begin(locate(root), 100)
     manifest = protocol.seal(attempt, write_files(attempt.staging, 100, 1), world_size=2)
     real = os.fsync
 
@@ -1063,7 +1067,7 @@ def test_what_made_room_is_found_before_it_is_put_back(root: Path, monkeypatch: 
     order = order_of(place)
     assert [(one.iteration, one.reason) for one in order.candidates] == [(100, "named by the tracker")]
     assert "its replacement was interrupted" in order.warnings[0]
-    reshard.pin(root, 100)
+    reshard.pin(locate(root), 100)
     assert trash.empty(place, durable=False) == []
     assert recovered(root) == ["iteration 100 was being replaced, and is put back"]
     assert all_held(root) == {(100, 0)}
@@ -1083,8 +1087,8 @@ def test_names_that_nobody_here_gives_are_not_touched(root: Path) -> None:
     recovered(root)
     in_child(partial(save, root, 300))
     in_child(partial(save, root, 300, 1))
-    protocol.recover(root)
-    protocol.release(root)
+    protocol.recover(locate(root))
+    protocol.release(locate(root))
     for name in foreign:
         assert (root / name).read_text() == "mine", name
 
@@ -1106,7 +1110,7 @@ def test_links_in_the_trash_are_removed_and_not_followed(root: Path, tmp_path: P
 
 def test_trash_that_is_still_read_is_left(root: Path) -> None:
     save(root, 100)
-    lock = manifests.read_lock(root / "iteration_00000100")
+    lock = manifests.read_lock(locate(root / "iteration_00000100"))
     warnings = save(root, 100, 1)
     assert len(warnings) == 1
     assert "is still being read" in warnings[0]

@@ -37,6 +37,7 @@ from reshard.formats.checkpoint1.names import Meta, list_weight_files, parse_fil
 from reshard.opening import gather_ranks as rank_facts
 from reshard.opening.gather import gather
 from reshard.resume import ResumeDecision, RunFacts, decide
+from reshard.storage.location import locate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,7 +57,7 @@ def copy(sample: str, to: Path, run: str = "output") -> Path:
     root = to / "checkpoint"
     shutil.copytree(SAMPLES / sample / run / "checkpoint", root)
     for folder in root.iterdir():
-        for name in list_weight_files(folder):
+        for name in list_weight_files(locate(folder)):
             file = parse_file_name(name)
             assert file is not None
             age(folder / name, file.epoch)
@@ -104,7 +105,7 @@ DAMAGE: dict[str, Callable[[Path, str], None]] = {
     "meta.json of every rank removed": lambda root, _: without_meta(root),
     "meta.json of every rank removed and last file of rank_1 removed": lambda root, _: without_meta(root, 1),
     "meta.json of rank_1 names the previous save": lambda root, sample: write_meta(
-        root / "rank_1", Meta(15, 2, f"{PREFIX[sample]}_rank_1-15_2.{EXTENSION[sample]}")
+        locate(root / "rank_1"), Meta(15, 2, f"{PREFIX[sample]}_rank_1-15_2.{EXTENSION[sample]}")
     ),
     "meta.json of rank_1 is not JSON": lambda root, _: put(root / "rank_1" / "meta.json", "{"),
     "meta.json of rank_1 has a string epoch": lambda root, _: put(
@@ -415,7 +416,7 @@ METAS: list[tuple[str, str]] = [
 def test_hostile_meta(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "meta.json").write_text(text)
     with pytest.raises(DamagedFileError, match=message):
-        read_meta(tmp_path)
+        read_meta(locate(tmp_path))
     root = copy("ckpt1", tmp_path)
     (root / "rank_2" / "meta.json").write_text(text)
     assert taken(root) == "20_2"  # the other ranks' count
@@ -423,7 +424,7 @@ def test_hostile_meta(text: str, message: str, tmp_path: Path) -> None:
 
 def test_meta_is_written_as_the_original_writes_it(tmp_path: Path) -> None:
     sample = SAMPLES / "ckpt1" / "output" / "checkpoint" / "rank_1" / "meta.json"
-    write_meta(tmp_path, Meta(20, 2, "llama2_7b_rank_1-20_2.safetensors"))
+    write_meta(locate(tmp_path), Meta(20, 2, "llama2_7b_rank_1-20_2.safetensors"))
     assert (tmp_path / "meta.json").read_bytes() == sample.read_bytes()
 
 
@@ -752,7 +753,7 @@ def test_one_rank_fails_otherwise_and_all_are_told(tmp_path: Path, monkeypatch: 
     def fails(root: str) -> Any:
         if "host_3" in str(root):
             raise StorageError("the disk is gone", errno=5)
-        return real(root)
+        return real(locate(root))
 
     monkeypatch.setattr(checkpoint1, "rank_folders", fails)
     for got in together(hosts):

@@ -38,6 +38,7 @@ from reshard.commit.save_log import SaveRecord
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError
 from reshard.options import Retention
 from reshard.storage.local import LocalStore
+from reshard.storage.location import locate
 from reshard.storage.store import Abilities
 
 if TYPE_CHECKING:
@@ -173,22 +174,22 @@ def test_what_is_no_number(how: dict[str, Any]) -> None:
 def test_apply(root: Path) -> None:
     fill(root, 100, 200, 300, 400)
     expected = sum(entry.stat().st_size for n in (100, 200) for entry in folders(root)[n].iterdir())
-    dry = retained.apply(root, Retention(keep=2), dry_run=True)
+    dry = retained.apply(locate(root), Retention(keep=2), dry_run=True)
     assert (dry.iterations, dry.n_bytes) == ((100, 200), expected)
     assert all_held(root) == {(100, 0), (200, 0), (300, 0), (400, 0)}
-    done = retained.apply(root, Retention(keep=2))
+    done = retained.apply(locate(root), Retention(keep=2))
     assert (done.iterations, done.n_bytes, done.warnings) == ((100, 200), expected, ())
     assert done.kept == dry.kept == {300: "one of the newest 2", 400: "the tracker names it"}
     assert all_held(root) == {(300, 0), (400, 0)}
     assert not debris(root)
-    assert retained.apply(root, Retention(keep=2)).iterations == ()
+    assert retained.apply(locate(root), Retention(keep=2)).iterations == ()
 
 
 def test_there_is_nothing_to_remember_from_before_a_restart(root: Path) -> None:
     """The list of the original lies in memory, and is empty after a restart."""
     for iteration in (100, 200, 300):
         in_child(partial(save, root, iteration))
-    in_child(lambda: list(retained.apply(root, Retention(keep=1)).iterations))
+    in_child(lambda: list(retained.apply(locate(root), Retention(keep=1)).iterations))
     assert all_held(root) == {(300, 0)}
 
 
@@ -196,14 +197,14 @@ def test_a_folder_that_is_gone_already_is_no_error(root: Path) -> None:
     """The original raises if the oldest folder was removed by hand."""
     fill(root, 100, 200, 300)
     shutil.rmtree(root / "iteration_00000100")
-    assert retained.apply(root, Retention(keep=1)).iterations == (200,)
+    assert retained.apply(locate(root), Retention(keep=1)).iterations == (200,)
 
 
 def test_what_is_damaged_neither_counts_nor_goes(root: Path) -> None:
     fill(root, 100, 200, 300, 400)
     os.truncate(root / "iteration_00000300" / "common.json", 3)
     (root / "iteration_00000400" / "manifest.json").write_bytes(b"")
-    done = retained.apply(root, Retention(keep=1))
+    done = retained.apply(locate(root), Retention(keep=1))
     assert done.iterations == (100,)
     assert iterations(root) == [200, 300, 400]
     assert "has 3 bytes, expected" in done.kept[300]
@@ -216,8 +217,8 @@ def test_the_last_verified_one_stays(root: Path) -> None:
         shutil.copytree(root / "iteration_00000200", root / f"iteration_{iteration:08d}")
         for name in ("manifest.json", "checksums.bin", ".tracked"):
             (root / f"iteration_{iteration:08d}" / name).unlink()
-    write_tracker(root, 400)
-    done = retained.apply(root, Retention(keep=1), original_fault=lambda _: None)
+    write_tracker(locate(root), 400)
+    done = retained.apply(locate(root), Retention(keep=1), original_fault=lambda _: None)
     assert done.iterations == (100, 300)
     assert done.kept == {200: "the last verified one", 400: "the tracker names it"}
 
@@ -237,9 +238,9 @@ def original(root: Path, iteration: int, n_files: int = 2) -> Path:
 def test_iterations_of_the_original_count_if_their_files_are_there(root: Path) -> None:
     for iteration in (100, 200, 300, 400, 500):
         original(root, iteration)
-    write_tracker(root, 500)
+    write_tracker(locate(root), 500)
     (root / "iteration_00000400" / "model-0000001-0000002.safetensors").unlink()
-    done = retained.apply(root, Retention(keep=2))
+    done = retained.apply(locate(root), Retention(keep=2))
     assert done.iterations == (100, 200)
     assert "1 of 2 model files" in done.kept[400]
 
@@ -254,10 +255,10 @@ def test_with_metadata_the_files_that_it_names_must_be_there(root: Path) -> None
     for iteration in (100, 200, 300):
         folder = original(root, iteration)
         plan = assign(shards_of(records, mesh), mesh.ranks, dedup=True)
-        write_metadata(folder / "metadata.json", Records.of(records), mesh, plan)
+        write_metadata(locate(folder / "metadata.json"), Records.of(records), mesh, plan)
     (root / "iteration_00000200" / "model-0000001-0000002.safetensors").unlink()
-    write_tracker(root, 300)
-    done = retained.apply(root, Retention(keep=1))
+    write_tracker(locate(root), 300)
+    done = retained.apply(locate(root), Retention(keep=1))
     assert done.iterations == (100,)
     assert "there is no file `model-0000001-0000002.safetensors`" in done.kept[200]
 
@@ -265,7 +266,7 @@ def test_with_metadata_the_files_that_it_names_must_be_there(root: Path) -> None
 def test_shard_files_of_ours_without_a_manifest_are_not_complete(root: Path) -> None:
     fill(root, 100, 200, 300)
     (root / "iteration_00000200" / "manifest.json").unlink()
-    done = retained.apply(root, Retention(keep=1))
+    done = retained.apply(locate(root), Retention(keep=1))
     assert done.iterations == (100,)
     assert done.kept[200] == "not complete: it holds shard files of this package, and no manifest"
 
@@ -281,7 +282,7 @@ def test_only_iterations_are_touched(root: Path, tmp_path: Path) -> None:
         (root / name).mkdir()
         (root / name / "file").write_text("mine")
     (root / "iteration_00000060").write_text("mine")
-    assert retained.apply(root, Retention(keep=1)).iterations == (100, 200)
+    assert retained.apply(locate(root), Retention(keep=1)).iterations == (100, 200)
     assert (tmp_path / "outside" / "manifest.json").read_text() == "mine"
     assert (root / "iteration_00000050").is_symlink()
     for name in ("iteration_7x", "notes", ".hidden", "iteration_0000200"):
@@ -293,28 +294,31 @@ def test_after_a_roll_back_what_was_refused_does_not_count(root: Path) -> None:
     fill(root, 100, 200, 300)
     protocol.release()
     save(root, 150, rollback=True, passed_over=(200, 300))
-    assert retained.apply(root, Retention(keep=1)).iterations == (100,)
+    assert retained.apply(locate(root), Retention(keep=1)).iterations == (100,)
     assert iterations(root) == [150, 200, 300]
     save(root, 200, 1)  # made anew: from here on it counts
     save(root, 350)
-    assert retained.apply(root, Retention(keep=2), dry_run=True).iterations == (150, 300)
-    assert retained.apply(root, Retention(keep=2)).kept == {200: "one of the newest 2", 350: "the tracker names it"}
+    assert retained.apply(locate(root), Retention(keep=2), dry_run=True).iterations == (150, 300)
+    assert retained.apply(locate(root), Retention(keep=2)).kept == {
+        200: "one of the newest 2",
+        350: "the tracker names it",
+    }
 
 
 def test_pins(root: Path) -> None:
     fill(root, 100, 200, 300)
-    retention.pin(root, 100)
-    retention.pin(root, 100)
-    assert retained.apply(root, Retention(keep=1)).kept[100] == "pinned"
+    retention.pin(locate(root), 100)
+    retention.pin(locate(root), 100)
+    assert retained.apply(locate(root), Retention(keep=1)).kept[100] == "pinned"
     assert held_iterations(root) == {100, 300}
-    retention.unpin(root, 100)
-    retention.unpin(root, 100)
-    assert retained.apply(root, Retention(keep=1)).iterations == (100,)
+    retention.unpin(locate(root), 100)
+    retention.unpin(locate(root), 100)
+    assert retained.apply(locate(root), Retention(keep=1)).iterations == (100,)
     for act in (retention.pin, retention.unpin):
         with pytest.raises(CheckpointNotFoundError, match="there is no iteration 100 in"):
-            act(root, 100)
+            act(locate(root), 100)
         with pytest.raises(CheckpointNotFoundError, match="there is no folder"):
-            act(root / "absent", 100)
+            act(locate(root / "absent"), 100)
     assert not (root / "absent").exists()
 
 
@@ -324,7 +328,7 @@ def held_iterations(root: Path) -> set[int]:
 
 def test_a_root_that_is_not_there(root: Path) -> None:
     with pytest.raises(CheckpointNotFoundError):
-        retained.apply(root, Retention(keep=1))
+        retained.apply(locate(root), Retention(keep=1))
     assert not root.exists()
 
 
@@ -332,17 +336,17 @@ def test_a_root_that_is_not_there(root: Path) -> None:
 
 
 def log(root: Path, iteration: int, **metrics: float) -> None:
-    save_log.append(root, SaveRecord(iteration, "2026-01-31T12:00:00+00:00", 1.0, 0.1, 100, metrics))
+    save_log.append(locate(root), SaveRecord(iteration, "2026-01-31T12:00:00+00:00", 1.0, 0.1, 100, metrics))
 
 
 def test_the_best_by_a_metric(root: Path) -> None:
     fill(root, 100, 200, 300, 400, 500)
     for iteration, loss in ((100, 2.0), (200, 1.0), (200, 3.0), (300, 2.5), (400, float("nan")), (900, 0.1)):
         log(root, iteration, loss=loss)
-    assert retained.apply(root, Retention(keep=1, best=("loss", 1)), dry_run=True).iterations == (200, 300, 400)
-    assert retained.apply(root, Retention(keep=1, best=("loss", 2)), dry_run=True).iterations == (200, 400)
+    assert retained.apply(locate(root), Retention(keep=1, best=("loss", 1)), dry_run=True).iterations == (200, 300, 400)
+    assert retained.apply(locate(root), Retention(keep=1, best=("loss", 2)), dry_run=True).iterations == (200, 400)
     # The highest ones.
-    assert retained.apply(root, Retention(keep=1, best=("-loss", 1))).iterations == (100, 300, 400)
+    assert retained.apply(locate(root), Retention(keep=1, best=("-loss", 1))).iterations == (100, 300, 400)
     assert held_iterations(root) == {200, 500}
 
 
@@ -350,7 +354,7 @@ def test_of_equals_the_newer_is_the_better(root: Path) -> None:
     fill(root, 100, 200, 300, 400)
     for iteration in (100, 200, 300):
         log(root, iteration, loss=1.0)
-    assert retained.apply(root, Retention(keep=1, best=("loss", 2))).iterations == (100,)
+    assert retained.apply(locate(root), Retention(keep=1, best=("loss", 2))).iterations == (100,)
 
 
 @pytest.mark.parametrize("line", [None, "", "{", '{"metrics": {"accuracy": 1}}'])
@@ -362,14 +366,14 @@ def test_without_the_metric_nothing_goes(
         (root / "saves.jsonl").write_text(line)
     rules = Retention(keep=1, best=("loss", 1))
     with caplog.at_level("INFO", "reshard"):
-        done = retained.apply(root, rules)
+        done = retained.apply(locate(root), rules)
     assert (done.iterations, done.warnings) == ((), ())  # the first evaluation of the run may be still to come
     (told,) = [one for one in caplog.records if "nothing is removed yet" in one.getMessage()]
     assert (told.levelname, "holds no metric `loss`" in told.getMessage()) == ("INFO", True)
     with pytest.raises(DamagedFileError, match="holds no metric `loss`"):
-        retention.remove(root, rules, original_fault=lambda folder: None)
+        retention.remove(locate(root), rules, original_fault=lambda folder: None)
     monkeypatch.setattr(retention, "_MANY", 0)  # then no save will have it
-    done = retained.apply(root, rules)
+    done = retained.apply(locate(root), rules)
     assert done.iterations == ()
     assert "nothing is removed: the log of saves" in done.warnings[0]
     assert held_iterations(root) == {100, 200}
@@ -392,7 +396,7 @@ def test_a_number_of_best_ones_that_is_none() -> None:
 def test_the_manifest_goes_first_and_for_good(root: Path) -> None:
     fill(root, 100, 200)
     with stopped_at(1000, lambda: None) as seen:
-        retained.apply(root, Retention(keep=1))
+        retained.apply(locate(root), Retention(keep=1))
     kinds = [line.split(" ")[0] for line in seen]
     first = kinds.index("unlink")
     assert kinds.index("rename") < first
@@ -411,7 +415,7 @@ def test_no_file_is_open_in_a_folder_that_is_removed(root: Path, monkeypatch: py
             opened.append([link for link in links if "/.trash/100." in link and "manifest" in link])
 
     monkeypatch.setattr(filesystem, "_step", look)
-    assert retained.remove(root, Retention(keep=1)).iterations == (100,)
+    assert retained.remove(locate(root), Retention(keep=1)).iterations == (100,)
     assert opened == [[]]
 
 
@@ -424,7 +428,7 @@ def test_what_is_being_read_is_passed_over(root: Path) -> None:
     ready, tell = os.pipe()
 
     def read() -> list[bool]:
-        lock = manifests.read_lock(root / "iteration_00000100")
+        lock = manifests.read_lock(locate(root / "iteration_00000100"))
         os.write(tell, b"x")
         os.read(reading, 1)
         whole = (100, 0) in all_held(root)
@@ -433,13 +437,13 @@ def test_what_is_being_read_is_passed_over(root: Path) -> None:
 
     child = fork(read)
     os.read(ready, 1)
-    done = retained.apply(root, Retention(keep=1))
+    done = retained.apply(locate(root), Retention(keep=1))
     os.write(go, b"x")
     assert child.result() == [True]
     assert done.iterations == (200,)
     assert done.kept[100] == "it is being read"
     assert done.warnings == ("iteration 100 is being read: it is removed another time",)
-    assert retained.apply(root, Retention(keep=1)).iterations == (100,)
+    assert retained.apply(locate(root), Retention(keep=1)).iterations == (100,)
     for handle in (reading, go, ready, tell):
         os.close(handle)
 
@@ -447,18 +451,18 @@ def test_what_is_being_read_is_passed_over(root: Path) -> None:
 def test_a_reader_that_comes_late_is_told(root: Path) -> None:
     fill(root, 100, 200)
     folder = root / "iteration_00000100"
-    retained.apply(root, Retention(keep=1))
+    retained.apply(locate(root), Retention(keep=1))
     with pytest.raises(CheckpointNotFoundError):
-        manifests.read_lock(folder)
+        manifests.read_lock(locate(folder))
 
 
 def test_no_lock_is_left(root: Path) -> None:
     fill(root, 100, 200)
-    retained.apply(root, Retention(keep=1))
+    retained.apply(locate(root), Retention(keep=1))
     with (root / "iteration_00000200" / "manifest.json").open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     before = len(list(Path("/proc/self/fd").iterdir()))
-    retained.apply(root, Retention(keep=1))
+    retained.apply(locate(root), Retention(keep=1))
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
@@ -468,20 +472,20 @@ def test_the_tracker_is_read_under_the_lock(root: Path, monkeypatch: pytest.Monk
     real = LocalStore.lock
 
     def lock(*args: Any, **more: Any) -> Lock:
-        write_tracker(root, 100)
+        write_tracker(locate(root), 100)
         return real(*args, **more)
 
     monkeypatch.setattr(LocalStore, "lock", lock)
-    assert retained.apply(root, Retention(keep=1)).iterations == ()
+    assert retained.apply(locate(root), Retention(keep=1)).iterations == ()
     assert found(root) == (100, 0)
 
 
 def test_retention_needs_no_claim(root: Path) -> None:
     """`prune` beside a run that is saving."""
     fill(root, 100, 200, 300)
-    attempt = protocol.begin(root, 400)
+    attempt = protocol.begin(locate(root), 400)
     told = write_files(attempt.staging, 400, 0)
-    assert in_child(lambda: list(retained.apply(root, Retention(keep=1)).iterations)) == [100, 200]
+    assert in_child(lambda: list(retained.apply(locate(root), Retention(keep=1)).iterations)) == [100, 200]
     protocol.publish(attempt, protocol.seal(attempt, told, world_size=2))
     assert all_held(root) == {(300, 0), (400, 0)}
 
@@ -496,13 +500,13 @@ def test_an_error_at_any_change_is_a_warning(root: Path) -> None:
         base = root.with_name(f"root{place}")
         shutil.copytree(root, base)
         with stopped_at(place, fail_with(errno.EIO)) as seen:
-            done = retained.apply(base, Retention(keep=1))
+            done = retained.apply(locate(base), Retention(keep=1))
         failed = len(seen) > place
         assert bool(done.warnings) is failed
         assert found(base) == (300, 0)
         for iteration in done.iterations:
             assert iteration not in folders(base)
-        assert not retained.apply(base, Retention(keep=1)).warnings
+        assert not retained.apply(locate(base), Retention(keep=1)).warnings
         assert held_iterations(base) == {300}
         save(base, 400, durable=False)
         assert not debris(base)
@@ -515,8 +519,8 @@ def test_an_error_at_any_change_is_a_warning(root: Path) -> None:
 def test_a_lock_that_is_not_free_is_a_warning(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(root, 100, 200)
     monkeypatch.setattr(claims, "_LOCK_SECONDS", 0.05)
-    with claims.locked(root):
-        done = retained.apply(root, Retention(keep=1))
+    with claims.locked(locate(root)):
+        done = retained.apply(locate(root), Retention(keep=1))
     assert done.iterations == ()
     assert "retention stopped" in done.warnings[0]
     assert tracker(root) == 200
@@ -532,7 +536,7 @@ def test_an_iteration_whose_replacement_was_interrupted_is_kept(root: Path, monk
         save(root, 3, 1)
 
     assert in_child(between_two_renames) is None
-    removed = retained.remove(root, Retention(keep=1))
+    removed = retained.remove(locate(root), Retention(keep=1))
     assert removed.iterations == (1,)
     assert "its replacement was interrupted" in removed.kept[3]
     assert found(root) == (3, 0)

@@ -30,6 +30,7 @@ from reshard.cli import main
 from reshard.commit import claims, protocol
 from reshard.commit import manifest as manifests
 from reshard.errors import CheckpointNotFoundError, ClaimedError, DamagedFileError, ReshardError, StorageError
+from reshard.storage.location import locate
 from reshard.write import pending_rollback
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def root(tmp_path: Path) -> Iterator[Path]:
     for iteration in (100, 200, 300):
         save(root, iteration)
     yield root
-    pending_rollback.forget(root)
+    pending_rollback.forget(locate(root))
 
 
 def folder_of(root: Path, iteration: int) -> Path:
@@ -215,7 +216,7 @@ def test_the_first_save_after_a_roll_back_records_what_was_passed_over(root: Pat
     flip(shard_of(root, 200, "opt"))
     assert_is(reshard.load(root), 100)
     save(root, 150)  # below the tracker, which names 300
-    assert manifests.read(folder_of(root, 150)).passed_over == (200, 300)
+    assert manifests.read(locate(folder_of(root, 150))).passed_over == (200, 300)
     assert (root / TRACKER).read_text() == "150"
     flip(shard_of(root, 300))  # whole again, and no candidate all the same
     assert_is(reshard.load(root), 150)
@@ -224,7 +225,7 @@ def test_the_first_save_after_a_roll_back_records_what_was_passed_over(root: Pat
     flip(shard_of(root, 150))
     assert_is(reshard.load(root), 150)
     save(root, 160)
-    assert manifests.read(folder_of(root, 160)).passed_over == ()
+    assert manifests.read(locate(folder_of(root, 160))).passed_over == ()
     with pytest.raises(ReshardError):
         save(root, 155)  # nobody went back this time
 
@@ -328,7 +329,7 @@ def test_a_rollback_is_what_a_restart_takes_and_newer_iterations_stay(root: Path
     assert continued(root) == 200
     save(root, 250)
     assert continued(root) == 250
-    assert manifests.read(folder_of(root, 250)).passed_over == (300,)
+    assert manifests.read(locate(folder_of(root, 250))).passed_over == (300,)
     save(root, 300)  # of the new line: another checkpoint, and the newest
     assert continued(root) == 300
 
@@ -363,11 +364,11 @@ def test_a_rollback_to_what_is_missing_or_damaged_is_refused(root: Path) -> None
 
 
 def test_a_rollback_beside_a_running_writer_is_refused(root: Path) -> None:
-    protocol.release(root)
+    protocol.release(locate(root))
     reading, writing = os.pipe()
 
     def hold() -> None:
-        claims.hold(root)
+        claims.hold(locate(root))
         os.write(writing, b".")
         time.sleep(60)
 
@@ -381,11 +382,11 @@ def test_a_rollback_beside_a_running_writer_is_refused(root: Path) -> None:
         child.result()
     assert (root / TRACKER).read_text() == "300"
     assert reshard.rollback(root, 200).iteration == 200
-    assert claims.held(root) is None
+    assert claims.held(locate(root)) is None
 
 
 def test_a_rollback_skips_a_newer_iteration_that_the_tracker_never_named(root: Path) -> None:
-    protocol.release(root)
+    protocol.release(locate(root))
     (root / TRACKER).write_text("200")  # the save of 300 was interrupted before its last step
     (folder_of(root, 300) / ".tracked").unlink()
     assert continued(root) == 300
@@ -394,8 +395,8 @@ def test_a_rollback_skips_a_newer_iteration_that_the_tracker_never_named(root: P
 
 
 def test_a_rollback_keeps_a_save_that_was_complete_and_not_published(root: Path) -> None:
-    protocol.release(root)
-    manifest = manifests.read(folder_of(root, 300))
+    protocol.release(locate(root))
+    manifest = manifests.read(locate(folder_of(root, 300)))
     (root / ".staging").mkdir(exist_ok=True)
     (folder_of(root, 300) / ".tracked").unlink()
     folder_of(root, 300).rename(root / ".staging" / f"300.{manifest.generation}.{manifest.attempt}")
@@ -411,7 +412,7 @@ def test_what_a_rollback_brings_back_is_a_candidate_again(root: Path) -> None:
     save(root, 250)  # records that 300 was passed over
     reshard.rollback(root, 300)
     assert continued(root) == 300
-    protocol.release(root)
+    protocol.release(locate(root))
     save(root, 400)
     assert reshard.prune(root, 3, dry_run=True).iterations == (100, 200)
     cut(shard_of(root, 400), 10)
@@ -421,7 +422,7 @@ def test_what_a_rollback_brings_back_is_a_candidate_again(root: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", [100, 300])
 def test_a_rollback_that_is_killed_leaves_the_one_or_the_other(target: int, root: Path, tmp_path: Path) -> None:
-    protocol.release(root)
+    protocol.release(locate(root))
     if target == 300:
         reshard.rollback(root, 200)
     before = reshard.open(root).iteration
@@ -431,7 +432,7 @@ def test_a_rollback_that_is_killed_leaves_the_one_or_the_other(target: int, root
         shutil.copytree(root, copy)
         was_killed = small_saves.killed_at(number, functools.partial(reshard.rollback, copy, target))
         assert continued(copy) in ({before, target} if was_killed else {target})
-        pending_rollback.forget(copy)
+        pending_rollback.forget(locate(copy))
         assert {iteration for iteration in (100, 200, 300) if folder_of(copy, iteration).is_dir()} == {100, 200, 300}
         reshard.rollback(copy, target)
         assert continued(copy) == target

@@ -51,6 +51,7 @@ from reshard.formats.checkpoint2.metadata import write_metadata
 from reshard.formats.checkpoint2.rank_facts import LastMade, plan_iteration
 from reshard.formats.checkpoint2.save import Checkpoint2Prepared
 from reshard.formats.replicas import RankLocal
+from reshard.storage.location import locate
 from reshard.torch import Checkpointer
 from reshard.write import shard_files
 from reshard.write.arrays import local_arrays as own_arrays
@@ -278,9 +279,9 @@ def test_a_tree_that_the_original_reads(tmp_path: Path) -> None:
     original_reader.audit(folder, dedup=True)
     common = original_reader.read_common(tmp_path)
     assert (common.epoch_num, common.step_num, common.global_step) == (2, 400, 400)
-    written = manifest.read(folder)
+    written = manifest.read(locate(folder))
     assert written.digest == report.digest
-    manifest.check_sizes(folder, written)
+    manifest.check_sizes(locate(folder), written)
     assert written.n_bytes == report.n_bytes == sum(entry.stat().st_size for entry in folder.iterdir()) - _size(folder)
     assert not list((tmp_path / ".staging").iterdir())
 
@@ -298,7 +299,7 @@ def test_sums_are_those_of_the_files(tmp_path: Path) -> None:
     chunks = [data[start : start + (256 << 10)] for start in range(0, len(data), 256 << 10)]
     checksums = b"".join(_core.crc32c(chunk).to_bytes(4, "little") for chunk in chunks)
     assert (
-        manifest.read_checksums(folder, manifest.read(folder))[name]
+        manifest.read_checksums(locate(folder), manifest.read(locate(folder)))[name]
         == checksums
         == (folder / "checksums.bin").read_bytes()
     )
@@ -396,11 +397,11 @@ def test_the_first_save_after_an_older_iteration_was_taken_goes_back(tmp_path: P
 
     for iteration in (5, 6, 7):
         reshard.save(tmp_path, iteration, {"w": SQUARE}, commit={"durable": False})
-    pending_rollback.record(tmp_path, 5, (6, 7))
+    pending_rollback.record(locate(tmp_path), 5, (6, 7))
     reshard.save(tmp_path, 6, {"w": SQUARE + 1}, commit={"durable": False})
-    assert manifest.read(tmp_path / "iteration_00000006").passed_over == (6, 7)
+    assert manifest.read(locate(tmp_path / "iteration_00000006")).passed_over == (6, 7)
     reshard.save(tmp_path, 7, {"w": SQUARE + 2}, commit={"durable": False})
-    assert manifest.read(tmp_path / "iteration_00000007").passed_over == ()
+    assert manifest.read(locate(tmp_path / "iteration_00000007")).passed_over == ()
     with pytest.raises(ReshardError, match="below 7"):
         reshard.save(tmp_path, 6, {"w": SQUARE})
 
@@ -422,11 +423,11 @@ def test_old_iterations_go_and_the_log_stays(tmp_path: Path) -> None:
         "iteration_00000040",
         "iteration_00000050",
     }
-    records = save_log.read(tmp_path)
+    records = save_log.read(locate(tmp_path))
     assert [record.iteration for record in records] == [10, 20, 30, 40, 50]
     assert records[1].metrics == {"loss": 0.05}
-    assert records[1].attempt == manifest.read(tmp_path / "iteration_00000020").attempt
-    assert records[1].n_bytes == manifest.read(tmp_path / "iteration_00000020").n_bytes
+    assert records[1].attempt == manifest.read(locate(tmp_path / "iteration_00000020")).attempt
+    assert records[1].n_bytes == manifest.read(locate(tmp_path / "iteration_00000020")).n_bytes
 
 
 @pytest.mark.parametrize("blocking", [True, False])
@@ -462,7 +463,7 @@ def test_arrays_in_extra_come_back(tmp_path: Path, *, blocking: bool) -> None:
         assert extra["seen"]["t"].dtype == torch.bfloat16
     assert reshard.load(tmp_path, rank=None).extra["seen"]["z"] == 2
     path = tmp_path / "iteration_00000001" / "extra-0000000.arrays"
-    assert path.name in manifest.read(path.parent).shards
+    assert path.name in manifest.read(locate(path.parent)).shards
     with path.open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\xff")

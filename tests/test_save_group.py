@@ -15,6 +15,7 @@ from tests.ranks import Job, Signal
 import reshard
 from reshard.commit import manifest, protocol
 from reshard.errors import GroupError
+from reshard.storage.location import locate
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,7 +53,9 @@ def check(root: Path, iteration: int) -> None:
         for key, array in (MODEL | STATE).items():
             assert arrays[key].dtype == array.dtype
             assert np.array_equal(arrays[key], array), key
-    manifest.check_sizes(root / f"iteration_{iteration:08d}", manifest.read(root / f"iteration_{iteration:08d}"))
+    manifest.check_sizes(
+        locate(root / f"iteration_{iteration:08d}"), manifest.read(locate(root / f"iteration_{iteration:08d}"))
+    )
     tree = original_reader.read_tree(root)
     assert set(tree) == set(MODEL | STATE) - {"layers.1.f"}
     assert all(np.array_equal(tree[key], array) for key, array in (MODEL | STATE).items() if key in tree)
@@ -86,13 +89,13 @@ def test_ranks_save_together(tmp_path: Path, world_size: int) -> None:
     with Job(world_size, work) as job:
         values = job.values()
     assert all(value == values[0] for value in values)
-    assert [one[0] for one in values[0]][2] == manifest.read(tmp_path / "iteration_00000020").digest
+    assert [one[0] for one in values[0]][2] == manifest.read(locate(tmp_path / "iteration_00000020")).digest
     check(tmp_path, 20)
     original_reader.audit(tmp_path / "iteration_00000020", dedup=True)
     first = tmp_path / "iteration_00000010"
     assert {entry.name for entry in first.glob("extra-*.json")} == {f"extra-{r:07d}.json" for r in range(world_size)}
     assert staged(tmp_path) == []
-    assert manifest.read(first).world_size == world_size
+    assert manifest.read(locate(first)).world_size == world_size
 
 
 def test_a_rank_that_raises_is_told_on_all_and_the_next_save_works(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import reshard
 from reshard.commit import filesystem
 from reshard.commit.save_log import SAVE_LOG_FILE, SaveRecord, append, read
 from reshard.errors import ArgumentError, DamagedFileError, StorageError
+from reshard.storage.location import locate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,7 +48,7 @@ def line(**changes: Any) -> dict[str, Any]:
 
 def test_a_line_is_what_the_format_says(tmp_path: Path) -> None:
     metrics = {"loss": 2.5, "norm": math.nan}
-    append(tmp_path, record(metrics=metrics, generation=7, attempt="0123456789abcdef" * 2))
+    append(locate(tmp_path), record(metrics=metrics, generation=7, attempt="0123456789abcdef" * 2))
     data = (tmp_path / SAVE_LOG_FILE).read_bytes()
     assert data.endswith(b"}\n")
     assert json.loads(data) == line()
@@ -67,40 +68,44 @@ def _umask() -> int:
 )
 def test_metrics_come_back_as_they_were(tmp_path_factory: pytest.TempPathFactory, metrics: dict[str, float]) -> None:
     root = tmp_path_factory.mktemp("root")
-    append(root, record(metrics=metrics), durable=False)
-    (got,) = read(root)
+    append(locate(root), record(metrics=metrics), durable=False)
+    (got,) = read(locate(root))
     assert repr(dict(got.metrics)) == repr(metrics)  # tells nan, -0.0 and 1 from 1.0 as equality does not
 
 
 def test_metrics_of_numpy_are_numbers(tmp_path: Path) -> None:
-    append(tmp_path, record(metrics={"a": np.float32(0.5), "b": np.int64(3), "c": np.array(2.5)}))
-    assert read(tmp_path)[0].metrics == {"a": 0.5, "b": 3, "c": 2.5}
+    append(locate(tmp_path), record(metrics={"a": np.float32(0.5), "b": np.int64(3), "c": np.array(2.5)}))
+    assert read(locate(tmp_path))[0].metrics == {"a": 0.5, "b": 3, "c": 2.5}
 
 
 def test_no_log_is_no_saves(tmp_path: Path) -> None:
-    assert read(tmp_path) == []
+    assert read(locate(tmp_path)) == []
     (tmp_path / SAVE_LOG_FILE).touch()
-    assert read(tmp_path) == []
+    assert read(locate(tmp_path)) == []
 
 
 def test_the_last_line_of_an_iteration_counts(tmp_path: Path) -> None:
     for iteration, loss in ((1, 3.0), (2, 2.0), (3, 1.0), (2, 1.5)):
-        append(tmp_path, record(iteration, metrics={"loss": loss}))
-    assert [(entry.iteration, entry.metrics["loss"]) for entry in read(tmp_path)] == [(1, 3.0), (3, 1.0), (2, 1.5)]
+        append(locate(tmp_path), record(iteration, metrics={"loss": loss}))
+    assert [(entry.iteration, entry.metrics["loss"]) for entry in read(locate(tmp_path))] == [
+        (1, 3.0),
+        (3, 1.0),
+        (2, 1.5),
+    ]
 
 
 def test_a_line_torn_at_any_byte_harms_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / SAVE_LOG_FILE
-    append(tmp_path, record(1))
+    append(locate(tmp_path), record(1))
     whole = path.read_bytes()
-    append(tmp_path, record(2))
+    append(locate(tmp_path), record(2))
     both = path.read_bytes()
     for n_bytes in range(len(whole), len(both) + 1):
         path.write_bytes(both[:n_bytes])
         survivors = [1, 2] if n_bytes >= len(both) - 1 else [1]  # only the newline is missing
-        assert [entry.iteration for entry in read(tmp_path)] == survivors
-        append(tmp_path, record(3), durable=False)
-        assert [entry.iteration for entry in read(tmp_path)] == [*survivors, 3]
+        assert [entry.iteration for entry in read(locate(tmp_path))] == survivors
+        append(locate(tmp_path), record(3), durable=False)
+        assert [entry.iteration for entry in read(locate(tmp_path))] == [*survivors, 3]
     assert caplog.messages[0].endswith("1 lines are torn or in another form, and are skipped")
 
 
@@ -133,7 +138,7 @@ LINES: list[tuple[str, object]] = [
 def test_a_foreign_line_is_passed_over(content: object, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     lines = [json.dumps(entry) for entry in (line(iteration=1), content, line(iteration=2, later="field"))]
     (tmp_path / SAVE_LOG_FILE).write_text("\n".join(lines) + "\n")
-    assert [entry.iteration for entry in read(tmp_path)] == [1, 2]
+    assert [entry.iteration for entry in read(locate(tmp_path))] == [1, 2]
     assert "1 lines are torn" in caplog.text
 
 
@@ -151,25 +156,25 @@ def test_a_foreign_line_is_passed_over(content: object, tmp_path: Path, caplog: 
 )
 def test_a_line_that_is_no_json(data: bytes, tmp_path: Path) -> None:
     (tmp_path / SAVE_LOG_FILE).write_bytes(data + b"\n" + json.dumps(line()).encode())
-    (got,) = read(tmp_path)
+    (got,) = read(locate(tmp_path))
     assert math.isnan(got.metrics["norm"])
 
 
 def test_only_the_end_of_a_huge_log_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / SAVE_LOG_FILE
-    append(tmp_path, record(1))
+    append(locate(tmp_path), record(1))
     with path.open("r+b") as file:
         file.truncate(40 << 20)  # a hole: zeros, which are no line
         file.seek(0, os.SEEK_END)
         file.write(b"\n" + json.dumps(line(iteration=2)).encode() + b"\n")
-    assert [entry.iteration for entry in read(tmp_path)] == [2]
+    assert [entry.iteration for entry in read(locate(tmp_path))] == [2]
     assert caplog.text == ""  # the line of which the end was read first is not taken for a torn one
 
 
 def test_something_else_altogether(tmp_path: Path) -> None:
     (tmp_path / SAVE_LOG_FILE).write_bytes(b"x\n" * 20_000)
     with pytest.raises(DamagedFileError, match="is not a log of saves"):
-        read(tmp_path)
+        read(locate(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling", "folder", "pipe"])
@@ -183,7 +188,7 @@ def test_what_is_no_file_is_refused(kind: str, tmp_path: Path) -> None:
         path.mkdir()
     else:
         os.mkfifo(path)
-    for do in (lambda: read(tmp_path), lambda: append(tmp_path, record())):
+    for do in (lambda: read(locate(tmp_path)), lambda: append(locate(tmp_path), record())):
         with pytest.raises((DamagedFileError, StorageError)) as caught:
             do()
         assert str(path) in str(caught.value)
@@ -211,14 +216,14 @@ def test_what_cannot_be_recorded() -> None:
 
 def test_a_line_too_long(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="at most 65536"):
-        append(tmp_path, record(metrics={f"metric {i}": 1.0 for i in range(5000)}))
+        append(locate(tmp_path), record(metrics={f"metric {i}": 1.0 for i in range(5000)}))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_root_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="opening"):
-        append(tmp_path / "absent", record())
-    assert read(tmp_path / "absent") == []
+        append(locate(tmp_path / "absent"), record())
+    assert read(locate(tmp_path / "absent")) == []
 
 
 @pytest.mark.parametrize("durable", [True, False])
@@ -234,4 +239,4 @@ def test_the_line_of_a_save_is_synced_with_the_name_of_the_tracker(
     reshard.save(tmp_path, 1, {"w": np.zeros(4)}, commit={"durable": durable})
     last = ([".tracked", SAVE_LOG_FILE], {"iteration_00000001", tmp_path.name})
     assert synced[-1:] == ([last] if durable else [])
-    assert [record.iteration for record in read(tmp_path)] == [1]
+    assert [record.iteration for record in read(locate(tmp_path))] == [1]

@@ -9,6 +9,7 @@ import pytest
 
 from reshard.commit import filesystem
 from reshard.errors import StorageError
+from reshard.storage.location import locate
 
 
 @pytest.mark.parametrize("is_folder", [False, True])
@@ -19,7 +20,7 @@ def test_a_name_that_is_taken(tmp_path: Path, *, is_folder: bool) -> None:
         else:
             (tmp_path / name).write_text(name)
     with pytest.raises(FileExistsError):
-        filesystem.rename(tmp_path / "new", tmp_path / "taken")
+        filesystem.rename(locate(tmp_path / "new"), locate(tmp_path / "taken"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "taken"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from reshard.storage.location import locate
 from reshard.write import background
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ def test_pending_save_can_be_waited_for(tmp_path: Path) -> None:
         for n in range(100):
             try:
                 background.finish_previous(60)
-                background.start(n, lambda progress: None, None, exit_seconds=1, root=tmp_path)
+                background.start(n, lambda progress: None, None, exit_seconds=1, root=locate(tmp_path))
             except BaseException as error:  # noqa: BLE001  reported below
                 errors.append(error)
 

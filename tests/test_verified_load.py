@@ -37,6 +37,7 @@ from reshard.errors import (
     UnsupportedError,
 )
 from reshard.ranks.messages import decode, encode
+from reshard.storage.location import locate
 from reshard.values.events import Event
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def tiny_arrays(iteration: int) -> dict[str, np.ndarray]:
 def test_a_verified_checkpoint_is_read(root: Path, method: Any) -> None:
     with reshard.open(root, method=method) as opened:
         assert_is(opened, 10, sealed.arrays_of(10))
-        assert (opened.skipped, opened.manifest) == ((), manifests.read(root / "iteration_00000010"))
+        assert (opened.skipped, opened.manifest) == ((), manifests.read(locate(root / "iteration_00000010")))
         own = opened.load(TP2, rank=1)
         assert own["w"].tobytes() == sealed.arrays_of(10)["w"][2:].tobytes()
     with reshard.open(root / "iteration_00000005") as opened:
@@ -144,7 +145,7 @@ def test_every_bit_of_the_small_files(name: str, tiny: Path) -> None:
 @pytest.mark.slow
 def test_every_bit_of_a_header(tiny: Path) -> None:
     folder = tiny / "iteration_00000010"
-    header_bytes = manifests.read(folder).shards[sealed.TINY].header_bytes
+    header_bytes = manifests.read(locate(folder)).shards[sealed.TINY].header_bytes
     for bit in flipped(folder / sealed.TINY):
         if bit == 8 * header_bytes:
             break
@@ -174,7 +175,7 @@ def test_random_bits_of_the_payload(method: Any, tmp_path: Path) -> None:
     folder = sealed.make(tmp_path, 1, shape)
     truth = sealed.arrays_of(1, shape)
     rng = np.random.default_rng(7)
-    manifest = manifests.read(folder)
+    manifest = manifests.read(locate(folder))
     with reshard.open(folder, method=method) as opened:
         for n in range(10_000):
             name = list(FILES.values())[rng.integers(4)]

@@ -19,6 +19,7 @@ from reshard.cli import main
 from reshard.commit import manifest as manifests
 from reshard.errors import CheckpointNotFoundError
 from reshard.formats.rank_file import add_rank_file
+from reshard.storage.location import locate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,7 +58,7 @@ def test_what_is_whole(root: Path) -> None:
 
 def test_file_tensors_and_bytes_are_named(root: Path) -> None:
     folder = root / "iteration_00000010"
-    entry = manifests.read(folder).shards[FILES["model", 1]]
+    entry = manifests.read(locate(folder)).shards[FILES["model", 1]]
     flip(folder / FILES["model", 1], entry.header_bytes + 2, entry.n_bytes - 1)
     flip(folder / FILES["opt", 0], CHUNK + 7)
     flip(folder / FILES["opt", 1], 9)
@@ -71,7 +72,7 @@ def test_file_tensors_and_bytes_are_named(root: Path) -> None:
     assert found == {
         ("common.json", None, None, ()),
         (FILES["model", 1], 0, entry.n_bytes, ("b", "w")),  # both chunks, told as one range
-        (FILES["opt", 0], second[0], manifests.read(folder).shards[FILES["opt", 0]].n_bytes, ("adam_m.w",)),
+        (FILES["opt", 0], second[0], manifests.read(locate(folder)).shards[FILES["opt", 0]].n_bytes, ("adam_m.w",)),
         (FILES["opt", 1], *first, ()),
     }
     messages = {fault.file: fault.message for fault in newest.faults}
@@ -189,7 +190,7 @@ def test_all_are_removed_before_they_are_compared(root: Path, monkeypatch: pytes
         reshard.save(root, 15, {"w": np.zeros(4)})
         shutil.rmtree(root / "iteration_00000010")
         shutil.rmtree(root / "iteration_00000005")
-        return manifests.read_lock(str(folder))
+        return manifests.read_lock(locate(str(folder)))
 
     monkeypatch.setattr(manifests, "read_lock", removed)
     assert [one.iteration for one in reshard.verify(root).checkpoints] == [15]

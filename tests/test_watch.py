@@ -22,6 +22,7 @@ from reshard.cli.watched import Watch
 from reshard.commit import claims, protocol
 from reshard.commit.event_log import EVENT_FILE, EventLog
 from reshard.errors import StorageError
+from reshard.storage.location import locate
 from reshard.values.events import Event
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def test_an_iteration_that_cannot_be_read_is_a_problem(tmp_path: Path, monkeypat
 def test_the_save_in_progress_with_its_progress(tmp_path: Path) -> None:
     root = tmp_path / "run"
     save(root, 100, on_event=EventLog(root))
-    attempt = protocol.begin(root, 200)
+    attempt = protocol.begin(locate(root), 200)
     try:
         logged(root, "begun", 200, n_bytes=4000)
         watch = Watch(str(root))
@@ -139,7 +140,7 @@ def test_the_save_in_progress_with_its_progress(tmp_path: Path) -> None:
     finally:
         protocol.abandon(attempt)
         os.makedirs(attempt.staging)  # noqa: PTH103  as if it had been killed
-        protocol.release(root)
+        protocol.release(locate(root))
     assert "interrupted; its process has ended" in run("watch", root, "--once").stdout
     logged(root, "resumed", 100)
     assert watch.look()[0].in_flight is None
@@ -164,7 +165,7 @@ def test_without_a_log_the_staging_folder_shows_a_save(tmp_path: Path) -> None:
     save(root, 100)
     watch = Watch(str(root))
     watch.look()
-    attempt = protocol.begin(root, 200)
+    attempt = protocol.begin(locate(root), 200)
     state, new = watch.look()
     assert state.in_flight is not None
     assert (state.in_flight.iteration, state.in_flight.is_alive, new) == (200, True, [])
@@ -175,7 +176,7 @@ def test_without_a_log_the_staging_folder_shows_a_save(tmp_path: Path) -> None:
 def test_folders_that_go_after_they_were_listed_are_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "run"
     save(root, 1)
-    watch, attempt = Watch(str(root)), protocol.begin(root, 2)
+    watch, attempt = Watch(str(root)), protocol.begin(locate(root), 2)
     is_alive = claims.is_alive
 
     def ends(of: Any, generation: int) -> bool | None:
@@ -296,7 +297,7 @@ def test_commands_that_change_the_root_append_to_its_log(tmp_path: Path) -> None
     for name in ("with", "without"):
         for iteration in (1, 2, 3):
             save(tmp_path / name, iteration, **({"on_event": EventLog(tmp_path / name)} if name == "with" else {}))
-        protocol.release(tmp_path / name)
+        protocol.release(locate(tmp_path / name))
         assert run("rollback", tmp_path / name, 2).exit_code == 0
         assert run("prune", tmp_path / name, "--keep", 1).exit_code == 0
     assert not (tmp_path / "without" / EVENT_FILE).exists()

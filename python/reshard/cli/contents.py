@@ -193,7 +193,7 @@ def _saves(root: str) -> list[SaveRecord]:
     from reshard.commit import save_log
 
     try:
-        return save_log.read(root)
+        return save_log.read(locate(root))
     except ReshardError as error:
         warn(error.message)
         return []

@@ -29,7 +29,6 @@ from reshard.commit import filesystem, process_end
 from reshard.documents.strict_json import parse_json
 from reshard.errors import ClaimedError, DamagedFileError, ReshardError, StorageError
 from reshard.storage import host
-from reshard.storage.location import locate
 from reshard.storage.store import LockHeldError
 from reshard.values.words import show
 
@@ -77,7 +76,7 @@ _held_lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def locked(root: str | os.PathLike[str]) -> Iterator[bool]:
+def locked(root: Location) -> Iterator[bool]:
     """Hold the lock of an existing root; waits for at most a minute.
 
     Yields:
@@ -86,24 +85,21 @@ def locked(root: str | os.PathLike[str]) -> Iterator[bool]:
     Raises:
         StorageError: another process held it for the whole time, or the system failed.
     """
-    place = locate(root)
     try:
-        lock = (place / LOCK_FILE).lock(seconds=_LOCK_SECONDS, make=True)
+        lock = (root / LOCK_FILE).lock(seconds=_LOCK_SECONDS, make=True)
     except LockHeldError as error:
         error.hint = "a process that was stopped in the middle of a change may hold it: end it, or let it continue"
         raise
     with lock:
         if lock.errno is not None:
-            _log.warning("%s: the store has no locks (%s); claims alone separate writers", place, lock.reason)
+            _log.warning("%s: the store has no locks (%s); claims alone separate writers", root, lock.reason)
         yield lock.is_real
 
 
 # -- claims
 
 
-def hold(
-    root: str | os.PathLike[str], *, takeover: bool = False, durable: bool = True, folder_mode: int = 0o777
-) -> Claim:
+def hold(root: Location, *, takeover: bool = False, durable: bool = True, folder_mode: int = 0o777) -> Claim:
     """Return the claim of this process on a root; creates it if there is none.
 
     Args:
@@ -116,8 +112,7 @@ def hold(
         ClaimedError: another process has a live claim, or has replaced the claim of this process.
         StorageError: the system failed, or the lock was not free in time.
     """
-    place = locate(root)
-    key = _key(place)
+    key = _key(root)
     with _held_lock:
         claim = _held.get(key)
         if claim is not None:
@@ -131,21 +126,21 @@ def hold(
             else:
                 return claim
         for other, old in list(_held.items()):
-            if old.root == place:
+            if old.root == root:
                 _log.warning(
                     "%s is not the folder that this process has claimed: that one was removed or renamed, or a file "
                     "system was mounted or unmounted there. Saves go into the new folder",
-                    place,
+                    root,
                 )
                 _drop(old)
                 del _held[other]
-        claim = _held[key] = _claim(place, takeover=takeover, durable=durable, folder_mode=folder_mode)
+        claim = _held[key] = _claim(root, takeover=takeover, durable=durable, folder_mode=folder_mode)
         return claim
 
 
-def held(root: str | os.PathLike[str]) -> Claim | None:
+def held(root: Location) -> Claim | None:
     """The claim that this process has on a root, if it has one. Raises CheckpointNotFoundError, StorageError."""
-    return _held.get(_key(locate(root)))
+    return _held.get(_key(root))
 
 
 def _key(root: Location) -> Hashable:
@@ -153,13 +148,13 @@ def _key(root: Location) -> Hashable:
     return (root.store, root.store.folder_identity(root.path))
 
 
-def is_alive(root: str | os.PathLike[str], generation: int) -> bool | None:
+def is_alive(root: Location, generation: int) -> bool | None:
     """Whether the process with a claim of this generation still writes; None: it runs on a host that is not visible.
 
     Raises:
         StorageError: the system failed.
     """
-    writers = locate(root) / WRITERS_FOLDER
+    writers = root / WRITERS_FOLDER
     generations = _generations(writers)
     if not generations or generations[-1] != generation:
         return False  # released, or replaced by a later claim
@@ -196,25 +191,24 @@ def check(claim: Claim) -> None:
         )
 
 
-def living_claim(root: str | os.PathLike[str]) -> ClaimedError | None:
+def living_claim(root: Location) -> ClaimedError | None:
     """The error for a root that another living process of this machine has claimed; None: there is no such process."""
-    place = locate(root)
     try:
-        if not place.is_folder() or held(place) is not None:
+        if not root.is_folder() or held(root) is not None:
             return None
-        writers = place / WRITERS_FOLDER
+        writers = root / WRITERS_FOLDER
         owners = [_owner(_file(writers, one)) for one in _generations(writers)]
     except (OSError, ReshardError):
         return None  # other errors are reported when the root is claimed
-    return next((_claimed(place, one) for one in owners if _is_dead(one, is_real_lock=True) is False), None)
+    return next((_claimed(root, one) for one in owners if _is_dead(one, is_real_lock=True) is False), None)
 
 
-def release(root: str | os.PathLike[str] | None = None) -> None:
+def release(root: Location | None = None) -> None:
     """Release the claim on a root, or all claims of this process, so that others can claim it. Never raises."""
     key = None
     if root is not None:
         try:
-            key = _key(locate(root))
+            key = _key(root)
         except (OSError, ReshardError):
             return
     with _held_lock:

@@ -11,12 +11,10 @@ import errno
 from typing import TYPE_CHECKING
 
 from reshard.errors import CheckpointNotFoundError, StorageError
-from reshard.storage.location import locate
 from reshard.storage.store import kind_words
 from reshard.values.words import show
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Collection, Sequence
 
     from reshard.storage.location import Location
@@ -35,23 +33,22 @@ def announce(name: str) -> None:
     _step(name)
 
 
-def names(folder: str | os.PathLike[str]) -> list[str]:
+def names(folder: Location) -> list[str]:
     """The names in a folder, sorted; none if there is no such folder.
 
     Raises:
         StorageError: it cannot be listed.
     """
     try:
-        return locate(folder).names()
+        return folder.names()
     except CheckpointNotFoundError:
         return []
 
 
-def sync(folder: str | os.PathLike[str]) -> None:
+def sync(folder: Location) -> None:
     """Make the entries of a folder durable. Raises StorageError; after that nothing in it counts as durable."""
-    place = locate(folder)
-    _step(f"sync {place.name}")
-    place.store.sync_folder(place.path)
+    _step(f"sync {folder.name}")
+    folder.store.sync_folder(folder.path)
 
 
 def sync_together(files: Sequence[Location], folders: Sequence[Location]) -> None:
@@ -68,7 +65,7 @@ def sync_together(files: Sequence[Location], folders: Sequence[Location]) -> Non
     folders[0].store.sync_together([one.path for one in files], [one.path for one in folders])
 
 
-def make_folder(path: str | os.PathLike[str], mode: int, *, durable: bool) -> None:
+def make_folder(path: Location, mode: int, *, durable: bool) -> None:
     """Make a folder unless there is one, and make its name durable.
 
     Args:
@@ -79,25 +76,24 @@ def make_folder(path: str | os.PathLike[str], mode: int, *, durable: bool) -> No
     Raises:
         StorageError: something else has the name, a link for example, or the system failed.
     """
-    place = locate(path)
     try:
-        kind = place.stat().kind
+        kind = path.stat().kind
     except CheckpointNotFoundError:
-        _step(f"make {place.name}")
-        place.store.make_folder(place.path, mode)
+        _step(f"make {path.name}")
+        path.store.make_folder(path.path, mode)
         if durable:
-            sync(place.parent)
+            sync(path.parent)
     else:
         if kind != "folder":
             raise StorageError(
-                f"{show(place.path)} is {kind_words(kind)}, expected a folder",
-                path=place.path,
+                f"{show(path.path)} is {kind_words(kind)}, expected a folder",
+                path=path.path,
                 errno=errno.ENOTDIR,
                 hint="move it away, and save again: a save makes this folder",
             )
 
 
-def make_file(path: str | os.PathLike[str], data: bytes = b"", mode: int = 0o666, *, durable: bool) -> None:
+def make_file(path: Location, data: bytes = b"", mode: int = 0o666, *, durable: bool) -> None:
     """Make a small file that must not exist. For files whose name alone has a meaning, or that are read under a lock.
 
     Args:
@@ -110,14 +106,13 @@ def make_file(path: str | os.PathLike[str], data: bytes = b"", mode: int = 0o666
         FileExistsError: it exists.
         StorageError: the system failed; the file is removed again if that is possible.
     """
-    place = locate(path)
-    _step(f"make {place.name}")
-    place.store.create(place.path, data, mode, durable=durable, announce=_step)
+    _step(f"make {path.name}")
+    path.store.create(path.path, data, mode, durable=durable, announce=_step)
     if durable:
-        sync(place.parent)
+        sync(path.parent)
 
 
-def replace_file(path: str | os.PathLike[str], data: bytes, mode: int = 0o666, *, durable: bool) -> None:
+def replace_file(path: Location, data: bytes, mode: int = 0o666, *, durable: bool) -> None:
     """Write a small file so that readers see the old content or all of the new.
 
     Args:
@@ -129,9 +124,8 @@ def replace_file(path: str | os.PathLike[str], data: bytes, mode: int = 0o666, *
     Raises:
         StorageError: the system failed; the file is as it was.
     """
-    place = locate(path)
-    _step(f"write {place.name}")
-    place.store.replace(place.path, data, mode, durable=durable)
+    _step(f"write {path.name}")
+    path.store.replace(path.path, data, mode, durable=durable)
 
 
 def replace_after(
@@ -155,36 +149,35 @@ def replace_after(
     )
 
 
-def rename(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+def rename(source: Location, target: Location) -> None:
     """Give a file or folder a name that is free.
 
     Raises:
         FileExistsError: the name is taken.
         StorageError: the system failed, or the store cannot rename.
     """
-    one, other = locate(source), locate(target)
+    one, other = source, target
     _step(f"rename {one.name} to {other.name}")
     one.store.rename(one.path, other.path)
 
 
-def exchange(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> None:
+def exchange(one: Location, other: Location) -> None:
     """Exchange two names in one step; only where the store is known to be able to. Raises StorageError."""
-    first, second = locate(one), locate(other)
+    first, second = one, other
     _step(f"exchange {first.name} and {second.name}")
     first.store.exchange(first.path, second.path)
 
 
-def remove_file(path: str | os.PathLike[str]) -> None:
+def remove_file(path: Location) -> None:
     """Remove a file or a link; no error if there is none. Raises StorageError."""
-    place = locate(path)
-    _step(f"remove {place.name}")
-    place.store.remove_file(place.path)
+    _step(f"remove {path.name}")
+    path.store.remove_file(path.path)
 
 
-def remove_folder(path: str | os.PathLike[str], *, durable: bool = True, keep: Collection[str] = ()) -> None:
+def remove_folder(path: Location, *, durable: bool = True, keep: Collection[str] = ()) -> None:
     """Remove a folder with everything in it, the manifest first, so that what is left at any time counts for nothing.
 
-    No link in it or in its place is followed: the link is removed. No error if there is none.
+    No link in it or in its path is followed: the link is removed. No error if there is none.
 
     Args:
         path: the folder.
@@ -194,7 +187,6 @@ def remove_folder(path: str | os.PathLike[str], *, durable: bool = True, keep: C
     Raises:
         StorageError: the system failed; a part may be left.
     """
-    place = locate(path)
-    place.store.remove_folder(
-        place.path, first=MANIFEST_FILE, last=UNFINISHED_FILE, keep=keep, durable=durable, announce=_step
+    path.store.remove_folder(
+        path.path, first=MANIFEST_FILE, last=UNFINISHED_FILE, keep=keep, durable=durable, announce=_step
     )

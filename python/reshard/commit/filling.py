@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from reshard.commit import filesystem
 from reshard.commit.publication import remove_staging, sync_tree
 from reshard.errors import DestinationExistsError, ReshardError, StorageError
-from reshard.storage.location import locate
 from reshard.storage.store import failing
 from reshard.values.words import show
 
@@ -52,7 +51,7 @@ def is_staging(name: str) -> bool:
 
 @contextlib.contextmanager
 def filled_folder(
-    target: str | os.PathLike[str],
+    target: Location,
     *,
     replaces: Callable[[Location], bool] | None,
     commits: Sequence[str],
@@ -79,26 +78,25 @@ def filled_folder(
         DestinationExistsError: an entry that is not replaced appeared in `target`.
         StorageError: a folder cannot be created, moved or synced.
     """
-    place = locate(target)
-    staging = place / staging_name(os.urandom(8).hex())
+    staging = target / staging_name(os.urandom(8).hex())
     moves = _Moves(staging / _REPLACED)
     try:
         staging.store.make_folder(staging.path, mode)
         for name in subfolders:
             staging.store.make_folder(str(staging / name), mode)
         yield staging
-        with failing("publishing", place):
-            _publish(staging, place, moves, replaces, commits, durable=durable, keep_modes=keep_modes)
+        with failing("publishing", target):
+            _publish(staging, target, moves, replaces, commits, durable=durable, keep_modes=keep_modes)
     except BaseException:
         if moves.undo():
             remove_staging(staging)
         else:
-            _log.error("%s: what was replaced there could not be moved back, and lies in %s", place, staging)
+            _log.error("%s: what was replaced there could not be moved back, and lies in %s", target, staging)
         raise
     try:
         filesystem.remove_folder(staging, durable=False)
     except StorageError as error:
-        _log.warning("%s is written, but %s could not be removed: %s", place, staging, error)
+        _log.warning("%s is written, but %s could not be removed: %s", target, staging, error)
 
 
 def _publish(

@@ -49,7 +49,6 @@ from reshard.storage.store import LockHeldError
 from reshard.values.words import show
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from reshard.storage.location import Location
@@ -276,7 +275,7 @@ def new_digest(data: bytes = b"") -> hashlib.blake2b:
 # -- the file
 
 
-def read(folder: str | os.PathLike[str]) -> Manifest:
+def read(folder: Location) -> Manifest:
     """Read and verify the manifest of a folder; the files that it lists are not verified.
 
     Raises:
@@ -286,7 +285,7 @@ def read(folder: str | os.PathLike[str]) -> Manifest:
         UnsupportedError: it is of a later version.
         StorageError: the system failed to read it.
     """
-    place = locate(folder) / MANIFEST_FILE
+    place = folder / MANIFEST_FILE
     path = str(place)
     data, found = _read_text(place)
     manifest = _parse(place, data)
@@ -297,12 +296,12 @@ def read(folder: str | os.PathLike[str]) -> Manifest:
     return manifest
 
 
-def read_head(folder: str | os.PathLike[str]) -> Head:
+def read_head(folder: Location) -> Head:
     """What the manifest of a folder says of the order of iterations. Its text is verified, its entries are not parsed.
 
     Raises as `read`, but for an entry that is invalid.
     """
-    place = locate(folder) / MANIFEST_FILE
+    place = folder / MANIFEST_FILE
     data, _ = _read_text(place)
     bounds = _bounds(data)
     if bounds is None:
@@ -331,7 +330,7 @@ def outline(manifest: Manifest) -> Outline | None:
     )
 
 
-def read_part(folder: str | os.PathLike[str], known: Outline) -> Manifest:
+def read_part(folder: Location, known: Outline) -> Manifest:
     """A manifest whose entries are read, piece by piece, when they are first used.
 
     Args:
@@ -345,11 +344,11 @@ def read_part(folder: str | os.PathLike[str], known: Outline) -> Manifest:
         MismatchError: the folder has another manifest.
         StorageError: the system failed to read it.
     """
-    place = locate(folder) / MANIFEST_FILE
+    place = folder / MANIFEST_FILE
     path = str(place)
 
     def read_range(begin: int, end: int) -> bytes:
-        with locate(folder).opened() as opened:
+        with folder.opened() as opened:
             return b"".join(opened.pieces(MANIFEST_FILE, known.n_bytes, [(begin, end)]))
 
     def read_piece(begin: int, end: int, digest: str) -> bytes:
@@ -392,9 +391,9 @@ def _check_iteration(place: Location, manifest: Manifest) -> None:
         )
 
 
-def read_digest(folder: str | os.PathLike[str]) -> str:
+def read_digest(folder: Location) -> str:
     """The digest of the manifest of a folder, which is compared with its text and not parsed. Raises as `read`."""
-    return _read_text(locate(folder) / MANIFEST_FILE)[1]
+    return _read_text(folder / MANIFEST_FILE)[1]
 
 
 def _read_text(place: Location) -> tuple[bytes, str]:
@@ -413,7 +412,7 @@ def _read_text(place: Location) -> tuple[bytes, str]:
 
 
 def write(
-    folder: str | os.PathLike[str],
+    folder: Location,
     manifest: Manifest,
     mode: int = 0o666,
     *,
@@ -434,12 +433,11 @@ def write(
         StorageError: the system failed; an earlier manifest is unchanged.
     """
     data = _text(manifest)
-    place = locate(folder)
     if durable:
-        files = [place / name for name in unsynced]
-        filesystem.replace_after(place / MANIFEST_FILE, data, mode, files=files, folders=[place])
+        files = [folder / name for name in unsynced]
+        filesystem.replace_after(folder / MANIFEST_FILE, data, mode, files=files, folders=[folder])
     else:
-        filesystem.replace_file(place / MANIFEST_FILE, data, mode, durable=False)
+        filesystem.replace_file(folder / MANIFEST_FILE, data, mode, durable=False)
 
 
 def _text(manifest: Manifest) -> bytes:
@@ -675,7 +673,7 @@ class _Entries(collections.abc.Mapping[str, _Entry]):
 # -- what it lists
 
 
-def check_sizes(folder: str | os.PathLike[str], manifest: Manifest) -> None:
+def check_sizes(folder: Location, manifest: Manifest) -> None:
     """Check that every file exists, is a regular file, and has its recorded size. Opens no file.
 
     Raises:
@@ -683,12 +681,12 @@ def check_sizes(folder: str | os.PathLike[str], manifest: Manifest) -> None:
         CheckpointNotFoundError: there is no such folder.
         StorageError: the system failed.
     """
-    with locate(folder).opened() as opened:
+    with folder.opened() as opened:
         for name, n_bytes in manifest.sizes:
             opened.check(name, n_bytes)
 
 
-def check_headers(folder: str | os.PathLike[str], manifest: Manifest, names: Collection[str] | None = None) -> None:
+def check_headers(folder: Location, manifest: Manifest, names: Collection[str] | None = None) -> None:
     """Check sizes and headers of shard files: this verifies their structure, not their data.
 
     Args:
@@ -701,7 +699,7 @@ def check_headers(folder: str | os.PathLike[str], manifest: Manifest, names: Col
         CheckpointNotFoundError: there is no such folder.
         StorageError: the system failed.
     """
-    with locate(folder).opened() as opened:
+    with folder.opened() as opened:
         for name, entry in manifest.shards.items():
             if names is None or name in names:
                 total = 0
@@ -715,9 +713,7 @@ def check_headers(folder: str | os.PathLike[str], manifest: Manifest, names: Col
                     )
 
 
-def read_checksums(
-    folder: str | os.PathLike[str], manifest: Manifest, names: Collection[str] | None = None
-) -> dict[str, bytes]:
+def read_checksums(folder: Location, manifest: Manifest, names: Collection[str] | None = None) -> dict[str, bytes]:
     """The checksums of shard files: crc32c of each chunk, 4 bytes each, little-endian; verified by the manifest.
 
     Args:
@@ -740,7 +736,7 @@ def read_checksums(
     checksums: dict[str, bytes] = {}
     if not wanted:
         return checksums
-    with locate(folder).opened() as opened:
+    with folder.opened() as opened:
         path, n_bytes = opened.path(CHECKSUMS_FILE), manifest.files[CHECKSUMS_FILE].n_bytes
         in_order = sorted(wanted.items(), key=lambda one: one[1].first_chunk)
         ranges = [(4 * entry.first_chunk, 4 * (entry.first_chunk + entry.n_chunks)) for _, entry in in_order]
@@ -755,7 +751,7 @@ def read_checksums(
     return checksums
 
 
-def set_checksums(index: _core.Index, folder: str | os.PathLike[str], manifest: Manifest) -> None:
+def set_checksums(index: _core.Index, folder: Location, manifest: Manifest) -> None:
     """Add the sizes and checksums of its files to an index. All files must be in one folder.
 
     The checksums of the chunks of a file are read when a plan first verifies it: a checkpoint of 1,024 files of 10 GB
@@ -777,7 +773,7 @@ def set_checksums(index: _core.Index, folder: str | os.PathLike[str], manifest: 
         except KeyError:
             raise DamagedFileError(
                 f"{show(str(folder))} is described as holding {show(name)}, which its manifest does not list",
-                path=str(locate(folder) / name),
+                path=str(folder / name),
             ) from None
 
     def read(paths: list[str], with_chunks: bool) -> list[tuple[int, int, int, bytes | None]]:  # noqa: FBT001
@@ -797,7 +793,7 @@ def set_checksums(index: _core.Index, folder: str | os.PathLike[str], manifest: 
     index.set_checksums_reader(read)
 
 
-def read_plain(folder: str | os.PathLike[str], manifest: Manifest, name: str, max_bytes: int) -> bytes:
+def read_plain(folder: Location, manifest: Manifest, name: str, max_bytes: int) -> bytes:
     """The content of a file that is not a shard file, verified by the manifest.
 
     Args:
@@ -812,7 +808,7 @@ def read_plain(folder: str | os.PathLike[str], manifest: Manifest, name: str, ma
         StorageError: the system failed.
     """
     entry = manifest.files.get(name)
-    with locate(folder).opened() as opened:
+    with folder.opened() as opened:
         path = opened.path(name)
         if entry is None:
             raise CheckpointNotFoundError(f"the manifest of {show(str(folder))} lists no file {show(name)}", path=path)
@@ -828,7 +824,7 @@ def read_plain(folder: str | os.PathLike[str], manifest: Manifest, name: str, ma
     return data
 
 
-def plain_entry(folder: str | os.PathLike[str], name: str) -> PlainEntry:
+def plain_entry(folder: Location, name: str) -> PlainEntry:
     """Compute the entry of an existing file, for a new manifest or for a comparison. Reads it in pieces.
 
     Raises:
@@ -836,14 +832,14 @@ def plain_entry(folder: str | os.PathLike[str], name: str) -> PlainEntry:
         StorageError: the system failed.
     """
     found, n_bytes = hashlib.blake2b(digest_size=16), 0
-    with locate(folder).opened() as opened:
+    with folder.opened() as opened:
         for piece in opened.pieces(name):
             found.update(piece)
             n_bytes += len(piece)
     return PlainEntry(n_bytes, found.hexdigest())
 
 
-def read_lock(folder: str | os.PathLike[str]) -> Lock:
+def read_lock(folder: Location) -> Lock:
     """Keep retention from removing a folder that is being read: a shared lock on its manifest.
 
     The lock is advisory: in a store without locks this function returns without one. If the folder is removed anyway,
@@ -857,7 +853,7 @@ def read_lock(folder: str | os.PathLike[str]) -> Lock:
         DamagedFileError: the manifest is a link or not a regular file.
         StorageError: the system failed.
     """
-    place = locate(folder) / MANIFEST_FILE
+    place = folder / MANIFEST_FILE
     try:
         lock = place.lock(shared=True, seconds=_LOCK_SECONDS)
     except LockHeldError:

@@ -22,13 +22,11 @@ from reshard.commit import manifest as manifests
 from reshard.commit.filesystem import MANIFEST_FILE
 from reshard.documents.strict_json import parse_json
 from reshard.errors import CheckpointNotFoundError, ReshardError, StorageError
-from reshard.storage.location import Location, locate
 from reshard.values.words import show
 
 if TYPE_CHECKING:
-    import os
-
     from reshard.commit.manifest import Manifest
+    from reshard.storage.location import Location
 
 _MAX_BYTES = 16 << 10
 _MAX_FAULT = 1000  # characters
@@ -47,28 +45,26 @@ class Proof:
     fault: str | None
 
 
-def file_of(folder: str | os.PathLike[str]) -> Location:
-    """The path of the record of an iteration folder.
+def file_of(folder: Location) -> Location:
+    """The folder of the record of an iteration folder.
 
     Example:
         >>> str(file_of("output/checkpoint/iteration_00000400"))
         'output/checkpoint/.iteration_00000400.verified.json'
     """
-    path = locate(folder)
-    return path.with_name(f".{path.name}.verified.json")
+    return folder.with_name(f".{folder.name}.verified.json")
 
 
-def state_of(folder: str | os.PathLike[str], manifest: Manifest) -> str:
+def state_of(folder: Location, manifest: Manifest) -> str:
     """A digest of the manifest, all file sizes and all change times: it changes when a file changes.
 
     Raises:
         StorageError: the status of a file cannot be read.
     """
-    place = locate(folder)
     lines = [manifest.digest]
     for name in (MANIFEST_FILE, *manifest.shards, *manifest.files):
         try:
-            found = (place / name).stat()
+            found = (folder / name).stat()
         except CheckpointNotFoundError:
             lines.append(f"- {name}")
         else:
@@ -76,7 +72,7 @@ def state_of(folder: str | os.PathLike[str], manifest: Manifest) -> str:
     return manifests.digest_of("\n".join(lines).encode())
 
 
-def read(folder: str | os.PathLike[str], manifest: Manifest) -> Proof | None:
+def read(folder: Location, manifest: Manifest) -> Proof | None:
     """The last result for the current state of a folder; None: there is no valid record. Never raises a ReshardError.
 
     Args:
@@ -96,7 +92,7 @@ def read(folder: str | os.PathLike[str], manifest: Manifest) -> Proof | None:
         return None
 
 
-def write(folder: str | os.PathLike[str], manifest: Manifest, state: str, fault: str | None) -> None:
+def write(folder: Location, manifest: Manifest, state: str, fault: str | None) -> None:
     """Record a result, which replaces an earlier one, and remove the records of iterations that no longer exist.
 
     Args:
@@ -139,11 +135,10 @@ def write(folder: str | os.PathLike[str], manifest: Manifest, state: str, fault:
     sweep(path.parent)
 
 
-def sweep(root: str | os.PathLike[str]) -> None:
+def sweep(root: Location) -> None:
     """Remove the records of iterations that no longer exist. Never raises."""
-    place = locate(root)
     with contextlib.suppress(ReshardError):
-        for name in place.names():
+        for name in root.names():
             match = _NAME.fullmatch(name)
-            if match is not None and not (place / match[1]).exists():
-                (place / name).remove_file()
+            if match is not None and not (root / match[1]).exists():
+                (root / name).remove_file()

@@ -43,7 +43,7 @@ from reshard.errors import (
     ReshardError,
     StorageError,
 )
-from reshard.storage.location import BROKEN_LINK_HINT, Location, locate
+from reshard.storage.location import BROKEN_LINK_HINT, Location
 from reshard.values.words import show
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ _left: set[Attempt] = set()
 
 
 def begin(
-    root: str | os.PathLike[str],
+    root: Location,
     iteration: int,
     *,
     planned_bytes: int = 0,
@@ -171,7 +171,7 @@ def begin(
         ...     attempt.folder.name, attempt.folder.names()
         ('iteration_00000400', ['.tracked', 'checksums.bin', 'common.json', 'manifest.json'])
     """
-    place = locate(root).absolute()
+    place = root.absolute()
     folder = place / roots.iteration_folder_name(iteration)
     claim = claim_root(place, takeover=takeover, durable=durable, folder_mode=folder_mode)
     with claims.locked(place):
@@ -356,7 +356,7 @@ def abandon(attempt: Attempt) -> None:
         _log.warning("the staging folder %s is left over: %s", attempt.staging, error)
 
 
-def release(root: str | os.PathLike[str] | None = None) -> None:
+def release(root: Location | None = None) -> None:
     """Release the claim on a root, or all claims of this process. Happens at its exit too. Never raises.
 
     Args:
@@ -365,7 +365,7 @@ def release(root: str | os.PathLike[str] | None = None) -> None:
     if root is None:
         claims.release()
         return
-    place = locate(root).absolute()
+    place = root.absolute()
     with contextlib.suppress(ReshardError, OSError):
         claim = claims.held(place)
         if claim is not None:
@@ -380,9 +380,7 @@ def release(root: str | os.PathLike[str] | None = None) -> None:
 # -- before
 
 
-def claim_root(
-    root: str | os.PathLike[str], *, takeover: bool = False, durable: bool = True, folder_mode: int = 0o777
-) -> Claim:
+def claim_root(root: Location, *, takeover: bool = False, durable: bool = True, folder_mode: int = 0o777) -> Claim:
     """Create a root if it is missing, and claim it for this process.
 
     Args:
@@ -404,12 +402,12 @@ def claim_root(
         ...     claim.generation
         1
     """
-    place = locate(root).absolute()
+    place = root.absolute()
     make_root(place, folder_mode, durable=durable)
     return claims.hold(place, takeover=takeover, durable=durable, folder_mode=folder_mode)
 
 
-def obstacle(root: str | os.PathLike[str]) -> ReshardError | None:
+def obstacle(root: Location) -> ReshardError | None:
     """The error with which a save would fail, found without changing files; None: no error was found.
 
     Args:
@@ -419,7 +417,7 @@ def obstacle(root: str | os.PathLike[str]) -> ReshardError | None:
         >>> obstacle("a/new/root") is None
         True
     """
-    place = locate(root).absolute()
+    place = root.absolute()
     there = next((folder for folder in (place, *place.parents) if folder.exists()), None)
     wrong = None if there is None else _wrong_root(there)
     if wrong is not None:
@@ -434,7 +432,7 @@ def obstacle(root: str | os.PathLike[str]) -> ReshardError | None:
     return claims.living_claim(place)
 
 
-def check_above_tracker(root: str | os.PathLike[str], iteration: int, tracker: int | None) -> None:
+def check_above_tracker(root: Location, iteration: int, tracker: int | None) -> None:
     """Refuse an iteration below the one that the tracker names.
 
     Args:
@@ -452,7 +450,7 @@ def check_above_tracker(root: str | os.PathLike[str], iteration: int, tracker: i
         )
 
 
-def make_root(root: str | os.PathLike[str], mode: int, *, durable: bool) -> None:
+def make_root(root: Location, mode: int, *, durable: bool) -> None:
     """Create the folder of a checkpoint root and its parent folders if they are missing.
 
     Args:
@@ -464,11 +462,10 @@ def make_root(root: str | os.PathLike[str], mode: int, *, durable: bool) -> None
         DestinationExistsError: it is not a folder.
         StorageError: the system failed.
     """
-    place = locate(root)
-    missing = [folder for folder in (place, *place.parents) if not folder.exists()]
+    missing = [folder for folder in (root, *root.parents) if not folder.exists()]
     for folder in reversed(missing):
         filesystem.make_folder(folder, mode, durable=durable)
-    wrong = _wrong_root(place)
+    wrong = _wrong_root(root)
     if wrong is not None:
         raise wrong
 
@@ -503,7 +500,7 @@ def _check_one_filesystem(root: Location) -> None:
             )
 
 
-def check_space(root: str | os.PathLike[str], planned_bytes: int, *, durable: bool) -> None:
+def check_space(root: Location, planned_bytes: int, *, durable: bool) -> None:
     """Refuse to begin a save that does not fit into the free space.
 
     Args:
@@ -514,19 +511,18 @@ def check_space(root: str | os.PathLike[str], planned_bytes: int, *, durable: bo
     Raises:
         StorageError: there is not enough space, or the system failed.
     """
-    place = locate(root)
     needed = planned_bytes + -(-planned_bytes // _SPARE)
-    free = place.store.free_bytes(place.path)
-    if free is not None and free < needed and filesystem.names(place / TRASH_FOLDER):
+    free = root.store.free_bytes(root.path)
+    if free is not None and free < needed and filesystem.names(root / TRASH_FOLDER):
         # Recovery has moved back all iterations to restore. The rest was replaced by newer iterations or never
         # finished. If it were kept, a disk that was full once would stay full.
-        for line in trash.empty(place, durable=durable):
+        for line in trash.empty(root, durable=durable):
             _log.warning("%s", line)
-        free = place.store.free_bytes(place.path)
+        free = root.store.free_bytes(root.path)
     if free is not None and free < needed:
         raise StorageError(
-            f"{show(str(place))} has {free} bytes free; the save writes {planned_bytes}, with 5 % to spare {needed}",
-            path=str(place),
+            f"{show(str(root))} has {free} bytes free; the save writes {planned_bytes}, with 5 % to spare {needed}",
+            path=str(root),
             errno=errno.ENOSPC,
             hint="free some space: `reshard prune` removes old iterations. Nothing was changed",
         )

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from reshard.commit import filesystem
 from reshard.errors import DestinationExistsError, StorageError
-from reshard.storage.location import locate
 from reshard.storage.store import NO_FOLDER_RENAME
 from reshard.values.words import show
 
@@ -42,7 +41,7 @@ def remove_staging(folder: Location) -> None:
 
 
 @contextlib.contextmanager
-def made_folder(path: str | os.PathLike[str], *, mode: int, durable: bool) -> Iterator[None]:
+def made_folder(path: Location, *, mode: int, durable: bool) -> Iterator[None]:
     """A folder to write into; if the block fails, those that had to be made for it are removed again.
 
     Args:
@@ -53,9 +52,8 @@ def made_folder(path: str | os.PathLike[str], *, mode: int, durable: bool) -> It
     Raises:
         StorageError: a folder cannot be made or synced.
     """
-    place = locate(path)
     missing = []
-    for folder in (place, *place.parents):
+    for folder in (path, *path.parents):
         if folder.kind(follow_links=True) is not None:
             break
         missing.append(folder)
@@ -76,9 +74,7 @@ def made_folder(path: str | os.PathLike[str], *, mode: int, durable: bool) -> It
 
 
 @contextlib.contextmanager
-def published_file(
-    target: str | os.PathLike[str], *, replace: bool, durable: bool, keep_mode: bool = True
-) -> Iterator[Location]:
+def published_file(target: Location, *, replace: bool, durable: bool, keep_mode: bool = True) -> Iterator[Location]:
     """A name beside `target` for a file to write; it becomes `target` when the block ends, and is removed if it fails.
 
     Args:
@@ -91,24 +87,23 @@ def published_file(
         DestinationExistsError: `target` was made meanwhile.
         StorageError: the rename or the sync failed.
     """
-    place = locate(target)
-    staging = _staging_of(place)
+    staging = _staging_of(target)
     try:
         yield staging
-        if replace and keep_mode and place.kind() == "file":
-            staging.store.set_mode(staging.path, place.stat().mode)
-        _rename(staging, place, replace=replace)
+        if replace and keep_mode and target.kind() == "file":
+            staging.store.set_mode(staging.path, target.stat().mode)
+        _rename(staging, target, replace=replace)
     except BaseException:
         with contextlib.suppress(StorageError):
             staging.remove_file()
         raise
     if durable:
-        filesystem.sync(place.parent)
+        filesystem.sync(target.parent)
 
 
 @contextlib.contextmanager
 def published_folder(
-    target: str | os.PathLike[str], *, durable: bool, mode: int, subfolders: Collection[str] = ()
+    target: Location, *, durable: bool, mode: int, subfolders: Collection[str] = ()
 ) -> Iterator[Location]:
     """A staging folder that becomes `target` when the block ends, and is removed if it fails.
 
@@ -122,8 +117,7 @@ def published_folder(
         DestinationExistsError: `target` was made meanwhile.
         StorageError: a rename or a sync failed. `target` is as it was, unless the message says otherwise.
     """
-    place = locate(target)
-    staging = _staging_of(place)
+    staging = _staging_of(target)
     try:
         staging.store.make_folder(staging.path, mode)
         for name in subfolders:
@@ -131,13 +125,13 @@ def published_folder(
         yield staging
         if durable:
             sync_tree(staging)
-        _rename(staging, place, replace=False)
+        _rename(staging, target, replace=False)
     except BaseException:
         remove_staging(staging)
         raise
     if durable:
-        filesystem.sync(place)
-        filesystem.sync(place.parent)
+        filesystem.sync(target)
+        filesystem.sync(target.parent)
 
 
 def _staging_of(target: Location) -> Location:

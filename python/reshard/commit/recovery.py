@@ -17,12 +17,9 @@ from reshard.commit.manifest import TRACKED_FILE
 from reshard.commit.staging import StagedName
 from reshard.commit.trash import STAGING_FOLDER, TRASH_FOLDER
 from reshard.errors import ReshardError
-from reshard.storage.location import locate
 from reshard.storage.store import PROBE_PREFIX
 
 if TYPE_CHECKING:
-    import os
-
     from reshard.commit.claims import Claim
     from reshard.commit.manifest import Manifest
     from reshard.storage.location import Location
@@ -31,9 +28,7 @@ _TRACKER_DEBRIS = re.compile(rf"\.{re.escape(roots.TRACKER_FILE)}\.[0-9a-f]+\.tm
 _log = logging.getLogger("reshard")
 
 
-def recover(
-    root: str | os.PathLike[str], *, roll_forward: bool = True, durable: bool = True, takeover: bool = False
-) -> list[str]:
+def recover(root: Location, *, roll_forward: bool = True, durable: bool = True, takeover: bool = False) -> list[str]:
     """Recover a root before anything is read from it. Afterwards this process holds a claim on the root.
 
     A checkpoint that was sealed but not published, and is newer than the tracker's, is published. For a checkpoint that
@@ -60,7 +55,7 @@ def recover(
         >>> recover("there/is/no/such/root")
         []
     """
-    place = locate(root).absolute()
+    place = root.absolute()
     if not place.is_folder():
         return []
     claim = claims.hold(place, takeover=takeover, durable=durable)

@@ -35,7 +35,7 @@ from reshard.commit.manifest import PINNED_FILE, TRACKED_FILE
 from reshard.commit.scrub import is_damage, scrub_folder
 from reshard.commit.trash import REMOVED, TRASH_FOLDER
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
-from reshard.storage.location import Location, locate
+from reshard.storage.location import locate
 from reshard.values.arguments import checked
 from reshard.values.events import Observers
 from reshard.values.words import listed, show
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from reshard import _core
     from reshard.commit.manifest import Manifest
     from reshard.options import Retention
+    from reshard.storage.location import Location
 
 _LAST_VERIFIED = "the last verified one"
 _LAST_HEALTHY = "the last one that was not saved as unhealthy"
@@ -215,7 +216,7 @@ def to_verify(
     return candidates
 
 
-def must_read_back(root: str | os.PathLike[str], iteration: int, keep: int) -> bool:
+def must_read_back(root: Location, iteration: int, keep: int) -> bool:
     """Whether a save has to be read back for retention to remove anything after it.
 
     Args:
@@ -237,10 +238,9 @@ def must_read_back(root: str | os.PathLike[str], iteration: int, keep: int) -> b
         >>> must_read_back("read-back", 3, keep=2), must_read_back("read-back", 3, keep=3)
         (True, False)
     """
-    place = locate(root)
-    listed = roots.resolve_candidates(place)
+    listed = roots.resolve_candidates(root)
     there = [one for one in sorted(listed.folders, reverse=True) if one[0] != iteration]
-    if len(there) < keep and not _has_passed_over(place, there):
+    if len(there) < keep and not _has_passed_over(root, there):
         return False
     n_left = keep - 1
     for number, name in there:
@@ -248,7 +248,7 @@ def must_read_back(root: str | os.PathLike[str], iteration: int, keep: int) -> b
             break
         if listed.tracker is not None and number > listed.tracker:
             continue
-        proof = _proof(place / name)
+        proof = _proof(root / name)
         if proof is not None and proof.fault is None:
             return False
         n_left -= proof is None
@@ -273,7 +273,7 @@ def _proof(folder: Location) -> proofs.Proof | None:
 
 
 def apply(
-    root: str | os.PathLike[str],
+    root: Location,
     retention: Retention,
     *,
     original_fault: Callable[[Location], str | None],
@@ -331,7 +331,7 @@ def apply(
 
 
 def remove(
-    root: str | os.PathLike[str],
+    root: Location,
     retention: Retention,
     *,
     original_fault: Callable[[Location], str | None],
@@ -367,7 +367,7 @@ def remove(
         ...     remove(root, Retention(keep=2), original_fault=lambda folder: None).iterations
         ()
     """
-    path = locate(root).absolute()
+    path = root.absolute()
     judge, known = original_fault, set(verified)
     faults: dict[str, str] = {}  # found here, by the digest of the manifest
     done = _Done()
@@ -427,9 +427,10 @@ def pin(root: str | os.PathLike[str], iteration: int) -> None:
         CheckpointNotFoundError: there is no such iteration.
         StorageError: the system failed.
     """
-    _folder(root, iteration)  # before a lock file is created in a folder that is not a root
-    with claims.locked(root):
-        folder = _folder(root, iteration)
+    place = locate(root)
+    _folder(place, iteration)  # before a lock file is created in a folder that is not a root
+    with claims.locked(place):
+        folder = _folder(place, iteration)
         with contextlib.suppress(FileExistsError):
             filesystem.make_file(folder / PINNED_FILE, durable=True)
 
@@ -442,19 +443,20 @@ def unpin(root: str | os.PathLike[str], iteration: int) -> None:
         CheckpointNotFoundError: there is no such iteration.
         StorageError: the system failed.
     """
-    _folder(root, iteration)  # before a lock file is created in a folder that is not a root
-    with claims.locked(root):
-        folder = _folder(root, iteration)
+    place = locate(root)
+    _folder(place, iteration)  # before a lock file is created in a folder that is not a root
+    with claims.locked(place):
+        folder = _folder(place, iteration)
         filesystem.remove_file(folder / PINNED_FILE)
         filesystem.sync(folder)
 
 
-def _folder(root: str | os.PathLike[str], iteration: int) -> Location:
+def _folder(root: Location, iteration: int) -> Location:
     name = dict(roots.list_iterations(root)).get(iteration)
     if name is None:
         message = f"there is no iteration {iteration} in {show(str(root))}"
         raise CheckpointNotFoundError(message, path=str(root), hint=roots.missing_hint(root))
-    return locate(root) / name
+    return root / name
 
 
 # -- the facts
@@ -574,7 +576,7 @@ def _best(root: Location, facts: Sequence[Facts], metric: str, n: int) -> list[i
     return [-iteration for _, iteration in ranked[:n]]
 
 
-def best_of(root: str | os.PathLike[str], metric: str) -> str | None:
+def best_of(root: Location, metric: str) -> str | None:
     """The folder of the iteration with the best value of a metric in its manifest; None: no manifest has the metric.
 
     Args:
@@ -594,7 +596,7 @@ def best_of(root: str | os.PathLike[str], metric: str) -> str | None:
     name, found = metric.removeprefix("-"), list[tuple[float, int, str]]()
     for iteration, folder in roots.list_iterations(root):
         try:
-            value = manifests.read(locate(root) / folder).metrics.get(name, math.nan)
+            value = manifests.read(root / folder).metrics.get(name, math.nan)
         except ReshardError:
             continue  # it is not complete
         if math.isfinite(value):

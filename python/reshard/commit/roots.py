@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.commit import filesystem, trash
 from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError, StorageError
-from reshard.storage.location import is_fault_of_file, locate
+from reshard.storage.location import is_fault_of_file
 from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Sequence
 
     from reshard.storage.location import Location
@@ -65,7 +64,7 @@ def parse_iteration_folder(name: str) -> int | None:
 # -- the tracker
 
 
-def read_tracker(root: str | os.PathLike[str]) -> tuple[int | None, str | None]:
+def read_tracker(root: Location) -> tuple[int | None, str | None]:
     """The iteration that the tracker names, or the reason why there is none.
 
     A tracker is a regular file of ASCII digits and at most one newline, 32 bytes at most. Other content is invalid, and
@@ -78,7 +77,7 @@ def read_tracker(root: str | os.PathLike[str]) -> tuple[int | None, str | None]:
         StorageError: the file cannot be read, for example because a network file system has lost its connection. It
             may name an older iteration than the newest.
     """
-    path = locate(root) / TRACKER_FILE
+    path = root / TRACKER_FILE
     try:
         data = path.read_small(_MAX_TRACKER_BYTES)
     except CheckpointNotFoundError:
@@ -94,7 +93,7 @@ def read_tracker(root: str | os.PathLike[str]) -> tuple[int | None, str | None]:
 
 
 def write_tracker(
-    root: str | os.PathLike[str],
+    root: Location,
     iteration: int,
     mode: int = 0o666,
     *,
@@ -115,7 +114,7 @@ def write_tracker(
         StorageError: the system failed; the tracker is unchanged.
     """
     iteration_folder_name(iteration)  # raises an error for a number that no folder name can hold
-    place, data = locate(root) / TRACKER_FILE, str(iteration).encode()
+    place, data = root / TRACKER_FILE, str(iteration).encode()
     if durable:
         filesystem.replace_after(place, data, mode, folders=unsynced)
     else:
@@ -141,12 +140,12 @@ class Candidates(NamedTuple):
     ignored: tuple[tuple[str, str], ...] = ()
 
 
-def is_root(path: str | os.PathLike[str]) -> bool:
+def is_root(path: Location) -> bool:
     """Whether a folder is the root of a tree: it holds a tracker, valid or not, or an iteration folder."""
-    return (locate(path) / TRACKER_FILE).exists() or bool(scan(path)[0])
+    return (path / TRACKER_FILE).exists() or bool(scan(path)[0])
 
 
-def list_iterations(root: str | os.PathLike[str]) -> list[tuple[int, str]]:
+def list_iterations(root: Location) -> list[tuple[int, str]]:
     """`(iteration, folder name)` of the iteration folders of a root, by ascending number.
 
     Hidden names, symbolic links and files are skipped. If several folders have the same number, the one with 8 digits
@@ -163,23 +162,22 @@ def list_iterations(root: str | os.PathLike[str]) -> list[tuple[int, str]]:
     return scan(root)[0]
 
 
-def missing_hint(root: str | os.PathLike[str]) -> str:
-    """A hint for a folder that lacks an iteration: which ones it holds, or which folder is meant.
+def missing_hint(root: Location) -> str:
+    """A hint for a root that lacks an iteration: which ones it holds, or which root is meant.
 
     Raises:
-        CheckpointNotFoundError: there is no such folder.
+        CheckpointNotFoundError: there is no such root.
         StorageError: it cannot be listed.
     """
     found = [str(number) for number, _ in list_iterations(root)]
     if found:
         return f"it holds {listed(reversed(found))}"
-    folder = locate(root)
-    if parse_iteration_folder(folder.name) is not None:
-        return f"this is one iteration; give the folder that holds it: {show(str(folder.parent))}"
-    return "give the folder that holds the iteration folders"
+    if parse_iteration_folder(root.name) is not None:
+        return f"this is one iteration; give the root that holds it: {show(str(root.parent))}"
+    return "give the root that holds the iteration folders"
 
 
-def resolve_candidates(root: str | os.PathLike[str]) -> Candidates:
+def resolve_candidates(root: Location) -> Candidates:
     """In which order the iterations of a root are tried.
 
     The tracker's iteration is first, then all others by descending number. A folder above the tracker may be unfinished
@@ -197,7 +195,7 @@ def resolve_candidates(root: str | os.PathLike[str]) -> Candidates:
     return Candidates(tracker, reason, tuple(folders), tuple(ignored))
 
 
-def tracked_iteration(root: str | os.PathLike[str]) -> int | None:
+def tracked_iteration(root: Location) -> int | None:
     """The `tracker` of `resolve_candidates`, without listing the root where its folder has 8 digits.
 
     Raises:
@@ -205,17 +203,16 @@ def tracked_iteration(root: str | os.PathLike[str]) -> int | None:
         StorageError: it cannot be listed, or as `read_tracker`.
     """
     tracker, _ = read_tracker(root)
-    if tracker is None or (locate(root) / iteration_folder_name(tracker)).kind() == "folder":
+    if tracker is None or (root / iteration_folder_name(tracker)).kind() == "folder":
         return tracker
     return resolve_candidates(root).tracker
 
 
-def scan(root: str | os.PathLike[str]) -> tuple[list[tuple[int, str]], list[tuple[str, str]]]:
+def scan(root: Location) -> tuple[list[tuple[int, str]], list[tuple[str, str]]]:
     """`list_iterations`, and the folders that repeat a number and the links, each with the reason. Raises as it."""
-    place = locate(root)
     by_number: dict[int, list[str]] = {}
     found, ignored = [], []
-    entries = place.entries()
+    entries = root.entries()
     for entry in entries:
         number = parse_iteration_folder(entry.name)
         if number is not None and entry.kind == "folder":
@@ -231,12 +228,12 @@ def scan(root: str | os.PathLike[str]) -> tuple[list[tuple[int, str]], list[tupl
         )
         ignored += [(name, reason) for name in sorted(names) if name != chosen]
     if (trash.TRASH_FOLDER, "folder") in entries:
-        missing = [one for one in trash.set_aside(place).items() if one[0] not in by_number]
+        missing = [one for one in trash.set_aside(root).items() if one[0] not in by_number]
         found = sorted([*found, *missing])
     return found, ignored
 
 
-def misnamed(root: str | os.PathLike[str]) -> list[str]:
+def misnamed(root: Location) -> list[str]:
     """Sentences about folders that are not read because their names only resemble that of an iteration.
 
     Copies and folders that a user has renamed are named like this: `iteration_00000100 (copy)`, `Iteration-100.old`.
@@ -247,7 +244,7 @@ def misnamed(root: str | os.PathLike[str]) -> list[str]:
     """
     known = dict(scan(root)[0])
     sentences = []
-    for name in sorted(entry.name for entry in locate(root).entries() if entry.kind == "folder"):
+    for name in sorted(entry.name for entry in root.entries() if entry.kind == "folder"):
         match = _LIKE_AN_ITERATION.search(name)
         if match is None or name.startswith(".") or parse_iteration_folder(name) is not None:
             continue

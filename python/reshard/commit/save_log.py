@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 from reshard.commit import metrics
 from reshard.documents.strict_json import parse_json
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError
-from reshard.storage.location import locate
 from reshard.values.events import is_count
 from reshard.values.words import show
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Mapping
+
+    from reshard.storage.location import Location
 
 SAVE_LOG_FILE = "saves.jsonl"
 
@@ -89,7 +89,7 @@ class SaveRecord:
             raise ArgumentError(f"a record of a save: {error.message}") from None
 
 
-def append(root: str | os.PathLike[str], record: SaveRecord, *, durable: bool = True, mode: int = 0o666) -> None:
+def append(root: Location, record: SaveRecord, *, durable: bool = True, mode: int = 0o666) -> None:
     """Append a line to the log of a checkpoint root; creates the log if it does not exist.
 
     If a crash left a truncated last line, a newline is added to it first.
@@ -120,10 +120,10 @@ def append(root: str | os.PathLike[str], record: SaveRecord, *, durable: bool = 
             f"the metrics of iteration {record.iteration} make a line of {len(line)} bytes, "
             f"a line of the log has at most {_MAX_LINE_BYTES}"
         )
-    (locate(root) / SAVE_LOG_FILE).append_line(line, mode, durable=durable)
+    (root / SAVE_LOG_FILE).append_line(line, mode, durable=durable)
 
 
-def read(root: str | os.PathLike[str]) -> list[SaveRecord]:
+def read(root: Location) -> list[SaveRecord]:
     """The saves in the log of a checkpoint root, the latest last.
 
     Of several lines about an iteration, the last one is returned. Of a log of more than 16 MiB only the end is read.
@@ -136,7 +136,7 @@ def read(root: str | os.PathLike[str]) -> list[SaveRecord]:
         DamagedFileError: the log is a symbolic link, not a regular file, or has more than 10,000 lines in another form.
         StorageError: the system failed to read it.
     """
-    path = locate(root) / SAVE_LOG_FILE
+    path = root / SAVE_LOG_FILE
     try:
         data = path.read_tail(_MAX_READ_BYTES + 1)
     except CheckpointNotFoundError:

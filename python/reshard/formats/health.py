@@ -20,14 +20,13 @@ from reshard.commit import manifest as manifests
 from reshard.commit import roots
 from reshard.documents.strict_json import parse_json
 from reshard.errors import ReshardError
-from reshard.storage.location import Location, locate
 from reshard.values.words import counted, show
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterable, Mapping
 
     from reshard.commit.manifest import Manifest
+    from reshard.storage.location import Location
 
 NOT_FINITE_FILE = "not_finite.json"
 
@@ -126,7 +125,7 @@ def reason_of(tensors: Mapping[str, str]) -> str:
     )
 
 
-def read(folder: str | os.PathLike[str], manifest: Manifest) -> dict[str, str]:
+def read(folder: Location, manifest: Manifest) -> dict[str, str]:
     """The tensors of an iteration that are not finite, as its manifest lists them. Empty where nothing is recorded.
 
     A file that is damaged or cannot be read counts as none: `verify` reports it.
@@ -135,13 +134,13 @@ def read(folder: str | os.PathLike[str], manifest: Manifest) -> dict[str, str]:
         return {}
     try:
         data = manifests.read_plain(folder, manifest, NOT_FINITE_FILE, _MAX_BYTES)
-        content: Any = parse_json(data, str(locate(folder) / NOT_FINITE_FILE))
+        content: Any = parse_json(data, str(folder / NOT_FINITE_FILE))
         return {name: kind for name, kind in content["tensors"].items() if kind in _KINDS}
     except (ReshardError, KeyError, TypeError, AttributeError):
         return {}
 
 
-def unhealthy(root: str | os.PathLike[str], iteration: int | None = None) -> Unhealthy | None:
+def unhealthy(root: Location, iteration: int | None = None) -> Unhealthy | None:
     """What is known of an unhealthy iteration; None if it is not known to be unhealthy.
 
     Args:
@@ -155,20 +154,19 @@ def unhealthy(root: str | os.PathLike[str], iteration: int | None = None) -> Unh
         >>> print(unhealthy("diverged"))
         iteration 3 is unhealthy, as all since iteration 2: `w` holds an infinity; the last healthy one is iteration 1
     """
-    place = locate(root)
-    listed = roots.resolve_candidates(place)
+    listed = roots.resolve_candidates(root)
     iteration = listed.tracker if iteration is None else iteration
     folders = [one for one in sorted(listed.folders, reverse=True) if iteration is not None and one[0] <= iteration]
     if not folders or folders[0][0] != iteration:
         return None
     since, last_healthy, tensors = iteration, None, dict[str, str]()
     for number, name in folders:
-        manifest = _manifest(place / name)
+        manifest = _manifest(root / name)
         status = None if manifest is None else manifest.ckpt_status
         if number == iteration:
             if manifest is None or status != 1:
                 return None
-            tensors = read(place / name, manifest)
+            tensors = read(root / name, manifest)
         if status == 0:
             last_healthy = number
             break
@@ -177,13 +175,13 @@ def unhealthy(root: str | os.PathLike[str], iteration: int | None = None) -> Unh
     return Unhealthy(iteration, tensors, since, last_healthy)
 
 
-def is_unhealthy(folder: str | os.PathLike[str]) -> bool:
+def is_unhealthy(folder: Location) -> bool:
     """Whether the manifest of an iteration folder says that it was saved as unhealthy."""
-    manifest = _manifest(locate(folder))
+    manifest = _manifest(folder)
     return manifest is not None and manifest.ckpt_status == 1
 
 
-def last_healthy(root: str | os.PathLike[str]) -> int | None:
+def last_healthy(root: Location) -> int | None:
     """The newest complete iteration that was saved as healthy; None: there is none.
 
     Example:
@@ -193,9 +191,8 @@ def last_healthy(root: str | os.PathLike[str]) -> int | None:
         >>> last_healthy("went_wrong")
         1
     """
-    place = locate(root)
-    for number, name in sorted(roots.list_iterations(place), reverse=True):
-        manifest = _manifest(place / name)
+    for number, name in sorted(roots.list_iterations(root), reverse=True):
+        manifest = _manifest(root / name)
         if manifest is not None and manifest.ckpt_status == 0:
             return number
     return None

@@ -150,7 +150,7 @@ class ReshardCallback(Callback):  # type: ignore[misc]
         check_alone(self._options.get("group"))
         if start is not None:
             params.cur_step_num = start.initial_step
-        elif locate(self._root).is_folder() and newer_than(self._root, 0):
+        elif (place := locate(self._root)).is_folder() and newer_than(place, 0):
             raise ArgumentError(
                 f"{show(str(self._root))} has checkpoints, and this run starts at step 0",
                 hint="call `callback.resume(model, dataset)` before `model.train`, or give another root",

@@ -82,8 +82,8 @@ def gather(
     if tree is not None:
         return gather_saves(config, facts.run, tree, method=method, faults=faults, keep_going=keep_going)
     root, iteration = split_iteration(config.load_path)
-    if path.found() is None and iteration is not None and locate(root).is_folder() and roots.is_root(root):
-        return gatherer.at_root(locate(root), iteration)
+    if path.found() is None and iteration is not None and (place := locate(root)).is_folder() and roots.is_root(place):
+        return gatherer.at_root(place, iteration)
     if path.found() is None:
         # A broken link can mean that a disk is not mounted: the run must not start fresh.
         if (broken := path.broken_link()) is not None:

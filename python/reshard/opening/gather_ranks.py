@@ -76,7 +76,8 @@ def saves_root(config: Config, world_size: int = 1) -> SavesRoot | None:
         is_merge = (path / full_weights.HYPER_FILE).is_file()
         return SavesRoot(str(path), config.resume_file) if is_tree and not is_merge else None
     root, iteration = split_iteration(config.load_path)
-    if iteration is not None and locate(root).is_folder() and not roots.is_root(root) and checkpoint1.is_root(root):
+    place = locate(root)
+    if iteration is not None and place.is_folder() and not roots.is_root(place) and checkpoint1.is_root(place):
         return SavesRoot(root, config.resume_file, iteration)
     parsed = checkpoint1.parse_file_name(path.name)
     if world_size > 1 and parsed is not None and path.parent.name == checkpoint1.rank_folder_name(parsed.rank):
@@ -200,7 +201,7 @@ def _look(root: str, own: tuple[int, int]) -> dict[int, RankFolder]:
     """The rank folders that belong to this process."""
     number, count = own
     try:
-        folders = checkpoint1.rank_folders(root)
+        folders = checkpoint1.rank_folders(locate(root))
     except CheckpointNotFoundError:
         return {}  # the folders are those of another host's ranks; missing ones are found when all are combined
     return {rank: look_at(folder) for rank, folder in folders.items() if rank % count == number}
@@ -226,7 +227,7 @@ def _check(root: str, save: str, own: tuple[int, int], method: _core.ReadMethod)
     common: CommonInfo | None = None
     has_optimizer = False
     try:
-        ranks = [rank for rank in checkpoint1.rank_folders(root) if rank % count == number]
+        ranks = [rank for rank in checkpoint1.rank_folders(locate(root)) if rank % count == number]
     except CheckpointNotFoundError:
         ranks = []
     for rank in ranks:
@@ -329,7 +330,7 @@ def holds_optimizer(checkpoint: Checkpoint) -> bool:
 def _health(root: str) -> tuple[dict[str, int], str | None]:
     """The recorded status of each save, by rank 0's file (0: healthy), or why it is not known."""
     try:
-        found = checkpoint1_health.read(root)
+        found = checkpoint1_health.read(locate(root))
     except CheckpointNotFoundError as error:
         return {}, f"{error.message}: no save is known to be healthy"
     except DamagedFileError as error:

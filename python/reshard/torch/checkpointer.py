@@ -21,7 +21,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from inspect import signature
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
@@ -266,7 +265,7 @@ class Checkpointer:
     ) -> None:
         given = locals()
         self._given = {name: comparable(one) for name, one in given.items() if name not in _OF_EACH_RANK}
-        self._root = Path(locate(root).absolute())  # the program may change its working folder
+        self._root = locate(root).absolute()  # the program may change its working folder
         self._every_steps, self._every_s = interval(save_every)
         if keep is ...:
             keep = Retention().keep if retention is None else None
@@ -821,7 +820,7 @@ class Checkpointer:
     def _saves_where_it_loads(self, decision: ResumeDecision) -> bool:
         if decision.path is None:
             return False
-        return locate(decision.path).resolved().parent == locate(self._root).resolved()
+        return locate(decision.path).resolved().parent == self._root.resolved()
 
     # -------------------------------------------------------------------------------------------------------- saving
 

@@ -297,7 +297,7 @@ def _link(root: str | os.PathLike[str], report: SaveReport, best: tuple[str, int
     targets: dict[str, str | None] = {_LAST: roots.iteration_folder_name(report.iteration)}
     if best is not None:
         try:
-            targets[_BEST] = best_of(root, best[0])
+            targets[_BEST] = best_of(locate(root), best[0])
         except ReshardError as error:
             warnings.append(f"the link `{_BEST}` is not made: {error.message}")
     for name, target in targets.items():

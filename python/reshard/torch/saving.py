@@ -37,12 +37,12 @@ from reshard.verbs.save import save as save_iteration
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
     from torch.distributed.device_mesh import DeviceMesh
 
     from reshard.options import FormatLike, SaveOptions
     from reshard.ranks.group import Group
+    from reshard.storage.location import Location
     from reshard.torch.left_out import Frozen
     from reshard.torch.run import Run
     from reshard.torch.staging import Staged
@@ -76,7 +76,7 @@ class Saver:
     """
 
     run: Run
-    root: Path
+    root: Location
     group: Group
     options: SaveOptions
     mesh: DeviceMesh | None

@@ -6,7 +6,6 @@ no manifest, counts as complete only if it can be opened.
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from reshard.checkpoint import Checkpoint
@@ -16,11 +15,14 @@ from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError
 from reshard.formats.checkpoint2.reader import open_folder
 from reshard.opening import is_damage, reason_of
 from reshard.options import explains_moved, retention_of
+from reshard.storage.location import locate
 from reshard.values.arguments import checked
 from reshard.values.events import Observers
 from reshard.values.words import show
 
 if TYPE_CHECKING:
+    import os
+
     from reshard import _core
     from reshard.options import RetentionLike
     from reshard.storage.location import Location
@@ -76,11 +78,12 @@ def prune(
     known = retention_of(keep, retention)
     if known is None:
         raise ArgumentError("`prune` needs `keep` or `retention`", hint="for example `keep=5`")
-    if not roots.list_iterations(root):
-        message = f"{show(os.fspath(root))} holds no iteration folder"
-        raise CheckpointNotFoundError(message, path=os.fspath(root), hint=roots.missing_hint(root))
+    place = locate(root)
+    if not roots.list_iterations(place):
+        message = f"{show(str(place))} holds no iteration folder"
+        raise CheckpointNotFoundError(message, path=str(place), hint=roots.missing_hint(place))
     return remove(
-        root,
+        place,
         known,
         dry_run=dry_run,
         original_fault=_fault,

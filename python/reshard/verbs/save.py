@@ -12,7 +12,6 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import numpy as np
@@ -249,7 +248,7 @@ def save(  # noqa: PLR0917  what is saved is often given by position
         )
     )
     options = parsed if isinstance(parsed, SaveOptions) else SaveOptions()
-    task = SaveTask(Path(locate(root).absolute()), iteration, timeout, options)
+    task = SaveTask(locate(root).absolute(), iteration, timeout, options)
     same = _agreed(task, blocking=blocking)
 
     def draft() -> Draft[Any, Any, Any, Any]:
@@ -335,7 +334,7 @@ def _check_root(task: SaveTask) -> None:
     """Refuse a root that a restart would open as another format."""
     from reshard.formats.registry import check_destination  # noqa: PLC0415  slow to import
 
-    check_destination(locate(task.root), task.options.format)
+    check_destination(task.root, task.options.format)
 
 
 def _say_what_differs(error: MismatchError, extra: Mapping[str, object] | None, members: Group, timeout: float) -> None:

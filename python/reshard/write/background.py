@@ -23,7 +23,8 @@ from reshard.values.pending import Pending
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
+
+    from reshard.storage.location import Location
 
 _log = logging.getLogger("reshard")
 
@@ -47,7 +48,12 @@ class PendingSave(Pending[T]):
     """
 
     def __init__(
-        self, iteration: int, work: Callable[..., T], progress: _core.Progress | None, exit_seconds: float, root: Path
+        self,
+        iteration: int,
+        work: Callable[..., T],
+        progress: _core.Progress | None,
+        exit_seconds: float,
+        root: Location,
     ) -> None:
         super().__init__(f"the save of iteration {iteration}", functools.partial(work, progress=self._advance))
         self.iteration = iteration
@@ -104,7 +110,7 @@ _pool: _core.SnapshotPool | None = None
 
 
 def start(
-    iteration: int, work: Callable[..., T], progress: _core.Progress | None, *, exit_seconds: float, root: Path
+    iteration: int, work: Callable[..., T], progress: _core.Progress | None, *, exit_seconds: float, root: Location
 ) -> PendingSave[T]:
     """Run `work(progress=...)` in the background. `finish_previous` must have come before.
 
@@ -125,7 +131,7 @@ def start(
     return pending
 
 
-def finish_previous(timeout: float, root: Path | None = None) -> None:
+def finish_previous(timeout: float, root: Location | None = None) -> None:
     """Wait for the pending save, if there is one, and raise its error unless a caller has seen it.
 
     Args:

@@ -28,19 +28,18 @@ from reshard.commit import claims, save_log
 from reshard.errors import ArgumentError, CheckpointNotFoundError, GroupError, ReshardError, StorageError
 from reshard.ranks.collective import Collective, capture
 from reshard.storage import mounts
-from reshard.storage.location import Location, locate
 from reshard.write import background
 from reshard.write.phases import BegunT, OrdersT, Published, ReportT, WrittenT
 from reshard.write.shard_files import reserved_bytes, shard_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-    from pathlib import Path
 
     from reshard import _core
     from reshard.commit.save_log import SaveRecord
     from reshard.formats.replicas import Replicas
     from reshard.ranks.group import Group
+    from reshard.storage.location import Location
     from reshard.values.events import Observers
     from reshard.write.arrays import LocalArrays
     from reshard.write.background import PendingSave
@@ -245,7 +244,7 @@ def _finish(
         report = _report_of(task, done, started, stall_seconds)
         warnings = _append_to_log(task, record, done, report, durable=False)
         log_warnings.extend(warnings)
-        return [] if warnings else [locate(task.root) / save_log.SAVE_LOG_FILE]
+        return [] if warnings else [task.root / save_log.SAVE_LOG_FILE]
 
     def publish(begun: Begun[BegunT, WrittenT], own: Written[WrittenT], messages_of_ranks: list[WrittenT]) -> Published:
         nonlocal publication, found
@@ -314,7 +313,7 @@ def _finish(
 
 
 @contextlib.contextmanager
-def _taken_over(root: Path) -> Iterator[None]:
+def _taken_over(root: Location) -> Iterator[None]:
     """On rank 0: raise ClaimedError in place of a file error, if another process has taken the root over.
 
     That process removes the staging folder of this save, and the file error would not say so.

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from reshard.storage.location import Location, locate
-
 if TYPE_CHECKING:
-    import os
+    from reshard.storage.location import Location
 
 
 class PendingRollback(NamedTuple):
@@ -29,7 +27,7 @@ class PendingRollback(NamedTuple):
 _pending: dict[Location, PendingRollback] = {}
 
 
-def record(root: str | os.PathLike[str], iteration: int, passed_over: tuple[int, ...] = ()) -> None:
+def record(root: Location, iteration: int, passed_over: tuple[int, ...] = ()) -> None:
     """Record that this process resumed from an iteration of a root, and which newer ones it skipped.
 
     Args:
@@ -43,14 +41,14 @@ def record(root: str | os.PathLike[str], iteration: int, passed_over: tuple[int,
         PendingRollback(iteration=400, passed_over=(500,))
         >>> forget("output")
     """
-    _pending[locate(root).resolved()] = PendingRollback(iteration, tuple(sorted(passed_over)))
+    _pending[root.resolved()] = PendingRollback(iteration, tuple(sorted(passed_over)))
 
 
-def get(root: str | os.PathLike[str]) -> PendingRollback | None:
+def get(root: Location) -> PendingRollback | None:
     """What was recorded of a root and no save has used yet."""
-    return _pending.get(locate(root).resolved())
+    return _pending.get(root.resolved())
 
 
-def forget(root: str | os.PathLike[str]) -> None:
+def forget(root: Location) -> None:
     """Drop the record of a root, once a save has written it down."""
-    _pending.pop(locate(root).resolved(), None)
+    _pending.pop(root.resolved(), None)

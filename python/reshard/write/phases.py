@@ -21,7 +21,6 @@ from reshard.values.events import Observers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
     from reshard import _core
     from reshard.commit.save_log import SaveRecord
@@ -70,7 +69,7 @@ class Messages(Generic[ReportT, OrdersT, BegunT, WrittenT]):
 class SaveTask(NamedTuple):
     """What is saved where and how; the same on all ranks. See `save`."""
 
-    root: Path
+    root: Location
     iteration: int
     timeout: float
     options: SaveOptions

@@ -9,16 +9,12 @@ ranks. `resume` decides which saves are loaded.
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from reshard.documents.strict_json import read_json
 from reshard.errors import CheckpointNotFoundError, DamagedFileError
-from reshard.storage.location import locate
+from reshard.storage.location import Location, locate
 from reshard.values.words import show
-
-if TYPE_CHECKING:
-    import os
 
 HEALTH_FILE = "health_ckpts.json"
 
@@ -26,17 +22,17 @@ _MAX_BYTES = 64 << 20
 _MAX_VALUES = 1 << 22  # three for each save
 
 
-def health_path(root: str | os.PathLike[str]) -> Path:
+def health_path(root: Location) -> Location:
     """The path of the health file of a root.
 
     Example:
-        >>> str(health_path("output/checkpoint"))
+        >>> str(health_path(locate("output/checkpoint")))
         'output/health_ckpts.json'
     """
-    return Path(root).parent / HEALTH_FILE
+    return root.parent / HEALTH_FILE
 
 
-def read(root: str | os.PathLike[str]) -> dict[str, int]:
+def read(root: Location) -> dict[str, int]:
     """The status of each save by the name of rank 0's file: 0 is healthy, 1 is not. Invalid entries are ignored.
 
     Raises:
@@ -59,9 +55,7 @@ def read(root: str | os.PathLike[str]) -> dict[str, int]:
     return statuses
 
 
-def note(
-    root: str | os.PathLike[str], name: str, status: int, mode: int = 0o666, *, durable: bool = True
-) -> str | None:
+def note(root: Location, name: str, status: int, mode: int = 0o666, *, durable: bool = True) -> str | None:
     """Add the status of a save.
 
     Args:
@@ -97,7 +91,7 @@ def note(
     return warning
 
 
-def _records(path: Path) -> list[Any]:
+def _records(path: Location) -> list[Any]:
     records = read_json(path, _MAX_BYTES, max_values=_MAX_VALUES)
     if not isinstance(records, list):
         raise DamagedFileError(f"{show(str(path))} does not hold a list of saves", path=str(path))

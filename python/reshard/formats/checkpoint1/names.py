@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 from reshard.documents.strict_json import read_json
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, StorageError
 from reshard.formats.base import Traits
-from reshard.storage.location import Location, locate
 from reshard.storage.names import component_fault
 from reshard.values.counters import AS_TENSORS
 from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
+    from reshard.storage.location import Location
 
 TRAITS = Traits("checkpoint1", counters_as_tensors=True, expects_manifest=True, rank_folders=True, counters=AS_TENSORS)
 
@@ -150,7 +151,7 @@ def parse_rank_folder(name: str) -> int | None:
 # -- listing a tree
 
 
-def rank_folders(root: str | os.PathLike[str]) -> dict[int, Location]:
+def rank_folders(root: Location) -> dict[int, Location]:
     """The folders `rank_<r>` of a root, by rank in ascending order; there may be gaps.
 
     Symbolic links to folders are accepted, since ranks may have been collected from several hosts. Any other entry with
@@ -179,7 +180,7 @@ def rank_folders(root: str | os.PathLike[str]) -> dict[int, Location]:
     return found
 
 
-def is_root(path: str | os.PathLike[str]) -> bool:
+def is_root(path: Location) -> bool:
     """Whether a folder is the root of such a tree: it contains a folder `rank_<r>`.
 
     Raises:
@@ -189,13 +190,13 @@ def is_root(path: str | os.PathLike[str]) -> bool:
     return any(entry.is_folder() for entry in rank_entries(path).values())
 
 
-def rank_entries(root: str | os.PathLike[str]) -> dict[int, Location]:
+def rank_entries(root: Location) -> dict[int, Location]:
     """The entries named `rank_<r>`, folders or not, by rank in ascending order. Raises as `is_root`."""
-    found = {rank: locate(root) / name for name in _names(root) if (rank := parse_rank_folder(name)) is not None}
+    found = {rank: root / name for name in _names(root) if (rank := parse_rank_folder(name)) is not None}
     return dict(sorted(found.items()))
 
 
-def list_files(folder: str | os.PathLike[str], kind: FileKind | None = "full") -> list[FileName]:
+def list_files(folder: Location, kind: FileKind | None = "full") -> list[FileName]:
     """The weight files of one rank's folder with a name as above, sorted by run, epoch and step.
 
     Args:
@@ -223,7 +224,7 @@ def list_files(folder: str | os.PathLike[str], kind: FileKind | None = "full") -
     return sorted(found, key=lambda one: (one.run or 0, one.epoch, one.step, one.name))
 
 
-def list_weight_files(folder: str | os.PathLike[str]) -> list[str]:
+def list_weight_files(folder: Location) -> list[str]:
     """Names of all weight files of one rank's folder, sorted.
 
     Entries that are not regular files, such as links, are included. They are refused when they are opened.
@@ -266,15 +267,14 @@ def numbered_files(folders: Mapping[int, Location]) -> dict[int, Location]:
     return {rank: folder / f"{prefix}{rank}.{suffix}" for rank, folder in folders.items()}
 
 
-def _names(folder: str | os.PathLike[str]) -> list[str]:
+def _names(folder: Location) -> list[str]:
     """Names of the entries of a folder. Raises CheckpointNotFoundError, also if a file has the name; StorageError."""
-    location = locate(folder)
     try:
-        return location.names()
+        return folder.names()
     except StorageError as error:
         if error.errno != errno.ENOTDIR:
             raise
-        raise CheckpointNotFoundError(f"there is no folder {show(str(location))}", path=str(location)) from None
+        raise CheckpointNotFoundError(f"there is no folder {show(str(folder))}", path=str(folder)) from None
 
 
 # -- meta.json
@@ -294,7 +294,7 @@ class Meta(NamedTuple):
     last_ckpt_file: str
 
 
-def read_meta(folder: str | os.PathLike[str]) -> Meta:
+def read_meta(folder: Location) -> Meta:
     """Read the `meta.json` of a rank's folder.
 
     Raises:
@@ -309,7 +309,7 @@ def read_meta(folder: str | os.PathLike[str]) -> Meta:
         ...     read_meta(folder)
         Meta(last_epoch=20, last_step=2, last_ckpt_file='llama_rank_1-20_2.safetensors')
     """
-    path = locate(folder) / META_FILE
+    path = folder / META_FILE
     content = read_json(path, _MAX_META_BYTES)
 
     def damaged(why: str) -> DamagedFileError:
@@ -332,7 +332,7 @@ def read_meta(folder: str | os.PathLike[str]) -> Meta:
     return Meta(numbers[0], numbers[1], parsed.name)
 
 
-def write_meta(folder: str | os.PathLike[str], meta: Meta, mode: int = 0o666, *, durable: bool = True) -> None:
+def write_meta(folder: Location, meta: Meta, mode: int = 0o666, *, durable: bool = True) -> None:
     """Write the `meta.json` of a rank's folder atomically. The file that it names must be durable already.
 
     Args:
@@ -349,14 +349,14 @@ def write_meta(folder: str | os.PathLike[str], meta: Meta, mode: int = 0o666, *,
         "last_step": meta.last_step,
         "last_ckpt_file": meta.last_ckpt_file,
     }
-    (locate(folder) / META_FILE).replace(json.dumps(content), mode, durable=durable)
+    (folder / META_FILE).replace(json.dumps(content), mode, durable=durable)
 
 
 # -- one file of every rank
 
 
 def choose_by_suffix(
-    root: str | os.PathLike[str], suffix: str | None = None, *, extension: Extension | None = None
+    root: Location, suffix: str | None = None, *, extension: Extension | None = None
 ) -> dict[int, Location]:
     """Choose one file of each rank folder by the end of its name. No file is opened, and `meta.json` is not read.
 
@@ -401,7 +401,7 @@ def choose_by_suffix(
     wanted = "no weight file" if suffix is None else f"no weight file that ends in {show(suffix)}"
     missing = [folders[rank].name for rank, found in names.items() if not found]
     if missing:
-        there = list_weight_files(locate(root) / missing[0]) if suffix is not None else []
+        there = list_weight_files(root / missing[0]) if suffix is not None else []
         raise CheckpointNotFoundError(
             f"{shown} holds {wanted} in {_some(missing)}",
             path=os.fspath(root),

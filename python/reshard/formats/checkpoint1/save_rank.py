@@ -21,7 +21,7 @@ from reshard.formats.checkpoint1 import state as checkpoint1_state
 from reshard.formats.checkpoint1.names import Meta, rank_folder_name
 from reshard.formats.outputs import load_all
 from reshard.storage.changes import remove_file
-from reshard.storage.location import locate
+from reshard.storage.location import Location, locate
 from reshard.values.words import show
 from reshard.write.arrays import LocalArrays, local_arrays
 from reshard.write.contents import JointProgress
@@ -29,7 +29,6 @@ from reshard.write.shard_files import WrittenFile, read_back
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-    from pathlib import Path
 
     import numpy as np
 
@@ -64,7 +63,7 @@ class WrittenWeights:
     not_finite: tuple[tuple[str, str], ...] = ()
 
 
-def folder_of(root: Path, rank: int, kind: FileKind = "full") -> Path:
+def folder_of(root: Location, rank: int, kind: FileKind = "full") -> Location:
     """The folder of a rank's files of a kind.
 
     Args:
@@ -80,7 +79,7 @@ def folder_of(root: Path, rank: int, kind: FileKind = "full") -> Path:
     return root.with_name(root.name + _ROOTS[kind]) / rank_folder_name(rank)
 
 
-def look(root: Path, rank: int, n_ranks: int, prefix: str, at: tuple[int, int]) -> FolderView:
+def look(root: Location, rank: int, n_ranks: int, prefix: str, at: tuple[int, int]) -> FolderView:
     """Look into the folders of a rank before a save.
 
     Args:
@@ -167,7 +166,7 @@ class RankSide:
     counters: Sequence[str] = ()
     save: str | None = None
     files: dict[FileKind, ShardFile] = field(default_factory=dict)
-    _made: list[Path] = field(default_factory=list)
+    _made: list[Location] = field(default_factory=list)
 
     @property
     def file(self) -> FileName:
@@ -204,7 +203,7 @@ class RankSide:
 
     def _write_weights(
         self,
-        path: Path,
+        path: Location,
         file: ShardFile,
         progress: Callable[[int, int], object] | None,
         reads_back: bool,  # noqa: FBT001
@@ -234,10 +233,10 @@ class RankSide:
         content = checkpoint1_state.file_text(text, arrays, save)
         locate(path).replace(content, task.file_mode, durable=task.durable)
 
-    def _begin(self, path: Path) -> None:
+    def _begin(self, path: Location) -> None:
         """Refuse a name that exists: the file is of another save."""
         filesystem.announce(f"write {path.name}")
-        if locate(path).exists():
+        if path.exists():
             raise ReshardError(
                 f"{show(str(path))} has appeared since this save began",
                 path=str(path),
@@ -279,7 +278,7 @@ class RankSide:
         return warnings
 
 
-def _check_counters(path: Path, names: Sequence[str]) -> None:
+def _check_counters(path: Location, names: Sequence[str]) -> None:
     """Refuse counters that could not be read again. Before the file is written they may not have their values."""
     if names:
         index = _core.Index()
@@ -288,7 +287,7 @@ def _check_counters(path: Path, names: Sequence[str]) -> None:
         index.close()
 
 
-def _sweep(folder: Path, file: FileName) -> None:
+def _sweep(folder: Location, file: FileName) -> None:
     """Remove partial files, under hidden names, of a writer that was killed: no other process has a claim."""
     weights = rf"{re.escape(file.prefix)}_rank_{file.rank}[-_].*"
     debris = re.compile(rf"\.(?:{weights}|{re.escape(checkpoint1.META_FILE)}\..*)\.tmp")

@@ -29,15 +29,14 @@ from reshard.layout.strategy_file import is_strategy
 from reshard.layout.strategy_folder import read_strategy
 from reshard.layout.strategy_writer import write_stage_files
 from reshard.storage.changes import remove_folder
-from reshard.storage.location import locate
 from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
     from reshard.layout import ModelLayout
     from reshard.layout.strategy import DeviceCut, Strategy
+    from reshard.storage.location import Location
 
 Shapes: TypeAlias = dict[str, tuple[tuple[int, ...], bool]]
 """Of each tensor the global shape, and whether it belongs to the optimizer."""
@@ -48,18 +47,17 @@ _MAX_NAMED = 3
 _log = logging.getLogger("reshard")
 
 
-def strategy_folder(root: Path) -> Path:
+def strategy_folder(root: Location) -> Location:
     """The folder of the strategy of a root.
 
     Example:
-        >>> import pathlib
-        >>> str(strategy_folder(pathlib.Path("output/checkpoint"))), str(strategy_folder(pathlib.Path("runs/7")))
+        >>> str(strategy_folder(locate("output/checkpoint"))), str(strategy_folder(locate("runs/7")))
         ('output/strategy', 'runs/7/strategy')
     """
     return root.parent / STRATEGY_FOLDER if root.name == _ROOT else root / STRATEGY_FOLDER
 
 
-def make(layout: ModelLayout, shapes: Shapes, root: Path) -> Strategies:
+def make(layout: ModelLayout, shapes: Shapes, root: Location) -> Strategies:
     """The strategy of what is saved into a root.
 
     Args:
@@ -85,7 +83,7 @@ class Strategies:
         tensors: the global shapes.
     """
 
-    folder: Path
+    folder: Location
     strategy: Strategy
     tensors: Mapping[str, tuple[int, ...]]
     _written: tuple[object, int] | None = None  # the folder, when it last had the same content
@@ -141,7 +139,7 @@ class Strategies:
 
     def files(self) -> list[tuple[str, int]]:
         """Names and sizes of what is written."""
-        paths = [locate(self.folder) / name for name in filesystem.names(self.folder)]
+        paths = [self.folder / name for name in filesystem.names(self.folder)]
         return [(path.name, path.stat().n_bytes) for path in paths if is_strategy(path)]
 
     def _is_known(self) -> bool:
@@ -150,7 +148,7 @@ class Strategies:
 
     def _state(self) -> tuple[object, int] | None:
         try:
-            found = locate(self.folder).stat(follow_links=True)
+            found = self.folder.stat(follow_links=True)
         except ReshardError:
             return None
         return found.identity, found.modified_ns
@@ -165,7 +163,7 @@ class Strategies:
         try:
             filesystem.make_folder(new, folder_mode, durable=False)
             write_stage_files(self.strategy, new, mode=mode, durable=durable)
-            if locate(self.folder).exists():
+            if self.folder.exists():
                 self._exchange(new)
             else:
                 filesystem.rename(new, self.folder)
@@ -174,7 +172,7 @@ class Strategies:
         finally:
             remove_folder(new)  # the old one by now, unless something failed
 
-    def _exchange(self, new: Path) -> None:
+    def _exchange(self, new: Location) -> None:
         try:
             filesystem.exchange(new, self.folder)
         except StorageError:

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING
 
 from reshard.documents.strict_json import parse_json
 from reshard.errors import ArgumentError, DamagedFileError
-from reshard.storage.location import locate
 from reshard.values.words import show
 
 if TYPE_CHECKING:
-    import os
+    from reshard.storage.location import Location
 
 MAX_COMMON_BYTES = 1 << 20
 _LEFT_OUT_WHILE_NONE = ("consumed_samples", "ckpt_status")
@@ -70,7 +69,7 @@ class CommonInfo:
                 object.__setattr__(self, key, parse(key, value))
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> CommonInfo:
+    def read(cls, path: Location) -> CommonInfo:
         """Read the file. Other names than these are stored in `unknown`.
 
         Raises:
@@ -78,7 +77,7 @@ class CommonInfo:
             DamagedFileError: it is not a JSON object, is larger than 1 MiB, or a value has another type.
             StorageError: the system failed to read it.
         """
-        return cls.parse(locate(path).read_small(MAX_COMMON_BYTES), str(path))
+        return cls.parse(path.read_small(MAX_COMMON_BYTES), str(path))
 
     @classmethod
     def parse(cls, data: bytes, name: str) -> CommonInfo:
@@ -109,7 +108,7 @@ class CommonInfo:
                 del values[key]
         return json.dumps(values, indent=4)
 
-    def write(self, path: str | os.PathLike[str], mode: int = 0o666, *, durable: bool = True) -> None:
+    def write(self, path: Location, mode: int = 0o666, *, durable: bool = True) -> None:
         """Write the file atomically.
 
         Args:
@@ -120,7 +119,7 @@ class CommonInfo:
         Raises:
             StorageError: the system failed; an existing file is unchanged.
         """
-        locate(path).replace(self.to_json(), mode, durable=durable)
+        path.replace(self.to_json(), mode, durable=durable)
 
 
 _KEYS = tuple(one.name for one in fields(CommonInfo) if one.name != "unknown")

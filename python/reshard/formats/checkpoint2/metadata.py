@@ -19,13 +19,11 @@ from reshard import _core
 from reshard.commit.manifest import PlainEntry, new_digest
 from reshard.errors import UnsupportedError
 from reshard.formats.checkpoint2.shards import FilePlan, RecordKind, Records, TensorRecord, holders_of, shard_id
-from reshard.storage.location import locate
 from reshard.values.words import counted, listed, show
 
 if TYPE_CHECKING:
-    import os
-
     from reshard.layout.partition import Cut, Places, TensorLayout
+    from reshard.storage.location import Location
     from reshard.write.contents import Part
 
 MIN_TABLE_BYTES = 1 << 20  # a smaller file is decoded in some milliseconds
@@ -116,7 +114,7 @@ class WrittenMetadata(NamedTuple):
 
 
 def write_metadata(
-    path: str | os.PathLike[str],
+    path: Location,
     records: Records,
     mesh: _core.Mesh,
     plan: FilePlan,
@@ -151,7 +149,7 @@ def write_metadata(
             raise UnsupportedError(f"metadata.json cannot describe {show(key)}: {reason}", key=key)
     encoder = _encoder(records, mesh, plan, prefix)
     digest, n_bytes = new_digest(), 0
-    with locate(path).writing(mode, durable=durable) as file:
+    with path.writing(mode, durable=durable) as file:
         for piece in encoder:
             digest.update(piece)
             n_bytes += file.write(piece)

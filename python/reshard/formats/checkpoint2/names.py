@@ -17,13 +17,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard.errors import ArgumentError, DamagedFileError
-from reshard.storage.location import locate
 from reshard.storage.names import component_fault
 from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
-    import os
-
+    from reshard.storage.location import Location
     from reshard.write.contents import Part
 
 COMMON_FILE = "common.json"
@@ -113,7 +111,7 @@ def check_prefix(prefix: str | None) -> None:
 # -- the shard files of an iteration
 
 
-def list_shard_files(folder: str | os.PathLike[str]) -> list[str]:
+def list_shard_files(folder: Location) -> list[str]:
     """The shard files of an iteration folder that has no `metadata.json`: model files first, each part by index.
 
     Hidden files (temporary ones) and other names are skipped; links are not followed.
@@ -129,7 +127,7 @@ def list_shard_files(folder: str | os.PathLike[str]) -> list[str]:
     path = str(folder)
     found: dict[Part, dict[int, str]] = {"model": {}, "optimizer": {}}
     first: dict[Part, tuple[str, ShardFileName]] = {}
-    for name in [entry.name for entry in locate(folder).entries() if entry.kind == "file"]:
+    for name in [entry.name for entry in folder.entries() if entry.kind == "file"]:
         parsed = parse_shard_file_name(name)
         if parsed is None:
             continue

@@ -17,22 +17,20 @@ from reshard.commit import manifest as manifests
 from reshard.commit.newest import nothing_complete, open_newest
 from reshard.errors import ReshardError
 from reshard.formats.checkpoint2.reader import LockedManifest, marks, open_folder
-from reshard.storage.location import Location, locate
 from reshard.values.words import show
 
 if TYPE_CHECKING:
-    import os
-
     from reshard import _core
     from reshard.commit.manifest import Manifest
     from reshard.formats.base import CheckpointData
+    from reshard.storage.location import Location
 
 _log = logging.getLogger("reshard")
 
 MAX_LOOKS = 5  # at a root that changes while it is listed
 
 
-def order_of(root: str | os.PathLike[str], *, exact: int | None = None) -> candidates.Order:
+def order_of(root: Location, *, exact: int | None = None) -> candidates.Order:
     """The order in which the iterations of a root are tried, and those that are never tried. Opens no shard file.
 
     Args:
@@ -47,11 +45,11 @@ def order_of(root: str | os.PathLike[str], *, exact: int | None = None) -> candi
         >>> [one.name for one in order_of("output/checkpoint").candidates]
         ['iteration_00000400']
     """
-    with Look(locate(root), exact=exact) as look:
+    with Look(root, exact=exact) as look:
         return look.order
 
 
-def newer_than(root: str | os.PathLike[str], iteration: int) -> tuple[int, ...]:
+def newer_than(root: Location, iteration: int) -> tuple[int, ...]:
     """Iterations above the selected one, ascending, which are skipped; without those that a save has already recorded.
 
     Raises:
@@ -65,7 +63,7 @@ def newer_than(root: str | os.PathLike[str], iteration: int) -> tuple[int, ...]:
     listed = roots.list_iterations(root)
     if all(number <= iteration for number, _ in listed):
         return ()  # without reading the manifests
-    folders = tuple(_folder_facts(locate(root), number, name) for number, name in listed)
+    folders = tuple(_folder_facts(root, number, name) for number, name in listed)
     recorded = candidates.left_behind(folders, roots.read_tracker(root)[0])
     return tuple(one.iteration for one in folders if one.iteration > iteration and one.iteration not in recorded)
 

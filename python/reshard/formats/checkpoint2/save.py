@@ -12,7 +12,6 @@ import socket
 import sys
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from reshard import _core
@@ -227,7 +226,7 @@ class Checkpoint2Begun(Begun[_BegunMessage, _Records]):
         # Without a monitor 0 is not written: MindSpore Transformers 1.9.0 does not know the key.
         common = rank0.common if not not_finite else replace(rank0.common, ckpt_status=status)
         common.write(staging / checkpoint2.COMMON_FILE, task.file_mode, durable=False)
-        own_files = [checkpoint2.COMMON_FILE, *health.write(locate(staging), not_finite, task.file_mode)]
+        own_files = [checkpoint2.COMMON_FILE, *health.write(staging, not_finite, task.file_mode)]
         warnings = list(plan.warnings)
         if not_finite:
             warnings.append(f"iteration {task.iteration} is saved as unhealthy: {health.reason_of(not_finite)}")
@@ -288,12 +287,12 @@ class Checkpoint2Prepared(Prepared[_BegunMessage, _Records]):
         """Write this rank's files into the staging folder; the record of each that has checksums."""
         if not self.files and state is None:
             return Written({})
-        task, staging = self.task, Path(begun.staging)
+        task, staging = self.task, locate(begun.staging)
         # Rank 0 waits longer than this, so that it receives the reason.
         _wait_for(staging, min(_VISIBLE_SECONDS, task.timeout / 2))
         records: _Records = {}
 
-        def record(path: Path, written: _core.Written) -> None:
+        def record(path: Location, written: _core.Written) -> None:
             if begun.reads_back:
                 read_back(str(path), written, task.options.threads)
             records[path.name] = WrittenFile.of(written)
@@ -316,13 +315,12 @@ class Checkpoint2Prepared(Prepared[_BegunMessage, _Records]):
         names = list(records)
         if state is not None:
             path = staging / state_files.file_name(self.rank)
-            locate(path).replace(state[0], mode, durable=durable)
+            path.replace(state[0], mode, durable=durable)
             names.append(path.name)
         if is_small and self.leaves_unsynced:
             return Written(records, unsynced=tuple(names))
         if is_small and task.durable:
-            place = locate(staging)
-            filesystem.sync_together([place / name for name in names], [place])
+            filesystem.sync_together([staging / name for name in names], [staging])
         return Written(records)
 
 
@@ -369,7 +367,7 @@ class Checkpoint2Publication(Publication):
         return warnings
 
 
-def _check_shared(root: Path, facts: Sequence[RankFacts]) -> None:
+def _check_shared(root: Location, facts: Sequence[RankFacts]) -> None:
     hosts = {one.host for one in facts}
     if len(hosts) > 1 and not mounts.is_shared(root, os.environ.get("SHARED_PATHS")):
         raise ArgumentError(
@@ -379,12 +377,12 @@ def _check_shared(root: Path, facts: Sequence[RankFacts]) -> None:
         )
 
 
-def _wait_for(staging: Path, timeout: float) -> None:
+def _wait_for(staging: Location, timeout: float) -> None:
     """Wait until this host sees the folder that rank 0 made: a network file system may cache that it was not there."""
     deadline, sleep_s = time.monotonic() + timeout, 0.001
     while True:
         try:
-            locate(staging).opened().close()
+            staging.opened().close()
         except CheckpointNotFoundError:
             if time.monotonic() > deadline:
                 raise StorageError(

@@ -287,7 +287,7 @@ class Writer(StorageWriter):
         draft = self._draft(0, len(reports), {})
         planned = _planned(draft, reports)
         orders, running = planned.orders, self._running
-        root = locate(draft.task.root).absolute()
+        root = draft.task.root
         if not (root.exists() and claims.held(root) is not None):
             running.claimed = root
         running.n_ranks = len(plans)
@@ -447,7 +447,7 @@ class Writer(StorageWriter):
         root, iteration = _place(self.path)
         # DCP has removed the copies from the plans; they are compared here.
         options = replace(self.options, verify=replace(self.options.verify, check_replicas=False))
-        task = SaveTask(root.local, iteration, 600.0, options)
+        task = SaveTask(root, iteration, 600.0, options)
         own = local_arrays(
             {name: one for name, one in arrays.items() if not is_optimizer(name)},
             {name: one for name, one in arrays.items() if is_optimizer(name)},
