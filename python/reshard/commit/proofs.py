@@ -49,7 +49,8 @@ def file_of(folder: Location) -> Location:
     """The folder of the record of an iteration folder.
 
     Example:
-        >>> str(file_of("output/checkpoint/iteration_00000400"))
+        >>> from reshard.storage.location import locate
+        >>> str(file_of(locate("output/checkpoint/iteration_00000400")))
         'output/checkpoint/.iteration_00000400.verified.json'
     """
     return folder.with_name(f".{folder.name}.verified.json")

@@ -162,9 +162,10 @@ def begin(
         StorageError: there is not enough space, a folder of the root is on another file system, or the system failed.
 
     Example:
+        >>> from reshard.storage.location import locate
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as root:
-        ...     attempt = begin(root, 400)
+        ...     attempt = begin(locate(root), 400)
         ...     (attempt.staging / "common.json").replace("{}")
         ...     warnings = publish(attempt, seal(attempt, {}, world_size=1))
         ...     release()
@@ -395,9 +396,10 @@ def claim_root(root: Location, *, takeover: bool = False, durable: bool = True, 
         StorageError: it cannot be written to.
 
     Example:
+        >>> from reshard.storage.location import locate
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     claim = claim_root(f"{folder}/new/root")
+        ...     claim = claim_root(locate(folder) / "new/root")
         ...     release()
         ...     claim.generation
         1
@@ -414,7 +416,8 @@ def obstacle(root: Location) -> ReshardError | None:
         root: the checkpoint root; it may be missing.
 
     Example:
-        >>> obstacle("a/new/root") is None
+        >>> from reshard.storage.location import locate
+        >>> obstacle(locate("a/new/root")) is None
         True
     """
     place = root.absolute()

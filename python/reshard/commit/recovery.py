@@ -52,7 +52,8 @@ def recover(root: Location, *, roll_forward: bool = True, durable: bool = True, 
         StorageError: the system failed; the next call continues.
 
     Example:
-        >>> recover("there/is/no/such/root")
+        >>> from reshard.storage.location import locate
+        >>> recover(locate("there/is/no/such/root"))
         []
     """
     place = root.absolute()

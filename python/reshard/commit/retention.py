@@ -235,7 +235,7 @@ def must_read_back(root: Location, iteration: int, keep: int) -> bool:
         >>> import numpy as np, reshard
         >>> for number in (1, 2):
         ...     _ = reshard.save("read-back", number, {"w": np.zeros(4)})
-        >>> must_read_back("read-back", 3, keep=2), must_read_back("read-back", 3, keep=3)
+        >>> must_read_back(locate("read-back"), 3, keep=2), must_read_back(locate("read-back"), 3, keep=3)
         (True, False)
     """
     listed = roots.resolve_candidates(root)
@@ -304,7 +304,7 @@ def apply(
         >>> import tempfile
         >>> from reshard.options import Retention
         >>> with tempfile.TemporaryDirectory() as root:
-        ...     apply(root, Retention(keep=2), original_fault=lambda folder: None).iterations
+        ...     apply(locate(root), Retention(keep=2), original_fault=lambda folder: None).iterations
         ()
     """
     try:
@@ -364,7 +364,7 @@ def remove(
         >>> import tempfile
         >>> from reshard.options import Retention
         >>> with tempfile.TemporaryDirectory() as root:
-        ...     remove(root, Retention(keep=2), original_fault=lambda folder: None).iterations
+        ...     remove(locate(root), Retention(keep=2), original_fault=lambda folder: None).iterations
         ()
     """
     path = root.absolute()
@@ -590,8 +590,8 @@ def best_of(root: Location, metric: str) -> str | None:
         >>> import numpy as np, reshard
         >>> for n, loss in ((1, 2.0), (2, 1.0), (3, 4.0)):
         ...     _ = reshard.save("ranked", n, {"w": np.zeros(1)}, metrics={"loss": loss})
-        >>> best_of("ranked", "loss"), best_of("ranked", "-loss"), best_of("ranked", "other")
-        ('iteration_00000002', 'iteration_00000003', None)
+        >>> [best_of(locate("ranked"), metric) for metric in ("loss", "-loss", "other")]
+        ['iteration_00000002', 'iteration_00000003', None]
     """
     name, found = metric.removeprefix("-"), list[tuple[float, int, str]]()
     for iteration, folder in roots.list_iterations(root):

@@ -106,11 +106,12 @@ def append(root: Location, record: SaveRecord, *, durable: bool = True, mode: in
         StorageError: the system failed to write; the log may end in a truncated line.
 
     Example:
+        >>> from reshard.storage.location import locate
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as root:
         ...     for loss in (2.5, 2.25):
-        ...         append(root, SaveRecord(500, "2025-03-01T12:00:00+00:00", 3.2, 0.4, 123, {"loss": loss}))
-        ...     [(record.iteration, record.metrics) for record in read(root)]
+        ...         append(locate(root), SaveRecord(500, "2025-03-01T12:00:00+00:00", 3.2, 0.4, 123, {"loss": loss}))
+        ...     [(record.iteration, record.metrics) for record in read(locate(root))]
         [(500, {'loss': 2.25})]
     """
     fields = dataclasses.asdict(record) | {"metrics": metrics.to_json(record.metrics)}

@@ -148,10 +148,11 @@ def unhealthy(root: Location, iteration: int | None = None) -> Unhealthy | None:
         iteration: which; None: the one that the tracker names.
 
     Example:
+        >>> from reshard.storage.location import locate
         >>> import numpy as np, reshard
         >>> for number, value in ((1, 0.5), (2, np.nan), (3, np.inf)):
         ...     _ = reshard.save("diverged", number, {"w": np.array([value])})
-        >>> print(unhealthy("diverged"))
+        >>> print(unhealthy(locate("diverged")))
         iteration 3 is unhealthy, as all since iteration 2: `w` holds an infinity; the last healthy one is iteration 1
     """
     listed = roots.resolve_candidates(root)
@@ -185,10 +186,11 @@ def last_healthy(root: Location) -> int | None:
     """The newest complete iteration that was saved as healthy; None: there is none.
 
     Example:
+        >>> from reshard.storage.location import locate
         >>> import numpy as np, reshard
         >>> for number, value in ((1, 0.5), (2, np.nan)):
         ...     _ = reshard.save("went_wrong", number, {"w": np.array([value])})
-        >>> last_healthy("went_wrong")
+        >>> last_healthy(locate("went_wrong"))
         1
     """
     for number, name in sorted(roots.list_iterations(root), reverse=True):

@@ -36,10 +36,11 @@ def record(root: Location, iteration: int, passed_over: tuple[int, ...] = ()) ->
         passed_over: the newer iterations.
 
     Example:
-        >>> record("output", 400, (500,))
-        >>> get("output")
+        >>> from reshard.storage.location import locate
+        >>> record(locate("output"), 400, (500,))
+        >>> get(locate("output"))
         PendingRollback(iteration=400, passed_over=(500,))
-        >>> forget("output")
+        >>> forget(locate("output"))
     """
     _pending[root.resolved()] = PendingRollback(iteration, tuple(sorted(passed_over)))
 

@@ -43,8 +43,8 @@ def read(root: Location) -> dict[str, int]:
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as output:
-        ...     _ = note(f"{output}/checkpoint", "llama_rank_0-20_2.safetensors", 1)
-        ...     read(f"{output}/checkpoint")
+        ...     _ = note(locate(output) / "checkpoint", "llama_rank_0-20_2.safetensors", 1)
+        ...     read(locate(output) / "checkpoint")
         {'llama_rank_0-20_2.safetensors': 1}
     """
     statuses: dict[str, int] = {}
@@ -74,8 +74,8 @@ def note(root: Location, name: str, status: int, mode: int = 0o666, *, durable: 
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as output:
-        ...     note(f"{output}/checkpoint", "llama_rank_0-20_2.safetensors", 0)
-        ...     health_path(f"{output}/checkpoint").read_text()
+        ...     note(locate(output) / "checkpoint", "llama_rank_0-20_2.safetensors", 0)
+        ...     health_path(locate(output) / "checkpoint").read_small(1000).decode()
         '[{"is_health": 0, "ckpt_name": "llama_rank_0-20_2.safetensors"}]'
     """
     path = health_path(root)

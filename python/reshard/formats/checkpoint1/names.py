@@ -163,9 +163,10 @@ def rank_folders(root: Location) -> dict[int, Location]:
         StorageError: it cannot be listed.
 
     Example:
+        >>> from reshard.storage.location import locate
         >>> for rank in range(2):
         ...     os.makedirs(f"checkpoint/rank_{rank}")
-        >>> rank_folders("checkpoint")[1].name
+        >>> rank_folders(locate("checkpoint"))[1].name
         'rank_1'
     """
     found = rank_entries(root)
@@ -208,12 +209,13 @@ def list_files(folder: Location, kind: FileKind | None = "full") -> list[FileNam
         StorageError: it cannot be listed.
 
     Example:
+        >>> from reshard.storage.location import locate
         >>> import os
         >>> from pathlib import Path
         >>> os.makedirs("run/rank_0")
         >>> for suffix in ("-20_2", "-15_2", "_1-25_2"):
         ...     Path(f"run/rank_0/llama_rank_0{suffix}.ckpt").touch()
-        >>> [file.suffix for file in list_files("run/rank_0")]
+        >>> [file.suffix for file in list_files(locate("run/rank_0"))]
         ['15_2', '20_2', '1-25_2']
     """
     found = [
@@ -246,12 +248,13 @@ def numbered_files(folders: Mapping[int, Location]) -> dict[int, Location]:
         StorageError: a folder cannot be listed.
 
     Example:
+        >>> from reshard.storage.location import locate
         >>> import os
         >>> from pathlib import Path
         >>> for rank in range(2):
         ...     os.makedirs(f"transformed/rank_{rank}")
         ...     Path(f"transformed/rank_{rank}/checkpoint_{rank}.ckpt").touch()
-        >>> [file.name for file in numbered_files(rank_folders("transformed")).values()]
+        >>> [file.name for file in numbered_files(rank_folders(locate("transformed"))).values()]
         ['checkpoint_0.ckpt', 'checkpoint_1.ckpt']
     """
     forms = []
@@ -303,10 +306,11 @@ def read_meta(folder: Location) -> Meta:
         StorageError: the system failed to read it.
 
     Example:
+        >>> from reshard.storage.location import locate
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     write_meta(folder, Meta(20, 2, "llama_rank_1-20_2.safetensors"))
-        ...     read_meta(folder)
+        ...     write_meta(locate(folder), Meta(20, 2, "llama_rank_1-20_2.safetensors"))
+        ...     read_meta(locate(folder))
         Meta(last_epoch=20, last_step=2, last_ckpt_file='llama_rank_1-20_2.safetensors')
     """
     path = folder / META_FILE
@@ -377,12 +381,13 @@ def choose_by_suffix(
         StorageError: a folder cannot be listed.
 
     Example:
+        >>> from reshard.storage.location import locate
         >>> import os
         >>> from pathlib import Path
         >>> os.makedirs("ranks/rank_0")
         >>> for suffix in ("-20_2", "-15_2"):
         ...     Path(f"ranks/rank_0/llama_rank_0{suffix}.ckpt").touch()
-        >>> choose_by_suffix("ranks", "15_2")[0].name
+        >>> choose_by_suffix(locate("ranks"), "15_2")[0].name
         'llama_rank_0-15_2.ckpt'
     """
     if suffix is not None and _SUFFIX.fullmatch(suffix) is None:

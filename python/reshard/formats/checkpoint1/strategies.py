@@ -51,6 +51,7 @@ def strategy_folder(root: Location) -> Location:
     """The folder of the strategy of a root.
 
     Example:
+        >>> from reshard.storage.location import locate
         >>> str(strategy_folder(locate("output/checkpoint"))), str(strategy_folder(locate("runs/7")))
         ('output/strategy', 'runs/7/strategy')
     """

@@ -42,7 +42,8 @@ def order_of(root: Location, *, exact: int | None = None) -> candidates.Order:
         StorageError: it cannot be listed.
 
     Example:
-        >>> [one.name for one in order_of("output/checkpoint").candidates]
+        >>> from reshard.storage.location import locate
+        >>> [one.name for one in order_of(locate("output/checkpoint")).candidates]
         ['iteration_00000400']
     """
     with Look(root, exact=exact) as look:
@@ -57,7 +58,8 @@ def newer_than(root: Location, iteration: int) -> tuple[int, ...]:
         StorageError: it cannot be listed.
 
     Example:
-        >>> newer_than("output/checkpoint", 300)
+        >>> from reshard.storage.location import locate
+        >>> newer_than(locate("output/checkpoint"), 300)
         (400,)
     """
     listed = roots.list_iterations(root)
@@ -77,6 +79,7 @@ class Look:
         order: the order in which the iterations are tried.
 
     Example:
+        >>> from reshard.storage.location import locate
         >>> with Look(locate("output/checkpoint")) as look:
         ...     look.open(look.order.candidates[0], "auto").iteration
         400
@@ -160,6 +163,7 @@ def best_of(root: Location, method: _core.ReadMethod = "auto") -> CheckpointData
         StorageError: the root cannot be listed, or this process lacks permission, memory or file handles.
 
     Example:
+        >>> from reshard.storage.location import locate
         >>> best_of(locate("output/checkpoint")).iteration
         400
     """
