@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from reshard.storage.location import Location
-    from reshard.storage.store import Lock
+    from reshard.storage.store import Lock, Stat
 
 CHECKSUMS_FILE = "checksums.bin"
 TRACKED_FILE = ".tracked"
@@ -294,6 +294,25 @@ def read(folder: Location) -> Manifest:
         raise DamagedFileError(f"{show(path)} is not spelt as a manifest is written", path=path)
     _check_iteration(place, manifest)
     return manifest
+
+
+class ManifestCache:
+    """Manifests by folder: each is parsed once, as long as its file stays the same."""
+
+    def __init__(self) -> None:
+        self._known: dict[Location, tuple[Stat, Manifest]] = {}
+
+    def read(self, folder: Location) -> Manifest:
+        """As the function `read`."""
+        found = (folder / MANIFEST_FILE).stat()
+        known = self._known.get(folder)
+        if known is None or known[0] != found:
+            known = self._known[folder] = (found, read(folder))
+        return known[1]
+
+    def add(self, folder: Location, manifest: Manifest) -> None:
+        """Add the manifest that this process has written into a folder. Raises StorageError."""
+        self._known[folder] = ((folder / MANIFEST_FILE).stat(), manifest)
 
 
 def read_head(folder: Location) -> Head:

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from reshard.commit.claims import Claim
+    from reshard.storage.store import Entry
 
 __all__ = [
     "Attempt",
@@ -84,6 +85,7 @@ class Attempt:
         previous_tracker: the iteration that the tracker named when the attempt began, or None.
         durable: whether everything is synced.
         replaces: whether a folder of the same iteration is replaced.
+        entries: what the root held when the attempt began.
     """
 
     root: Location
@@ -94,6 +96,7 @@ class Attempt:
     previous_tracker: int | None
     durable: bool
     replaces: bool
+    entries: tuple[Entry, ...] = ()
 
     @property
     def folder(self) -> Location:
@@ -180,7 +183,8 @@ def begin(
         for name in (STAGING_FOLDER, TRASH_FOLDER):
             filesystem.make_folder(place / name, folder_mode, durable=durable)
         _check_one_filesystem(place)
-        for line in recover_locked(claim, below=0 if rollback else iteration, durable=durable):
+        lines, entries = recover_locked(claim, below=0 if rollback else iteration, durable=durable)
+        for line in lines:
             _log.warning("%s: %s", place, line)
         tracker = roots.tracked_iteration(place)
         if not rollback:
@@ -195,7 +199,9 @@ def begin(
         work = folder
         if in_staging:
             work = place / STAGING_FOLDER / str(StagedName(iteration, claim.generation, attempt_id))
-        attempt = Attempt(place, iteration, claim.generation, attempt_id, work, tracker, durable, overwrite)
+        attempt = Attempt(
+            place, iteration, claim.generation, attempt_id, work, tracker, durable, overwrite, tuple(entries)
+        )
         try:
             if in_staging:
                 # Its name becomes durable when it is renamed: what a crash leaves here is removed, if it is there.

@@ -22,7 +22,9 @@ from reshard.storage.store import PROBE_PREFIX
 if TYPE_CHECKING:
     from reshard.commit.claims import Claim
     from reshard.commit.manifest import Manifest
+    from reshard.commit.roots import Candidates
     from reshard.storage.location import Location
+    from reshard.storage.store import Entry
 
 _TRACKER_DEBRIS = re.compile(rf"\.{re.escape(roots.TRACKER_FILE)}\.[0-9a-f]+\.tmp")
 _log = logging.getLogger("reshard")
@@ -64,25 +66,29 @@ def recover(root: Location, *, roll_forward: bool = True, durable: bool = True, 
         claims.check(claim)
         for name in (STAGING_FOLDER, TRASH_FOLDER):
             filesystem.make_folder(place / name, 0o777, durable=durable)
-        return recover_locked(claim, below=None if roll_forward else 0, durable=durable)
+        return recover_locked(claim, below=None if roll_forward else 0, durable=durable)[0]
 
 
-def recover_locked(claim: Claim, *, below: int | None, durable: bool) -> list[str]:
+def recover_locked(claim: Claim, *, below: int | None, durable: bool) -> tuple[list[str], list[Entry]]:
     """As `recover`, under the lock; `.staging` and `.trash` must exist.
 
     Args:
         claim: the claim of this process on the root.
         below: publish only iterations below this one; None: all.
         durable: sync every change.
+
+    Returns:
+        Descriptions of the actions, and what the root holds now.
     """
     root, done, staged = claim.root, [], []
-    for entry in filesystem.names(root):
-        if _TRACKER_DEBRIS.fullmatch(entry):
-            filesystem.remove_file(root / entry)
-    for entry in filesystem.names(root / STAGING_FOLDER):
-        name = StagedName.parse(entry)
-        if entry.startswith(PROBE_PREFIX):
-            filesystem.remove_folder(root / STAGING_FOLDER / entry, durable=False)
+    entries = root.entries()
+    for entry in entries:
+        if _TRACKER_DEBRIS.fullmatch(entry.name):
+            filesystem.remove_file(root / entry.name)
+    for staged_entry in filesystem.names(root / STAGING_FOLDER):
+        name = StagedName.parse(staged_entry)
+        if staged_entry.startswith(PROBE_PREFIX):
+            filesystem.remove_folder(root / STAGING_FOLDER / staged_entry, durable=False)
         # A claim is created only if no other is alive: writers with a lower generation are dead or were replaced.
         elif name is not None and name.generation < claim.generation:
             staged.append(name)
@@ -96,7 +102,9 @@ def recover_locked(claim: Claim, *, below: int | None, durable: bool) -> list[st
             trash.remove(root, folder, name.iteration, durable=durable)
     if not staging.abilities(claim).renames_folders:
         done += _finish_in_place(claim, durable=durable)
-    return done + _track(root, below, durable=durable)
+    if staged or done:
+        entries = root.entries()
+    return done + _track(root, roots.resolve_candidates(root, entries), below, durable=durable), entries
 
 
 def _roll_forward(root: Location, name: StagedName, *, durable: bool) -> bool:
@@ -149,9 +157,8 @@ def _finish_in_place(claim: Claim, *, durable: bool) -> list[str]:
     return done
 
 
-def _track(root: Location, below: int | None, *, durable: bool) -> list[str]:
+def _track(root: Location, candidates: Candidates, below: int | None, *, durable: bool) -> list[str]:
     """Finish the last step of a publication: the tracker, and the marker `.tracked`."""
-    candidates = roots.resolve_candidates(root)
     tracker = candidates.tracker
     for iteration, name in sorted(candidates.folders, reverse=True):
         folder = root / name

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 from reshard.commit import candidates, claims, filesystem, proofs, roots, save_log, staging, trash
 from reshard.commit import manifest as manifests
 from reshard.commit.filesystem import MANIFEST_FILE, UNFINISHED_FILE
-from reshard.commit.manifest import PINNED_FILE, TRACKED_FILE
+from reshard.commit.manifest import PINNED_FILE, TRACKED_FILE, ManifestCache
 from reshard.commit.scrub import is_damage, scrub_folder
 from reshard.commit.trash import REMOVED, TRASH_FOLDER
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from reshard.commit.manifest import Manifest
     from reshard.options import Retention
     from reshard.storage.location import Location
+    from reshard.storage.store import Entry
 
 _LAST_VERIFIED = "the last verified one"
 _LAST_HEALTHY = "the last one that was not saved as unhealthy"
@@ -216,13 +217,22 @@ def to_verify(
     return candidates
 
 
-def must_read_back(root: Location, iteration: int, keep: int) -> bool:
+def must_read_back(
+    root: Location,
+    iteration: int,
+    keep: int,
+    *,
+    entries: Sequence[Entry] | None = None,
+    cache: ManifestCache | None = None,
+) -> bool:
     """Whether a save has to be read back for retention to remove anything after it.
 
     Args:
         root: the checkpoint root.
         iteration: what is being saved.
         keep: as in `apply`.
+        entries: what the root holds; None: it is listed.
+        cache: manifests that were read.
 
     Returns:
         True if there would be more than `keep` iterations, or some that were skipped, and none of the newest
@@ -238,9 +248,9 @@ def must_read_back(root: Location, iteration: int, keep: int) -> bool:
         >>> must_read_back(locate("read-back"), 3, keep=2), must_read_back(locate("read-back"), 3, keep=3)
         (True, False)
     """
-    listed = roots.resolve_candidates(root)
+    listed, cache = roots.resolve_candidates(root, entries), cache or ManifestCache()
     there = [one for one in sorted(listed.folders, reverse=True) if one[0] != iteration]
-    if len(there) < keep and not _has_passed_over(root, there):
+    if len(there) < keep and not _has_passed_over(root, there, cache):
         return False
     n_left = keep - 1
     for number, name in there:
@@ -248,26 +258,26 @@ def must_read_back(root: Location, iteration: int, keep: int) -> bool:
             break
         if listed.tracker is not None and number > listed.tracker:
             continue
-        proof = _proof(root / name)
+        proof = _proof(root / name, cache)
         if proof is not None and proof.fault is None:
             return False
         n_left -= proof is None
     return True
 
 
-def _has_passed_over(root: Location, there: Sequence[tuple[int, str]]) -> bool:
+def _has_passed_over(root: Location, there: Sequence[tuple[int, str]], cache: ManifestCache) -> bool:
     """Whether one of these iterations records that another one was skipped when a run resumed below it."""
     numbers = {number for number, _ in there}
     for _, name in there:
         with contextlib.suppress(ReshardError):
-            if numbers & set(manifests.read(root / name).passed_over):
+            if numbers & set(cache.read(root / name).passed_over):
                 return True
     return False
 
 
-def _proof(folder: Location) -> proofs.Proof | None:
+def _proof(folder: Location, cache: ManifestCache) -> proofs.Proof | None:
     try:
-        return proofs.read(folder, manifests.read(folder))
+        return proofs.read(folder, cache.read(folder))
     except ReshardError:
         return None
 
@@ -282,6 +292,8 @@ def apply(
     verify: bool = True,
     verified: Collection[str] = (),
     observers: Observers | None = None,
+    entries: Sequence[Entry] | None = None,
+    cache: ManifestCache | None = None,
 ) -> Removed:
     """As `remove`, for the end of a save: what the system refuses is a warning, and logged.
 
@@ -296,6 +308,8 @@ def apply(
         verify: see `remove`.
         verified: see `remove`.
         observers: see `remove`.
+        entries: see `remove`.
+        cache: see `remove`.
 
     Raises:
         CheckpointNotFoundError: there is no such root.
@@ -317,6 +331,8 @@ def apply(
             verify=verify,
             verified=verified,
             observers=observers,
+            entries=entries,
+            cache=cache,
         )
     except _NoMetricError as error:
         if error.n_iterations <= retention.keep + _MANY:  # as before the first evaluation of a run
@@ -341,6 +357,8 @@ def remove(
     verified: Collection[str] = (),
     progress: _core.Progress | None = None,
     observers: Observers | None = None,
+    entries: Sequence[Entry] | None = None,
+    cache: ManifestCache | None = None,
 ) -> Removed:
     """Remove the iterations of a root that are not to be kept.
 
@@ -354,6 +372,9 @@ def remove(
         verified: digests of manifests whose files this process has just compared.
         progress: called as `progress(done_bytes, total_bytes)` while an iteration is compared.
         observers: called with an event `pruned` for each removed iteration.
+        entries: what the root held a while ago: if nothing is to be removed then, it is not listed again. None: it is
+            listed. Before anything is removed, it is listed under the lock.
+        cache: manifests that were read.
 
     Raises:
         CheckpointNotFoundError: there is no such root.
@@ -367,21 +388,20 @@ def remove(
         ...     remove(locate(root), Retention(keep=2), original_fault=lambda folder: None).iterations
         ()
     """
-    path = root.absolute()
+    path, of_folders = root.absolute(), cache or ManifestCache()
     judge, known = original_fault, set(verified)
     faults: dict[str, str] = {}  # found here, by the digest of the manifest
     done = _Done()
 
-    def decide() -> _Decision:
-        facts, tracker = _look(path, judge, known, faults)
+    def decide(entries: Sequence[Entry] | None = None) -> _Decision:
+        facts, tracker = _look(path, judge, known, faults, entries=entries, cache=of_folders)
         best = _best(path, facts, *retention.best) if retention.best else []
         gone, kept = plan(facts, retention, tracker=tracker, best=best)
         first = to_verify(facts, gone, kept, tracker=tracker)
         counted = {one.iteration for one in _counted(facts, tracker) if one.is_verified}
         return _Decision(gone, kept, first, has_verified=bool(counted & kept.keys()))
 
-    roots.list_iterations(path)  # before a lock file is created in a folder that is not a root
-    decision = decide()
+    decision = decide(entries)
     if dry_run:
         while verify and decision.first:
             one = decision.first[0]
@@ -463,7 +483,13 @@ def _folder(root: Location, iteration: int) -> Location:
 
 
 def _look(
-    root: Location, judge: Callable[[Location], str | None], verified: Collection[str], faults: Mapping[str, str]
+    root: Location,
+    judge: Callable[[Location], str | None],
+    verified: Collection[str],
+    faults: Mapping[str, str],
+    *,
+    entries: Sequence[Entry] | None,
+    cache: ManifestCache,
 ) -> tuple[list[Facts], int | None]:
     """The facts of all iterations, and the tracker.
 
@@ -472,9 +498,11 @@ def _look(
         judge: of an iteration without manifest, why it is not complete.
         verified: digests of manifests whose files were found right by this process.
         faults: and of those that were not, with the reason.
+        entries: what it holds; None: it is listed.
+        cache: manifests that were read.
     """
-    listed = roots.resolve_candidates(root)
-    found = {iteration: (name, *_judge(root / name, judge)) for iteration, name in listed.folders}
+    listed = roots.resolve_candidates(root, entries)
+    found = {iteration: (name, *_judge(root / name, cache, judge)) for iteration, name in listed.folders}
     behind = candidates.left_behind(
         tuple(_folder_facts(root, iteration, name, manifest) for iteration, (name, manifest, *_) in found.items()),
         listed.tracker,
@@ -525,7 +553,9 @@ def _contents(
     return proof is not None, None
 
 
-def _judge(folder: Location, judge: Callable[[Location], str | None]) -> tuple[Manifest | None, str | None, bool]:
+def _judge(
+    folder: Location, cache: ManifestCache, judge: Callable[[Location], str | None]
+) -> tuple[Manifest | None, str | None, bool]:
     """The manifest of a complete iteration, or why it is not complete, and whether that is merely not known."""
     if folder.parent.name == TRASH_FOLDER:
         return None, "its replacement was interrupted: the next save moves it back", False
@@ -536,7 +566,7 @@ def _judge(folder: Location, judge: Callable[[Location], str | None]) -> tuple[M
         if not has_manifest:
             is_ours = (folder / UNFINISHED_FILE).exists()
             return None, "it was being removed" if is_ours else judge(folder), False
-        manifest = manifests.read(folder)
+        manifest = cache.read(folder)
         manifests.check_sizes(folder, manifest)
     except ReshardError as error:
         return None, error.message, not is_damage(error)

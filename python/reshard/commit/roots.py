@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reshard.storage.location import Location
+    from reshard.storage.store import Entry
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 
@@ -177,18 +178,22 @@ def missing_hint(root: Location) -> str:
     return "give the root that holds the iteration folders"
 
 
-def resolve_candidates(root: Location) -> Candidates:
+def resolve_candidates(root: Location, entries: Sequence[Entry] | None = None) -> Candidates:
     """In which order the iterations of a root are tried.
 
     The tracker's iteration is first, then all others by descending number. A folder above the tracker may be unfinished
     after a crash. Therefore it is tried after the tracker's iteration, which is complete.
+
+    Args:
+        root: the checkpoint root.
+        entries: what it holds, if it was listed before; None: it is listed.
 
     Raises:
         CheckpointNotFoundError: there is no such folder.
         StorageError: it cannot be listed, or as `read_tracker`.
     """
     tracker, reason = read_tracker(root)
-    found, ignored = scan(root)
+    found, ignored = scan(root, entries)
     if tracker is not None and tracker not in dict(found):
         tracker, reason = None, f"it names iteration {tracker}, which has no folder"
     folders = sorted(found, key=lambda one: (one[0] != tracker, -one[0]))
@@ -208,11 +213,11 @@ def tracked_iteration(root: Location) -> int | None:
     return resolve_candidates(root).tracker
 
 
-def scan(root: Location) -> tuple[list[tuple[int, str]], list[tuple[str, str]]]:
+def scan(root: Location, entries: Sequence[Entry] | None = None) -> tuple[list[tuple[int, str]], list[tuple[str, str]]]:
     """`list_iterations`, and the folders that repeat a number and the links, each with the reason. Raises as it."""
     by_number: dict[int, list[str]] = {}
     found, ignored = [], []
-    entries = root.entries()
+    entries = root.entries() if entries is None else entries
     for entry in entries:
         number = parse_iteration_folder(entry.name)
         if number is not None and entry.kind == "folder":
@@ -233,18 +238,23 @@ def scan(root: Location) -> tuple[list[tuple[int, str]], list[tuple[str, str]]]:
     return found, ignored
 
 
-def misnamed(root: Location) -> list[str]:
+def misnamed(root: Location, entries: Sequence[Entry] | None = None) -> list[str]:
     """Sentences about folders that are not read because their names only resemble that of an iteration.
 
     Copies and folders that a user has renamed are named like this: `iteration_00000100 (copy)`, `Iteration-100.old`.
+
+    Args:
+        root: the checkpoint root.
+        entries: what it holds; None: it is listed.
 
     Raises:
         CheckpointNotFoundError: there is no such folder.
         StorageError: it cannot be listed.
     """
-    known = dict(scan(root)[0])
+    entries = root.entries() if entries is None else entries
+    known = dict(scan(root, entries)[0])
     sentences = []
-    for name in sorted(entry.name for entry in root.entries() if entry.kind == "folder"):
+    for name in sorted(entry.name for entry in entries if entry.kind == "folder"):
         match = _LIKE_AN_ITERATION.search(name)
         if match is None or name.startswith(".") or parse_iteration_folder(name) is not None:
             continue

@@ -161,7 +161,7 @@ class _Gatherer:
                 if order == before:
                     break
                 before = order
-                warnings = (*order.warnings, *roots.misnamed(root))
+                warnings = (*order.warnings, *roots.misnamed(root, look.entries))
                 found: list[CandidateFacts] = []
                 refused = tuple(replace(_unopened(root, one), refusal=one.reason) for one in order.refused)
                 for n, one in enumerate(order.candidates):

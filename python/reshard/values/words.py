@@ -56,7 +56,9 @@ def show(text: str) -> str:
         >>> show("a" + chr(27) + "[2J")
         '`a\\x1b[2J`'
     """
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:_MAX_SHOWN])
+    shown = text[:_MAX_SHOWN]
+    if not shown.isprintable():
+        shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
     return f"`{shown}{'...' if len(text) > _MAX_SHOWN else ''}`"
 
 

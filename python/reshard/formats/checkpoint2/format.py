@@ -35,6 +35,9 @@ class Checkpoint2(Format):
         """Whether it holds an iteration that this package has completed."""
         if not path.is_folder():
             return False
+        tracker, _ = roots.read_tracker(path)
+        if tracker is not None and (path / roots.iteration_folder_name(tracker) / MANIFEST_FILE).exists():
+            return True  # as in most cases, without listing the root
         newest_first = reversed(roots.list_iterations(path))
         return any((path / name / MANIFEST_FILE).exists() for _, name in newest_first)
 

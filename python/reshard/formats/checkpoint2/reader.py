@@ -284,9 +284,9 @@ def _check_parts(data: FolderData) -> None:
             )
 
 
-def marks(folder: str | os.PathLike[str]) -> tuple[bool, bool]:
+def marks(folder: Location) -> tuple[bool, bool]:
     """Whether the tracker has ever named an iteration folder, and whether the folder is pinned."""
-    tracked, pinned = ((locate(folder) / name).exists() for name in (manifests.TRACKED_FILE, manifests.PINNED_FILE))
+    tracked, pinned = ((folder / name).exists() for name in (manifests.TRACKED_FILE, manifests.PINNED_FILE))
     return tracked, pinned
 
 

@@ -76,6 +76,7 @@ class Look:
     That manifest is read once, under the lock. Of the others, only what decides the order is parsed.
 
     Attributes:
+        entries: what the root holds.
         order: the order in which the iterations are tried.
 
     Example:
@@ -88,7 +89,8 @@ class Look:
     def __init__(self, root: Location, *, exact: int | None = None) -> None:
         self._root = root
         tracker, fault = roots.read_tracker(root)
-        listed, repeated = roots.scan(root)
+        self.entries = root.entries()
+        listed, repeated = roots.scan(root, self.entries)
         wanted = tracker if exact is None else exact
         self._probable = next((name for one, name in listed if one == wanted), listed[-1][1] if listed else "")
         self._locked = self._lock()

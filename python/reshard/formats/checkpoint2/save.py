@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from reshard import _core
 from reshard.commit import filesystem, protocol, writer_mark
+from reshard.commit.manifest import ManifestCache
 from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError, StorageError
 from reshard.formats import health
 from reshard.formats import state as state_files
@@ -34,6 +35,7 @@ from reshard.formats.checkpoint2.traits import CHECKPOINT2
 from reshard.formats.replicas import Replicas, is_any_of
 from reshard.storage import mounts
 from reshard.storage.location import locate
+from reshard.storage.store import Entry
 from reshard.values.words import show
 from reshard.write import pending_rollback
 from reshard.write.arrays import local_arrays
@@ -163,14 +165,19 @@ class Checkpoint2Planned(Planned[_Orders, _BegunMessage, _Records]):
             takeover=options.commit.takeover,
             folder_mode=task.folder_mode,
         )
+        cache = ManifestCache()
         try:
             reads_back = options.verify.after_save
             if options.retention is not None and not reads_back:
                 from reshard.commit import retention  # noqa: PLC0415  slow to import, and many saves have none
 
-                reads_back = retention.must_read_back(task.root, task.iteration, options.retention.keep)
+                reads_back = retention.must_read_back(
+                    task.root, task.iteration, options.retention.keep, entries=attempt.entries, cache=cache
+                )
             descriptions = Descriptions(self.plan.iteration, attempt.staging, mode=task.file_mode)
-            begun = Checkpoint2Begun(_BegunMessage(str(attempt.staging), reads_back), self, attempt, descriptions)
+            begun = Checkpoint2Begun(
+                _BegunMessage(str(attempt.staging), reads_back), self, attempt, descriptions, cache
+            )
         except BaseException:
             protocol.abandon(attempt)
             raise
@@ -190,11 +197,13 @@ class Checkpoint2Begun(Begun[_BegunMessage, _Records]):
         planned: what the ranks write.
         attempt: the claim and the staging folder.
         descriptions: the files that describe the iteration, which may be in the making.
+        cache: manifests that were read.
     """
 
     planned: Checkpoint2Planned
     attempt: protocol.Attempt
     descriptions: Descriptions
+    cache: ManifestCache
 
     def with_plan(self, planned: Checkpoint2Planned) -> Checkpoint2Begun:
         """The same save with another plan: of the same files, with other arrays."""
@@ -351,7 +360,10 @@ class Checkpoint2Publication(Publication):
         if task.options.retention is not None:
             from reshard.commit import retention  # noqa: PLC0415
 
+            own = Entry(folder.name, "folder")
+            entries = [*(one for one in self.begun.attempt.entries if one.name != own.name), own]
             try:
+                self.begun.cache.add(folder, manifest)
                 removed = retention.apply(
                     task.root,
                     task.options.retention,
@@ -360,6 +372,8 @@ class Checkpoint2Publication(Publication):
                     verify=False,
                     verified=(manifest.digest,) if reads_back else (),
                     observers=planned.own.observers,
+                    entries=entries,
+                    cache=self.begun.cache,
                 )
                 warnings += removed.warnings
             except (ReshardError, OSError) as error:
