@@ -35,7 +35,6 @@ from reshard.storage.store import kind_words
 from reshard.values.words import show
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from reshard.checkpoint import Checkpoint
