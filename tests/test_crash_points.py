@@ -364,7 +364,7 @@ def test_killed_in_retention_on_a_full_disk(base: Path, monkeypatch: pytest.Monk
         with monkeypatch.context() as patch:
             patch.setattr(LocalStore, "create", create)
             patch.setattr(LocalStore, "make_folder", make_folder)
-            was_killed = killed_at(number, partial(retained.apply, root, Retention(keep=2)))
+            was_killed = killed_at(number, partial(retained.apply, locate(root), Retention(keep=2)))
         assert found(root) == found_by_the_original(root) == (500, 0)
         whole = all_held(root)
         assert whole >= {(400, 0), (500, 0)}
@@ -394,7 +394,7 @@ def fill(root: Root) -> None:
 
 def check_killed_in_retention(base: RootT) -> None:
     for number, root in copies(base):
-        was_killed = killed_at(number, partial(retained.apply, root, Retention(keep=2)))
+        was_killed = killed_at(number, partial(retained.apply, locate(root), Retention(keep=2)))
         assert found(root) == (500, 0)
         assert found_by_the_original(root) == (500, 0)
         whole = sorted(all_held(root))

@@ -177,7 +177,7 @@ def remove_file(path: Location) -> None:
 def remove_folder(path: Location, *, durable: bool = True, keep: Collection[str] = ()) -> None:
     """Remove a folder with everything in it, the manifest first, so that what is left at any time counts for nothing.
 
-    No link in it or in its path is followed: the link is removed. No error if there is none.
+    No link in it or in its place is followed: the link is removed. No error if there is none.
 
     Args:
         path: the folder.

@@ -46,7 +46,7 @@ class Proof:
 
 
 def file_of(folder: Location) -> Location:
-    """The folder of the record of an iteration folder.
+    """The path of the record of an iteration folder.
 
     Example:
         >>> from reshard.storage.location import locate

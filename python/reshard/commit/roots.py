@@ -164,7 +164,7 @@ def list_iterations(root: Location) -> list[tuple[int, str]]:
 
 
 def missing_hint(root: Location) -> str:
-    """A hint for a root that lacks an iteration: which ones it holds, or which root is meant.
+    """A hint for a folder that lacks an iteration: which ones it holds, or which folder is meant.
 
     Raises:
         CheckpointNotFoundError: there is no such root.
@@ -174,8 +174,8 @@ def missing_hint(root: Location) -> str:
     if found:
         return f"it holds {listed(reversed(found))}"
     if parse_iteration_folder(root.name) is not None:
-        return f"this is one iteration; give the root that holds it: {show(str(root.parent))}"
-    return "give the root that holds the iteration folders"
+        return f"this is one iteration; give the folder that holds it: {show(str(root.parent))}"
+    return "give the folder that holds the iteration folders"
 
 
 def resolve_candidates(root: Location, entries: Sequence[Entry] | None = None) -> Candidates:
