@@ -321,8 +321,8 @@ def test_killed_in_the_recovery_of_a_store_without_renames(iteration: int, in_me
             continue
         seen.add(signature(crashed))
         for again, root in copies(crashed):
-            was_killed = killed_at(again, partial(protocol.recover, root))
-            restarted(partial(protocol.recover, root))
+            was_killed = killed_at(again, partial(protocol.recover, locate(root)))
+            restarted(partial(protocol.recover, locate(root)))
             if again == 0:
                 expected, whole = found(root), all_held(root)
             assert (found(root), all_held(root)) == (expected, whole)

@@ -383,7 +383,7 @@ def test_a_metric_that_no_save_has_is_named_beside_those_that_they_have(root: Pa
     fill(root, 100, 200)
     log(root, 100, accuracy=1.0, val_loss=2.0)
     with pytest.raises(DamagedFileError, match=r"no manifest holds it; they hold `accuracy`, `val_loss`"):
-        retention.remove(root, Retention(keep=1, best=("loss", 1)), original_fault=lambda folder: None)
+        retention.remove(locate(root), Retention(keep=1, best=("loss", 1)), original_fault=lambda folder: None)
 
 
 def test_a_number_of_best_ones_that_is_none() -> None:
