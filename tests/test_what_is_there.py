@@ -66,6 +66,16 @@ def test_weight_files_and_their_tool_are_named(tmp_path: Path, tool: str, names:
     assert ("did you mean" in error.hint) == (len(names) == 1 and "rank" not in names[0]), error.hint
 
 
+def test_parts_of_a_model_are_opened_by_a_pattern(tmp_path: Path) -> None:
+    for number in (1, 2):
+        torch.save({f"w{number}": torch.ones(2)}, tmp_path / f"hf_model_000{number}_0.pt")
+    error = refused(tmp_path)
+    assert "probably written by torchtune" in str(error)
+    assert "the pattern `hf_model_*_*.pt` opens all as one" in str(error.hint)
+    with reshard.open(tmp_path / "hf_model_*_*.pt") as checkpoint:
+        assert sorted(checkpoint.keys()) == ["w1", "w2"]
+
+
 def test_several_files_can_be_opened_alone(tmp_path: Path) -> None:
     error = refused(weights(tmp_path / "here", "a.safetensors", "b.safetensors"))
     assert error.hint == f"each of these files can be opened alone, such as `{tmp_path / 'here' / 'a.safetensors'}`"

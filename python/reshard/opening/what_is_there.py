@@ -63,7 +63,8 @@ _TOOLS = (
     _Tool(
         "vLLM (the loader `sharded_state`)",
         re.compile(r"model-rank-\d+-part-\d+\.safetensors"),
-        f"{_OF_RANKS}. Use the model that vLLM read",
+        f"{_OF_RANKS}, unless there was one rank. A pattern such as `model-rank-0-part-*.safetensors` opens those of a "
+        "rank. Use the model that vLLM read",
     ),
     _Tool(
         "Orbax",
@@ -71,6 +72,7 @@ _TOOLS = (
         "restore it with Orbax, and save the arrays with `reshard.jax`",
     ),
     _Tool("NeMo", re.compile(r"model_config\.yaml|model_weights|.*\.nemo")),
+    _Tool("torchtune", re.compile(r"hf_model_\d{4}_\d+\.(pt|bin)|recipe_state\.pt")),
     _Tool("accelerate", re.compile(r"pytorch_model_fsdp_\d+|random_states_\d+\.pkl")),
     _Tool("diffusers", re.compile(r"diffusion_pytorch_model.*|model_index\.json")),
     _Tool("PEFT", re.compile(r"adapter_model\.\w+|adapter_config\.json")),
@@ -104,7 +106,7 @@ _SUFFIXES = {
 }
 _WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".gguf", ".h5", ".npz", ".msgpack", ".onnx", ".nemo")
 _NUMBER = re.compile(r"[0-9]+")
-_PART = re.compile(r"(rank|shard|part|consolidated)[._-]?[0-9]+|-[0-9]+-of-[0-9]+")
+_PART = re.compile(r"(rank|shard|part|consolidated)[._-]?[0-9]+|-[0-9]+-of-[0-9]+|hf_model_[0-9]+_[0-9]+")
 _OPEN_ALONE = ("safetensors", "a torch file")
 
 
@@ -199,8 +201,11 @@ def _hint(below: Sequence[str], alone: Sequence[str], tool: _Tool | None) -> str
     if len(alone) == 1:
         return f"did you mean {show(alone[0])}?"
     if alone:
-        parts = ", but by its name holds a part of the tensors" if _are_parts(alone) else ""
-        return f"each of these files can be opened alone, such as {show(alone[0])}{parts}"
+        hint = f"each of these files can be opened alone, such as {show(alone[0])}"
+        if not _are_parts(alone):
+            return hint
+        pattern = _NUMBER.sub("*", alone[0].rpartition("/")[2])
+        return f"{hint}, but by its name holds a part of the tensors: the pattern {show(pattern)} opens all as one"
     return None
 
 
