@@ -123,9 +123,31 @@ def test_state_that_is_refused(saved: tuple[Training, Path], tmp_path: Path) -> 
             reshard.open(folder, format="trainer-run")
     (folder / "optimizer.pt").write_bytes(data)
     (folder / "model.safetensors").unlink()
-    with pytest.raises(CheckpointNotFoundError, match="the state of a Trainer, and no weights"):
+    with pytest.raises(CheckpointNotFoundError, match="the state of a run, and no weights"):
         reshard.open(folder)
     shutil.rmtree(folder)
+
+
+def test_state_that_accelerate_saved(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    training = Training()
+    parts = accelerator.prepare(training.model, training.optimizer, training.scheduler)
+    training.step(1)
+    accelerator.save_state(str(tmp_path / "state"))
+    other = Training()
+    with Checkpointer(tmp_path / "run", save_every=1, signals=()) as checkpointer:
+        init: Any = InitFrom(tmp_path / "state", format="trainer-run", fresh_optimizer=False)
+        checkpointer.resume(model=other.model, optimizer=other.optimizer, init_from=init)
+    for one, same in zip(other.model.parameters(), training.model.parameters(), strict=True):
+        assert torch.equal(one, same)
+        assert torch.equal(other.optimizer.state[one]["exp_avg"], training.optimizer.state[same]["exp_avg"])
+    with reshard.open(tmp_path / "state", format="trainer-run") as checkpoint:
+        assert (checkpoint.common, checkpoint.extra()["lr_scheduler.last_epoch"]) == (None, 1)
+    torch.save({}, tmp_path / "state" / "optimizer_1.bin")
+    with pytest.raises(ReshardError, match="no checkpoint of the format `trainer-run`"):
+        reshard.open(tmp_path / "state", format="trainer-run")
+    assert parts
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""How a folder of `transformers.Trainer` with an optimizer is recognised. `reader` opens it.
+"""How a folder of `transformers.Trainer` or accelerate with an optimizer is recognised. `reader` opens it.
 
 The formats of its weights come first: without `format="trainer-run"`, such a folder is opened as a model.
 """
@@ -22,8 +22,7 @@ class TrainerRun(Format):
 
     def detect(self, path: Location) -> Match:
         """By the files with the state of the trainer and of the optimizer."""
-        files = (names.STATE_FILE, names.OPTIMIZER_FILE)
-        return Match.YES if path.is_folder() and all((path / name).is_file() for name in files) else Match.NO
+        return Match.YES if path.is_folder() and names.files(path.names()) else Match.NO
 
     def open(self, path: Location, options: OpenOptions) -> CheckpointData:
         """The weights, the state of the optimizer, and the values beside them."""

@@ -51,7 +51,7 @@ class _RunData(CheckpointData):
 
     def extra_state(self, rank: int) -> dict[str, Any]:  # noqa: ARG002  random states are not read
         """The values of the optimizer and of the scheduler, and `trainer_state`."""
-        return {**self.values.by_name, "trainer_state": dict(self.state)}
+        return {**self.values.by_name, **({"trainer_state": dict(self.state)} if self.state else {})}
 
     def run_values(self) -> run_state.Values:
         """Those of the optimizer and of the scheduler."""
@@ -66,32 +66,35 @@ def open_folder(folder: Location, options: OpenOptions) -> CheckpointData:
         DamagedFileError: `trainer_state.json` is invalid; or as `reshard.open`.
         UnsupportedError, StorageError: as `reshard.open`.
     """
+    of_run = names.files(folder.names())
+    if of_run is None:
+        raise CheckpointNotFoundError(f"{show(str(folder))} holds no state of a run any more", path=str(folder))
     found = next((one for one in (HUGGINGFACE, TORCH_FILE, WEIGHT_FILES) if one.detect(folder) is Match.YES), None)
     if found is None:
         raise CheckpointNotFoundError(
-            f"{show(str(folder))} holds the state of a Trainer, and no weights",
+            f"{show(str(folder))} holds the state of a run, and no weights",
             path=str(folder),
             hint="they are in another folder where FSDP or DeepSpeed saved them",
         )
-    state, step = _state(folder / names.STATE_FILE)
+    state, step = _state(folder / names.STATE_FILE) if of_run[0] == names.OPTIMIZER_FILE else ({}, None)
     weights = found.open(folder, options)
     index = weights.index
-    optimizer = folder / names.OPTIMIZER_FILE
+    optimizer, scheduler = (folder / name for name in of_run)
     tensors, _ = _core.read_torch_file(str(optimizer))
     number = index.add_torch_file(str(optimizer), method=options.method)
     for name, dtype, shape in tensors:
         tile = _core.Tile((0,) * len(shape), shape, 0, row_major(shape))
         index.add_tiles(names.PREFIX + name, dtype, shape, [_core.StoredArray(number, name, shape, [tile])])
     objects = {"optimizer": _object_of(optimizer)}
-    if (folder / names.SCHEDULER_FILE).is_file():
-        objects["lr_scheduler"] = _object_of(folder / names.SCHEDULER_FILE)
+    if scheduler.is_file():
+        objects["lr_scheduler"] = _object_of(scheduler)
     kept = {one.name: getattr(weights, one.name) for one in fields(CheckpointData)}
     return _RunData(
         **kept
         | {
             "traits": names.TRAITS,
             "iteration": step,
-            "common": CommonInfo(step_num=step, global_step=step),
+            "common": None if step is None else CommonInfo(step_num=step, global_step=step),
             "model_files": folder,  # as those of the weights
             "state": state,
             "values": run_state.flat_values(objects, _is_tensor),
