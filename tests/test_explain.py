@@ -417,7 +417,7 @@ def test_checkpoints_of_the_run_itself_are_named_beside_what_a_configuration_loa
         ),
         ("torch/ds_zero2_fp32/checkpoint", "the counters of a run are not read from its format"),
         ("torch/pt_files/dtypes.pt", "it has no optimizer state with a number of steps, so its counters are missing"),
-        ("mindspore/full_hf", "a folder of weights holds no counters and no optimizer state"),
+        ("mindspore/full_hf", "it holds only weights, no counters and no optimizer state"),
     ],
 )
 def test_what_has_no_counters(folder: str, reason: str) -> None:

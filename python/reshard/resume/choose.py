@@ -63,7 +63,7 @@ def _why_unusable(config: Config, facts: ResumeFacts, candidate: CandidateFacts)
     if candidate.common is None and candidate.counters is not None:
         return f"it has no {candidate.counters}, so its counters are missing"
     if facts.kind == "pretrained":
-        return "a folder of weights holds no counters and no optimizer state"
+        return "it holds only weights, no counters and no optimizer state"
     if candidate.common is None:
         return "the counters of a run are not read from its format"
     if saved_steps(candidate.common, candidate.iteration) is None:
