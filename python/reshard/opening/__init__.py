@@ -28,6 +28,7 @@ from reshard.formats.checkpoint1.format import CHECKPOINT1
 from reshard.formats.checkpoint2.format import CHECKPOINT2
 from reshard.formats.dcp.names import METADATA_FILE
 from reshard.formats.torch_file.names import SUFFIXES as TORCH_SUFFIXES
+from reshard.formats.trainer_run.format import TRAINER_RUN
 from reshard.lazy import exports
 from reshard.opening import several
 from reshard.storage.location import BROKEN_LINK_HINT, Location, locate
@@ -225,7 +226,7 @@ def _check_placeholders(data: CheckpointData, folder: Location) -> None:
         return
     own = data.traits.name
     what = f"the weights of the format {own} are placeholders: {show(empty)} has the shape {data.index.shape(empty)}"
-    others = [one.traits.name for one in registry.matching(folder) if one.traits.name != own]
+    others = [one.traits.name for one in registry.matching(folder) if one.traits.name != own and one is not TRAINER_RUN]
     if not others:
         _log.warning("%s: %s", folder, what)
         return

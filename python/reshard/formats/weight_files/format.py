@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reshard.formats.base import Format, Match
+from reshard.formats.huggingface.reader import HUGGINGFACE
+from reshard.formats.torch_file.format import TORCH_FILE
 from reshard.formats.weight_files import names
 
 if TYPE_CHECKING:
@@ -18,9 +20,11 @@ class WeightFiles(Format):
     traits = names.TRAITS
 
     def detect(self, path: Location) -> Match:
-        """By the names of its files, or the name of an index."""
+        """By the names of its files, or the name of an index. Models under the usual names are of other formats."""
         if not path.is_folder():
             return Match.YES if names.parse_index(path.name) is not None else Match.NO
+        if any(one.detect(path) is Match.YES for one in (HUGGINGFACE, TORCH_FILE)):
+            return Match.NO
         if (path / names.PIPELINE_FILE).is_file():
             return Match.YES
         return Match.YES if names.file_sets(path.names()) else Match.NO
