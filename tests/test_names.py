@@ -627,3 +627,41 @@ def test_a_number_of_the_config_that_is_none_is_told(value: object) -> None:
     # What the config has not, or leaves open, is no fault of it.
     assert names.with_config({"kv": None, "heads": 8}).sizes["a"].choices[0].value({}) == 8
     assert names.with_config({}).needs_config
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"from": ["q", "k"], "to": "qk", "join": 0},
+        {"from": "h.{i}.w", "to": "w", "stack": {"i": 0}},
+        {"from": "q", "to": "t", "transpose": [1, 0]},
+    ],
+)
+def test_one_number_of_an_optimizer_is_that_of_all_parts(rule: Any, shape: tuple[int, ...], tmp_path: Path) -> None:
+    parts = ["h.0.w", "h.1.w"] if rule["to"] == "w" else ["q", "k"]
+    weights = {name: np.arange(6, dtype=np.float32).reshape(2, 3) + n for n, name in enumerate(parts)}
+    state = {f"m.{name}": array * 2 for name, array in weights.items()}
+    state |= {f"step.{name}": np.full(shape, 7, np.float32) for name in parts}
+    reshard.save(tmp_path / "run", 1, weights, state)
+    names = NameMap.from_mapping({"rules": [rule]})
+    reshard.convert(tmp_path / "run", tmp_path / "new", to="checkpoint2", names=names)
+    whole = rule["to"]
+    with reshard.open(tmp_path / "new") as found:
+        assert found.read(f"step.{whole}").tolist() == np.full(shape, 7).tolist()
+        assert np.array_equal(found.read(f"m.{whole}"), found.read(whole) * 2)
+    reshard.convert(tmp_path / "new", tmp_path / "back", to="checkpoint2", names=names.reversed())
+    with reshard.open(tmp_path / "back") as found:
+        assert sorted(found) == sorted([*weights, *state])
+        for name, array in {**weights, **state}.items():
+            assert np.array_equal(found.read(name), array), name
+            assert found.shape(name) == array.shape
+    if whole == "t":
+        return
+    state[f"step.{parts[1]}"] = np.full(shape, 8, np.float32)
+    reshard.save(tmp_path / "other", 1, weights, state)
+    with pytest.raises(
+        NamesError, match=f"`step.{parts[1]}` differs from `step.{parts[0]}`, and the name map makes one"
+    ):
+        reshard.convert(tmp_path / "other", tmp_path / "no", to="checkpoint2", names=names)
+    reshard.convert(tmp_path / "other", tmp_path / "weights", to="checkpoint2", names=names, part="model")

@@ -243,3 +243,32 @@ def test_a_model_of_transformers_goes_to_megatron_and_back(tmp_path: Path) -> No
     assert f"`select={select!r}` leaves out the rest" in str(error.value)
     reshard.convert(tmp_path / "pad.safetensors", tmp_path / "yes", select=select, **given)
     assert reshard.load_file(tmp_path / "yes")["lm_head.weight"].shape == (100, 16)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_with_its_optimizer_goes_to_megatron_and_back(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from reshard.torch import Checkpointer
+
+    sizes = {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 12}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=97, num_key_value_heads=4, **sizes))
+    optimizer = torch.optim.AdamW(model.to(torch.bfloat16).parameters(), foreach=False)
+    with Checkpointer(tmp_path / "run", signals=()) as checkpointer:
+        checkpointer.resume(model=model, optimizer=optimizer)
+        tokens = torch.arange(16).reshape(2, 8)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        checkpointer.save(1, blocking=True)
+    config = model.config.to_dict() | {"make_vocab_size_divisible_by": 16}
+    layout = {"mesh": {"tp": 3}, "rules": [{"match": list(MEGATRON), "cut": ["tp"]}, {"match": "*"}]}
+    for preset in ("llama-megatron", "llama-megatron_dist"):
+        there, back = tmp_path / preset, tmp_path / f"{preset} back"
+        reshard.convert(tmp_path / "run", there, to="checkpoint2", names=preset, config=config, layout=layout)
+        with reshard.open(there) as found:
+            assert found.shape(f"exp_avg.{MEGATRON[0]}") == (144, 24)
+        reshard.convert(there, back, to="checkpoint2", names=f"{preset}:reverse", config=config)
+        with reshard.open(tmp_path / "run") as run, reshard.open(back) as again:
+            assert sorted(run) == sorted(again)
+            assert all(run.read(key).tobytes() == again.read(key).tobytes() for key in run)

@@ -173,6 +173,31 @@ def copies_left_out(names: NamesFile, keys: Collection[str], *, optimizer_keys: 
     }
 
 
+def numbers_joined(
+    names: NamesFile, shapes: Mapping[str, Shape], *, optimizer_keys: Collection[str] = ()
+) -> dict[str, str]:
+    """Numbers of an optimizer that a name map leaves out, because the whole has one, and the key that has the same.
+
+    Args:
+        names: the name map.
+        shapes: the shape of each tensor by key, in elements.
+        optimizer_keys: the keys of optimizer state.
+
+    Example:
+        >>> from reshard.names.file import NamesFile
+        >>> names = NamesFile.from_mapping({"rules": [{"from": ["q", "k"], "to": "qk", "join": 0}]})
+        >>> numbers_joined(names, {"q": (4, 8), "k": (4, 8), "step.q": (), "step.k": ()})
+        {'step.k': 'step.q'}
+    """
+    resolver = _Resolver(names, shapes, optimizer_keys, {})
+    joined: dict[str, str] = {}
+    for group, keys in resolver.groups()[0].items():
+        first, *others = keys.values()
+        if others and resolver.is_number(group, first):
+            joined |= dict.fromkeys(others, first)
+    return joined
+
+
 @dataclass(frozen=True)
 class ResizedTensor:
     """A tensor that a name map pads or trims.
@@ -383,6 +408,11 @@ class _Resolver:
 
     # -- one group
 
+    def is_number(self, group: _Group, key: str) -> bool:
+        """Whether a tensor is one number of an optimizer for all elements of a parameter, such as a count of steps."""
+        slot, shape = group[0], self.shapes[key]
+        return bool(slot) and math.prod(shape) == 1 and math.prod(self.shapes.get(key.removeprefix(slot), (2,))) != 1
+
     def _whole(self, group: _Group, rule: NameRule, keys: Mapping[_Member, str]) -> Iterable[ResolvedTensor]:
         """The whole of parts."""
         slot, _, shared = group
@@ -404,6 +434,8 @@ class _Resolver:
                     f"parts of {show(name)} that differ only in an index must have the same shape",
                     key=key,
                 )
+        if self.is_number(group, firsts[0]):
+            return [ResolvedTensor(name, self.shapes[firsts[0]], (SourceTensor(firsts[0]),))]
         if not (rule.is_list or rule.transpose or rule.indices):
             key = firsts[0]
             found = resized(rule, key, self.shapes[key], self._shape_of_parameter(group, rule, key), self.sizes)
@@ -431,7 +463,8 @@ class _Resolver:
             if isinstance(rule, Tie) or rule.parts_side == "from":
                 continue
             key = next(iter(keys.values()))
-            fusion = split_whole(rule, key, self.shapes[key], self.sizes)
+            parameter = key.removeprefix(group[0]) if self.is_number(group, key) else key
+            fusion = split_whole(rule, key, self.shapes.get(parameter, self.shapes[key]), self.sizes)
             n_parts += fusion.n_members
             if n_parts > _MAX_PARTS:
                 raise NamesError(
@@ -449,8 +482,12 @@ class _Resolver:
         shape = self.shapes[key]
         for entry, values in fusion.members():
             numbers = dict(shared) | dict(zip(rule.indices, values, strict=True))
+            name = slot + rule.parts[entry].format(numbers)
+            if self.is_number(group, key):
+                yield ResolvedTensor(name, shape, (SourceTensor(key),))
+                continue
             source = SourceTensor(key, fusion.part_map(entry, values, shape), is_whole=True)
-            yield ResolvedTensor(slot + rule.parts[entry].format(numbers), fusion.part_shape(entry), (source,))
+            yield ResolvedTensor(name, fusion.part_shape(entry), (source,))
 
 
 def _wrong_members(rule: NameRule, group: _Group, counts: Mapping[str, int], keys: Mapping[_Member, str]) -> NamesError:

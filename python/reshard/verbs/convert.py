@@ -299,7 +299,8 @@ def convert(
             if weights:
                 _check_quantised(weights, whole, opened, selection.keys, writer)
                 options = replace(options, metadata=options.metadata | described(weights, whole.data.index))
-            _check_copies(whole, selection.copies, parse_size(memory), threads)
+            for copies, is_state in ((selection.copies, False), (selection.joined, True)):
+                _check_copies(whole, copies, parse_size(memory), threads, is_state=is_state)
             job = Job(
                 opened,
                 selection.keys,
@@ -565,8 +566,18 @@ def _with_entries(source: Checkpoint, keys: Sequence[str]) -> list[str]:
     return warnings
 
 
-def _check_copies(source: Checkpoint, copies: Mapping[str, str], max_bytes: int, threads: int | None) -> None:
-    """Refuse a name map that leaves out a tensor as the copy of another one with other values."""
+def _check_copies(
+    source: Checkpoint, copies: Mapping[str, str], max_bytes: int, threads: int | None, *, is_state: bool
+) -> None:
+    """Refuse a name map that leaves out a tensor as the copy of another one with other values.
+
+    Args:
+        source: the source.
+        copies: the key that each must be equal to.
+        max_bytes: of the buffers.
+        threads: of the reads.
+        is_state: whether they are numbers of an optimizer, for parameters that the map fuses.
+    """
     if not copies:
         return
     from reshard.verbs.diff import diff_opened  # noqa: PLC0415  not needed without such copies
@@ -579,6 +590,13 @@ def _check_copies(source: Checkpoint, copies: Mapping[str, str], max_bytes: int,
         report = diff_opened(left_out, kept, max_bytes=max_bytes, threads=threads)
     if report.differences:
         key = report.differences[0].key
+        if is_state:
+            raise NamesError(
+                f"{show(key)} differs from {show(copies[key])}, and the name map makes one tensor of their parameters, "
+                "which has one such number",
+                key=key,
+                hint='convert the weights alone: `part="model"`',
+            )
         raise NamesError(
             f"{show(key)} is tied to {show(copies[key])} by the name map, but differs from it: leaving it out would "
             "lose its data",

@@ -19,7 +19,7 @@ from reshard.formats import counter_tensors, weight_sets
 from reshard.formats.base import StoredTensor
 from reshard.names import NameMap
 from reshard.names.model import read_config
-from reshard.names.resolve import ResizedTensor, copies_left_out
+from reshard.names.resolve import ResizedTensor, copies_left_out, numbers_joined
 from reshard.names.sizes import Expression
 from reshard.values.arguments import plain_integer
 from reshard.values.words import counted, listed, show
@@ -62,6 +62,8 @@ class Selection:
         counters: counters that are not written as other tensors, including those of which the source has no tensor.
         left_out: names of tensors that `drop` leaves out, after `rename`.
         copies: keys of the source that the name map leaves out as copies, and the key that each must be equal to.
+        joined: keys of numbers of an optimizer that the name map leaves out, because it fuses their parameters, and the
+            key that each must be equal to.
         resized: what the name map leaves out as padding or adds as padding, one sentence for each tensor.
         is_renamed: whether tensors have other names than in the source, or are fused or split.
         names: how names change, if `drop` and `rename` alone change them; None: they do not, or a name map does.
@@ -75,6 +77,7 @@ class Selection:
     is_renamed: bool = False
     names: NewNames | None = None
     resized: Sequence[str] = ()
+    joined: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,7 @@ def select(
     if not is_same or len(tensors) < len(source):
         view = source.view({new[key]: _stored(source, key) for key in tensors if key in new})
     copies: dict[str, str] = {}
+    joined: dict[str, str] = {}
     of_sizes: list[str] = []
     # Tensors that are not written need not match a map.
     of_maps: Part = "model" if part == "model" else "all"
@@ -167,10 +171,15 @@ def select(
         written = view.keys(part)
     if names is not None:
         old = {new[key]: key for key in tensors if key in new}
-        tied = copies_left_out(names, view.keys(of_maps), optimizer_keys=set(view.keys("optimizer")))
+        of_optimizer = set(view.keys("optimizer"))
+        tied = copies_left_out(names, view.keys(of_maps), optimizer_keys=of_optimizer)
+        one_of = numbers_joined(
+            names, {key: view.shape(key) for key in view.keys(of_maps)}, optimizer_keys=of_optimizer
+        )
         view = _mapped(view, source, names, of_maps, of_sizes)
         written = view.keys(part)
         copies = {old[a]: old[b] for a, b in tied.items()}
+        joined = {old[a]: old[b] for a, b in one_of.items()}
     if source.common is not None:
         # A counter that is left out must not be written to another file.
         left_out = [name for name in counter_tensors.NAMES if name.startswith(drop)]
@@ -187,7 +196,7 @@ def select(
     if not is_mapped and not is_same:
         of_model = set(source.keys("model"))
         how = NewNames(_renamer(drop, rename or {}, new), {a: b for a, b in new.items() if a in of_model and a != b})
-    return Selection(view, written, separate_counters, left_out, copies, is_renamed, how, of_sizes)
+    return Selection(view, written, separate_counters, left_out, copies, is_renamed, how, of_sizes, joined)
 
 
 def _mapped(
