@@ -274,3 +274,30 @@ def test_scales_of_rows_and_experts(tmp_path: Path) -> None:
         "e.flat": ("fp8-channel", (1, 96)),
         "e.mx": ("fp8-block", (1, 32)),
     }
+
+
+@pytest.mark.parametrize("kind", ["fp8-block", "bnb-int8"])
+def test_a_run_starts_from_all_parts_or_none(kind: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    checkpointers = pytest.importorskip("reshard.torch")
+    reshard.save_file(weight(kind, "q", RNG(1)), tmp_path / "m.safetensors")
+    model = torch.nn.ModuleDict({"q": torch.nn.Linear(256, 256, bias=False)})
+    start: dict[str, Any] = {"path": tmp_path / "m.safetensors"}
+    with (
+        checkpointers.Checkpointer(tmp_path / "run") as checkpointer,
+        pytest.raises(MismatchError, match=r"the model would load `q\.weight` without `q\."),
+    ):
+        checkpointer.resume(model=model, init_from=start)
+    quantised = torch.nn.ModuleDict({"q": torch.nn.Module()})
+    with reshard.open(tmp_path / "m.safetensors") as checkpoint:
+        for key, array in checkpoint.load().items():
+            stored = torch.from_numpy(array.view(np.uint8).copy())
+            stored = stored.view(torch.float8_e4m3fn) if array.dtype.itemsize == 1 and kind == "fp8-block" else stored
+            stored = (
+                stored.view(getattr(torch, array.dtype.name)) if array.dtype.name in ("float32", "int8") else stored
+            )
+            quantised["q"].register_buffer(key.partition(".")[2], torch.zeros_like(stored.reshape(array.shape)))
+    with checkpointers.Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.resume(model=quantised, init_from=start)
+        found = quantised["q"].weight.view(torch.uint8).numpy()
+        assert (found == weight(kind, "q", RNG(1))["q.weight"].view(np.uint8)).all()

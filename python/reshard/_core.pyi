@@ -46,6 +46,7 @@ __all__ = [
     "ValueCounts",
     "Written",
     "__version__",
+    "add_quantised",
     "are_plain",
     "array_kinds",
     "copy_ways",
@@ -1135,6 +1136,28 @@ class Opaque:
     state: object
     items: list[tuple[object, object]] | None
     appended: list[object] | None
+
+def add_quantised(
+    index: Index,
+    stored: Index,
+    path: str,
+    weights: Sequence[tuple[str, str, Sequence[int], str, Sequence[float], Sequence[str]]],
+) -> int:
+    """Add a file to an index that has the values of quantised weights, and return its number.
+
+    The file does not exist: its bytes are computed from the parts when they are read.
+
+    Args:
+        index: the index.
+        stored: an index with the parts. It is empty afterwards.
+        path: the name of the file in messages.
+        weights: name, dtype and shape of each weight, the name of its recipe and its numbers, and the keys of its parts,
+            as in `rust/formats/src/quantised/recipe.rs`.
+
+    Raises:
+        ArgumentError: the recipe does not exist, or its numbers do not fit.
+        UnsupportedError: a part has a dtype that the recipe lacks.
+    """
 
 def read_torch_file(
     path: str, *, follow_links: bool = True

@@ -185,6 +185,7 @@ class Checkpoint:
         self._keys: Sequence[str] = _Keys(data.index) if own_keys is None else own_keys
         self._unplaced = data.unplaced()
         self._is_scrubbed = False
+        self._is_computed = False  # whether config.json says nothing of how its weights are stored
         self._reopen: Callable[[], Checkpoint] | None = None
         # The lock protects the files from retention. It is released with the object at the latest.
         self._unlock = None if data.lock is None else weakref.finalize(self, data.lock.close)
@@ -594,7 +595,7 @@ class Checkpoint:
                     f"{show(part)} belongs to the quantised weight {show(one.name)} ({one.kind}): a cast of its parts "
                     "alone would change its values",
                     key=part,
-                    hint="leave `dtype=` out; a conversion with `dtype=` makes ordinary tensors of quantised weights",
+                    hint="`dequantised()` makes ordinary tensors of such weights; so does a conversion with `dtype=`",
                 )
 
     @checked
@@ -674,7 +675,9 @@ class Checkpoint:
         # The files must stay while either checkpoint is open.
         is_locked = self._unlock is not None and self._unlock.alive
         lock = data.lock.duplicate() if is_locked and data.lock is not None else None
-        return Checkpoint(replace(data.view(index, lock), common=self.common, is_renamed=is_renamed))
+        view = Checkpoint(replace(data.view(index, lock), common=self.common, is_renamed=is_renamed))
+        view._is_computed = self._is_computed
+        return view
 
     @checked
     def renamed(
@@ -897,14 +900,119 @@ class Checkpoint:
         """
         return dict(self._quantised)
 
+    @checked
+    def dequantised(self) -> Checkpoint:
+        """The same checkpoint with ordinary float32 tensors instead of quantised weights. No tensor is read.
+
+        The values are those of the library that owns the kind. They are computed in float32 when they are read, and
+        `dtype=` of a load rounds them once.
+
+        Returns:
+            A checkpoint that must be closed separately. Reads of parts are verified as in this checkpoint.
+
+        Raises:
+            UnsupportedError: the values of a kind are not known.
+            MismatchError: as `quantised`; or a weight would have the name of another tensor.
+
+        Example:
+            >>> import ml_dtypes, numpy as np, reshard
+            >>> fp8, scales = np.ones((2, 2), ml_dtypes.float8_e4m3fn), np.full((1, 1), 0.5, np.float32)
+            >>> reshard.save_file({"a.weight": fp8, "a.weight_scale_inv": scales}, "small.safetensors")
+            >>> with reshard.open("small.safetensors") as checkpoint, checkpoint.dequantised() as plain:
+            ...     plain.load(dtype="bfloat16")
+            {'a.weight': array([[0.5, 0.5],
+                   [0.5, 0.5]], dtype=bfloat16)}
+        """
+        from reshard.quantised.dequantise import add_dequantised  # noqa: PLC0415  not needed by most reads
+
+        weights = self._quantised
+        index, stored, path = self._again()
+        file = add_dequantised(index, stored, self._index, weights.values(), path)
+        named = {one.packed: one.name for one in weights.values()}
+        taken = next((name for name in named.values() if name in self._index and name not in named), None)
+        if taken is not None:
+            raise MismatchError(f"there is a tensor {show(taken)} beside the quantised weight of this name", key=taken)
+        computed = dict.fromkeys((key for one in weights.values() for key in one.parts.values()), ())
+        return self._computed(index, file, computed | {key: (name,) for key, name in named.items()})
+
+    @checked
+    def in_fp8(self, keys: Collection[str]) -> Checkpoint:
+        """The same checkpoint with some weights in block-scaled FP8: codes, and scales as `<name>_scale_inv`.
+
+        The rule is that of `quant_method: fp8` of transformers, with blocks of 128 x 128. No tensor is read: codes and
+        scales are computed when they are read. Reading the values of such a checkpoint in bfloat16 and quantising them
+        again gives the same bytes, if they were quantised from bfloat16.
+
+        Args:
+            keys: the weights, of 16 or 32 bits, with complete blocks.
+
+        Returns:
+            A checkpoint that must be closed separately.
+
+        Raises:
+            ArgumentError: a weight has no complete blocks, or another dtype.
+
+        Example:
+            >>> import numpy as np, reshard
+            >>> reshard.save_file({"a.weight": np.full((128, 128), 3, np.float32)}, "wide.safetensors")
+            >>> with reshard.open("wide.safetensors") as checkpoint, checkpoint.in_fp8(["a.weight"]) as narrow:
+            ...     narrow["a.weight"].dtype, narrow.read("a.weight_scale_inv")
+            ('F8_E4M3', array([[0.00669643]], dtype=float32))
+        """
+        from reshard.quantised.quantise import BLOCK, add_quantised, fits  # noqa: PLC0415  not needed by most reads
+
+        for key in keys:
+            if not fits(self.shape(key)):
+                shape = self.shape(key)
+                raise ArgumentError(f"{show(key)} of shape {shape} has no complete blocks of {BLOCK}", key=key)
+        index, stored, path = self._again()
+        file, names = add_quantised(index, stored, self._index, keys, path)
+        return self._computed(index, file, {key: (key, scale) for key, scale in names.items()})
+
+    def _again(self) -> tuple[_core.Index, _core.Index, str]:
+        """Two indexes of the same files without tensors, and the path of one of them."""
+        from reshard.formats.own_files import opened_again  # noqa: PLC0415  slow to import
+
+        source = self._index
+        index, stored = (opened_again(source, range(source.n_files), self.manifest) for _ in range(2))
+        return index, stored, source.file_path(0) if source.n_files else str(self.path)
+
+    def _computed(self, index: _core.Index, file: int, computed: Mapping[str, tuple[str, ...]]) -> Checkpoint:
+        """A checkpoint in which tensors of a file of computed values stand for others.
+
+        Args:
+            index: the index with the file, and without tensors.
+            file: the number of the file.
+            computed: the names in the file, by the tensor that they stand for.
+        """
+        for key in self._all_keys():
+            if key in computed:
+                for name in computed[key]:
+                    index.add_whole(name, file)
+            elif key not in self._unplaced:
+                index.add_tiles(key, *self._index.info(key), self._index.stored(key), overlapping=True)
+        data = self.data
+        is_locked = self._unlock is not None and self._unlock.alive
+        lock = data.lock.duplicate() if is_locked and data.lock is not None else None
+        # The checksums are set in the index. The file of computed values has none in the manifest.
+        made = Checkpoint(replace(data.view(index, lock), common=self.common, is_renamed=True, manifest=None))
+        made._is_computed = True
+        return made
+
     @functools.cached_property
     def _quantised(self) -> Mapping[str, Quantised]:
         from reshard.quantised.stored import quantised_in  # noqa: PLC0415  not needed by most reads
 
         path = self.data.path
         keys = [key for key in self.keys("model") if key not in self._unplaced]
-        folder = path if self.data.traits.is_pretrained and path.is_folder() else None
-        return quantised_in(self._index, keys, folder, read=lambda key: self.read(key).tobytes())
+        has_config = self.data.traits.is_pretrained and not self._is_computed and path.is_folder()
+        return quantised_in(
+            self._index,
+            keys,
+            path if has_config else None,
+            is_whole=self._reopen is not None,  # no view, which may have other tensors
+            read=lambda key: self.read(key).tobytes(),
+        )
 
     def _info(self, key: str) -> tuple[str, tuple[int, ...]]:
         """Dtype and shape of a tensor. Raises KeyNotFoundError."""

@@ -133,8 +133,8 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
     "dtype": click.option(
         "--dtype",
         metavar="DTYPE",
-        help="Cast floating-point tensors to DTYPE, such as bfloat16. Tensors that the library of the model keeps in "
-        "float32 stay float32.",
+        help="Cast floating-point tensors to DTYPE, such as bfloat16. Quantised weights become ordinary tensors of it, "
+        "and float8_e4m3fn quantises weights. Tensors that the library of the model keeps in float32 stay float32.",
     ),
     "dtype_all": click.option("--dtype-all", is_flag=True, help="With --dtype: cast these tensors, too."),
     "max_shard_size": click.option(

@@ -10,7 +10,7 @@ import functools
 import logging
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reshard.commit.filling import filled_folder, is_staging
 from reshard.commit.publication import made_folder, published_folder
@@ -70,6 +70,8 @@ class Options:
     folder_mode: int
     keep_modes: bool  # whether a new file gets the permission bits of the file that it replaces
     progress: _core.Progress | None
+    is_dequantised: bool = False  # whether quantised weights of the source are ordinary tensors now
+    quantised_as: Mapping[str, Any] | None = None  # `quantization_config` of weights that are quantised now
 
 
 @dataclass(frozen=True)

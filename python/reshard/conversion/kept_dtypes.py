@@ -29,7 +29,11 @@ _MOST = 5  # names in one message
 
 
 def kept_by_cast(
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]], dtype: str, folder: Location | None
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]],
+    dtype: str,
+    folder: Location | None,
+    *,
+    is_dequantised: bool = False,
 ) -> tuple[list[str], list[str]]:
     """The float32 tensors that stay float32 in a cast.
 
@@ -37,6 +41,7 @@ def kept_by_cast(
         tensors: dtype and shape of each tensor by its name in the destination.
         dtype: the dtype of the cast.
         folder: the folder of the model's config.json; None: there is none.
+        is_dequantised: whether config.json says that the weights are quantised, and they no longer are.
 
     Returns:
         Their names, and warnings.
@@ -54,7 +59,11 @@ def kept_by_cast(
     wide = [name for name, (stored, _) in tensors.items() if stored == "F32"]
     if dtype not in _NARROW or not wide:
         return [], []
-    found = None if folder is None or config_beside(folder) is None else kept_in_float32(folder, wide, dtype)
+    found = (
+        None
+        if folder is None or config_beside(folder) is None
+        else kept_in_float32(folder, wide, dtype, is_dequantised=is_dequantised)
+    )
     if found is not None:
         return sorted(found), []
     known = sorted(name for name in wide if _KNOWN.search(name))

@@ -21,13 +21,17 @@ if TYPE_CHECKING:
 _MOST = 5  # differences in one message
 
 
-def model_of(folder: str | os.PathLike[str]) -> Any:
+def model_of(folder: str | os.PathLike[str], *, is_dequantised: bool = False) -> Any:
     """The model of a folder's config.json on the device `meta`; None: there is no transformers, or no such class.
+
+    Args:
+        folder: the folder.
+        is_dequantised: the model without quantised weights, whatever config.json says of them.
 
     Raises:
         UnsupportedError: transformers cannot make the model.
     """
-    made = _model(folder)
+    made = _model(folder, is_dequantised=is_dequantised)
     return None if isinstance(made, str) else made
 
 
@@ -64,7 +68,7 @@ def model_of_class(folder: str | os.PathLike[str], kind: str) -> Any:
         raise _not_made(folder, kind, error) from error
 
 
-def _model(folder: str | os.PathLike[str]) -> Any:
+def _model(folder: str | os.PathLike[str], *, is_dequantised: bool = False) -> Any:
     """The model, or why there is none."""
     path = config_beside(folder)
     if path is None:
@@ -73,7 +77,7 @@ def _model(folder: str | os.PathLike[str]) -> Any:
     classes = config.get("architectures")
     if not isinstance(classes, list) or len(classes) != 1:
         return "config.json does not name one class as `architectures`"
-    if config.get("quantization_config") is not None:
+    if config.get("quantization_config") is not None and not is_dequantised:
         return "config.json has `quantization_config`, and the names of quantized models are not compared"
     try:
         library: Any = importlib.import_module("transformers")
@@ -89,7 +93,10 @@ def _model(folder: str | os.PathLike[str]) -> Any:
     try:
         with importlib.import_module("torch").device("meta"):
             # Its own reader, which decodes values such as infinity.
-            return kind(of_config.from_pretrained(str(path.parent), local_files_only=True))
+            made = of_config.from_pretrained(str(path.parent), local_files_only=True)
+            if is_dequantised and hasattr(made, "quantization_config"):
+                del made.quantization_config
+            return kind(made)
     except Exception as error:
         raise _not_made(folder, str(classes[0]), error) from error
 
@@ -292,13 +299,16 @@ def start_before(found: Iterable[str], expected: Collection[str]) -> str | None:
     return None
 
 
-def kept_in_float32(folder: str | os.PathLike[str], names: Iterable[str], dtype: str) -> set[str] | None:
+def kept_in_float32(
+    folder: str | os.PathLike[str], names: Iterable[str], dtype: str, *, is_dequantised: bool = False
+) -> set[str] | None:
     """Which tensors the library keeps in float32 when it loads the model of a config.json in another dtype.
 
     Args:
         folder: the folder of config.json.
         names: published names of tensors.
         dtype: the other dtype, "F16" or "BF16".
+        is_dequantised: as for `model_of`.
 
     Returns:
         Their names; None: `model_of` does not know the model, or this version does not say it.
@@ -306,7 +316,7 @@ def kept_in_float32(folder: str | os.PathLike[str], names: Iterable[str], dtype:
     Raises:
         UnsupportedError: as `model_of`.
     """
-    model = model_of(folder)
+    model = model_of(folder, is_dequantised=is_dequantised)
     plan_of = getattr(model, "_get_dtype_plan", None)  # of transformers 5
     if plan_of is None:
         return None
@@ -315,6 +325,39 @@ def kept_in_float32(folder: str | os.PathLike[str], names: Iterable[str], dtype:
     patterns = [re.compile(one.replace("*", ".*")) for one, kept in plan.items() if kept is torch.float32]
     live_name = _live_names(model)
     return {name for name in names if any(one.search(name) or one.search(live_name(name)) for one in patterns)}
+
+
+def fp8_weights(folder: str | os.PathLike[str], names: Iterable[str]) -> tuple[set[str], list[str]]:
+    """Which weights the library holds in block-scaled FP8 in the model of a config.json.
+
+    Args:
+        folder: the folder of config.json.
+        names: published names of tensors.
+
+    Returns:
+        Their names, and the modules that the library leaves as they are.
+
+    Raises:
+        UnsupportedError: there is no such model, or this version does not say it.
+    """
+    model = made_model(folder)
+    live_name = _live_names(model)
+    try:
+        configs: Any = importlib.import_module("transformers.utils.quantization_config")
+        library: Any = importlib.import_module("transformers.quantizers.quantizer_finegrained_fp8")
+        quantizer = library.FineGrainedFP8HfQuantizer(configs.FineGrainedFP8Config())
+        quantizer.pre_quantized = False
+        quantizer._process_model_before_weight_loading(model)  # noqa: SLF001  it replaces the modules
+        live = model.state_dict().keys()
+        found = {name for name in names if live_name(name) in live
+                 and quantizer.param_needs_quantization(model, live_name(name))}  # fmt: skip
+    except (ImportError, AttributeError, TypeError) as error:
+        raise UnsupportedError(
+            f"{show(str(folder))}: transformers does not say which weights are FP8: {type(error).__name__}: {error}",
+            path=str(folder),
+            hint="transformers 5 does",
+        ) from error
+    return found, sorted(quantizer.modules_to_not_convert or ())
 
 
 def _live_names(model: Any) -> Callable[[str], str]:

@@ -8,13 +8,15 @@ behind the model, which are copied with their weights.
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard import dtypes
 from reshard.documents.strict_json import read_json
 from reshard.errors import ArgumentError, DestinationExistsError, ReshardError
+from reshard.quantised.config import CONFIG_FILE, ENTRIES, MODELOPT_FILE, without_entries
 from reshard.storage.changes import copy_file, has_same_content, make_folders
 from reshard.values.words import hub_hint, listed, show
 
@@ -43,10 +45,12 @@ class ModelFiles:
 
     Attributes:
         files: the path of each file, by its path relative to the folder.
+        edited: new content of files among them, by the same path.
         warnings: files that are not copied although they may be needed, and why.
     """
 
     files: dict[str, Location] = field(default_factory=dict)
+    edited: dict[str, bytes] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
     def check_free(self, target: Location) -> None:
@@ -60,7 +64,7 @@ class ModelFiles:
             if not (target / top).exists():
                 continue
             for name, path in of_top.items():
-                if not has_same_content(path, target / name):
+                if not self._is_same(name, path, target / name):
                     raise DestinationExistsError(
                         f"{target / name} differs from {path}, which would be copied with the weights",
                         path=str(target / name),
@@ -68,6 +72,30 @@ class ModelFiles:
                         "`files=Files(model_files=...)`",
                     )
                 del self.files[name]
+
+    def _is_same(self, name: str, path: Location, target: Location) -> bool:
+        if name not in self.edited:
+            return has_same_content(path, target)
+        return target.is_file() and target.read_small(_MAX_CONFIG_BYTES) == self.edited[name]
+
+    def set_quantisation(self, entry: Mapping[str, Any] | None) -> None:
+        """Change what says how the weights are quantised.
+
+        Args:
+            entry: `quantization_config`; None: they are not quantised.
+
+        Raises:
+            DamagedFileError: config.json is invalid.
+        """
+        self.files.pop(MODELOPT_FILE, None)
+        if CONFIG_FILE not in self.files:
+            return
+        config = read_json(self.files[CONFIG_FILE], _MAX_CONFIG_BYTES)
+        changed = without_entries(config)
+        if entry is not None and isinstance(changed, dict):
+            changed = {**changed, ENTRIES[0]: entry}
+        if changed != config:
+            self.edited[CONFIG_FILE] = (json.dumps(changed, ensure_ascii=False, indent=2) + "\n").encode()
 
     def copy(self, folder: Location, *, file_mode: int, folder_mode: int, durable: bool) -> None:
         """Copy the files into a folder.
@@ -85,7 +113,10 @@ class ModelFiles:
             target = folder / name
             if "/" in name:
                 make_folders(target.parent, folder_mode)
-            copy_file(path, target, file_mode, durable=durable)
+            if name in self.edited:
+                target.replace(self.edited[name], file_mode, durable=durable)
+            else:
+                copy_file(path, target, file_mode, durable=durable)
 
 
 def find_model_files(folder: Location, checkpoints: Collection[str] = ()) -> ModelFiles:

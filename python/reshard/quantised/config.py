@@ -67,6 +67,22 @@ def said(folder: Location | None) -> Said:
     return Said(path)
 
 
+def without_entries(config: object) -> object:
+    """A config without the entries that say how weights are quantised.
+
+    Example:
+        >>> without_entries({"quantization_config": {}, "text_config": {"quantization_config": {}, "a": 1}})
+        {'text_config': {'a': 1}}
+    """
+    if not isinstance(config, dict):
+        return config
+    return {
+        name: without_entries(value) if name in _NESTED else value
+        for name, value in config.items()
+        if name not in ENTRIES
+    }
+
+
 def _method(entry: Mapping[str, Any]) -> str:
     method = entry.get("quant_method")
     if isinstance(method, str):
@@ -84,12 +100,13 @@ def _object(path: Location) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def check_method(of: Said, kinds: Iterable[tuple[str, str]]) -> None:
+def check_method(of: Said, kinds: Iterable[tuple[str, str]], *, is_whole: bool = True) -> None:
     """Compare the method that config.json names with what the tensors are.
 
     Args:
         of: what config.json says.
         kinds: `(name, kind)` of each quantised weight.
+        is_whole: whether these are those of the whole model, of which one must be quantised if config.json says so.
 
     Raises:
         MismatchError: they differ.
@@ -117,7 +134,7 @@ def check_method(of: Said, kinds: Iterable[tuple[str, str]]) -> None:
                 "these weights",
             )
     # The files of torchao can be pickles, in which its tensors are not seen.
-    if not found and of.method in METHODS - {"torchao"}:
+    if is_whole and not found and of.method in METHODS - {"torchao"}:
         raise MismatchError(
             f"{show(of.path)} says `quant_method` {show(str(of.method))}, and no tensor is quantised so",
             path=of.path,

@@ -42,6 +42,10 @@ KINDS: Mapping[str, Kind] = {
 """All kinds, by name."""
 
 
+FLOATING = ("F64", "F32", "BF16", "F16")
+"""The dtypes of ordinary tensors, in which dequantised weights are returned."""
+
+
 class Follows(NamedTuple):
     """A dim of a part that is divided as a dim of the packed tensor is.
 

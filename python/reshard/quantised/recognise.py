@@ -65,6 +65,7 @@ def recognise(
     *,
     read: ReadBytes | None = None,
     headers: Mapping[str, str] | None = None,
+    is_whole: bool = True,
 ) -> dict[str, Quantised]:
     """The quantised weights, by name.
 
@@ -73,6 +74,7 @@ def recognise(
         of: what config.json says; None: there is none.
         read: gives the bytes of a small tensor, for kinds that describe themselves in one.
         headers: the `__metadata__` of the files, for kinds that describe themselves there.
+        is_whole: whether these are all tensors of the model. If config.json says so, one must be quantised then.
 
     Raises:
         MismatchError: a part is missing, or parts, shapes or config.json contradict each other.
@@ -85,7 +87,7 @@ def recognise(
     """
     found = _Finder(tensors, of or Said(), read, headers or {})
     weights = {one.name: one for one in found.all()}
-    check_method(found.of, ((one.name, one.kind) for one in weights.values()))
+    check_method(found.of, ((one.name, one.kind) for one in weights.values()), is_whole=is_whole)
     return weights
 
 
@@ -500,7 +502,9 @@ class _Finder:
 
 
 def _torchao_shape(shape: tuple[int, ...], values: Mapping[str, Any]) -> tuple[int, ...]:
-    kind = str(values.get("type"))
-    if isinstance(values.get("shape"), list):
-        return tuple(values["shape"])
-    return (*shape[:-1], shape[-1] * 2) if kind in ("Int4Tensor", "NVFP4Tensor") else shape
+    """The shape of a tensor of torchao, of which two values of 4 bits are one byte."""
+    elements = values.get("elem_dtype")
+    is_half = values.get("type") in ("Int4Tensor", "NVFP4Tensor") or (
+        isinstance(elements, dict) and elements.get("_data") == "float4_e2m1fn_x2"
+    )
+    return (*shape[:-1], shape[-1] * 2) if is_half else shape

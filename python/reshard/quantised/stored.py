@@ -21,7 +21,7 @@ _NAMES = "tensor_names"  # of torchao: all tensors that the file describes
 
 
 def quantised_in(
-    index: _core.Index, keys: Sequence[str], folder: Location | None, *, read: ReadBytes
+    index: _core.Index, keys: Sequence[str], folder: Location | None, *, is_whole: bool, read: ReadBytes
 ) -> Mapping[str, Quantised]:
     """The quantised weights among some tensors of an index, by name.
 
@@ -29,6 +29,7 @@ def quantised_in(
         index: the index.
         keys: the tensors.
         folder: the folder of the model with its config.json; None: there is none.
+        is_whole: whether these are all tensors of the model.
         read: gives the bytes of a small tensor.
 
     Raises:
@@ -41,7 +42,7 @@ def quantised_in(
     if any(key.endswith("_qdata") for key in keys):
         for file in range(index.n_files):
             headers |= index.file_metadata(file) or {}
-    return recognise({key: index.info(key) for key in keys}, of, read=read, headers=headers)
+    return recognise({key: index.info(key) for key in keys}, of, read=read, headers=headers, is_whole=is_whole)
 
 
 def described(weights: Mapping[str, Quantised], index: _core.Index) -> dict[str, str]:

@@ -189,6 +189,8 @@ def _read_plain(
     # Some formats know the tensors of the optimizer by their names only; the record of a run knows all of them.
     wanted.of_optimizer = {key for key in checkpoint.keys("optimizer") if key not in counters} | _recorded(extra)
     wanted.sort(keys, _saved_aliases(extra), _Taken.of(init), with_objects=init is None and part == "all")
+    if init is not None:
+        wanted.check_quantised()
     has_optimizer = any(key in wanted.of_optimizer and key not in wanted.of_objects for key in checkpoint)
     return Read(
         _arrays(wanted, rank, verify, threads),
@@ -278,6 +280,8 @@ def _read_of_torch(
     with checkpoint.view(tensors, is_renamed=True) as view:
         wanted.checkpoint = view
         wanted.sort(list(tensors), {}, _Taken.of(init), with_objects=False)
+        if init is not None:
+            wanted.check_quantised()
         arrays = _arrays(wanted, rank, verify, threads)
     trainer = (
         state.trainer if part == "all" else {name: one for name, one in state.trainer.items() if name != "optimizer"}
@@ -530,6 +534,22 @@ class _Wanted:
             self._check_some(keys)
         for name, of_name in slots.items():
             self._slots(name, stored.get(name), of_name)
+
+    def check_quantised(self) -> None:
+        """Refuse a start from quantised weights of which the model takes some parts and leaves out others."""
+        names = self.described.names - self.kept
+        for one in self.checkpoint.quantised().values():
+            taken = [key for key in one.parts.values() if key in names]
+            left = [key for key in one.parts.values() if key not in names]
+            if taken and left:
+                raise MismatchError(
+                    f"{show(one.name)} of the checkpoint is quantised ({one.kind}): the model would load "
+                    f"{show(taken[0])} without {show(left[0])}",
+                    path=str(self.checkpoint.path),
+                    key=left[0],
+                    hint='convert the checkpoint with `dtype="bfloat16"` first, which makes ordinary tensors of it; or '
+                    "include all parts",
+                )
 
     def _check_some(self, keys: list[str]) -> None:
         """Refuse a checkpoint of which no tensor is one of the model, whatever `strict` accepts."""

@@ -11,7 +11,7 @@ import math
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from reshard import _core, dtypes, opening
 from reshard.checkpoint import Checkpoint
@@ -20,7 +20,7 @@ from reshard.commit.filling import staging_name
 from reshard.commit.trash import STAGING_FOLDER
 from reshard.conversion.destinations import SHARED_PREFIX, Job, Options
 from reshard.conversion.kept_dtypes import kept_by_cast
-from reshard.conversion.library_model import model_of, not_saved, published_shapes
+from reshard.conversion.library_model import fp8_weights, model_of, not_saved, published_shapes
 from reshard.conversion.shares import Share, Shared, digest_of
 from reshard.conversion.writer import Settings
 from reshard.errors import (
@@ -45,7 +45,9 @@ from reshard.names import as_names, config_beside
 from reshard.names.file import NameRule
 from reshard.opening.several import common_folder, files_of
 from reshard.options import Commit, Select, explains_moved, files_with_size
-from reshard.quantised.kinds import KINDS
+from reshard.quantised.kinds import FLOATING, KINDS
+from reshard.quantised.quantise import BLOCK, FP8, fits, scale_name
+from reshard.quantised.quantise import entry as quantisation_entry
 from reshard.quantised.stored import described
 from reshard.quantised.together import check_together
 from reshard.ranks.collective import Collective
@@ -167,9 +169,12 @@ def convert(
         iteration: number of the Checkpoint 2.0 iteration; default: the source's, else its step, else 0. Of rank folders
             the step in the names of the files. For Megatron the default is the source's, or `release`; for DeepSpeed it
             is also the step of the optimizer, where the source has none.
-        dtype: cast the floating-point tensors to it; others stay. float32 tensors that the library of the model keeps
-            in float32 in a model of that dtype, such as the bias of a router, stay, too: transformers is asked, if it
-            is installed and there is a config.json of one of its models, else known names stay, with a warning.
+        dtype: cast the floating-point tensors to it; others stay. Quantised weights become ordinary tensors with the
+            values of the library that owns their kind. "float8_e4m3fn" makes block-scaled FP8 of the weights that
+            transformers holds so, which needs a config.json of one of its models. float32 tensors that the library of
+            the model keeps in float32 in a model of that dtype, such as the bias of a router, stay, too: transformers
+            is asked, if it is installed and there is a config.json of one of its models, else known names stay, with a
+            warning.
         dtype_all: cast these, too.
         max_shard_size: largest file of whole weights, in bytes or as text such as "5GB", as in `save_pretrained`; short
             for `files=Files(max_shard_size=...)`.
@@ -284,6 +289,9 @@ def convert(
             if is_checked and model_folder is not None:
                 drop += tuple(key for key in not_saved(model_of(str(model_folder))) if key in whole)
             weights = whole.quantised() if part_written != "optimizer" else {}
+            if weights and options.dtype in FLOATING:
+                whole = views.enter_context(whole.dequantised())  # noqa: PLW2901  the one that is converted
+                options, weights = replace(options, is_dequantised=True), {}
             selection = selected(
                 whole,
                 part_written,
@@ -295,15 +303,21 @@ def convert(
                 apart=apart,
                 dtype=options.dtype,
             )
-            opened = views.enter_context(selection.source)
-            if weights:
+            opened, keys = views.enter_context(selection.source), selection.keys
+            of_fp8: list[str] = []
+            if options.dtype == FP8 and part_written != "optimizer":
+                entry, chosen_keys, of_fp8 = _fp8_weights(opened, keys, model_folder or source, weights)
+                opened = views.enter_context(opened.in_fp8(chosen_keys))
+                keys = [name for key in keys for name in ((key, scale_name(key)) if key in chosen_keys else (key,))]
+                options = replace(options, dtype=None, quantised_as=entry)
+            elif weights:
                 _check_quantised(weights, whole, opened, selection.keys, writer)
                 options = replace(options, metadata=options.metadata | described(weights, whole.data.index))
             for copies, is_state in ((selection.copies, False), (selection.joined, True)):
                 _check_copies(whole, copies, parse_size(memory), threads, is_state=is_state)
             job = Job(
                 opened,
-                selection.keys,
+                keys,
                 target,
                 options,
                 overwrite,
@@ -367,6 +381,7 @@ def convert(
                 *written.warnings,
                 *of_entry,
                 *of_cast,
+                *of_fp8,
                 *selection.resized,
                 *(_extra_left_out(whole) if loses_extra else []),
             ]
@@ -408,14 +423,47 @@ def _keep_dtypes(job: Job, folder: Location, *, all_tensors: bool) -> list[str]:
     dtype, index = job.options.dtype, job.source.data.index
     if dtype is None:
         return []
+    is_dequantised = job.options.is_dequantised
     of_model = set(job.source.keys("model"))
     tensors = {key: index.info(key) for key in job.keys if key in of_model}
     has_config = folder.is_folder() and not all_tensors
-    kept, warnings = kept_by_cast(tensors, dtype, folder if has_config else None)
+    kept, warnings = kept_by_cast(tensors, dtype, folder if has_config else None, is_dequantised=is_dequantised)
     if all_tensors:
         return []
     index.keep_dtypes(kept)
     return warnings
+
+
+def _fp8_weights(
+    source: Checkpoint, keys: Sequence[str], folder: Location, weights: Mapping[str, Quantised]
+) -> tuple[dict[str, Any], set[str], list[str]]:
+    """The weights that are written in block-scaled FP8.
+
+    Returns:
+        `quantization_config`; the weights; and warnings.
+
+    Raises:
+        UnsupportedError: the library of the model does not say which weights these are, or they are quantised already.
+    """
+    if weights:
+        name = next(iter(weights))
+        raise UnsupportedError(
+            f"{show(name)} is quantised already ({KINDS[weights[name].kind].title})",
+            key=name,
+            hint='convert with `dtype="bfloat16"` first',
+        )
+    named, skipped = fp8_weights(folder, keys)
+    found = {key for key in keys if key in named and fits(source.shape(key))}
+    if not found:
+        raise UnsupportedError(
+            f"transformers holds no tensor of {show(str(source.path))} in FP8 with blocks of {BLOCK[0]} x {BLOCK[1]}",
+            path=str(source.path),
+        )
+    others = sorted(named.difference(found))
+    warnings = []
+    if others:
+        warnings = [f"{listed(map(show, others), 3)} have no complete blocks of {BLOCK[0]} x {BLOCK[1]}: not quantised"]
+    return quantisation_entry({*skipped, *(key.removesuffix(".weight") for key in others)}), found, warnings
 
 
 def _check_quantised(

@@ -8,6 +8,7 @@ pub mod compressed;
 pub mod dcp;
 pub mod metadata;
 pub mod pickle;
+pub mod quantised;
 pub mod strategy;
 pub mod torch_file;
 pub mod zip;

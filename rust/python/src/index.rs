@@ -145,6 +145,11 @@ impl Index {
         }
     }
 
+    /// The index of the core, to change it.
+    pub(crate) fn core_mut(&mut self) -> &mut reshard_core::index::Index {
+        &mut self.index
+    }
+
     /// An index with the layouts and dtypes of `metadata.json`.
     fn described(index: reshard_core::index::Index, mut metadata: Metadata) -> Self {
         for tensor in &mut metadata.tensors {

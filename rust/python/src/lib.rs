@@ -15,6 +15,7 @@ mod index;
 mod metadata;
 mod patterns;
 mod plan;
+mod quantised;
 mod records;
 mod run;
 mod strategy;
@@ -37,6 +38,7 @@ mod _core {
         metadata::{MetadataEncoder, are_plain},
         patterns::{Expression, IndexPattern, Patterns},
         plan::{Loaded, Plan},
+        quantised::add_quantised,
         records::{FileArray, FileTensor},
         strategy::{decode_strategy, encode_strategy},
         torch::{

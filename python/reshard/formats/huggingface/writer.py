@@ -92,8 +92,10 @@ def write_folder(job: Job, settings: Settings, style: Style) -> Written:
     copies = ModelFiles()
     if model_files is not None and model_files.resolved() != locate(job.target).resolved():
         copies = find_model_files(model_files, job.known_files.commits)
+        if job.options.is_dequantised or job.options.quantised_as is not None:
+            copies.set_quantisation(job.options.quantised_as)
         copies.check_free(job.target)
-    if model_files is not None and settings.check_names:
+    if model_files is not None and settings.check_names and job.options.quantised_as is None:
         copies.warnings += _check_names(job, model_files)
     request = job.whole_request(job.keys)
     sizes = job.sizes(request)

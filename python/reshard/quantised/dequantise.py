@@ -1,0 +1,193 @@
+"""A view of a checkpoint in which quantised weights are ordinary tensors.
+
+Nothing is read to make it. The core computes the values when they are read, from regions of the parts: `add_quantised`.
+The recipes, and the order in which parts and numbers are given, are those of `rust/formats/src/quantised/recipe.rs`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reshard import _core
+from reshard.errors import UnsupportedError
+from reshard.quantised.kinds import KINDS
+from reshard.values.words import show
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from reshard.quantised.kinds import Quantised
+
+_INT8 = 7.874015718698502e-3  # 1 / 127, as bitsandbytes has it
+
+
+class Recipe(NamedTuple):
+    """How the values of a weight are computed.
+
+    Attributes:
+        name: that of a recipe of the core.
+        numbers: its numbers.
+        parts: the roles of its parts, and for each the shape in which the recipe takes it.
+    """
+
+    name: str
+    numbers: tuple[float, ...]
+    parts: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+def add_dequantised(
+    index: _core.Index, stored: _core.Index, source: _core.Index, weights: Iterable[Quantised], path: str
+) -> int:
+    """Add a file with the values of quantised weights to an index, in float32 under their names.
+
+    Args:
+        index: the index.
+        stored: an index with the same files as `source`, which is used up.
+        source: the index with the parts.
+        weights: the quantised weights.
+        path: the name of the file in messages.
+
+    Returns:
+        The number of the file.
+
+    Raises:
+        UnsupportedError: the values of a kind are not known here.
+    """
+    made = []
+    for one in weights:
+        recipe = _recipe(one, source)
+        keys = []
+        for role, shape in recipe.parts:
+            key = f"{role} {one.name}"
+            dtype, its = source.info(one.parts[role])
+            stored.add_tiles(key, dtype, shape, reshaped(source.stored(one.parts[role]), its, shape), overlapping=True)
+            keys.append(key)
+        made.append((one.name, "F32", one.shape, recipe.name, recipe.numbers, keys))
+    return _core.add_quantised(index, stored, path, made)
+
+
+def _recipe(one: Quantised, index: _core.Index) -> Recipe:
+    shapes = {role: index.shape(key) for role, key in one.parts.items()}
+    if one.kind.startswith("fp8-") or one.kind in ("int8-channel", "bnb-int8"):
+        block = one.values.get("block", (1, one.shape[-1]))
+        factor = _INT8 if one.kind == "bnb-int8" else 1.0
+        return Recipe(
+            "scaled",
+            (*block, factor),
+            (("weight", _matrices(one, one.shape)), ("scale", _grid(one, shapes["scale"], block))),
+        )
+    if one.kind in ("mxfp4-packed", "nvfp4", "nvfp4-modelopt"):
+        block = 32 if one.kind == "mxfp4-packed" else 16
+        parts = [("weight", _matrices(one, shapes["weight"])), ("scale", _matrices(one, shapes["scale"]))]
+        if "global" in one.parts:
+            parts.append(("global", (max(1, math.prod(shapes["global"])),)))
+        return Recipe("e2m1", (block, one.kind == "nvfp4"), tuple(parts))
+    if one.kind == "mxfp4":
+        return Recipe("transposed", (), (("blocks", shapes["blocks"]), ("scales", shapes["scales"])))
+    if one.kind == "bnb-4bit":
+        state = one.values
+        roles = ["weight", "absmax", "quant_map"]
+        of_state = [state["blocksize"], 0, 0.0, state.get("quant_type") == "fp4"]
+        if "nested_absmax" in one.parts:
+            roles += ["nested_quant_map", "nested_absmax"]
+            of_state[1:3] = [state["nested_blocksize"], state["nested_offset"]]
+        return Recipe("table", tuple(of_state), tuple((role, (math.prod(shapes[role]),)) for role in roles))
+    if one.kind in ("gptq", "awq"):
+        numbers = (one.values["bits"], one.values["zero_offset"]) if one.kind == "gptq" else (one.values["group"],)
+        return Recipe(one.kind, numbers, tuple(shapes.items()))
+    if one.kind == "int-packed" and not {"zero_point", "g_idx"} & one.parts.keys():
+        group = one.shape[-1] // shapes["scale"][-1]
+        return Recipe("packed", (one.values["bits"], group), (("weight", shapes["weight"]), ("scale", shapes["scale"])))
+    recipe = _of_torchao(one, shapes) if one.kind == "torchao" else None
+    if recipe is not None:
+        return recipe
+    raise UnsupportedError(
+        f"{show(one.name)} is quantised as {one.kind} ({KINDS[one.kind].title}) with {', '.join(one.parts)}: how its "
+        "values are computed is not known here",
+        key=one.name,
+        hint="leave `dtype=` out; or dequantise the model with the library that wrote it first",
+    )
+
+
+def _of_torchao(one: Quantised, shapes: dict[str, tuple[int, ...]]) -> Recipe | None:
+    values, block = one.values, one.values.get("block_size")
+    kind, roles = values["type"], set(one.parts)
+    if values.get("is_swizzled_scales") or len(one.shape) > 3:
+        return None
+    if kind == "MXTensor" and type(block) is int and block > 0:
+        if _elements(values) != "float4_e2m1fn_x2":
+            return _torchao_scaled(one, shapes, (1, block))
+        return Recipe("e2m1", (block, 0), tuple((role, _matrices(one, shapes[role])) for role in ("qdata", "scale")))
+    if kind == "NVFP4Tensor" and roles <= {"qdata", "scale", "per_tensor_scale"} and block == 16:
+        parts = [(role, _matrices(one, shapes[role])) for role in ("qdata", "scale")]
+        if "per_tensor_scale" in roles:
+            parts.append(("per_tensor_scale", (1,)))
+        return Recipe("e2m1", (block, 0), tuple(parts))
+    is_plain = kind in ("Float8Tensor", "Int8Tensor") and roles <= {"qdata", "scale", "zero_point"}
+    if is_plain and isinstance(block, list) and len(block) == len(one.shape) > 1:
+        return _torchao_scaled(one, shapes, (block[-2], block[-1]))
+    return None
+
+
+def _torchao_scaled(one: Quantised, shapes: dict[str, tuple[int, ...]], block: tuple[Any, Any]) -> Recipe | None:
+    if any(type(n) is not int or n < 1 for n in block):
+        return None
+    parts = [("qdata", _matrices(one, shapes["qdata"]))]
+    for role in ("scale", "zero_point"):
+        if role in shapes:
+            grid = _grid(one, shapes[role], block)
+            if math.prod(grid) != math.prod(shapes[role]):
+                return None
+            parts.append((role, grid))
+    return Recipe("scaled", (*block, 1.0), tuple(parts))
+
+
+def _elements(values: Mapping[str, Any]) -> str:
+    dtype = values.get("elem_dtype")
+    return str(dtype.get("_data")) if isinstance(dtype, dict) else ""
+
+
+def _matrices(one: Quantised, shape: Sequence[int]) -> tuple[int, ...]:
+    """A shape with exactly one dim before rows and columns."""
+    if len(shape) > 3:
+        raise UnsupportedError(f"{show(one.name)} has {len(shape)} dims, and at most 3 are dequantised", key=one.name)
+    return (*(1,) * (3 - len(shape)), *shape)
+
+
+def _grid(one: Quantised, shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
+    """The shape of scales as matrices, rows of blocks, columns of blocks."""
+    matrices, rows, columns = _matrices(one, one.shape)
+    blocks = -(-rows // block[0]), -(-columns // block[1])
+    return (1 if math.prod(shape) == math.prod(blocks) else matrices, *blocks)
+
+
+def reshaped(
+    stored: Sequence[_core.StoredArray], shape: Sequence[int], wanted: Sequence[int]
+) -> list[_core.StoredArray]:
+    """The stored arrays of a tensor, for the same tensor with other dims of one element.
+
+    Args:
+        stored: the arrays, as `_core.Index.stored` returns them.
+        shape: the shape of the tensor.
+        wanted: the other shape, which differs in dims of one element.
+    """
+    if tuple(shape) == tuple(wanted):
+        return list(stored)
+    kept = [dim for dim, n in enumerate(shape) if n != 1]
+    if [shape[dim] for dim in kept] != [n for n in wanted if n != 1]:
+        raise AssertionError((shape, wanted))
+
+    def dims(values: Sequence[Any], one: int) -> tuple[int, ...]:
+        left = iter([values[dim] for dim in kept])
+        return tuple(one if n == 1 else next(left) for n in wanted)
+
+    return [
+        array._replace(
+            tiles=[
+                _core.Tile(dims(tile.offset, 0), dims(tile.shape, 1), tile.local_offset, dims(tile.local_strides, 1))
+                for tile in array.tiles
+            ]
+        )
+        for array in stored
+    ]
