@@ -1,6 +1,7 @@
 """Random histories of Trainer, Lightning and accelerate: cut and resumed, they read what the uninterrupted run reads.
 
-What cannot be found again is refused before the first step, and nothing else is (`may_be_refused`).
+What cannot be found again is refused before the first step, and nothing else is (`may_be_refused`). An uninterrupted
+run reads and draws what the program without this package does, except where the guide says so (`draws_privately`).
 The environment variable `RESHARD_LIBRARY_HISTORIES` sets the number of histories.
 """
 
@@ -63,6 +64,8 @@ class Items(Dataset[Any]):
         return N
 
     def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < N:
+            raise IndexError(index)
         noise = drawn() if self.draws else float(self.own.random()) if self.own is not None else 0.0
         return {"x": torch.tensor([float(index), noise]), "input_ids": list(range(1 + index % 5))}
 
@@ -214,7 +217,7 @@ def reset() -> Net:
     return Net()
 
 
-def by_trainer(root: Path, case: dict[str, Any], stop: int | None) -> Net:
+def by_trainer(root: Path, case: dict[str, Any], stop: int | None, *, saves: bool = True) -> Net:
     class Stop(TrainerCallback):
         def on_substep_end(self, args: Any, state: Any, control: Any, **_others: Any) -> None:
             pass
@@ -231,7 +234,7 @@ def by_trainer(root: Path, case: dict[str, Any], stop: int | None) -> Net:
     if case["dispatch"] is not None:
         config["dispatch_batches"] = case["dispatch"]
     args = TrainingArguments(
-        str(root) + ".out",
+        f"{root}.out",
         max_steps=case["steps"],
         per_device_train_batch_size=case["size"],
         gradient_accumulation_steps=case["accumulate"],
@@ -247,9 +250,10 @@ def by_trainer(root: Path, case: dict[str, Any], stop: int | None) -> Net:
         train_sampling_strategy="group_by_length" if case["grouped"] else "random",
         accelerator_config=config,
     )
-    callback = ReshardCallback(root, save_every=case["every"], signals=(), commit={"durable": False}, async_save=False)
+    saving: dict[str, Any] = {"signals": (), "commit": {"durable": False}, "async_save": False}
+    callbacks = [ReshardCallback(root, save_every=case["every"], **saving)] if saves else []
     dataset = data.dataset if by_dataset else Items(draws=False)
-    trainer = Trainer(net, args, train_dataset=dataset, data_collator=collate, callbacks=[callback, Stop()])
+    trainer = Trainer(net, args, train_dataset=dataset, data_collator=collate, callbacks=[*callbacks, Stop()])
     if not by_dataset:
         given = trainer.accelerator.prepare(data) if case["wrap"] != "plain" and isinstance(data, DataLoader) else data
         trainer.get_train_dataloader = lambda: given  # type: ignore[method-assign]
@@ -270,18 +274,20 @@ class Module(lightning.pytorch.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def by_lightning(root: Path, case: dict[str, Any], stop: int | None) -> Net:
+def by_lightning(root: Path, case: dict[str, Any], stop: int | None, *, saves: bool = True) -> Net:
     class Stop(lightning.pytorch.Callback):
         def on_train_batch_start(self, trainer: Any, *_others: Any) -> None:
             if trainer.global_step == stop:
                 raise Cut
 
     net = reset()
+    saving = [ReshardCheckpoint(str(root), every_n_train_steps=case["every"], save_last=True)] if saves else []
     trainer = lightning.pytorch.Trainer(
         max_steps=case["steps"],
         max_epochs=-1,
         accumulate_grad_batches=case["accumulate"],
-        callbacks=[ReshardCheckpoint(str(root), every_n_train_steps=case["every"], save_last=True), Stop()],
+        callbacks=[*saving, Stop()],
+        enable_checkpointing=saves,
         accelerator="cpu",
         logger=False,
         enable_progress_bar=False,
@@ -289,11 +295,11 @@ def by_lightning(root: Path, case: dict[str, Any], stop: int | None) -> Net:
     )
     data = loader_of(case)
     with contextlib.suppress(Cut):
-        trainer.fit(Module(net), data, ckpt_path="last")
+        trainer.fit(Module(net), data, ckpt_path="last" if saves else None)
     return net
 
 
-def by_accelerate(root: Path, case: dict[str, Any], stop: int | None) -> Net:
+def by_accelerate(root: Path, case: dict[str, Any], stop: int | None, *, saves: bool = True) -> Net:
     net = reset()
     config = DataLoaderConfiguration(
         use_seedable_sampler=case["seedable"],
@@ -304,8 +310,9 @@ def by_accelerate(root: Path, case: dict[str, Any], stop: int | None) -> Net:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=case["accumulate"], dataloader_config=config)
     optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
     model, optimizer, data = accelerator.prepare(net, optimizer, loader_of(case))
-    with Checkpointer(root, save_every=case["every"], signals=(), commit={"durable": False}, async_save=False) as made:
-        step = made.resume(**prepared(accelerator)).initial_step
+    saving: dict[str, Any] = {"signals": (), "commit": {"durable": False}, "async_save": False}
+    with Checkpointer(root, save_every=case["every"], **saving) if saves else contextlib.nullcontext() as made:
+        step = made.resume(**prepared(accelerator)).initial_step if made else 0
         while True:
             for batch in data:
                 with accelerator.accumulate(model):
@@ -314,7 +321,8 @@ def by_accelerate(root: Path, case: dict[str, Any], stop: int | None) -> Net:
                     optimizer.zero_grad()
                 if accelerator.sync_gradients:
                     step += 1
-                    made.step(step)
+                    if made:
+                        made.step(step)
                     if step in {stop, case["steps"]}:
                         return net
 
@@ -364,6 +372,10 @@ def history(number: int, root: Path) -> str:
     logging.disable(logging.ERROR)
     try:
         whole = run(root / "whole", case, None)
+        if not draws_privately(library, case):
+            without = run(root / "without", case, None, saves=False)
+            assert without.seen == whole.seen, (number, library, case, "without")
+            assert torch.equal(without.line.weight, whole.line.weight), (number, library, case, "without")
         cuts = sorted({choice.randint(1, case["steps"] - 1) for _ in range(choice.randint(1, 2))})
         for place, stop in enumerate([*cuts, None]):
             net = run(root / "cut", case, stop)
@@ -389,6 +401,19 @@ def may_be_refused(case: dict[str, Any]) -> bool:
     """Persistent workers have a state that is in no checkpoint, if they read a stream or draw random numbers."""
     is_stream = case["kind"].startswith("stream ")
     return bool(case["workers"]) and case["persistent"] and (is_stream or case["noise"] != "")
+
+
+def draws_privately(library: str, case: dict[str, Any]) -> bool:
+    """Whether the main process draws random numbers after the first batch of a pass, which it must read again.
+
+    These are streams, custom loaders, samplers that draw while they are read, and the data of dispatching loaders.
+    """
+    kind, has_workers = case["kind"], case["workers"] > 0
+    if kind in {"lazy", "custom"} or (library == "accelerate" and case["stateful"]):
+        return True  # accelerate's StatefulDataLoader, which draws more than a DataLoader, is replaced by one
+    is_dispatching = library != "lightning" and case["dispatch"] and case["wrap"] != "plain"
+    draws = kind in {"stream draws", "stream buffer"} or (is_dispatching and case["noise"] == "draws")
+    return draws and not has_workers
 
 
 @pytest.mark.parametrize("number", range(N_HISTORIES))

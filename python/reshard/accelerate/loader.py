@@ -13,7 +13,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, IterableDatasetShard
+from accelerate.data_loader import (
+    BatchSamplerShard,
+    DataLoaderDispatcher,
+    IterableDatasetShard,
+    SeedableRandomSampler,
+)
 from accelerate.state import PartialState
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
@@ -43,8 +48,8 @@ _OPTIONS = (
 def follow(loader: Any, *, gives_generator: bool = True) -> LoaderPosition:
     """The position of a prepared loader, whose loops are counted from now on.
 
-    A random order gets a generator of its own, as accelerate itself does it with several processes: it must not depend
-    on the number of processes or on the random numbers of the model.
+    A random order gets a generator, as accelerate itself gives it one with several processes, so that it is found again
+    on another number of processes. The order is that of a loader without it.
 
     Args:
         loader: the prepared loader.
@@ -57,14 +62,15 @@ def follow(loader: Any, *, gives_generator: bool = True) -> LoaderPosition:
         raise ArgumentError(f"a {type(loader).__name__} is not a loader that accelerate has prepared")
     if type(loader.base_dataloader) is not FollowedLoader:
         sampler = _sampler(loader)
-        if gives_generator and isinstance(sampler, RandomSampler) and sampler.generator is None:
-            sampler.generator = torch.Generator()
-            sampler.generator.manual_seed(torch.random.initial_seed())
+        seeded = None
+        is_random = isinstance(sampler, RandomSampler) and type(sampler).__iter__ is RandomSampler.__iter__
+        if gives_generator and is_random and sampler.generator is None:
+            seeded = sampler.generator = torch.Generator()
         inner = loader.base_dataloader
         if hasattr(inner, "load_state_dict"):
             # Its position would be a second one, and a new StatefulDataLoader has drawn an order already.
             inner = _plain(inner)
-        loader.base_dataloader = FollowedLoader(inner, loader)
+        loader.base_dataloader = FollowedLoader(inner, loader, seeded)
     return LoaderPosition(loader)
 
 
@@ -112,13 +118,16 @@ class FollowedLoader(LoaderProxy):
         n_fetched: how many times a `DataLoaderDispatcher` has fetched the batches of all processes in this pass.
     """
 
-    def __init__(self, inner: Any, prepared: Any) -> None:
+    def __init__(self, inner: Any, prepared: Any, seeded: torch.Generator | None = None) -> None:
         super().__init__(inner)
         order = _batch_sampler(inner)
         while isinstance(order, BatchSamplerShard):
             order = order.batch_sampler
+        data = inner.dataset
+        while _is_shard(data):
+            data = data.dataset
         is_private = is_dispatching(prepared)
-        self.passes = Passes(inner, is_private=is_private, drops=not is_private, order=order)
+        self.passes = Passes(inner, is_private=is_private, drops=not is_private, order=order, data=data, seeded=seeded)
         self.n_fetched = 0
         self._prepared = prepared
         self._n_skipped = 0
@@ -213,7 +222,11 @@ class LoaderPosition:
                 is not between two batches of another size.
         """
         if state.get("kind") != _KIND:
-            raise MismatchError(f"not the position of a loader of accelerate: {show(str(state.get('kind')))}")
+            raise MismatchError(
+                f"not the position of a loader of accelerate: {show(str(state.get('kind')))}, expected {_KIND}",
+                hint="a checkpoint of an earlier build, or of a run without accelerate: `resume(data='new')` begins at "
+                "epoch 0",
+            )
         self.load_at(state, int(state["epoch"]), int(state["batches"]))
         self._loaded = dict(state)
 
@@ -261,6 +274,12 @@ class LoaderPosition:
             MismatchError: each process has drawn it itself.
         """
         sampler, now = _sampler(self._loader), PartialState().num_processes
+        if now != n_processes and self._followed.passes.is_stream:
+            raise MismatchError(
+                f"{n_processes} processes read the stream `{type(self._followed.passes.dataset).__name__}`, and there "
+                f"are {now} now: it has no order that can be divided again",
+                hint="use the same number of processes within an epoch",
+            )
         if now != n_processes and not _is_common(sampler):
             raise MismatchError(
                 f"each of {n_processes} processes drew the order of `{type(sampler).__name__}` itself, and there are "
@@ -286,9 +305,9 @@ def _is_shard(dataset: Any) -> bool:
 
 def _is_common(sampler: Any) -> bool:
     """Whether the order of a sampler is the same on all processes."""
-    return isinstance(sampler, SequentialSampler | RandomSampler) and not (
-        isinstance(sampler, RandomSampler) and sampler.generator is None
-    )
+    if isinstance(sampler, SequentialSampler | SeedableRandomSampler):
+        return True
+    return isinstance(sampler, RandomSampler) and sampler.generator is not None
 
 
 def _length(dataset: Any) -> int | None:

@@ -1,7 +1,8 @@
 """The position in the training data: the batches of an epoch that were taken, in a loader that can be begun again.
 
 `watch` makes a loader count its batches, and begin a pass again after a resume (`reshard.torch.passes`). The iterator
-of an epoch begins when its first batch is taken. A loader whose class cannot be changed is put into a `WatchedLoader`.
+of the first epoch begins when Lightning creates it, as without this module, and those of later ones when their first
+batch is taken. A loader whose class cannot be changed is put into a `WatchedLoader`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class Position:
     def __init__(self, loader: Any, begin: Callable[[], Iterator[Any]], around: Around) -> None:
         self.begin, self._around = begin, around
         self.passes = Passes(loader, begin)
+        self._is_first = True  # no pass has begun, and no position was loaded
 
     def state(self, n_ahead: int, *, is_end: bool) -> dict[str, Any]:
         """The position as a value of `extra`.
@@ -42,12 +44,19 @@ class Position:
             MismatchError: the position cannot be found again.
         """
         self.passes.load(state)
+        self._is_first = False
 
     def batches(self) -> Iterator[Any]:
         """Iterate over the batches of an epoch, or over those that are left of it."""
-        iterator = self.passes.batches()
+        begun = self.passes.batches() if self._is_first else None
+        self._is_first = False
+        return self._taken(begun)
+
+    def _taken(self, iterator: Iterator[Any] | None) -> Iterator[Any]:
         while True:
             with self._around():
+                if iterator is None:
+                    iterator = self.passes.batches()
                 try:
                     batch = next(iterator)
                 except StopIteration:

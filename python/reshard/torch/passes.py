@@ -7,7 +7,8 @@ reading them again (streams, workers, and datasets that have changed since the p
 of parts of the batches, which are saved, prove that they are the same ones; otherwise the run is refused.
 
 What is read again must not depend on what the program draws in between. So streams that the main process reads, and
-samplers that draw while they are read, get private random streams. Everything else draws as without this module.
+samplers that draw while they are read, get private random streams after the first batch or index of a pass. Everything
+else draws as without this module.
 
 This module knows no checkpoints. The integrations of other libraries say how many batches were trained.
 """
@@ -57,10 +58,13 @@ class Passes:
     Args:
         loader: a DataLoader, or another object that can be iterated.
         begin: begins a pass; by default `iter(loader)`.
-        is_private: the main process draws from private streams while it reads, and batches are read again.
+        is_private: the main process draws from private streams after the first batch, and batches are read again.
         drops: whether batches that were read are left out here; else the caller leaves them out.
         order: the sampler that the order follows from; by default that of the loader. Samplers around it divide its
             batches over ranks, and are others on another number of ranks.
+        data: in the same way the dataset, without one around it that divides its samples over ranks.
+        seeded: the generator of a `RandomSampler` that had none. It begins each pass with a number of the stream of
+            torch, as the sampler itself does it without a generator.
 
     Attributes:
         n_loaded: number of batches of this pass that were returned, or left out.
@@ -74,13 +78,15 @@ class Passes:
         is_private: bool = False,
         drops: bool = True,
         order: Any = None,
+        data: Any = None,
+        seeded: torch.Generator | None = None,
     ) -> None:
         self.loader = loader
         self._begin_loader = begin or (lambda: iter(loader))
         is_torch = isinstance(loader, DataLoader)
         kind = getattr(type(loader), "_reshard_kind", type(loader))  # of a loader whose class was replaced
         is_plain = is_torch and getattr(kind, "__iter__", None) in _known_loops()
-        self.dataset = getattr(loader, "dataset", None)
+        self.dataset = getattr(loader, "dataset", None) if data is None else data
         self.is_stream = not is_plain or isinstance(self.dataset, IterableDataset)
         self.n_workers = int(loader.num_workers) if is_torch else 0
         self._is_private = not is_plain or (not self.n_workers and (is_private or self.is_stream))
@@ -91,7 +97,7 @@ class Passes:
             sampler = getattr(loader, self._field)
         self._indices = None if sampler is None else Indices(self, sampler)
         self.samplers = [] if sampler is None else samplers_in(sampler if order is None else order)
-        self.readers = readers_of(loader)
+        self.readers = readers_of(loader, self.dataset)
         self.initial = [numbers_of(one) for one in self._parts()]
         self.is_lazy = not draws_at_once(self.samplers)  # the sampler draws while it is read
         seed = torch.initial_seed() % (1 << 32)
@@ -103,11 +109,14 @@ class Passes:
         is_persistent = self.n_workers > 0 and loader.persistent_workers
         self._draws = _shared_flag() if is_persistent else None
         self._is_inside = False
+        self._seeded = seeded
         self._drops = drops
         self._expected: dict[str, Any] | None = None  # the position of a pass that is read again
         self._resumed: dict[str, Any] | None = None
         self._n_skipped = 0  # by their indices
         self._sources: dict[str, Any] = {}
+        self._found: dict[str, Any] | None = None  # the sources of this pass, if it is found again
+        self._begun: str | None = None  # the random streams after this pass has begun
         self._is_reused = False
         self._starts_workers = False
         self.n_passes = 0  # that were begun
@@ -120,12 +129,13 @@ class Passes:
     # -------------------------------------------------------------------------------------------------------- iterating
 
     def batches(self) -> Iterator[Any]:
-        """Iterate over the batches of a pass, or over those that are left of it.
+        """Begin a pass now, and iterate over its batches, or over those that are left of it.
 
         Raises:
             MismatchError: the batches that were read are other ones when the pass begins again.
         """
         resumed, self._resumed = self._resumed, None
+        self._found = None if resumed is None else resumed["sources"]
         ahead: list[Any] = []
         if self._starts_workers:
             # Persistent workers draw a seed when they start, and not when a later pass begins.
@@ -142,7 +152,16 @@ class Passes:
                 iterator = self._again(resumed)
                 if resumed["before"] is not None:
                     HostStreams.parse(resumed["before"]).set()
-                    ahead = [one for one in [self._next(iterator)] if one is not _END]
+                    ahead = self._ahead(iterator)
+                elif self._is_private and resumed["begun"] and not self.n_loaded:
+                    ahead = self._ahead(iterator)  # from the streams that are set now
+        return self._batches(iterator, ahead)
+
+    def _ahead(self, iterator: Iterator[Any]) -> list[Any]:
+        batch = self._next(iterator)
+        return [] if batch is _END else [batch]
+
+    def _batches(self, iterator: Iterator[Any], ahead: list[Any]) -> Iterator[Any]:
         while True:
             batch = ahead.pop() if ahead else self._next(iterator)
             if batch is _END:
@@ -152,7 +171,9 @@ class Passes:
     def _begin(self) -> Iterator[Any]:
         self._is_reused = has_workers(self.loader)
         self.n_passes += 1
-        self._sources = {"streams": HostStreams.now().to_value(), "private": self._streams.to_value(), **self._now()}
+        streams, private = HostStreams.now().to_value(), self._streams.to_value()
+        self._sources = {"streams": streams, "order": None, "private": private, **self._now()}
+        self._begun = None
         self.n_loaded = self.n_drawn = 0
         for log in (self.index_log, self._content_log):
             log.clear()
@@ -169,10 +190,14 @@ class Passes:
             return self._begin_loader()
         finally:
             attributes |= before
+            self._begun = digest_of(HostStreams.now().to_value())
 
     def _next(self, iterator: Iterator[Any]) -> Any:
         if self._is_private:
-            with self.private_streams():
+            # The first batch draws as without this module: many streams draw only when a pass begins.
+            if not self.n_loaded and self._indices is None:
+                self.begin_order()
+            with self.private_streams() if self.n_loaded else contextlib.nullcontext():
                 batch = next(iterator, _END)
         else:
             if not self.n_workers:
@@ -207,6 +232,25 @@ class Passes:
             self._streams = HostStreams.now()
             outside.set()
 
+    def begin_order(self) -> None:
+        """Before the first indices or batch of a pass: keep the streams, or set those of the pass that is found again.
+
+        The generator of a sampler that had none is seeded here.
+        """
+        if self._found is not None:
+            if self._found["order"] is not None:
+                HostStreams.parse(self._found["order"]).set()
+            return
+        if self._begun is not None:  # else the loader draws indices while it begins
+            now = HostStreams.now().to_value()
+            self._sources["order"] = None if digest_of(now) == self._begun else now
+        if self._seeded is None:
+            return
+        self._seeded.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+        for part, values in zip(self.samplers, self._sources["samplers"], strict=True):
+            if getattr(part, "generator", None) is self._seeded:
+                values.update(generators_and_numbers(part))
+
     def is_skipped(self, number: int) -> bool:
         """Whether the batch of an index is left out by its index."""
         return number < self._n_skipped
@@ -227,6 +271,7 @@ class Passes:
         common = {
             "n_workers": self.n_workers,
             "is_stream": self.is_stream,
+            "seeded": self._seeded is not None,
             "initial": self.initial,
             "n_passes": self.n_passes - (n_read is not None),  # before
             "draws": self._draws is not None and bool(self._draws[0]),
@@ -246,6 +291,7 @@ class Passes:
                 "n": n_read,
                 "sources": self._sources,
                 "reads": self._reads_again() or self._have_readers_changed(),
+                "begun": self.n_loaded > 0,
                 "before": None if before is None else before.to_value(),
             }
         )
@@ -267,6 +313,11 @@ class Passes:
                 f"the data was {kinds[state['is_stream']]} when the position was saved, and is {kinds[self.is_stream]}"
             )
         is_within = state["n"] is not None
+        if is_within and "order" not in state["sources"]:
+            raise MismatchError(
+                f"the position in `{name}` is within an epoch, and of an earlier build, which read it in another way",
+                hint="resume from an iteration at the end of an epoch, or with the build that saved it",
+            )
         if is_within and state["n"] < 0:
             raise MismatchError(
                 f"`{name}` had begun again ahead of the training when the position was saved: it is not known",
@@ -300,6 +351,8 @@ class Passes:
                 "the first epoch is not known",
                 hint="make a new iterator in `__iter__`",
             )
+        if not state.get("seeded", False):
+            self._seeded = None  # its generator goes on from pass to pass
         self._streams = HostStreams.parse(state["sources"]["private"])
         self._set_parts(state["sources"], state["initial"])
         self._resumed, self.n_passes, self._sources = None, state["n_passes"], {}
@@ -440,10 +493,8 @@ class _Drawn(Iterator[Any]):
     """The items of a sampler in one pass."""
 
     def __init__(self, owner: Passes, inner: Any) -> None:
-        self._owner = owner
-        self._draw = owner.private_streams if owner.is_lazy else contextlib.nullcontext
-        with self._draw():
-            self._inner = iter(inner)
+        self._owner, self._is_first = owner, True
+        self._inner = iter(inner)
 
     def __next__(self) -> Any:
         self.skip()
@@ -456,8 +507,13 @@ class _Drawn(Iterator[Any]):
 
     def _next(self) -> Any:
         owner = self._owner
-        with self._draw():
-            item = next(self._inner)
+        if self._is_first:
+            self._is_first = False
+            owner.begin_order()
+            item = next(self._inner)  # as without this module
+        else:
+            with owner.private_streams() if owner.is_lazy else contextlib.nullcontext():
+                item = next(self._inner)
         owner.n_drawn += 1
         owner.index_log.append(
             (owner.n_drawn, checksum(item if isinstance(item, list) else [item], owner.index_log[-1][1]))
@@ -537,10 +593,10 @@ def _known_loops() -> list[Any]:
     return [one.__iter__ for one in (DataLoader, stateful) if one is not None]
 
 
-def readers_of(loader: Any) -> list[Any]:
+def readers_of(loader: Any, dataset: Any) -> list[Any]:
     """The objects that read: the dataset and the datasets in it, the collator and what is in it, other loaders."""
     found: list[Any] = []
-    waiting = [loader if not isinstance(loader, DataLoader) else None, getattr(loader, "dataset", None)]
+    waiting = [loader if not isinstance(loader, DataLoader) else None, dataset]
     waiting.append(getattr(loader, "collate_fn", None))
     while waiting:
         one = waiting.pop(0)
