@@ -377,9 +377,13 @@ def history(number: int, root: Path) -> str:
             assert without.seen == whole.seen, (number, library, case, "without")
             assert torch.equal(without.line.weight, whole.line.weight), (number, library, case, "without")
         cuts = sorted({choice.randint(1, case["steps"] - 1) for _ in range(choice.randint(1, 2))})
+        done = 0
         for place, stop in enumerate([*cuts, None]):
             net = run(root / "cut", case, stop)
-            assert net.seen, (number, library, case, cuts)
+            if not net.seen:  # Trainer ends before `max_steps` if a loader has fewer batches than its length says
+                first = done
+                assert done == len(whole.seen), (number, library, case, cuts)
+                continue
             # It begins after the last save before the cut.
             first = next((i for i in range(len(whole.seen)) if whole.seen[i : i + len(net.seen)] == net.seen), -1)
             assert first > 0 if place and cuts[place - 1] >= case["every"] else first == 0, (
@@ -388,6 +392,7 @@ def history(number: int, root: Path) -> str:
                 case,
                 cuts,
             )
+            done = first + len(net.seen)
         assert net.seen == whole.seen[first:], (number, library, case, cuts)
         assert torch.equal(net.line.weight, whole.line.weight), (number, library, case, cuts)
     except ReshardError as error:

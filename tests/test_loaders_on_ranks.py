@@ -71,8 +71,8 @@ def test_a_resumed_run_on_two_ranks_is_the_uninterrupted_one_and_the_one_without
     cases = []
     for number, case in enumerate(CASES):
         common = case | {"ranks": 2, "steps": 10}
-        whole, cut = {"root": f"whole{number}"}, {"root": f"cut{number}"}
-        cases += [common | whole | {"callback": False}, common | whole, common | cut | {"stop": 3}, common | cut]
+        one, two = {"root": f"whole{number}"}, {"root": f"cut{number}"}
+        cases += [common | one | {"callback": False}, common | one, common | two | {"stop": 3}, common | two]
     found = ran(tmp_path, cases)
     for number, case in enumerate(CASES):
         without, whole, cut, rest = found[4 * number : 4 * number + 4]

@@ -82,7 +82,8 @@ def by_trainer(root: Path, options: Any, stop: int = -1, data: Any = None, **arg
     callback = ReshardCallback(root, save_every=2, signals=(), commit={"durable": False})
     trainer = Trainer(net, args, train_dataset=data or Items(), callbacks=[callback, Stop(stop)])
     if options is not None:
-        loader = DataLoader(Items(), 2, **options())
+        made = options()
+        loader = DataLoader(Items(), **({} if "batch_sampler" in made else {"batch_size": 2}), **made)
         trainer.get_train_dataloader = lambda: trainer.accelerator.prepare(loader)  # type: ignore[method-assign]
     if stop >= 0:
         with pytest.raises(KeyboardInterrupt):
@@ -144,6 +145,54 @@ def test_order_goes_on(tmp_path: Path, run: Any, order: str) -> None:
         rest, again = run(tmp_path / str(stop), ORDERS[order])
         assert rest == seen[saved:], stop
         assert torch.equal(weight, again), stop
+
+
+class Sized(Items):
+    """Samples with a length."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index >= N:
+            raise IndexError(index)
+        return {"x": torch.tensor([float(index)]), "input_ids": "a" * (1 + index % 5)}
+
+
+class Batches(torch.utils.data.Sampler[Any]):
+    """A batch sampler of the user, which draws from a stream of the program and has no `batch_size`."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Any:
+        order = random.sample(range(N), N)
+        return iter([order[:2], order[2:5], order[5:6], order[6:10], order[10:]])
+
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "group_by_length": {"train_sampling_strategy": "group_by_length"},
+    "batch_rebalance": {"train_sampling_strategy": "batch_rebalance"},
+    "sequential": {"train_sampling_strategy": "sequential", "dataloader_drop_last": True},
+    "no seed": {"accelerator_config": {"use_seedable_sampler": False}},
+    "split": {"accelerator_config": {"split_batches": True}},
+    "dispatch": {"accelerator_config": {"dispatch_batches": True, "use_seedable_sampler": False}},
+    "workers": {"dataloader_num_workers": 1},
+    "batch sampler": {"options": lambda: {"batch_sampler": Batches()}},
+    "accumulated": {"gradient_accumulation_steps": 4},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("choice", CHOICES)
+def test_each_choice_of_trainer_goes_on(tmp_path: Path, choice: str) -> None:
+    arguments: dict[str, Any] = dict(CHOICES[choice])
+    options = arguments.pop("options", None)
+    data = Sized()
+    seen, weight = by_trainer(tmp_path / "whole", options, data=data, **arguments)
+    stop, n_last = 11, len(seen) // 14  # within the second epoch, except with accumulation
+    by_trainer(tmp_path / "cut", options, stop, data=data, **arguments)
+    rest, again = by_trainer(tmp_path / "cut", options, data=data, **arguments)
+    assert n_last <= len(rest) < len(seen)
+    assert rest == seen[-len(rest) :]
+    assert torch.equal(weight, again)
 
 
 class Holding(Stream):

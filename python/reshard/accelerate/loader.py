@@ -281,9 +281,9 @@ class LoaderPosition:
                 hint="use the same number of processes within an epoch",
             )
         if now != n_processes and not _is_common(sampler):
+            kind = type(_batch_sampler(self._loader) if sampler is None else sampler).__name__
             raise MismatchError(
-                f"each of {n_processes} processes drew the order of `{type(sampler).__name__}` itself, and there are "
-                f"{now} now",
+                f"each of {n_processes} processes drew the order of `{kind}` itself, and there are {now} now",
                 hint="use the same number of processes within an epoch, or `use_seedable_sampler=True` and a shuffle",
             )
 
