@@ -14,7 +14,7 @@ from reshard.errors import MismatchError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-_SAVED = ("epochs", "batches", "batch_size", "n_samples", "seed", "sampling")
+_SAVED = ("epochs", "batches", "batch_size", "n_samples", "seed", "sampling", "plan")
 
 
 @dataclass
@@ -27,6 +27,7 @@ class DataPosition:
         n_samples: number of samples of the dataset; None: not known.
         seed: the seed of the order of the samples.
         sampling: how Trainer samples: "random", "sequential" or another name.
+        plan: the number of epochs and the last step of the run, and the arguments of Trainer that they follow from.
         loader: the position of this rank in its loader, and how many ranks there were.
         position: makes `loader`, from the complete batches of the epoch; None: between two epochs.
     """
@@ -37,6 +38,7 @@ class DataPosition:
     n_samples: int | None = None
     seed: int = 0
     sampling: str = "random"
+    plan: dict[str, Any] | None = None
     loader: dict[str, Any] | None = None
     position: Callable[[int | None], dict[str, Any]] | None = field(default=None, repr=False)
     _saved: DataPosition | None = None
@@ -64,6 +66,19 @@ class DataPosition:
     def saved(self) -> DataPosition | None:
         """The saved position, that of another run."""
         return self._saved
+
+    def planned(self, arguments: Mapping[str, Any]) -> tuple[int, int] | None:
+        """The number of epochs and the last step of the saved run; None: here they follow from something else.
+
+        Args:
+            arguments: the arguments of Trainer that they follow from.
+        """
+        saved = self._saved
+        if saved is None or saved.plan is None or saved.plan["arguments"] != dict(arguments):
+            return None
+        if (saved.batch_size, saved.n_samples) != (self.batch_size, self.n_samples):
+            return None
+        return saved.plan["epochs"], saved.plan["last"]
 
     def resume(self, accumulated: int, *, ignore_data_skip: bool) -> list[str]:
         """Go to the saved position.

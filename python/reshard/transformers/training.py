@@ -273,7 +273,7 @@ class ResumingTrainer(Trainer):
         training.resume(steps_in_epoch or 0, max_steps)
         if training.is_resumed and has_length(dataloader):
             n_epochs, max_steps = training.end(n_epochs, per_epoch, max_steps)
-        training.n_epochs = n_epochs
+        training.plan_until(n_epochs, max_steps)
         return n_epochs, per_epoch, n_examples, n_samples, batch_size, steps_in_epoch, max_steps
 
     def _init_training_state(
@@ -447,16 +447,34 @@ class _Training:
         """
         args = self.trainer.args
         done = self._data.epochs * steps_per_epoch + self._data.batches // args.gradient_accumulation_steps
+        planned = self._data.planned(self._arguments())
         if args.max_steps > 0:
+            if planned is not None:  # also if the loader has fewer batches than its length says
+                return planned[0], max_steps
             left = max(max_steps - self._complete, 0)
             return max(n_epochs, math.ceil((done + left) / steps_per_epoch)), max_steps
-        last = self._complete + max(max_steps - done, 0)
+        last = self._complete + max(max_steps - done, 0) if planned is None else planned[1]
         if last != max_steps and done != self._complete:
             why = "another dataset" if self.plan.resuming.data == "new" else "another batch size or dataset"
             log_of_all(None, "resume: with %s the last step is %d instead of %d", why, last, max_steps)
             self._reschedule(last)
             return n_epochs, last
         return n_epochs, max_steps
+
+    def plan_until(self, n_epochs: int, last: int) -> None:
+        """Keep where the run ends, for its saves.
+
+        Args:
+            n_epochs: number of epochs.
+            last: the last step.
+        """
+        self.n_epochs = n_epochs
+        self._data.plan = {"arguments": self._arguments(), "epochs": n_epochs, "last": last}
+
+    def _arguments(self) -> dict[str, Any]:
+        args = self.trainer.args
+        names = ("max_steps", "num_train_epochs", "gradient_accumulation_steps")
+        return {name: getattr(args, name) for name in names}
 
     def _reschedule(self, n_steps: int) -> None:
         """Create the scheduler again for another number of steps, in its state."""
