@@ -83,7 +83,7 @@ class Net(torch.nn.Module):
 
     def forward(self, x: Any, **_others: Any) -> Any:
         loss = torch.nn.functional.dropout(self.line(x / N), 0.5).square().mean()
-        say(f"read {x[:, 0].int().tolist()} {float(x.sum()).hex()} {loss.item().hex()}")
+        say(f"read {x[:, 0].int().tolist()} {float(x.sum()).hex()} {float(loss).hex()}")
         return {"loss": loss}
 
 

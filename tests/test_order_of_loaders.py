@@ -82,8 +82,9 @@ def by_trainer(root: Path, options: Any, stop: int = -1, data: Any = None, **arg
     callback = ReshardCallback(root, save_every=2, signals=(), commit={"durable": False})
     trainer = Trainer(net, args, train_dataset=data or Items(), callbacks=[callback, Stop(stop)])
     if options is not None:
-        made = options()
-        loader = DataLoader(Items(), **({} if "batch_sampler" in made else {"batch_size": 2}), **made)
+        made: dict[str, Any] = options()
+        made |= {} if "batch_sampler" in made else {"batch_size": 2}
+        loader: Any = DataLoader(Items(), **made)
         trainer.get_train_dataloader = lambda: trainer.accelerator.prepare(loader)  # type: ignore[method-assign]
     if stop >= 0:
         with pytest.raises(KeyboardInterrupt):
