@@ -122,7 +122,7 @@ class Own(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         self.n_passes += 1
-        return iter(self.rng.sample(range(N), N - self.n_passes))
+        return iter(self.rng.sample(range(N), N - self.n_passes % 9))
 
 
 class Buckets(Sampler[Any]):
@@ -416,7 +416,8 @@ def draws_privately(library: str, case: dict[str, Any]) -> bool:
     kind, has_workers = case["kind"], case["workers"] > 0
     if kind in {"lazy", "custom"} or (library == "accelerate" and case["stateful"]):
         return True  # accelerate's StatefulDataLoader, which draws more than a DataLoader, is replaced by one
-    is_dispatching = library != "lightning" and case["dispatch"] and case["wrap"] != "plain"
+    is_prepared = library == "accelerate" or (library == "transformers" and case["wrap"] != "plain")
+    is_dispatching = is_prepared and case["dispatch"]
     draws = kind in {"stream draws", "stream buffer"} or (is_dispatching and case["noise"] == "draws")
     return draws and not has_workers
 
