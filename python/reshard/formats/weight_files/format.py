@@ -27,7 +27,7 @@ class WeightFiles(Format):
             return Match.NO
         if (path / names.PIPELINE_FILE).is_file():
             return Match.YES
-        return Match.YES if names.file_sets(path.names()) else Match.NO
+        return Match.YES if names.sets_in(path) else Match.NO
 
     def open(self, path: Location, options: OpenOptions) -> CheckpointData:
         """The tensors of the set of files without a variant, or of all components."""

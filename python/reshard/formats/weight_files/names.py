@@ -25,6 +25,8 @@ from reshard.formats.base import Traits
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from reshard.storage.location import Location
+
 TRAITS = Traits("weight-files", is_pretrained=True)
 
 PIPELINE_FILE = "model_index.json"
@@ -48,6 +50,7 @@ _KNOWN = re.compile(
 )
 _NUMBERED = re.compile(rf"(?P<base>.+){_NUMBERS}{_ENDING}")
 _INDEX = re.compile(rf"(?P<base>[^.].*){_ENDING}\.index(?:\.(?P<variant>[A-Za-z0-9_]{{1,32}}))?\.json")
+_SUFFIX = re.compile(r"\.(safetensors|bin|json)$")
 _OF_OPTIMIZER = re.compile(r"optim(izer)?([._-].*)?")
 
 
@@ -76,6 +79,18 @@ class FileSet:
         """The name of a file or of a pattern for the files."""
         variant = f".{self.variant}" if self.variant else ""
         return self.index or self.single or f"{self.base}{variant}-*.{self.suffix}"
+
+
+def sets_in(folder: Location) -> list[FileSet]:
+    """The sets that the files of a folder form. Links to files count as files, and broken links do not.
+
+    Raises:
+        StorageError: the folder cannot be listed.
+    """
+    entries = [one for one in folder.entries() if _SUFFIX.search(one.name) is not None]
+    return file_sets(
+        one.name for one in entries if one.kind == "file" or (one.kind == "link" and (folder / one.name).is_file())
+    )
 
 
 def file_sets(names: Iterable[str]) -> list[FileSet]:

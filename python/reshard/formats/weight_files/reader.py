@@ -78,7 +78,7 @@ def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
 
 def _chosen(folder: Location) -> tuple[names.FileSet, list[names.FileSet]]:
     """The set that is read, and those that are not."""
-    sets = names.file_sets(folder.names())
+    sets = names.sets_in(folder)
     if not sets:
         raise CheckpointNotFoundError(f"{show(str(folder))} holds no weight files any more", path=str(folder))
     bases = {one.base for one in sets}
@@ -338,7 +338,7 @@ def _open_component(folder: Location, options: OpenOptions) -> CheckpointData | 
     for one in (HUGGINGFACE, TORCH_FILE):
         if one.detect(folder) is Match.YES:
             return one.open(folder, options)
-    if names.file_sets(folder.names()):
+    if names.sets_in(folder):
         return open_folder(folder, options.method)
     if (folder / _CONFIG_FILE).is_file():
         raise CheckpointNotFoundError(
