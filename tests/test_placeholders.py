@@ -115,10 +115,30 @@ def test_a_format_of_a_path_without_a_checkpoint(tmp_path: Path) -> None:
         reshard.open(tmp_path, format="dcp")
 
 
-def test_whole_weights_are_opened_as_before(both: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_whole_weights_beside_the_checkpoint_of_a_run_are_not_opened_by_an_order(both: Path) -> None:
     reshard.save_file({"w": np.zeros(4, np.float32)}, both / "model.safetensors")
-    with reshard.open(both) as checkpoint:
-        assert checkpoint.shape("w") == (4,)
+    with pytest.raises(UnsupportedError, match="holds checkpoints of the formats huggingface and deepspeed") as caught:
+        reshard.open(both)
+    assert "`format='huggingface'` opens the weights, `format='deepspeed'` the other checkpoint" in str(caught.value)
+    for name, key, shape in (("huggingface", "w", (4,)), ("deepspeed", "w.fp32", (2, 3))):
+        with reshard.open(both, format=name) as checkpoint:
+            assert checkpoint.shape(key) == shape
+        assert run("inspect", both, "--format", name).exit_code == 0
+    refused = run("inspect", both)
+    assert (refused.exit_code, "--format" in refused.stderr) == (1, True)
+    assert not reshard.verify(both).ok
+    with pytest.raises(UnsupportedError, match="formats huggingface and deepspeed"):
+        reshard.convert(both, both.parent / "out")
+
+
+def test_two_files_of_the_same_weights_are_one_checkpoint(tmp_path: Path) -> None:
+    reshard.save_file({"w": np.zeros(4, np.float32)}, tmp_path / "model.safetensors")
+    torch.save({"w": torch.zeros(4)}, tmp_path / "pytorch_model.bin")
+    with reshard.open(tmp_path) as checkpoint:
+        assert checkpoint.format == "huggingface"
+
+
+def test_weights_without_elements_are_told(both: Path, caplog: pytest.LogCaptureFixture) -> None:
     alone = both.parent / "alone"
     alone.mkdir()
     reshard.save_file({"w": np.zeros((0, 4), np.float32)}, alone / "model.safetensors")

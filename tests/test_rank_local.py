@@ -460,3 +460,41 @@ def test_rank_local_state_is_saved_without_a_checkpointer(tmp_path: Path) -> Non
         saved = job.values()
     with Job(2, work) as job:
         assert job.values() == saved
+
+
+def test_a_whole_parameter_with_state_on_some_ranks_is_refused() -> None:
+    """The state of the other ranks would be lost."""
+
+    def work(group: TorchGroup) -> Any:
+        torch.manual_seed(0)
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        if group.rank == 1:
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+        described = describe(model, optimizer, compare=False)  # about to be replaced
+        assert described.extra["optimizer"]["groups"]
+        try:
+            describe(model, optimizer)
+        except MismatchError as error:
+            return [error.key, str(error)]
+        return None
+
+    with Job(2, work) as job:
+        for key, text in job.values():
+            assert key == "weight"
+            assert "`weight` has the state `exp_avg` in the optimizer on rank 1, and not on rank 0" in text
+
+
+def test_empty_groups_of_two_optimizers_of_one_class_get_their_own_options() -> None:
+    def made(first: float, second: float) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+        torch.manual_seed(0)
+        model = nn.Linear(1, 1)
+        groups = [[{"params": [one]}, {"params": []}] for one in (model.weight, model.bias)]
+        return model, [torch.optim.SGD(of_one, lr=lr) for of_one, lr in zip(groups, (first, second), strict=True)]
+
+    described = describe(*made(0.25, 0.5))
+    model, optimizers = made(0.1, 0.1)
+    arrays = {key: one.detach().numpy() for key, one in described.to_save().items()}
+    apply(describe(model, optimizers), arrays, described.extra)
+    assert [[group["lr"] for group in one.param_groups] for one in optimizers] == [[0.25, 0.25], [0.5, 0.5]]

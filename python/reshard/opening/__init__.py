@@ -211,30 +211,38 @@ def _open(target: Location, strategy: StrategyLike | None, method: _core.ReadMet
             _say_which_archive(error, target)
         raise
     if name is None and data.traits.is_pretrained and found == "folder":
-        _check_placeholders(data, target)
+        _check_alone(data, target)
     return Checkpoint(data)
 
 
-def _check_placeholders(data: CheckpointData, folder: Location) -> None:
-    """Refuse weights without elements beside a checkpoint of another format, which holds them.
+def _check_alone(data: CheckpointData, folder: Location) -> None:
+    """Refuse weights beside a checkpoint of another format that holds the state of a run: either could be meant.
 
-    transformers writes such weights where DeepSpeed has partitioned the parameters.
+    Where DeepSpeed has partitioned the parameters, transformers writes weights without elements beside its checkpoint.
     """
+    # The run of a Trainer is of the same weights.
+    matching = (one for one in registry.matching(folder) if one is not TRAINER_RUN)
+    runs = [one.traits.name for one in matching if not one.traits.is_pretrained]
     keys = map(data.index.key, range(len(data.index)))
     empty = next((key for key in keys if 0 in data.index.shape(key)), None)
+    own = data.traits.name
+    if empty is None and runs:
+        raise UnsupportedError(
+            f"{show(str(folder))} holds checkpoints of the formats {own} and {listed(runs)}",
+            path=str(folder),
+            hint=f"`format={own!r}` opens the weights, `format={runs[0]!r}` the other checkpoint",
+        )
     if empty is None:
         return
-    own = data.traits.name
     what = f"the weights of the format {own} are placeholders: {show(empty)} has the shape {data.index.shape(empty)}"
-    others = [one.traits.name for one in registry.matching(folder) if one.traits.name != own and one is not TRAINER_RUN]
-    if not others:
+    if not runs:
         _log.warning("%s: %s", folder, what)
         return
     raise UnsupportedError(
-        f"{show(str(folder))} holds checkpoints of the formats {own} and {listed(others)}, and {what}",
+        f"{show(str(folder))} holds checkpoints of the formats {own} and {listed(runs)}, and {what}",
         path=str(folder),
         key=empty,
-        hint=f"`format={others[0]!r}` opens the other one; the path of its own folder opens it, too",
+        hint=f"`format={runs[0]!r}` opens the other one; the path of its own folder opens it, too",
     )
 
 

@@ -12,7 +12,7 @@ This module knows neither how tensors are distributed over ranks nor any file fo
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,10 +21,10 @@ import torch
 
 from reshard.errors import ArgumentError, MismatchError, UnsupportedError
 from reshard.torch.tensors import inner_tensors
-from reshard.values.words import show
+from reshard.values.words import ranks_named, show
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
 _NOT_OPTIONS = ("params", "param_names")  # entries of a parameter group that are not options
 
@@ -391,6 +391,32 @@ def merge_records(records: Sequence[OptimizerRecord]) -> OptimizerRecord:
     return whole
 
 
+def check_slots(records: Sequence[tuple[OptimizerRecord, Sequence[int]]], sharded: Collection[str]) -> None:
+    """Check that ranks that hold the same whole parameter have the same state tensors of it.
+
+    Args:
+        records: the records, and the ranks that have the same.
+        sharded: names of sharded parameters, which are not compared: a region can lack what others have.
+
+    Raises:
+        MismatchError: some have other ones.
+    """
+    first: dict[str, tuple[tuple[str, ...], Sequence[int]]] = {}
+    for record, ranks in records:
+        for name, slots in record.slots.items():
+            known, others = first.setdefault(name, (slots, ranks))
+            if known == slots or name in sharded:
+                continue
+            slot = min({*known} ^ {*slots})
+            with_it, without = (others, ranks) if slot in known else (ranks, others)
+            raise MismatchError(
+                f"{show(name)} has the state {show(slot)} in the optimizer on {ranks_named(with_it)}, and not on "
+                f"{ranks_named(without)}",
+                key=name,
+                hint="ranks that hold the same parameter must make the same steps",
+            )
+
+
 def plain(value: Any, *, drop_functions: bool = False) -> Any:
     """Convert a value to the types that `extra` holds: tensors detached and on the host, plain dicts.
 
@@ -531,16 +557,24 @@ def saved_groups(
     """
     found: list[tuple[dict[str, Any], Mapping[str, Any]]] = []
     matched: list[tuple[dict[str, Any], dict[str, dict[str, Any]]]] = []
+    n_of_class: Counter[str] = Counter()
     for live in optimizers:
         # Options of another class of optimizer have another meaning.
         groups = [group for group in record.groups if group["class"] == live.kind]
         saved_group = {name: group for group in groups for name in group["params"]}
+        empty: list[tuple[int, dict[str, Any]]] = []
+        own: list[Mapping[str, Any]] = []
         for index, group in enumerate(live.optimizer.param_groups):
             if group["params"]:
                 names = [known_name(live.names[id(p)]) for p in group["params"]]
                 matched.append((group, {name: saved_group[name] for name in names if name in saved_group}))
+                own += matched[-1][1].values()
             else:
-                found += [(group, one) for one in groups if one["index"] == index][:1]
+                empty.append((index, group))
+        if empty:
+            same = _same_optimizer(groups, own, n_of_class[live.kind])
+            found += [(group, one) for index, group in empty for one in same if one["index"] == index]
+        n_of_class[live.kind] += 1
     split = _split_groups(matched)
     changed: list[str] = []
     for group, saved in matched:
@@ -569,6 +603,25 @@ def saved_groups(
             )
         changed.append(f"{message}; the group keeps the options of the run")
     return found, changed
+
+
+def _same_optimizer(
+    groups: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]], number: int
+) -> Sequence[Mapping[str, Any]]:
+    """The saved groups of one of several optimizers of a class.
+
+    Args:
+        groups: those of the class, in the order in which they were saved.
+        own: those with parameters of the optimizer.
+        number: that of the optimizer among those of the class, for one without saved parameters.
+    """
+    of_each: list[list[Mapping[str, Any]]] = []
+    for group in groups:
+        if not of_each or group["index"] <= of_each[-1][-1]["index"]:
+            of_each.append([])
+        of_each[-1].append(group)
+    has_own = (one for one in of_each if any(group is known for group in one for known in own))
+    return next(has_own, of_each[number] if number < len(of_each) else ())
 
 
 def _split_groups(matched: Iterable[tuple[dict[str, Any], dict[str, dict[str, Any]]]]) -> dict[int, str]:

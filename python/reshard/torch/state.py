@@ -29,6 +29,7 @@ from reshard.torch.objects import TENSORS, Lifted, lift
 from reshard.torch.optimizers import (
     NamedOptimizer,
     OptimizerRecord,
+    check_slots,
     merge_records,
     named_optimizers,
     plain,
@@ -334,10 +335,11 @@ def describe(
         if compare:
             _check_whole(known, sharded, own, gather)
         differing = _differing(known)
+    unpacked = [(OptimizerRecord.from_value(value.record.unpacked()), ranks) for value, ranks in records]
+    if compare:
+        check_slots(unpacked, {key for held, _ in of_model for key, one in held.items() if one.cuts or one.reason})
     agreed = _Agreed(
-        record=_with_local(
-            merge_records([OptimizerRecord.from_value(value.record.unpacked()) for value, _ in records]), local
-        ),
+        record=_with_local(merge_records([record for record, _ in unpacked]), local),
         state=_states(states, own, members.rank),
         aliases=aliases,
         names=frozenset(key for held, _ in of_model for key in held),

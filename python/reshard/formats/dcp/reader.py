@@ -137,9 +137,27 @@ class _DcpData(CheckpointData):
         return max((rank + 1 for rank in ranks if rank is not None), default=None)
 
     def read_common(self) -> CommonInfo | None:
-        """The step, from the values of the trainer, the name of the folder or the counters of the optimizer."""
+        """The step, from the values of the trainer, the name of the folder or the counters of the optimizer.
+
+        Raises:
+            MismatchError: without collectives, ranks saved different steps.
+        """
         objects = {one[0]: one for objects in reversed(self.objects) for one in objects}
-        return run_state.common_of(self.index, objects, lambda name: self._read(objects[name]), self.iteration)
+
+        def common(own: Mapping[str, _Object]) -> CommonInfo | None:
+            return run_state.common_of(self.index, own, lambda name: self._read(own[name]), self.iteration)
+
+        found = common(objects)
+        for rank, of_rank in enumerate(self.objects if len(self.objects) > 1 else ()):
+            other = common(objects | {one[0]: one for one in of_rank})
+            if found is not None and other is not None and other.global_step != found.global_step:
+                raise MismatchError(
+                    f"{show(str(self.path))}: rank {rank} saved step {other.global_step}, and another rank step "
+                    f"{found.global_step}",
+                    path=str(self.path),
+                    hint="open the folder of one save: these files are of several",
+                )
+        return found
 
     def run_values(self) -> run_state.Values:
         """The values that are no tensors, with the paths that `.metadata` records."""
