@@ -234,6 +234,23 @@ def stall(sources: Sources, number: Literal[1, 2]) -> float:
     return seconds
 
 
+def look(sources: Sources, what: Literal["stall", "save"], *, is_float: bool) -> float:
+    """A later save in the background: how long its caller is blocked, or how long the whole takes.
+
+    While floats are written, values that are not finite are looked for. The same bytes as integers have none.
+    """
+    with reshard.open(sources.path) as checkpoint:
+        state = checkpoint.load()
+    if not is_float:
+        state = {key: array.view(f"i{array.itemsize}") for key, array in state.items()}
+    reshard.save(sources.target, 1, state, blocking=False).result()
+    started = time.perf_counter()
+    pending = reshard.save(sources.target, 2, state, blocking=False)
+    blocked = time.perf_counter() - started
+    pending.result()
+    return blocked if what == "stall" else time.perf_counter() - started
+
+
 def stall_dcp(member: Member, sources: Sources, number: Literal[1, 2]) -> tuple[float, float]:
     """The same of `dcp.async_save`, whose files are synced; each save stages to memory of its own."""
     store = sources.target.with_suffix(".store")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from benches import convert_cases, fresh, load_cases, save_cases
 from benches.sources import create
@@ -25,8 +25,34 @@ def saves(sources: Sources) -> list[Table]:
     raw = ("raw, direct", "raw, buffered")
     targets = (Target("reshard", raw, 0.9), Target("reshard", ("torch DCP, files synced",), 2.0))
     first = (Target("reshard, first save of the process", raw, 0.9),)
-    return [
+    tables = [
         Table(f"durable save, {_processes(n)}", _saves(sources, n), targets + (first if n == 1 else ())) for n in (1, 2)
+    ]
+    return [*tables, *_looks(sources)]
+
+
+def _looks(sources: Sources) -> list[Table]:
+    """What the look for values that are not finite adds to a background save, and to the time its caller waits."""
+
+    def case(name: str, what: Literal["stall", "save"], *, is_float: bool) -> Case:
+        def run() -> float:
+            _remove(sources)
+            return fresh.run(save_cases.look, sources, what, is_float=is_float)
+
+        return Case(name, sources.n_bytes(), run)
+
+    names = ("floats", "the same bytes as integers")
+    heads: dict[Literal["stall", "save"], str] = {
+        "save": "save in the background, with the look for values that are not finite",
+        "stall": "the same, while its caller is blocked",
+    }
+    return [
+        Table(
+            head,
+            [case(names[0], what, is_float=True), case(names[1], what, is_float=False)],
+            (Target(names[0], (names[1],), 0.95),),
+        )
+        for what, head in heads.items()
     ]
 
 
