@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import reshard
 from reshard import _core
 from reshard._core import Opaque
-from reshard.errors import EmptyRootError, UnsupportedError
+from reshard.errors import EmptyRootError, MismatchError, UnsupportedError
 from reshard.torch.dcp import Reader, Writer
 
 if TYPE_CHECKING:
@@ -573,3 +573,22 @@ def test_a_save_in_another_process(tmp_path: Path) -> None:
         with reshard.open(tmp_path / f"run/iteration_{n:08d}") as checkpoint:
             assert (checkpoint.read("w").tolist(), checkpoint.extra()["n"]) == ([n] * 3, n)
     assert json.loads((tmp_path / "run/latest_checkpointed_iteration.txt").read_text()) == 3
+
+
+def test_ranks_without_collectives_that_saved_other_steps_are_refused(tmp_path: Path) -> None:
+    def work(group: TorchGroup) -> None:
+        for name, step in (("same", 7), ("differ", 7 + group.rank)):
+            value = {"model": {"w": torch.ones(3)}, "step": step, "own": group.rank}
+            torch.distributed.checkpoint.save(value, checkpoint_id=str(tmp_path / name), use_collectives=False)
+
+    with Job(2, work) as job:
+        job.values()
+    with reshard.open(tmp_path / "same") as checkpoint:
+        common = checkpoint.data.read_common()
+        assert common is not None
+        assert (common.global_step, checkpoint.extra(rank=1)["own"]) == (7, 1)
+    with (
+        reshard.open(tmp_path / "differ") as checkpoint,
+        pytest.raises(MismatchError, match="rank 1 saved step 8, and another rank step 7"),
+    ):
+        checkpoint.data.read_common()

@@ -490,7 +490,7 @@ def test_empty_groups_of_two_optimizers_of_one_class_get_their_own_options() -> 
     def made(first: float, second: float) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
         torch.manual_seed(0)
         model = nn.Linear(1, 1)
-        groups = [[{"params": [one]}, {"params": []}] for one in (model.weight, model.bias)]
+        groups: list[list[Any]] = [[{"params": [one]}, {"params": []}] for one in (model.weight, model.bias)]
         return model, [torch.optim.SGD(of_one, lr=lr) for of_one, lr in zip(groups, (first, second), strict=True)]
 
     described = describe(*made(0.25, 0.5))
