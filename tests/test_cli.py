@@ -891,7 +891,8 @@ def test_the_examples_of_the_help_run(
     assert name == "reshard"
     assert not set("|&;<>$`") & set("".join(arguments))  # nothing that only a shell understands
     done = run(*arguments)
-    assert (done.exit_code, done.stderr) == (0, ""), done.exception
+    told = re.sub(r"^preparing, \d+ s\n", "", done.stderr, flags=re.MULTILINE)  # of a slow machine
+    assert (done.exit_code, told) == (0, ""), done.exception
     assert done.stdout or "watch" in example  # this run has no events
 
 

@@ -579,7 +579,7 @@ def test_ranks_without_collectives_that_saved_other_steps_are_refused(tmp_path: 
     def work(group: TorchGroup) -> None:
         for name, step in (("same", 7), ("differ", 7 + group.rank)):
             value = {"model": {"w": torch.ones(3)}, "step": step, "own": group.rank}
-            torch.distributed.checkpoint.save(value, checkpoint_id=str(tmp_path / name), use_collectives=False)
+            dcp.save(value, checkpoint_id=str(tmp_path / name), use_collectives=False)
 
     with Job(2, work) as job:
         job.values()
