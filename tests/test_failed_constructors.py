@@ -1,0 +1,101 @@
+"""A constructor that fails leaves nothing behind: threads, signal handlers, open files, files, environment.
+
+Every argument of every class gets values that it may refuse, alone and beside arguments that take something.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import signal
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from torch.optim import optimizer
+
+import reshard
+from reshard.torch import Checkpointer, ElasticSampler
+from reshard.torch.dcp import Reader, Writer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+WRONG: tuple[Any, ...] = (object(), -1, "no such value", [object()], {"none": 1}, (1, 2, -3))
+
+
+class Left:
+    """What a process holds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.threads = {one.name for one in threading.enumerate()}
+        self.handlers = {number: signal.getsignal(number) for number in (1, 2, 10, 12, 15)}
+        self.files = _open_files()
+        self.entries = sorted(str(path) for path in folder.rglob("*"))
+        self.hook_count = len(optimizer._global_optimizer_post_hooks)
+
+
+def _open_files() -> list[str]:
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the folder that is listed
+            found.append(str(entry.readlink()))
+    return sorted(found)
+
+
+def makers(root: Path) -> dict[str, tuple[Callable[..., object], dict[str, Any]]]:
+    """Each class with arguments of which some take something."""
+    from reshard.lightning import ReshardCheckpoint
+    from reshard.transformers import ReshardCallback
+
+    return {
+        "Checkpointer": (
+            Checkpointer,
+            {"root": root / "run", "save_every": 2, "signals": (10, 12), "async_save": True, "on_event": print},
+        ),
+        "ReshardCallback": (ReshardCallback, {"root": root / "run"}),
+        "ReshardCheckpoint": (ReshardCheckpoint, {"dirpath": root / "run"}),
+        "Writer": (Writer, {"path": root / "run" / "iteration_00000001"}),
+        "Reader": (Reader, {"path": root / "run"}),
+        "ElasticSampler": (
+            ElasticSampler,
+            {"size": 8, "seed": 0, "shuffle": True, "global_batch_size": 4, "rank": 0, "world_size": 2},
+        ),
+        "EventLog": (reshard.EventLog, {"root": root / "run"}),
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["Checkpointer", "ReshardCallback", "ReshardCheckpoint", "Writer", "Reader", "ElasticSampler", "EventLog"]
+)
+def test_a_constructor_that_fails_leaves_nothing(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where relative paths would be made
+    make, given = makers(tmp_path)[name]
+    names = [
+        one.name
+        for one in inspect.signature(make).parameters.values()
+        if one.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    ]
+    given = {key: value for key, value in given.items() if key in names}
+    assert len(given) > 0
+    n_failed = 0
+    before = Left(tmp_path)
+    for argument in names:
+        for wrong in WRONG:
+            made: Any = None
+            try:
+                made = make(**{**given, argument: wrong})
+            except Exception:  # noqa: BLE001  which error is told is tested elsewhere
+                n_failed += 1
+            if hasattr(made, "close"):
+                made.close()
+            del made
+            after = Left(tmp_path)
+            if vars(after) != vars(before):
+                gc.collect()  # what an error holds in a cycle
+                after = Left(tmp_path)
+            for what, value in vars(before).items():
+                assert vars(after)[what] == value, (argument, wrong, what)
+    assert n_failed >= len(given)
