@@ -5,14 +5,13 @@ Offsets, shapes and strides are in elements unless a name ends in `_bytes`. A dt
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, final
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, final
 
 import numpy as np
 
-from reshard.layout.partition import Place, TensorLayout
-
 Progress: TypeAlias = Callable[[int, int], object]
 ReadMethod: TypeAlias = Literal["auto", "map", "read"]
+_Place: TypeAlias = tuple[tuple[str, ...], int]
 _T = TypeVar("_T")
 _U = TypeVar("_U")
 
@@ -213,6 +212,40 @@ def copy_ways() -> list[tuple[str, str, int, bool]]:
     Before the first load, save or conversion of 128 MiB the list is empty.
     """
 
+class _Block(Protocol):
+    """A block of a fused dim: its size in elements, and whether it is divided."""
+
+    @property
+    def size(self) -> int: ...
+    @property
+    def is_cut(self) -> bool: ...
+
+class _Partition(Protocol):
+    """How a tensor is divided, as `reshard.layout.Partition`."""
+
+    @property
+    def cut(self) -> Sequence[Sequence[str]]: ...
+    @property
+    def uneven(self) -> Literal["refuse", "ceil"]: ...
+    @property
+    def sizes(self) -> Sequence[tuple[int, Sequence[int]]]: ...
+    @property
+    def blocks(self) -> Sequence[tuple[int, Sequence[_Block] | int]]: ...
+    @property
+    def flat(self) -> Sequence[str]: ...
+    @property
+    def stored(self) -> Sequence[int]: ...
+
+class _TensorLayout(Protocol):
+    """How one tensor lies on a mesh, as `reshard.layout.TensorLayout`."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def partition(self) -> _Partition: ...
+    @property
+    def place(self) -> Sequence[_Place]: ...
+
 @final
 class Mesh:
     """A device mesh: named axes and their sizes, the first axis varies slowest.
@@ -228,17 +261,17 @@ class Mesh:
     @property
     def n_ranks(self) -> int: ...
     def coordinates(self, rank: int) -> dict[str, int]: ...
-    def fixed(self, place: Sequence[Place]) -> dict[str, int]:
+    def fixed(self, place: Sequence[_Place]) -> dict[str, int]:
         """The coordinate at which `place` fixes each axis that it names.
 
         Raises:
             LayoutError: the mesh has no such axis or coordinate, or an axis is fixed at two coordinates.
         """
 
-    def held(self, place: Sequence[Place]) -> list[int]:
+    def held(self, place: Sequence[_Place]) -> list[int]:
         """The ranks at the coordinates that `place` fixes, in mesh order. Raises as `fixed`."""
 
-    def folded(self, axes: Sequence[str], place: Sequence[Place]) -> list[int]:
+    def folded(self, axes: Sequence[str], place: Sequence[_Place]) -> list[int]:
         """For each rank of `held` its coordinates on some axes, first = outermost, as one number. Raises as `fixed`."""
 
 @final
@@ -253,7 +286,7 @@ class Layout:
         LayoutError: the partition does not fit the shape or the mesh, or some part would be on no rank.
     """
 
-    def __new__(cls, mesh: Mesh, layout: TensorLayout) -> Layout: ...
+    def __new__(cls, mesh: Mesh, layout: _TensorLayout) -> Layout: ...
     @property
     def mesh(self) -> Mesh: ...
     @property

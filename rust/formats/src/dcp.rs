@@ -11,6 +11,8 @@
 //!
 //! Source: `torch/distributed/checkpoint/metadata.py` and `filesystem.py` of torch 2.15.
 
+pub mod folder;
+
 use crate::compressed::{decompressed, is_zstd};
 use crate::pickle::{Id, Pickle, Record, Value};
 use crate::torch_file::{Leaf, Storage, Tensor, TorchFile, crc_ranges, named_dtype};

@@ -1,12 +1,14 @@
 //! The files of checkpoints that describe tensors: `metadata.json`, strategy files, `.ckpt` files, files of `torch.save`
 //! and `.metadata` of `torch.distributed.checkpoint`.
 //!
-//! This crate decodes and checks the content of these files. It opens no file. The core does not depend on it.
+//! This crate decodes and checks the content of these files. It opens them by the sources of the core, which does not
+//! depend on it.
 
 pub mod ckpt;
 pub mod compressed;
 pub mod dcp;
 pub mod metadata;
+pub mod objects;
 pub mod pickle;
 pub mod quantised;
 pub mod strategy;

@@ -10,11 +10,13 @@
 //! This module opens no file and does not check that the listed files exist.
 
 mod json;
+mod open;
 mod records;
 mod storage_key;
 mod table;
 pub mod write;
 
+pub use open::{open, open_table};
 pub use storage_key::{parse_storage_key, storage_key};
 pub use table::{Holders, MetadataTable, decode_files, decode_table, index_of_table};
 

@@ -5,6 +5,7 @@
 
 use crate::buffer::{ArrayMemory, Borrowed};
 use crate::errors::raise;
+use crate::values::DtypeName;
 use numpy::{PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -102,14 +103,14 @@ impl ArrayColumns {
     fn new(
         py: Python<'_>,
         names: Bound<'_, PyAny>,
-        kinds: Vec<(PyBackedStr, Vec<u64>)>,
+        kinds: Vec<(DtypeName, Vec<u64>)>,
         kind_of: Vec<u32>,
         memory: Bound<'_, PyAny>,
     ) -> PyResult<Self> {
         let kinds = kinds
             .into_iter()
-            .map(|(dtype, shape)| Ok(InputKind::new(Dtype::parse(&dtype)?, shape)));
-        let kinds: Vec<_> = raise(py, kinds.collect::<reshard_core::Result<_>>())?;
+            .map(|(dtype, shape)| InputKind::new(dtype.0, shape));
+        let kinds: Vec<_> = kinds.collect();
         let lengths = [names.len()?, memory.len()?];
         let is_sound = lengths == [kind_of.len(); 2]
             && kind_of.iter().all(|kind| (*kind as usize) < kinds.len());
@@ -221,13 +222,12 @@ impl InputTensors {
         };
         let mut numbers = HashMap::new();
         for item in tensors.try_iter()? {
-            let (name, dtype, shape, object): (
+            let (name, DtypeName(dtype), shape, object): (
                 PyBackedStr,
-                PyBackedStr,
+                DtypeName,
                 Vec<u64>,
                 Bound<'_, PyAny>,
             ) = item?.extract()?;
-            let dtype = raise(py, Dtype::parse(&dtype))?;
             let kind = *numbers
                 .entry((dtype, shape))
                 .or_insert_with_key(|(dtype, shape)| {

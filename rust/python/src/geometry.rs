@@ -1,7 +1,7 @@
 //! Mesh, layout and request.
 
 use crate::errors::raise;
-use crate::records::TILE;
+use crate::records::tile_tuple;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
 use pyo3::types::PyTuple;
@@ -255,19 +255,6 @@ impl Layout {
     fn position(&self, py: Python<'_>, rank: u64) -> PyResult<u64> {
         raise(py, self.0.mesh().position(rank))
     }
-}
-
-pub(crate) fn tile_tuple<'py>(
-    py: Python<'py>,
-    tile: &reshard_core::tile::Tile,
-) -> PyResult<Bound<'py, PyTuple>> {
-    let values = (
-        PyTuple::new(py, tile.global.offset())?,
-        PyTuple::new(py, tile.global.shape())?,
-        tile.local_offset,
-        PyTuple::new(py, &tile.local_strides)?,
-    );
-    TILE.of(py, values)
 }
 
 /// The position of a rank; an error names the key.

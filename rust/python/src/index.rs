@@ -7,6 +7,7 @@ use crate::records::{
     DEVICE_LAYOUT, FileArray, FileTensor, STORED_ARRAY, STORED_REGION, tile_list,
 };
 use crate::run::{n_threads, run};
+use crate::values::{DtypeName, dtype_of};
 use crate::write::Written;
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
@@ -14,26 +15,20 @@ use pyo3::pybacked::{PyBackedBytes, PyBackedStr};
 use pyo3::types::{PyString, PyTuple};
 use reshard_core::checksum::Checksums;
 use reshard_core::control::Control;
-use reshard_core::dtype::{Dtype, n_elements};
-use reshard_core::error::Printable;
+use reshard_core::dtype::n_elements;
 use reshard_core::index::{CHUNK_TENSORS, ReadChecksums, drop_large};
 use reshard_core::region::{Region, flat_range_boxes, row_major_strides};
 use reshard_core::request::Requested;
-use reshard_core::shard_file::{Format, ReadHeader, ShardFile};
-use reshard_core::source::{Method, Source, Stamp};
+use reshard_core::shard_file::{Format, ShardFile};
+use reshard_core::source::{Method, Stamp};
 use reshard_core::stored::StoredTensor;
 use reshard_core::tile::Tile;
 use reshard_core::{Error, Kind, small_files, writer};
-use reshard_formats::metadata::{
-    CellTable, Metadata, MetadataTensor, decode, decode_files, decode_table, dtype_of, index_of,
-    index_of_table,
-};
+use reshard_formats::metadata::{self, CellTable, Metadata, MetadataTensor};
 use reshard_formats::{ckpt, torch_file};
-use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Size in bytes, modification time in nanoseconds, inode number.
 type FileState = (u64, i64, u64);
@@ -68,60 +63,6 @@ pub(crate) fn parse_method(method: &str) -> reshard_core::Result<Method> {
             format!("`method` is `{other}`; `auto`, `map` or `read` are accepted"),
         )),
     }
-}
-
-/// Limit of the size of a `metadata.json`. Checkpoints in practice have much smaller files.
-const MAX_METADATA_BYTES: u64 = 4 << 30;
-
-/// A smaller table is decoded in less time than a thread takes to start.
-const MIN_BESIDE_BYTES: usize = 1 << 20;
-
-/// Runs `work`, and `other` beside it on a thread, with a flag that is set when `work` is done. `other` has no result if no
-/// thread can be started.
-fn beside<T, U: Send>(
-    work: impl FnOnce() -> T,
-    other: impl FnOnce(&AtomicBool) -> U + Send,
-) -> (T, Option<U>) {
-    let is_done = AtomicBool::new(false);
-    std::thread::scope(|scope| {
-        let thread = std::thread::Builder::new();
-        let started = thread.spawn_scoped(scope, || other(&is_done));
-        let result = work();
-        is_done.store(true, Ordering::Relaxed);
-        (result, started.ok().and_then(|one| one.join().ok()))
-    })
-}
-
-/// Reads the headers of the first files of a table, until the flag is set or one cannot be read. Its fault is found again
-/// when the file is opened.
-fn read_some_headers(
-    table: &[u8],
-    folder: &Path,
-    method: Method,
-    is_done: &AtomicBool,
-) -> Vec<ReadHeader> {
-    let read = |name: String| {
-        let source = Source::open(&folder.join(name), false, method);
-        source.and_then(ReadHeader::new).ok()
-    };
-    let names = decode_files(table).unwrap_or_default().into_iter();
-    let names = names.take_while(|_| !is_done.load(Ordering::Relaxed));
-    names.map_while(read).collect()
-}
-
-/// Reads a regular file of bounded size.
-fn read_whole(path: &Path) -> reshard_core::Result<Vec<u8>> {
-    let source = Source::open(path, false, Method::Read)?;
-    let n_bytes = source.n_bytes();
-    let mut text = Vec::new();
-    if n_bytes > MAX_METADATA_BYTES || text.try_reserve_exact(n_bytes as usize).is_err() {
-        let message =
-            format!("the file has {n_bytes} bytes; at most {MAX_METADATA_BYTES} are allowed");
-        return Err(Error::damaged(message));
-    }
-    text.resize(n_bytes as usize, 0);
-    source.read_at(0, &mut text)?;
-    Ok(text)
 }
 
 fn checksums_of(
@@ -194,15 +135,8 @@ impl Index {
         method: &str,
     ) -> PyResult<Self> {
         let method = raise(py, parse_method(method))?;
-        let decoded = py.detach(|| {
-            let text =
-                data.map_or_else(|| read_whole(&path).map(Cow::Owned), |data| Ok(data.into()));
-            let metadata = decode(&text?).map_err(|error| error.within(path.display()))?;
-            let folder = path.parent().map_or_else(PathBuf::new, PathBuf::from);
-            let index = index_of(&metadata, &folder, method)?;
-            Ok((metadata, index))
-        });
-        let (metadata, index) = raise(py, decoded.map_err(|error: Error| error.path(&path)))?;
+        let opened = py.detach(|| metadata::open(&path, data, method));
+        let (metadata, index) = raise(py, opened)?;
         Ok(Self::described(index, metadata))
     }
 
@@ -217,35 +151,8 @@ impl Index {
         read_headers: bool,
     ) -> PyResult<Self> {
         let method = raise(py, parse_method(method))?;
-        let folder = path.parent().map_or_else(PathBuf::new, PathBuf::from);
-        let decode = || {
-            let table = decode_table(data).map_err(|error| error.within(path.display()))?;
-            if table.digest != digest {
-                let message = format!(
-                    "{} describes a metadata.json with digest {}, expected {digest}",
-                    path.display(),
-                    Printable(&table.digest)
-                );
-                return Err(Error::damaged(message));
-            }
-            let index = index_of_table(&table, &folder, method)?;
-            Ok((table.metadata, index))
-        };
-        let decoded = py.detach(|| {
-            if !read_headers || data.len() < MIN_BESIDE_BYTES {
-                return decode();
-            }
-            let (decoded, headers) = beside(decode, |is_done| {
-                read_some_headers(data, &folder, method, is_done)
-            });
-            decoded.map(|(metadata, mut index)| {
-                for (file, header) in (0..).zip(headers.unwrap_or_default()) {
-                    index.set_read_header(file, header);
-                }
-                (metadata, index)
-            })
-        });
-        let (metadata, index) = raise(py, decoded.map_err(|error: Error| error.path(&path)))?;
+        let opened = py.detach(|| metadata::open_table(&path, data, digest, method, read_headers));
+        let (metadata, index) = raise(py, opened)?;
         Ok(Self::described(index, metadata))
     }
 
@@ -430,15 +337,14 @@ impl Index {
         &mut self,
         py: Python<'_>,
         key: &str,
-        dtype: &str,
+        dtype: DtypeName,
         layout: &Layout,
         files: Vec<u32>,
     ) -> PyResult<()> {
-        let dtype = raise(py, Dtype::parse(dtype))?;
         raise(
             py,
             self.index
-                .add_layout(key, dtype, &layout.0, &Arc::from(files)),
+                .add_layout(key, dtype.0, &layout.0, &Arc::from(files)),
         )
     }
 
@@ -451,14 +357,13 @@ impl Index {
         &mut self,
         py: Python<'_>,
         key: &str,
-        dtype: &str,
+        dtype: DtypeName,
         shape: Vec<u64>,
         stored: Vec<(u32, String, Vec<u64>, Vec<TileArguments>)>,
         overlapping: bool,
         factors: Option<BTreeMap<usize, Vec<u64>>>,
     ) -> PyResult<()> {
         let add = || {
-            let dtype = Dtype::parse(dtype)?;
             let tile = |(offset, shape, local_offset, local_strides): TileArguments| {
                 Ok(Tile {
                     global: Region::new(offset, shape)?,
@@ -478,7 +383,7 @@ impl Index {
                 .collect::<reshard_core::Result<Vec<_>>>()?;
             let factors = factors.unwrap_or_default();
             self.index
-                .add_tiles(key, dtype, shape, factors, stored, overlapping)
+                .add_tiles(key, dtype.0, shape, factors, stored, overlapping)
         };
         raise(py, add().map_err(|error| error.key(key)))
     }
@@ -492,12 +397,11 @@ impl Index {
         &mut self,
         py: Python<'_>,
         key: &str,
-        dtype: &str,
+        dtype: DtypeName,
         shape: Vec<u64>,
         ranges: Vec<(u64, u64, u32, String, u64, u64)>,
     ) -> PyResult<()> {
         let add = || {
-            let dtype = Dtype::parse(dtype)?;
             let n = n_elements(&shape)
                 .ok_or_else(|| Error::new(Kind::Argument, "the shape is too large"))?;
             let strides = row_major_strides(&shape);
@@ -524,7 +428,7 @@ impl Index {
                 ));
             }
             self.index
-                .add_tiles(key, dtype, shape, BTreeMap::new(), stored, false)
+                .add_tiles(key, dtype.0, shape, BTreeMap::new(), stored, false)
         };
         raise(py, add().map_err(|error| error.key(key)))
     }
@@ -627,7 +531,7 @@ impl Index {
     fn check_headers(&self, py: Python<'_>) -> PyResult<Vec<(u32, String)>> {
         let control = Control::default();
         run(py, None, 0, None, &control, || {
-            let dtype = |key: &str| dtype_of(self.metadata_dtype(key)?);
+            let dtype = |key: &str| metadata::dtype_of(self.metadata_dtype(key)?);
             self.index.check_headers(dtype)
         })
     }
@@ -637,10 +541,10 @@ impl Index {
         &self,
         py: Python<'_>,
         request: &Request,
-        dtype: Option<&str>,
+        dtype: Option<DtypeName>,
         verify: bool,
     ) -> PyResult<Plan> {
-        let dtype = raise(py, dtype.map(Dtype::parse).transpose())?;
+        let dtype = dtype_of(dtype);
         let plan = || self.index.plan_requested(&request.0, dtype, verify);
         if request.0.len() > CHUNK_TENSORS {
             return run(py, None, 0, None, &Control::default(), plan).map(Plan);
@@ -656,13 +560,13 @@ impl Index {
         py: Python<'_>,
         folder: PathBuf,
         files: Vec<(PyBackedStr, PyRef<'_, Request>)>,
-        dtype: Option<&str>,
+        dtype: Option<DtypeName>,
         metadata: Option<BTreeMap<String, String>>,
         threads: Option<i64>,
         durable: bool,
         mode: u32,
     ) -> PyResult<Vec<Option<Written>>> {
-        let dtype = raise(py, dtype.map(Dtype::parse).transpose())?;
+        let dtype = dtype_of(dtype);
         let options = writer::Options {
             metadata: metadata.unwrap_or_default().into_iter().collect(),
             container: None,
@@ -696,9 +600,9 @@ impl Index {
         &self,
         py: Python<'_>,
         requests: Vec<PyRef<'_, Request>>,
-        dtype: Option<&str>,
+        dtype: Option<DtypeName>,
     ) -> PyResult<Vec<u64>> {
-        let dtype = raise(py, dtype.map(Dtype::parse).transpose())?;
+        let dtype = dtype_of(dtype);
         let n_bytes = |request: PyRef<'_, Request>| self.index.request_bytes(&request.0, dtype);
         raise(py, requests.into_iter().map(n_bytes).collect())
     }
@@ -708,9 +612,9 @@ impl Index {
         &self,
         py: Python<'_>,
         request: &Request,
-        dtype: Option<&str>,
+        dtype: Option<DtypeName>,
     ) -> PyResult<Vec<u64>> {
-        let dtype = raise(py, dtype.map(Dtype::parse).transpose())?;
+        let dtype = dtype_of(dtype);
         let sizes = py.detach(|| self.index.request_sizes(&request.0, dtype));
         Ok(raise(py, sizes)?
             .into_iter()
@@ -723,9 +627,9 @@ impl Index {
         &self,
         py: Python<'py>,
         request: &Request,
-        dtype: Option<&str>,
+        dtype: Option<DtypeName>,
     ) -> PyResult<Vec<ArrayInfo<'py>>> {
-        let dtype = raise(py, dtype.map(Dtype::parse).transpose())?;
+        let dtype = dtype_of(dtype);
         let sizes = raise(
             py,
             py.detach(|| self.index.request_sizes(&request.0, dtype)),

@@ -20,6 +20,7 @@ mod records;
 mod run;
 mod strategy;
 mod torch;
+mod values;
 mod verify;
 mod write;
 
@@ -62,9 +63,8 @@ mod _core {
 }
 
 #[pyfunction]
-fn dtype_bits(py: Python<'_>, dtype: &str) -> PyResult<u64> {
-    errors::raise(py, reshard_core::dtype::Dtype::parse(dtype))
-        .map(reshard_core::dtype::Dtype::bits)
+fn dtype_bits(dtype: values::DtypeName) -> u64 {
+    dtype.0.bits()
 }
 
 #[pyfunction]

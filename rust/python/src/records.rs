@@ -1,7 +1,6 @@
 //! The records that Python receives. Those that Python makes too are named tuples, which it can unpack and write as JSON.
 //! Those of which a file can have a million are classes of their own: an instance costs less than a tuple.
 
-use crate::geometry::tile_tuple;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyTuple, PyType};
@@ -159,6 +158,16 @@ impl FileArray {
             })
             .collect()
     }
+}
+
+pub(crate) fn tile_tuple<'py>(py: Python<'py>, tile: &Tile) -> PyResult<Bound<'py, PyTuple>> {
+    let values = (
+        PyTuple::new(py, tile.global.offset())?,
+        PyTuple::new(py, tile.global.shape())?,
+        tile.local_offset,
+        PyTuple::new(py, &tile.local_strides)?,
+    );
+    TILE.of(py, values)
 }
 
 pub(crate) fn tile_list<'py>(

@@ -9,24 +9,19 @@ use pyo3::types::{PyBytes, PyComplex, PyDict, PyFrozenSet, PyList, PyTuple};
 use reshard_core::error::Printable;
 use reshard_core::source::Source;
 use reshard_core::{Error, Kind};
-use reshard_formats::compressed::{decompressed, is_zstd};
-use reshard_formats::dcp::{Dcp, Step, index_of, paths};
-use reshard_formats::pickle::{Id, Pickle, Record, Value};
+use reshard_formats::dcp::folder::{self, Folder};
+use reshard_formats::dcp::{Step, paths};
+use reshard_formats::objects::{Elements, Object, Objects, read_file, read_range, too_many_values};
+use reshard_formats::pickle::{Id, Record};
 use reshard_formats::torch_file::{Leaf, TorchFile};
 use reshard_formats::zip::Window;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 /// Nesting of values.
 const MAX_DEPTH: usize = 100;
 /// Python objects of one value: shared containers are made once, so a value has as many as its pickle.
 const MAX_OBJECTS: usize = 50_000_000;
-/// Elements of the nested tuples of one key. The hash of a tuple visits them all, also those of shared tuples again.
-const MAX_KEY_PARTS: usize = 100;
-/// An item that is no tensor, unpacked.
-const MAX_OBJECT_BYTES: u64 = 4 << 30;
-
 /// An object whose class is not known here: its name and what it was to be made of.
 #[pyclass(module = "reshard._core", frozen, get_all)]
 pub(crate) struct Opaque {
@@ -51,62 +46,56 @@ impl Opaque {
 
 struct Converter<'a, 'py> {
     py: Python<'py>,
-    pickle: &'a Pickle,
+    objects: Objects<'a>,
     /// Objects that were made, so that what is shared stays shared.
     made: HashMap<Id, Py<PyAny>>,
     depth: usize,
-    /// The file, if its tensors are left out.
-    without_tensors: Option<&'a TorchFile>,
-    /// What stands for them, by the name of the function that makes them.
+    /// What stands for tensors that are left out, by the name of the function that makes them.
     tensors: HashMap<String, Py<PyAny>>,
 }
 
-impl<'py> Converter<'_, 'py> {
+impl<'a, 'py> Converter<'a, 'py> {
     fn object(&mut self, id: Id) -> PyResult<Bound<'py, PyAny>> {
         let py = self.py;
         if let Some(made) = self.made.get(&id) {
             return Ok(made.bind(py).clone());
         }
         if self.depth >= MAX_DEPTH || self.made.len() >= MAX_OBJECTS {
-            return Err(PyRecursionError::new_err("too deep or too many values"));
+            return raise(py, Err(too_many_values()));
         }
         self.depth += 1;
         let object = self.make(id);
         self.depth -= 1;
         let object = object?;
-        if !matches!(
-            self.pickle.get(id),
-            Value::None | Value::Bool(_) | Value::Int(_) | Value::Float(_)
-        ) {
+        if !self.objects.is_small(id) {
             self.made.insert(id, object.clone().unbind());
         }
         Ok(object)
     }
 
     fn make(&mut self, id: Id) -> PyResult<Bound<'py, PyAny>> {
-        let (py, pickle) = (self.py, self.pickle);
-        Ok(match pickle.get(id) {
-            Value::None => py.None().into_bound(py),
-            Value::Bool(value) => value.into_pyobject(py)?.to_owned().into_any(),
-            Value::Int(value) => value.into_pyobject(py)?.into_any(),
-            Value::Long(bytes) => {
+        let py = self.py;
+        Ok(match self.objects.get(id) {
+            Object::None => py.None().into_bound(py),
+            Object::Bool(value) => value.into_pyobject(py)?.to_owned().into_any(),
+            Object::Int(value) => value.into_pyobject(py)?.into_any(),
+            Object::Long(bytes) => {
                 let options = PyDict::new(py);
                 options.set_item("signed", true)?;
-                let int = py.import("builtins")?.getattr("int")?;
-                int.call_method(
-                    "from_bytes",
-                    (PyBytes::new(py, bytes), "little"),
-                    Some(&options),
-                )?
+                let bytes = PyBytes::new(py, bytes);
+                builtin(py, "int")?.call_method("from_bytes", (bytes, "little"), Some(&options))?
             }
-            Value::Float(value) => value.into_pyobject(py)?.into_any(),
-            Value::Text(text) => text.into_pyobject(py)?.into_any(),
-            Value::Bytes(bytes) => PyBytes::new(py, bytes).into_any(),
-            Value::Tuple(items) => {
+            Object::Float(value) => value.into_pyobject(py)?.into_any(),
+            Object::Complex(real, imaginary) => {
+                PyComplex::from_doubles(py, real, imaginary).into_any()
+            }
+            Object::Text(text) => text.into_pyobject(py)?.into_any(),
+            Object::Bytes(bytes) => PyBytes::new(py, &bytes).into_any(),
+            Object::Tuple(items) => {
                 let items = self.objects(items)?;
                 PyTuple::new(py, items)?.into_any()
             }
-            Value::List(items) => {
+            Object::List(items) => {
                 // Made first: a list can contain itself.
                 let list = PyList::empty(py);
                 self.made.insert(id, list.clone().into_any().unbind());
@@ -115,189 +104,43 @@ impl<'py> Converter<'_, 'py> {
                 }
                 list.into_any()
             }
-            Value::Set(items) => {
-                let items = self.keys(items)?;
-                py.import("builtins")?
-                    .getattr("set")?
-                    .call1((PyList::new(py, items)?,))?
+            Object::Set(items) => {
+                let items = PyList::new(py, self.keys(items)?)?;
+                builtin(py, "set")?.call1((items,))?
             }
-            Value::Dict(items) => self.dict(id, items)?,
-            Value::Global(module, name) => self.opaque(&format!("{module}.{name}"), None)?,
-            Value::Persistent(_) => self.opaque("torch.storage", None)?,
-            Value::Record(record) => {
-                let (module, name) = pickle.name(record.function).unwrap_or(("", ""));
-                if self.is_tensor(id) {
-                    return self.tensor(&format!("{module}.{name}"));
-                }
-                let arguments = pickle.sequence(record.arguments).unwrap_or_default();
-                if let Some(value) = self.known(id, (module, name), arguments)? {
-                    return Ok(value);
-                }
-                self.opaque(&format!("{module}.{name}"), Some(record))?
+            Object::FrozenSet(items) => PyFrozenSet::new(py, self.keys(items)?)?.into_any(),
+            Object::Dict(items) => self.dict(id, items)?,
+            Object::Scalar(elements) => self.elements(&elements)?.get_item(0)?,
+            Object::Array {
+                elements,
+                shape,
+                is_fortran,
+            } => {
+                let options = PyDict::new(py);
+                options.set_item("order", if is_fortran { "F" } else { "C" })?;
+                let array = self.elements(&elements)?.call_method0("copy")?;
+                array.call_method("reshape", (PyTuple::new(py, shape)?,), Some(&options))?
             }
+            Object::Tensor(name) => self.tensor(name)?,
+            Object::Opaque { name, record } => self.opaque(name, record)?,
         })
-    }
-
-    /// Whether the tensors of the file are left out, and this is one.
-    fn is_tensor(&self, id: Id) -> bool {
-        self.without_tensors
-            .is_some_and(|file| matches!(file.tensor(id), Ok(Some(_))))
     }
 
     /// What stands for all tensors that are made by a function.
-    fn tensor(&mut self, name: &str) -> PyResult<Bound<'py, PyAny>> {
-        if let Some(made) = self.tensors.get(name) {
+    fn tensor(&mut self, name: String) -> PyResult<Bound<'py, PyAny>> {
+        if let Some(made) = self.tensors.get(&name) {
             return Ok(made.bind(self.py).clone());
         }
-        let made = self.opaque(name, None)?;
-        self.tensors.insert(name.to_owned(), made.clone().unbind());
+        let made = self.opaque(name.clone(), None)?;
+        self.tensors.insert(name, made.clone().unbind());
         Ok(made)
     }
 
-    /// The values that plain Python has a type for.
-    fn known(
-        &mut self,
-        id: Id,
-        name: (&str, &str),
-        arguments: &[Id],
-    ) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let (py, pickle) = (self.py, self.pickle);
-        Ok(match (name, arguments) {
-            (("collections", "OrderedDict" | "defaultdict" | "Counter"), _) => {
-                match pickle.items(id) {
-                    Some(items) => Some(self.dict(id, items)?),
-                    None => None,
-                }
-            }
-            (("builtins" | "__builtin__", "set"), [items]) => match pickle.sequence(*items) {
-                Some(items) => {
-                    let items = self.keys(items)?;
-                    Some(
-                        py.import("builtins")?
-                            .getattr("set")?
-                            .call1((PyList::new(py, items)?,))?,
-                    )
-                }
-                None => None,
-            },
-            (("builtins" | "__builtin__", "frozenset"), [items]) => match pickle.sequence(*items) {
-                Some(items) => Some(PyFrozenSet::new(py, self.keys(items)?)?.into_any()),
-                None => None,
-            },
-            (("builtins" | "__builtin__", "complex"), [real, imaginary]) => {
-                match (pickle.get(*real), pickle.get(*imaginary)) {
-                    (Value::Float(real), Value::Float(imaginary)) => {
-                        Some(PyComplex::from_doubles(py, real, imaginary).into_any())
-                    }
-                    _ => None,
-                }
-            }
-            // Bytes in protocol 2: text of which each character is a byte.
-            (("_codecs", "encode"), [text, codec]) if pickle.text(*codec) == Some("latin1") => {
-                let text = pickle.text(*text).unwrap_or_default();
-                let bytes: Option<Vec<u8>> = text
-                    .chars()
-                    .map(|c| u8::try_from(u32::from(c)).ok())
-                    .collect();
-                bytes.map(|bytes| PyBytes::new(py, &bytes).into_any())
-            }
-            (("numpy._core.multiarray" | "numpy.core.multiarray", "scalar"), [dtype, data]) => {
-                match (
-                    self.numpy_dtype(*dtype),
-                    self.object(*data)?.cast::<PyBytes>(),
-                ) {
-                    (Some(dtype), Ok(data)) => self
-                        .numpy_array(&dtype, data, None)?
-                        .map(|array| array.get_item(0))
-                        .transpose()?,
-                    _ => None,
-                }
-            }
-            (("numpy._core.multiarray" | "numpy.core.multiarray", "_reconstruct"), _) => {
-                // (version, shape, dtype, whether it is in Fortran order, bytes)
-                let state = pickle
-                    .record(id)
-                    .and_then(|record| pickle.sequence(record.state?));
-                let Some(&[_, shape, dtype, fortran, data]) = state else {
-                    return Ok(None);
-                };
-                let order = match pickle.get(fortran) {
-                    Value::Bool(true) => "F",
-                    _ => "C",
-                };
-                match (
-                    self.numpy_dtype(dtype),
-                    self.object(data)?.cast::<PyBytes>(),
-                ) {
-                    (Some(dtype), Ok(data)) => {
-                        let shape = self.object(shape)?;
-                        self.numpy_array(&dtype, data, Some((shape, order)))?
-                    }
-                    _ => None,
-                }
-            }
-            (("builtins" | "__builtin__", "bytes"), []) => Some(PyBytes::new(py, b"").into_any()),
-            _ => None,
-        })
-    }
-
-    /// A plain numeric dtype of numpy, little-endian: `dtype('f8', False, True)` with its byte order as state.
-    fn numpy_dtype(&self, id: Id) -> Option<String> {
-        let record = self.pickle.call(id, "numpy", "dtype")?;
-        let code = self
-            .pickle
-            .text(*self.pickle.sequence(record.arguments)?.first()?)?;
-        let order = self
-            .pickle
-            .text(*self.pickle.sequence(record.state?)?.get(1)?)?;
-        let is_plain = matches!(
-            code,
-            "b1" | "i1"
-                | "i2"
-                | "i4"
-                | "i8"
-                | "u1"
-                | "u2"
-                | "u4"
-                | "u8"
-                | "f2"
-                | "f4"
-                | "f8"
-                | "c8"
-                | "c16"
-        );
-        (is_plain && matches!(order, "<" | "|" | "=")).then(|| format!("<{code}"))
-    }
-
-    /// An array over a copy of some bytes; `None` if they are not as many as the shape asks for.
-    fn numpy_array(
-        &self,
-        dtype: &str,
-        data: &Bound<'py, PyBytes>,
-        shape: Option<(Bound<'py, PyAny>, &str)>,
-    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+    /// A flat array of numpy over these bytes.
+    fn elements(&self, elements: &Elements<'_>) -> PyResult<Bound<'py, PyAny>> {
+        let data = PyBytes::new(self.py, &elements.data);
         let numpy = self.py.import("numpy")?;
-        let made = || {
-            let array = numpy
-                .call_method1("frombuffer", (data, dtype))?
-                .call_method0("copy")?;
-            let Some((shape, order)) = shape else {
-                return Ok(array);
-            };
-            let options = PyDict::new(self.py);
-            options.set_item("order", order)?;
-            array.call_method("reshape", (shape,), Some(&options))
-        };
-        match made() {
-            Ok(array) => Ok(Some(array)),
-            Err(error) if error.is_instance_of::<pyo3::exceptions::PyValueError>(self.py) => {
-                Ok(None)
-            }
-            Err(error) if error.is_instance_of::<pyo3::exceptions::PyTypeError>(self.py) => {
-                Ok(None)
-            }
-            Err(error) => Err(error),
-        }
+        numpy.call_method1("frombuffer", (data, format!("<{}", elements.dtype)))
     }
 
     fn objects(&mut self, ids: &[Id]) -> PyResult<Vec<Bound<'py, PyAny>>> {
@@ -310,23 +153,8 @@ impl<'py> Converter<'_, 'py> {
 
     /// A key of a dict, or an element of a set.
     fn key(&mut self, id: Id) -> PyResult<Bound<'py, PyAny>> {
-        let key = self.object(id)?;
-        if !key.is_instance_of::<PyTuple>() {
-            return Ok(key);
-        }
-        let mut n_parts = 0;
-        let mut pending = vec![key.clone()];
-        while let Some(part) = pending.pop() {
-            n_parts += 1;
-            if let Ok(tuple) = part.cast::<PyTuple>() {
-                n_parts += tuple.len();
-                if n_parts > MAX_KEY_PARTS {
-                    return Err(PyRecursionError::new_err("a key of too many parts"));
-                }
-                pending.extend(tuple.iter());
-            }
-        }
-        Ok(key)
+        raise(self.py, self.objects.check_key(id))?;
+        self.object(id)
     }
 
     fn dict(&mut self, id: Id, items: &[[Id; 2]]) -> PyResult<Bound<'py, PyAny>> {
@@ -339,12 +167,12 @@ impl<'py> Converter<'_, 'py> {
         Ok(dict.into_any())
     }
 
-    fn opaque(&mut self, name: &str, record: Option<Record<'_>>) -> PyResult<Bound<'py, PyAny>> {
+    fn opaque(&mut self, name: String, record: Option<Record<'a>>) -> PyResult<Bound<'py, PyAny>> {
         let py = self.py;
         let none = || py.None();
         let opaque = match record {
             None => Opaque {
-                name: name.to_owned(),
+                name,
                 arguments: none(),
                 state: none(),
                 items: none(),
@@ -357,7 +185,7 @@ impl<'py> Converter<'_, 'py> {
                     .map(|[key, value]| Ok((self.object(*key)?, self.object(*value)?)));
                 let items = items.collect::<PyResult<Vec<_>>>()?;
                 Opaque {
-                    name: name.to_owned(),
+                    name,
                     arguments: self.object(record.arguments)?.unbind(),
                     state: record.state.map_or_else(
                         || Ok(none()),
@@ -374,16 +202,18 @@ impl<'py> Converter<'_, 'py> {
     }
 }
 
+fn builtin<'py>(py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyAny>> {
+    py.import("builtins")?.getattr(name)
+}
+
 fn converted<'py>(
     py: Python<'py>,
-    pickle: &Pickle,
+    objects: Objects<'_>,
     ids: impl Iterator<Item = Id>,
-    without_tensors: Option<&TorchFile>,
 ) -> PyResult<Vec<Bound<'py, PyAny>>> {
     let mut converter = Converter {
         py,
-        pickle,
-        without_tensors,
+        objects,
         tensors: HashMap::new(),
         made: HashMap::new(),
         depth: 0,
@@ -393,42 +223,24 @@ fn converted<'py>(
         .collect::<PyResult<Vec<_>>>();
     objects.or_else(|error| {
         if error.is_instance_of::<PyRecursionError>(py) {
-            return raise(
-                py,
-                Err(Error::new(
-                    Kind::Unsupported,
-                    "its values are nested too deep, or too many",
-                )),
-            );
+            return raise(py, Err(too_many_values()));
         }
         if error.is_instance_of::<pyo3::exceptions::PyTypeError>(py) {
-            return raise(
-                py,
-                Err(Error::damaged("a value that cannot be a key is one")),
-            );
+            let message = "a value that cannot be a key is one";
+            return raise(py, Err(Error::damaged(message)));
         }
         Err(error)
     })
 }
 
-type TensorTuple<'py> = (String, &'static str, Bound<'py, PyTuple>);
-
-fn read_leaves(
-    py: Python<'_>,
-    path: &Path,
-    follow_links: bool,
-) -> PyResult<(TorchFile, Vec<(String, Leaf)>)> {
-    let read = py.detach(|| {
-        let source = Source::open(path, follow_links, reshard_core::source::Method::Read)?;
-        let file = TorchFile::read(Window::whole(&source))?;
-        let leaves = file.leaves()?;
-        Ok((file, leaves))
-    });
-    raise(
-        py,
-        read.map_err(|error: Error| error.within(path.display()).path(path)),
-    )
+/// The object of a file.
+fn root_of<'py>(py: Python<'py>, file: &TorchFile) -> PyResult<Bound<'py, PyAny>> {
+    let root = std::iter::once(file.pickle().root());
+    let mut objects = converted(py, Objects::new(file.pickle()), root)?;
+    Ok(objects.remove(0))
 }
+
+type TensorTuple<'py> = (String, &'static str, Bound<'py, PyTuple>);
 
 /// Tensors and other values of a file of `torch.save`, by path.
 #[pyfunction]
@@ -438,7 +250,8 @@ pub(crate) fn read_torch_file(
     path: PathBuf,
     follow_links: bool,
 ) -> PyResult<(Vec<TensorTuple<'_>>, Vec<(String, Bound<'_, PyAny>)>)> {
-    let (file, leaves) = read_leaves(py, &path, follow_links)?;
+    let read = py.detach(|| read_file(&path, follow_links));
+    let (file, leaves) = raise(py, read)?;
     let mut tensors = Vec::new();
     let (mut names, mut ids) = (Vec::new(), Vec::new());
     for (name, leaf) in leaves {
@@ -453,7 +266,7 @@ pub(crate) fn read_torch_file(
             }
         }
     }
-    let objects = converted(py, file.pickle(), ids.into_iter(), None)?;
+    let objects = converted(py, Objects::new(file.pickle()), ids.into_iter())?;
     Ok((tensors, names.into_iter().zip(objects).collect()))
 }
 
@@ -487,7 +300,8 @@ pub(crate) fn read_torch_shards(
     path: PathBuf,
     follow_links: bool,
 ) -> PyResult<RankTuples<'_>> {
-    let (file, leaves) = read_leaves(py, &path, follow_links)?;
+    let read = py.detach(|| read_file(&path, follow_links));
+    let (file, leaves) = raise(py, read)?;
     let (mut tensors, mut shards) = (Vec::new(), Vec::new());
     let (mut names, mut ids) = (Vec::new(), Vec::new());
     for (name, leaf) in leaves {
@@ -505,7 +319,7 @@ pub(crate) fn read_torch_shards(
             }
         }
     }
-    let objects = converted(py, file.pickle(), ids.into_iter(), None)?;
+    let objects = converted(py, Objects::new(file.pickle()), ids.into_iter())?;
     let mut others = Vec::with_capacity(names.len());
     let specs = objects.into_iter().enumerate();
     let mut next_names = names.into_iter().peekable();
@@ -531,7 +345,8 @@ pub(crate) fn read_torch_content(
     path: PathBuf,
     follow_links: bool,
 ) -> PyResult<(Vec<TensorTuple<'_>>, Bound<'_, PyAny>)> {
-    let (file, leaves) = read_leaves(py, &path, follow_links)?;
+    let read = py.detach(|| read_file(&path, follow_links));
+    let (file, leaves) = raise(py, read)?;
     let mut tensors = Vec::new();
     for (name, leaf) in leaves {
         match leaf {
@@ -543,7 +358,7 @@ pub(crate) fn read_torch_content(
         }
     }
     let root = std::iter::once(file.pickle().root());
-    let mut objects = converted(py, file.pickle(), root, Some(&file))?;
+    let mut objects = converted(py, Objects::without_tensors(&file), root)?;
     Ok((tensors, objects.remove(0)))
 }
 
@@ -557,31 +372,8 @@ pub(crate) fn read_torch_object(
     n_bytes: u64,
     transforms: Vec<String>,
 ) -> PyResult<Bound<'_, PyAny>> {
-    let read = py.detach(|| {
-        let source = Source::open(&path, false, reshard_core::source::Method::Read)?;
-        if transforms.is_empty() {
-            return TorchFile::read(Window::new(&source, start, n_bytes)?);
-        }
-        if !is_zstd(&transforms) {
-            return Err(Error::new(
-                Kind::Unsupported,
-                "it is transformed in a way that is not known",
-            ));
-        }
-        let source = decompressed(source, start, n_bytes, MAX_OBJECT_BYTES)?;
-        TorchFile::read(Window::whole(&source))
-    });
-    let file = raise(
-        py,
-        read.map_err(|error| error.within(path.display()).path(&path)),
-    )?;
-    let mut objects = converted(
-        py,
-        file.pickle(),
-        std::iter::once(file.pickle().root()),
-        None,
-    )?;
-    Ok(objects.remove(0))
+    let read = py.detach(|| read_range(&path, (start, n_bytes), &transforms));
+    root_of(py, &raise(py, read)?)
 }
 
 /// The object of `torch.save` in bytes.
@@ -595,13 +387,7 @@ pub(crate) fn decode_torch_object<'py>(
         data.as_bytes().to_vec(),
     );
     let file = raise(py, TorchFile::read(Window::whole(&source)))?;
-    let mut objects = converted(
-        py,
-        file.pickle(),
-        std::iter::once(file.pickle().root()),
-        None,
-    )?;
-    Ok(objects.remove(0))
+    root_of(py, &file)
 }
 
 /// `name, path, start, n_bytes, transforms`
@@ -622,10 +408,8 @@ pub(crate) fn open_dcp(
     data: &[u8],
     method: &str,
 ) -> PyResult<OpenedDcp> {
-    opened_dcp(py, &folder, method, || {
-        let path = folder.join(".metadata");
-        Dcp::decode(data).map_err(|error| error.within(path.display()).path(&path))
-    })
+    let method = raise(py, parse_method(method))?;
+    opened(py, py.detach(|| folder::open(&folder, data, method)))
 }
 
 /// The same for a folder with a description of each rank, given as `(name, content)`.
@@ -637,46 +421,20 @@ pub(crate) fn open_dcp_ranks(
     descriptions: Vec<(String, Vec<u8>)>,
     method: &str,
 ) -> PyResult<OpenedDcp> {
-    opened_dcp(py, &folder, method, || {
-        let mut parts = Vec::with_capacity(descriptions.len());
-        for (name, data) in &descriptions {
-            let path = folder.join(name);
-            let part = Dcp::decode(data);
-            parts.push(part.map_err(|error| error.within(path.display()).path(&path))?);
-        }
-        Dcp::merged(parts).map_err(|error| error.within(folder.display()).path(&folder))
-    })
+    let method = raise(py, parse_method(method))?;
+    let found = py.detach(|| folder::open_ranks(&folder, &descriptions, method));
+    opened(py, found)
 }
 
-fn opened_dcp(
-    py: Python<'_>,
-    folder: &std::path::Path,
-    method: &str,
-    decode: impl FnOnce() -> reshard_core::Result<Dcp> + Send,
-) -> PyResult<OpenedDcp> {
-    let method = raise(py, parse_method(method))?;
-    let opened = py.detach(|| {
-        let dcp = Arc::new(decode()?);
-        let index = index_of(&dcp, folder, method)
-            .map_err(|error| error.within(folder.display()).path(folder))?;
-        Ok((dcp, index))
-    });
-    let (dcp, index) = raise(py, opened)?;
-    let objects = dcp.objects.iter().map(|(name, place)| {
-        let file = dcp.files[place.file as usize].clone();
-        let transforms = dcp.transforms[place.transforms as usize].clone();
-        (name.clone(), file, place.offset, place.n_bytes, transforms)
-    });
-    let objects = objects.collect();
-    let unsupported = dcp.tensors.iter();
-    let unsupported =
-        unsupported.filter_map(|tensor| Some((tensor.name.clone(), tensor.dtype.clone().err()?)));
-    let files = dcp.files.iter().cloned().zip(dcp.ends());
+fn opened(py: Python<'_>, folder: reshard_core::Result<Folder>) -> PyResult<OpenedDcp> {
+    let folder = raise(py, folder)?;
+    let objects = folder.objects.into_iter();
+    let objects = objects.map(|one| (one.name, one.file, one.start, one.n_bytes, one.transforms));
     Ok((
-        Index::of(index),
-        objects,
-        unsupported.collect(),
-        files.collect(),
+        Index::of(folder.index),
+        objects.collect(),
+        folder.unsupported,
+        folder.files,
     ))
 }
 
