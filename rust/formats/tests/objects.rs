@@ -67,7 +67,7 @@ fn values_of_real_files_are_those_of_their_ground_truth() {
     let other = BTreeMap::from([
         (
             "objects.pt::big",
-            json!({"__long__": "01000000000000000001"}),
+            json!({"__long__": "0100000000000000000001"}),
         ),
         ("objects.pt::dtype", json!({"__opaque__": "torch.bfloat16"})),
         ("objects.pt::size", json!({"__opaque__": "torch.Size"})),
