@@ -259,7 +259,8 @@ class Saving:
         if self._resumed is not None:
             self._last_global_step_saved = trainer.global_step
         if self._resumed is None and trainer.is_global_zero and not trainer.fast_dev_run:
-            later = newer_than(self.dirpath, trainer.global_step) if locate(self.dirpath).is_folder() else ()
+            root = locate(self.dirpath)
+            later = newer_than(root, trainer.global_step) if root.is_folder() else ()
             if later:
                 raise ArgumentError(
                     f"{show(str(self.dirpath))} is at iteration {max(later)}, and this run at step "
@@ -434,7 +435,8 @@ class Saving:
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
         """The checkpoint root, if it has iterations: the iteration is chosen on all ranks together (see `setup`)."""
         root = self._ModelCheckpoint__resolve_ckpt_dir(trainer)  # type: ignore[attr-defined]
-        return {str(root)} if locate(root).is_folder() and newer_than(root, -1) else set()
+        place = locate(root)
+        return {str(root)} if place.is_folder() and newer_than(place, -1) else set()
 
     def _how(self, trainer: Any) -> How:
         given = self._resuming
