@@ -85,7 +85,7 @@ def open(  # noqa: A001
         path: a `.safetensors` or `.ckpt` file (detected by content), a Hugging Face folder, full weights in the
             MindSpore layout, the root of a Checkpoint 2.0 tree (the newest complete iteration is opened), or an
             iteration folder; the root of a Checkpoint 1.0 tree or any other folder of `rank_<number>` folders, or one
-            of these folders. A list of weight files, or a pattern of their names such as "model/part-*.safetensors", is
+            of these folders. A list of weight files, or a pattern of their names such as `model/part-*.safetensors`, is
             opened as one checkpoint with the tensors of all of them.
         strategy: the strategy of rank folders: the MindSpore strategy file of a stage, a merged file, or the folder of
             the files. Default: the folder `strategy` beside `path` or in it; without one, tensors can only be read rank
