@@ -81,7 +81,7 @@ def all_calls(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def test_every_command_of_the_script_is_run(all_calls: list[str]) -> None:
-    assert len(all_calls) == len(commands_of_the_script()) + 1  # git status stands in an assignment
+    assert len(all_calls) == len(commands_of_the_script()) + 2  # git rev-parse and git status stand in assignments
 
 
 def test_the_script_stops_at_each_command_that_fails(all_calls: list[str], tmp_path: Path) -> None:

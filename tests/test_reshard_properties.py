@@ -165,7 +165,7 @@ def test_any_layout_to_any_layout() -> None:
     seen_source: Counter[str] = Counter()
     seen_destination: Counter[str] = Counter()
 
-    @cases(800)
+    @cases(400)
     @given(st.data())
     def check(data: st.DataObject) -> None:
         checkpoint: Checkpoint = data.draw(checkpoints())
