@@ -483,6 +483,8 @@ HAVE_NOT_BUT_ALLOWED = {
     ("formats/checkpoint1/replicas.py", "keys"): "an argument of `load`, named beside another way",
     ("ranks/group.py", "rank"): "a checkpointer gives no rank",
     ("layout/invert.py", "shapes"): "a checkpointer gives all shapes",
+    ("quantised/dequantise.py", "dtype"): "`convert` alone",
+    ("torch/loading.py", "dtype"): "the hint names `convert`",
     ("layout/strategy_folder.py", "overwrite"): "`reshard strategy merge` alone",
     ("torch/checkpointer.py", "config"): "an entry of `environment`",
     ("formats/outputs.py", "keys"): "`out=` is given by `load` alone",

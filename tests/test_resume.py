@@ -486,7 +486,7 @@ def test_never_from_nothing_because_of_damage() -> None:
 ERRORS: list[tuple[Config, ResumeFacts, type[ReshardError], str]] = [
     (Config("x", resume=True), ResumeFacts("x", "other"), CheckpointNotFoundError, "exists and holds no checkpoint"),
     (Config("x", resume=True), ResumeFacts("x", "pretrained", (CandidateFacts("x"),)),
-        UnsupportedError, "holds no counters"),
+        UnsupportedError, "only weights"),
     (Config("x", resume=True, resume_file="a.ckpt"), ResumeFacts("x", "root"), UnsupportedError, "Checkpoint 1.0"),
     (Config("x", resume=True, resume_file="a.ckpt"), ResumeFacts("x", "empty"),
         CheckpointNotFoundError, "no checkpoint"),

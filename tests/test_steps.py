@@ -37,6 +37,6 @@ def test_a_failure_keeps_its_number(source: str, target: str, number: int, act: 
     assert callable(act)
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError) as caught:
-        act(tmp_path / source, tmp_path / target)
+        act(locate(tmp_path / source), locate(tmp_path / target))
     assert caught.value.errno == number
     assert Path(str(caught.value.path)).name == Path(target).name

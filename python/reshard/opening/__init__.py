@@ -25,8 +25,9 @@ from reshard.errors import (
 from reshard.formats import registry
 from reshard.formats.base import Match, OpenOptions, StrategyLike
 from reshard.formats.checkpoint1.format import CHECKPOINT1
-from reshard.formats.checkpoint2.format import CHECKPOINT2
+from reshard.formats.checkpoint2.format import CHECKPOINT2, TILED
 from reshard.formats.dcp.names import METADATA_FILE
+from reshard.formats.full_weights.reader import FULL_WEIGHTS
 from reshard.formats.torch_file.names import SUFFIXES as TORCH_SUFFIXES
 from reshard.formats.trainer_run.format import TRAINER_RUN
 from reshard.lazy import exports
@@ -68,6 +69,8 @@ __all__ = [*_names, "StrategyLike", "iterations", "open", "rank_saves"]  # noqa:
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _LOST_FILES = "lost+found"  # made by mkfs in the top folder of a volume; fsck puts files without a name there
 _log = logging.getLogger("reshard")
+# A file beside the weights makes them this format: a name map, or tiles.json, which a copy of a model can have kept.
+_OF_THE_SAME_FILES = (FULL_WEIGHTS.traits.name, TILED.traits.name)
 
 
 @checked_as(path=check_paths)
@@ -220,17 +223,17 @@ def _check_alone(data: CheckpointData, folder: Location) -> None:
 
     Where DeepSpeed has partitioned the parameters, transformers writes weights without elements beside its checkpoint.
     """
-    # The run of a Trainer is of the same weights.
-    matching = (one for one in registry.matching(folder) if one is not TRAINER_RUN)
+    matching = [one for one in registry.matching(folder) if one is not TRAINER_RUN]  # that is of the same weights
     runs = [one.traits.name for one in matching if not one.traits.is_pretrained]
+    others = [name for name in runs if name not in _OF_THE_SAME_FILES]
     keys = map(data.index.key, range(len(data.index)))
     empty = next((key for key in keys if 0 in data.index.shape(key)), None)
     own = data.traits.name
-    if empty is None and runs:
+    if empty is None and others:
         raise UnsupportedError(
-            f"{show(str(folder))} holds checkpoints of the formats {own} and {listed(runs)}",
+            f"{show(str(folder))} holds checkpoints of the formats {own} and {listed(others)}",
             path=str(folder),
-            hint=f"`format={own!r}` opens the weights, `format={runs[0]!r}` the other checkpoint",
+            hint=f"`format={own!r}` opens the weights, `format={others[0]!r}` the other checkpoint",
         )
     if empty is None:
         return
