@@ -18,6 +18,8 @@ from torch import nn
 import reshard
 from reshard.errors import KeyNotFoundError, StorageError
 from reshard.options import SaveOptions
+from reshard.ranks.collective import Collective
+from reshard.ranks.group import session
 from reshard.ranks.said_once import held_back, release
 from reshard.storage.location import locate
 from reshard.torch import Checkpointer, ElasticSampler
@@ -80,7 +82,9 @@ def looped(root: Path, group: TorchGroup, *, fails: bool) -> None:
     read = iter(sampler)
     with Checkpointer(root, save_every=50, signals=(signal.SIGUSR1,)) as made:
         made.resume(model=nn.Linear(1, 1), sampler=sampler)
+        together = Collective(session(group, "steps"), 20.0)
         for step in range(1, 20):
+            together.share(step, int)  # as the gradients of a training
             for _ in range(4):
                 next(read)
             if step == 8 and group.rank == 0:
