@@ -188,6 +188,7 @@ def test_a_start_from_a_published_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("n_ranks", "then"), [pytest.param(1, 1, marks=long), pytest.param(2, 2, marks=long), (2, 1)])
+@long
+@pytest.mark.parametrize(("n_ranks", "then"), [(1, 1), (2, 2), (2, 1)])
 def test_killed_example_is_uninterrupted(tmp_path: Path, n_ranks: int, then: int) -> None:
     check_example("train_accelerate", tmp_path, n_ranks, then)

@@ -1,4 +1,4 @@
-"""A job of real ranks saves, is killed at a random moment, and the next one resumes; eighty times in one root.
+"""A job of real ranks saves, is killed at a random moment, and the next one resumes; forty times in one root.
 
 The oracle is this process: it knows the content of every save by a formula, hears of each one that begins and that is
 acknowledged through a pipe, and after each kill compares what is on the disk with that, by other code than what is
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.disk
 
-N_ROUNDS = 80
+N_ROUNDS = 40
 KEEP = 2
 PATIENCE_S = 60
 TIMEOUT_S = 20  # of each meeting: nobody is waited for in vain, all are killed

@@ -209,7 +209,7 @@ def other_ranks(number: int) -> None:
         assert set(seen) == set(range(n)), number
 
 
-@pytest.mark.parametrize("number", range(max(N_HISTORIES, 30)))
+@pytest.mark.parametrize("number", range(max(N_HISTORIES, 12)))
 def test_an_epoch_on_several_numbers_of_ranks_has_each_sample_once(number: int) -> None:
     other_ranks(number)
 

@@ -139,7 +139,7 @@ def check_destination(path: Location, name: str, *, keeps_others: bool = True) -
     is_same |= found is WEIGHT_FILES and name == HUGGINGFACE.traits.name  # which writes them, and is tried first
     if is_same or (name == CHECKPOINT2.traits.name and found is not MEGATRON):
         return  # completed iterations come first
-    in_folders = (CHECKPOINT2, MEGATRON)  # which stay where they are
+    in_folders: tuple[Format, ...] = (CHECKPOINT2, MEGATRON)  # which stay where they are
     if name == HUGGINGFACE.traits.name:
         in_folders = (*in_folders, CHECKPOINT1, DEEPSPEED)  # weights beside one of these are not opened
     if not keeps_others and found not in in_folders:
