@@ -156,16 +156,14 @@ def rename(source: Location, target: Location) -> None:
         FileExistsError: the name is taken.
         StorageError: the system failed, or the store cannot rename.
     """
-    one, other = source, target
-    _step(f"rename {one.name} to {other.name}")
-    one.store.rename(one.path, other.path)
+    _step(f"rename {source.name} to {target.name}")
+    source.store.rename(source.path, target.path)
 
 
 def exchange(one: Location, other: Location) -> None:
     """Exchange two names in one step; only where the store is known to be able to. Raises StorageError."""
-    first, second = one, other
-    _step(f"exchange {first.name} and {second.name}")
-    first.store.exchange(first.path, second.path)
+    _step(f"exchange {one.name} and {other.name}")
+    one.store.exchange(one.path, other.path)
 
 
 def remove_file(path: Location) -> None:

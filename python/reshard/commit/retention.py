@@ -388,13 +388,13 @@ def remove(
         ...     remove(locate(root), Retention(keep=2), original_fault=lambda folder: None).iterations
         ()
     """
-    path, of_folders = root.absolute(), cache or ManifestCache()
+    path, manifests_read = root.absolute(), cache or ManifestCache()
     judge, known = original_fault, set(verified)
     faults: dict[str, str] = {}  # found here, by the digest of the manifest
     done = _Done()
 
     def decide(entries: Sequence[Entry] | None = None) -> _Decision:
-        facts, tracker = _look(path, judge, known, faults, entries=entries, cache=of_folders)
+        facts, tracker = _look(path, judge, known, faults, entries=entries, cache=manifests_read)
         best = _best(path, facts, *retention.best) if retention.best else []
         gone, kept = plan(facts, retention, tracker=tracker, best=best)
         first = to_verify(facts, gone, kept, tracker=tracker)

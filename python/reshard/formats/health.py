@@ -23,7 +23,7 @@ from reshard.errors import ReshardError
 from reshard.values.words import counted, show
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from reshard.commit.manifest import Manifest
     from reshard.storage.location import Location
@@ -74,8 +74,12 @@ def status_of(ckpt_status: int | None, not_finite: Mapping[str, str]) -> int:
     return 1 if not_finite else ckpt_status or 0
 
 
-def joined(found: Iterable[tuple[str, str]]) -> dict[str, str]:
+def joined(found: Iterable[tuple[str, str]], may_be_infinite: Callable[[str], bool] | None = None) -> dict[str, str]:
     """The worst value of each tensor, of the values of its shards. At most 1,000 tensors, by name.
+
+    Args:
+        found: names of shards, each with "nan" or "inf".
+        may_be_infinite: whether an infinity in a tensor of this name is no fault; None: it is one in every tensor.
 
     Example:
         >>> joined([("w", "nan"), ("b", "inf"), ("w", "inf")])
@@ -83,7 +87,8 @@ def joined(found: Iterable[tuple[str, str]]) -> dict[str, str]:
     """
     worst: dict[str, str] = {}
     for name, kind in found:
-        worst[name] = max(kind, worst.get(name, kind))
+        if kind == "nan" or may_be_infinite is None or not may_be_infinite(name):
+            worst[name] = max(kind, worst.get(name, kind))
     return dict(sorted(worst.items())[:_MAX_NAMED])
 
 

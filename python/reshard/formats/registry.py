@@ -139,10 +139,10 @@ def check_destination(path: Location, name: str, *, keeps_others: bool = True) -
     is_same |= found is WEIGHT_FILES and name == HUGGINGFACE.traits.name  # which writes them, and is tried first
     if is_same or (name == CHECKPOINT2.traits.name and found is not MEGATRON):
         return  # completed iterations come first
-    in_folders: tuple[Format, ...] = (CHECKPOINT2, MEGATRON)  # which stay where they are
+    stay: tuple[Format, ...] = (CHECKPOINT2, MEGATRON)  # their folders are not replaced
     if name == HUGGINGFACE.traits.name:
-        in_folders = (*in_folders, CHECKPOINT1, DEEPSPEED)  # weights beside one of these are not opened
-    if not keeps_others and found not in in_folders:
+        stay = (*stay, CHECKPOINT1, DEEPSPEED)  # beside their folders such weights cannot be opened
+    if not keeps_others and found not in stay:
         return
     raise DestinationExistsError(
         f"{show(str(path))} is a checkpoint of the format {found.traits.name}, which would be opened instead of one of "

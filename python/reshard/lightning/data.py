@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from reshard.torch.passes import Passes
+from reshard.torch.passes import Passes, Proxy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -64,19 +64,8 @@ class Position:
             yield batch
 
 
-class WatchedLoader:
-    """A loader whose class cannot be changed. Other attributes are those of it."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # not yet created
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-    def __len__(self) -> int:
-        return len(self.inner)
+class WatchedLoader(Proxy):
+    """A loader whose class cannot be changed."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.inner)

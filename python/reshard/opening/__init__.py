@@ -69,8 +69,8 @@ __all__ = [*_names, "StrategyLike", "iterations", "open", "rank_saves"]  # noqa:
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _LOST_FILES = "lost+found"  # made by mkfs in the top folder of a volume; fsck puts files without a name there
 _log = logging.getLogger("reshard")
-# A file beside the weights makes them this format: a name map, or tiles.json, which a copy of a model can have kept.
-_OF_THE_SAME_FILES = (FULL_WEIGHTS.traits.name, TILED.traits.name)
+# A folder of weights has these formats, too, if it holds a name map or tiles.json, as a copy of a model can.
+_OF_THE_SAME_FILES = (FULL_WEIGHTS, TILED)
 
 
 @checked_as(path=check_paths)
@@ -223,9 +223,10 @@ def _check_alone(data: CheckpointData, folder: Location) -> None:
 
     Where DeepSpeed has partitioned the parameters, transformers writes weights without elements beside its checkpoint.
     """
-    matching = [one for one in registry.matching(folder) if one is not TRAINER_RUN]  # that is of the same weights
-    runs = [one.traits.name for one in matching if not one.traits.is_pretrained]
-    others = [name for name in runs if name not in _OF_THE_SAME_FILES]
+    # The run of a Trainer is of the same weights.
+    matching = [one for one in registry.matching(folder) if one is not TRAINER_RUN and not one.traits.is_pretrained]
+    runs = [one.traits.name for one in matching]
+    others = [one.traits.name for one in matching if one not in _OF_THE_SAME_FILES]
     keys = map(data.index.key, range(len(data.index)))
     empty = next((key for key in keys if 0 in data.index.shape(key)), None)
     own = data.traits.name

@@ -555,10 +555,8 @@ class Collated:
         return batch
 
 
-class LoaderProxy:
+class Proxy:
     """An object in place of a loader: its length and its other attributes are those of the loader.
-
-    It also says that it is of the class of the loader, as the loaders of accelerate do.
 
     Attributes:
         inner: the loader.
@@ -572,12 +570,16 @@ class LoaderProxy:
             raise AttributeError(name)
         return getattr(self.inner, name)
 
+    def __len__(self) -> int:
+        return len(self.inner)
+
+
+class LoaderProxy(Proxy):
+    """A proxy that also says that it is of the class of the loader, as the loaders of accelerate do."""
+
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return self.inner.__class__
-
-    def __len__(self) -> int:
-        return len(self.inner)
 
 
 class _End:

@@ -508,8 +508,7 @@ def _choose(
     opened: dict[str, Checkpoint] = {}
 
     if isinstance(terms, BaseException):
-        ranks.combine(terms, None)  # raises it here, and an error on the other ranks
-        raise terms
+        ranks.fail(terms)
 
     def look(_: list[None]) -> _Choice:
         tree = saves_root(terms.config, ranks.world_size)

@@ -359,7 +359,7 @@ class Checkpoint1Begun(Begun[_BegunMessage, _Weights]):
         digest = hashlib.blake2b(json.dumps(rows).encode(), digest_size=16).hexdigest()
         may_be = is_any_of(task.options.verify.may_be_infinite, "may_be_infinite")
         found = (one for of_rank in written for file in of_rank for one in file.not_finite)
-        not_finite = health.joined((name, kind) for name, kind in found if kind == "nan" or not may_be(name))
+        not_finite = health.joined(found, may_be)
         # Without a monitor only unhealthy saves are recorded: the file lies outside of the root.
         ckpt_status = planned.own.common.ckpt_status
         reason = f"the save is recorded as unhealthy: {health.reason_of(not_finite)}"

@@ -230,7 +230,7 @@ class Checkpoint2Begun(Begun[_BegunMessage, _Records]):
         described = self.descriptions.result()
         may_be = is_any_of(task.options.verify.may_be_infinite, "may_be_infinite")
         found = (one for file, _ in records.values() for one in file.not_finite)
-        not_finite = health.joined((name, kind) for name, kind in found if kind == "nan" or not may_be(name))
+        not_finite = health.joined(found, may_be)
         status = health.status_of(rank0.common.ckpt_status, not_finite)
         # Without a monitor 0 is not written: MindSpore Transformers 1.9.0 does not know the key.
         common = rank0.common if not not_finite else replace(rank0.common, ckpt_status=status)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -184,13 +185,7 @@ def _flattened(tensors: Sequence[RankTensor]) -> Collection[str]:
 
 def _missing(files: Mapping[int, str], size: int) -> list[int]:
     """The first ranks without a file."""
-    found: list[int] = []
-    for rank in range(size):
-        if rank not in files:
-            found.append(rank)
-            if len(found) == _MAX_NAMED:
-                break
-    return found
+    return list(itertools.islice((rank for rank in range(size) if rank not in files), _MAX_NAMED))
 
 
 def _named(kind: str, size: int, ranks: Sequence[int], count: int) -> str:
