@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard import _core
 from reshard.errors import CoverageError, DamagedFileError, UnsupportedError
-from reshard.formats.megatron.rank_replicas import HeldArray, Replicas
+from reshard.formats.rank_replicas import HeldArray, Replicas
 from reshard.values.indexing import row_major
 from reshard.values.words import show
 

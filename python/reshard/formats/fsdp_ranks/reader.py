@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from reshard.formats.base import PartName
     from reshard.formats.checkpoint2.common import CommonInfo
-    from reshard.formats.megatron.rank_replicas import Replicas
     from reshard.formats.mesh_shards import RankTensor
+    from reshard.formats.rank_replicas import Replicas
     from reshard.storage.location import Location
 
 _log = logging.getLogger("reshard")

@@ -23,9 +23,9 @@ from reshard.formats.megatron.common_state import argument, counters_of
 from reshard.formats.megatron.merge_rules import MergeRules
 from reshard.formats.megatron.rank_files import RankFile, RankSizes, Weight, open_rank_files
 from reshard.formats.megatron.rank_optimizer import optimizer_arrays
-from reshard.formats.megatron.rank_replicas import HeldArray, Replicas, are_equal
 from reshard.formats.outputs import load_all
 from reshard.formats.own_files import own_index
+from reshard.formats.rank_replicas import HeldArray, Replicas, are_equal
 from reshard.layout.model import as_layout
 from reshard.layout.strategy import Strategy
 from reshard.storage.location import locate

@@ -18,7 +18,7 @@ from reshard.formats.megatron import names
 from reshard.formats.megatron.common_state import argument
 from reshard.formats.megatron.flat_buffers import Parameter, positions
 from reshard.formats.megatron.rank_files import EXPERT
-from reshard.formats.megatron.rank_replicas import HeldArray
+from reshard.formats.rank_replicas import HeldArray
 from reshard.values.words import counted, show
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from reshard.formats.base import OpenOptions
-    from reshard.formats.megatron.rank_replicas import Replicas
+    from reshard.formats.rank_replicas import Replicas
     from reshard.storage.location import Location
 
 _log = logging.getLogger("reshard")

@@ -1,7 +1,8 @@
-"""Arrays of several model-parallel ranks that are read as copies of each other.
+"""Arrays of several ranks that are read as copies of each other.
 
-Every tensor that no rule divides is on all tensor-parallel ranks, and a word embedding that is the output layer too is
-on the first and the last pipeline stage. Such copies are compared before the tensor is first read, in bounded memory.
+A tensor that is not divided is on all tensor-parallel ranks, a word embedding that is the output layer too is on the
+first and the last pipeline stage, and what a device mesh replicates is on each rank of that axis. Such copies are
+compared before the tensor is first read, in bounded memory.
 """
 
 from __future__ import annotations
