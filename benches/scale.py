@@ -115,7 +115,7 @@ def write_large(root: Path, n_ranks: int, file_bytes: int) -> None:
     arrays.append(Fact("hole", "model", "U8", (1, hole_bytes)))
     reports = [RankFacts("host", {}, Facts.of(arrays))] * n_ranks
     plan = plan_iteration(reports, layout, prefix=None, dedup=True, strict=False)
-    attempt = protocol.begin(root, 1, durable=False)
+    attempt = protocol.begin(locate(root), 1, durable=False)
     header: dict[str, Any] = {}
     at = 0
     for name, _, dtype, shape, *_ in arrays:
@@ -144,7 +144,7 @@ def write_large(root: Path, n_ranks: int, file_bytes: int) -> None:
         records[file.name] = (written, file.rank)
     write_descriptions(plan, attempt.staging, mode=0o644)
     protocol.publish(attempt, protocol.seal(attempt, records, world_size=n_ranks))
-    protocol.release(root)
+    protocol.release(locate(root))
 
 
 def load_of_large(root: Path, n_ranks: int, n_parts: int, is_first: int) -> Figures:
@@ -341,8 +341,8 @@ def main() -> None:
         options.dir.mkdir(parents=True, exist_ok=True)
     print("| case | rounds | figures: least; median |\n|---|---:|---|")
 
-    def report(name: str, function: Callable[..., Figures], path: Callable[[int], Path], *sizes: int) -> None:
-        rounds = [fresh(function, path(number), *sizes) for number in range(options.rounds)]
+    def report(name: str, function: Callable[..., Figures], at: Path | None, *sizes: int) -> None:
+        rounds = [fresh(function, at or new(number), *sizes) for number in range(options.rounds)]
         found = {field: [one[field] for one in rounds] for field in rounds[0]}
         text = ", ".join(f"{field} {min(of):.3g}; {statistics.median(of):.3g}" for field, of in found.items())
         print(f"| {name} | {options.rounds} | {text} |", flush=True)
@@ -357,21 +357,21 @@ def main() -> None:
 
         # First: this process grows, and those that are forked from it share its memory.
         for gb in options.hole_gb:
-            report(f"convert a hole of {gb:g} GB to 2 ranks (s)", convert_hole, new, 2, int(gb * 1e9))
+            report(f"convert a hole of {gb:g} GB to 2 ranks (s)", convert_hole, None, 2, int(gb * 1e9))
         for n_ranks in options.ranks:
             sizes, root = (n_ranks, options.tensors), folder / f"ranks{n_ranks}"
             write_tree(root, *sizes)
             shape = f"{n_ranks} ranks x {options.tensors} tensors"
-            report(f"open and load a rank of TP8, {shape} (s)", open_and_load, lambda _, root=root: root, *sizes)
-            report(f"coordinator of a save, {shape} (s)", coordinate, new, *sizes)
+            report(f"open and load a rank of TP8, {shape} (s)", open_and_load, root, *sizes)
+            report(f"coordinator of a save, {shape} (s)", coordinate, None, *sizes)
             large = folder / f"large{n_ranks}"
             write_large(large, n_ranks, int(options.file_gb * 1e9))
             for n_parts, is_first in ((8, 1), (n_ranks, 1), (8, 0), (n_ranks, 0)):
                 shape = f"{n_ranks // n_parts} of {n_ranks} files of {options.file_gb:g} GB"
                 name = f"open and load from {shape}{'' if is_first else ', after rank 0'} (s)"
-                report(name, load_of_large, lambda _, large=large: large, n_ranks, n_parts, is_first)
-        report(f"{options.files} files of 8 tensors out of one (us each)", rank_files, new, options.files, 8)
-        report(f"{options.small} tensors of 4 KiB (us each)", small_tensors, new, 1, options.small)
+                report(name, load_of_large, large, n_ranks, n_parts, is_first)
+        report(f"{options.files} files of 8 tensors out of one (us each)", rank_files, None, options.files, 8)
+        report(f"{options.small} tensors of 4 KiB (us each)", small_tensors, None, 1, options.small)
 
 
 if __name__ == "__main__":
