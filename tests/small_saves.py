@@ -29,6 +29,7 @@ from tests.memory_store import MemoryStore
 
 from reshard import _core
 from reshard.commit import claims, filesystem, protocol
+from reshard.commit.session import sessions
 from reshard.errors import StorageError
 from reshard.storage.location import Location, locate
 
@@ -318,9 +319,8 @@ def killed_at(number: int, act: Callable[[], Any]) -> bool:
     except KilledError:
         return True
     finally:
-        for claim in claims._held.values():
-            claims._drop(claim)
-        claims._held.clear()
+        for one in sessions():
+            claims._drop(one)
     return False
 
 

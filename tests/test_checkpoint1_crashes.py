@@ -26,6 +26,7 @@ from tests.threads import ThreadGroup
 import reshard
 from reshard import _core
 from reshard.commit import claims, protocol
+from reshard.commit.session import forget_all, session_of, sessions
 from reshard.errors import GroupError, ReshardError
 from reshard.formats.checkpoint1 import save as checkpoint1
 from reshard.storage.location import locate
@@ -130,10 +131,9 @@ def run(act: Callable[[Any], Any], number: int = 10**9, *, ends_all: bool = True
             thread.start()
         for thread in threads:
             thread.join()
-    for claim in claims._held.values():
-        claims._drop(claim)
-    claims._held.clear()
-    checkpoint1._runs.clear()
+    for one in sessions():
+        claims._drop(one)
+    forget_all()
     return results
 
 
@@ -193,9 +193,8 @@ def test_ended_in_a_save(ends_all: bool, base: Path) -> None:  # noqa: FBT001
         output = base.with_name(f"output{number}")
         shutil.copytree(base, output, symlinks=True)
         root = output / "checkpoint"
-        checkpoint1._runs[locate(root).resolved(), "CKP"] = (
-            0  # the process that made the saves before goes on: they are removed
-        )
+        # the process that made the saves before goes on: they are removed
+        session_of(locate(root)).of(checkpoint1._Runs).numbers["CKP"] = 0
         results = run(lambda group: save(root, 30, group), number, ends_all=ends_all)  # noqa: B023
         is_ended = any(isinstance(one, KilledError) for one in results)
         if signature(output) not in seen:
@@ -273,4 +272,4 @@ def run_plain(act: Callable[[Any], Any]) -> list[Any]:
         return in_threads(N_RANKS, act)
     finally:
         protocol.release()
-        checkpoint1._runs.clear()
+        forget_all()

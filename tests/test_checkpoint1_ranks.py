@@ -21,8 +21,8 @@ from torch.distributed.fsdp import fully_shard
 
 import reshard
 from reshard.commit import protocol
+from reshard.commit.session import forget_all
 from reshard.errors import ArgumentError, GroupError, ReshardError
-from reshard.formats.checkpoint1 import save as checkpoint1
 from reshard.storage.location import locate
 from reshard.torch import Checkpointer
 
@@ -47,7 +47,7 @@ STATE = {"adam_m.layers.0.w": MODEL["layers.0.w"] * 2, "global_step": np.array([
 def _a_run_of_its_own() -> Iterator[None]:
     yield
     protocol.release()
-    checkpoint1._runs.clear()
+    forget_all()
 
 
 def save(group: Any, root: Path, iteration: int, **options: Any) -> Any:
@@ -254,7 +254,7 @@ def test_a_configuration_in_the_originals_words(tmp_path: Path) -> None:
     (output / "checkpoint").mkdir()
     losses = run(0, 1, 8)
     protocol.release()
-    checkpoint1._runs.clear()  # as a process that was started again
+    forget_all()  # as a process that was started again
     again = run(99, 7, 12)
     assert losses[6:] == again[:2]
     names = sorted(path.name for path in (output / "checkpoint" / "rank_0").glob("*.safetensors"))

@@ -13,8 +13,8 @@ from tests.threads import in_threads
 
 import reshard
 from reshard.commit import protocol
+from reshard.commit.session import forget_all
 from reshard.errors import DamagedFileError, ReshardError
-from reshard.formats.checkpoint1 import save as checkpoint1
 from reshard.formats.checkpoint1 import state
 from reshard.formats.checkpoint1.state import SAVE_KEY
 
@@ -30,7 +30,7 @@ ENDINGS = ("safetensors", "extra.json", "extra.arrays")
 def _a_run_of_its_own() -> Iterator[None]:
     yield
     protocol.release()
-    checkpoint1._runs.clear()
+    forget_all()
 
 
 def save(root: Path, iteration: int, **options: Any) -> Any:

@@ -61,10 +61,10 @@ import reshard
 from reshard import _core
 from reshard.commit import protocol
 from reshard.commit.roots import write_tracker
+from reshard.commit.session import session_of
 from reshard.errors import DamagedFileError, StorageError
 from reshard.formats.checkpoint2 import iteration as plans
 from reshard.storage.location import locate
-from reshard.write import pending_rollback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -85,7 +85,7 @@ def root(tmp_path: Path) -> Iterator[Path]:
     save_file(SECRET, tmp_path / "secret.safetensors")
     yield root
     protocol.release()
-    pending_rollback.forget(locate(root))
+    session_of(locate(root)).resumed = None
 
 
 def content(iteration: int) -> dict[str, np.ndarray]:

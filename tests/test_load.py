@@ -23,6 +23,7 @@ from tests.threads import in_threads
 
 import reshard
 from reshard.commit import manifest as manifests
+from reshard.commit.session import PassedOver, session_of
 from reshard.errors import (
     ArgumentError,
     CheckpointNotFoundError,
@@ -38,7 +39,6 @@ from reshard.errors import (
 from reshard.resume import RunFacts
 from reshard.storage.location import locate
 from reshard.verbs.load import Wanted, load_with
-from reshard.write import pending_rollback
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,7 +57,7 @@ def root(tmp_path: Path) -> Iterator[Path]:
     sealed.make(root, 5)
     sealed.make(root, 10, previous_tracker=5)
     yield root
-    pending_rollback.forget(locate(root))
+    session_of(locate(root)).resumed = None
 
 
 def damage(root: Path, name: str, iteration: int = 10, at: int = -1) -> None:
@@ -85,7 +85,7 @@ def test_the_newest_is_loaded(root: Path) -> None:
     assert (decision.iteration, decision.fresh, decision.is_verified, decision.initial_step) == (10, False, True, 10)
     assert "optimizer" in decision.restored
     assert got.extra == {}
-    assert pending_rollback.get(locate(root)) is None
+    assert session_of(locate(root)).resumed is None
 
 
 @pytest.mark.parametrize("verify", ["touched", "full"])
@@ -98,7 +98,7 @@ def test_damage_found_while_loading_takes_the_older_one(verify: Any, root: Path)
     assert (first.iteration, first.taken, second.iteration, second.taken) == (10, False, 5, True)
     assert FILES["opt", 1] in first.reason
     assert any("iteration_00000010 is skipped" in warning for warning in got.decision.warnings)
-    assert pending_rollback.get(locate(root)) == pending_rollback.PendingRollback(5, (10,))
+    assert session_of(locate(root)).resumed == PassedOver(5, (10,))
     with pytest.raises(DamagedFileError):  # it is left as it is
         reshard.open(root / "iteration_00000010").load()
 
@@ -182,9 +182,9 @@ def test_an_iteration_by_its_number(root: Path) -> None:
     for got in (reshard.load(root, iteration=5), reshard.load(root / "iteration_5"), reshard.load(folder)):
         assert got.iteration == 5
         assert same(got.state, sealed.arrays_of(5))
-        assert pending_rollback.get(locate(root)) is None
+        assert session_of(locate(root)).resumed is None
     assert reshard.load(root).iteration == 10
-    assert pending_rollback.get(locate(root)) is None
+    assert session_of(locate(root)).resumed is None
     damage(root, FILES["opt", 0], 5)
     with pytest.raises(DamagedFileError, match=FILES["opt", 0]):
         reshard.load(root, iteration=5)

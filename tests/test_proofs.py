@@ -19,8 +19,8 @@ import reshard
 from reshard.cli import main
 from reshard.commit import manifest as manifests
 from reshard.commit import proofs, protocol
+from reshard.commit.session import forget_all
 from reshard.errors import DamagedFileError, StorageError
-from reshard.formats.checkpoint1 import save as checkpoint1
 from reshard.formats.checkpoint1 import save_rank as rank_side
 from reshard.storage.location import Location, locate
 from reshard.write import shard_files
@@ -35,8 +35,7 @@ __all__ = ["reachable"]
 def _claims() -> Iterator[None]:
     yield
     protocol.release()
-    checkpoint1._runs.clear()
-    checkpoint1._read_back.clear()
+    forget_all()
 
 
 def save(root: Path, *iterations: int, **options: Any) -> None:

@@ -29,9 +29,9 @@ from reshard import _core
 from reshard.cli import main
 from reshard.commit import claims, protocol
 from reshard.commit import manifest as manifests
+from reshard.commit.session import forget_all, session_of
 from reshard.errors import CheckpointNotFoundError, ClaimedError, DamagedFileError, ReshardError, StorageError
 from reshard.storage.location import locate
-from reshard.write import pending_rollback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -67,7 +67,8 @@ def root(tmp_path: Path) -> Iterator[Path]:
     for iteration in (100, 200, 300):
         save(root, iteration)
     yield root
-    pending_rollback.forget(locate(root))
+    protocol.release()
+    forget_all()
 
 
 def folder_of(root: Path, iteration: int) -> Path:
@@ -432,7 +433,7 @@ def test_a_rollback_that_is_killed_leaves_the_one_or_the_other(target: int, root
         shutil.copytree(root, copy)
         was_killed = small_saves.killed_at(number, functools.partial(reshard.rollback, copy, target))
         assert continued(copy) in ({before, target} if was_killed else {target})
-        pending_rollback.forget(locate(copy))
+        session_of(locate(copy)).resumed = None
         assert {iteration for iteration in (100, 200, 300) if folder_of(copy, iteration).is_dir()} == {100, 200, 300}
         reshard.rollback(copy, target)
         assert continued(copy) == target

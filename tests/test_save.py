@@ -35,6 +35,7 @@ from tests.threads import in_threads
 import reshard
 from reshard import _core
 from reshard.commit import manifest, protocol
+from reshard.commit.session import PassedOver, session_of
 from reshard.errors import (
     ArgumentError,
     ClaimedError,
@@ -393,11 +394,9 @@ def test_an_iteration_is_any_integer(tmp_path: Path, integer: Any) -> None:
 
 
 def test_the_first_save_after_an_older_iteration_was_taken_goes_back(tmp_path: Path) -> None:
-    from reshard.write import pending_rollback
-
     for iteration in (5, 6, 7):
         reshard.save(tmp_path, iteration, {"w": SQUARE}, commit={"durable": False})
-    pending_rollback.record(locate(tmp_path), 5, (6, 7))
+    session_of(locate(tmp_path)).resumed = PassedOver(5, (6, 7))
     reshard.save(tmp_path, 6, {"w": SQUARE + 1}, commit={"durable": False})
     assert manifest.read(locate(tmp_path / "iteration_00000006")).passed_over == (6, 7)
     reshard.save(tmp_path, 7, {"w": SQUARE + 2}, commit={"durable": False})

@@ -24,8 +24,8 @@ from tests.threads import in_threads
 
 import reshard
 from reshard.commit import protocol
+from reshard.commit.session import forget_all
 from reshard.errors import ArgumentError, MismatchError, ReshardError, UnsupportedError
-from reshard.formats.checkpoint1 import save as checkpoint1
 from reshard.formats.checkpoint1 import save_plan as rank_plan
 from reshard.formats.checkpoint1.names import FileName, parse_file_name
 from reshard.formats.checkpoint1.save_plan import FolderView, Naming
@@ -53,7 +53,7 @@ def _a_run_of_its_own() -> Iterator[None]:
 def new_run() -> None:
     """As a process that was started again."""
     protocol.release()
-    checkpoint1._runs.clear()
+    forget_all()
 
 
 def save(root: Path, iteration: int, model: Any, optimizer: Any = None, **options: Any) -> Any:

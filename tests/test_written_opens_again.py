@@ -23,9 +23,9 @@ from tests.threads import in_threads
 
 import reshard
 from reshard.commit import protocol
+from reshard.commit.session import forget_all
 from reshard.errors import CheckpointNotFoundError, MismatchError, UnsupportedError
 from reshard.formats.checkpoint1 import replicas
-from reshard.formats.checkpoint1 import save as checkpoint1
 from reshard.formats.checkpoint1 import tensors as rank_tensors
 from reshard.layout.strategy import Strategy
 from reshard.layout.strategy_folder import read_strategy
@@ -52,7 +52,7 @@ def _a_run_of_its_own() -> Iterator[None]:
 def new_run() -> None:
     """As a process that was started again."""
     protocol.release()
-    checkpoint1._runs.clear()
+    forget_all()
 
 
 def plain(mapping: dict[str, Any]) -> dict[str, Any]:

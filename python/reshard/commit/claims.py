@@ -21,11 +21,11 @@ import re
 import socket
 import threading
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.commit import filesystem, process_end
+from reshard.commit.session import Claim, find_session, session_of, sessions
 from reshard.documents.strict_json import parse_json
 from reshard.errors import ClaimedError, DamagedFileError, ReshardError, StorageError
 from reshard.storage import host
@@ -33,8 +33,9 @@ from reshard.storage.store import LockHeldError
 from reshard.values.words import show
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator
+    from collections.abc import Iterator
 
+    from reshard.commit.session import RootSession
     from reshard.storage.location import Location
     from reshard.storage.store import HeldFile
 
@@ -49,27 +50,8 @@ _CLAIM_FILE = re.compile("epoch_([0-9]{1,18})")
 _log = logging.getLogger("reshard")
 
 
-@dataclass(frozen=True)
-class Claim:
-    """A claim that this process holds.
-
-    Attributes:
-        root: the checkpoint root.
-        generation: its number; no other claim of this root has it.
-        file: the claim file: its time of modification is the heartbeat.
-        stop: ends the heartbeat.
-        beat: the thread that touches the file.
-    """
-
-    root: Location
-    generation: int
-    file: HeldFile = field(repr=False)
-    stop: threading.Event = field(repr=False)
-    beat: threading.Thread = field(repr=False)
-
-
-_held: dict[Hashable, Claim] = {}
-_held_lock = threading.Lock()
+# Held while a claim is made or released.
+_making = threading.Lock()
 
 
 # -- the lock
@@ -112,40 +94,32 @@ def hold(root: Location, *, takeover: bool = False, durable: bool = True, folder
         ClaimedError: another process has a live claim, or has replaced the claim of this process.
         StorageError: the system failed, or the lock was not free in time.
     """
-    key = _key(root)
-    with _held_lock:
-        claim = _held.get(key)
-        if claim is not None:
+    session = session_of(root)
+    with _making:
+        if session.claim is not None:
             try:
-                check(claim)
+                check(session.claim)
             except ClaimedError:
                 if not takeover:
                     raise
-                _drop(claim)
-                del _held[key]
+                _drop(session)
             else:
-                return claim
-        for other, old in list(_held.items()):
-            if old.root == root:
+                return session.claim
+        for other in sessions():
+            if other is not session and other.root == root and other.claim is not None:
                 _log.warning(
                     "%s is not the folder that this process has claimed: that one was removed or renamed, or a file "
                     "system was mounted or unmounted there. Saves go into the new folder",
                     root,
                 )
-                _drop(old)
-                del _held[other]
-        claim = _held[key] = _claim(root, takeover=takeover, durable=durable, folder_mode=folder_mode)
-        return claim
+                _drop(other)
+        session.claim = _claim(root, takeover=takeover, durable=durable, folder_mode=folder_mode)
+        return session.claim
 
 
 def held(root: Location) -> Claim | None:
     """The claim that this process has on a root, if it has one. Raises CheckpointNotFoundError, StorageError."""
-    return _held.get(_key(root))
-
-
-def _key(root: Location) -> Hashable:
-    """A value that identifies a root independently of its path."""
-    return (root.store, root.store.folder_identity(root.path))
+    return session_of(root).claim
 
 
 def is_alive(root: Location, generation: int) -> bool | None:
@@ -205,37 +179,29 @@ def living_claim(root: Location) -> ClaimedError | None:
 
 def release(root: Location | None = None) -> None:
     """Release the claim on a root, or all claims of this process, so that others can claim it. Never raises."""
-    key = None
-    if root is not None:
-        try:
-            key = _key(root)
-        except (OSError, ReshardError):
-            return
-    with _held_lock:
-        for one, claim in list(_held.items()):
-            if root is None or one == key:
+    asked = sessions() if root is None else [find_session(root)]
+    with _making:
+        for session in asked:
+            if session is not None and session.claim is not None:
                 with contextlib.suppress(OSError, ReshardError):
-                    check(claim)
+                    check(session.claim)
                     # The generation stays in use: no later claim gets it, so that a late writer detects that it was
                     # replaced.
-                    claim.file.write(b'{"released":true}')
-                _drop(claim)
-                del _held[one]
+                    session.claim.file.write(b'{"released":true}')
+                _drop(session)
 
 
-def _drop(claim: Claim) -> None:
-    claim.stop.set()
-    claim.beat.join()  # before the close: the heartbeat must not touch another file with a reused file descriptor
-    claim.file.close()
+def _drop(session: RootSession) -> None:
+    claim, session.claim = session.claim, None
+    if claim is not None:
+        claim.stop.set()
+        claim.beat.join()  # before the close: the heartbeat must not touch another file with a reused file descriptor
+        claim.file.close()
 
 
 def _forget() -> None:
-    """Forget the parent's claims in a forked child, in which their heartbeat does not run."""
-    global _held_lock  # noqa: PLW0603  the parent may have held it at the fork
-    _held_lock = threading.Lock()
-    for claim in _held.values():
-        claim.file.close()
-    _held.clear()
+    global _making  # noqa: PLW0603  the parent may have held it at the fork
+    _making = threading.Lock()
 
 
 os.register_at_fork(after_in_child=_forget)

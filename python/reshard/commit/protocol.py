@@ -24,7 +24,7 @@ import datetime as dt
 import errno
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from reshard import _core
@@ -33,6 +33,7 @@ from reshard.commit import manifest as manifests
 from reshard.commit.filesystem import MANIFEST_FILE, UNFINISHED_FILE
 from reshard.commit.manifest import CHECKSUMS_FILE, PINNED_FILE, Manifest
 from reshard.commit.recovery import recover, recover_locked
+from reshard.commit.session import session_of
 from reshard.commit.staging import StagedName
 from reshard.commit.trash import STAGING_FOLDER, TRASH_FOLDER
 from reshard.errors import (
@@ -49,7 +50,7 @@ from reshard.values.words import show
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from reshard.commit.claims import Claim
+    from reshard.commit.session import Claim, RootSession
     from reshard.storage.store import Entry
 
 __all__ = [
@@ -85,6 +86,7 @@ class Attempt:
         previous_tracker: the iteration that the tracker named when the attempt began, or None.
         durable: whether everything is synced.
         replaces: whether a folder of the same iteration is replaced.
+        session: of the root.
         entries: what the root held when the attempt began.
     """
 
@@ -96,6 +98,7 @@ class Attempt:
     previous_tracker: int | None
     durable: bool
     replaces: bool
+    session: RootSession = field(repr=False, compare=False)
     entries: tuple[Entry, ...] = ()
 
     @property
@@ -129,10 +132,17 @@ class ValueRecord(FileRecord, Protocol):
     def not_finite(self) -> Sequence[tuple[str, str]]: ...
 
 
-# Attempts with a failed sync: their content on disk is unknown, and a second sync would not report that.
-_poisoned: set[str] = set()
-# Ended attempts of this process whose folder remains: recovery only covers folders of dead processes.
-_left: set[Attempt] = set()
+@dataclass
+class _Attempts:
+    """Attempts of this process that went wrong.
+
+    Attributes:
+        failed: their ids, where a sync failed: their content on disk is unknown, and a second sync would not report it.
+        left: those that have ended and whose folder remains: recovery only covers folders of dead processes.
+    """
+
+    failed: set[str] = field(default_factory=set)
+    left: set[Attempt] = field(default_factory=set)
 
 
 def begin(
@@ -200,7 +210,16 @@ def begin(
         if in_staging:
             work = place / STAGING_FOLDER / str(StagedName(iteration, claim.generation, attempt_id))
         attempt = Attempt(
-            place, iteration, claim.generation, attempt_id, work, tracker, durable, overwrite, tuple(entries)
+            root=place,
+            iteration=iteration,
+            generation=claim.generation,
+            id=attempt_id,
+            staging=work,
+            previous_tracker=tracker,
+            durable=durable,
+            replaces=overwrite,
+            session=session_of(place),
+            entries=tuple(entries),
         )
         try:
             if in_staging:
@@ -282,7 +301,7 @@ def seal(
             attempt.staging, manifest, file_mode, durable=attempt.durable, unsynced=[*unsynced, CHECKSUMS_FILE]
         )
     except StorageError:
-        _poisoned.add(attempt.id)
+        attempt.session.of(_Attempts).failed.add(attempt.id)
         raise
     return manifest
 
@@ -330,9 +349,9 @@ def publish(attempt: Attempt, manifest: Manifest, log: Callable[[], Sequence[Loc
             else:
                 staging.move_tracker(root, attempt.iteration, durable=durable, unsynced=unsynced)
             staging.mark_tracked(attempt.folder, durable=durable, unsynced=log())
-            _discard_left(root, durable=durable)
+            _discard_left(attempt.session, durable=durable)
     except StorageError as error:
-        _poisoned.add(attempt.id)
+        attempt.session.of(_Attempts).failed.add(attempt.id)
         if _is_in_place(attempt, manifest):
             raise _unfinished(attempt, error) from error
         raise
@@ -344,7 +363,7 @@ def abandon(attempt: Attempt) -> None:
 
     Never raises. Remaining files are removed when a later save is published, or recovered by the next process.
     """
-    _poisoned.discard(attempt.id)
+    attempt.session.of(_Attempts).failed.discard(attempt.id)
     try:
         if attempt.in_place:
             if staging.unfinished(attempt.folder) == f"{attempt.generation}.{attempt.id}":
@@ -355,11 +374,11 @@ def abandon(attempt: Attempt) -> None:
         with contextlib.suppress(ReshardError):
             # After an exchange that was not finished, the staging name refers to the old iteration.
             if manifests.read(attempt.staging).attempt != attempt.id:
-                _left.add(attempt)
+                attempt.session.of(_Attempts).left.add(attempt)
                 return
         filesystem.remove_folder(attempt.staging, durable=False)
     except (ReshardError, OSError) as error:
-        _left.add(attempt)
+        attempt.session.of(_Attempts).left.add(attempt)
         _log.warning("the staging folder %s is left over: %s", attempt.staging, error)
 
 
@@ -542,7 +561,7 @@ def check_space(root: Location, planned_bytes: int, *, durable: bool) -> None:
 
 def _claim_of(attempt: Attempt) -> Claim:
     """The claim of the attempt. A forked child has no claim, and a new claim has another generation."""
-    claim = claims.held(attempt.root)
+    claim = attempt.session.claim
     if claim is None or claim.generation != attempt.generation:
         raise ClaimedError(
             f"this process does not hold claim {attempt.generation} of {show(str(attempt.root))}, under which "
@@ -554,7 +573,7 @@ def _claim_of(attempt: Attempt) -> Claim:
 
 
 def _check_sound(attempt: Attempt) -> None:
-    if attempt.id in _poisoned:
+    if attempt.id in attempt.session.of(_Attempts).failed:
         raise StorageError(
             f"this attempt to save iteration {attempt.iteration} has failed before; what of it is on disk is not known",
             path=str(attempt.staging),
@@ -691,15 +710,16 @@ def _unfinished(attempt: Attempt, error: StorageError) -> StorageError:
     )
 
 
-def _discard_left(root: Location, *, durable: bool) -> None:
+def _discard_left(session: RootSession, *, durable: bool) -> None:
     """After a publication: move the remaining folders of this process's attempts to the trash, old iterations too."""
     with contextlib.suppress(ReshardError):  # the rest stays for another time: `.trash` is not synced again
-        for attempt in [one for one in _left if one.root == root]:
-            _left.discard(attempt)
+        left = session.of(_Attempts).left
+        for attempt in list(left):
+            left.discard(attempt)
             if attempt.in_place:
                 abandon(attempt)
             elif attempt.staging.exists():
-                trash.discard(root, attempt.staging, attempt.iteration, durable=durable)
+                trash.discard(attempt.root, attempt.staging, attempt.iteration, durable=durable)
 
 
 def _made_meanwhile(attempt: Attempt) -> DestinationExistsError:

@@ -20,9 +20,9 @@ from reshard.errors import ReshardError
 from reshard.storage.store import PROBE_PREFIX
 
 if TYPE_CHECKING:
-    from reshard.commit.claims import Claim
     from reshard.commit.manifest import Manifest
     from reshard.commit.roots import Candidates
+    from reshard.commit.session import Claim
     from reshard.storage.location import Location
     from reshard.storage.store import Entry
 

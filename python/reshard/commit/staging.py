@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,7 @@ from reshard.errors import ReshardError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reshard.commit.claims import Claim
+    from reshard.commit.session import Claim
     from reshard.storage.location import Location
     from reshard.storage.store import Abilities
 
@@ -60,25 +59,22 @@ class StagedName:
         return cls(int(match[1]), int(match[2]), match[3]) if match else None
 
 
-_found: weakref.WeakKeyDictionary[Claim, Abilities] = weakref.WeakKeyDictionary()
-
-
 def abilities(claim: Claim) -> Abilities:
     """The abilities of the root's store, tested once for each claim in `.staging`, under the lock.
 
     Raises:
         StorageError: the system failed with an error other than a missing ability.
     """
-    if claim not in _found:
+    if claim.abilities is None:
         place = claim.root / STAGING_FOLDER
-        found = _found[claim] = place.store.abilities(place.path)
-        if not found.renames_folders:
+        claim.abilities = place.store.abilities(place.path)
+        if not claim.abilities.renames_folders:
             _log.warning(
                 "%s: the store cannot rename folders: iterations are written in place, and one that is saved again is "
                 "gone before the new one is complete",
                 claim.root,
             )
-    return _found[claim]
+    return claim.abilities
 
 
 # -- operations of both publication and recovery

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 
 from reshard.commit import protocol
+from reshard.commit.session import find_session
 from reshard.config import Config, as_config
 from reshard.errors import ArgumentError, ClaimedError, GroupError, ReshardError
 from reshard.formats.checkpoint2.rank_facts import check_same
@@ -784,7 +785,7 @@ class Checkpointer:
             is_below = is_back or first < run.above
             self._together(
                 lambda: (
-                    claim(saver, step=first, is_below=is_below, takeover=self._options.commit.takeover)
+                    claim(saver, self, step=first, is_below=is_below, takeover=self._options.commit.takeover)
                     if self._group.rank == 0
                     else None
                 )
@@ -980,6 +981,9 @@ class Checkpointer:
         """Remove the signal handlers and the hooks of optimizers."""
         self._is_closed = True
         self._signals.close()
+        session = find_session(self._root) if self._group.rank == 0 else None
+        if session is not None:
+            session.leave(self)
         if self._saver is not None:
             self._saver.run.unwatch()
             self._saver.close()

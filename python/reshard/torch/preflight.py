@@ -13,6 +13,7 @@ import torch
 
 from reshard import dtypes
 from reshard.commit import protocol, roots
+from reshard.commit.session import session_of
 from reshard.errors import ArgumentError, ClaimedError, UnsupportedError
 from reshard.formats.state import dump
 from reshard.resume.parts import object_name
@@ -20,7 +21,6 @@ from reshard.torch.modules import unloaded
 from reshard.torch.staging import on_device
 from reshard.values.words import listed, show
 from reshard.verbs.save import save
-from reshard.write import pending_rollback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -202,18 +202,19 @@ def _placeholder(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty((1,) * tensor.dim(), dtype=tensor.dtype, device="cpu").expand(tensor.shape)
 
 
-def claim(saver: Saver, *, step: int, is_below: bool, takeover: bool) -> None:
+def claim(saver: Saver, owner: object, *, step: int, is_below: bool, takeover: bool) -> None:
     """Create the checkpoint root and claim it, as the first save would.
 
     Args:
         saver: of the run, on rank 0.
+        owner: who saves; no other object of this process may save into the root.
         step: the first iteration that will be saved, as far as that is known.
         is_below: whether the run is meant to be below what the root holds.
         takeover: overtake another process that has claimed the root and is alive.
 
     Raises:
         ArgumentError: the root holds newer iterations, of another run.
-        ClaimedError: another process writes into the root.
+        ClaimedError: another process writes into the root, or another object of this one.
         StorageError, DestinationExistsError: the root cannot be written.
     """
     root = saver.root
@@ -222,5 +223,7 @@ def claim(saver: Saver, *, step: int, is_below: bool, takeover: bool) -> None:
         raise error
     folder_mode = 0o700 if saver.options.commit.private else 0o777
     protocol.claim_root(root, takeover=takeover, durable=saver.options.commit.durable, folder_mode=folder_mode)
-    if not saver.has_rank_folders and not is_below and pending_rollback.get(root) is None:
+    session = session_of(root)
+    session.own(owner)
+    if not saver.has_rank_folders and not is_below and session.resumed is None:
         protocol.check_above_tracker(root, step, roots.resolve_candidates(root).tracker)

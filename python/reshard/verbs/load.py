@@ -24,6 +24,7 @@ from reshard.checkpoint import Checkpoint
 from reshard.commit import manifest as manifests
 from reshard.commit import proofs, protocol, roots
 from reshard.commit.scrub import scrub_plain
+from reshard.commit.session import PassedOver, find_session, session_of
 from reshard.config import Config, as_config, split_iteration
 from reshard.errors import (
     ArgumentError,
@@ -52,7 +53,6 @@ from reshard.values.arguments import check_given
 from reshard.values.events import Observers
 from reshard.values.words import show
 from reshard.verbs.pending_load import PendingLoad
-from reshard.write import pending_rollback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -639,11 +639,11 @@ def pass_over(root: str | os.PathLike[str], number: int) -> None:
     root = locate(root)
     newer = opening.newer_than(root, number) if root.is_folder() else ()
     if newer:
-        pending_rollback.record(root, number, newer)
+        session_of(root).resumed = PassedOver(number, newer)
         # Later saves get a new generation, which distinguishes them from the skipped iterations.
         protocol.release(root)
-    else:
-        pending_rollback.forget(root)
+    elif (session := find_session(root)) is not None:
+        session.resumed = None
 
 
 # -- in the background

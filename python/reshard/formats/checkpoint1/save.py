@@ -19,11 +19,13 @@ import contextlib
 import hashlib
 import json
 import os
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from reshard import dtypes
 from reshard.commit import claims, filesystem, protocol
+from reshard.commit.session import Claim, find_session, session_of
 from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError, UnsupportedError
 from reshard.formats import counter_tensors, health
 from reshard.formats.checkpoint1 import health as checkpoint1_health
@@ -46,9 +48,7 @@ from reshard.formats.checkpoint2.rank_facts import (
 )
 from reshard.formats.replicas import Replicas, is_any_of
 from reshard.storage import mounts
-from reshard.storage.location import Location, locate
 from reshard.values.words import show
-from reshard.write import pending_rollback
 from reshard.write.phases import Begun, Draft, Messages, Planned, Prepared, Publication, Published, Written
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from reshard.formats.checkpoint2.iteration import IterationPlan
     from reshard.formats.replicas import State
     from reshard.options import SaveOptions
+    from reshard.storage.location import Location
     from reshard.write.phases import RankInput, SaveTask
     from reshard.write.shard_files import ShardFileMaker
 
@@ -117,14 +118,20 @@ _Weights: TypeAlias = tuple[WrittenWeights, ...]
 _MESSAGES = Messages(_Report, _Orders, _BegunMessage, tuple[WrittenWeights, ...])
 _plans = LastMade[_PlanOfRanks]()
 
-_runs: dict[tuple[Location, str], int] = {}
-"""The number of the run of this process, by root and prefix: a process is one run, and a restarted one the next."""
 
-_read_back: dict[tuple[Location, str, int | None], set[tuple[int, int]]] = {}
-"""Epochs and steps of the saves that this process read back, by root, prefix and number of the run."""
+@dataclass
+class _Runs:
+    """What this process remembers of its saves into a root.
 
-os.register_at_fork(after_in_child=_runs.clear)
-os.register_at_fork(after_in_child=_read_back.clear)
+    Attributes:
+        numbers: by prefix, the number of its run: a process is one run, and a restarted one the next.
+        read_back: by prefix and number of the run, epochs and steps of the saves that it has read back.
+    """
+
+    numbers: dict[str, int] = field(default_factory=dict)
+    read_back: defaultdict[tuple[str, int | None], set[tuple[int, int]]] = field(
+        default_factory=lambda: defaultdict(set)
+    )
 
 
 class Checkpoint1Draft(Draft[_Report, _Orders, _BegunMessage, _Weights]):
@@ -192,7 +199,9 @@ class Checkpoint1Draft(Draft[_Report, _Orders, _BegunMessage, _Weights]):
         if self._options.only_save_strategy:
             naming, replicas = Naming(self._prefix, None, 0, 0), Replicas()
         else:
-            number = rank_plan.run_number(views, _runs.get(_run_key(task, self._prefix)))
+            session = find_session(task.root)
+            known = None if session is None else session.of(_Runs).numbers.get(self._prefix)
+            number = rank_plan.run_number(views, known)
             naming = Naming(self._prefix, number or None, *self._position)
             replicas = Replicas.of(plan.holders if task.options.verify.check_replicas else {}, facts)
         has_state = any(one.has_state for one in reports) or any(may_differ for *_, may_differ in replicas.rows)
@@ -285,14 +294,15 @@ class Checkpoint1Planned(Planned[_Orders, _BegunMessage, _Weights]):
         protocol.check_space(task.root, self._n_bytes(), durable=task.durable)
         if options.checkpoint1.only_save_strategy:
             return Checkpoint1Begun(_BegunMessage(options.verify.after_save, ()), self, claim)
-        _runs[_run_key(task, naming.prefix)] = naming.run or 0
+        runs = session_of(task.root).of(_Runs)
+        runs.numbers[naming.prefix] = naming.run or 0
         files: list[FileName] = []
         with contextlib.suppress(CheckpointNotFoundError):
             files = checkpoint1.list_files(folder_of(task.root, 0))
         outdated = rank_plan.outdated(files, naming, None if options.retention is None else options.retention.keep)
         there = {(file.epoch, file.step) for file in files if (file.prefix, file.run) == (naming.prefix, naming.run)}
-        key = _read_back_key(task, naming)
-        known = _read_back[key] = _read_back.get(key, set()) & there
+        known = runs.read_back[naming.prefix, naming.run]
+        known &= there
         reads_back = options.verify.after_save or (bool(outdated) and not known - set(outdated))
         message = _BegunMessage(reads_back, tuple(outdated), self._last_healthy(files))
         return Checkpoint1Begun(message, self, claim)
@@ -335,7 +345,7 @@ class Checkpoint1Begun(Begun[_BegunMessage, _Weights]):
     """
 
     planned: Checkpoint1Planned
-    claim: claims.Claim
+    claim: Claim
 
     def publish(
         self,
@@ -391,9 +401,10 @@ class Checkpoint1Publication(Publication):
     def confirmed(self) -> None:
         """Record what was read back."""
         planned, naming = self.begun.planned, self.begun.planned.orders.naming
+        session = session_of(planned.task.root)
         if self.begun.message.reads_back:
-            _read_back[_read_back_key(planned.task, naming)].add((naming.epoch, naming.step))
-        pending_rollback.forget(planned.task.root)
+            session.of(_Runs).read_back[naming.prefix, naming.run].add((naming.epoch, naming.step))
+        session.resumed = None
 
 
 @dataclass(frozen=True)
@@ -453,14 +464,6 @@ class Checkpoint1Written(Written[_Weights]):
                 "pruned", None, name=f"{epoch}_{step}", reason="older than the newest `keep` saves"
             )
         return warnings
-
-
-def _run_key(task: SaveTask, prefix: str) -> tuple[Location, str]:
-    return locate(task.root).resolved(), prefix
-
-
-def _read_back_key(task: SaveTask, naming: Naming) -> tuple[Location, str, int | None]:
-    return locate(task.root).resolved(), naming.prefix, naming.run
 
 
 def _shapes(plan: IterationPlan, facts: list[RankFacts]) -> Shapes:

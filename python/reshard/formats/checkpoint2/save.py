@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from reshard import _core
 from reshard.commit import filesystem, protocol, writer_mark
 from reshard.commit.manifest import ManifestCache
+from reshard.commit.session import find_session
 from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError, StorageError
 from reshard.formats import health
 from reshard.formats import state as state_files
@@ -37,7 +38,6 @@ from reshard.storage import mounts
 from reshard.storage.location import locate
 from reshard.storage.store import Entry
 from reshard.values.words import show
-from reshard.write import pending_rollback
 from reshard.write.arrays import local_arrays
 from reshard.write.contents import FileContent, JointProgress
 from reshard.write.phases import Begun, Draft, Messages, Planned, Prepared, Publication, Published, Written
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from reshard.commit.manifest import Manifest
+    from reshard.commit.session import PassedOver
     from reshard.formats.checkpoint2.iteration import IterationPlan
     from reshard.formats.replicas import State
     from reshard.options import SaveOptions
     from reshard.storage.location import Location
-    from reshard.write.pending_rollback import PendingRollback
     from reshard.write.phases import RankInput, SaveTask
     from reshard.write.shard_files import ShardFile, ShardFileMaker
 
@@ -126,7 +126,8 @@ class Checkpoint2Draft(Draft[RankFacts, _Orders, _BegunMessage, _Records]):
 
         plan = _plans.get([plan_key(reports), str(layout), [prefix, dedup, strict, check_replicas]], make)
         orders = _Orders(plan.iteration.files, plan.replicas)
-        return Checkpoint2Planned(orders, self.task, self.own, plan, pending_rollback.get(self.task.root))
+        session = find_session(self.task.root)
+        return Checkpoint2Planned(orders, self.task, self.own, plan, None if session is None else session.resumed)
 
     def prepare(self, orders: _Orders, make: ShardFileMaker) -> Checkpoint2Prepared:
         """Make this rank's shard files."""
@@ -151,7 +152,7 @@ class Checkpoint2Planned(Planned[_Orders, _BegunMessage, _Records]):
     task: SaveTask
     own: RankInput
     plan: _Plan
-    resumed: PendingRollback | None
+    resumed: PassedOver | None
 
     def begin(self) -> Checkpoint2Begun:
         """Claim the root and make the staging folder."""
@@ -245,7 +246,7 @@ class Checkpoint2Begun(Begun[_BegunMessage, _Records]):
             world_size=rank0.world_size,
             unsynced=[*own.unsynced, *described, *own_files],
             known=described,
-            passed_over=() if resumed is None else resumed.passed_over,
+            passed_over=() if resumed is None else resumed.newer,
             ckpt_status=status,
             metrics=rank0.record.metrics,
             file_mode=task.file_mode,
@@ -264,7 +265,7 @@ class Checkpoint2Begun(Begun[_BegunMessage, _Records]):
         )
         more = protocol.publish(attempt, manifest, lambda: log(published))
         if resumed is not None:
-            pending_rollback.forget(task.root)
+            attempt.session.resumed = None
         published = published._replace(warnings=(*published.warnings, *more))
         return Checkpoint2Publication(published, self, manifest)
 
