@@ -6,7 +6,7 @@ import errno
 import inspect
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pytest
@@ -15,8 +15,10 @@ import reshard
 from reshard.commit import filesystem
 from reshard.errors import ArgumentError, ReshardError, StorageError
 from reshard.names import NameMap
+from reshard.options import Options
 from reshard.storage.location import locate
-from reshard.values.arguments import check, checked
+from reshard.values.argument_types import Seconds
+from reshard.values.arguments import checked, checks_of
 from reshard.write import background
 
 if TYPE_CHECKING:
@@ -131,6 +133,41 @@ def test_wrong_arguments_of_a_checkpointer_are_errors_of_the_tree(
     assert strangers(Checkpointer, {"root": "root", "signals": ()}) == []
 
 
+# Types of which a function makes options or objects of its own, which checks the value.
+PARSED = {
+    *("object", "CommitLike", "FilesLike", "FormatLike", "InitFromLike", "RetentionLike", "SettingsLike", "StrictLike"),
+    *("VerifyLike", "CommonInfo | Mapping[str, object]", "Interrupts | Mapping[str, object]", "DeviceMesh"),
+    *("Reading | Mapping[str, object]", "Select | Mapping[str, object]", "float", "int | str", "int | EllipsisType"),
+    *("nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]", "torch.device | str"),
+}
+
+
+def test_every_argument_and_option_is_checked_by_its_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    functions = [getattr(one, "__func__", one) for one, _ in public_functions().values()]
+    of_torch = pytest.importorskip("reshard.torch").Checkpointer
+    checked_ones: list[Any] = [inspect.unwrap(one) for one in [*functions, of_torch.__init__, of_torch.resume]
+                               if hasattr(one, "__wrapped__")]  # fmt: skip
+    assert len(checked_ones) > 25
+    for of in [*checked_ones, *Options.__subclasses__()]:
+        checks = checks_of(of)
+        for name, annotation in of.__annotations__.items():
+            is_own = name == "return" or annotation.startswith("ClassVar")
+            assert is_own or name in checks or annotation.removesuffix(" | None") in PARSED, (of, name, annotation)
+
+
+def test_a_name_of_a_parameter_says_nothing_about_its_values() -> None:
+    @checked
+    def reshape(shape: tuple[int, int], keep: Literal["all", "none"] = "all", missing: int | None = None) -> str:
+        return f"{shape} {keep} {missing}"
+
+    assert reshape((2, 3), "none", 5) == "(2, 3) none 5"
+    with pytest.raises(ArgumentError, match='`keep` is \'some\', expected "all" or "none"'):
+        reshape((2, 3), keep="some")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="`shape` is None, expected two whole numbers"):
+        reshape(None)  # type: ignore[arg-type]
+
+
 CASES: list[tuple[dict[str, object], str]] = [
     ({"timeout": None}, "`timeout` is None, expected a number of seconds"),
     ({"timeout": "5"}, "`timeout` is '5', expected a number of seconds"),
@@ -177,13 +214,12 @@ def test_metadata_of_a_file_is_text_by_text(tmp_path: Path) -> None:
 
 def test_a_function_keeps_the_message_of_a_missing_argument() -> None:
     @checked
-    def wait(timeout: float) -> float:
+    def wait(timeout: Seconds) -> float:
         return timeout
 
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'timeout'"):
         wait()  # type: ignore[call-arg]
     assert wait(2) == 2
-    check(timeout=None)
 
 
 def test_saving_within_a_save_in_the_background_is_refused(tmp_path: Path) -> None:

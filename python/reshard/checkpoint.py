@@ -29,7 +29,8 @@ from reshard.errors import (
 from reshard.formats.base import UNCHANGED_HINT, StoredTensor
 from reshard.formats.outputs import as_array, as_arrays, check_out, check_outs, fill_out, keeps_order, load_all
 from reshard.storage.location import locate
-from reshard.values.arguments import check_given, checked
+from reshard.values.argument_types import Part, Progress, VerifyMode
+from reshard.values.arguments import check, checked
 from reshard.values.indexing import normalize_index
 from reshard.values.words import check_text, counted, listed, nearest, show
 
@@ -44,10 +45,8 @@ if TYPE_CHECKING:
     from reshard.layout import BoundLayout, ModelLayout
     from reshard.layout.strategy import Strategy
     from reshard.names import ConfigLike, NamesLike, ResolvedTensor
-    from reshard.options import VerifyMode
     from reshard.quantised.kinds import Quantised
 
-Part = Literal["all", "model", "optimizer"]
 LayoutLike: TypeAlias = "ModelLayout | str | os.PathLike[str] | Mapping[str, Any]"
 
 
@@ -443,7 +442,7 @@ class Checkpoint:
         copy: bool = True,
         verify: VerifyMode = "touched",
         threads: int | None = None,
-        progress: _core.Progress | None = None,
+        progress: Progress | None = None,
     ) -> dict[str, np.ndarray]:
         """Load the arrays of a rank under a layout, or whole tensors.
 
@@ -576,9 +575,7 @@ class Checkpoint:
 
     def _plan_options(self, dtype: object, verify: VerifyMode, keys: Collection[str] | None) -> _PlanOptions:
         """The options of a plan of the index, after what must be checked before it."""
-        check_given(verify=verify)
-        if verify not in ("full", "touched", "structure"):
-            raise ArgumentError(f'`verify` is {verify!r}; "full", "touched" or "structure" are accepted')
+        check(Checkpoint.load, verify=verify)
         if dtype is not None:
             self._refuse_cast(keys)
         if verify == "full":

@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeAlias, TypeVar, overload
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from reshard import _core, dtypes
 from reshard.errors import ArgumentError, UnsupportedError
 from reshard.opening import open as open_checkpoint
 from reshard.storage.location import locate
+from reshard.values.argument_types import AnyText, Device
 from reshard.values.arguments import checked
 from reshard.values.indexing import TensorIndexError, normalize_index
 from reshard.values.words import check_text, counted
@@ -54,10 +55,10 @@ def safe_open(
 @checked
 def safe_open(
     filename: str | os.PathLike[str],
-    framework: Numpy | Torch,
-    device: str | int = "cpu",
+    framework: Annotated[Numpy | Torch, AnyText],
+    device: Device = "cpu",
     *,
-    backend: Backend | None = None,
+    backend: Annotated[Backend, AnyText] | None = None,
 ) -> SafeOpen[Any]:
     """Open a checkpoint as `safetensors.safe_open` opens a file; use it in a `with` statement.
 
@@ -101,10 +102,10 @@ def load_file(
 @checked
 def load_file(
     filename: str | os.PathLike[str],
-    framework: Any = "np",
-    device: Any = "cpu",
+    framework: Annotated[Any, AnyText] = "np",
+    device: Device = "cpu",
     *,
-    backend: Backend | None = None,
+    backend: Annotated[Backend, AnyText] | None = None,
 ) -> Any:
     """Load all tensors by key, as `safetensors.numpy.load_file` and `safetensors.torch.load_file`.
 

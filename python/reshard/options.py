@@ -21,19 +21,18 @@ from dataclasses import MISSING, Field, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, ParamSpec, Self, TypeAlias, TypeVar, get_args
 
 from reshard.errors import ArgumentError
-from reshard.values.arguments import check_choice, check_given
+from reshard.values.argument_types import Count, Patterns, ReadMethod, Rows, Seconds, Size, VerifyMode
+from reshard.values.arguments import check_fields, checked
 from reshard.values.words import nearest, show
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from reshard import _core
     from reshard.names import NamesLike
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-VerifyMode: TypeAlias = Literal["full", "touched", "structure"]
 
 _MAY_DIFFER = {"may differ between ranks": True}
 """Marks a field that `agreed` leaves out."""
@@ -50,10 +49,7 @@ class Options:
     keyword: ClassVar[str]
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None or field.default is not None:
-                check_given(**{field.name: value})
+        check_fields(self)
 
     def __repr__(self) -> str:
         given = ((field, getattr(self, field.name)) for field in fields(self))
@@ -207,8 +203,8 @@ class Verify(Options):
     on_load: VerifyMode = "touched"
     after_save: bool = False
     check_replicas: bool = True
-    may_differ: Collection[str] = ()
-    may_be_infinite: Collection[str] = ()
+    may_differ: Patterns = ()
+    may_be_infinite: Patterns = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -309,7 +305,7 @@ class Files(Options):
     prefix: str | None = None
     dedup: bool | None = None
     strict_format: bool = False
-    max_shard_size: str | int | None = None
+    max_shard_size: Size | None = None
     model_files: str | os.PathLike[str] | None = None
     check_names: bool = True
     modes: Literal["mindspore-transformers"] | None = None
@@ -388,10 +384,10 @@ class Interrupts(Options):
 
     keyword: ClassVar[str] = "interrupts"
 
-    grace_s: float = 25.0
-    drift: int = 1
+    grace_s: Seconds = 25.0
+    drift: Count = 1
     save_on_exception: bool = False
-    max_failures: int = 3
+    max_failures: Count = 3
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -438,8 +434,8 @@ class Select(Options):
     only: str | Sequence[str] = ()
     drop: str | Sequence[str] = ()
     rename: Mapping[str, str] | None = None
-    pad: Mapping[str, int | str] | None = None
-    trim: Mapping[str, int | str] | None = None
+    pad: Rows | None = None
+    trim: Rows | None = None
     suffix: str | None = None
     entry: str | None = None
 
@@ -471,7 +467,7 @@ class Reading(Options):
 
     out: Mapping[str, np.ndarray] | None = None
     copy: bool = True
-    method: _core.ReadMethod = "auto"
+    method: ReadMethod = "auto"
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -510,8 +506,8 @@ class InitFrom(Options):
     entry: str | None = None
     format: str | None = None
     names: NamesLike | None = None
-    include: Collection[str] = ()
-    exclude: Collection[str] = ()
+    include: Patterns = ()
+    exclude: Patterns = ()
     fresh_optimizer: bool = True
 
     @classmethod
@@ -612,11 +608,6 @@ class Settings(Options):
     scheduler: Literal["saved", "program", "error"] = "saved"
     optimizer: Literal["saved", "program", "error"] = "saved"
 
-    def __post_init__(self) -> None:
-        # As parameters of functions these names have other values.
-        for name in ("scheduler", "optimizer"):
-            check_choice(name, getattr(self, name), "saved", "program", "error")
-
 
 @dataclass(frozen=True)
 class Resuming:
@@ -632,6 +623,7 @@ class Resuming:
     data: Literal["saved", "new"]
 
     @classmethod
+    @checked
     def of(
         cls,
         *,
@@ -655,7 +647,6 @@ class Resuming:
             >>> Resuming.of(strict=False).arguments()["strict"]
             Strict(missing='keep', unexpected='skip')
         """
-        check_choice("data", data, "saved", "new")
         init = None if init_from is None else InitFrom.of(init_from)
         return cls(Strict.of(strict), init, Settings.of(settings), data)
 

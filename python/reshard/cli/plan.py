@@ -29,6 +29,7 @@ from reshard.cli.output import (
     warn,
     write_page,
 )
+from reshard.values.argument_types import Part
 from reshard.values.words import counted
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def plan(
     src: str,
     *,
     layout: str,
-    part: reshard.checkpoint.Part,
+    part: Part,
     strategy: str | None,
     format: str | None,  # noqa: A002  the name of the option
     dst: str,

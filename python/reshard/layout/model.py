@@ -20,7 +20,7 @@ from reshard.layout.strategy_folder import read_strategy
 from reshard.layout.strategy_layout import layouts_of
 from reshard.layout.strategy_writer import strategy_of, write_stage_files
 from reshard.storage.location import locate
-from reshard.values.arguments import check, check_given, check_shapes, checked
+from reshard.values.arguments import check_described, check_path, check_shapes, checked
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -191,7 +191,7 @@ class ModelLayout(LayoutFile):
             <BLANKLINE>
         """
         if not isinstance(path, Strategy):
-            check_given(path=path)
+            check_path("path", path)
         strategy = path if isinstance(path, Strategy) else read_strategy(path)
         found = layouts_of(strategy)
         layout = cls.from_mapping(found.mapping(), source=strategy.source)
@@ -284,7 +284,7 @@ def as_layout(value: LayoutLike) -> ModelLayout:
     if isinstance(value, Mapping):
         return ModelLayout.from_mapping(value)
     if isinstance(value, str | os.PathLike):
-        check(layout=value)
+        check_described("layout", value)
         path = locate(value)
         if path.is_folder() or (path.is_file() and is_strategy(path)):
             return ModelLayout.from_strategy(path)

@@ -31,7 +31,9 @@ from reshard.torch import rng
 from reshard.torch.left_out import frozen_at_start
 from reshard.torch.optimizers import plain
 from reshard.torch.settings import Started
-from reshard.values.arguments import check_given
+from reshard.values.argument_types import Seconds
+from reshard.values.arguments import check
+from reshard.values.events import OnEvent
 from reshard.values.words import show
 from reshard.verbs.save import save
 
@@ -44,7 +46,6 @@ if TYPE_CHECKING:
     from reshard.options import InitFromLike, SettingsLike, StrictLike, VerifyLike
     from reshard.ranks.group import Group
     from reshard.torch.left_out import Frozen
-    from reshard.values.events import OnEvent
     from reshard.verbs.save import PendingSave, SaveReport
 
 _PATIENCE_S = 60  # for a save in the background after an exception: other ranks may have ended
@@ -138,7 +139,7 @@ class Saving:
         keep: int = 2,
         async_save: bool = False,
         verify: VerifyLike = "touched",
-        timeout: float = 1800.0,
+        timeout: Seconds = 1800.0,
         on_event: OnEvent | None = None,
         leave_out_frozen: bool = False,
         strict: StrictLike | None = None,
@@ -148,8 +149,7 @@ class Saving:
     ) -> None:
         self._resuming = Resuming.of(strict=strict is None or strict, init_from=init_from, settings=settings, data=data)
         self._is_strict_given = strict is not None
-        check_given(timeout=timeout, leave_out_frozen=leave_out_frozen)
-        check_given(**({} if on_event is None else {"on_event": on_event}))
+        check(Saving.__init__, timeout=timeout, leave_out_frozen=leave_out_frozen, on_event=on_event)
         self._leaves_out = leave_out_frozen
         self._frozen: Frozen | None = None
         self._on_event = on_event

@@ -27,6 +27,7 @@ from reshard.torch.published import under_names
 from reshard.torch.resuming import RestoreOptions, check_has_optimizer, initial_state, restore_tensors, with_modules
 from reshard.torch.state import describe
 from reshard.torch.tensors import from_tensor
+from reshard.values.argument_types import VerifyMode
 from reshard.values.events import Observers
 from reshard.values.words import show
 from reshard.verbs.load import Wanted, load_with, resumed
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
     from reshard.checkpoint import Checkpoint
     from reshard.formats.left_out import LeftOutTensor
-    from reshard.options import InitFrom, Resuming, VerifyMode
+    from reshard.options import InitFrom, Resuming
     from reshard.resume import ResumeDecision
     from reshard.torch.loading import Read
     from reshard.torch.settings import Started

@@ -20,7 +20,7 @@ from reshard.mindspore.parameters import check_alone, named, named_parts
 from reshard.mindspore.saving import check_options, save
 from reshard.opening import newer_than
 from reshard.storage.location import locate
-from reshard.values.arguments import check_given
+from reshard.values.arguments import check_path
 from reshard.values.words import show
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class ReshardCallback(Callback):  # type: ignore[misc]
     """
 
     def __init__(self, root: str | os.PathLike[str], *, save_every: int, keep: int | None = 5, **options: Any) -> None:
-        check_given(root=root)
+        check_path("root", root)
         check_options(options)
         for name in ("common", "metrics", "shapes"):
             if name in options:

@@ -33,14 +33,14 @@ from reshard.formats.trainer_run.format import TRAINER_RUN
 from reshard.lazy import exports
 from reshard.opening import several
 from reshard.storage.location import BROKEN_LINK_HINT, Location, locate
-from reshard.values.arguments import check_paths, checked_as
+from reshard.values.argument_types import ReadMethod
+from reshard.values.arguments import checked
 from reshard.values.words import counted, hub_hint, listed, show
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
 
-    from reshard import _core
     from reshard.commit.candidates import Order
     from reshard.commit.newest import reason_of as reason_of
     from reshard.commit.scrub import is_damage as is_damage
@@ -73,13 +73,13 @@ _log = logging.getLogger("reshard")
 _OF_THE_SAME_FILES = (FULL_WEIGHTS, TILED)
 
 
-@checked_as(path=check_paths)
+@checked
 def open(  # noqa: A001
     path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *,
     strategy: StrategyLike | None = None,
     names: NamesLike | None = None,
-    method: _core.ReadMethod = "auto",
+    method: ReadMethod = "auto",
     format: str | None = None,  # noqa: A002  as in `save`
 ) -> Checkpoint:
     """Open a checkpoint, whatever its format.
@@ -150,7 +150,7 @@ def _open_files(
     files: Sequence[Location],
     target: Location,
     strategy: StrategyLike | None,
-    method: _core.ReadMethod,
+    method: ReadMethod,
     name: str | None,
 ) -> Checkpoint:
     """Open the files that a list or a pattern names."""
@@ -170,7 +170,7 @@ def _open_again(
     iteration: int | None,
     strategy: StrategyLike | None,
     names: NamesLike | None,
-    method: _core.ReadMethod,
+    method: ReadMethod,
     *,
     of_format: str | None,
 ) -> Checkpoint:
@@ -187,7 +187,7 @@ def _open_again(
     return opened
 
 
-def _open(target: Location, strategy: StrategyLike | None, method: _core.ReadMethod, name: str | None) -> Checkpoint:
+def _open(target: Location, strategy: StrategyLike | None, method: ReadMethod, name: str | None) -> Checkpoint:
     found = target.found()
     could_be_root = target.suffix not in (".safetensors", ".ckpt") and roots.parse_iteration_folder(target.name) is None
     if found is None:

@@ -52,7 +52,7 @@ from reshard.torch import environment as environments
 from reshard.torch.checks import MAX_SEED, count, seconds
 from reshard.torch.emergency import EXIT_GRACE_S, Rendezvous, Signals, notice_store_of
 from reshard.torch.exports import Exports
-from reshard.torch.health import LossHealth
+from reshard.torch.health import Health, LossHealth
 from reshard.torch.leaving import exit_process, save_after, save_and_exit
 from reshard.torch.left_out import common_candidates, compare, digests, frozen_at_start, local_parts
 from reshard.torch.loading import read_for
@@ -77,8 +77,9 @@ from reshard.torch.sampler import ElasticSampler, check_not_read, keep_stream
 from reshard.torch.saving import Saver
 from reshard.torch.schedulers import KINDS, kind_of
 from reshard.torch.state import describe
-from reshard.values.arguments import check_choice, checked
-from reshard.values.events import Observers
+from reshard.values.argument_types import Count, GroupLike, Seconds
+from reshard.values.arguments import checked
+from reshard.values.events import Observers, OnEvent
 from reshard.values.words import show
 from reshard.verbs.load import Wanted, load_with, pass_over, resumed
 from reshard.verbs.save import check_save_options
@@ -105,10 +106,8 @@ if TYPE_CHECKING:
         VerifyLike,
     )
     from reshard.resume import ResumeDecision
-    from reshard.torch.health import Health
     from reshard.torch.loading import Read
     from reshard.torch.state import Described
-    from reshard.values.events import OnEvent
     from reshard.verbs.save import PendingSave, SaveReport
 
 _log = logging.getLogger("reshard")
@@ -243,7 +242,7 @@ class Checkpointer:
         files: FilesLike | None = None,
         format: FormatLike = "checkpoint2",  # noqa: A002
         integrated_save: bool = False,
-        hf_every: int | None = None,
+        hf_every: Count | None = None,
         merge: bool = False,
         model_files: str | os.PathLike[str] | None = None,
         links: bool = False,
@@ -253,7 +252,7 @@ class Checkpointer:
         on_event: OnEvent | None = None,
         signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1),
         interrupts: Interrupts | Mapping[str, object] | None = None,
-        group: object = None,
+        group: GroupLike = None,
         mesh: DeviceMesh | None = None,
         coordinate: Mapping[str, int] | None = None,
         seed: int | None = None,
@@ -261,7 +260,7 @@ class Checkpointer:
         healthy_only: bool = False,
         environment: Mapping[str, Any] | None = None,
         strict_environment: bool = False,
-        timeout: float = 1800.0,
+        timeout: Seconds = 1800.0,
         threads: int | None = None,
     ) -> None:
         given = locals()
@@ -401,6 +400,7 @@ class Checkpointer:
     # ------------------------------------------------------------------------------------------------------ resuming
 
     @explains_moved
+    @checked
     def resume(
         self,
         *,
@@ -477,7 +477,6 @@ class Checkpointer:
         self._check_open()
         started = time.monotonic()
         policy = Strict.of(strict)
-        check_choice("data", data, "saved", "new")
         if init_from is not None:
             self._config = with_init(self._config, InitFrom.of(init_from), self._root)
         if healthy_only:

@@ -9,14 +9,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 from reshard.errors import ArgumentError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-Health: TypeAlias = "Callable[[int, float | None, Mapping[str, float]], bool | None]"
+Health: TypeAlias = Callable[[int, float | None, Mapping[str, float]], bool | None]
 """Called after each step as `health(step, loss, metrics)`. Returns whether the run is healthy; None: not known."""
 
 

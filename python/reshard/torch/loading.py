@@ -30,6 +30,7 @@ from reshard.torch.objects import object_tensors
 from reshard.torch.optimizers import OptimizerRecord
 from reshard.torch.restore import parameter_like
 from reshard.torch.tensors import as_tensor, from_tensor, torch_dtype
+from reshard.values.argument_types import Part, VerifyMode
 from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
@@ -37,9 +38,9 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from reshard.checkpoint import Checkpoint, Part
+    from reshard.checkpoint import Checkpoint
     from reshard.formats.dcp.run_state import Values
-    from reshard.options import InitFrom, VerifyMode
+    from reshard.options import InitFrom
     from reshard.torch.objects import Entry
     from reshard.torch.state import Described
 

@@ -1,12 +1,15 @@
-"""Checks of the arguments of public functions, by the names of their parameters: a wrong type is an `ArgumentError`.
+"""Checks of the arguments of public functions, by their annotations: a value of a wrong type is an `ArgumentError`.
 
-A parameter or a field of options takes the same kind of value wherever it has the same name, so one table serves all of
-them. The meaning of a value is checked where it is used; here only values of a wrong type or range are refused.
+A `Literal` says which texts are accepted; `_CHECKS` has the checks of other types; `argument_types` has the types of
+which a plain one does not say enough. An argument of a type that its module imports for the type checker alone is
+checked where it is used. So is the meaning of every value: here a wrong type or range is refused.
 Functions that all ranks call collectively check their arguments where an error of one rank reaches the others.
 """
 
 from __future__ import annotations
 
+import builtins
+import collections.abc
 import errno
 import functools
 import inspect
@@ -14,14 +17,18 @@ import math
 import operator
 import os
 import re
+import sys
+import types
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, Self, TypeAlias, TypeVar, Union, get_args, get_origin
 
 from reshard.errors import ArgumentError, StorageError
+from reshard.values.argument_types import AnyText, Count, Described, Device, GroupLike, Patterns, Rows, Seconds, Size
 from reshard.values.words import check_text, show
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Check: TypeAlias = Callable[[str, object], None]
 
 _MAX_SECONDS = 1e9  # threading refuses to wait for much longer
 _MAX_NAME_BYTES = 255
@@ -37,70 +44,122 @@ _SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?) ?([A-Za-z]{0,3})")
 
 
 def checked(function: Callable[P, T]) -> Callable[P, T]:
-    """Check the arguments of every call of a function.
+    """Check the arguments of every call of a function by the types in its signature.
 
     Example:
         >>> @checked
-        ... def wait(timeout: float = 1.0) -> float:
+        ... def wait(timeout: Seconds = 1.0) -> float:
         ...     return timeout
         >>> wait(timeout=None)
         Traceback (most recent call last):
         reshard.errors.ArgumentError: `timeout` is None, expected a number of seconds from 0 on
     """
-    return checked_as()(function)
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:
+            return function(*args, **kwargs)  # Python's own message names the function
+        _check(checks_of(function), bound.arguments)
+        return function(*args, **kwargs)
+
+    return call
 
 
-def checked_as(**own: Callable[[str, object], None]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """As `checked`, with other checks of some parameters, such as `path=check_paths`.
+def check(function: Callable[..., object], **arguments: object) -> None:
+    """Check some arguments of a function by the types in its signature.
 
     Args:
-        own: a check of each of these parameters, called with its name and its value.
-
-    Example:
-        >>> @checked_as(path=check_paths)
-        ... def count(path: object) -> int:
-        ...     return len(path) if isinstance(path, list) else 1
-        >>> count(["a.bin", "b.bin"])
-        2
-    """
-
-    def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        signature = inspect.signature(function)
-
-        @functools.wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            try:
-                bound = signature.bind(*args, **kwargs)
-            except TypeError:
-                return function(*args, **kwargs)  # Python's own message names the function
-            for name, value in bound.arguments.items():
-                check_one = own.get(name) or _CHECKS.get(name)
-                if check_one is not None and not (value is None and signature.parameters[name].default is None):
-                    check_one(name, value)
-            return function(*args, **kwargs)
-
-        return call
-
-    return decorate
-
-
-def check(**arguments: object) -> None:
-    """Check arguments by their names; None is accepted for all of them.
+        function: a function with these parameters.
+        arguments: values by the names of the parameters.
 
     Raises:
-        ArgumentError: a value has a type that a parameter of this name does not accept.
+        ArgumentError: a value has another type than its parameter.
         StorageError: a path has a component that is longer than any file system accepts.
 
     Example:
-        >>> check(path="model.safetensors", threads=4, progress=None)
+        >>> def read(path: str | os.PathLike[str], threads: int | None = None) -> None: ...
+        >>> check(read, path="model.safetensors", threads=None)
     """
-    check_given(**{name: value for name, value in arguments.items() if value is not None})
+    _check(checks_of(inspect.unwrap(function)), arguments)
 
 
-def check_given(**arguments: object) -> None:
-    """Check arguments by their names; None is checked as any value is. Raises as `check`."""
-    for name, value in arguments.items():
-        _CHECKS[name](name, value)
+def check_fields(instance: object) -> None:
+    """Check the fields of a dataclass by their types. Raises as `check`."""
+    of: Any = type(instance)
+    checks = checks_of(of)
+    _check(checks, {name: getattr(instance, name) for name in checks})
+
+
+def _check(checks: Mapping[str, Check], values: Mapping[str, object]) -> None:
+    for name, value in values.items():
+        if name in checks:
+            checks[name](name, value)
+
+
+@functools.cache
+def checks_of(function: Any) -> dict[str, Check]:
+    """The checks of the parameters of a function, or of the fields of a class, by their names."""
+    own = vars(sys.modules[function.__module__])
+    names = _Names(vars(builtins) | vars(collections.abc) | {"os": os} | own | dict.fromkeys(_DESCRIBED, Described))
+    found = {}
+    for name, annotation in function.__annotations__.items():
+        check_one = check_of(eval(annotation, {}, names))  # noqa: S307  the text of an annotation in this package
+        if check_one is not None and name != "return":
+            found[name] = check_one
+    return found
+
+
+class _Names(dict[str, Any]):
+    """The names in annotations."""
+
+    def __getitem__(self, name: str) -> Any:
+        found = self.get(name)
+        return _Unknown() if found is None or isinstance(found, str) else found
+
+
+class _Unknown:
+    """A type that only the type checker knows, or a type made of it: its values are checked where they are used."""
+
+    def __getattr__(self, _: str) -> Self:
+        return self
+
+    def __getitem__(self, _: object) -> Self:
+        return self
+
+    def __or__(self, _: object) -> Self:
+        return self
+
+    __ror__ = __or__
+
+
+def check_of(of: Any) -> Check | None:
+    """The check of the values of a type; None: there is none, and the values are checked where they are used.
+
+    Args:
+        of: the type, as in an annotation.
+
+    Example:
+        >>> check_of(Literal["error", "skip"] | None)("missing", "kip")
+        Traceback (most recent call last):
+        reshard.errors.ArgumentError: `missing` is 'kip', expected "error" or "skip"
+    """
+    is_union = get_origin(of) in (Union, types.UnionType)
+    alternatives = [one for one in (get_args(of) if is_union else [of]) if one is not type(None)]
+    found = _CHECKS.get(frozenset(alternatives)) or _CHECKS.get(frozenset(map(_without_items, alternatives)))
+    if len(alternatives) == 1 and get_origin(alternatives[0]) is Literal:
+        found = functools.partial(_choice, get_args(alternatives[0]))
+    elif len(alternatives) == 1 and isinstance(alternatives[0], type) and "reshard." in alternatives[0].__module__:
+        found = functools.partial(_instance, alternatives[0])
+    if found is None or not is_union or type(None) not in get_args(of):
+        return found
+    return lambda name, value: None if value is None else found(name, value)
+
+
+def _without_items(of: Any) -> Any:
+    return str if getattr(of, "__metadata__", None) == (AnyText,) else get_origin(of) or of
 
 
 def check_seconds(name: str, value: object) -> None:
@@ -118,7 +177,8 @@ def _wrong(name: str, value: object, expected: str, hint: str | None = None) -> 
     return ArgumentError(f"`{name}` is {found}, expected {expected}", hint=hint)
 
 
-def _path(name: str, value: object) -> None:
+def check_path(name: str, value: object) -> None:
+    """Refuse what is not a path, or one that no file system accepts."""
     try:
         path = os.fspath(value)  # type: ignore[call-overload]
     except TypeError:
@@ -145,25 +205,20 @@ def _path(name: str, value: object) -> None:
 def check_paths(name: str, value: object) -> None:
     """Refuse what is neither a path nor a list of paths."""
     if not isinstance(value, list | tuple):
-        _path(name, value)
+        check_path(name, value)
         return
     if not value:
         raise ArgumentError(f"`{name}` is an empty list, expected at least one path")
     for item in value:
-        _path(name, item)
+        check_path(name, item)
 
 
-def _described(name: str, value: object) -> None:
-    """A path, a mapping, or a value of one of this package's classes."""
+def check_described(name: str, value: object) -> None:
+    """Refuse what is neither a path, a mapping, nor an object of this package."""
     if isinstance(value, str | os.PathLike):
-        _path(name, value)
+        check_path(name, value)
     elif not isinstance(value, Mapping) and not type(value).__module__.startswith("reshard."):
         raise _wrong(name, value, "a path, a mapping, or an object of this package that is made of one")
-
-
-def _own(name: str, value: object) -> None:
-    if not type(value).__module__.startswith("reshard."):
-        raise _wrong(name, value, "an object of this package")
 
 
 def check_shapes(name: str, value: object) -> None:
@@ -188,7 +243,7 @@ def _text_mapping(name: str, value: object) -> None:
         check_text(item, f"value of `{name}`")
 
 
-def _sizes_by_name(name: str, value: object) -> None:
+def _rows(name: str, value: object) -> None:
     example = f'a mapping of names to sizes, as in {name}={{"lm_head.": "vocab_size"}}'
     if not isinstance(value, Mapping):
         raise _wrong(name, value, example)
@@ -260,11 +315,6 @@ def plain_integer(value: Any) -> Any:
         return value
 
 
-def _integer_or_none(name: str, value: object) -> None:
-    if value is not None:
-        _integer(name, value)
-
-
 def _function(name: str, value: object) -> None:
     if not callable(value) or isinstance(value, type):
         raise _wrong(name, value, "a function")
@@ -302,7 +352,7 @@ def _pair_of_integers(name: str, value: object) -> None:
         _integer(name, item)
 
 
-def _trained(name: str, value: object) -> None:
+def _flag_or_texts(name: str, value: object) -> None:
     if type(value).__name__ not in ("bool", "bool_"):
         check_texts(name, value)
 
@@ -314,14 +364,14 @@ def _size(name: str, value: object) -> None:
         _text(name, value)
 
 
-def check_choice(name: str, value: object, *accepted: str) -> None:
-    """Refuse a value that is not one of the accepted texts."""
+def _instance(of: type, name: str, value: object) -> None:
+    if not isinstance(value, of):
+        raise _wrong(name, value, f"a `{of.__name__}`")
+
+
+def _choice(accepted: Collection[str], name: str, value: object) -> None:
     if not isinstance(value, str) or value not in accepted:
         raise _wrong(name, value, " or ".join(f'"{one}"' for one in accepted))
-
-
-def _choice(*accepted: str) -> Callable[[str, object], None]:
-    return lambda name, value: check_choice(name, value, *accepted)
 
 
 def _count(name: str, value: object) -> None:
@@ -330,90 +380,36 @@ def _count(name: str, value: object) -> None:
         raise _wrong(name, value, "a whole number from 1 on")
 
 
-def _option(name: str, value: object) -> None:
-    """Text, or a group of options: an object of its class or a mapping, see `reshard.options`."""
-    if not isinstance(value, str | Mapping) and not type(value).__module__.startswith("reshard."):
-        raise _wrong(name, value, "text, a mapping, or an object of this package that is made of one")
+_DESCRIBED = ("ConfigLike", "LayoutLike", "NamesLike", "StrategyLike")
+"""Types of modules above this one: a path, a mapping or an object that is made of one."""
 
-
-_CHECKS: dict[str, Callable[[str, object], None]] = {
-    **dict.fromkeys(("root", "path", "src", "dst", "filename", "a", "b", "folder", "model_files", "base"), _path),
-    **dict.fromkeys(
-        ("layout", "config", "names", "strategy", "strategy_a", "strategy_b", "name_or_config", "name_map"),
-        _described,
-    ),
-    "run": _own,
-    "rank_local": _own,
-    **dict.fromkeys(("keys", "optimizer_keys", "only", "drop"), check_texts),
-    **dict.fromkeys(("may_differ", "may_be_infinite", "include", "exclude"), _patterns),
-    "missing": _choice("error", "keep"),
-    **dict.fromkeys(("unexpected", "other_optimizer"), _choice("error", "skip")),
-    "shape": _choice("error", "grow", "trim", "skip"),
-    **dict.fromkeys(("model", "tensors"), _mapping),
-    **dict.fromkeys(
-        ("environment", "coordinate", "optimizer", "extra", "shapes", "metrics", "rename", "out"), _mapping
-    ),
-    **dict.fromkeys(("pad", "trim"), _sizes_by_name),
-    "metadata": _text_mapping,
-    "plan": _text_mapping,
-    "name": _text,
-    "best": _metric_and_number,
-    "max_shard_size": _size,
-    "on_load": _choice("full", "touched", "structure"),
-    "modes": _choice("mindspore-transformers"),
-    "loads_in": _choice("transformers", "peft", "diffusers"),
-    "save_trainable_params": _trained,
-    "drift": _count,
-    "max_failures": _count,
-    "grace_s": check_seconds,
-    "hf_every": _count,
-    **dict.fromkeys(("format", "verify"), _option),
-    "device": _device,
-    **dict.fromkeys(("part", "to", "method", "framework", "backend", "entry", "prefix", "suffix", "name_regex"), _text),
-    **dict.fromkeys(("format_a", "format_b"), _text),
-    **dict.fromkeys(("rank", "iteration", "threads", "sink_size", "steps_per_epoch"), _integer),
-    **dict.fromkeys(("keep", "keep_every"), _integer_or_none),
-    **dict.fromkeys(("progress", "ready", "after", "after_publish"), _function),
-    "on_event": _functions,
-    **dict.fromkeys(
-        (
-            "after_save",
-            "allow_fresh",
-            "blocking",
-            "async_save",
-            "check_replicas",
-            "compatible",
-            "copy",
-            "check_names",
-            "dedup",
-            "direct",
-            "dry_run",
-            "fresh_optimizer",
-            "durable",
-            "integrated_save",
-            "leave_out_frozen",
-            "links",
-            "merge",
-            "only_save_strategy",
-            "overlap",
-            "overwrite",
-            "private",
-            "reverse",
-            "rollback",
-            "save_network_params",
-            "save_on_exception",
-            "strict",
-            "strict_format",
-            "takeover",
-        ),
-        _flag,
-    ),
-    **dict.fromkeys(("group", "health"), _object),
-    "signals": _integers,
-    "since": _integer_or_none,
-    "share": _pair_of_integers,
-    "timeout": check_seconds,
+_CHECKS: dict[frozenset[Any], Check] = {
+    frozenset([bool]): _flag,
+    frozenset([int]): _integer,
+    frozenset([str]): _text,
+    frozenset([str, os.PathLike]): check_path,
+    frozenset([str, os.PathLike, Sequence]): check_paths,
+    frozenset([str, os.PathLike, Mapping]): check_described,
+    frozenset([Collection]): check_texts,
+    frozenset([str, Sequence]): check_texts,
+    frozenset([bool, Collection]): _flag_or_texts,
+    frozenset([Sequence[int]]): _integers,
+    frozenset([tuple[int, int]]): _pair_of_integers,
+    frozenset([tuple[str, int]]): _metric_and_number,
+    frozenset([Mapping]): _mapping,
+    frozenset([Mapping[str, str]]): _text_mapping,
+    frozenset([Callable]): _function,
+    frozenset([Callable, Sequence]): _functions,
+    frozenset([Count]): _count,
+    frozenset([Described]): check_described,
+    frozenset([Device]): _device,
+    frozenset([GroupLike]): _object,
+    frozenset([Patterns]): _patterns,
+    frozenset([Rows]): _rows,
+    frozenset([Seconds]): check_seconds,
+    frozenset([Size]): _size,
 }
+"""The check of a type, or of a union of types: as it is annotated, or without the types of its items."""
 
 
 def parse_size(size: str | int) -> int:

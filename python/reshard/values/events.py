@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from reshard import _core
 
 Value: TypeAlias = str | int | float | bool | None
-OnEvent: TypeAlias = "Callable[[Event], object] | Sequence[Callable[[Event], object]]"
+OnEvent: TypeAlias = Callable[["Event"], object] | Sequence[Callable[["Event"], object]]
 
 _MAX_FIELDS = 32
 _MAX_TEXT = 4096

@@ -11,7 +11,7 @@ import math
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from reshard import _core, dtypes, opening
 from reshard.checkpoint import Checkpoint
@@ -54,7 +54,8 @@ from reshard.ranks.collective import Collective
 from reshard.ranks.group import SingleProcess, resolve, session
 from reshard.ranks.said_once import held_back, release
 from reshard.storage.location import Location, locate
-from reshard.values.arguments import check_paths, checked_as, parse_size, plain_integer
+from reshard.values.argument_types import AnyText, GroupLike, Part, Progress, Seconds, Size
+from reshard.values.arguments import checked, parse_size, plain_integer
 from reshard.values.words import hub_hint, listed, show
 from reshard.verbs.selection import NewSizes, of_prefixes
 from reshard.verbs.selection import select as selected
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping, Sequence
 
-    from reshard.checkpoint import LayoutLike, Part
+    from reshard.checkpoint import LayoutLike
     from reshard.conversion.writer import Writer
     from reshard.layout import ModelLayout
     from reshard.names import ConfigLike, NameMap, NamesLike
@@ -112,12 +113,12 @@ class ConvertReport:
 
 
 @explains_moved
-@checked_as(src=check_paths)
+@checked
 def convert(
     src: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     dst: str | os.PathLike[str],
     *,
-    to: Target | None = None,
+    to: Annotated[Target, AnyText] | None = None,
     part: Part | None = None,
     layout: LayoutLike | None = None,
     strategy: str | os.PathLike[str] | None = None,
@@ -128,16 +129,16 @@ def convert(
     iteration: int | None = None,
     dtype: object = None,
     dtype_all: bool = False,
-    max_shard_size: str | int | None = None,
+    max_shard_size: Size | None = None,
     files: FilesLike | None = None,
     commit: CommitLike | None = None,
     overwrite: bool = False,
-    memory: str | int = "256MiB",
+    memory: Size = "256MiB",
     threads: int | None = None,
     share: tuple[int, int] | None = None,
-    group: object = None,
-    timeout: float = 3600.0,
-    progress: _core.Progress | None = None,
+    group: GroupLike = None,
+    timeout: Seconds = 3600.0,
+    progress: Progress | None = None,
 ) -> ConvertReport:
     """Write a checkpoint in another format, layout, file size or dtype.
 

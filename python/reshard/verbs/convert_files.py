@@ -29,6 +29,7 @@ from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.ckpt import names as ckpt
 from reshard.formats.rank_file import OpenedRankFile, add_rank_file
 from reshard.storage.location import Location, locate
+from reshard.values.argument_types import Progress, Size
 from reshard.values.arguments import checked, parse_size
 from reshard.values.words import check_text, listed, show
 from reshard.write.contents import JointProgress
@@ -101,11 +102,11 @@ def convert_files(
     *,
     name_map: FlatNameMap | None = None,
     name_regex: str | None = None,
-    memory: str | int = "256MiB",
+    memory: Size = "256MiB",
     threads: int | None = None,
     durable: bool = True,
     overwrite: bool = False,
-    progress: _core.Progress | None = None,
+    progress: Progress | None = None,
 ) -> ConvertFilesReport:
     """Convert each `.ckpt` file to a safetensors file.
 
@@ -319,7 +320,7 @@ def _write_metas(planned: Sequence[_Planned], *, durable: bool) -> None:
 
 
 def _write(
-    file: _Planned, buffers: _core.Buffers, threads: int | None, progress: _core.Progress | None, *, durable: bool
+    file: _Planned, buffers: _core.Buffers, threads: int | None, progress: Progress | None, *, durable: bool
 ) -> ConvertedFile:
     index = _core.Index()
     try:

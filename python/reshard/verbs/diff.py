@@ -19,6 +19,7 @@ import numpy as np
 
 from reshard import _core, dtypes, opening
 from reshard.errors import ArgumentError
+from reshard.values.argument_types import Part, Progress, Size
 from reshard.values.arguments import checked, parse_size
 from reshard.values.indexing import boxes
 from reshard.values.words import show
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator
 
-    from reshard.checkpoint import Checkpoint, Part
+    from reshard.checkpoint import Checkpoint
     from reshard.opening import StrategyLike
 
 Sort = Literal["stored", "change"]
@@ -130,9 +131,9 @@ def diff(
     rtol: float | None = None,
     format_a: str | None = None,
     format_b: str | None = None,
-    memory: str | int = "256MiB",
+    memory: Size = "256MiB",
     threads: int | None = None,
-    progress: _core.Progress | None = None,
+    progress: Progress | None = None,
 ) -> DiffReport:
     """Compare the tensors of two checkpoints.
 
@@ -211,7 +212,7 @@ def diff_opened(
     tolerance: Tolerance | None = None,
     max_bytes: int,
     threads: int | None = None,
-    progress: _core.Progress | None = None,
+    progress: Progress | None = None,
 ) -> DiffReport:
     """Compare the tensors of two opened checkpoints, as `diff`.
 

@@ -19,10 +19,11 @@ from reshard.opening.gather_ranks import path_of
 from reshard.resume import decide, evaluate
 from reshard.resume.parts import settings_of, with_parts
 from reshard.storage.location import locate
+from reshard.values.argument_types import Part
 from reshard.verbs.start import initial
 
 if TYPE_CHECKING:
-    from reshard.checkpoint import Checkpoint, Part
+    from reshard.checkpoint import Checkpoint
     from reshard.commit.manifest import Manifest
     from reshard.config import Config
     from reshard.resume import ResumeDecision, ResumeFacts, RunFacts, Verdict

@@ -20,6 +20,7 @@ from reshard.formats.checkpoint2.iteration import plan_layout
 from reshard.options import Commit
 from reshard.storage.changes import temporary_folder
 from reshard.storage.location import locate
+from reshard.values.argument_types import Part
 from reshard.verbs.convert import convert
 from reshard.verbs.verify import verify
 from reshard.write.contents import WholeTensor
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
 
-    from reshard.checkpoint import Checkpoint, LayoutLike, Part
+    from reshard.checkpoint import Checkpoint, LayoutLike
     from reshard.layout import BoundLayout
 
 _MAX_PLANNED = 400_000  # arrays in the plans of all ranks

@@ -19,13 +19,13 @@ from reshard.errors import ReshardError
 from reshard.ranks.group import log_of_all, resolve
 from reshard.storage.changes import remove_folder
 from reshard.storage.location import Location, locate
+from reshard.values.argument_types import Part
 from reshard.values.words import show
 from reshard.verbs.convert import convert
 
 if TYPE_CHECKING:
     import os
 
-    from reshard.checkpoint import Part
     from reshard.names import NameMap
     from reshard.options import Commit
     from reshard.verbs.save import SaveReport

@@ -48,9 +48,9 @@ from reshard.ranks.group import log_of_all, resolve, session
 from reshard.ranks.said_once import held_back, release
 from reshard.resume import ResumeDecision, ResumeFacts, RunFacts, decide
 from reshard.storage.location import Location, locate
+from reshard.values.argument_types import GroupLike, Part, Progress, ReadMethod, Seconds
 from reshard.values.arguments import check as check_arguments
-from reshard.values.arguments import check_given
-from reshard.values.events import Observers
+from reshard.values.events import Observers, OnEvent
 from reshard.values.words import show
 from reshard.verbs.pending_load import PendingLoad
 
@@ -59,13 +59,11 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from reshard import _core
-    from reshard.checkpoint import LayoutLike, Part
+    from reshard.checkpoint import LayoutLike
     from reshard.config import ConfigLike
     from reshard.formats.base import StrategyLike
     from reshard.formats.checkpoint2.common import CommonInfo
     from reshard.options import VerifyLike
-    from reshard.values.events import OnEvent
 
 _log = logging.getLogger("reshard")
 
@@ -115,10 +113,10 @@ def load(
     run: RunFacts | None = None,
     compatible: bool = False,
     allow_fresh: bool = False,
-    group: object = None,
-    timeout: float = 1800.0,
+    group: GroupLike = None,
+    timeout: Seconds = 1800.0,
     threads: int | None = None,
-    progress: _core.Progress | None = None,
+    progress: Progress | None = None,
     on_event: OnEvent | None = None,
 ) -> Loaded:
     """Load the state that a run resumes from: the newest complete checkpoint of a root in which no damage is found.
@@ -176,8 +174,7 @@ def load(
         >>> got.iteration, got.state["w"].shape, got.decision.fresh
         (100, (2, 3), False)
     """
-    check_given(timeout=timeout)
-    check_arguments(root=root, on_event=on_event)
+    check_arguments(load, root=root, timeout=timeout, on_event=on_event)
     started = time.monotonic()
     members = resolve(group)
     observers = Observers.of(on_event, members.rank)
@@ -194,6 +191,7 @@ def load(
             if isinstance(one, BaseException):
                 raise one
         check_arguments(
+            load,
             layout=layout,
             rank=rank,
             strategy=strategy,
@@ -282,7 +280,7 @@ class Wanted:
     run: RunFacts | None = None
     compatible: bool = False
     allow_fresh: bool = False
-    method: _core.ReadMethod = "auto"
+    method: ReadMethod = "auto"
 
 
 def resumed(observers: Observers, decision: ResumeDecision, started: float) -> None:
@@ -481,7 +479,7 @@ class _Terms:
     run: RunFacts
     compatible: bool
     allow_fresh: bool
-    method: _core.ReadMethod
+    method: ReadMethod
     strategy: StrategyLike | None
     own_file: int | None
 
@@ -577,7 +575,7 @@ def _decide(terms: _Terms, facts: ResumeFacts) -> ResumeDecision:
     return decide(terms.config, facts, compatible=terms.compatible, allow_fresh=terms.allow_fresh)
 
 
-def _open_same(chosen: opening.Chosen, method: _core.ReadMethod, patience_s: float) -> Checkpoint:
+def _open_same(chosen: opening.Chosen, method: ReadMethod, patience_s: float) -> Checkpoint:
     """Open the checkpoint that rank 0 has chosen. Retries, since a network file system may show it later."""
     deadline, sleep_s = time.monotonic() + patience_s, _FIRST_SLEEP_S
     while True:

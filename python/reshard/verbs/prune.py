@@ -16,17 +16,16 @@ from reshard.formats.checkpoint2.reader import open_folder
 from reshard.opening import is_damage, reason_of
 from reshard.options import explains_moved, retention_of
 from reshard.storage.location import locate
+from reshard.values.argument_types import Progress
 from reshard.values.arguments import checked
-from reshard.values.events import Observers
+from reshard.values.events import Observers, OnEvent
 from reshard.values.words import show
 
 if TYPE_CHECKING:
     import os
 
-    from reshard import _core
     from reshard.options import RetentionLike
     from reshard.storage.location import Location
-    from reshard.values.events import OnEvent
 
 __all__ = ["Removed", "pin", "prune", "unpin"]
 
@@ -39,7 +38,7 @@ def prune(
     *,
     retention: RetentionLike | None = None,
     dry_run: bool = False,
-    progress: _core.Progress | None = None,
+    progress: Progress | None = None,
     on_event: OnEvent | None = None,
 ) -> Removed:
     """Remove the iterations of a root that are not to be kept.

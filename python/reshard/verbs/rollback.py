@@ -19,16 +19,15 @@ from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint2.reader import open_folder
 from reshard.formats.health import last_healthy
 from reshard.storage.location import Location, locate
+from reshard.values.argument_types import Progress
 from reshard.values.arguments import check, plain_integer
-from reshard.values.events import Observers
+from reshard.values.events import Observers, OnEvent
 from reshard.values.words import listed, show
 from reshard.verbs.verify import verify as verify_checkpoint
 
 if TYPE_CHECKING:
     import os
 
-    from reshard import _core
-    from reshard.values.events import OnEvent
 
 _log = logging.getLogger("reshard")
 
@@ -59,7 +58,7 @@ def rollback(
     verify: bool = True,
     dry_run: bool = False,
     threads: int | None = None,
-    progress: _core.Progress | None = None,
+    progress: Progress | None = None,
     on_event: OnEvent | None = None,
 ) -> Rollback:
     """Make the next restart resume from an iteration of a root, which may be older or newer than the tracker's.
@@ -99,7 +98,7 @@ def rollback(
         >>> reshard.open("rolled_back").iteration
         200
     """
-    check(on_event=on_event)
+    check(rollback, on_event=on_event)
     path = locate(root).absolute()
     if (iteration is None) is not healthy:
         raise ArgumentError(
@@ -161,9 +160,7 @@ def _not_found(root: Location, iteration: int) -> CheckpointNotFoundError:
     return CheckpointNotFoundError(f"there is no iteration {iteration} in {show(str(root))}", path=str(root), hint=hint)
 
 
-def _check(
-    folder: Location, *, verify: bool, threads: int | None = None, progress: _core.Progress | None = None
-) -> bool:
+def _check(folder: Location, *, verify: bool, threads: int | None = None, progress: Progress | None = None) -> bool:
     """Refuse an iteration that is not complete; whether all its bytes were compared."""
     if not verify:
         Checkpoint(open_folder(folder, "auto")).close()

@@ -32,8 +32,9 @@ from reshard.ranks.distinct import gather_distinct
 from reshard.ranks.group import resolve, session
 from reshard.storage.host import boot_id
 from reshard.storage.location import locate
-from reshard.values.arguments import check, check_given, plain_integer
-from reshard.values.events import Observers
+from reshard.values.argument_types import GroupLike, Progress, Seconds
+from reshard.values.arguments import check, plain_integer
+from reshard.values.events import Observers, OnEvent
 from reshard.values.words import show
 from reshard.write import background
 from reshard.write.arrays import Shard, as_shape, local_arrays
@@ -44,11 +45,9 @@ from reshard.write.phases import RankInput, SaveTask
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reshard import _core
     from reshard.layout.model import LayoutLike
     from reshard.options import CommitLike, FilesLike, FormatLike, RetentionLike, VerifyLike
     from reshard.ranks.group import Group
-    from reshard.values.events import OnEvent
     from reshard.write.arrays import LocalArray
     from reshard.write.phases import Draft
 
@@ -63,7 +62,7 @@ class _Keywords(TypedDict, total=False):
 
     shapes: Mapping[str, Sequence[int]] | None
     rank_local: RankLocal | None
-    group: object
+    group: GroupLike
     rank: int | None
     format: FormatLike
     keep: int | None
@@ -74,9 +73,9 @@ class _Keywords(TypedDict, total=False):
     metrics: Mapping[str, float] | None
     ready: Callable[[], object] | None
     after: Callable[[SaveReport], list[str]] | None
-    timeout: float
+    timeout: Seconds
     threads: int | None
-    progress: _core.Progress | None
+    progress: Progress | None
     on_event: OnEvent | None
 
 
@@ -133,7 +132,7 @@ def save(  # noqa: PLR0917  what is saved is often given by position
     *,
     shapes: Mapping[str, Sequence[int]] | None = None,
     rank_local: RankLocal | None = None,
-    group: object = None,
+    group: GroupLike = None,
     rank: int | None = None,
     blocking: bool = True,
     format: FormatLike = "checkpoint2",  # noqa: A002
@@ -145,9 +144,9 @@ def save(  # noqa: PLR0917  what is saved is often given by position
     metrics: Mapping[str, float] | None = None,
     ready: Callable[[], object] | None = None,
     after: Callable[[SaveReport], list[str]] | None = None,
-    timeout: float = 600.0,
+    timeout: Seconds = 600.0,
     threads: int | None = None,
-    progress: _core.Progress | None = None,
+    progress: Progress | None = None,
     on_event: OnEvent | None = None,
     dry_run: bool = False,
 ) -> SaveReport | PendingSave[SaveReport] | None:
@@ -227,8 +226,7 @@ def save(  # noqa: PLR0917  what is saved is often given by position
         >>> _ = reshard.save("output", 200, {"w": np.zeros((2, 3))}, retention={"keep": 5, "keep_every": 1000})
     """
     started = time.monotonic()
-    check_given(root=root, blocking=blocking, timeout=timeout, dry_run=dry_run)
-    check(rank=rank, on_event=on_event)
+    check(save, root=root, blocking=blocking, timeout=timeout, dry_run=dry_run, rank=rank, on_event=on_event)
     iteration = plain_integer(iteration)
     members = resolve(group, rank)
     observers = Observers.of(None if dry_run else on_event, members.rank)
@@ -254,8 +252,9 @@ def save(  # noqa: PLR0917  what is saved is often given by position
     def draft() -> Draft[Any, Any, Any, Any]:
         if isinstance(parsed, BaseException):
             raise parsed
-        check_given(model=model)
         check(
+            save,
+            model=model,
             optimizer=optimizer,
             extra=extra,
             rank_local=rank_local,

@@ -21,13 +21,14 @@ from reshard.names import NameMap
 from reshard.names.model import read_config
 from reshard.names.resolve import ResizedTensor, copies_left_out, numbers_joined
 from reshard.names.sizes import Expression
+from reshard.values.argument_types import Part
 from reshard.values.arguments import plain_integer
 from reshard.values.words import counted, listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from reshard.checkpoint import Checkpoint, Part
+    from reshard.checkpoint import Checkpoint
     from reshard.names import ConfigLike
 
 _log = logging.getLogger("reshard")

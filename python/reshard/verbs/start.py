@@ -18,12 +18,13 @@ from reshard.opening.gather import gather
 from reshard.options import InitFrom
 from reshard.resume import decide
 from reshard.storage.location import locate
+from reshard.values.argument_types import Part
 from reshard.verbs.selection import of_prefixes, sizes_changed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from reshard.checkpoint import Checkpoint, Part
+    from reshard.checkpoint import Checkpoint
     from reshard.config import Config
     from reshard.resume import RunFacts
 

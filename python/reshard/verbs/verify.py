@@ -27,6 +27,7 @@ from reshard.formats.left_out import LeftOut
 from reshard.formats.rank_file import add_rank_file
 from reshard.formats.replicas import is_any_of
 from reshard.storage.location import Location, locate
+from reshard.values.argument_types import Patterns, Progress
 from reshard.values.arguments import checked
 from reshard.values.words import show
 from reshard.verbs import health as healths
@@ -36,7 +37,7 @@ from reshard.verbs.loads_in import loads_in as compare_with
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Sequence
 
     from reshard.commit.manifest import Manifest
     from reshard.formats.checkpoint1.reader import RankSave
@@ -126,10 +127,10 @@ def verify(
     format: str | None = None,  # noqa: A002  as in `reshard.open`
     health: bool = False,
     since: int | None = None,
-    may_be_infinite: Collection[str] = (),
+    may_be_infinite: Patterns = (),
     direct: bool = True,
     threads: int | None = None,
-    progress: _core.Progress | None = None,
+    progress: Progress | None = None,
     loads_in: Library | None = None,
     base: str | os.PathLike[str] | None = None,
 ) -> VerifyReport:

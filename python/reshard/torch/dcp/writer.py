@@ -46,8 +46,8 @@ from reshard.storage.location import locate
 from reshard.torch.dcp import items
 from reshard.torch.dcp.items import Inner, LocalFacts
 from reshard.torch.tensors import inner_tensors
-from reshard.values.arguments import check_given
-from reshard.values.events import Observers
+from reshard.values.arguments import check
+from reshard.values.events import Observers, OnEvent
 from reshard.values.words import listed, show
 from reshard.write.arrays import Shard, local_arrays
 from reshard.write.collective_save import log_once, save_failed
@@ -65,7 +65,6 @@ if TYPE_CHECKING:
     from reshard.options import CommitLike, RetentionLike, VerifyLike
     from reshard.storage.location import Location
     from reshard.torch.dcp.items import InnerFacts, ItemKey
-    from reshard.values.events import OnEvent
     from reshard.write.shard_files import WrittenFile
 
 STATE_NAME = "torch.distributed.checkpoint"
@@ -195,8 +194,7 @@ class Writer(StorageWriter):
         threads: int | None = None,
         on_event: OnEvent | None = None,
     ) -> None:
-        if on_event is not None:
-            check_given(on_event=on_event)
+        check(Writer.__init__, on_event=on_event)
         self._on_event = on_event
         self.options = SaveOptions.of(
             keep=keep,
