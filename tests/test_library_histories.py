@@ -20,6 +20,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -28,6 +29,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SubsetRandomSampler,
+    TensorDataset,
     WeightedRandomSampler,
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -200,7 +202,7 @@ class Net(torch.nn.Module):
         self.seen: list[Any] = []
 
     def forward(self, x: Any, **_others: Any) -> Any:
-        self.seen.append([x.tolist(), drawn()])
+        self.seen.append([x.tolist(), drawn(), self.line.bias.item()])
         return {"loss": torch.nn.functional.dropout(self.line(x / N), 0.5).square().mean()}
 
 
@@ -262,16 +264,81 @@ def by_trainer(root: Path, case: dict[str, Any], stop: int | None, *, saves: boo
     return net
 
 
-class Module(lightning.pytorch.LightningModule):
+class Drawing(lightning.pytorch.Callback):
+    """Draws random numbers in hooks before and after an epoch, and keeps those of the epochs."""
+
     def __init__(self, net: Net) -> None:
-        super().__init__()
         self.net = net
 
+    def on_train_start(self, *_others: Any) -> None:
+        drawn()
+
+    def on_train_epoch_start(self, *_others: Any) -> None:
+        self.net.seen.append(drawn())
+
+    def on_train_batch_start(self, *_others: Any) -> None:
+        drawn()
+
+    def on_train_epoch_end(self, *_others: Any) -> None:
+        drawn()
+
+
+class Module(lightning.pytorch.LightningModule):
+    """A model whose hooks draw if `draws`, with loaders that it makes or keeps for each epoch."""
+
+    def __init__(self, net: Net, case: dict[str, Any], data: Any) -> None:
+        super().__init__()
+        self.net, self.case, self.data = net, case, data
+
     def training_step(self, batch: Any, _index: int) -> Any:
-        return self.net(batch["x"])["loss"]
+        parts = batch if isinstance(batch, list) else [batch]
+        rows = torch.cat([part["x"] for part in parts if part is not None])
+        loss = self.net(rows)["loss"]
+        self.log("loss", loss, batch_size=len(rows), on_epoch=self.case["mean"])
+        return loss
+
+    def validation_step(self, batch: Any, _index: int) -> None:
+        self.log("val", self.net.line(batch[0]).sum() + drawn(), batch_size=1)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        if not self.case["plateau"]:
+            return optimizer
+        monitor = "loss_epoch" if self.case["mean"] and self.case["plateau"] == "epoch" else "loss"
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.7, patience=0)
+        config = {"scheduler": scheduler, "monitor": monitor, "interval": self.case["plateau"]}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+    def train_dataloader(self) -> Any:
+        return loaders_of(self.case) if self.case["reload"] == "new" else self.data
+
+    def on_train_start(self) -> None:
+        if self.case["hooks"]:
+            drawn()
+
+    def on_train_epoch_start(self) -> None:
+        if self.case["hooks"]:
+            self.net.seen.append(drawn())
+
+    def on_train_epoch_end(self) -> None:
+        if self.case["hooks"]:
+            drawn()
+
+    def on_train_batch_end(self, *_others: Any) -> None:
+        if self.case["hooks"]:
+            self.net.line.bias.data += drawn() / 8
+
+    def on_validation_end(self) -> None:
+        if self.case["hooks"]:
+            self.net.line.bias.data -= drawn() / 8
+
+
+def loaders_of(case: dict[str, Any]) -> Any:
+    """The loader of a case, or two."""
+    second = case["second"]
+    if second is None:
+        return loader_of(case)
+    return CombinedLoader([loader_of(case), loader_of({**case, "kind": second, "size": 2})], case["mode"])
 
 
 def by_lightning(root: Path, case: dict[str, Any], stop: int | None, *, saves: bool = True) -> Net:
@@ -282,20 +349,26 @@ def by_lightning(root: Path, case: dict[str, Any], stop: int | None, *, saves: b
 
     net = reset()
     saving = [ReshardCheckpoint(str(root), every_n_train_steps=case["every"], save_last=True)] if saves else []
+    drawing = [Drawing(net)] if case["hooks"] == "callback" else []
     trainer = lightning.pytorch.Trainer(
         max_steps=case["steps"],
         max_epochs=-1,
         accumulate_grad_batches=case["accumulate"],
-        callbacks=[*saving, Stop()],
+        val_check_interval=case["val"] or 1.0,
+        num_sanity_val_steps=0,
+        reload_dataloaders_every_n_epochs=case["every_epochs"] if case["reload"] else 0,
+        callbacks=[*saving, *drawing, Stop()],
         enable_checkpointing=saves,
         accelerator="cpu",
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    data = loader_of(case)
+    data = loaders_of(case)
+    given = None if case["reload"] else data
+    validation = DataLoader(TensorDataset(torch.ones(4, 2)), 2) if case["val"] else None
     with contextlib.suppress(Cut):
-        trainer.fit(Module(net), data, ckpt_path="last" if saves else None)
+        trainer.fit(Module(net, case, data), given, validation, ckpt_path="last" if saves else None)
     return net
 
 
@@ -359,6 +432,14 @@ def case_of(number: int) -> tuple[str, dict[str, Any], random.Random]:
         "dispatch": choice.choice([None, None, False, True]),
         "grouped": choice.random() < 0.2,
         "wrap": choice.choice(["dataset", "prepared", "plain"]),
+        "hooks": choice.choice(["", "module", "callback"]),
+        "reload": choice.choice(["", "", "new", "same"]),
+        "every_epochs": choice.choice([1, 2]),
+        "second": choice.choice([None, None, choice.choice(kinds)]),
+        "mode": choice.choice(["max_size_cycle", "max_size_cycle", "min_size", "max_size"]),
+        "val": choice.choice([0, 0, 2, 3]),
+        "plateau": choice.choice(["", "step", "epoch"]),
+        "mean": choice.random() < 0.5,
     }
     if kind == "buckets":
         case["split"] = False  # accelerate wants a batch size
@@ -368,33 +449,10 @@ def case_of(number: int) -> tuple[str, dict[str, Any], random.Random]:
 def history(number: int, root: Path) -> str:
     """Compare a run that is cut and resumed with an uninterrupted one. Returns "exact" or why it was refused."""
     library, case, choice = case_of(number)
-    run = LIBRARIES[library]
+    cuts = sorted({choice.randint(1, case["steps"] - 1) for _ in range(choice.randint(1, 2))})
     logging.disable(logging.ERROR)
     try:
-        whole = run(root / "whole", case, None)
-        if not draws_privately(library, case):
-            without = run(root / "without", case, None, saves=False)
-            assert without.seen == whole.seen, (number, library, case, "without")
-            assert torch.equal(without.line.weight, whole.line.weight), (number, library, case, "without")
-        cuts = sorted({choice.randint(1, case["steps"] - 1) for _ in range(choice.randint(1, 2))})
-        done = 0
-        for place, stop in enumerate([*cuts, None]):
-            net = run(root / "cut", case, stop)
-            if not net.seen:  # Trainer ends before `max_steps` if a loader has fewer batches than its length says
-                first = done
-                assert done == len(whole.seen), (number, library, case, cuts)
-                continue
-            # It begins after the last save before the cut.
-            first = next((i for i in range(len(whole.seen)) if whole.seen[i : i + len(net.seen)] == net.seen), -1)
-            assert first > 0 if place and cuts[place - 1] >= case["every"] else first == 0, (
-                number,
-                library,
-                case,
-                cuts,
-            )
-            done = first + len(net.seen)
-        assert net.seen == whole.seen[first:], (number, library, case, cuts)
-        assert torch.equal(net.line.weight, whole.line.weight), (number, library, case, cuts)
+        compare(root, library, case, cuts)
     except ReshardError as error:
         return str(error)
     finally:
@@ -402,9 +460,38 @@ def history(number: int, root: Path) -> str:
     return "exact"
 
 
-def may_be_refused(case: dict[str, Any]) -> bool:
+def compare(root: Path, library: str, case: dict[str, Any], cuts: list[int]) -> None:
+    """Compare a run that is cut and resumed with one that is not, and this with one without this package."""
+    run = LIBRARIES[library]
+    what = (library, case, cuts)
+    whole = run(root / "whole", case, None)
+    if not draws_privately(library, case):
+        without = run(root / "without", case, None, saves=False)
+        assert without.seen == whole.seen, what
+        assert torch.equal(without.line.weight, whole.line.weight), what
+    done = first = 0
+    for place, stop in enumerate([*cuts, None]):
+        net = run(root / "cut", case, stop)
+        if not net.seen:  # Trainer ends before `max_steps` if a loader has fewer batches than its length says
+            first = done
+            assert done == len(whole.seen), what
+            continue
+        # It begins after the last save before the cut.
+        first = next((i for i in range(len(whole.seen)) if whole.seen[i : i + len(net.seen)] == net.seen), -1)
+        assert first > 0 if place and cuts[place - 1] >= case["every"] else first == 0, what
+        done = first + len(net.seen)
+    assert net.seen == whole.seen[first:], what
+    assert torch.equal(net.line.weight, whole.line.weight), what
+
+
+def kinds_of(library: str, case: dict[str, Any]) -> list[str]:
+    """The kinds of the loaders of a case."""
+    return [case["kind"], *([case["second"]] if library == "lightning" and case["second"] else [])]
+
+
+def may_be_refused(library: str, case: dict[str, Any]) -> bool:
     """Persistent workers have a state that is in no checkpoint, if they read a stream or draw random numbers."""
-    is_stream = case["kind"].startswith("stream ")
+    is_stream = any(kind.startswith("stream ") for kind in kinds_of(library, case))
     return bool(case["workers"]) and case["persistent"] and (is_stream or case["noise"] != "")
 
 
@@ -413,17 +500,48 @@ def draws_privately(library: str, case: dict[str, Any]) -> bool:
 
     These are streams, custom loaders, samplers that draw while they are read, and the data of dispatching loaders.
     """
-    kind, has_workers = case["kind"], case["workers"] > 0
-    if kind in {"lazy", "custom"} or (library == "accelerate" and case["stateful"]):
+    kinds, has_workers = set(kinds_of(library, case)), case["workers"] > 0
+    if kinds & {"lazy", "custom"} or (library == "accelerate" and case["stateful"]):
         return True  # accelerate's StatefulDataLoader, which draws more than a DataLoader, is replaced by one
     is_prepared = library == "accelerate" or (library == "transformers" and case["wrap"] != "plain")
     is_dispatching = is_prepared and case["dispatch"]
-    draws = kind in {"stream draws", "stream buffer"} or (is_dispatching and case["noise"] == "draws")
-    return draws and not has_workers
+    draws = kinds & {"stream draws", "stream buffer"} or (is_dispatching and case["noise"] == "draws")
+    return bool(draws) and not has_workers
 
 
 @pytest.mark.parametrize("number", range(N_HISTORIES))
 def test_a_history_reads_what_the_uninterrupted_run_reads(number: int, tmp_path: Path) -> None:
-    _, case, _ = case_of(number)
+    library, case, _ = case_of(number)
     found = history(number, tmp_path)
-    assert found == "exact" or may_be_refused(case), (number, case, found)
+    assert found == "exact" or may_be_refused(library, case), (number, case, found)
+
+
+# An epoch has six steps. The runs are cut within an epoch, within its rest, at the end of one and within a later one.
+OF_LIGHTNING: dict[str, dict[str, Any]] = {
+    "a stream, hooks of the model draw": {"kind": "stream buffer", "hooks": "module"},
+    "a stream, hooks of callbacks draw": {"kind": "stream draws", "hooks": "callback"},
+    "hooks of callbacks draw": {"kind": "shuffle", "hooks": "callback", "noise": "draws"},
+    "a stream beside a shorter loader": {"kind": "stream own", "second": "batch sampler"},
+    "a stream until both end": {"kind": "shuffle", "second": "stream own", "mode": "max_size"},
+    "two loaders": {"kind": "shuffle", "second": "shuffle", "noise": "draws"},
+    "new loaders": {"kind": "shuffle generator", "reload": "new", "hooks": "module"},
+    "new streams": {"kind": "stream own", "reload": "new", "hooks": "callback"},
+    "new streams in some epochs": {"kind": "stream draws", "reload": "new", "every_epochs": 2},
+    "hooks after a batch, and a scheduler": {"kind": "sequential", "hooks": "module", "plateau": "step"},
+    "validations within an epoch": {"kind": "stream plain", "hooks": "module", "plateau": "step", "val": 2},
+    "validations and epochs": {"kind": "shuffle", "hooks": "callback", "plateau": "epoch", "val": 3},
+    "the mean of an epoch": {"kind": "stream own", "plateau": "epoch"},
+    "the loader is kept": {"kind": "shuffle generator", "reload": "same", "noise": "own"},
+    "the stream is kept": {"kind": "stream buffer", "reload": "same", "every_epochs": 2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_LIGHTNING)
+def test_lightning_goes_on(tmp_path: Path, name: str) -> None:
+    case: dict[str, Any] = {
+        "size": 2, "workers": 0, "drop_last": False, "noise": "", "accumulate": 2, "steps": 20, "every": 1,
+        "hooks": "", "reload": "", "every_epochs": 1, "second": None, "mode": "max_size_cycle",
+        "val": 0, "plateau": "", "mean": True,
+    } | OF_LIGHTNING[name]  # fmt: skip
+    compare(tmp_path, "lightning", case, [3, 5, 12, 15])

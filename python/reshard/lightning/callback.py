@@ -11,7 +11,6 @@ Lightning is not imported here: `reshard.lightning` combines this class with `Mo
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,8 +18,18 @@ from reshard.commit import roots
 from reshard.errors import ArgumentError, ReshardError, UnsupportedError
 from reshard.formats.left_out import NAME as LEFT_OUT
 from reshard.formats.state import per_rank
-from reshard.lightning.data import position_of, watch
-from reshard.lightning.progress import at_end_of_epoch, is_end_of_epoch, plateau_steps, set_not_restarting
+from reshard.lightning.data import begun_again, position_of, watch
+from reshard.lightning.progress import (
+    add_logged,
+    at_end_of_epoch,
+    go_on_in_epoch,
+    is_end_of_epoch,
+    logged_in_epoch,
+    plateau_steps,
+    reloaded,
+    set_not_restarting,
+    set_reloaded,
+)
 from reshard.lightning.resuming import How, Resumed, TrainerRun, described_run, resume, schedulers_of, start_from
 from reshard.lightning.trainer_state import as_extra, check_hooks, without_tensors
 from reshard.opening import newer_than
@@ -39,10 +48,11 @@ from reshard.verbs.save import save
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from datetime import timedelta
 
     from reshard.formats.left_out import LeftOut
+    from reshard.lightning.progress import After
     from reshard.options import InitFromLike, SettingsLike, StrictLike, VerifyLike
     from reshard.ranks.group import Group
     from reshard.torch.left_out import Frozen
@@ -158,7 +168,7 @@ class Saving:
         self._verify = Verify.of(verify)
         self._async, self._timeout = async_save, timeout
         self._pending: PendingSave[SaveReport] | None = None
-        self._is_due = False
+        self._is_due = self._saves_now = False
         self._time = time.monotonic()
         self._resumed: Resumed | None = None
         self._started: Started | None = None
@@ -206,7 +216,10 @@ class Saving:
                 hint="`ModelParallelStrategy` with `fully_shard` (FSDP2) is",
             )
         strategy, connector = trainer.strategy, trainer._checkpoint_connector  # noqa: SLF001  Lightning has no hooks here
-        load, process, end = strategy.load_checkpoint, strategy.process_dataloader, connector.resume_end
+        load, process, start = strategy.load_checkpoint, strategy.process_dataloader, strategy.on_train_start
+        validated, end, loop = strategy.on_validation_end, connector.resume_end, trainer.fit_loop
+        logger = trainer._logger_connector  # noqa: SLF001
+        end_of_batch = logger.on_batch_end
 
         def load_checkpoint(path: Any, **options: Any) -> dict[str, Any]:
             if not _is_ours(path):
@@ -214,10 +227,18 @@ class Saving:
             self._resumed = resume(trainer, path, self._how(trainer), version=self.library.__version__)
             return self._resumed.checkpoint
 
+        def before_batch() -> None:
+            """Restore the random states of a save within an epoch before the first batch that is trained."""
+            if self._resumed is not None:
+                self._resumed.set_begun_again(loop._combined_loader)  # noqa: SLF001
+            if self._has_begun:
+                self._restore(self._step_random)
+                self._step_random = None
+
         def process_dataloader(loader: Any) -> Any:
             loader = process(loader)
             if trainer.training:
-                loader = watch(loader, self._around_batch)
+                loader = watch(loader, before_batch, lambda: self._epoch_random is None)
                 if self._resumed is not None and self._resuming.data == "saved":
                     self._resumed.set_position(loader)
             return loader
@@ -229,11 +250,40 @@ class Saving:
                 self._begin(trainer, is_loaded=bool(connector._loaded_checkpoint))  # noqa: SLF001
             end()
 
+        def on_train_start() -> None:
+            """Go on where the save was made: hooks of the next epoch follow, in which programs may draw."""
+            start()
+            self._has_begun = True
+            if self._resumed is not None:
+                set_reloaded(loop, self._resumed.saved["lightning"])
+                if not self._resumed.is_end_of_epoch:
+                    go_on_in_epoch(loop)
+            self._restore(self._epoch_random)
+            self._epoch_random = None
+
+        # Both follow the hooks of the model, which may draw random numbers and change its tensors.
+        def on_batch_end() -> None:
+            if self._resumed is not None and trainer.training:
+                add_logged(trainer, self._resumed.logged)
+            if self._saves_now:
+                self._saves_now = False
+                self._save_due(trainer, "batch")
+            end_of_batch()
+
+        def on_validation_end() -> None:
+            validated()
+            is_within = not trainer.sanity_checking and trainer.state.fn.value == "fit"
+            if is_within and not is_end_of_epoch(trainer):
+                self._save_due(trainer, "validation")
+
         strategy.load_checkpoint, strategy.process_dataloader = load_checkpoint, process_dataloader
-        connector.resume_end = resume_end
+        strategy.on_train_start, strategy.on_validation_end = on_train_start, on_validation_end
+        connector.resume_end, logger.on_batch_end = resume_end, on_batch_end
 
         def restore() -> None:
-            del strategy.load_checkpoint, strategy.process_dataloader, connector.resume_end
+            del strategy.load_checkpoint, strategy.process_dataloader
+            del strategy.on_train_start, strategy.on_validation_end
+            del connector.resume_end, logger.on_batch_end
 
         self._restore_strategy.append(restore)
 
@@ -248,6 +298,7 @@ class Saving:
         while self._restore_strategy:
             self._restore_strategy.pop()()
         self._resumed, self._frozen, self._has_begun = None, None, False
+        self._epoch_random = self._step_random = None
         self._wait()
         super().teardown(trainer, pl_module, stage)  # type: ignore[misc]
 
@@ -255,7 +306,7 @@ class Saving:
         """Refuse a root that is at a later step, and hooks whose checkpoints cannot be saved."""
         super().on_train_start(trainer, pl_module)  # type: ignore[misc]
         check_hooks(trainer)
-        self._is_due, self._time, self._has_begun = False, time.monotonic(), True
+        self._is_due, self._saves_now, self._time = False, False, time.monotonic()
         if self._resumed is not None:
             self._last_global_step_saved = trainer.global_step
         if self._resumed is None and trainer.is_global_zero and not trainer.fast_dev_run:
@@ -268,14 +319,8 @@ class Saving:
                     hint='resume with `ckpt_path="last"`, or give another `dirpath`',
                 )
 
-    def on_train_epoch_start(self, _trainer: Any, _pl_module: Any) -> None:
-        """Restore the random states of a save at the end of an epoch."""
-        state, self._epoch_random = self._epoch_random, None
-        if state is not None:
-            rng.restore(**state)
-
     def on_train_batch_end(self, trainer: Any, _pl_module: Any, *_: Any) -> None:
-        """Save if a save by steps or time is due, unless the end of the epoch or a validation follows."""
+        """Let a save by steps or time follow, unless the end of the epoch or a validation follows."""
         every, interval = self._every_n_train_steps, self._train_time_interval
         if every and trainer.global_step % every == 0:
             self._is_due = True
@@ -285,23 +330,20 @@ class Saving:
         if self._is_due and not is_end_of_epoch(trainer):
             fit_loop = trainer.fit_loop
             follows = fit_loop.epoch_loop._should_check_val_fx(fit_loop._data_fetcher)  # noqa: SLF001
-            if not trainer.strategy.broadcast(follows):  # it may depend on the clock
-                self._save_due(trainer)
+            self._saves_now = not trainer.strategy.broadcast(follows)  # it may depend on the clock
 
     def on_validation_end(self, trainer: Any, _pl_module: Any) -> None:
-        """Save if a save is due within an epoch."""
+        """Note that a save is due."""
         if trainer.sanity_checking or trainer.state.fn.value != "fit":
             return
         if not self._should_save_on_train_epoch_end(trainer) and self._is_due_by_epochs(trainer):
             self._is_due = True
-        if not is_end_of_epoch(trainer):
-            self._save_due(trainer)
 
     def on_train_epoch_end(self, trainer: Any, _pl_module: Any) -> None:
         """Save if a save is due."""
         if self._should_save_on_train_epoch_end(trainer) and self._is_due_by_epochs(trainer):
             self._is_due = True
-        self._save_due(trainer)
+        self._save_due(trainer, "epoch")
 
     def on_train_end(self, _trainer: Any, _pl_module: Any) -> None:
         """Wait for the save in the background."""
@@ -321,7 +363,7 @@ class Saving:
     def _is_due_by_epochs(self, trainer: Any) -> bool:
         return self._every_n_epochs >= 1 and (trainer.current_epoch + 1) % self._every_n_epochs == 0
 
-    def _save_due(self, trainer: Any) -> None:
+    def _save_due(self, trainer: Any, after: After) -> None:
         """Save if a save is due and possible at this step, and the iteration is among the best or kept as the last."""
         if not self._is_due or trainer.fit_loop.epoch_loop._should_accumulate():  # noqa: SLF001  gradients are not saved
             return
@@ -338,7 +380,7 @@ class Saving:
         if not is_best and not self.save_last:
             return
         self.last_model_path = path
-        self._save(trainer, metrics)
+        self._save(trainer, metrics, after)
         self._last_global_step_saved, self._time = trainer.global_step, time.monotonic()
 
     def _rank(self, trainer: Any, path: str) -> bool:
@@ -365,7 +407,7 @@ class Saving:
         self.best_model_score, self.kth_value = scores[kept[0]], scores[kept[-1]]
         return True
 
-    def _save(self, trainer: Any, metrics: dict[str, float]) -> None:
+    def _save(self, trainer: Any, metrics: dict[str, float], after: After) -> None:
         members = resolve(None)
         step, is_end = trainer.global_step, is_end_of_epoch(trainer)
         left_out = self._left_out(trainer, members)
@@ -381,7 +423,7 @@ class Saving:
         checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # a second position of each loader
         extra: dict[str, Any] = {
             "rng": per_rank(rng.capture(rank=members.rank, world_size=members.world_size)),
-            "lightning per rank": per_rank({"loaders": _positions(trainer, is_end=is_end)}),
+            "lightning per rank": per_rank(_positions(trainer, is_end=is_end)),
         }
         if members.rank == 0:
             extra["trainer"] = described.extra
@@ -390,7 +432,8 @@ class Saving:
                 "checkpoint": as_extra(checkpoint),
                 "metrics": as_extra(dict(trainer.callback_metrics)),
                 "is_end_of_epoch": is_end,
-                "plateau": plateau_steps(trainer) if is_end else [],
+                "reloaded": reloaded(trainer.fit_loop),
+                "plateau": plateau_steps(trainer, after) if is_end or after != "epoch" else [],
             }
             if weights.replaced:
                 replaced = {key: plain(value).clone() for key, value in weights.replaced.items()}
@@ -490,37 +533,25 @@ class Saving:
         )
         self._how(trainer).together(lambda: messages)
 
-    @contextmanager
-    def _around_batch(self) -> Iterator[None]:
-        """Take a batch in the random states of a save.
-
-        Those of a save within an epoch are restored before the first batch. After a save at the end of an epoch,
-        Lightning takes the first batch of a loader without a length before the epoch starts.
-        """
-        if self._has_begun:
-            state, self._step_random = self._step_random, None
-            if state is not None:
-                rng.restore(**state)
-            yield
-            return
-        state = self._epoch_random
-        if state is not None:
-            rng.restore(**state)
-        yield
-        if state is not None:
-            place = {"rank": state["rank"], "world_size": state["world_size"]}
-            self._epoch_random = {**state, "state": rng.capture(**place)}
+    @staticmethod
+    def _restore(random: dict[str, Any] | None) -> None:
+        if random is not None:
+            rng.restore(**random)
 
 
 Saving.__init__.__qualname__ = "ReshardCheckpoint.__init__"  # Python's error for an unknown argument has this name
 
 
-def _positions(trainer: Any, *, is_end: bool) -> list[dict[str, Any] | None]:
+def _positions(trainer: Any, *, is_end: bool) -> dict[str, Any]:
     """The position in each loader of training data."""
     n_ahead = len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))  # noqa: SLF001
-    loaders = trainer.fit_loop._combined_loader.flattened  # noqa: SLF001
-    positions = [position_of(loader) for loader in loaders]
-    return [None if one is None else one.state(n_ahead, is_end=is_end) for one in positions]
+    combined = trainer.fit_loop._combined_loader  # noqa: SLF001
+    positions = [position_of(loader) for loader in combined.flattened]
+    return {
+        "loaders": [None if one is None else one.state(n_ahead, is_end=is_end) for one in positions],
+        "begun again": [] if is_end else begun_again(combined),
+        "logged": {} if is_end else logged_in_epoch(trainer),
+    }
 
 
 def _is_ours(path: Any) -> bool:

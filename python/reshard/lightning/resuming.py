@@ -16,7 +16,7 @@ import torch
 
 from reshard.config import Config
 from reshard.errors import MismatchError
-from reshard.lightning.data import position_of
+from reshard.lightning.data import position_of, set_begun_again
 from reshard.lightning.progress import end_epoch
 from reshard.ranks.collective import Collective
 from reshard.ranks.group import log_of_all, resolve, session
@@ -226,6 +226,22 @@ class Resumed:
         state, position = loaders.pop(0) if loaders else None, position_of(loader)
         if state is not None and position is not None:
             position.resume(state)
+
+    @property
+    def logged(self) -> dict[str, list[float]]:
+        """What was logged in the epoch before the save, and was not added yet."""
+        logged: dict[str, list[float]] = self.saved.get("lightning per rank", {}).get("logged", {})
+        return logged if self.how.given.data == "saved" else {}
+
+    def set_begun_again(self, combined: Any) -> None:
+        """Set, once, which of the loaders had begun again when the position was saved.
+
+        Args:
+            combined: the `CombinedLoader` of the epoch.
+        """
+        saved = self.saved.get("lightning per rank", {}).pop("begun again", None)
+        if saved and self.how.given.data == "saved":
+            set_begun_again(combined, saved)
 
 
 def resume(trainer: Any, path: Any, how: How, *, version: str) -> Resumed:

@@ -238,6 +238,7 @@ class Passes:
         The generator of a sampler that had none is seeded here.
         """
         if self._found is not None:
+            self._sources["order"] = self._found["order"]
             if self._found["order"] is not None:
                 HostStreams.parse(self._found["order"]).set()
             return
@@ -259,6 +260,11 @@ class Passes:
     def has_begun(self) -> bool:
         """Whether a pass has begun since this object was made or a position was loaded."""
         return bool(self._sources)
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether the next pass goes on at a saved position within an epoch."""
+        return self._resumed is not None
 
     # ------------------------------------------------------------------------------------------------------ saved state
 
