@@ -1,5 +1,7 @@
 """One conversion in several shares, by processes that know nothing of each other, or by the ranks of a group."""
 
+import dataclasses
+import inspect
 import json
 import os
 from pathlib import Path
@@ -12,6 +14,7 @@ from tests.ranks import Job
 import reshard
 from reshard.errors import ArgumentError, DamagedFileError, DestinationExistsError
 from reshard.ranks.group import TorchGroup
+from reshard.verbs.convert import ConvertOptions
 
 LAYOUT: dict[str, Any] = {"mesh": {"tp": 4}, "rules": [{"match": "w*", "cut": ["tp"]}, {"match": "*"}]}
 TARGETS: list[dict[str, Any]] = [
@@ -105,6 +108,45 @@ def test_shares_of_different_conversions_do_not_meet(tmp_path: Path, source: Pat
     assert reshard.convert(source, dst, share=(1, 2), dtype="bfloat16", **TARGETS[0]).pending == (0,)
     reshard.save_file(arrays() | {"b": np.arange(4)}, source)
     assert reshard.convert(source, dst, share=(1, 2), **TARGETS[0]).pending == (0,)
+
+
+ROOT, FOLDER, PADDED = TARGETS[0], TARGETS[1], {"to": "huggingface", "select": {"pad": {"b": "vocab_size"}}}
+CHANGES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    *((ROOT, {name: value}) for name, value in (("part", "model"), ("dtype", "bfloat16"), ("overwrite", True))),
+    *((ROOT, {"select": one}) for one in ({"only": "w"}, {"drop": "b"}, {"rename": {"b": "c"}})),
+    *((ROOT, {"select": one}) for one in ({"pad": {"b": 5}}, {"trim": {"b": 2}})),
+    *((ROOT, {"files": one}) for one in ({"prefix": "run"}, {"strict_format": True}, {"dedup": True})),
+    *((ROOT, {"commit": one}) for one in ({"durable": False}, {"private": True})),
+    (ROOT, {"iteration": 8}),
+    (ROOT, {"names": {"rules": [{"from": "b", "to": "c"}]}}),
+    (ROOT, {"layout": {"mesh": {"tp": 2}, "rules": [{"match": "w*", "cut": ["tp"]}, {"match": "*"}]}}),
+    (ROOT | {"dtype": "bfloat16"}, {"dtype_all": True}),
+    *(
+        (FOLDER, {"files": {"max_shard_size": 4096} | one})
+        for one in ({"max_shard_size": 8192}, {"check_names": False})
+    ),
+    (FOLDER, {"files": {"max_shard_size": 4096, "model_files": "hf"}}),
+    (PADDED | {"config": {"vocab_size": 5}}, {"config": {"vocab_size": 6}}),
+]
+
+
+@pytest.mark.parametrize(("base", "change"), CHANGES, ids=str)
+def test_shares_that_differ_in_an_option_do_not_meet(
+    base: dict[str, Any], change: dict[str, Any], tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text('{"vocab_size": 5}')
+    monkeypatch.chdir(tmp_path)
+    reshard.convert(source, "dst", share=(0, 2), **base)
+    assert reshard.convert(source, "dst", share=(1, 2), **base | change).pending == (0,)
+    assert reshard.convert(source, "dst", share=(1, 2), threads=1, memory="16MiB", **base).pending == ()
+
+
+def test_every_argument_of_a_conversion_is_compared_between_shares_or_marked() -> None:
+    of_the_call = {"src", "dst", "share", "group", "timeout", "max_shard_size"}
+    options = dataclasses.fields(ConvertOptions)
+    assert {one.name for one in options} == inspect.signature(reshard.convert).parameters.keys() - of_the_call
+    assert {one.name for one in options if one.metadata} == {"config", "memory", "threads", "progress"}
 
 
 @pytest.mark.parametrize("share", [(2, 2), (-1, 2), (0, 0), (True, 2), (0.0, 1)])

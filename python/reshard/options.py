@@ -34,8 +34,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-_MAY_DIFFER = {"may differ between ranks": True}
+MAY_DIFFER: Mapping[str, Any] = {"agreed as": None}
 """Marks a field that `agreed` leaves out."""
+
+_WHETHER_GIVEN = {"agreed as": lambda value: value is not False}
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -344,7 +346,7 @@ class Checkpoint1Options(Options):
     sink_size: int | None = None
     steps_per_epoch: int | None = None
     save_network_params: bool = False
-    save_trainable_params: bool | Collection[str] = dataclasses.field(default=False, metadata=_MAY_DIFFER)
+    save_trainable_params: bool | Collection[str] = dataclasses.field(default=False, metadata=_WHETHER_GIVEN)
     only_save_strategy: bool = False
 
     @property
@@ -769,13 +771,13 @@ class SaveOptions:
         threads: threads of the copies; None: all processors.
     """
 
-    retention: Retention | None = dataclasses.field(default=None, metadata=_MAY_DIFFER)  # that of rank 0 is used
+    retention: Retention | None = dataclasses.field(default=None, metadata=MAY_DIFFER)  # that of rank 0 is used
     verify: Verify = Verify()
     commit: Commit = Commit()
     files: Files = Files()
     format: str = "checkpoint2"
     checkpoint1: Checkpoint1Options = Checkpoint1Options()
-    threads: int | None = dataclasses.field(default=None, metadata=_MAY_DIFFER)
+    threads: int | None = dataclasses.field(default=None, metadata=MAY_DIFFER)
 
     @property
     def dedup(self) -> bool:
@@ -824,8 +826,11 @@ class SaveOptions:
         )
 
 
-def agreed(options: SaveOptions) -> dict[str, object]:
-    """What must be equal on all ranks that save together: each field of each group that is not marked, by its name.
+def agreed(options: Any) -> dict[str, object]:
+    """What must be equal on all ranks, as plain values: each field that is not marked, and those of groups, by name.
+
+    Args:
+        options: a dataclass, such as `SaveOptions`.
 
     Example:
         >>> sorted(agreed(SaveOptions()))[:4]
@@ -833,17 +838,12 @@ def agreed(options: SaveOptions) -> dict[str, object]:
     """
     found: dict[str, object] = {}
     for one in fields(options):
-        value = getattr(options, one.name)
-        if one.metadata == _MAY_DIFFER:
-            continue
-        if isinstance(value, Options):
-            names = [inner.name for inner in fields(value) if inner.metadata != _MAY_DIFFER]
-            found |= {name: comparable(getattr(value, name)) for name in names}
-        else:
-            found[one.name] = comparable(value)
-    # The names of weights may differ. Whether a value is given must not.
-    given = options.checkpoint1.save_trainable_params is not False
-    return found | {"dedup": options.dedup, "save_trainable_params": given}
+        value, agreed_as = getattr(options, one.name), one.metadata.get("agreed as", comparable)
+        if isinstance(value, Options) and agreed_as:
+            found |= agreed(value)
+        elif agreed_as:
+            found[one.name] = agreed_as(value)
+    return found
 
 
 def comparable(value: object) -> object:
@@ -859,6 +859,8 @@ def comparable(value: object) -> object:
         return value
     if isinstance(value, os.PathLike):
         return str(os.fspath(value))
+    if callable(getattr(value, "to_mapping", None)):
+        return comparable(value.to_mapping())  # type: ignore[attr-defined]
     if isinstance(value, Options):
         return {one.name: comparable(getattr(value, one.name)) for one in fields(value)}
     if isinstance(value, Mapping):

@@ -44,7 +44,7 @@ from reshard.layout.patterns import Matcher
 from reshard.names import as_names, config_beside
 from reshard.names.file import NameRule
 from reshard.opening.several import common_folder, files_of
-from reshard.options import Commit, Select, explains_moved, files_with_size
+from reshard.options import MAY_DIFFER, Commit, Select, agreed, explains_moved, files_with_size
 from reshard.quantised.kinds import FLOATING, KINDS
 from reshard.quantised.quantise import BLOCK, FP8, fits, scale_name
 from reshard.quantised.quantise import entry as quantisation_entry
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from reshard.conversion.writer import Writer
     from reshard.layout import ModelLayout
     from reshard.names import ConfigLike, NameMap, NamesLike
-    from reshard.options import CommitLike, FilesLike
+    from reshard.options import CommitLike, Files, FilesLike
     from reshard.quantised.kinds import Quantised
 
 Target = Literal[
@@ -110,6 +110,34 @@ class ConvertReport:
     pending: tuple[int, ...] = ()
     not_expressible: dict[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    """What `convert` is asked for, parsed as far as nothing is opened for it. All shares of a conversion agree on it.
+
+    Attributes:
+        to, part, layout, strategy, format, select, names, config, iteration, dtype, dtype_all, files, commit,
+            overwrite, memory, threads, progress: the arguments of `convert`, with `max_shard_size` in `files`.
+    """
+
+    to: str | None
+    part: Part | None
+    layout: LayoutLike | None
+    strategy: str | os.PathLike[str] | None
+    format: str | None
+    select: Select
+    names: NamesLike | None
+    config: ConfigLike | None = field(metadata=MAY_DIFFER)  # what it changes is in names and shapes
+    iteration: int | None
+    dtype: str | None
+    dtype_all: bool
+    files: Files
+    commit: Commit
+    overwrite: bool
+    memory: int = field(metadata=MAY_DIFFER)
+    threads: int | None = field(metadata=MAY_DIFFER)
+    progress: Progress | None = field(metadata=MAY_DIFFER)
 
 
 @explains_moved
@@ -217,185 +245,205 @@ def convert(
     """
     if group is not None and share is not None:
         raise ArgumentError("`share` and `group` exclude each other: a group has a share for each rank")
-    started, iteration = time.monotonic(), plain_integer(iteration)
-    chosen, written_as, published = Select.of(select), files_with_size(max_shard_size, files), Commit.of(commit)
-    if published.rollback or published.takeover:
-        raise ArgumentError("`rollback` and `takeover` of `Commit` are options of a save, and this is a conversion")
-    prefix, modes, private, durable = written_as.prefix, written_as.modes, published.private, published.durable
+    started = time.monotonic()
     with _all_ranks(group, timeout) as share_of_rank:
-        share = share or share_of_rank
-        several, target = files_of(src), locate(dst)
-        source = locate(src) if several is None else common_folder(several)  # type: ignore[arg-type]
-        writer = writer_for(to, target, has_layout=layout is not None)
-        of_format = {"iteration": iteration, "prefix": prefix, "modes": modes, "model_files": written_as.model_files}
-        _check_options(writer, target, layout, of_format, is_private=private)
-        for one in several or [source]:
-            _check_apart(one, target)
-        is_one_file = writer.is_one_file(target)
-        if target.name in ("", "..") or (target.kind() == "link" and not is_one_file):
-            # A rename needs a unique source name on the file system of the destination.
-            target = target.resolved()
-        model_folder = None if written_as.model_files is None else locate(written_as.model_files)
-        options = Options(
-            metadata={**writer.metadata, **writer_mark.MARK},
+        asked = ConvertOptions(
+            to=to,
+            part=part,
+            layout=layout,
+            strategy=strategy,
+            format=format,
+            select=Select.of(select),
+            names=names,
+            config=config,
+            iteration=plain_integer(iteration),
             dtype=None if dtype is None else dtypes.parse_dtype(dtype),
-            buffers=_core.Buffers(parse_size(memory)),
+            dtype_all=dtype_all,
+            files=files_with_size(max_shard_size, files),
+            commit=Commit.of(commit),
+            overwrite=overwrite,
+            memory=parse_size(memory),
             threads=threads,
-            durable=durable,
-            file_mode=0o600 if private else 0o666,
-            folder_mode=0o700 if private else 0o777,
-            keep_modes=not private and modes is None,
             progress=progress,
         )
-        max_bytes = None if written_as.max_shard_size is None else parse_size(written_as.max_shard_size)
-        with (
-            open_source(several or source, strategy=strategy, suffix=chosen.suffix, of_format=format) as whole,
-            contextlib.ExitStack() as views,
-        ):
-            if several is None:
-                _check_whole(source)
-            if model_folder is None and "model_files" in writer.options:
-                model_folder = whole.data.model_files
-            part_written = part or ("all" if chosen.only else writer.default_part)
-            _check_complete(whole, part_written, chosen)
-            if chosen.entry is not None:
-                if part not in (None, "model"):
-                    raise ArgumentError(f"`entry` of `Select` takes weights alone, and `part` is {part!r}")
-                part_written = "model"
-                whole = views.enter_context(of_prefixes(whole, chosen.entry))  # noqa: PLW2901  the one that is converted
-            elif part != "all" and names is None and not (chosen.rename or chosen.only):
-                _check_one_set(whole, (chosen.drop,) if isinstance(chosen.drop, str) else tuple(chosen.drop))
-            known = None
-            beside = config
-            if beside is None:
-                beside = config_beside(source)
-            if beside is None and model_folder is not None:
-                beside = config_beside(model_folder)
-            sizes = NewSizes(chosen.pad or {}, chosen.trim or {}, beside)
-            if names is not None:
-                known = as_names(names, beside)
-                known = known if layout is None else _padded_for(known, as_layout(layout))
-            elif config is not None and not (sizes.pad or sizes.trim):
-                raise ArgumentError("`config` has a meaning only with `names`, or with `pad` or `trim` of `Select`")
-            apart = writer.apart(whole)
-            if apart and part_written == "all" and whole.common is None:
-                whole.common = whole.data.read_common()
-            rename, of_entry = chosen.rename, list[str]()
-            is_checked = written_as.check_names and "model_files" in writer.options and part_written == "model"
-            if is_checked and model_folder is not None and not (rename or known or chosen.only or chosen.entry):
-                rename, of_entry = _without_entry(whole, model_folder)
-                if rename is None:
-                    known, of_entry = _under_published_names(whole, model_folder)
-            drop = (chosen.drop,) if isinstance(chosen.drop, str) else tuple(chosen.drop)
-            if is_checked and model_folder is not None:
-                drop += tuple(key for key in not_saved(model_of(str(model_folder))) if key in whole)
-            weights = whole.quantised() if part_written != "optimizer" else {}
-            if weights and options.dtype in FLOATING:
-                whole = views.enter_context(whole.dequantised())  # noqa: PLW2901  the one that is converted
-                options, weights = replace(options, is_dequantised=True), {}
-            selection = selected(
-                whole,
-                part_written,
-                only=chosen.only,
-                drop=drop,
-                rename=rename,
-                sizes=sizes,
+        report = _convert(src, dst, asked, share or share_of_rank)
+    # The shares of other ranks are written by now.
+    pending = () if share_of_rank else report.pending
+    return replace(report, seconds=time.monotonic() - started, pending=pending)
+
+
+def _convert(
+    src: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    dst: str | os.PathLike[str],
+    asked: ConvertOptions,
+    share: tuple[int, int] | None,
+) -> ConvertReport:
+    chosen, files, commit = asked.select, asked.files, asked.commit
+    if commit.rollback or commit.takeover:
+        raise ArgumentError("`rollback` and `takeover` of `Commit` are options of a save, and this is a conversion")
+    several, target = files_of(src), locate(dst)
+    source = locate(src) if several is None else common_folder(several)  # type: ignore[arg-type]
+    writer = writer_for(asked.to, target, has_layout=asked.layout is not None)
+    of_format = {"iteration": asked.iteration} | {
+        name: getattr(files, name) for name in ("prefix", "modes", "model_files")
+    }
+    _check_options(writer, target, asked.layout, of_format, is_private=commit.private)
+    for one in several or [source]:
+        _check_apart(one, target)
+    is_one_file = writer.is_one_file(target)
+    if target.name in ("", "..") or (target.kind() == "link" and not is_one_file):
+        # A rename needs a unique source name on the file system of the destination.
+        target = target.resolved()
+    model_folder = None if files.model_files is None else locate(files.model_files)
+    options = Options(
+        metadata={**writer.metadata, **writer_mark.MARK},
+        dtype=asked.dtype,
+        buffers=_core.Buffers(asked.memory),
+        threads=asked.threads,
+        durable=commit.durable,
+        file_mode=0o600 if commit.private else 0o666,
+        folder_mode=0o700 if commit.private else 0o777,
+        keep_modes=not commit.private and files.modes is None,
+        progress=asked.progress,
+    )
+    max_bytes = None if files.max_shard_size is None else parse_size(files.max_shard_size)
+    with (
+        open_source(several or source, strategy=asked.strategy, suffix=chosen.suffix, of_format=asked.format) as whole,
+        contextlib.ExitStack() as views,
+    ):
+        if several is None:
+            _check_whole(source)
+        if model_folder is None and "model_files" in writer.options:
+            model_folder = whole.data.model_files
+        part_written = asked.part or ("all" if chosen.only else writer.default_part)
+        _check_complete(whole, part_written, chosen)
+        if chosen.entry is not None:
+            if asked.part not in (None, "model"):
+                raise ArgumentError(f"`entry` of `Select` takes weights alone, and `part` is {asked.part!r}")
+            part_written = "model"
+            whole = views.enter_context(of_prefixes(whole, chosen.entry))  # noqa: PLW2901  the one that is converted
+        elif asked.part != "all" and asked.names is None and not (chosen.rename or chosen.only):
+            _check_one_set(whole, (chosen.drop,) if isinstance(chosen.drop, str) else tuple(chosen.drop))
+        known = None
+        beside = asked.config
+        if beside is None:
+            beside = config_beside(source)
+        if beside is None and model_folder is not None:
+            beside = config_beside(model_folder)
+        sizes = NewSizes(chosen.pad or {}, chosen.trim or {}, beside)
+        if asked.names is not None:
+            known = as_names(asked.names, beside)
+            known = known if asked.layout is None else _padded_for(known, as_layout(asked.layout))
+        elif asked.config is not None and not (sizes.pad or sizes.trim):
+            raise ArgumentError("`config` has a meaning only with `names`, or with `pad` or `trim` of `Select`")
+        apart = writer.apart(whole)
+        if apart and part_written == "all" and whole.common is None:
+            whole.common = whole.data.read_common()
+        rename, of_entry = chosen.rename, list[str]()
+        is_checked = files.check_names and "model_files" in writer.options and part_written == "model"
+        if is_checked and model_folder is not None and not (rename or known or chosen.only or chosen.entry):
+            rename, of_entry = _without_entry(whole, model_folder)
+            if rename is None:
+                known, of_entry = _under_published_names(whole, model_folder)
+        drop = (chosen.drop,) if isinstance(chosen.drop, str) else tuple(chosen.drop)
+        if is_checked and model_folder is not None:
+            drop += tuple(key for key in not_saved(model_of(str(model_folder))) if key in whole)
+        weights = whole.quantised() if part_written != "optimizer" else {}
+        if weights and options.dtype in FLOATING:
+            whole = views.enter_context(whole.dequantised())  # noqa: PLW2901  the one that is converted
+            options, weights = replace(options, is_dequantised=True), {}
+        selection = selected(
+            whole,
+            part_written,
+            only=chosen.only,
+            drop=drop,
+            rename=rename,
+            sizes=sizes,
+            names=known,
+            apart=apart,
+            dtype=options.dtype,
+        )
+        opened, keys = views.enter_context(selection.source), selection.keys
+        of_fp8: list[str] = []
+        if options.dtype == FP8 and part_written != "optimizer":
+            entry, chosen_keys, of_fp8 = _fp8_weights(opened, keys, model_folder or source, weights)
+            opened = views.enter_context(opened.in_fp8(chosen_keys))
+            keys = [name for key in keys for name in ((key, scale_name(key)) if key in chosen_keys else (key,))]
+            options = replace(options, dtype=None, quantised_as=entry)
+        elif weights:
+            _check_quantised(weights, whole, opened, selection.keys, writer)
+            options = replace(options, metadata=options.metadata | described(weights, whole.data.index))
+        for copies, is_state in ((selection.copies, False), (selection.joined, True)):
+            _check_copies(whole, copies, asked.memory, asked.threads, is_state=is_state)
+        job = Job(
+            opened,
+            keys,
+            target,
+            options,
+            asked.overwrite,
+            KNOWN_FILES,
+            selection.counters,
+            left_out=selection.left_out,
+            is_renamed=selection.is_renamed,
+            names=selection.names,
+        )
+        of_cast = _keep_dtypes(job, model_folder or source, all_tensors=asked.dtype_all)
+        if share is not None:
+            if is_one_file:
+                raise ArgumentError(f"{target} is one file: there is nothing to share", path=str(target))
+            resolved = replace(
+                asked,
+                to=writer.name,
+                layout=None if asked.layout is None else as_layout(asked.layout),
+                strategy=None if asked.strategy is None else locate(asked.strategy).resolved(),
+                select=replace(chosen, rename=rename),
                 names=known,
-                apart=apart,
                 dtype=options.dtype,
+                files=replace(
+                    files,
+                    max_shard_size=max_bytes,
+                    model_files=None if model_folder is None else model_folder.resolved(),
+                ),
             )
-            opened, keys = views.enter_context(selection.source), selection.keys
-            of_fp8: list[str] = []
-            if options.dtype == FP8 and part_written != "optimizer":
-                entry, chosen_keys, of_fp8 = _fp8_weights(opened, keys, model_folder or source, weights)
-                opened = views.enter_context(opened.in_fp8(chosen_keys))
-                keys = [name for key in keys for name in ((key, scale_name(key)) if key in chosen_keys else (key,))]
-                options = replace(options, dtype=None, quantised_as=entry)
-            elif weights:
-                _check_quantised(weights, whole, opened, selection.keys, writer)
-                options = replace(options, metadata=options.metadata | described(weights, whole.data.index))
-            for copies, is_state in ((selection.copies, False), (selection.joined, True)):
-                _check_copies(whole, copies, parse_size(memory), threads, is_state=is_state)
-            job = Job(
-                opened,
-                keys,
-                target,
-                options,
-                overwrite,
-                KNOWN_FILES,
-                selection.counters,
-                left_out=selection.left_out,
-                is_renamed=selection.is_renamed,
-                names=selection.names,
-            )
-            of_cast = _keep_dtypes(job, model_folder or source, all_tensors=dtype_all)
-            if share is not None:
-                if is_one_file:
-                    raise ArgumentError(f"{target} is one file: there is nothing to share", path=str(target))
-                asked: list[object] = [
-                    writer.name,
-                    part,
-                    None if strategy is None else str(locate(strategy).resolved()),
-                    chosen.suffix,
-                    format,
-                    chosen.only,
-                    chosen.drop,
-                    rename,
-                    chosen.entry,
-                    *({name: str(size) for name, size in one.items()} for one in (sizes.pad, sizes.trim)),
-                    None if known is None else known.to_mapping(),
-                    iteration,
-                    prefix,
-                    options.dtype,
-                    dtype_all,
-                    max_bytes,
-                    written_as.dedup,
-                    durable,
-                    overwrite,
-                    modes,
-                    private,
-                    None if model_folder is None else str(model_folder.resolved()),
-                ]
-                asked.append(None if layout is None else as_layout(layout).to_mapping())
-                job = replace(job, shared=_shared(job, Share(*share), asked, in_root=writer.in_root))
-            is_all = part_written == "all"
-            with_extra = is_all and writer.writes_extra(job)
-            settings = Settings(
-                layout=layout,
-                iteration=iteration,
-                prefix=prefix,
-                max_bytes=max_bytes,
-                dedup=written_as.dedup,
-                strict_format=written_as.strict_format,
-                original_modes=modes is not None,
-                model_files=model_folder,
-                check_names=is_checked,
-                source=source,
-                with_state=is_all,
-                with_extra=with_extra,
-            )
-            if overwrite:  # else it has to be empty
-                check_destination(target, writer.name, keeps_others=writer.keeps_others)
-            written = writer.write(job, settings)
-            loses_extra = is_all and not with_extra
-            warnings = [
-                *written.warnings,
-                *of_entry,
-                *of_cast,
-                *of_fp8,
-                *selection.resized,
-                *(_extra_left_out(whole) if loses_extra else []),
-            ]
-            if part_written == "model" and not selection.is_renamed:
-                warnings += _with_entries(whole, job.keys)
+            job = replace(job, shared=_shared(job, Share(*share), resolved, in_root=writer.in_root))
+        is_all = part_written == "all"
+        with_extra = is_all and writer.writes_extra(job)
+        settings = Settings(
+            layout=asked.layout,
+            iteration=asked.iteration,
+            prefix=files.prefix,
+            max_bytes=max_bytes,
+            dedup=files.dedup,
+            strict_format=files.strict_format,
+            original_modes=files.modes is not None,
+            model_files=model_folder,
+            check_names=is_checked,
+            source=source,
+            with_state=is_all,
+            with_extra=with_extra,
+        )
+        if asked.overwrite:  # else it has to be empty
+            check_destination(target, writer.name, keeps_others=writer.keeps_others)
+        written = writer.write(job, settings)
+        loses_extra = is_all and not with_extra
+        warnings = [
+            *written.warnings,
+            *of_entry,
+            *of_cast,
+            *of_fp8,
+            *selection.resized,
+            *(_extra_left_out(whole) if loses_extra else []),
+        ]
+        if part_written == "model" and not selection.is_renamed:
+            warnings += _with_entries(whole, job.keys)
     return ConvertReport(
         path=str(written.path),
         to=writer.name,
         n_tensors=len(job.keys) + (len(job.counters) if writer.counts_counters else 0),
         n_files=written.n_files,
         n_bytes=written.n_bytes,
-        seconds=time.monotonic() - started,
-        pending=() if share_of_rank else tuple(written.pending),  # the shares of other ranks are written by now
+        seconds=0.0,
+        pending=tuple(written.pending),
         not_expressible=written.not_expressible,
         warnings=tuple(warnings),
     )
@@ -691,9 +739,10 @@ def open_source(
     return Checkpoint(open_rank_files(path, files, strategy_for(path, strategy)))
 
 
-def _shared(job: Job, share: Share, asked: list[object], *, in_root: bool) -> Shared:
+def _shared(job: Job, share: Share, asked: ConvertOptions, *, in_root: bool) -> Shared:
+    shapes = [(key, job.source.shape(key)) for key in job.keys]
     digest = digest_of(
-        job.source, {"asked": asked, "n": share.count, "keys": job.keys, "to": str(job.target.resolved())}
+        job.source, {"asked": agreed(asked), "n": share.count, "tensors": shapes, "to": str(job.target.resolved())}
     )
     if in_root:
         return Shared(share, job.target / STAGING_FOLDER / f"{SHARED_PREFIX}{digest}")

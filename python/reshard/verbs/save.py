@@ -381,7 +381,8 @@ def _check_is_written_as_it_is(given: object, array: LocalArray) -> None:
 def _agreed(task: SaveTask, *, blocking: bool) -> dict[str, object]:
     """What must be the same on all ranks, by the names that users know."""
     root = os.fspath(task.root)
-    return {"root": root, "iteration": task.iteration, "blocking": blocking, **agreed(task.options)}
+    same = {"root": root, "iteration": task.iteration, "blocking": blocking}
+    return same | agreed(task.options) | {"dedup": task.options.dedup}
 
 
 def check_save_options(options: SaveOptions) -> None:
