@@ -213,6 +213,76 @@ def test_a_value_in_two_copies_counts_once(tmp_path: Path) -> None:
     assert [(one.kind, one.count) for one in _findings(tmp_path)] == [("not finite", 1)]
 
 
+_CUTS: tuple[list[str | None], ...] = ([], ["dp"], [None, "dp"], ["tp"], [None, "tp"], ["dp", "tp"], [("dp", "tp")])  # type: ignore[list-item]
+
+
+def _own(whole: np.ndarray, cut: list[Any], coordinates: dict[str, int]) -> np.ndarray:
+    for dim, axes in enumerate(cut):
+        for axis in axes if isinstance(axes, tuple) else (axes,):
+            if axis is not None:
+                whole = np.split(whole, 2, axis=dim)[coordinates[axis]]
+    return whole.copy()
+
+
+@pytest.mark.parametrize("narrow", ["BF16", "F16"])
+@pytest.mark.parametrize("seed", range(10))
+def test_shards_that_must_agree_are_compared_whatever_their_cuts(tmp_path: Path, seed: int, narrow: str) -> None:
+    """Four ranks; each tensor is cut in its own way, and all ranks write theirs. One value of one rank differs."""
+    rng = np.random.default_rng(seed)
+    cuts = {name: _CUTS[rng.integers(len(_CUTS))] for name in ("fp32_param.w", "w", "count")}
+    shape = tuple(int(n) for n in 4 * rng.integers(1, 40, 2))
+    wide = rng.standard_normal(shape).astype(np.float32)
+    wholes = {
+        "w": wide.astype(FLOATS[narrow]),
+        "fp32_param.w": wide,
+        "count": rng.integers(0, 9, shape).astype(np.int16),
+    }
+    bad_rank, bad_name = int(rng.integers(4)), str(rng.choice([*cuts, "none"]))
+
+    def work(group: Any) -> Any:
+        coordinates = {"dp": group.rank // 2, "tp": group.rank % 2}
+        own = {name: _own(whole, cuts[name], coordinates) for name, whole in wholes.items()}
+        if group.rank == bad_rank and bad_name in own:
+            bits = own[bad_name].reshape(-1).view(f"u{own[bad_name].itemsize}")
+            bits[int(rng.integers(bits.size))] ^= 1 << (8 * bits.itemsize - 1)
+        rules = [
+            {"match": name, "cut": [list(a) if isinstance(a, tuple) else a for a in cut]} for name, cut in cuts.items()
+        ]
+        return reshard.save(
+            tmp_path,
+            1,
+            {"w": own["w"], "count": own["count"]},
+            {"fp32_param.w": own["fp32_param.w"]},
+            layout={"mesh": {"dp": 2, "tp": 2}, "rules": rules, "optimizer": {"follow": False}},
+            shapes=dict.fromkeys(cuts, shape),
+            group=group,
+            timeout=20,
+            files={"dedup": False},
+            verify={"check_replicas": False},
+        )
+
+    for one in in_threads(4, work):
+        if isinstance(one, Exception):
+            raise one
+    seen = []
+    report = reshard.verify(tmp_path, health=True, progress=lambda done, total: seen.append((done, total)))
+    n_files_bytes = sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors"))
+    found = {(one.key, one.kind, one.count) for one in report.checkpoints[0].health or ()}
+    if bad_name == "none":
+        assert not found
+        of_pair = cuts["w"], cuts["fp32_param.w"]
+        if of_pair[0] == of_pair[1] or all(len(cut) < 2 for cut in of_pair):  # else columns are compared with rows
+            assert seen[-1] == (n_files_bytes, n_files_bytes), "each byte is read once"
+        return
+    n_copies = 4 // 2 ** sum(len(axes) if isinstance(axes, tuple) else axes is not None for axes in cuts[bad_name])
+    if n_copies > 1:
+        assert (bad_name, "replicas", 1) in found
+    elif bad_name != "count":
+        assert found == {("w", "rounding", 1)}
+    else:
+        assert not found
+
+
 def test_infinities_on_purpose_are_no_finding(tmp_path: Path) -> None:
     def change(model: Any, _: Any) -> None:
         model["frozen"][1] = -np.inf

@@ -1052,17 +1052,27 @@ class ValueCounts:
 
     Args:
         arrays: dtype, first byte in the file, bytes, and whether a value below zero is wrong. In the order of the file.
+        digests: number of an array, a dtype to which its values are cast, and bytes of the array at which ranges with
+            digests begin or end.
 
     Raises:
-        ArgumentError: the arrays overlap, or are not in the order of the file.
+        ArgumentError: the arrays overlap, or are not in the order of the file; or an array has no such digest.
     """
 
-    def __new__(cls, arrays: Sequence[tuple[str, int, int, bool]]) -> ValueCounts: ...
+    def __new__(
+        cls, arrays: Sequence[tuple[str, int, int, bool]], digests: Sequence[tuple[int, str, Sequence[int]]] = ()
+    ) -> ValueCounts: ...
     def look(self, at: int, data: object, *, threads: int | None = None) -> None:
         """Look at the bytes of the file from `at` on: a contiguous buffer. Every byte is given once, in any order."""
 
     def found(self) -> list[ArrayCounts]:
         """The arrays with such values."""
+
+    def digest(self, number: int, dtype: str, start: int, n_bytes: int) -> int | None:
+        """The digest of a range of an array after the cast, when all its bytes were given; None: it was not asked for.
+
+        Two ranges with other digests differ in a bit. With the same digest they are equal, but for a chance of 2^-64.
+        """
 
 def differing(dtype: str, a: object, b: object, *, threads: int | None = None) -> tuple[int, int | None]:
     """Return how many elements of two buffers differ in a bit, and the number of the first one. Two NaN are equal.

@@ -27,8 +27,9 @@ pub mod geometry {
 
 /// Memory, the copies between slices of it, and the threads that execute them.
 pub mod bytes {
-    pub mod cast;
     pub mod memory;
+
+    pub mod cast;
     pub mod team;
     pub mod tuning;
 
@@ -61,8 +62,10 @@ pub mod planning {
     pub mod index;
 }
 
-/// Verification of bytes that are read, and values that are not finite.
+/// Verification of bytes that are read, values that are not finite, and arrays that must agree.
 pub mod check {
+    pub(crate) mod digest;
+
     pub mod finite;
 
     pub mod verify;

@@ -1,8 +1,8 @@
 """What `verify(health=True)` looks for beyond damage: values and tensors that a training run should not have.
 
-A file with checksums is looked at while it is compared with them, so it is read once. Files without are read through a
-buffer. Tensors that must agree with others are read in pairs, region by region, through two. Memory use does not depend
-on the size of a tensor.
+A file with checksums is looked at while it is compared with them, so it is read once: tensors that must agree are
+compared by digests (`Look`). Other files are read through a buffer. Tensors that must agree, and whose digests differ
+or are not known, are read in pairs, region by region, through two. Memory use does not depend on the size of a tensor.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ _BUFFER_BYTES = 8 << 20  # of each of the two buffers: larger ones leave the cac
 _ALIGN_BYTES = 64
 _MAX_ARRAYS = 4096  # of one plan
 _PROBE_ELEMENTS = 4096  # of a tensor that is expected to have changed
+_MAX_PARTS = 4096  # pairs of stored arrays of a weight and its fp32 weight; with more of them both are read again
 
 
 @dataclass(frozen=True)
@@ -78,43 +79,185 @@ class Meter(NamedTuple):
     advance: Callable[[int], object]
 
 
-def value_counts(opened: Checkpoint, first_bytes: Mapping[str, int]) -> dict[str, _core.ValueCounts]:
-    """What looks at the values of safetensors files while they are read in order.
+class _Range(NamedTuple):
+    """Bytes of a stored array."""
+
+    file: str
+    number: int
+    start: int
+    n_bytes: int
+    dtype: str
+
+
+_RangePair: TypeAlias = "tuple[_Range, _Range]"
+
+
+@dataclass(frozen=True)
+class Look:
+    """What looks at all bytes of safetensors files while they are read in order.
+
+    Attributes:
+        values: by the name of a file, what is called with its bytes.
+        rounded: by the name of a weight, ranges of its stored arrays, each with that of the fp32 weight.
+        same: by tensor, files and region, the ranges of two copies.
+    """
+
+    values: Mapping[str, _core.ValueCounts]
+    rounded: Mapping[str, Sequence[_RangePair]]
+    same: Mapping[tuple[str, int, int, Box], _RangePair]
+
+    @classmethod
+    def of(cls, opened: Checkpoint, first_bytes: Mapping[str, int]) -> Look:
+        """What looks at a checkpoint.
+
+        Args:
+            opened: the checkpoint.
+            first_bytes: of each file that is read, by its name, the bytes before its data.
+
+        Raises:
+            ReshardError: the header of a file is damaged, or cannot be read.
+        """
+        index = opened._index  # noqa: SLF001
+        tensors = {
+            name: sorted(index.file_tensors(file), key=lambda one: one.start)
+            for file, name in enumerate(index.file_names)
+            if name in first_bytes
+        }
+        ranges = _Ranges(index, tensors)
+        rounded = {weight: found for weight, key in _masters(opened) if (found := ranges.rounded(weight, key))}
+        same = {
+            (key, one.file, other.file, box): (first, second)
+            for key, one, other, box in _copies(index)
+            if (first := ranges.of(key, one, box)) and (second := ranges.of(key, other, box))
+        }
+        cuts: dict[str, dict[tuple[int, str], set[int]]] = defaultdict(lambda: defaultdict(set))
+        for pair in (*(one for some in rounded.values() for one in some), *same.values()):
+            for one in pair:
+                cuts[one.file][one.number, one.dtype] |= {one.start, one.start + one.n_bytes}
+        values = {
+            name: _core.ValueCounts(
+                [
+                    (
+                        one.dtype,
+                        first_bytes[name] + one.start,
+                        one.end - one.start,
+                        _is_non_negative(opened.data, one.name),
+                    )
+                    for one in own
+                ],
+                [(number, dtype, sorted(at)) for (number, dtype), at in cuts[name].items()],
+            )
+            for name, own in tensors.items()
+        }
+        return cls(values, rounded, same)
+
+    def found(self, opened: Checkpoint) -> Found:
+        """The counts of all files, by stored array."""
+        index = opened._index  # noqa: SLF001
+        found: dict[tuple[int, str], _core.ArrayCounts] = {}
+        for file, name in enumerate(index.file_names):
+            if name in self.values and (counts := self.values[name].found()):
+                tensors = sorted(index.file_tensors(file), key=lambda one: one.start)
+                found |= {(file, tensors[one.number].name): one for one in counts}
+        return found
+
+    def is_rounded(self, weight: str) -> bool:
+        """Whether a weight is known to be the rounded fp32 weight. After all files were looked at."""
+        return weight in self.rounded and all(map(self._agree, self.rounded[weight]))
+
+    def is_same(self, key: str, one: int, other: int, box: Box) -> bool:
+        """Whether a region of a tensor is known to be the same in two files. After all files were looked at.
+
+        Args:
+            key: the tensor.
+            one: number of a file that holds the region.
+            other: that of the other file.
+            box: the region.
+        """
+        return (key, one, other, box) in self.same and self._agree(self.same[key, one, other, box])
+
+    def _agree(self, pair: _RangePair) -> bool:
+        first, second = (self.values[one.file].digest(one.number, one.dtype, one.start, one.n_bytes) for one in pair)
+        return first is not None and first == second
+
+
+class _Ranges:
+    """Where the regions of tensors are in files.
 
     Args:
-        opened: the checkpoint.
-        first_bytes: of each file that is read, by its name, the bytes before its data.
-
-    Returns:
-        By the name of a file.
-
-    Raises:
-        ReshardError: the header of a file is damaged, or cannot be read.
+        index: of the tensors.
+        files: the tensors of each file that is read, in its order.
     """
-    index = opened._index  # noqa: SLF001
-    found = {}
-    for file, name in enumerate(index.file_names):
-        if name in first_bytes:
-            tensors = sorted(index.file_tensors(file), key=lambda one: one.start)
-            begin = first_bytes[name]
-            found[name] = _core.ValueCounts(
-                [
-                    (one.dtype, begin + one.start, one.end - one.start, _is_non_negative(opened.data, one.name))
-                    for one in tensors
-                ]
-            )
+
+    def __init__(self, index: _core.Index, files: Mapping[str, Sequence[_core.FileTensor]]) -> None:
+        self._index = index
+        self._numbers = {
+            name: {one.name: (number, one.dtype) for number, one in enumerate(own)} for name, own in files.items()
+        }
+
+    def of(self, key: str, stored: _core.StoredArray, box: Box, dtype: str | None = None) -> _Range | None:
+        """The range of a region in a stored array.
+
+        Args:
+            key: the tensor.
+            stored: the array.
+            box: the region.
+            dtype: to which its digest is cast.
+
+        Returns:
+            None: the region is not one range of a file that is read, or is stored in another dtype.
+        """
+        name = self._index.file_names[stored.file]
+        number, stored_dtype = self._numbers.get(name, {}).get(stored.name, (0, None))
+        bits = dtypes.bits(stored_dtype or "U8")
+        if stored_dtype != self._index.info(key)[0] or bits % 8:
+            return None
+        first = next((at for tile in stored.tiles if (at := _first_element(tile, box)) is not None), None)
+        if first is None:
+            return None
+        return _Range(name, number, first * bits // 8, math.prod(box[1]) * bits // 8, dtype or stored_dtype)
+
+    def rounded(self, weight: str, master: str) -> list[_RangePair]:
+        """The ranges of all regions of a weight and of its fp32 weight; none: not all of them are ranges."""
+        (dtype, shape), parts, wide = self._index.info(weight), _parts(self._index, weight), _parts(self._index, master)
+        if len(parts) * len(wide) > _MAX_PARTS or sum(math.prod(box[1]) for box in parts) != math.prod(shape):
+            return []
+        found = []
+        for box, of_master in wide.items():
+            for own, of_weight in parts.items():
+                both = _intersection(own, box)
+                if both is None:
+                    continue
+                pair = self.of(weight, of_weight, both), self.of(master, of_master, both, dtype)
+                if pair[0] is None or pair[1] is None:
+                    return []
+                found.append((pair[0], pair[1]))
+        return found
+
+
+def _parts(index: _core.Index, key: str) -> dict[Box, _core.StoredArray]:
+    """The stored regions of a tensor, each with the first array that holds it."""
+    found: dict[Box, _core.StoredArray] = {}
+    for one in index.stored(key):
+        for tile in one.tiles:
+            if 0 not in tile.shape:
+                found.setdefault((tile.offset, tile.shape), one)
     return found
 
 
-def counts_of(opened: Checkpoint, values: Mapping[str, _core.ValueCounts]) -> Found:
-    """What `value_counts` found, by stored array."""
-    index = opened._index  # noqa: SLF001
-    found: dict[tuple[int, str], _core.ArrayCounts] = {}
-    for file, name in enumerate(index.file_names):
-        if name in values and (counts := values[name].found()):
-            tensors = sorted(index.file_tensors(file), key=lambda one: one.start)
-            found |= {(file, tensors[one.number].name): one for one in counts}
-    return found
+def _first_element(tile: _core.Tile, box: Box) -> int | None:
+    """The first element of a region in an array with a tile; None: it is not in the tile, or not one range."""
+    offset, extent = box
+    at, step = tile.local_offset, 1
+    for dim in reversed(range(len(extent))):
+        begin = offset[dim] - tile.offset[dim]
+        if begin < 0 or begin + extent[dim] > tile.shape[dim]:
+            return None
+        if extent[dim] > 1 and tile.local_strides[dim] != step:
+            return None
+        at += begin * tile.local_strides[dim]
+        step *= extent[dim]
+    return at
 
 
 def read_counts(opened: Checkpoint, threads: int | None, meter: Meter) -> Found:
@@ -216,36 +359,23 @@ def wrong_values(opened: Checkpoint, found: Found, may_be_infinite: Callable[[st
     return findings
 
 
-def rounding(opened: Checkpoint, threads: int | None, meter: Meter) -> list[HealthFinding]:
+def rounding(opened: Checkpoint, look: Look | None, threads: int | None, meter: Meter) -> list[HealthFinding]:
     """Weights in bf16 or fp16 that are not the rounded fp32 weights of the optimizer.
 
     Args:
         opened: the checkpoint.
+        look: what has looked at its files; None: all weights are read.
         threads: threads that read.
         meter: of the bytes of both.
 
     Raises:
         DamagedFileError, StorageError: a file cannot be read.
     """
-    data, index = opened.data, opened._index  # noqa: SLF001
-    keys = index.keys()
+    index = opened._index  # noqa: SLF001
     pairs: dict[str, list[_Pair]] = defaultdict(list)
-    prefix = ""
-    weights = [key for key in keys if data.slot_of(key) is None]
-    known = frozenset(weights)
-    for key in keys:
-        of_state = data.slot_of(key)
-        if of_state is None or not optimizer_slots.is_master(of_state[0]):
-            continue
-        weight = prefix + of_state[1]
-        if weight not in known:
-            # Formats put different prefixes before the names of the model.
-            ends = [one for one in weights if one.endswith(f".{of_state[1]}")]
-            if len(ends) != 1:
-                continue
-            weight, prefix = ends[0], ends[0].removesuffix(of_state[1])
-        (dtype, shape), (wide, same) = index.info(weight), index.info(key)
-        if dtype in ("BF16", "F16") and wide in ("F32", "F64") and shape == same:
+    for weight, key in _masters(opened):
+        dtype, shape = index.info(weight)
+        if look is None or not look.is_rounded(weight):
             pairs[dtype].append(_Pair(weight, key, dtype, shape, ((0,) * len(shape), shape), weight))
     findings = []
     trained = _Trained(opened)
@@ -266,11 +396,12 @@ def rounding(opened: Checkpoint, threads: int | None, meter: Meter) -> list[Heal
     return findings
 
 
-def replicas(opened: Checkpoint, threads: int | None, meter: Meter) -> list[HealthFinding]:
+def replicas(opened: Checkpoint, look: Look | None, threads: int | None, meter: Meter) -> list[HealthFinding]:
     """Tensors of which several stored arrays hold the same elements, and differ in them.
 
     Args:
         opened: the checkpoint.
+        look: what has looked at its files; None: all copies are read.
         threads: threads that read.
         meter: of the bytes of the copies.
 
@@ -281,16 +412,15 @@ def replicas(opened: Checkpoint, threads: int | None, meter: Meter) -> list[Heal
     sides = [index.files_again(range(index.n_files)) for _ in range(2)]
     pairs: list[_Pair] = []
     names: list[tuple[str, str, str]] = []
-    for key in index.keys():  # noqa: SIM118  an index is no mapping
-        if index.n_files == 1 or len(index.holders(key)) == 1:
+    for key, one, other, box in _copies(index):
+        if look is not None and look.is_same(key, one.file, other.file, box):
             continue
         dtype, shape = index.info(key)
-        for one, other, box in _overlaps(index.stored(key), shape):
-            number = str(len(pairs))
-            for side, stored in zip(sides, (one, other), strict=True):
-                side.add_tiles(number, dtype, shape, [stored], overlapping=True)
-            pairs.append(_Pair(number, number, dtype, shape, box, key))
-            names.append((key, opened.data.file_name(one.file), opened.data.file_name(other.file)))
+        number = str(len(pairs))
+        for side, stored in zip(sides, (one, other), strict=True):
+            side.add_tiles(number, dtype, shape, [stored], overlapping=True)
+        pairs.append(_Pair(number, number, dtype, shape, box, key))
+        names.append((key, opened.data.file_name(one.file), opened.data.file_name(other.file)))
     _compare((sides[0], sides[1]), pairs, threads=threads, meter=meter, verify=False)
     worst: dict[str, tuple[_Pair, str]] = {}
     for pair, (key, a, b) in zip(pairs, names, strict=True):
@@ -438,6 +568,37 @@ def _in_tensor(tiles: Sequence[_core.Tile], local: int) -> tuple[int, ...] | Non
 
 
 # -- stored arrays that hold the same elements
+
+
+def _masters(opened: Checkpoint) -> Iterator[tuple[str, str]]:
+    """Each weight in bf16 or fp16 that has a wider one in the optimizer, and this one."""
+    data, index = opened.data, opened._index  # noqa: SLF001
+    keys = index.keys()
+    prefix = ""
+    weights = [key for key in keys if data.slot_of(key) is None]
+    known = frozenset(weights)
+    for key in keys:
+        of_state = data.slot_of(key)
+        if of_state is None or not optimizer_slots.is_master(of_state[0]):
+            continue
+        weight = prefix + of_state[1]
+        if weight not in known:
+            # Formats put different prefixes before the names of the model.
+            ends = [one for one in weights if one.endswith(f".{of_state[1]}")]
+            if len(ends) != 1:
+                continue
+            weight, prefix = ends[0], ends[0].removesuffix(of_state[1])
+        (dtype, shape), (wide, same) = index.info(weight), index.info(key)
+        if dtype in ("BF16", "F16") and wide in ("F32", "F64") and shape == same:
+            yield weight, key
+
+
+def _copies(index: _core.Index) -> Iterator[tuple[str, _core.StoredArray, _core.StoredArray, Box]]:
+    """Each region of a tensor that two files hold, with both."""
+    for key in index.keys() if index.n_files > 1 else ():
+        if len(index.holders(key)) > 1:
+            for one, other, box in _overlaps(index.stored(key), index.info(key)[1]):
+                yield key, one, other, box
 
 
 def _overlaps(

@@ -31,7 +31,7 @@ from reshard.values.argument_types import Patterns, Progress
 from reshard.values.arguments import checked
 from reshard.values.words import show
 from reshard.verbs import health as healths
-from reshard.verbs.health import HealthFinding, Meter
+from reshard.verbs.health import HealthFinding, Look, Meter
 from reshard.verbs.loads_in import Library, LoadsIn, parts_of
 from reshard.verbs.loads_in import loads_in as compare_with
 
@@ -138,8 +138,9 @@ def verify(
 
     With `health=True` it also looks for tensors that a healthy run does not have: with values that are not finite,
     second moments below zero, weights in bf16 or fp16 that are not the rounded fp32 weights of the optimizer, and
-    copies in several files that differ. Files with checksums are read once for both. Weights with fp32 weights beside
-    them, and copies, are read again. This takes buffers of 16 MiB, and 4 MiB for each thread, for any checkpoint.
+    copies in several files that differ. Files with checksums are read once for all of it; a weight that is not the
+    rounded one, and a copy that differs, are read again. This takes buffers of 16 MiB, and 4 MiB for each thread, for
+    any checkpoint.
 
     Args:
         path: anything that `reshard.open` opens; with `loads_in`, the folder of a model, an adapter or a pipeline.
@@ -274,13 +275,13 @@ class _Looks(NamedTuple):
     since: int | None
 
     def findings(
-        self, opened: Checkpoint, values: dict[str, _core.ValueCounts] | None, threads: int | None, meter: Meter
+        self, opened: Checkpoint, look: Look | None, threads: int | None, meter: Meter
     ) -> tuple[HealthFinding, ...]:
-        """All findings of a checkpoint without faults; `values` has looked at its files, if they have checksums."""
-        counts = healths.read_counts(opened, threads, meter) if values is None else healths.counts_of(opened, values)
+        """All findings of a checkpoint without faults; `look` has looked at its files, if they have checksums."""
+        counts = healths.read_counts(opened, threads, meter) if look is None else look.found(opened)
         found = healths.wrong_values(opened, counts, self.may_be_infinite)
-        found += healths.rounding(opened, threads, meter)
-        found += healths.replicas(opened, threads, meter)
+        found += healths.rounding(opened, look, threads, meter)
+        found += healths.replicas(opened, look, threads, meter)
         if self.since is not None:
             root = locate(opened.path).parent
             with opening.open(root / dict(list_iterations(root))[self.since]) as older:
@@ -347,7 +348,7 @@ class _CheckpointJob:
         self.faults = []
         health: tuple[HealthFinding, ...] | None = None
         left_out: LeftOut | None = None
-        values = None if looks is None or self.manifest is None else self._values(self.manifest)
+        look = None if looks is None or self.manifest is None else self._look(self.manifest)
         n_files = n_bytes = 0
         before: str | None = None
         not_recorded: str | None = None
@@ -360,7 +361,13 @@ class _CheckpointJob:
                     not_recorded = error.message
             names = None if self.path.is_folder() else self.names
             self.faults += scrub_folder(
-                folder, self.manifest, names, direct=direct, values=values, threads=threads, advance=meter.advance
+                folder,
+                self.manifest,
+                names,
+                direct=direct,
+                values=None if look is None else look.values,
+                threads=threads,
+                advance=meter.advance,
             )
             unread = {fault.file for fault in self.faults if not fault.is_damage}
             sizes = [
@@ -382,7 +389,7 @@ class _CheckpointJob:
                         n_files, n_bytes = len(compared), sum(compared)
                         is_compared = n_files == len(opened.files())
                     if looks is not None and not self.faults:
-                        health = looks.findings(opened, values, threads, meter)
+                        health = looks.findings(opened, look, threads, meter)
             except ReshardError as error:
                 if isinstance(error, CheckpointNotFoundError | ArgumentError) and self.is_given:
                     raise
@@ -405,11 +412,11 @@ class _CheckpointJob:
             None if self.faults or left_out is None else left_out.to_text(),
         )
 
-    def _values(self, manifest: Manifest) -> dict[str, _core.ValueCounts] | None:
+    def _look(self, manifest: Manifest) -> Look | None:
         """What looks at the values of the files while they are compared; None: they cannot be opened."""
         try:
             with opening.open(self.path, strategy=self.strategy) as opened:
-                return healths.value_counts(opened, {name: manifest.shards[name].header_bytes for name in self.names})
+                return Look.of(opened, {name: manifest.shards[name].header_bytes for name in self.names})
         except ReshardError:
             return None  # opening it again reports the error
 

@@ -1,6 +1,8 @@
 //! Casts between floating-point dtypes, rounding to nearest even.
 
+use crate::bytes::memory::{Vectorised, with_wide_vectors};
 use crate::geometry::dtype::Dtype;
+use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 /// Whether tensors of a dtype can be cast to another.
@@ -24,9 +26,7 @@ pub(crate) fn cast(from: Dtype, stored: &[u8], to: Dtype, out: &mut [u8]) {
         (Dtype::F32, Dtype::F64) => convert(stored, out, |x: [u8; 4]| {
             f64::from(f32::from_le_bytes(x)).to_le_bytes()
         }),
-        (Dtype::F32, Dtype::F16) => convert(stored, out, |x: [u8; 4]| {
-            f16::from_f32(f32::from_le_bytes(x)).to_le_bytes()
-        }),
+        (Dtype::F32, Dtype::F16) => single_to_half(stored, out),
         (Dtype::F32, Dtype::Bf16) => convert(stored, out, |x: [u8; 4]| {
             bf16::from_f32(f32::from_le_bytes(x)).to_le_bytes()
         }),
@@ -74,6 +74,24 @@ fn round_to_odd(value: f64) -> f32 {
     f32::from_bits((nearest.to_bits() - u32::from(away)) | 1)
 }
 
+/// Casts with the instructions of the processor for it, which takes slices of numbers only.
+fn single_to_half(stored: &[u8], out: &mut [u8]) {
+    const AT_ONCE: usize = 256;
+    let (from, _) = stored.as_chunks::<4>();
+    let (to, _) = out.as_chunks_mut::<2>();
+    let (mut singles, mut halves) = ([0.0; AT_ONCE], [f16::ZERO; AT_ONCE]);
+    for (from, to) in from.chunks(AT_ONCE).zip(to.chunks_mut(AT_ONCE)) {
+        let (singles, halves) = (&mut singles[..from.len()], &mut halves[..from.len()]);
+        for (single, bytes) in singles.iter_mut().zip(from) {
+            *single = f32::from_le_bytes(*bytes);
+        }
+        halves.convert_from_f32_slice(singles);
+        for (bytes, half) in to.iter_mut().zip(&*halves) {
+            *bytes = half.to_le_bytes();
+        }
+    }
+}
+
 fn convert<const N: usize, const M: usize>(
     stored: &[u8],
     out: &mut [u8],
@@ -81,8 +99,27 @@ fn convert<const N: usize, const M: usize>(
 ) {
     let (from, _) = stored.as_chunks::<N>();
     let (to, _) = out.as_chunks_mut::<M>();
-    for (to, from) in to.iter_mut().zip(from) {
-        *to = one(*from);
+    with_wide_vectors(Conversion { from, to, one });
+}
+
+/// The conversion of each element of a slice by a function.
+struct Conversion<'a, const N: usize, const M: usize, F> {
+    from: &'a [[u8; N]],
+    to: &'a mut [[u8; M]],
+    one: F,
+}
+
+impl<const N: usize, const M: usize, F: Fn([u8; N]) -> [u8; M]> Vectorised
+    for Conversion<'_, N, M, F>
+{
+    type Output = ();
+
+    #[expect(clippy::inline_always, reason = "as the trait asks")]
+    #[inline(always)]
+    fn run(self) {
+        for (to, from) in self.to.iter_mut().zip(self.from) {
+            *to = (self.one)(*from);
+        }
     }
 }
 
@@ -97,6 +134,30 @@ mod tests {
             let mut out = [0; 2];
             cast(Dtype::F32, &wide.to_le_bytes(), Dtype::Bf16, &mut out);
             assert_eq!(u16::from_le_bytes(out), narrow);
+        }
+    }
+
+    #[test]
+    fn slices_of_every_length_are_cast_as_single_values() {
+        let values: Vec<f32> = (0..1100_u32)
+            .map(|i| f32::from_bits(i.wrapping_mul(0x9e37_79b9)))
+            .filter(|value| !value.is_nan())
+            .collect();
+        for n in (0..40).chain([255, 256, 257, 511, 512, 1000]) {
+            let stored: Vec<u8> = values[..n].iter().flat_map(|x| x.to_le_bytes()).collect();
+            let mut out = vec![0; 2 * n];
+            cast(Dtype::F32, &stored, Dtype::F16, &mut out);
+            let one_by_one = values[..n].iter();
+            let halves: Vec<u8> = one_by_one
+                .clone()
+                .flat_map(|x| f16::from_f32(*x).to_le_bytes())
+                .collect();
+            assert_eq!(out, halves, "{n} values");
+            cast(Dtype::F32, &stored, Dtype::Bf16, &mut out);
+            let halves: Vec<u8> = one_by_one
+                .flat_map(|x| bf16::from_f32(*x).to_le_bytes())
+                .collect();
+            assert_eq!(out, halves, "{n} values");
         }
     }
 }

@@ -1,8 +1,12 @@
 #![cfg_attr(
     target_arch = "x86_64",
-    expect(unsafe_code, reason = "vector instructions are intrinsics")
+    expect(
+        unsafe_code,
+        reason = "vector instructions that not every processor has"
+    )
 )]
-//! Destination memory: allocation on huge pages, non-temporal stores, and copies that compute a checksum.
+//! Destination memory: allocation on huge pages, non-temporal stores, copies that compute a checksum, and loops with the
+//! widest vectors of the processor.
 //!
 //! Page faults cost more than the copy itself. New destinations are therefore mapped on 2 MiB boundaries with the
 //! advice to use huge pages, and the threads that fill them touch them first. Non-temporal stores avoid the read of
@@ -311,6 +315,48 @@ fn load_line<const AHEAD_BYTES: usize>(from: &[u8; 64]) -> std::arch::x86_64::__
     _mm_prefetch::<_MM_HINT_T0>(from.as_ptr().wrapping_add(AHEAD_BYTES).cast());
     // SAFETY: `from` is 64 readable bytes, and the load requires no alignment.
     unsafe { _mm512_loadu_si512(from.as_ptr().cast()) }
+}
+
+/// A loop over slices that the compiler makes vector instructions of.
+pub(crate) trait Vectorised {
+    /// What it returns.
+    type Output;
+
+    /// Runs the loop. It and all that it calls are `#[inline(always)]`: other code is compiled for every processor.
+    fn run(self) -> Self::Output;
+}
+
+/// Runs a loop with the widest vectors that this processor has. Those that every x86-64 processor has are of 16 bytes.
+pub(crate) fn with_wide_vectors<L: Vectorised>(one: L) -> L::Output {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::is_x86_feature_detected;
+        if is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512dq")
+            && is_x86_feature_detected!("avx512vl")
+        {
+            // SAFETY: the processor has the instructions, as checked above; the function has no other requirement.
+            return unsafe { with_avx512(one) };
+        }
+        if is_x86_feature_detected!("avx2") {
+            // SAFETY: the processor has AVX2, as checked above; the function has no other requirement.
+            return unsafe { with_avx2(one) };
+        }
+    }
+    one.run()
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+fn with_avx512<L: Vectorised>(one: L) -> L::Output {
+    one.run()
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn with_avx2<L: Vectorised>(one: L) -> L::Output {
+    one.run()
 }
 
 /// Prefetches bytes that are read soon into the second-level cache.

@@ -1,11 +1,15 @@
 //! Which arrays of a file hold values that are not finite: found while the file is written, as its checksums are. While a
-//! file is verified, such values are also counted, and negative ones of arrays that cannot have them.
+//! file is verified, such values are also counted, and negative ones of arrays that cannot have them; and digests are
+//! computed of arrays that must agree with others.
 //!
 //! A value of a binary float is infinite or NaN if all bits of its exponent are set. Adding the lowest bit of the
 //! exponent then carries into the sign, so a range is tested by one AND, one addition and one OR for each value, all of
-//! integers. The compiler makes vector instructions of that on every processor, and they take less time than a crc32c.
+//! integers. The compiler makes vector instructions of that, and they take less time than a crc32c: of 256 KiB in the cache
+//! of a core 110 GB/s with AVX2 and 57 with SSE2, against 57 for the crc32c (AMD EPYC, family 25).
 //! Kinds without infinities have one or two patterns of bits for NaN.
 
+use crate::bytes::memory::{Vectorised, with_wide_vectors};
+use crate::check::digest::Digests;
 use crate::error::{Error, Kind, Result};
 use crate::files::checksum::CHUNK_BYTES;
 use crate::geometry::dtype::Dtype;
@@ -110,30 +114,33 @@ impl Test {
 
     /// The worst value in complete values; `None`: all are finite.
     fn look(self, bytes: &[u8]) -> Option<NotFinite> {
-        match self {
-            Self::Exponent8(exponent) => look8(bytes, exponent),
-            Self::Exponent16(exponent) => look16(bytes, exponent),
-            Self::Exponent32(exponent) => look32(bytes, exponent),
-            Self::Exponent64(exponent) => look64(bytes, exponent),
-            Self::Byte(nan) => {
-                let found = bytes
-                    .iter()
-                    .fold(0, |found, byte| found | u8::from(*byte == nan));
-                (found != 0).then_some(NotFinite::Nan)
-            }
+        let looks_for = LooksFor::NotFinite;
+        if !with_wide_vectors(Look {
+            test: self,
+            looks_for,
+            bytes,
+        }) {
+            return None;
         }
+        // Rare: which of both is looked for among all values again.
+        let mut all = bytes.chunks_exact(self.size());
+        let has_nan = all.any(|value| self.class(bits_of(value)).0 == Some(NotFinite::Nan));
+        Some(if has_nan {
+            NotFinite::Nan
+        } else {
+            NotFinite::Infinite
+        })
     }
 
     /// Whether there can be a value below zero: the sign of one is set, and its other bits are not all 0. NaN can have
     /// a sign, too.
     fn may_be_negative(self, bytes: &[u8]) -> bool {
-        match self {
-            Self::Byte(0xff) => false, // an exponent has no sign
-            Self::Exponent8(_) | Self::Byte(_) => negative8(bytes),
-            Self::Exponent16(_) => negative16(bytes),
-            Self::Exponent32(_) => negative32(bytes),
-            Self::Exponent64(_) => negative64(bytes),
-        }
+        let looks_for = LooksFor::Negative;
+        with_wide_vectors(Look {
+            test: self,
+            looks_for,
+            bytes,
+        })
     }
 
     /// What a value is, by its bits, and whether it is a number below zero.
@@ -188,8 +195,61 @@ fn bits_of(value: &[u8]) -> u64 {
     u64::from_le_bytes(bits)
 }
 
+/// What is looked for in all values at once.
+#[derive(Clone, Copy)]
+enum LooksFor {
+    NotFinite,
+    Negative,
+}
+
+/// Whether one of some complete values can be what is looked for.
+struct Look<'a> {
+    test: Test,
+    looks_for: LooksFor,
+    bytes: &'a [u8],
+}
+
+impl Vectorised for Look<'_> {
+    type Output = bool;
+
+    #[expect(clippy::inline_always, reason = "as the trait asks")]
+    #[inline(always)]
+    fn run(self) -> bool {
+        match (self.looks_for, self.test) {
+            (LooksFor::NotFinite, Test::Byte(nan)) => {
+                let equal = |found, byte: &u8| found | u8::from(*byte == nan);
+                self.bytes.iter().fold(0, equal) != 0
+            }
+            (LooksFor::NotFinite, Test::Exponent8(exponent)) => full8(self.bytes, exponent),
+            (LooksFor::NotFinite, Test::Exponent16(exponent)) => full16(self.bytes, exponent),
+            (LooksFor::NotFinite, Test::Exponent32(exponent)) => full32(self.bytes, exponent),
+            (LooksFor::NotFinite, Test::Exponent64(exponent)) => full64(self.bytes, exponent),
+            (LooksFor::Negative, Test::Byte(0xff)) => false, // an exponent has no sign
+            (LooksFor::Negative, Test::Exponent8(_) | Test::Byte(_)) => negative8(self.bytes),
+            (LooksFor::Negative, Test::Exponent16(_)) => negative16(self.bytes),
+            (LooksFor::Negative, Test::Exponent32(_)) => negative32(self.bytes),
+            (LooksFor::Negative, Test::Exponent64(_)) => negative64(self.bytes),
+        }
+    }
+}
+
 macro_rules! look {
-    ($name:ident, $negative:ident, $int:ty) => {
+    ($full:ident, $negative:ident, $int:ty) => {
+        /// Whether a value has all bits of the exponent.
+        #[inline(always)]
+        fn $full(bytes: &[u8], exponent: $int) -> bool {
+            const SIGN: $int = 1 << (<$int>::BITS - 1);
+            let lowest = exponent & exponent.wrapping_neg();
+            let (values, _) = bytes.as_chunks::<{ size_of::<$int>() }>();
+            let carries = values.iter().fold(0, |all: $int, value| {
+                let value = <$int>::from_le_bytes(*value);
+                all | (value & exponent).wrapping_add(lowest)
+            });
+            carries & SIGN != 0
+        }
+
+        /// Whether a value has the sign and another bit.
+        #[inline(always)]
         fn $negative(bytes: &[u8]) -> bool {
             const SIGN: $int = 1 << (<$int>::BITS - 1);
             let (values, _) = bytes.as_chunks::<{ size_of::<$int>() }>();
@@ -200,39 +260,13 @@ macro_rules! look {
             });
             all & SIGN != 0
         }
-
-        fn $name(bytes: &[u8], exponent: $int) -> Option<NotFinite> {
-            const SIGN: $int = 1 << (<$int>::BITS - 1);
-            let lowest = exponent & exponent.wrapping_neg();
-            let values = || {
-                let (values, _) = bytes.as_chunks::<{ size_of::<$int>() }>();
-                values.iter().map(|value| <$int>::from_le_bytes(*value))
-            };
-            let carries = values().fold(0, |all: $int, value| {
-                all | (value & exponent).wrapping_add(lowest)
-            });
-            if carries & SIGN == 0 {
-                return None;
-            }
-            // Rare: which of both is looked for among all values again.
-            let has_nan = if exponent | SIGN == <$int>::MAX {
-                true
-            } else {
-                values().any(|value| value & !SIGN > exponent)
-            };
-            Some(if has_nan {
-                NotFinite::Nan
-            } else {
-                NotFinite::Infinite
-            })
-        }
     };
 }
 
-look!(look8, negative8, u8);
-look!(look16, negative16, u16);
-look!(look32, negative32, u32);
-look!(look64, negative64, u64);
+look!(full8, negative8, u8);
+look!(full16, negative16, u16);
+look!(full32, negative32, u32);
+look!(full64, negative64, u64);
 
 /// Finds the values that are not finite in the arrays of one file, which is given in pieces, in any order and by
 /// several threads.
@@ -245,7 +279,7 @@ pub struct Finder {
 }
 
 /// An array of a file whose values are counted.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct Counted {
     /// Its element type.
     pub dtype: Dtype,
@@ -255,24 +289,29 @@ pub struct Counted {
     pub n_bytes: u64,
     /// Whether a value below zero is wrong, as in a mean of squares.
     pub is_non_negative: bool,
+    /// Which digests are computed: the dtype to which the values are cast, and the bytes of the array at which ranges
+    /// begin or end.
+    pub digests: Vec<(Dtype, Vec<u64>)>,
 }
 
 /// The bytes of a value, and how many of them are known.
 type Split = ([u8; 8], usize);
 
-/// An array of floats in a file.
+/// An array in a file: of floats, or one with digests.
 #[derive(Debug)]
 struct Span {
     /// Its number among the arrays that were given.
     number: usize,
     start: u64,
     end: u64,
-    test: Test,
+    /// `None`: every value is finite.
+    test: Option<Test>,
     /// 0: all values are finite so far, 1: one is infinite, 2: one is NaN.
     found: AtomicU8,
     /// `None`: the first NaN is enough.
     counts: Option<Mutex<Counts>>,
     is_non_negative: bool,
+    digests: Vec<Digests>,
 }
 
 impl Finder {
@@ -287,10 +326,11 @@ impl Finder {
                     number,
                     start,
                     end: start + n_bytes,
-                    test,
+                    test: Some(test),
                     found: AtomicU8::new(0),
                     counts: None,
                     is_non_negative: false,
+                    digests: Vec::new(),
                 })
             });
         Self {
@@ -299,13 +339,14 @@ impl Finder {
         }
     }
 
-    /// Counts the values of all arrays.
+    /// Counts the values of all arrays, and computes the digests of those that ask for them.
     ///
     /// # Errors
-    /// The arrays overlap, or are not in the order of the file.
+    /// The arrays overlap, or are not in the order of the file; or an array has no such digest.
     pub fn counting(arrays: &[Counted]) -> Result<Self> {
         let mut before = 0;
-        for one in arrays {
+        let mut spans = Vec::new();
+        for (number, one) in arrays.iter().enumerate() {
             let end = one.start.checked_add(one.n_bytes);
             before = end.filter(|_| one.start >= before).ok_or_else(|| {
                 Error::new(
@@ -313,13 +354,42 @@ impl Finder {
                     "arrays overlap, or are not in the order of the file",
                 )
             })?;
+            let digests = one
+                .digests
+                .iter()
+                .map(|(dtype, cuts)| Digests::new(one.dtype, *dtype, one.n_bytes, cuts))
+                .collect::<Result<Vec<_>>>()?;
+            let test = Test::of(one.dtype);
+            if one.n_bytes > 0 && (test.is_some() || !digests.is_empty()) {
+                spans.push(Span {
+                    number,
+                    start: one.start,
+                    end: before,
+                    test,
+                    found: AtomicU8::new(0),
+                    counts: Some(Mutex::default()),
+                    is_non_negative: one.is_non_negative,
+                    digests,
+                });
+            }
         }
-        let mut this = Self::new(arrays.iter().map(|one| (one.dtype, one.start, one.n_bytes)));
-        for span in &mut this.spans {
-            span.counts = Some(Mutex::default());
-            span.is_non_negative = arrays[span.number].is_non_negative;
-        }
-        Ok(this)
+        Ok(Self {
+            spans,
+            split: Mutex::default(),
+        })
+    }
+
+    /// The digest of a range of an array, after a cast of its values. `None`: it was not asked for.
+    ///
+    /// Args:
+    ///     `number`: of the array.
+    ///     `dtype`: to which the values are cast.
+    ///     `start`: first byte in the array.
+    ///     `n_bytes`: bytes of the range before the cast.
+    pub fn digest(&self, number: usize, dtype: Dtype, start: u64, n_bytes: u64) -> Option<u64> {
+        let at = self.spans.binary_search_by_key(&number, |span| span.number);
+        let mut of = self.spans[at.ok()?].digests.iter();
+        of.find(|one| one.dtype() == dtype)?.of(start, n_bytes)
     }
 
     /// Looks at the bytes of the file from `at` on, by several threads. Every byte is given once.
@@ -361,7 +431,7 @@ impl Finder {
         if span.counts.is_none() && span.found.load(Ordering::Relaxed) == 2 {
             return;
         }
-        let size = span.test.size();
+        let size = span.size();
         let before = (at % size as u64) as usize;
         let head = ((size - before) % size).min(bytes.len());
         let (head, bytes) = bytes.split_at(head);
@@ -377,7 +447,7 @@ impl Finder {
             return;
         }
         let span = &self.spans[i];
-        let size = span.test.size();
+        let size = span.size();
         let (value, from) = (at / size as u64, (at % size as u64) as usize);
         let mut split = self.split.lock().unwrap_or_else(PoisonError::into_inner);
         let (bytes, n_known) = split.entry((i, value)).or_default();
@@ -404,15 +474,24 @@ impl Finder {
 }
 
 impl Span {
+    /// Bytes of a value.
+    fn size(&self) -> usize {
+        self.test.map_or(1, Test::size)
+    }
+
     /// Looks at complete values, of which the first has the number `first`.
     fn look(&self, first: u64, bytes: &[u8]) {
-        let worst = self.test.look(bytes);
+        for one in &self.digests {
+            one.add(first * self.size() as u64, bytes);
+        }
+        let Some(test) = self.test else { return };
+        let worst = test.look(bytes);
         if let Some(worst) = worst {
             self.found.fetch_max(worst as u8 + 1, Ordering::Relaxed);
         }
         let Some(counts) = &self.counts else { return };
-        if worst.is_some() || self.is_non_negative && self.test.may_be_negative(bytes) {
-            let found = self.test.count(bytes, first, self.is_non_negative);
+        if worst.is_some() || self.is_non_negative && test.may_be_negative(bytes) {
+            let found = test.count(bytes, first, self.is_non_negative);
             let mut counts = counts.lock().unwrap_or_else(PoisonError::into_inner);
             counts.add(&found);
         }

@@ -35,19 +35,46 @@ pub(crate) struct ValueCounts(Finder);
 #[pymethods]
 impl ValueCounts {
     #[new]
-    fn new(py: Python<'_>, arrays: Vec<(String, u64, u64, bool)>) -> PyResult<Self> {
-        let arrays = arrays
-            .into_iter()
-            .map(|(dtype, start, n_bytes, is_non_negative)| {
-                Ok(Counted {
-                    dtype: Dtype::parse(&dtype)?,
-                    start,
-                    n_bytes,
-                    is_non_negative,
-                })
-            });
-        let arrays: reshard_core::Result<Vec<_>> = arrays.collect();
-        raise(py, arrays.and_then(|arrays| Finder::counting(&arrays))).map(Self)
+    #[pyo3(signature = (arrays, digests=Vec::new()))]
+    fn new(
+        py: Python<'_>,
+        arrays: Vec<(String, u64, u64, bool)>,
+        digests: Vec<(usize, String, Vec<u64>)>,
+    ) -> PyResult<Self> {
+        let made = || {
+            let arrays = arrays
+                .into_iter()
+                .map(|(dtype, start, n_bytes, is_non_negative)| {
+                    Ok(Counted {
+                        dtype: Dtype::parse(&dtype)?,
+                        start,
+                        n_bytes,
+                        is_non_negative,
+                        digests: Vec::new(),
+                    })
+                });
+            let mut arrays = arrays.collect::<reshard_core::Result<Vec<_>>>()?;
+            for (number, dtype, cuts) in digests {
+                let array = arrays.get_mut(number).ok_or_else(|| {
+                    Error::new(Kind::Argument, format!("there is no array {number}"))
+                })?;
+                array.digests.push((Dtype::parse(&dtype)?, cuts));
+            }
+            Finder::counting(&arrays)
+        };
+        raise(py, made()).map(Self)
+    }
+
+    fn digest(
+        &self,
+        py: Python<'_>,
+        number: usize,
+        dtype: &str,
+        start: u64,
+        n_bytes: u64,
+    ) -> PyResult<Option<u64>> {
+        let dtype = raise(py, Dtype::parse(dtype))?;
+        Ok(self.0.digest(number, dtype, start, n_bytes))
     }
 
     #[pyo3(signature = (at, data, *, threads=None))]
