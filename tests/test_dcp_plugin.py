@@ -592,3 +592,44 @@ def test_ranks_without_collectives_that_saved_other_steps_are_refused(tmp_path: 
         pytest.raises(MismatchError, match="rank 1 saved step 8, and another rank step 7"),
     ):
         checkpoint.data.read_common()
+
+
+def test_values_that_a_rank_lacks_are_those_in_which_the_others_agree(tmp_path: Path) -> None:
+    path = str(tmp_path / "saved")
+
+    def save_alone(group: TorchGroup) -> None:
+        value: dict[str, Any] = {"w": torch.ones(3), "own": group.rank}
+        if group.rank:
+            value |= {"agreed": {"lr": 0.5, "kind": Custom()}, "differs": group.rank}
+        dcp.save(value, checkpoint_id=path, use_collectives=False)
+
+    def found(group: TorchGroup) -> Any:
+        names = ["own", "agreed.lr", "differs"]
+        values: dict[str, Any] = {}
+        for name in names:
+            first, *rest = name.split(".")
+            state: dict[str, Any] = {first: {rest[0]: None} if rest else None}
+            try:
+                dcp.load(state, storage_reader=Reader(path))
+                values[name] = state[first]
+            except CheckpointException as error:
+                values[name] = {rank: str(one[0]) for rank, one in error.failures.items()}
+        return values
+
+    with Job(3, save_alone) as job:
+        job.values()
+    with Job(4, found) as job:
+        by_rank = job.values()
+    message = "ranks saved different values of `{}`: {} on rank {}, {} on rank {}"
+    for rank, values in enumerate(by_rank):
+        assert values["agreed.lr"] == {"lr": 0.5}, rank
+        assert list(values["own"]) == ["3"]  # the others have their own values
+        assert message.format("own", 0, 0, 1, 1) in values["own"]["3"]
+        assert list(values["differs"]) == ["0", "3"]
+        assert message.format("differs", 1, 1, 2, 2) in values["differs"]["0"]
+    with reshard.open(path) as checkpoint:
+        values = [checkpoint.data.run_values(rank) for rank in range(3)]
+        assert [one.by_name["own"] for one in values if one is not None] == [0, 1, 2]
+        assert [checkpoint.extra(rank)["differs"] for rank in (1, 2)] == [1, 2]
+        with pytest.raises(MismatchError, match="`differs`: 1 on rank 1, 2 on rank 2"):
+            checkpoint.extra(0)

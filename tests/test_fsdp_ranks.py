@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from tests.mesh_files import distributed, save_fsdp2, save_ranks
+from tests.mesh_files import as_rank, distributed, save_fsdp2, save_ranks
 from tests.test_cli import run
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Partial, _StridedShard
@@ -182,6 +182,32 @@ def test_missing_files_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         reshard.open(rest)
     with pytest.raises(UnsupportedError, match="no rank the whole model"):
         reshard.open(rest[0])
+
+
+def test_values_of_the_ranks_are_compared(tmp_path: Path) -> None:
+    save_fsdp2(tmp_path / "a", 2, Model)
+
+    def change(kind: str, how: Callable[[Any], None]) -> None:
+        path = tmp_path / "a" / f"{kind}_world_size_2_rank_1.pt"
+        value = torch.load(path, weights_only=False)
+        how(value)
+        torch.save(value, path)
+
+    change("extra_state", lambda value: value["lr_scheduler"].update(last_epoch=9))
+    with reshard.open(tmp_path / "a") as checkpoint:
+        epochs = [checkpoint.data.run_values(rank) for rank in range(2)]
+        assert [one.by_name["lr_scheduler.last_epoch"] for one in epochs if one is not None] == [0, 9]
+        with pytest.raises(MismatchError, match=r"different values of `lr_scheduler`: .* on rank 0, .* on rank 1"):
+            checkpoint.data.run_values(2)
+    result = run("convert", tmp_path / "a", tmp_path / "dcp", "--to", "dcp")
+    assert "values of single ranks are written for rank 0 only" in result.output
+    with as_rank(1, 2):
+        change("optim", lambda value: value["param_groups"][0].update(lr=0.25))
+    with (
+        reshard.open(tmp_path / "a") as checkpoint,
+        pytest.raises(MismatchError, match=r"different values of `optimizer\.param_groups`"),
+    ):
+        checkpoint.extra(0)
 
 
 def test_files_of_several_runs(tmp_path: Path) -> None:

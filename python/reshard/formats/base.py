@@ -260,9 +260,17 @@ class CheckpointData:
         """The counters of the run, also where reading them takes the contents of tensors or other values."""
         return self.common
 
-    def run_values(self) -> Values | None:
-        """The values that are no tensors, of a checkpoint that names the state of a run as torch does; else None."""
+    def run_values(self, rank: int = 0) -> Values | None:  # noqa: ARG002
+        """The values that are no tensors, of a checkpoint that names the state of a run as torch does; else None.
+
+        Args:
+            rank: the rank that gets them. It gets its own ones, and those that it lacks if other ranks agree in them.
+        """
         return None
+
+    def has_values_of_ranks(self) -> bool:
+        """Whether `extra_state` can differ between ranks without a manifest that lists their files."""
+        return False
 
     def encoded_state(self) -> dict[str, Any]:
         """The shared state, in which values that `torch.save` encoded are `TorchSaved`; empty if nothing is so."""

@@ -136,7 +136,7 @@ def read_for(
         5.0
     """
     wanted = _Wanted(described, checkpoint, with_optimizer, strict, cast, part, leaves_out)
-    values = None if checkpoint.data.is_renamed else checkpoint.data.run_values()
+    values = None if checkpoint.data.is_renamed else checkpoint.data.run_values(rank)
     if values is not None:
         return _read_of_torch(wanted, values, rank, part=part, init=init, verify=verify, threads=threads)
     names = _with_wrappers(described, checkpoint)

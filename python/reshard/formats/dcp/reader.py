@@ -39,6 +39,7 @@ from reshard.formats.dcp.names import (
 )
 from reshard.formats.dcp.traits import TRAITS
 from reshard.formats.huggingface.reader import HUGGINGFACE
+from reshard.formats.rank_values import agreed
 from reshard.storage.location import Location, locate
 from reshard.values.words import listed, show
 
@@ -53,12 +54,14 @@ _log = logging.getLogger("reshard")
 
 # name, file, first byte, bytes, transforms
 _Object = tuple[str, str, int, int, list[str]]
+# the ranks that have a value, each with its own one
+_Held = list[tuple[int, _Object]]
 
 
 class _Decoded(Mapping[str, object]):
     """Values by name, each decoded when it is first looked up: one that cannot be is no error if nobody needs it."""
 
-    def __init__(self, stored: Mapping[str, _Object], read: Callable[[_Object], object]) -> None:
+    def __init__(self, stored: Mapping[str, _Held], read: Callable[[_Held], object]) -> None:
         self._stored = stored
         self._read = cache(lambda name: read(stored[name]))
 
@@ -80,7 +83,7 @@ class _DcpData(CheckpointData):
         objects: each value that is no tensor; of a folder without collectives by rank.
         by_rank: of a folder without collectives the tensors of each rank.
         compared: tensors of which several ranks wrote a part, and which were compared.
-        description: name of `.metadata`, or of that of the first rank; None: there is none.
+        descriptions: name of `.metadata`, or of those of the ranks; empty: there is none.
         recorded: returns the stored names of tensors that `.metadata` records as state of the optimizer.
         is_view: the tensors can have other names than the stored arrays.
     """
@@ -88,7 +91,7 @@ class _DcpData(CheckpointData):
     objects: Sequence[Sequence[_Object]] = ((),)
     by_rank: Sequence[_core.Index] = ()
     compared: set[str] = field(default_factory=set)
-    description: str | None = None
+    descriptions: Sequence[str] = ()
     recorded: Callable[[], Collection[str]] = frozenset
     is_view: bool = False
 
@@ -119,9 +122,16 @@ class _DcpData(CheckpointData):
 
     def _values(self, rank: int) -> Mapping[str, object]:
         """The same; each is decoded when it is looked up."""
-        own = self.objects[rank] if rank < len(self.objects) else ()
-        found = {one[0]: one for objects in self.objects for one in reversed(objects)} | {one[0]: one for one in own}
-        return _Decoded(found, self._read)
+        held: dict[str, _Held] = {}
+        for saved_by, objects in enumerate(self.objects):
+            for one in objects:
+                held.setdefault(one[0], []).append((saved_by, one))
+        own = {one[0]: [(rank, one)] for one in (self.objects[rank] if rank < len(self.objects) else ())}
+        return _Decoded(held | own, self._agreed)
+
+    def _agreed(self, held: _Held) -> object:
+        name = held[0][1][0]
+        return agreed(name, ((rank, self._read(one)) for rank, one in held), str(self.path))
 
     def _read(self, one: _Object) -> object:
         name, file, start, n_bytes, transforms = one
@@ -159,12 +169,23 @@ class _DcpData(CheckpointData):
                 )
         return found
 
-    def run_values(self) -> run_state.Values:
+    def has_values_of_ranks(self) -> bool:
+        """Each rank wrote its own."""
+        return len(self.objects) > 1
+
+    def run_values(self, rank: int = 0) -> run_state.Values:
         """The values that are no tensors, with the paths that `.metadata` records."""
-        if self.description is None:
+        if not self.descriptions:
             return run_state.Values()
-        data = (self.path / self.description).read_small(MAX_METADATA_BYTES)
-        return run_state.Values(self._values(0), dict(_core.read_dcp_paths(data)))
+        values = self._values(rank)
+        paths: dict[str, list[tuple[int, tuple[str | int, ...]]]] = {}
+        for saved_by, description in enumerate(self.descriptions):
+            data = (self.path / description).read_small(MAX_METADATA_BYTES)
+            of_rank: dict[str, tuple[str | int, ...]] = dict(_core.read_dcp_paths(data))
+            for name, one in of_rank.items():
+                paths.setdefault(name, []).append((saved_by, one))
+        found = {name: agreed(name, held, str(self.path)) for name, held in paths.items()}
+        return run_state.Values(values, found)
 
     def check(self, keys: Collection[str] | None) -> None:
         """Compare the parts that several ranks wrote: without collectives nobody chose one of them."""
@@ -257,7 +278,7 @@ def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
         method=method,
         iteration=step_of(folder.name),
         objects=[objects],
-        description=METADATA_FILE,
+        descriptions=[METADATA_FILE],
         recorded=cache(partial(_recorded_as_optimizer, folder)),
     )
 
@@ -303,7 +324,7 @@ def _open_ranks(folder: Location, by_rank: Mapping[int, str], method: _core.Read
         iteration=step_of(folder.name),
         objects=[objects for _, objects, *_ in opened],
         by_rank=[own for own, *_ in opened],
-        description=texts[0][0],
+        descriptions=[name for name, _ in texts],
     )
 
 

@@ -212,6 +212,8 @@ def _state(job: Job, settings: Settings) -> tuple[dict[str, object], dict[str, P
                 warnings.append(f"{show(key)} is not written: another entry has this name")
             else:
                 values[key], paths[key] = leaf, path
+    if settings.with_extra and source.data.has_values_of_ranks():
+        warnings.append("values of single ranks are written for rank 0 only")
     manifest = source.manifest if settings.with_extra else None
     others = [] if manifest is None else [name for name in manifest.files if _is_of_other_rank(name)]
     if others:

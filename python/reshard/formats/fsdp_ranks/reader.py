@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from reshard import _core
@@ -14,6 +15,7 @@ from reshard.formats.base import CheckpointData
 from reshard.formats.dcp import run_state
 from reshard.formats.fsdp_ranks import names
 from reshard.formats.outputs import load_all
+from reshard.formats.rank_values import agreed
 from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
@@ -39,14 +41,26 @@ class _RanksData(CheckpointData):
     Attributes:
         files: numbers of the files of each rank.
         extra_files: paths of the files with the state beside the tensors, by rank.
-        values: values of the optimizer that are no tensors, by name.
+        optimizer_files: paths of the files with the optimizer, by rank.
         replicas: arrays that are read as copies of each other.
     """
 
     files: Mapping[int, list[int]]
     extra_files: Mapping[int, Location]
-    values: Mapping[str, object]
+    optimizer_files: Mapping[int, Location]
     replicas: Replicas
+
+    @cached_property
+    def _of_optimizer(self) -> Mapping[str, object]:
+        """Values of the optimizer that are no tensors, by name: all ranks have the same."""
+        found = [
+            (rank, run_state.flat_values({"optimizer": _object_of(path)}, _is_tensor).by_name)
+            for rank, path in sorted(self.optimizer_files.items())
+        ]
+        names = dict.fromkeys(name for _, values in found for name in values)
+        return {
+            name: agreed(name, ((rank, values.get(name)) for rank, values in found), str(self.path)) for name in names
+        }
 
     def part(self, key: str) -> PartName:
         """By the prefix that the reader gives to the optimizer."""
@@ -67,7 +81,7 @@ class _RanksData(CheckpointData):
 
     def extra_state(self, rank: int) -> dict[str, Any]:
         """The scheduler and the random states of a rank, by path, and the values of the optimizer."""
-        found = dict(self.values)
+        found = dict(self._of_optimizer)
         path = self.extra_files.get(rank)
         if path is None:
             return found
@@ -83,15 +97,19 @@ class _RanksData(CheckpointData):
     def read_common(self) -> CommonInfo | None:
         """The number in the name of the folder, or the steps of the optimizer."""
         has_state = any(self.part(self.index.key(n)) == "optimizer" for n in range(len(self.index)))
-        return run_state.common_of(self.index, (), self.values.__getitem__, self.iteration) if has_state else None
+        return run_state.common_of(self.index, (), lambda _: None, self.iteration) if has_state else None
 
-    def run_values(self) -> run_state.Values:
+    def has_values_of_ranks(self) -> bool:
+        """Each rank wrote its own."""
+        return len(self.extra_files) > 1
+
+    def run_values(self, rank: int = 0) -> run_state.Values:
         """The values of the optimizer, and the scheduler."""
-        path = self.extra_files.get(0)
-        extra = {} if path is None else _object_of(path)
-        scheduler = extra.get("lr_scheduler") if isinstance(extra, dict) else None
+        files = {rank: self.extra_files[rank]} if rank in self.extra_files else self.extra_files
+        held = [(one, _scheduler_of(path)) for one, path in sorted(files.items())]
+        scheduler = agreed("lr_scheduler", held, str(self.path)) if held else None
         found = run_state.flat_values({} if scheduler is None else {"lr_scheduler": scheduler}, _is_tensor)
-        return run_state.Values({**self.values, **found.by_name}, found.paths)
+        return run_state.Values({**self._of_optimizer, **found.by_name}, found.paths)
 
     def check(self, keys: Collection[str] | None) -> None:
         """Compare the copies that several ranks hold."""
@@ -100,6 +118,11 @@ class _RanksData(CheckpointData):
 
 def _object_of(path: Location) -> object:
     return _core.read_torch_object(str(path.resolved()), 0, path.stat(follow_links=True).n_bytes)
+
+
+def _scheduler_of(path: Location) -> object:
+    extra = _object_of(path)
+    return extra.get("lr_scheduler") if isinstance(extra, dict) else None
 
 
 def _is_tensor(value: object) -> bool:
@@ -134,7 +157,7 @@ def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
     index = _core.Index()
     files: dict[int, list[int]] = {}
     tensors: list[RankTensor] = []
-    values: dict[str, object] = {}
+    optimizer_files: dict[int, Location] = {}
     for kind, prefix in ((names.MODEL, ""), (names.OPTIMIZER, _PREFIX)):
         of_kind = found.get((kind, size), {})
         if of_kind and (missing := _missing(of_kind, size)):
@@ -151,8 +174,8 @@ def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
             files.setdefault(rank, []).append(file)
             read, objects = mesh_shards.read(path, file, rank, prefix)
             of_ranks += read
-            if kind == names.OPTIMIZER and rank == 0 and objects:
-                values = dict(run_state.flat_values({"optimizer": _object_of(folder / of_kind[0])}, _is_tensor).by_name)
+            if kind == names.OPTIMIZER and objects:
+                optimizer_files[rank] = folder / of_kind[rank]
         flattened = _flattened(of_ranks) if kind == names.OPTIMIZER and size > 1 else ()
         if flattened:
             _log.warning(
@@ -173,7 +196,7 @@ def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
         model_files=folder / names.MODEL_FILES if (folder / names.MODEL_FILES).is_folder() else None,
         files=files,
         extra_files={rank: folder / name for rank, name in extra.items()},
-        values=values,
+        optimizer_files=optimizer_files,
         replicas=replicas,
     )
 

@@ -69,7 +69,7 @@ class _FileData(CheckpointData):
             return None
         return run_state.common_of(self.index, self.objects, self.objects.__getitem__, None)
 
-    def run_values(self) -> run_state.Values:
+    def run_values(self, rank: int = 0) -> run_state.Values:  # noqa: ARG002
         """The values that are no tensors, with the lists that hold them."""
         whole = _core.read_torch_object(str(self.file.resolved()), 0, self.file.stat(follow_links=True).n_bytes)
         return run_state.flat_values(whole, _is_tensor)

@@ -53,7 +53,7 @@ class _RunData(CheckpointData):
         """The values of the optimizer and of the scheduler, and `trainer_state`."""
         return {**self.values.by_name, **({"trainer_state": dict(self.state)} if self.state else {})}
 
-    def run_values(self) -> run_state.Values:
+    def run_values(self, rank: int = 0) -> run_state.Values:  # noqa: ARG002
         """Those of the optimizer and of the scheduler."""
         return self.values
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -131,7 +132,7 @@ class Reader(StorageReader):
         state = checkpoint.data.encoded_state()
         self._objects = {name: one.data for name, one in state.items() if isinstance(one, TorchSaved)}
         paths = state.get(STATE_NAME, {}).get("paths", {})
-        values = checkpoint.data.run_values()
+        values = checkpoint.data.run_values(dist.get_rank() if dist.is_available() and dist.is_initialized() else 0)
         if values is not None:  # written by torch
             self._values, paths = values.by_name, values.paths
         self._inner = dict(state.get(STATE_NAME, {}).get("inner", {}))
@@ -142,8 +143,11 @@ class Reader(StorageReader):
         known |= {name: BytesStorageMetadata() for name in (*self._objects, *self._values) if name not in known}
         return Metadata(known, planner_data={key: paths.get(key, (key,)) for key in known}, storage_data={})
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001
-        """Nothing: the checkpoint is open."""
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001
+        """Take the values of this rank in the group that loads. The checkpoint is open."""
+        values = self._opened().data.run_values(kwargs["rank"]) if "rank" in kwargs else None
+        if values is not None:
+            self._values = values.by_name
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Add to the plan which checkpoint this rank has opened."""
