@@ -13,6 +13,7 @@ from reshard.documents.strict_json import read_json
 from reshard.documents.strict_yaml import read_yaml
 from reshard.errors import ArgumentError, CheckpointNotFoundError, NamesError
 from reshard.names import presets
+from reshard.names.config_fields import config_fields
 from reshard.names.file import NamesFile, Size
 from reshard.names.resolve import ResizedTensor, ResolvedTensor, resized_tensors, resolve
 from reshard.names.sizes import Expression
@@ -102,7 +103,8 @@ class NameMap(NamesFile):
         """The same map with the sizes from a model's config as numbers. Sizes that are not in the config do not change.
 
         Raises:
-            CheckpointNotFoundError, DamagedFileError, ArgumentError: the config cannot be read.
+            CheckpointNotFoundError, DamagedFileError: the config cannot be read.
+            ArgumentError: it is no config; or several parts of the model have the field of a size, with other values.
             NamesError: a size in the config is not a non-negative integer; the message names the size and the field.
 
         Example:
@@ -113,7 +115,8 @@ class NameMap(NamesFile):
             rules: []
             <BLANKLINE>
         """
-        values = read_config(config)
+        words = {word for size in self.sizes.values() for choice in size.choices for word in choice.names}
+        values = config_fields(read_config(config), sorted(words))
         numbers = {name: value for name, value in values.items() if _is_number(value)}
         sizes = {name: _size_from(name, size, numbers, values) or size for name, size in self.sizes.items()}
         return replace(self, sizes=sizes)

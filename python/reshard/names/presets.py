@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard.errors import ArgumentError
+from reshard.names.config_fields import config_fields
 from reshard.values.words import nearest, show
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ class _RuleBuilder:
 
     def number(self, field: str, maximum: int) -> int:
         """A number of the config that determines the rules."""
-        value = self.config.get(field)
+        value = config_fields(self.config, [field]).get(field)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= maximum:
             raise ArgumentError(
                 f"the preset for {self.name} needs a config.json with `{field}`, an integer of at most {maximum}",
@@ -274,7 +275,7 @@ class _RuleBuilder:
         n_layers = self.number("num_hidden_layers", 1 << 20)
         n_extra = (
             self.number("num_nextn_predict_layers", _MAX_MTP_LAYERS)
-            if (self.config.get("num_nextn_predict_layers") is not None)
+            if config_fields(self.config, ["num_nextn_predict_layers"])
             else 0
         )
         for n in range(n_extra):

@@ -18,6 +18,7 @@ from reshard.errors import ArgumentError, NamesError
 from reshard.formats import counter_tensors, weight_sets
 from reshard.formats.base import StoredTensor
 from reshard.names import NameMap
+from reshard.names.config_fields import config_fields
 from reshard.names.model import read_config
 from reshard.names.resolve import ResizedTensor, copies_left_out, numbers_joined
 from reshard.names.sizes import Expression
@@ -345,7 +346,8 @@ def _n_rows(what: str, size: int | str, config: Mapping[str, object], *, has_con
     """
     try:
         expression = Expression.parse(plain_integer(size))
-        found = {name: config.get(name) for name in expression.names}
+        fields = config_fields(config, expression.names)
+        found = {name: fields.get(name) for name in expression.names}
         missing = [show(name) for name, n in found.items() if not isinstance(n, int) or isinstance(n, bool)]
         if missing:
             where = f"config.json has no number {listed(missing)}" if has_config else "there is no config.json"
