@@ -18,7 +18,7 @@ import reshard
 from reshard import _core
 from reshard.checkpoint import Checkpoint
 from reshard.cli import main
-from reshard.cli.contents import Contents, Iteration, TensorRow
+from reshard.cli.contents import Contents, Iteration, StoredAs, TensorRow
 from reshard.cli.pages.html import page
 from reshard.cli.pages.inspect_data import inspect_data
 from reshard.cli.pages.plan_data import plan_data
@@ -172,8 +172,10 @@ def at_scale(n_tensors: int, n_ranks: int, cut: int) -> Contents:
     files = [index.add_file(f"/nowhere/{name}") for name in names]
     for key in keys:
         index.add_layout(key, "BF16", bound.layouts[key], files)
-    rows = [TensorRow(key, "model", "BF16", shapes[key], "dim 0", 8, (1, 1), n_ranks * 256, n_ranks * 256, tiled=False)
-            for key in keys]  # fmt: skip
+    n_bytes = n_ranks * 256
+    alike = {shape: StoredAs("model", "BF16", shape, "dim 0", 8, (1, 1), n_bytes, n_bytes, tiled=False)
+             for shape in shapes.values()}  # fmt: skip
+    rows = [TensorRow(key, alike[shapes[key]]) for key in keys]
     saves = [SaveRecord(n, SAVED_AT, 1.0, 0.1, 10, {"loss": 1 / n}) for n in range(1, 5001)]
     iterations = [Iteration(n, str(n), tracker=n == 5000, tracked=True, pinned=n == 17, taken=n == 5000,
                             complete=n != 40, verified=True) for n in range(1, 5001)]  # fmt: skip

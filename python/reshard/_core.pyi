@@ -357,6 +357,20 @@ class IndexPattern:
     def indices(self, key: str) -> list[int]:
         """Return the possible values of the index, at most two. An index with too many digits raises ArgumentError."""
 
+def number_groups(
+    keys: Sequence[str], labels: Sequence[int] = ()
+) -> tuple[list[int], list[tuple[int, int, list[list[str]]]]]:
+    """Group keys that differ only in their numbers: components between dots of 1 to 18 digits.
+
+    Args:
+        keys: the keys.
+        labels: of each key; keys of a group have the same. Empty: all have the same.
+
+    Returns:
+        The number of the group of each key. And for each group, in the order of its first key: the position of that
+        key, the number of its keys, and for each place of a number the distinct numbers at it, as they are written.
+    """
+
 @final
 class Request:
     """The local arrays that are requested, each made of regions of tensors of an index."""
@@ -539,6 +553,9 @@ class Index:
         """
 
     # -- tensors
+    def add_wholes(self, tensors: Sequence[tuple[str, int]]) -> None:
+        """Add several tensors, as `add_whole`: each with its key and its file."""
+
     def add_whole_file(self, file: int) -> None:
         """Add all tensors of a file. Each is stored completely in the file, under its key.
 
@@ -602,6 +619,16 @@ class Index:
     def __contains__(self, key: object, /) -> bool: ...
     def key(self, number: int) -> str:
         """Return the key with this number, in the order of `keys`. Raises IndexError if there is none."""
+
+    def alike(self) -> tuple[list[int], list[int]]:
+        """Return which tensors are stored alike: with the same dtype, shape and regions, each in as many files.
+
+        Returns:
+            For each key, in the order of `keys`, the number of its kind; and for each kind the number of its first key.
+        """
+
+    def left_out(self, file: int) -> list[str]:
+        """Return the names of the tensors of a file that the index does not take from it."""
 
     def keys(self) -> list[str]:
         """Return the keys in the order in which they were added; with `from_metadata`, in the order of the file."""

@@ -12,6 +12,7 @@ compile_error!("reshard needs a 64-bit target: offsets in files are held in `usi
 pub mod error;
 
 pub mod control;
+pub mod numbered;
 pub mod patterns;
 
 /// Values: element types, boxes, device meshes, and the part of a tensor that each rank holds.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import reshard
 from reshard import dtypes
@@ -23,7 +23,7 @@ from reshard.layout import Partition
 from reshard.storage.location import locate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from reshard.checkpoint import TensorInfo
     from reshard.cli.leftovers import Leftover
@@ -63,11 +63,13 @@ class RankSaveState:
     reason: str | None = None  # why it is not complete, or could not be read
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRow:
-    """A tensor. If it is not placed, dtype and shape are those of one rank's array."""
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredAs:
+    """How tensors are stored; one object for all tensors that are stored alike.
 
-    key: str
+    If they are not placed, dtype and shape are those of one rank's array.
+    """
+
     part: str
     dtype: str
     shape: tuple[int, ...]
@@ -78,6 +80,13 @@ class TensorRow:
     stored_bytes: int
     tiled: bool  # described in tiles.json only
     placed: bool = True  # whether the regions of the ranks' arrays are known
+
+
+class TensorRow(NamedTuple):
+    """A tensor."""
+
+    key: str
+    stored: StoredAs
 
 
 @dataclass(frozen=True)
@@ -113,7 +122,7 @@ class Contents:
     @property
     def unseen(self) -> list[str]:
         """Keys of tensors in a Checkpoint 2.0 that MindSpore Transformers cannot read."""
-        return [row.key for row in self.rows if row.tiled] if self.checkpoint.data.traits.has_metadata else []
+        return [row.key for row in self.rows if row.stored.tiled] if self.checkpoint.data.traits.has_metadata else []
 
 
 def gather_contents(path: str, checkpoint: Checkpoint, *, everything: bool) -> Contents:
@@ -136,15 +145,7 @@ def gather_contents(path: str, checkpoint: Checkpoint, *, everything: bool) -> C
         bound = None if math.prod(layout.mesh.values()) == 1 else checkpoint.bind(layout)
     except (LayoutError, MismatchError) as error:
         layout, reason = None, "there is no strategy" if unplaced else error.message
-    tiled = set(checkpoint.tiled_keys())
-    shared: dict[object, Any] = {}  # equal values of rows, stored once
-    rows = [
-        _unplaced_row(key, *unplaced[key])
-        if key in unplaced
-        else _row(key, checkpoint[key], bound, shared, tiled=key in tiled)
-        for part in _PARTS
-        for key in checkpoint.keys(part)
-    ]
+    rows = _rows(checkpoint, bound, unplaced)
     order = iterations(path)
     found = None if order is None else _iterations(path, order, checkpoint, everything=everything)
     return Contents(
@@ -269,28 +270,48 @@ def _rank_saves(path: str, taken: Checkpoint, *, everything: bool) -> list[RankS
     return found
 
 
-def _unplaced_row(key: str, dtype: str, shapes: tuple[tuple[int, ...], ...]) -> TensorRow:
-    """The row of a tensor whose regions are not known, with the largest of the ranks' arrays."""
+def _rows(
+    checkpoint: Checkpoint, bound: BoundLayout | None, unplaced: Mapping[str, tuple[str, tuple[tuple[int, ...], ...]]]
+) -> list[TensorRow]:
+    """All tensors, those of the model first."""
+    index = checkpoint.data.index
+    kind_of = dict(zip(index.keys(), index.alike()[0], strict=True)) if len(unplaced) < len(checkpoint) else {}
+    tiled = set(checkpoint.tiled_keys())
+    layouts = {} if bound is None else bound.tensor_layouts
+    known: dict[object, StoredAs] = {}
+    rows = []
+    for part in _PARTS:
+        for key in checkpoint.keys(part):
+            if key in unplaced:
+                rows.append(TensorRow(key, _unplaced(key, *unplaced[key])))
+                continue
+            layout = layouts.get(key)
+            kind = kind_of[key], part, key in tiled, None if layout is None else layout.partition
+            if kind not in known:
+                known[kind] = _stored_as(key, checkpoint[key], bound, tiled=key in tiled)
+            rows.append(TensorRow(key, known[kind]))
+    return rows
+
+
+def _unplaced(key: str, dtype: str, shapes: tuple[tuple[int, ...], ...]) -> StoredAs:
+    """Of a tensor whose regions are not known: the largest of the ranks' arrays."""
     shape = max(shapes, key=math.prod)
     n_bytes = dtypes.n_bytes(dtype, shape)
     part = "optimizer" if counter_tensors.is_state(key) else "model"
-    return TensorRow(key, part, dtype, shape, "unknown", 1, (1, 1), n_bytes, n_bytes, tiled=False, placed=False)
+    return StoredAs(part, dtype, shape, "unknown", 1, (1, 1), n_bytes, n_bytes, tiled=False, placed=False)
 
 
-def _row(key: str, info: TensorInfo, bound: BoundLayout | None, shared: dict[object, Any], *, tiled: bool) -> TensorRow:
-    """The row of a tensor. Equal values of several rows are stored once, in `shared`."""
+def _stored_as(key: str, info: TensorInfo, bound: BoundLayout | None, *, tiled: bool) -> StoredAs:
     held = [len(shard.files) for shard in info.shards] or [0]
     n_elements = math.prod(info.shape)
     stored = sum(math.prod(shard.shape) * len(shard.files) for shard in info.shards)
-    cut, replicas = _cut(key, info, bound), (min(held), max(held))
-    return TensorRow(
-        key=key,
+    return StoredAs(
         part=info.part,
-        dtype=shared.setdefault(info.dtype, info.dtype),
-        shape=shared.setdefault(info.shape, info.shape),
-        cut=shared.setdefault(cut, cut),
+        dtype=info.dtype,
+        shape=info.shape,
+        cut=_cut(key, info, bound),
         n_shards=len(info.shards),
-        replicas=shared.setdefault(replicas, replicas),
+        replicas=(min(held), max(held)),
         n_bytes=info.n_bytes,
         stored_bytes=info.n_bytes * stored // n_elements if n_elements else 0,
         tiled=tiled,
@@ -336,13 +357,13 @@ def cut_by_rule(partition: Partition, mesh: dict[str, int]) -> str:
 
 def _parts(rows: Iterable[TensorRow]) -> dict[str, dict[str, Any]]:
     parts: dict[str, dict[str, Any]] = {}
-    for row in rows:
+    for stored, n in Counter(row.stored for row in rows).items():
         part = parts.setdefault(
-            row.part, {"n_tensors": 0, "n_elements": 0, "n_bytes": 0, "stored_bytes": 0, "dtypes": Counter()}
+            stored.part, {"n_tensors": 0, "n_elements": 0, "n_bytes": 0, "stored_bytes": 0, "dtypes": Counter()}
         )
-        part["n_tensors"] += 1
-        part["n_elements"] += math.prod(row.shape)
-        part["n_bytes"] += row.n_bytes
-        part["stored_bytes"] += row.stored_bytes
-        part["dtypes"][row.dtype] += 1
+        part["n_tensors"] += n
+        part["n_elements"] += n * math.prod(stored.shape)
+        part["n_bytes"] += n * stored.n_bytes
+        part["stored_bytes"] += n * stored.stored_bytes
+        part["dtypes"][stored.dtype] += n
     return parts

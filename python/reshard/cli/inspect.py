@@ -13,7 +13,7 @@ import shlex
 import sys
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import click
 
@@ -24,7 +24,6 @@ from reshard.cli.output import (
     STRATEGY_HELP,
     collected_warnings,
     command,
-    common_key,
     console,
     echo,
     echo_as_file,
@@ -35,12 +34,12 @@ from reshard.cli.output import (
     facts_table,
     join_dims,
     n_fitting,
+    number_groups,
     plain_table,
     shown,
     size,
     styled,
     warn,
-    without_numbers,
     write_page,
 )
 from reshard.errors import KeyNotFoundError
@@ -56,7 +55,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from reshard.checkpoint import Checkpoint
-    from reshard.cli.contents import Contents, Iteration, RankSaveState, TensorRow
+    from reshard.cli.contents import Contents, Iteration, RankSaveState, StoredAs, TensorRow
     from reshard.cli.leftovers import Leftover
     from reshard.commit.manifest import Manifest
     from reshard.commit.save_log import SaveRecord
@@ -152,12 +151,12 @@ def inspect(
             echo(f"wrote {shown(html)}")
         elif pattern is None:
             _print_page(facts, everything=everything)
-        elif len(rows) == 1 and rows[0].placed:
+        elif len(rows) == 1 and rows[0].stored.placed:
             from reshard.cli.picture import print_tensor
 
             _print_title(facts)
             echo()
-            print_tensor(rows[0].key, checkpoint[rows[0].key], rows[0].cut, everything=everything)
+            print_tensor(rows[0].key, checkpoint[rows[0].key], rows[0].stored.cut, everything=everything)
         else:
             _print_title(facts)
             echo()
@@ -199,8 +198,8 @@ def _json(facts: Contents, rows: list[TensorRow]) -> dict[str, Any]:
         "mesh": dict(checkpoint.data.rank_axes()) or (None if layout is None else layout.mesh),
         "mesh_reason": facts.layout_reason,
         "files": [{"name": name, "n_bytes": n_bytes} for name, n_bytes in facts.files],
-        "n_bytes": sum(row.n_bytes for row in facts.rows),
-        "stored_bytes": sum(row.stored_bytes for row in facts.rows),
+        "n_bytes": _total(facts, "n_bytes"),
+        "stored_bytes": _total(facts, "stored_bytes"),
         "unseen_by_mindspore": facts.unseen,
         "leftovers": [dataclasses.asdict(one) for one in facts.leftovers],
         "quantised": {name: dataclasses.asdict(one) for name, one in facts.quantised.items()},
@@ -222,9 +221,8 @@ def _finite(metrics: Mapping[str, int | float]) -> dict[str, object]:
 
 
 def _json_row(row: TensorRow, checkpoint: Checkpoint, *, with_shards: bool) -> dict[str, Any]:
-    fields = dataclasses.asdict(row)
-    del fields["key"]
-    if with_shards and row.placed:
+    fields = dataclasses.asdict(row.stored)
+    if with_shards and row.stored.placed:
         fields["shards"] = [dataclasses.asdict(shard) for shard in checkpoint[row.key].shards]
     return fields
 
@@ -266,6 +264,10 @@ def _print_page(facts: Contents, *, everything: bool) -> None:
     lines = [line for group in _grouped(_logical(facts)) for line in group.with_parts()]
     _print_rows(lines[:_MAX_ROWS])
     echo_more(len(lines) - _MAX_ROWS, "more lines", "give a pattern, or --all")
+
+
+def _total(facts: Contents, name: Literal["n_bytes", "stored_bytes"]) -> int:
+    return sum(part[name] for part in facts.parts.values())
 
 
 def _lines(facts: Contents) -> list[tuple[str, str]]:
@@ -318,7 +320,7 @@ def _lines(facts: Contents) -> list[tuple[str, str]]:
     if len(ends) > 1:
         each += f", {_balance(facts.files)}"
     lines.append(("files", f"{len(sizes)}, {size(sum(sizes))} in all{each}"))
-    unique, stored = sum(row.n_bytes for row in facts.rows), sum(row.stored_bytes for row in facts.rows)
+    unique, stored = _total(facts, "n_bytes"), _total(facts, "stored_bytes")
     if checkpoint.unplaced():
         return lines
     times = f"{size(stored)} stored for {size(unique)} of tensors, {stored / max(unique, 1):.2f} times"
@@ -477,21 +479,22 @@ def _print_metrics(iterations: tuple[str, list[str]], metrics: Sequence[tuple[st
 
 def _print_modules(rows: Iterable[TensorRow]) -> None:
     """Print the largest modules, which are the keys without their last component, with bars of their size."""
-    names: dict[str, dict[str, None]] = {}
     sizes: Counter[str] = Counter()
     for row in rows:
-        name = row.key.rpartition(".")[0] or row.key
-        names.setdefault(without_numbers(name), {})[name] = None
-        sizes[without_numbers(name)] += row.n_bytes
-    ordered = [(list(names[module]), n_bytes) for module, n_bytes in sizes.most_common()]
+        sizes[row.key.rpartition(".")[0] or row.key] += row.stored.n_bytes
+    modules = number_groups(list(sizes))
+    n_bytes_of = Counter[int]()
+    for module, n_bytes in zip(modules.of_keys, sizes.values(), strict=True):
+        n_bytes_of[module] += n_bytes
+    ordered = [(modules.groups[module], n_bytes) for module, n_bytes in n_bytes_of.most_common()]
     total = sum(n_bytes for _, n_bytes in ordered)
     header = "largest modules"
     table = plain_table(header, "n", "size", "share", "", right=("n", "size", "share"), folds=(header,))
     block = "█" if "utf" in (sys.stdout.encoding or "").lower() else "#"
-    for keys, n_bytes in ordered[:_MAX_MODULES]:
+    for group, n_bytes in ordered[:_MAX_MODULES]:
         share = n_bytes / max(total, 1)
         bar = block * round(_BAR * n_bytes / max(ordered[0][1], 1))
-        table.add_row(common_key(keys), str(len(keys)), size(n_bytes), f"{100 * share:.0f} %", bar)
+        table.add_row(group.text, str(group.n_keys), size(n_bytes), f"{100 * share:.0f} %", bar)
     echo_table(table)
     rest = ordered[_MAX_MODULES:]
     if rest:
@@ -516,38 +519,12 @@ class _Line:
         return [self, *(_Line(f"  {shown(part.key.rpartition('.')[2])}", self.n, part) for part in parts)]
 
 
-@dataclass(frozen=True)
-class _Logical:
+class _Logical(NamedTuple):
     """A quantised weight as a row: what is stored is that of its parts."""
 
     key: str
-    dtype: str
-    shape: tuple[int, ...]
+    stored: StoredAs
     parts: tuple[TensorRow, ...]
-
-    @property
-    def part(self) -> str:
-        return self.parts[0].part
-
-    @property
-    def cut(self) -> str:
-        return self.parts[0].cut
-
-    @property
-    def n_shards(self) -> int:
-        return self.parts[0].n_shards
-
-    @property
-    def replicas(self) -> tuple[int, int]:
-        return self.parts[0].replicas
-
-    @property
-    def tiled(self) -> bool:
-        return self.parts[0].tiled
-
-    @property
-    def n_bytes(self) -> int:
-        return sum(part.n_bytes for part in self.parts)
 
 
 _Row: TypeAlias = "TensorRow | _Logical"
@@ -555,6 +532,8 @@ _Row: TypeAlias = "TensorRow | _Logical"
 
 def _logical(facts: Contents) -> list[_Row]:
     """The rows, with one for each quantised weight in the place of its parts."""
+    if not facts.quantised:
+        return [*facts.rows]
     rows = {row.key: row for row in facts.rows}
     weight_of = {key: (name, one) for name, one in facts.quantised.items() for key in one.parts.values()}
     found: dict[str, _Row] = {}
@@ -563,31 +542,27 @@ def _logical(facts: Contents) -> list[_Row]:
         if one is None:
             found[key] = row
         elif name not in found:
-            found[name] = _Logical(name, one.kind, one.shape, tuple(rows[part] for part in one.parts.values()))
+            parts = tuple(rows[part] for part in one.parts.values())
+            n_bytes = sum(part.stored.n_bytes for part in parts)
+            stored = dataclasses.replace(parts[0].stored, dtype=one.kind, shape=one.shape, n_bytes=n_bytes)
+            found[name] = _Logical(name, stored, parts)
     return list(found.values())
 
 
-def _grouped(rows: Iterable[_Row]) -> list[_Line]:
+def _grouped(rows: Sequence[_Row]) -> list[_Line]:
     """One line for each group of tensors that differ only in the numbers in their keys."""
-    groups: dict[tuple[object, ...], list[_Row]] = {}
-    for row in rows:
-        group = (
-            without_numbers(row.key),
-            row.part,
-            row.dtype,
-            row.shape,
-            row.cut,
-            row.n_shards,
-            row.replicas,
-            row.tiled,
-        )
-        groups.setdefault(group, []).append(row)
-    return [_Line(common_key([row.key for row in members]), len(members), members[0]) for members in groups.values()]
+    labels: dict[tuple[object, ...], int] = {}
+    label_of: dict[StoredAs, int] = {}
+    for stored in {row.stored: None for row in rows}:
+        values = (stored.part, stored.dtype, stored.shape, stored.cut, stored.n_shards, stored.replicas, stored.tiled)
+        label_of[stored] = labels.setdefault(values, len(labels))
+    found = number_groups([row.key for row in rows], [label_of[row.stored] for row in rows])
+    return [_Line(group.text, group.n_keys, rows[group.first]) for group in found.groups]
 
 
 def _print_rows(lines: Sequence[_Line]) -> None:
     # A column in which every cell is 1 or "whole" is left out, for wider keys.
-    rows = [line.row for line in lines]
+    rows = [line.row.stored for line in lines]
     columns = {
         "key": [line.key for line in lines],
         "n": [str(line.n) for line in lines],

@@ -21,11 +21,12 @@ import sys
 import textwrap
 import threading
 import time
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, ParamSpec, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
 
+from reshard import _core
 from reshard.errors import (
     ArgumentError,
     CheckpointNotFoundError,
@@ -199,10 +200,53 @@ def common_key(keys: Sequence[str]) -> str:
         'layers.{0-2,5}.w'
     """
     places = zip(*(_NUMBER.findall(key) for key in keys), strict=True)
-    texts = iter(
-        [_shortened(sorted({int(n) for n in numbers})) if len(set(numbers)) > 1 else numbers[0] for numbers in places]
+    return _with_numbers(keys[0], [list(dict.fromkeys(numbers)) for numbers in places])
+
+
+class NumberedGroup(NamedTuple):
+    """Keys that differ only in their numbers.
+
+    Attributes:
+        text: one text for all of them, as of `common_key`.
+        first: the position of the first of them.
+        n_keys: how many they are.
+    """
+
+    text: str
+    first: int
+    n_keys: int
+
+
+class NumberedGroups(NamedTuple):
+    """Groups of keys, and the number of the group of each key."""
+
+    of_keys: list[int]
+    groups: list[NumberedGroup]
+
+
+def number_groups(keys: Sequence[str], labels: Sequence[int] = ()) -> NumberedGroups:
+    """Group keys that differ only in their numbers.
+
+    Args:
+        keys: the keys.
+        labels: of each key; keys of a group have the same. Empty: all have the same.
+
+    Example:
+        >>> found = number_groups(["layers.0.w", "layers.1.w", "head"])
+        >>> found.of_keys, [(one.text, one.n_keys) for one in found.groups]
+        ([0, 0, 1], [('layers.{0-1}.w', 2), ('head', 1)])
+    """
+    of_keys, groups = _core.number_groups(keys, labels)
+    return NumberedGroups(
+        of_keys,
+        [NumberedGroup(_with_numbers(keys[first], numbers), first, n_keys) for first, n_keys, numbers in groups],
     )
-    return shown(_NUMBER.sub(lambda _: next(texts), keys[0]))
+
+
+def _with_numbers(key: str, numbers: Sequence[Sequence[str]]) -> str:
+    """A key with all numbers of its group; untrusted characters are escaped."""
+    texts = iter([one[0] if len(one) == 1 else _shortened(sorted(set(map(int, one)))) for one in numbers])
+    return shown(_NUMBER.sub(lambda _: next(texts), key))
 
 
 def _shortened(numbers: Sequence[int]) -> str:

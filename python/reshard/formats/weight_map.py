@@ -116,14 +116,12 @@ def add_tensors(index: _core.Index, folder: Location, weight_map: Mapping[str, s
         add: adds a file to the index, and returns its number.
     """
     numbers = {name: add(str(folder / name)) for name in dict.fromkeys(weight_map.values())}
-    for key, name in weight_map.items():
-        index.add_whole(key, numbers[name])
+    index.add_wholes([(key, numbers[name]) for key, name in weight_map.items()])
 
 
 def add_unlisted(
     index: _core.Index,
     folder: Location,
-    weight_map: Mapping[str, str],
     listing: str,
     *,
     add: Callable[[_core.Index, str], int],
@@ -133,29 +131,25 @@ def add_unlisted(
     Args:
         index: of the checkpoint, with the tensors of the map.
         folder: the folder of the files.
-        weight_map: the file of each tensor, as `read` returns it.
         listing: the name of the map.
         add: adds a file to an index, and returns its number.
 
     Raises:
         DamagedFileError: two files hold one tensor with different content.
     """
-    holder: dict[str, tuple[str, int]] = {}
     files = {locate(index.file_path(file)).name: file for file in range(index.n_files)}
-    for key, name in weight_map.items():
-        holder[key] = name, files[name]
     added = []
     for name, file in files.items():
-        for tensor in index.file_tensors(file):
-            key = tensor.name
-            first = holder.setdefault(key, (name, file))
+        for key in index.left_out(file):
             if key not in index:
                 index.add_whole(key, file)
                 added.append(key)
-            elif first[1] != file and not is_equal([index.file_path(one) for one in (first[1], file)], key, add):
+                continue
+            first = index.holders(key)[0]
+            if not is_equal([index.file_path(one) for one in (first, file)], key, add):
                 raise DamagedFileError(
-                    f"{show(str(folder))}: {show(first[0])} and {show(name)} both hold {show(key)}, with different "
-                    "content",
+                    f"{show(str(folder))}: {show(locate(index.file_path(first)).name)} and {show(name)} both hold "
+                    f"{show(key)}, with different content",
                     path=str(folder / name),
                     key=key,
                     hint="one of them is of another save: remove the file that is not of this model, or convert the "

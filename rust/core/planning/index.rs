@@ -6,6 +6,7 @@
 //! A file is opened when a plan first needs it. The plan holds the opened file, so that it reads the file that was
 //! checked.
 
+mod alike;
 mod files;
 mod planner;
 mod runs;

@@ -446,6 +446,21 @@ impl Index {
         self.index.keys().collect()
     }
 
+    fn alike(&self, py: Python<'_>) -> PyResult<(Vec<u32>, Vec<u32>)> {
+        raise(py, py.detach(|| self.index.alike()))
+    }
+
+    fn left_out(&self, py: Python<'_>, file: u32) -> PyResult<Vec<String>> {
+        raise(py, py.detach(|| self.index.left_out(file)))
+    }
+
+    fn add_wholes(&mut self, py: Python<'_>, tensors: Vec<(PyBackedStr, u32)>) -> PyResult<()> {
+        for (key, file) in &tensors {
+            raise(py, self.index.add_whole(key, *file))?;
+        }
+        Ok(())
+    }
+
     fn key(&self, number: usize) -> PyResult<&str> {
         let key = self.index.key(number);
         key.ok_or_else(|| PyIndexError::new_err("there is no key with this number"))

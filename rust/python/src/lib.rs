@@ -37,7 +37,7 @@ mod _core {
         geometry::{Layout, Mesh, Request},
         index::Index,
         metadata::{MetadataEncoder, are_plain},
-        patterns::{Expression, IndexPattern, Patterns},
+        patterns::{Expression, IndexPattern, Patterns, number_groups},
         plan::{Loaded, Plan},
         quantised::add_quantised,
         records::{FileArray, FileTensor},

@@ -3,7 +3,7 @@
 use crate::errors::raise;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
-use reshard_core::patterns;
+use reshard_core::{numbered, patterns};
 
 #[pyclass(frozen, module = "reshard._core")]
 pub(crate) struct Expression(patterns::Expression);
@@ -76,4 +76,23 @@ impl IndexPattern {
     fn indices(&self, py: Python<'_>, key: &str) -> PyResult<Vec<u64>> {
         raise(py, self.0.indices(key))
     }
+}
+
+type NumberedGroup = (usize, usize, Vec<Vec<String>>);
+
+#[pyfunction]
+#[pyo3(signature = (keys, labels=Vec::new()))]
+pub(crate) fn number_groups(
+    py: Python<'_>,
+    keys: Vec<PyBackedStr>,
+    labels: Vec<u32>,
+) -> (Vec<u32>, Vec<NumberedGroup>) {
+    let (of_keys, groups) = py.detach(|| numbered::groups(&keys, &labels));
+    let groups = groups.into_iter();
+    (
+        of_keys,
+        groups
+            .map(|one| (one.first, one.n_keys, one.numbers))
+            .collect(),
+    )
 }

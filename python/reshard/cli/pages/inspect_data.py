@@ -186,12 +186,14 @@ def _tensor_groups(rows: Sequence[TensorRow], notes: list[str]) -> list[tuple[st
         return [(row.key, [row]) for row in rows]
     groups: dict[tuple[object, ...], list[TensorRow]] = {}
     for row in rows:
-        groups.setdefault((_NUMBER_IN_KEY.sub("*", row.key), row.part, row.dtype, row.shape), []).append(row)
+        groups.setdefault(
+            (_NUMBER_IN_KEY.sub("*", row.key), row.stored.part, row.stored.dtype, row.stored.shape), []
+        ).append(row)
     notes.append(f"There are {len(rows)} tensors: those with equal shapes whose names differ in numbers are one mark, "
                  "such as layers.*.weight, and the regions are those of the first.")  # fmt: skip
     found = [(str(group[0]) if len(members) > 1 else members[0].key, members) for group, members in groups.items()]
     if len(found) > _MAX_TENSORS:
-        found.sort(key=lambda group: -sum(row.n_bytes for row in group[1]))
+        found.sort(key=lambda group: -sum(row.stored.n_bytes for row in group[1]))
         rest = found[_MAX_TENSORS - 1 :]
         notes.append(f"The {len(rest)} smallest groups of tensors are left out of the map of tensors.")
         found = found[: _MAX_TENSORS - 1]
@@ -213,17 +215,22 @@ def _tensors(
     drawn = {members[0].key for _, members in groups}
     drawing_of: dict[str, int | None] = {}
     for row in facts.rows:
-        if not row.placed:
+        if not row.stored.placed:
             continue
         regions = facts.checkpoint.data.index.shards(row.key)
-        stored = next((one for one in known if one[0] == row.shape and one[1] == regions), None)
+        stored = next((one for one in known if one[0] == row.stored.shape and one[1] == regions), None)
         if stored is None:
-            stored = (row.shape, regions, *_drawing(row.shape, regions, files, max_cells), _held(regions, files))
+            stored = (
+                row.stored.shape,
+                regions,
+                *_drawing(row.stored.shape, regions, files, max_cells),
+                _held(regions, files),
+            )
             known = [stored, *known[: _MAX_KNOWN - 1]]
         _, _, drawing, merged, held = stored
-        n_elements = max(math.prod(row.shape), 1)
+        n_elements = max(math.prod(row.stored.shape), 1)
         for mark, n in held.items():
-            files.add(mark, row.part, row.n_bytes * n // n_elements)
+            files.add(mark, row.stored.part, row.stored.n_bytes * n // n_elements)
         if row.key in drawn:
             drawing_of[row.key] = drawings.setdefault(drawing, len(drawings))
             n_merged += merged
@@ -235,13 +242,13 @@ def _tensors(
             [
                 text(name),
                 len(members),
-                texts.setdefault(first.part, len(texts)),
-                texts.setdefault(text(first.dtype), len(texts)),
-                texts.setdefault(join_dims(first.shape), len(texts)),
-                texts.setdefault(text(first.cut), len(texts)),
-                first.n_shards,
-                *first.replicas,
-                sum(row.n_bytes for row in members),
+                texts.setdefault(first.stored.part, len(texts)),
+                texts.setdefault(text(first.stored.dtype), len(texts)),
+                texts.setdefault(join_dims(first.stored.shape), len(texts)),
+                texts.setdefault(text(first.stored.cut), len(texts)),
+                first.stored.n_shards,
+                *first.stored.replicas,
+                sum(row.stored.n_bytes for row in members),
                 drawing_of.get(first.key),
             ]
         )

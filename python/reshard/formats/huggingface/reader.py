@@ -54,7 +54,7 @@ def _open_huggingface(folder: Location, method: _core.ReadMethod) -> CheckpointD
     else:
         # Files of a hub cache are symbolic links into its store, so links are followed.
         maps.add_tensors(index, folder, weight_map, partial(index.add_file, method=method))
-        maps.add_unlisted(index, folder, weight_map, huggingface.INDEX_FILE, add=_core.Index.add_file)
+        maps.add_unlisted(index, folder, huggingface.INDEX_FILE, add=_core.Index.add_file)
     for file in range(index.n_files):
         maps.refuse_differences(locate(index.file_path(file)), index.file_metadata(file))
     maps.refuse_differences(folder, None, index.keys())

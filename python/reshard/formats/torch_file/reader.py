@@ -173,5 +173,5 @@ def open_index(folder: Location, method: _core.ReadMethod) -> CheckpointData:
     weight_map.check_config(folder, names.INDEX_FILE)
     # Files of a hub cache are symbolic links into its store: here links are followed.
     weight_map.add_tensors(index, folder, file_of, partial(index.add_torch_file, method=method))
-    weight_map.add_unlisted(index, folder, file_of, names.INDEX_FILE, add=_core.Index.add_torch_file)
+    weight_map.add_unlisted(index, folder, names.INDEX_FILE, add=_core.Index.add_torch_file)
     return CheckpointData(traits=names.TRAITS, path=folder, index=index, method=method, listing=listing)

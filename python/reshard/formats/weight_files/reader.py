@@ -152,7 +152,7 @@ def open_index(listing: Location, method: _core.ReadMethod) -> CheckpointData:
     file_of = maps.read(listing)
     index = _core.Index()
     maps.add_tensors(index, folder, file_of, lambda file: _add(index, file, method))
-    maps.add_unlisted(index, folder, file_of, listing.name, add=lambda index, file: _add(index, file, method))
+    maps.add_unlisted(index, folder, listing.name, add=lambda index, file: _add(index, file, method))
     named = names.parse_index(listing.name)
     return _data(listing, index, method, listing=listing, base=None if named is None else named[0])
 
