@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from reshard.cli import main
 from reshard.errors import ArgumentError, CheckpointNotFoundError
 from reshard.values.indexing import boxes
 
+verbs_diff = sys.modules[reshard.diff.__module__]  # the name `reshard.verbs.diff` is the function
 CKPT2 = Path(__file__).parent / "data" / "mindspore" / "ckpt2" / "checkpoint"
 TP2 = {"mesh": {"tp": 2}, "rules": [{"match": "w*", "cut": ["tp"]}, {"match": "*"}]}
 NAN, INF = math.nan, math.inf
@@ -318,3 +322,35 @@ def test_the_command_with_a_tolerance(tmp_path: Path) -> None:
     told = json.loads(CliRunner().invoke(main, ["diff", a, b, "--rtol", "0.1", "--json"]).stdout)
     assert (told["equal"], told["close"], told["differences"][0]["n_outside"]) == (False, True, 0)
     assert CliRunner().invoke(main, ["diff", a, b, "--rtol", "-1"]).exit_code == 2
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=40, deadline=None)
+def test_small_tensors_that_are_compared_at_once_give_what_each_gives_alone(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    dtypes = [np.float32, np.float64, ml_dtypes.bfloat16, np.complex64, np.int64, np.uint64, np.uint8, np.bool_]
+    special = [0.0, -0.0, 1.0, 1.0 + 1e-3, 300.0, NAN, INF, -INF]
+
+    def arrays() -> dict[str, Any]:
+        found = {}
+        for i in range(60):
+            dtype = dtypes[i // 4 % len(dtypes)]
+            shape = [(), (1,), (3, 5), (40,), (0, 2)][i % 5]
+            is_real = np.dtype(dtype).kind not in "iub"
+            values = rng.choice(special if is_real else special[:5], size=shape, p=None)
+            found[f"w{i}"] = np.abs(values).astype(dtype) if not is_real else np.asarray(values).astype(dtype)
+        return found
+
+    a, b = arrays(), arrays()
+    b |= {key: a[key] for key in list(a)[::7]}
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        together = report_of(Path(folder), a, b, rtol=0.01, atol=1e-4)
+        patch.setattr(verbs_diff, "_SMALL_BYTES", -1)
+        alone = report_of(Path(folder), a, b, rtol=0.01, atol=1e-4)
+    assert len(together.differences) > 20
+    assert together.n_equal == alone.n_equal
+    for one, other in zip(together.differences, alone.differences, strict=True):
+        x, y = dataclasses.asdict(one), dataclasses.asdict(other)
+        for name in ("norm_a", "norm_b", "norm_change", "change"):  # sums in another order
+            assert x.pop(name) == pytest.approx(y.pop(name), rel=1e-12)
+        assert x == y

@@ -37,8 +37,9 @@ pub fn groups<K: AsRef<str>>(keys: &[K], labels: &[u32]) -> (Vec<u32>, Vec<Group
         for component in key.as_ref().split('.') {
             if is_number(component) {
                 numbers.push(component);
-                pattern.push('\0');
+                pattern.push('n');
             } else {
+                pattern.push('t');
                 pattern.push_str(component);
             }
             pattern.push('.');

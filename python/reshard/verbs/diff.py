@@ -10,9 +10,10 @@ A tensor that differs has norms and a relative change. A tolerance separates dif
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -26,7 +27,7 @@ from reshard.values.words import show
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from reshard.checkpoint import Checkpoint
     from reshard.opening import StrategyLike
@@ -38,6 +39,8 @@ Tolerance = tuple[float, float]
 _ALIGN_BYTES = 64
 # Elements compared at a time, so that temporary arrays stay in the cache. A multiple of 8: a block is whole bytes.
 _BLOCK_ELEMENTS = 1 << 14
+_SMALL_BYTES = 1 << 13  # of a region that is compared together with others
+_MANY = 256  # such regions that are compared at once
 
 
 @dataclass(frozen=True)
@@ -237,13 +240,16 @@ def diff_opened(
     """
     half_bytes = max(max_bytes // 2, 1)
     keys, other = left.keys(part), set(right.keys(part))
-    pairs = [_Pair(key, left, right, tolerance) for key in keys if key in other]
+    common = [key for key in keys if key in other]
+    left._check_placed(*common)  # noqa: SLF001  the check of a read
+    right._check_placed(*common)  # noqa: SLF001
+    pairs = [_Pair(key, left._info(key), right._info(key), tolerance) for key in common]  # noqa: SLF001  without files
     n_bytes = sum(sum(pair.n_bytes) for pair in pairs if pair.is_comparable)
     comparison = _Comparison(left, right, half_bytes, threads)
     done = 0
     for batch in _batches([pair for pair in pairs if pair.is_comparable], half_bytes):
         comparison.compare(batch)
-        done += sum(sum(box.n_bytes) for box in batch)
+        done += sum(box.n_bytes[0] + box.n_bytes[1] for box in batch)
         if progress is not None:
             progress(done, n_bytes)
     found = {pair.key: difference for pair in pairs if (difference := pair.difference()) is not None}
@@ -263,19 +269,28 @@ def _unmatched(opened: Checkpoint, key: str, *, is_a: bool) -> TensorDifference:
     return TensorDifference(key, "only in b", None, info.dtype, None, info.shape, n)
 
 
+_n_bytes = functools.lru_cache(maxsize=1024)(dtypes.n_bytes)  # many tensors have the same shape
+
+
 class _Pair:
     """A tensor in both checkpoints, and the result of its comparison so far."""
 
-    def __init__(self, key: str, left: Checkpoint, right: Checkpoint, tolerance: Tolerance | None) -> None:
-        a, b = left[key], right[key]
+    __slots__ = ("dtypes", "found", "is_comparable", "is_packed", "key", "n_bytes", "shapes", "tolerance")
+
+    def __init__(
+        self,
+        key: str,
+        a: tuple[str, tuple[int, ...]],
+        b: tuple[str, tuple[int, ...]],
+        tolerance: Tolerance | None,
+    ) -> None:
         self.key = key
-        self.dtypes = (a.dtype, b.dtype)
-        self.shapes = (a.shape, b.shape)
-        self.n_bytes = (a.n_bytes, b.n_bytes)
-        packed = [dtypes.is_packed(dtype) for dtype in self.dtypes]
-        self.is_packed = any(packed)
+        self.dtypes = (a[0], b[0])
+        self.shapes = (a[1], b[1])
+        self.n_bytes = (_n_bytes(*a), _n_bytes(*b))
+        self.is_packed = dtypes.is_packed(a[0]) or dtypes.is_packed(b[0])
         # Packed elements are not decoded, so they cannot be compared with another dtype.
-        self.is_comparable = a.shape == b.shape and (a.dtype == b.dtype or not self.is_packed)
+        self.is_comparable = a[1] == b[1] and (a[0] == b[0] or not self.is_packed)
         self.tolerance = tolerance
         self.found = _Counts()
 
@@ -313,7 +328,7 @@ class _Pair:
         )
 
 
-@dataclass
+@dataclass(slots=True)
 class _Counts:
     n_different: int = 0
     n_nan: int = 0
@@ -323,22 +338,28 @@ class _Counts:
     squares_b: float = 0.0
     squares_change: float = 0.0
 
+    def add(self, counts: Sequence[float]) -> None:
+        """Add the counts of a block, in the order of the fields."""
+        n_different, n_nan, n_outside, max_abs, squares_a, squares_b, squares_change = counts
+        self.n_different += int(n_different)
+        self.n_nan += int(n_nan)
+        self.n_outside += int(n_outside)
+        self.max_abs = max(self.max_abs, max_abs)
+        self.squares_a += squares_a
+        self.squares_b += squares_b
+        self.squares_change += squares_change
+
 
 # -- regions that are read at a time
 
 
-@dataclass(frozen=True)
-class _Box:
-    """A region of a pair's tensor."""
+class _Box(NamedTuple):
+    """A region of a pair's tensor, and its bytes on both sides."""
 
     pair: _Pair
     offset: tuple[int, ...]
     shape: tuple[int, ...]
-
-    @property
-    def n_bytes(self) -> tuple[int, int]:
-        a, b = (dtypes.n_bytes(dtype, self.shape) for dtype in self.pair.dtypes)
-        return a, b
+    n_bytes: tuple[int, int]
 
 
 def _batches(pairs: list[_Pair], max_bytes: int) -> Iterator[list[_Box]]:
@@ -346,9 +367,7 @@ def _batches(pairs: list[_Pair], max_bytes: int) -> Iterator[list[_Box]]:
     batch: list[_Box] = []
     n_bytes = 0
     for pair in pairs:
-        width = max(dtypes.bits(dtype) for dtype in pair.dtypes)
-        for offset, shape in boxes(pair.shapes[0], max(max_bytes * 8 // width, 1), width):
-            box = _Box(pair, offset, shape)
+        for box in _boxes_of(pair, max_bytes):
             needed = _aligned(max(box.n_bytes))
             if batch and n_bytes + needed > max_bytes:
                 yield batch
@@ -359,8 +378,22 @@ def _batches(pairs: list[_Pair], max_bytes: int) -> Iterator[list[_Box]]:
         yield batch
 
 
+def _boxes_of(pair: _Pair, max_bytes: int) -> Iterator[_Box]:
+    shape = pair.shapes[0]
+    if min(pair.n_bytes) > 0 and max(pair.n_bytes) <= max_bytes:  # all of it
+        yield _Box(pair, (0,) * len(shape), shape, pair.n_bytes)
+        return
+    width = max(dtypes.bits(dtype) for dtype in pair.dtypes)
+    for offset, extent in boxes(shape, max(max_bytes * 8 // width, 1), width):
+        yield _Box(pair, offset, extent, (_n_bytes(pair.dtypes[0], extent), _n_bytes(pair.dtypes[1], extent)))
+
+
 def _aligned(n_bytes: int) -> int:
     return -(-n_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+_Read = tuple[_Pair, np.ndarray, np.ndarray]
+"""A pair, and the bytes of a region on both sides."""
 
 
 class _Comparison:
@@ -373,9 +406,23 @@ class _Comparison:
         self.half_bytes = half_bytes
 
     def compare(self, batch: list[_Box]) -> None:
-        arrays = [self._read(side, batch) for side in range(2)]
-        for box, a, b in zip(batch, *arrays, strict=True):
-            _compare(box.pair, a, b)
+        sides = [self._read(side, batch) for side in range(2)]
+        small: dict[tuple[str, str], list[_Read]] = {}
+        for box, a, b in zip(batch, *sides, strict=True):
+            pair = box.pair
+            if box.n_bytes == pair.n_bytes and pair.dtypes[0] == pair.dtypes[1] and a.data == b.data:
+                continue  # a whole tensor that is equal: its norms are not needed
+            if pair.is_packed:
+                _compare_packed(pair, a, b)
+            elif max(box.n_bytes) > _SMALL_BYTES:
+                _compare([(pair, a, b)])
+            else:
+                several = small.setdefault(pair.dtypes, [])
+                several.append((pair, a, b))
+                if len(several) == _MANY:
+                    _compare(small.pop(pair.dtypes))
+        for several in small.values():
+            _compare(several)
 
     def _read(self, side: int, batch: list[_Box]) -> list[np.ndarray]:
         opened = self.sides[side]
@@ -387,9 +434,8 @@ class _Comparison:
             end += _aligned(box.n_bytes[side])
         if end > self.buffers[side].size:
             self.buffers[side] = np.empty(end, np.uint8)
-        arrays = [
-            self.buffers[side][start : start + box.n_bytes[side]] for start, box in zip(starts, batch, strict=True)
-        ]
+        buffer = self.buffers[side]
+        arrays = [buffer[start : start + box.n_bytes[side]] for start, box in zip(starts, batch, strict=True)]
         opened.plan(request, keys={box.pair.key for box in batch}).fill(arrays, threads=self.threads)
         return arrays
 
@@ -397,70 +443,114 @@ class _Comparison:
 # -- bytes, then values
 
 
-def _compare(pair: _Pair, a: np.ndarray, b: np.ndarray) -> None:
-    """Compare the bytes of one region, block by block."""
-    if pair.is_packed:
-        bits = dtypes.bits(pair.dtypes[0])
-        n_bytes = _BLOCK_ELEMENTS * bits // 8
-        for start in range(0, a.size, n_bytes):
-            x, y = a[start : start + n_bytes], b[start : start + n_bytes]
-            if not np.array_equal(x, y):
-                differs = np.unpackbits(x ^ y, bitorder="little").reshape(-1, bits).any(axis=1)
-                pair.found.n_different += int(np.count_nonzero(differs))
-        return
-    if a.size == pair.n_bytes[0] and pair.dtypes[0] == pair.dtypes[1] and np.array_equal(a, b):
-        return  # a whole tensor that is equal: its norms are not needed
-    values_a, values_b = (side.view(dtypes.numpy_dtype(dtype)) for side, dtype in zip((a, b), pair.dtypes, strict=True))
+def _compare_packed(pair: _Pair, a: np.ndarray, b: np.ndarray) -> None:
+    """Compare the bits of one region, block by block."""
+    bits = dtypes.bits(pair.dtypes[0])
+    n_bytes = _BLOCK_ELEMENTS * bits // 8
+    for start in range(0, a.size, n_bytes):
+        x, y = a[start : start + n_bytes], b[start : start + n_bytes]
+        if not np.array_equal(x, y):
+            differs = np.unpackbits(x ^ y, bitorder="little").reshape(-1, bits).any(axis=1)
+            pair.found.n_different += int(np.count_nonzero(differs))
+
+
+def _compare(several: list[_Read]) -> None:
+    """Compare the elements of one region, block by block, or of several small ones of the same dtypes at once."""
+    pairs = [pair for pair, _, _ in several]
+    first, tolerance = pairs[0], pairs[0].tolerance
+    a, b = (
+        (sides[0] if len(sides) == 1 else np.concatenate(sides)).view(dtypes.numpy_dtype(dtype))
+        for sides, dtype in zip(([a for _, a, _ in several], [b for _, _, b in several]), first.dtypes, strict=True)
+    )
     with np.errstate(invalid="ignore", over="ignore"):
-        for start in range(0, values_a.size, _BLOCK_ELEMENTS):
+        if len(several) > 1:
+            sizes = [part.size // a.itemsize for _, part, _ in several]
+            _compare_block(pairs, _Parts(np.cumsum([0, *sizes[:-1]])), a, b, tolerance)
+            return
+        for start in range(0, a.size, _BLOCK_ELEMENTS):
             block = slice(start, start + _BLOCK_ELEMENTS)
-            _compare_block(pair.found, values_a[block], values_b[block], pair.tolerance)
+            _compare_block(pairs, _Parts(None), a[block], b[block], tolerance)
 
 
-def _compare_block(found: _Counts, a: np.ndarray, b: np.ndarray, tolerance: Tolerance | None) -> None:
-    """Add what one block of elements has to the counts."""
+class _Parts(NamedTuple):
+    """The parts of a block, which are of several tensors, and sums over each.
+
+    Attributes:
+        starts: the first element of each part; None: the block is one part.
+    """
+
+    starts: np.ndarray | None
+
+    def n_true(self, flags: np.ndarray) -> list[int]:
+        if self.starts is None:
+            return [int(np.count_nonzero(flags))]
+        return list(np.add.reduceat(flags.astype(bool), self.starts, dtype=np.int64).tolist())
+
+    def largest(self, values: np.ndarray) -> list[float]:
+        if self.starts is None:
+            return [float(values.max(initial=0.0))]
+        return list(np.maximum.reduceat(values, self.starts).tolist())
+
+    def squares(self, values: np.ndarray) -> list[float]:
+        """The sum of the squares of all values."""
+        parts = values.view(np.float64)  # of complex numbers
+        if self.starts is None:
+            return [float(np.einsum("i,i->", parts, parts))]  # np.dot starts threads for a block
+        return list(np.add.reduceat(parts * parts, self.starts * (parts.size // values.size)).tolist())
+
+    def finite_squares(self, values: np.ndarray) -> list[float]:
+        """The sum of the squares of the values that are finite."""
+        found = self.squares(values)
+        return found if _are_finite(found) else self.squares(np.where(np.isfinite(values), values, 0.0))
+
+
+def _are_finite(sums: list[float]) -> bool:
+    return math.isfinite(sum(sums))
+
+
+def _compare_block(
+    pairs: list[_Pair], parts: _Parts, a: np.ndarray, b: np.ndarray, tolerance: Tolerance | None
+) -> None:
+    """Add what one block of elements has to the counts of each pair, of which it holds a part."""
     kind = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
     x = _wide(a, kind)
     differs = _bits(a) != _bits(b) if a.dtype == b.dtype else None
     if differs is not None and not differs.any():
-        squares = _squares(x)
-        found.squares_a += squares
-        found.squares_b += squares
+        for pair, squares in zip(pairs, parts.finite_squares(x), strict=True):
+            pair.found.squares_a += squares
+            pair.found.squares_b += squares
         return
     y = _wide(b, kind)
     change = x - y
-    sums = _sum_of_squares(x), _sum_of_squares(y), _sum_of_squares(change)
-    if a.dtype.kind not in "biu" and math.isfinite(sum(sums)):
+    sums = parts.squares(x), parts.squares(y), parts.squares(change)
+    n_nan = [0] * len(pairs)
+    n_outside = n_nan
+    if a.dtype.kind not in "biu" and all(map(_are_finite, sums)):
         distance = np.abs(change)
-        found.n_different += int(np.count_nonzero(distance if differs is None else differs))
-        found.max_abs = max(found.max_abs, float(distance.max()))
-        found.squares_a += sums[0]
-        found.squares_b += sums[1]
-        found.squares_change += sums[2]
+        n_different = parts.n_true(distance if differs is None else differs)
         if tolerance is not None:
-            found.n_outside += int(np.count_nonzero(distance > _allowed(x, y, tolerance)))
-        return
-    is_nan_x, is_nan_y = np.isnan(x), np.isnan(y)
-    is_either_nan = is_nan_x | is_nan_y
-    is_same = (x == y) | (is_nan_x & is_nan_y)
-    if a.dtype.kind in "biu" and b.dtype.kind in "biu":
-        # Doubles do not hold every integer of 64 bits, but their exact difference is below 2**64.
-        distance = _integer_distance(a, b)
-        is_same = distance == 0
+            n_outside = parts.n_true(distance > _allowed(x, y, tolerance))
     else:
-        # The difference of complex infinities can be NaN although neither operand is NaN.
-        distance = np.nan_to_num(np.abs(x - y), nan=np.inf, posinf=np.inf)
-        distance[is_same | is_either_nan] = 0.0
-    found.n_different += int(np.count_nonzero(~is_same if differs is None else differs))
-    found.n_nan += int(np.count_nonzero(is_nan_x ^ is_nan_y))
-    found.max_abs = max(found.max_abs, float(distance.max(initial=0.0)))
-    found.squares_a += _squares(x)
-    found.squares_b += _squares(y)
-    found.squares_change += _squares(distance)
-    if tolerance is not None:
-        # An infinity is within the tolerance of an equal one only, although its allowance is infinite.
-        is_close = (distance <= _allowed(x, y, tolerance)) & (distance < np.inf) & ~is_either_nan
-        found.n_outside += int(np.count_nonzero(~(is_same | is_close)))
+        is_nan_x, is_nan_y = np.isnan(x), np.isnan(y)
+        is_either_nan = is_nan_x | is_nan_y
+        is_same = (x == y) | (is_nan_x & is_nan_y)
+        if a.dtype.kind in "biu" and b.dtype.kind in "biu":
+            # Doubles do not hold every integer of 64 bits, but their exact difference is below 2**64.
+            distance = _integer_distance(a, b)
+            is_same = distance == 0
+        else:
+            # The difference of complex infinities can be NaN although neither operand is NaN.
+            distance = np.nan_to_num(np.abs(x - y), nan=np.inf, posinf=np.inf)
+            distance[is_same | is_either_nan] = 0.0
+        n_different = parts.n_true(~is_same if differs is None else differs)
+        n_nan = parts.n_true(is_nan_x ^ is_nan_y)
+        sums = parts.finite_squares(x), parts.finite_squares(y), parts.finite_squares(distance)
+        if tolerance is not None:
+            # An infinity is within the tolerance of an equal one only, although its allowance is infinite.
+            is_close = (distance <= _allowed(x, y, tolerance)) & (distance < np.inf) & ~is_either_nan
+            n_outside = parts.n_true(~(is_same | is_close))
+    for pair, *counts in zip(pairs, n_different, n_nan, n_outside, parts.largest(distance), *sums, strict=True):
+        pair.found.add(counts)
 
 
 def _allowed(x: np.ndarray, y: np.ndarray, tolerance: Tolerance) -> np.ndarray:
@@ -479,17 +569,6 @@ def _wide(array: np.ndarray, kind: type[np.float64 | np.complex128]) -> np.ndarr
 
 def _bits(array: np.ndarray) -> np.ndarray:
     return array.view(np.dtype(f"u{array.itemsize}"))
-
-
-def _squares(values: np.ndarray) -> float:
-    """The sum of the squares of the values that are finite."""
-    total = _sum_of_squares(values)
-    return total if math.isfinite(total) else _sum_of_squares(np.where(np.isfinite(values), values, 0.0))
-
-
-def _sum_of_squares(values: np.ndarray) -> float:
-    parts = values.view(np.float64)  # of complex numbers
-    return float(np.einsum("i,i->", parts, parts))  # np.dot starts threads for a block
 
 
 def _integer_distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
