@@ -44,27 +44,17 @@ pub fn groups<K: AsRef<str>>(keys: &[K], labels: &[u32]) -> (Vec<u32>, Vec<Group
             }
             pattern.push('.');
         }
-        let id = (
-            labels.get(i).copied().unwrap_or(0),
-            std::mem::take(&mut pattern),
-        );
+        let id = (labels.get(i).copied().unwrap_or(0), pattern.clone());
         let next = groups.len() as u32;
-        let number = match numbers_of.get(&id) {
-            Some(&number) => {
-                pattern = id.1;
-                number
-            }
-            None => {
-                numbers_of.insert(id, next);
-                groups.push(Group {
-                    first: i,
-                    n_keys: 0,
-                    numbers: vec![Vec::new(); numbers.len()],
-                });
-                seen.push(vec![HashSet::new(); numbers.len()]);
-                next
-            }
-        };
+        let number = *numbers_of.entry(id).or_insert(next);
+        if number == next {
+            groups.push(Group {
+                first: i,
+                n_keys: 0,
+                numbers: vec![Vec::new(); numbers.len()],
+            });
+            seen.push(vec![HashSet::new(); numbers.len()]);
+        }
         let (group, seen) = (&mut groups[number as usize], &mut seen[number as usize]);
         group.n_keys += 1;
         for ((number, texts), seen) in numbers.iter().zip(&mut group.numbers).zip(seen) {

@@ -24,14 +24,13 @@ impl Index {
                 Found::Listed(stored) => (self.dtype(stored)?, stored.shape.clone()),
                 Found::InWholeFile(_, entry) => (entry.dtype, entry.shape.clone()),
             };
-            let regions = match found.only_file() {
-                Some(_) => Vec::new(),
-                None => {
-                    let shards = self.shards(key)?.into_iter();
-                    shards
-                        .map(|(region, files)| (region, files.len()))
-                        .collect()
-                }
+            let regions = if found.only_file().is_some() {
+                Vec::new()
+            } else {
+                let shards = self.shards(key)?.into_iter();
+                shards
+                    .map(|(region, files)| (region, files.len()))
+                    .collect()
             };
             let next = firsts.len() as u32;
             let kind = *kinds.entry((dtype, shape, regions)).or_insert(next);
