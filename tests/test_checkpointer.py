@@ -35,11 +35,13 @@ from reshard.storage.location import locate
 from reshard.torch import Checkpointer, ElasticSampler, LossHealth
 from reshard.torch.run import interval
 from reshard.torch.state import describe
+from reshard.verbs.save import SaveRequest, save_with
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from reshard.options import SaveOptions
     from reshard.ranks.group import TorchGroup
 
 
@@ -336,7 +338,12 @@ def test_every_option_of_a_save_is_handed_on(tmp_path: Path, monkeypatch: pytest
         "timeout": 77.0,
     }
     seen: list[dict[str, Any]] = []
-    monkeypatch.setattr("reshard.torch.saving.save_iteration", lambda *_, **options: seen.append(options))
+
+    def save(request: SaveRequest, options: SaveOptions, *_: Any) -> bool:
+        seen.append(vars(request) | vars(options))
+        return True
+
+    monkeypatch.setattr("reshard.torch.saving.save_with", save)
     made = make(tmp_path, async_save=False, **asked)
     made.resume(model=nn.Linear(1, 1))
     made.step(1, loss=0.5, metrics={"norm": 2})
@@ -362,15 +369,15 @@ def test_full_verification_finds_damage_in_what_is_not_loaded(tmp_path: Path) ->
 def test_failed_saves_are_told_and_the_third_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real: Any = reshard.save
+    real: Any = save_with
     failing = {2, 3, 5, 6, 7}
 
-    def save(root: Path, step: int, **options: Any) -> Any:
-        if step in failing:
+    def save(request: SaveRequest, *others: Any) -> Any:
+        if request.iteration in failing:
             raise StorageError("no room", errno=28)
-        return real(root, step, **options)
+        return real(request, *others)
 
-    monkeypatch.setattr("reshard.torch.saving.save_iteration", save)
+    monkeypatch.setattr("reshard.torch.saving.save_with", save)
     with make(tmp_path, save_every=1, async_save=False) as made:
         trainer = Trainer()
         made.resume(**trainer.parts())
@@ -395,7 +402,7 @@ def test_the_number_of_failures_that_ends_the_training_is_an_option(
     def save(*_: Any, **__: Any) -> None:
         raise StorageError("no room", errno=28)
 
-    monkeypatch.setattr("reshard.torch.saving.save_iteration", save)
+    monkeypatch.setattr("reshard.torch.saving.save_with", save)
     with make(tmp_path, save_every=1, async_save=False, interrupts={"max_failures": most}) as made:
         trainer = Trainer()
         made.resume(**trainer.parts())

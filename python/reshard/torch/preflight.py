@@ -6,7 +6,6 @@ A run that cannot save should end when it resumes and not hours later. Nothing h
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +19,7 @@ from reshard.resume.parts import object_name
 from reshard.torch.modules import unloaded
 from reshard.torch.staging import on_device
 from reshard.values.words import listed, show
-from reshard.verbs.save import save
+from reshard.verbs.save import SaveRequest, save_with
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -146,25 +145,18 @@ def dry_run(
     if saver.options.checkpoint1.only_save_strategy and saver.group.world_size == 1:
         raise ArgumentError("`only_save_strategy` writes how tensors are cut over ranks, and there is one rank")
     saving = described.saving({name: _placeholder(tensor) for name, tensor in described.to_save().items()})
-    options = saver.options
-    save(
+    request = SaveRequest(
         saver.root,
         step,
         **saving,
         common=saver.common(step),
         extra=extra,
-        group=saver.group,
         timeout=saver.timeout,
         dry_run=True,
         blocking=blocking,
         ready=ready,
-        retention=options.retention,
-        verify=options.verify,
-        commit=replace(options.commit, rollback=False, takeover=False),
-        files=options.files,
-        format=saver.format_of(described, saving),
-        threads=options.threads,
     )
+    save_with(request, saver.options_of(described, saving, rollback=False), saver.group, saver.observers)
 
 
 def reserve(saver: Saver, step: int) -> None:

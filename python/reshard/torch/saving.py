@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from reshard.errors import (
     ArgumentError,
@@ -33,14 +33,14 @@ from reshard.torch.run import NOT_SAVED
 from reshard.torch.sampler import ElasticSampler
 from reshard.torch.staging import Staging, on_device
 from reshard.torch.state import describe
-from reshard.verbs.save import save as save_iteration
+from reshard.verbs.save import PendingSave, SaveRequest, save_with
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torch.distributed.device_mesh import DeviceMesh
 
-    from reshard.options import FormatLike, SaveOptions
+    from reshard.options import SaveOptions
     from reshard.ranks.group import Group
     from reshard.storage.location import Location
     from reshard.torch.left_out import Frozen
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from reshard.torch.staging import Staged
     from reshard.torch.state import Described
     from reshard.values.events import Observers
-    from reshard.verbs.save import PendingSave, SaveReport
+    from reshard.verbs.save import SaveReport
 
 _log = logging.getLogger("reshard")
 
@@ -123,33 +123,27 @@ class Saver:
         extra = self.beside_tensors(described, step, interrupted=interrupted)
         staged = self._staged(described, blocking=blocking)
         saving = described.saving(None if staged is None else staged.tensors)
-        save_any: Any = save_iteration  # the type of the result depends on `blocking`
-        saved = save_any(
+        request = SaveRequest(
             self.root,
             step,
             **saving,
             common=self.common(step),
             extra=extra,
-            group=self.group,
             blocking=blocking,
             metrics=run.metrics if run.loss is None else {**run.metrics, "loss": run.loss},
-            # A timeout means that time is short: no iteration is removed now, so this one need not be read back.
-            retention=self.options.retention if timeout is None else None,
-            verify=self.options.verify,
-            commit=replace(self.options.commit, rollback=step < run.above, takeover=False),
-            files=self.options.files,
-            format=self.format_of(described, saving),
-            threads=self.options.threads,
             timeout=self.timeout if timeout is None else timeout,
             ready=None if staged is None else staged.ready,
             after=self._after,
-            on_event=list(self.observers.functions),
         )
+        options = self.options_of(described, saving, rollback=step < run.above)
+        if timeout is not None:  # time is short: no iteration is removed now, so this one need not be read back
+            options = replace(options, retention=None)
+        saved = save_with(request, options, self.group, self.observers)
+        assert saved is not None  # it is no dry run
         run.saved, run.saved_at = step, time.monotonic()
         run.above = 0
-        run.pending = None if blocking else saved
-        result: SaveReport | PendingSave[SaveReport] = saved
-        return result
+        run.pending = saved if isinstance(saved, PendingSave) else None
+        return saved
 
     def described(self) -> Described:
         """What a save holds."""
@@ -270,15 +264,17 @@ class Saver:
         """Whether each rank saves into its own folder."""
         return save_format(self.options.format).traits.rank_folders
 
-    def format_of(self, described: Described, saving: Mapping[str, Any]) -> FormatLike:
-        """The `format` of `reshard.save`: of Checkpoint 1.0 with the options that follow from the run.
+    def options_of(self, described: Described, saving: Mapping[str, Any], *, rollback: bool) -> SaveOptions:
+        """The options of one save: those of Checkpoint 1.0 also follow from the run.
 
         Args:
             described: the live state.
             saving: the arguments of `reshard.save` that hold tensors.
+            rollback: as in `Commit`.
         """
+        commit = replace(self.options.commit, rollback=rollback, takeover=False)
         if not self.has_rank_folders:
-            return cast("FormatLike", self.options.format)
+            return replace(self.options, commit=commit)
         options, sampler = self.options.checkpoint1, self.run.sampler
         if isinstance(sampler, ElasticSampler):
             options = replace(options, steps_per_epoch=sampler.steps_per_epoch)
@@ -286,7 +282,7 @@ class Saver:
             live = described.live.named.tensors
             trained = [key for key in saving["model"] if live[key].requires_grad]
             options = replace(options, save_trainable_params=trained)
-        return options
+        return replace(self.options, commit=commit, checkpoint1=options)
 
     def beside_tensors(self, described: Described, step: int, *, interrupted: bool) -> dict[str, Any]:
         """The state that is saved besides the tensors.

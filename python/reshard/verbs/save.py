@@ -12,6 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import numpy as np
@@ -225,16 +226,10 @@ def save(  # noqa: PLR0917  what is saved is often given by position
         (1, 100)
         >>> _ = reshard.save("output", 200, {"w": np.zeros((2, 3))}, retention={"keep": 5, "keep_every": 1000})
     """
-    started = time.monotonic()
     check(save, root=root, blocking=blocking, timeout=timeout, dry_run=dry_run, rank=rank, on_event=on_event)
-    iteration = plain_integer(iteration)
     members = resolve(group, rank)
-    observers = Observers.of(None if dry_run else on_event, members.rank)
-    if ready is not None and observers.functions:
-        ready = _reports_copies(ready, observers, iteration, started)
-    channel = session(members, f"save {iteration}"[:200])
     # The other ranks wait for this one: they must receive the error of its options.
-    parsed = capture(
+    options = capture(
         lambda: SaveOptions.of(
             keep=keep,
             retention=retention,
@@ -245,68 +240,86 @@ def save(  # noqa: PLR0917  what is saved is often given by position
             threads=threads,
         )
     )
-    options = parsed if isinstance(parsed, SaveOptions) else SaveOptions()
-    task = SaveTask(locate(root).absolute(), iteration, timeout, options)
-    same = _agreed(task, blocking=blocking)
+    request = SaveRequest(
+        root,
+        iteration,
+        model,
+        optimizer,
+        common=common,
+        extra=extra,
+        layout=layout,
+        shapes=shapes,
+        rank_local=rank_local,
+        metrics=metrics,
+        blocking=blocking,
+        dry_run=dry_run,
+        ready=ready,
+        after=after,
+        timeout=timeout,
+        progress=progress,
+    )
+    return save_with(request, options, members, Observers.of(on_event, members.rank))
+
+
+@dataclass(frozen=True, eq=False)
+class SaveRequest:
+    """What one rank saves, and how it calls: the arguments of `save` that are not options, group or observers."""
+
+    root: str | os.PathLike[str]
+    iteration: int
+    model: Mapping[str, object]
+    optimizer: Mapping[str, object] | None = None
+    _: KW_ONLY
+    common: CommonInfo | Mapping[str, object] | None = None
+    extra: Mapping[str, object] | None = None
+    layout: LayoutLike | None = None
+    shapes: Mapping[str, Sequence[int]] | None = None
+    rank_local: RankLocal | None = None
+    metrics: Mapping[str, float] | None = None
+    blocking: bool = True
+    dry_run: bool = False
+    ready: Callable[[], object] | None = None
+    after: Callable[[SaveReport], list[str]] | None = None
+    timeout: float = 600.0
+    progress: Progress | None = None
+
+
+def save_with(
+    request: SaveRequest, options: SaveOptions | BaseException, group: Group, observers: Observers
+) -> SaveReport | PendingSave[SaveReport] | None:
+    """Save as `save` does, with options that are parsed.
+
+    Args:
+        request: what is saved.
+        options: how it is saved; or the error of this rank's options, which is raised on all ranks.
+        group: the group of the ranks.
+        observers: called with the events of the save.
+
+    Raises:
+        ReshardError: as `save`.
+
+    Example:
+        >>> import numpy as np
+        >>> from reshard.ranks.group import SingleProcess
+        >>> request = SaveRequest("parsed", 1, {"w": np.zeros(2)})
+        >>> save_with(request, SaveOptions(threads=1), SingleProcess(), Observers.of(None)).n_files
+        1
+    """
+    started = time.monotonic()
+    iteration = plain_integer(request.iteration)
+    if request.dry_run:
+        observers = Observers.of(None, group.rank)
+    ready = request.ready
+    if ready is not None and observers.functions:
+        ready = _reports_copies(ready, observers, iteration, started)
+    known = SaveOptions() if isinstance(options, BaseException) else options
+    task = SaveTask(locate(request.root).absolute(), iteration, request.timeout, known)
+    channel = session(group, f"save {iteration}"[:200])
 
     def draft() -> Draft[Any, Any, Any, Any]:
-        if isinstance(parsed, BaseException):
-            raise parsed
-        check(
-            save,
-            model=model,
-            optimizer=optimizer,
-            extra=extra,
-            rank_local=rank_local,
-            layout=layout,
-            shapes=shapes,
-            metrics=metrics,
-            ready=ready,
-            after=after,
-            threads=threads,
-            progress=progress,
-        )
-        if not dry_run:
-            background.finish_previous(timeout, task.root)
-        roots.iteration_folder_name(iteration)
-        of = save_format(options.format)
-        _check_options(options, model)
-        is_alone = of.traits.rank_folders  # each rank has files of its own, which hold all that the rank needs
-        own_layout = None
-        if layout is not None:
-            from reshard.layout import as_layout  # noqa: PLC0415  slow to import
-
-            own_layout = as_layout(layout)
-        arrays = local_arrays(model, optimizer)
-        if ready is not None:
-            for name, given in [*(model or {}).items(), *(optimizer or {}).items()]:
-                _check_is_written_as_it_is(given, arrays[name])
-        copies = Copies.of(
-            arrays,
-            rank_local,
-            extra=_extra(extra, members.rank, copy=not blocking, is_alone=is_alone),
-            is_alone=is_alone,
-            ready=ready,
-            threads=threads,
-        )
-        allowed = (*options.verify.may_differ, *(() if rank_local is None else rank_local.may_differ))
-        facts = facts_of(
-            arrays,
-            {key: as_shape(shape, f"the shape of {show(str(key))}") for key, shape in (shapes or {}).items()},
-            host=_host(),
-            options=same | {"layout": None if own_layout is None else _digest(str(own_layout))},
-            has_layout=own_layout is not None,
-            may_differ=is_any_of(allowed) if allowed else None,
-            state=_digests(extra) if members.world_size > 1 else {},
-            copies=() if rank_local is None else rank_local.copies,
-        )
-        counters = _common_info(common, iteration)
-        # Made now, so that a metric that is no number is refused before anything is written.
-        record = SaveRecord(iteration, _EPOCH, 0, 0, 0, dict(metrics or {}), ckpt_status=counters.ckpt_status)
-        own = RankInput(
-            channel.rank, channel.world_size, arrays, facts, own_layout, counters, record, copies, observers
-        )
-        return of(task, own)
+        if isinstance(options, BaseException):
+            raise options
+        return _draft(replace(request, ready=ready), task, channel, observers)
 
     # The other ranks wait for this one: they must receive its error.
     try:
@@ -316,17 +329,64 @@ def save(  # noqa: PLR0917  what is saved is often given by position
             channel,
             check_root=lambda: _check_root(task),
             started=started,
-            blocking=blocking,
-            dry_run=dry_run,
+            blocking=request.blocking,
+            dry_run=request.dry_run,
             ready=ready,
-            progress=progress,
-            after=after,
+            progress=request.progress,
+            after=request.after,
         )
     except BaseException as error:
         if isinstance(error, MismatchError):
-            _say_what_differs(error, extra, members, timeout)
+            _say_what_differs(error, request.extra, group, request.timeout)
         save_failed(observers, iteration, error, started)
         raise
+
+
+def _draft(request: SaveRequest, task: SaveTask, channel: Group, observers: Observers) -> Draft[Any, Any, Any, Any]:
+    """The first phase of the save, of what this rank holds. Everything that is wrong with it is an error here."""
+    options, rank_local, extra, ready = task.options, request.rank_local, request.extra, request.ready
+    names = ("model", "optimizer", "extra", "rank_local", "layout", "shapes", "metrics", "ready", "after", "progress")
+    check(save, **{name: getattr(request, name) for name in names}, threads=options.threads)
+    if not request.dry_run:
+        background.finish_previous(task.timeout, task.root)
+    roots.iteration_folder_name(task.iteration)
+    of = save_format(options.format)
+    _check_options(options, request.model)
+    is_alone = of.traits.rank_folders  # each rank has files of its own, which hold all that the rank needs
+    layout = None
+    if request.layout is not None:
+        from reshard.layout import as_layout  # noqa: PLC0415  slow to import
+
+        layout = as_layout(request.layout)
+    arrays = local_arrays(request.model, request.optimizer)
+    if ready is not None:
+        for name, given in [*(request.model or {}).items(), *(request.optimizer or {}).items()]:
+            _check_is_written_as_it_is(given, arrays[name])
+    copies = Copies.of(
+        arrays,
+        rank_local,
+        extra=_extra(extra, channel.rank, copy=not request.blocking, is_alone=is_alone),
+        is_alone=is_alone,
+        ready=ready,
+        threads=options.threads,
+    )
+    allowed = (*options.verify.may_differ, *(() if rank_local is None else rank_local.may_differ))
+    facts = facts_of(
+        arrays,
+        {key: as_shape(shape, f"the shape of {show(str(key))}") for key, shape in (request.shapes or {}).items()},
+        host=_host(),
+        options=_agreed(task, blocking=request.blocking) | {"layout": None if layout is None else _digest(str(layout))},
+        has_layout=layout is not None,
+        may_differ=is_any_of(allowed) if allowed else None,
+        state=_digests(extra) if channel.world_size > 1 else {},
+        copies=() if rank_local is None else rank_local.copies,
+    )
+    counters = _common_info(request.common, task.iteration)
+    # Made now, so that a metric that is no number is refused before anything is written.
+    metrics = dict(request.metrics or {})
+    record = SaveRecord(task.iteration, _EPOCH, 0, 0, 0, metrics, ckpt_status=counters.ckpt_status)
+    own = RankInput(channel.rank, channel.world_size, arrays, facts, layout, counters, record, copies, observers)
+    return of(task, own)
 
 
 def _check_root(task: SaveTask) -> None:
