@@ -580,6 +580,7 @@ def test_ranks_without_collectives_that_saved_other_steps_are_refused(tmp_path: 
         for name, step in (("same", 7), ("differ", 7 + group.rank)):
             value = {"model": {"w": torch.ones(3)}, "step": step, "own": group.rank}
             dcp.save(value, checkpoint_id=str(tmp_path / name), use_collectives=False)
+        group.barrier(timeout=60)  # gloo fails on a rank whose peer ends first
 
     with Job(2, work) as job:
         job.values()
@@ -594,6 +595,20 @@ def test_ranks_without_collectives_that_saved_other_steps_are_refused(tmp_path: 
         checkpoint.data.read_common()
 
 
+def test_a_writer_keeps_its_folder_when_the_program_changes_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    writer = Writer("run/iteration_00000001")
+    monkeypatch.chdir(tmp_path / "other")
+    dcp.save({"w": torch.ones(3)}, storage_writer=writer)
+    with reshard.open(tmp_path / "run") as checkpoint:
+        assert checkpoint.iteration == 1
+    dcp.save({"w": torch.ones(3)}, storage_writer=writer, checkpoint_id="run/iteration_00000002")
+    assert (tmp_path / "other/run/iteration_00000002").is_dir()
+
+
 def test_values_that_a_rank_lacks_are_those_in_which_the_others_agree(tmp_path: Path) -> None:
     path = str(tmp_path / "saved")
 
@@ -602,6 +617,7 @@ def test_values_that_a_rank_lacks_are_those_in_which_the_others_agree(tmp_path: 
         if group.rank:
             value |= {"agreed": {"lr": 0.5, "kind": Custom()}, "differs": group.rank}
         dcp.save(value, checkpoint_id=path, use_collectives=False)
+        group.barrier(timeout=60)
 
     def found(group: TorchGroup) -> Any:
         names = ["own", "agreed.lr", "differs"]
@@ -614,6 +630,7 @@ def test_values_that_a_rank_lacks_are_those_in_which_the_others_agree(tmp_path: 
                 values[name] = state[first]
             except CheckpointException as error:
                 values[name] = {rank: str(one[0]) for rank, one in error.failures.items()}
+        group.barrier(timeout=60)
         return values
 
     with Job(3, save_alone) as job:

@@ -217,7 +217,8 @@ class Writer(StorageWriter):
         self._start(content["path"])
 
     def _start(self, path: str | os.PathLike[str]) -> None:
-        self.path = os.fspath(path)
+        # The program may change its working folder while a save runs, or before the next one.
+        self.path = str(locate(path).absolute())
         self._items: dict[ItemKey, WriteItem] = {}
         self._started = time.monotonic()
         self._running = _Running()
@@ -238,7 +239,7 @@ class Writer(StorageWriter):
         """Begin another checkpoint, at this path if one is given."""
         self._running.end()
         if checkpoint_id is not None:
-            self.path = str(locate(checkpoint_id))
+            self.path = str(locate(checkpoint_id).absolute())
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001
         """Begin a save. Raises UnsupportedError for `use_collectives=False`."""
