@@ -250,6 +250,13 @@ def test_a_callback_of_the_other_package_is_refused(tmp_path: Path) -> None:
         run(tmp_path, package="pytorch_lightning", callbacks=[other])
 
 
+def test_two_of_these_callbacks_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    other = callback_of("lightning")(tmp_path / "other", monitor="loss")
+    with pytest.raises(ArgumentError, match="has two `ReshardCheckpoint`"):
+        run(tmp_path / "one", package="lightning", callbacks=[other])
+    assert not (tmp_path / "one").exists()
+
+
 def test_fsdp1_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning makes a Trainer with it on GPUs only."""
     library = importlib.import_module("lightning.pytorch")

@@ -199,7 +199,7 @@ class Saving:
             stage: "fit", "validate", "test" or "predict".
 
         Raises:
-            ArgumentError: the Trainer is of the other package.
+            ArgumentError: the Trainer is of the other package, or has two of these callbacks.
             UnsupportedError: the strategy is `FSDPStrategy`.
         """
         if not isinstance(trainer, self.library.Trainer):
@@ -207,6 +207,11 @@ class Saving:
                 f"this ReshardCheckpoint belongs to {self.library.__name__}, and the Trainer to "
                 f"{type(trainer).__module__}",
                 hint='`reshard.lightning.callback_of("lightning" or "pytorch_lightning")` chooses the package',
+            )
+        if any(isinstance(one, Saving) and one is not self for one in trainer.callbacks):
+            raise ArgumentError(
+                "the Trainer has two `ReshardCheckpoint`, and a run resumes from one root",
+                hint="give one of them all conditions, such as `every_n_train_steps` with `monitor` and `save_top_k`",
             )
         super().setup(trainer, pl_module, stage)  # type: ignore[misc]
         refused = getattr(self.library.strategies, "FSDPStrategy", None)
