@@ -178,9 +178,14 @@ def other_ranks(number: int) -> None:
     seen: list[int] = []
     allowed = 0  # samples that may be missing
     repeated = 0  # samples that may be read twice
-    is_over = False
+    is_over, last = False, 0
     for place, world_size in enumerate(worlds):
         size = choice.randint(1, 5)
+        if (
+            place > 1 and worlds[place - 1] == world_size
+        ):  # the rest of an epoch that was divided is one for its batches
+            size = last
+        last = size
         made = ranks_of(n, world_size, size, options, epoch=epoch if not states else 0, drop_batch=drop_batch)
         for rank, (_, one) in enumerate(made):
             if states:
@@ -207,6 +212,23 @@ def other_ranks(number: int) -> None:
     assert len(seen) - len(set(seen)) <= repeated, (number, worlds)
     if not drop_batch and not options["drop_last"]:
         assert set(seen) == set(range(n)), number
+
+
+def test_other_batches_of_a_rest_that_was_divided_are_refused() -> None:
+    options = {"shuffle": False, "seed": 5, "drop_last": False}
+    states: list[Any] = []
+    for world_size, size in ((2, 4), (5, 5), (5, 2)):
+        made = ranks_of(89, world_size, size, options, epoch=1, drop_batch=False)
+        for rank, (_, one) in enumerate(made) if states else ():
+            is_same = len(states) == world_size
+            if size == 2:
+                with pytest.raises(MismatchError, match="divided over 5 ranks for batches of 5 samples"):
+                    one.fitted(states[rank], [states[rank]], is_same=True)
+                continue
+            one.load_state_dict(one.fitted(None, states, is_same=is_same)[0])
+        for loader, _ in made if size != 2 else ():
+            next(iter(loader))
+        states = [one.state_dict() for _, one in made]
 
 
 @pytest.mark.parametrize("number", range(max(N_HISTORIES, 12)))

@@ -198,6 +198,12 @@ class FollowedLoader:
             was, now = own.get("batch_size"), self.loader.batch_size
             if was is None or now is None or was == now:
                 return own, []
+            if own["rest"] is not None:  # parts that differ by a sample have as many batches of that size alone
+                raise MismatchError(
+                    f"the rest of the epoch was divided over {split.world_size if split else 0} ranks for batches of "
+                    f"{own['rest']['size']} samples, and the loader has batches of {now}: a rank would have one more",
+                    hint=f"use batches of {own['rest']['size']} samples until the epoch ends",
+                )
             return own, [f"the loader has batches of {now} samples, and had {was}: it goes on at the same sample"]
         n_ranks = f"{len(states)} rank{'' if len(states) == 1 else 's'} saved the position in the data"
         if self._is_stream or any(state["loader"] is not None for state in states):
