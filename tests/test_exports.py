@@ -169,6 +169,24 @@ def test_given_files_are_copied_and_a_failure_is_a_warning(tmp_path: Path) -> No
         Checkpointer(tmp_path / "x", hf_every=0)
 
 
+def test_the_config_beside_an_export_has_the_dtype_of_the_weights(tmp_path: Path, caplog: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_head=1, n_embd=4, vocab_size=8, dtype="float32")
+    model = transformers.GPT2LMHeadModel(config).to(torch.bfloat16)
+    with Checkpointer(tmp_path / "run", save_every=1, signals=(), hf_every=1) as made:
+        made.resume(model=model)
+        made.step(1)
+    folder = tmp_path / "run_hf/iteration_00000001"
+    assert transformers.AutoConfig.from_pretrained(folder).dtype == torch.bfloat16
+    assert model.config.dtype == torch.float32, "the model of the run is as it was"
+    assert not any("config.json" in text for text in caplog.messages)
+    config.save_pretrained(tmp_path / "files")
+    with Checkpointer(tmp_path / "other", save_every=1, signals=(), hf_every=1, model_files=tmp_path / "files") as made:
+        made.resume(model=model)
+        made.step(1)
+    assert any("config.json has `dtype` `float32`, and the weights are BF16" in text for text in caplog.messages)
+
+
 class Configured(nn.Module):
     """A model with a configuration, as those of transformers have."""
 

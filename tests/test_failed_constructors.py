@@ -99,3 +99,35 @@ def test_a_constructor_that_fails_leaves_nothing(tmp_path: Path, name: str, monk
             for what, value in vars(before).items():
                 assert vars(after)[what] == value, (argument, wrong, what)
     assert n_failed >= len(given)
+
+
+def test_calls_for_jax_that_fail_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`reshard.jax` has no class that takes something; its functions start threads, one for each device."""
+    jax = pytest.importorskip("jax")
+    import reshard.jax
+
+    monkeypatch.chdir(tmp_path)
+    tree = {"w": jax.numpy.arange(6.0), "b": [jax.numpy.ones(2)]}
+    reshard.jax.save(tmp_path / "saved", 1, tree)
+    calls: list[tuple[Callable[..., object], dict[str, Any]]] = [
+        (reshard.jax.save, {"root": tmp_path / "new", "step": 1, "tree": tree, "extra": {}, "keep": 2}),
+        (reshard.jax.load, {"root": tmp_path / "saved", "like": tree, "partial": False, "verify": "all", "threads": 1}),
+    ]
+    n_failed = 0
+    before = Left(tmp_path)
+    for call, given in calls:
+        for argument in given:
+            for wrong in (*WRONG, {"w": "text"}, tmp_path / "none" / "there"):
+                try:
+                    call(**{**given, argument: wrong})
+                except Exception:  # noqa: BLE001  which error is told is tested elsewhere
+                    n_failed += 1
+                    after = Left(tmp_path)
+                    if vars(after) != vars(before):
+                        gc.collect()  # what an error holds in a cycle
+                        after = Left(tmp_path)
+                    for what, value in vars(before).items():
+                        assert vars(after)[what] == value, (call.__name__, argument, wrong, what)
+                else:
+                    before = Left(tmp_path)
+    assert n_failed > 40

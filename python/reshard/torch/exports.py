@@ -273,6 +273,11 @@ def _configuration(model: object) -> dict[str, str]:
         return {}
     value = json.loads(config.to_json_string())
     value.setdefault("architectures", [_class_of(inner)])
+    dtype = str(getattr(inner, "dtype", None))
+    if dtype.startswith(
+        "torch."
+    ):  # of the weights, as `save_pretrained` writes it; `config` has that of the loaded ones
+        value["torch_dtype" if "torch_dtype" in value else "dtype"] = dtype.removeprefix("torch.")
     texts = {"config.json": json.dumps(value, indent=2, sort_keys=True) + "\n"}
     generation: Any = getattr(inner, "generation_config", None)
     if callable(getattr(generation, "to_json_string", None)):

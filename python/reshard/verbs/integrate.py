@@ -84,8 +84,9 @@ def integrate(
         array([0., 1., 2., 3.])
     """
     target = locate(integrated_root(root, suffix)) / roots.iteration_folder_name(report.iteration)
+    rank = 0 if group is None else resolve(group).rank
     try:
-        convert(
+        converted = convert(
             report.path,
             target,
             to="huggingface",
@@ -100,10 +101,11 @@ def integrate(
             timeout=timeout,
         )
     except ReshardError as error:
-        rank = 0 if group is None else resolve(group).rank
         log_of_all(rank, "iteration %d is saved, but not written as whole tensors: %s", report.iteration, error)
         return [f"it is not written as whole tensors: {error.message}"]
-    return remove_outdated(target, keep)
+    for warning in converted.warnings:
+        log_of_all(rank, "iteration %d as whole tensors: %s", report.iteration, warning)
+    return [*converted.warnings, *remove_outdated(target, keep)]
 
 
 def remove_outdated(target: Location, keep: int | None) -> list[str]:
