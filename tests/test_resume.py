@@ -395,6 +395,14 @@ def chosen(
     )
 
 
+def test_the_words_of_a_fault_do_not_decide() -> None:
+    """A damaged checkpoint whose fault reads like that of one without permission is damaged."""
+    for reason in ("could not be read: torn", "not reached: an earlier one could not be read"):
+        with pytest.raises(DamagedFileError, match="put back damaged files from a copy"):
+            chosen(candidate(2, fault=reason), candidate(1, fault="torn"))
+        assert chosen(candidate(2, fault=reason), candidate(1)).path == "ckpt/iteration_00000001"
+
+
 CHOICES: list[tuple[str, dict[str, Any], str]] = [
     ("damaged", {"fault": "a file is missing"}, "a file is missing"),
     ("never a candidate", {"refusal": "left behind on purpose"}, "left behind on purpose"),

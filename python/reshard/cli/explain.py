@@ -397,10 +397,4 @@ def _view(view: EpochStep) -> str:
 
 
 def _word(verdict: Verdict) -> str:
-    from reshard.resume.choose import NOT_NEEDED, NOT_REACHED, UNREADABLE
-
-    if verdict.taken:
-        return "selected"
-    if verdict.reason in (NOT_NEEDED, NOT_REACHED):
-        return "not needed" if verdict.reason == NOT_NEEDED else "not reached"
-    return "unreadable" if verdict.reason.startswith(UNREADABLE) else "skipped"
+    return "selected" if verdict.outcome == "taken" else verdict.outcome

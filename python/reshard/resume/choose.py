@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING
 from reshard.config import split_iteration
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError, UnsupportedError
 from reshard.resume.counters import saved_steps
-from reshard.resume.facts import CandidateFacts, ResumeFacts, Verdict
+from reshard.resume.facts import CandidateFacts, Outcome, ResumeFacts, Verdict
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from reshard.config import Config
 
-# Reasons for a candidate at which a restart stops with an error, and for those after it.
-UNREADABLE = "could not be read"
-NOT_REACHED = "not reached: an earlier one could not be read"
-# Reason for candidates after the selected one. Whether they are complete may be unknown.
-NOT_NEEDED = "not needed: a better one is selected"
+# Why those after the first usable or unreadable one are not taken. Whether they are complete may be unknown.
+_REST: Mapping[Outcome, str] = {
+    "not needed": "not needed: a better one is selected",
+    "not reached": "not reached: an earlier one could not be read",
+}
 
 
 def evaluate(config: Config, facts: ResumeFacts) -> tuple[Verdict, ...]:
@@ -27,22 +29,25 @@ def evaluate(config: Config, facts: ResumeFacts) -> tuple[Verdict, ...]:
         >>> from reshard.resume import CandidateFacts, ResumeFacts
         >>> facts = ResumeFacts("ckpt", "root", (CandidateFacts("ckpt/iteration_00000005", 5, fault="torn"),))
         >>> evaluate(Config(load_path="ckpt"), facts)
-        (Verdict(path='ckpt/iteration_00000005', iteration=5, taken=False, reason='torn'),)
+        (Verdict(path='ckpt/iteration_00000005', iteration=5, taken=False, reason='torn', outcome='skipped'),)
     """
     verdicts: list[Verdict] = []
-    rest: str | None = None  # the reason for all candidates after the first usable one
-    is_stopped = False
+    first: Outcome = "taken"  # the outcome of the first usable candidate
+    rest: Outcome | None = None  # of all candidates after it
     for candidate in facts.candidates:
+        outcome: Outcome = "skipped"
         reason = candidate.refusal or candidate.fault
         if reason is None and rest is None and candidate.unreadable is not None:
-            reason, is_stopped = f"{UNREADABLE}: {candidate.unreadable}", True
-        if reason is None:
-            reason = rest or _why_unusable(config, facts, candidate)
-        is_taken = reason is None and not is_stopped
-        if reason is None:
-            rest = NOT_NEEDED if is_taken else NOT_REACHED
-            reason = None if is_taken else NOT_REACHED
-        verdicts.append(Verdict(candidate.path, candidate.iteration, is_taken, reason or candidate.why))
+            outcome, first, reason = "unreadable", "not reached", f"could not be read: {candidate.unreadable}"
+        elif reason is None and rest is not None:
+            outcome, reason = rest, _REST[rest]
+        elif reason is None:
+            reason = _why_unusable(config, facts, candidate)
+            if reason is None:
+                outcome, rest = first, "not needed" if first == "taken" else "not reached"
+                reason = candidate.why if first == "taken" else _REST[first]
+        is_taken = outcome == "taken"
+        verdicts.append(Verdict(candidate.path, candidate.iteration, is_taken, reason, outcome))
     return tuple(verdicts)
 
 
@@ -50,10 +55,10 @@ def is_settled(verdicts: tuple[Verdict, ...]) -> bool:
     """Whether further candidates cannot change the choice.
 
     Example:
-        >>> is_settled((Verdict("ckpt/iteration_00000005", 5, taken=False, reason="torn"),))
+        >>> is_settled((Verdict("ckpt/iteration_00000005", 5, taken=False, reason="torn", outcome="skipped"),))
         False
     """
-    return any(verdict.taken or verdict.reason == NOT_REACHED for verdict in verdicts)
+    return any(verdict.outcome in ("taken", "not reached") for verdict in verdicts)
 
 
 def _why_unusable(config: Config, facts: ResumeFacts, candidate: CandidateFacts) -> str | None:
@@ -99,7 +104,7 @@ def no_usable_candidate(config: Config, facts: ResumeFacts, verdicts: tuple[Verd
         "folder"
     )
     error_class: type[ReshardError] = DamagedFileError
-    if any(verdict.reason.startswith(UNREADABLE) for verdict in verdicts):
+    if any(verdict.outcome == "unreadable" for verdict in verdicts):
         error_class = StorageError
         hint = "run this as the user of the training, or give this user read permission; the files are not damaged"
     elif all(candidate.refusal for candidate in facts.candidates):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from reshard.resume.counters import EpochStep, Scaling
 
 Kind: TypeAlias = Literal["absent", "empty", "root", "rank_folders", "single", "pretrained", "other"]
+Outcome: TypeAlias = Literal["taken", "skipped", "unreadable", "not needed", "not reached"]
 Restored: TypeAlias = Literal["weights", "optimizer", "counters", "loss scale", "data position"]
 
 
@@ -134,12 +135,15 @@ class Verdict:
         iteration: its iteration; None: it has none.
         taken: whether this candidate is loaded.
         reason: why, or why not.
+        outcome: "taken"; "skipped": it cannot be used; "unreadable": a restart stops here with an error; "not needed",
+            "not reached": it stands after the one that is taken, or after an unreadable one.
     """
 
     path: str
     iteration: int | None
     taken: bool
     reason: str
+    outcome: Outcome
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,6 @@ _log = logging.getLogger("reshard")
 _VISIBLE_SECONDS = 30.0  # seconds for which a network file system may show older content to another rank
 _FIRST_SLEEP_S, _LAST_SLEEP_S = 0.01, 1.0
 
-_REPLACED = "it was saved again while it was read"
 _MAX_REPLACED = 3  # times that an iteration which is saved again meanwhile is read
 
 P = ParamSpec("P")
@@ -390,9 +389,9 @@ def load_with(
                     return decision, None
                 loaded = capture(lambda: read_from(open_it(), decision))  # noqa: B023  done before the next round
             damage = _damage_of(loaded) if isinstance(loaded, ReshardError) else None
-            if damage is not None and is_replaced and n_replaced < _MAX_REPLACED:
-                damage = _REPLACED
-            outcome: _Outcome | BaseException = _Outcome(damage, [one.getMessage() for one in held])
+            is_again = damage is not None and is_replaced and n_replaced < _MAX_REPLACED
+            messages = [one.getMessage() for one in held]
+            outcome: _Outcome | BaseException = _Outcome(damage, messages, is_replaced=is_again)
             if damage is None and isinstance(loaded, BaseException):
                 outcome = loaded
             of_ranks = ranks.share(outcome, _Outcome)
@@ -408,7 +407,7 @@ def load_with(
             return decision, loaded
         del loaded  # its memory is needed for the next
         number, reason = found[0]
-        if any(reason == _REPLACED for _, reason in found):
+        if any(one.is_replaced for one in of_ranks):
             n_replaced += 1
             continue
         faults[decision.path] = reason if members.world_size == 1 else f"rank {number}: {reason}"
@@ -465,10 +464,17 @@ def _layout_of(config: Config, rank: int | None, world_size: int) -> ModelLayout
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a rank reports of a checkpoint that it has read: its damage, or None, and what was logged meanwhile."""
+    """What a rank reports of a checkpoint that it has read.
+
+    Attributes:
+        damage: what is damaged; None: nothing.
+        messages: what was logged meanwhile.
+        is_replaced: whether it was saved again while it was read, and is read again for that.
+    """
 
     damage: str | None
     messages: list[str]
+    is_replaced: bool
 
 
 @dataclass(frozen=True)
