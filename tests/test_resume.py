@@ -24,8 +24,11 @@ from reshard.formats.checkpoint2.common import CommonInfo
 from reshard.resume import (
     BatchSchedule,
     CandidateFacts,
+    Complete,
+    Damaged,
     EpochStep,
     Folder,
+    Refused,
     ResumeDecision,
     ResumeFacts,
     RunFacts,
@@ -399,13 +402,13 @@ def test_the_words_of_a_fault_do_not_decide() -> None:
     """A damaged checkpoint whose fault reads like that of one without permission is damaged."""
     for reason in ("could not be read: torn", "not reached: an earlier one could not be read"):
         with pytest.raises(DamagedFileError, match="put back damaged files from a copy"):
-            chosen(candidate(2, fault=reason), candidate(1, fault="torn"))
-        assert chosen(candidate(2, fault=reason), candidate(1)).path == "ckpt/iteration_00000001"
+            chosen(candidate(2, state=Damaged(reason)), candidate(1, state=Damaged("torn")))
+        assert chosen(candidate(2, state=Damaged(reason)), candidate(1)).path == "ckpt/iteration_00000001"
 
 
 CHOICES: list[tuple[str, dict[str, Any], str]] = [
-    ("damaged", {"fault": "a file is missing"}, "a file is missing"),
-    ("never a candidate", {"refusal": "left behind on purpose"}, "left behind on purpose"),
+    ("damaged", {"state": Damaged("a file is missing")}, "a file is missing"),
+    ("never a candidate", {"state": Refused("left behind on purpose")}, "left behind on purpose"),
     ("without counters", {"common": None, "counters": "common.json"}, "no common.json, so its counters are missing"),
     ("of another format", {"common": None}, "the counters of a run are not read from its format"),
     ("unhealthy", {"common": replace(SAVED, ckpt_status=1)}, "it was saved as unhealthy"),
@@ -424,7 +427,7 @@ def test_a_candidate_that_will_not_do_is_passed_over_with_the_reason(what: dict[
     assert [verdict.taken for verdict in decision.verdicts] == [False, True, False]
     assert reason in decision.verdicts[0].reason
     assert decision.verdicts[2].reason == "not needed: a better one is selected"
-    if "refusal" not in what:
+    if not isinstance(what.get("state"), Refused):
         assert any(reason in warning for warning in decision.warnings)
     with pytest.raises(ReshardError, match=reason) as caught:
         chosen(candidate(500, **what), config=config, run=RunFacts(64, has_optimizer=True))
@@ -476,7 +479,7 @@ def test_nothing_to_load_is_a_fresh_start() -> None:
 
 
 def test_never_from_nothing_because_of_damage() -> None:
-    torn = candidate(500, fault="model-0 is torn"), candidate(400, fault="metadata.json is not JSON")
+    torn = candidate(500, state=Damaged("model-0 is torn")), candidate(400, state=Damaged("metadata.json is not JSON"))
     with pytest.raises(DamagedFileError) as caught:
         chosen(*torn)
     assert caught.value.message == (
@@ -501,7 +504,7 @@ ERRORS: list[tuple[Config, ResumeFacts, type[ReshardError], str]] = [
     (Config("x", resume=True, resume_file="a.ckpt"), ResumeFacts("x", "absent"),
         CheckpointNotFoundError, "does not exist"),
     (Config("x/iteration_7", resume=True),
-        ResumeFacts("x", "root", (candidate(5, refusal="iteration 7 was asked for"),)),
+        ResumeFacts("x", "root", (candidate(5, state=Refused("iteration 7 was asked for")),)),
         CheckpointNotFoundError, "iteration 7 was asked for"),
     (Config("x", resume=True), ResumeFacts("x", "root", (candidate(5),), RunFacts(0)),
         ArgumentError, "expected at least 1"),
@@ -521,11 +524,13 @@ def test_weights_of_a_hugging_face_folder() -> None:
 
 @given(faults=st.lists(st.sampled_from([None, "torn"]), max_size=6), seed=st.integers(0, 3))
 def test_the_first_whole_one_is_taken_and_every_one_has_a_verdict(faults: list[str | None], seed: int) -> None:
-    candidates = tuple(candidate(100 * n + seed, fault=fault) for n, fault in enumerate(faults, 1))
+    candidates = tuple(
+        candidate(100 * n + seed, state=Damaged(fault) if fault else Complete()) for n, fault in enumerate(faults, 1)
+    )
     config, facts = Config("ckpt", resume=True), ResumeFacts("ckpt", "root", candidates)
     verdicts = evaluate(config, facts)
     assert [verdict.path for verdict in verdicts] == [one.path for one in candidates]
-    whole = [one.iteration for one in candidates if one.fault is None]
+    whole = [one.iteration for one in candidates if one.state == Complete()]
     assert [verdict.iteration for verdict in verdicts if verdict.taken] == whole[:1]
     if whole:
         assert decide(config, facts) == decide(config, facts)

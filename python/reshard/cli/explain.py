@@ -311,7 +311,7 @@ def _next_lines(facts: ResumeFacts, decision: ResumeDecision) -> list[tuple[str,
 
 
 def _with_fault(facts: ResumeFacts) -> set[str]:
-    return {candidate.path for candidate in facts.candidates if candidate.fault is not None}
+    return {candidate.path for candidate in facts.candidates if candidate.state.kind == "damaged"}
 
 
 def _print_verdicts(config: Config, facts: ResumeFacts, verdicts: Sequence[Verdict]) -> None:

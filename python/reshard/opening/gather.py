@@ -24,7 +24,7 @@ from reshard.layout import ModelLayout
 from reshard.opening import open as open_path
 from reshard.opening.gather_ranks import counters_of, gather_saves, holds_optimizer, saves_root
 from reshard.opening.what_is_there import what_is_there
-from reshard.resume import CandidateFacts, ResumeFacts, RunFacts, evaluate
+from reshard.resume import CandidateFacts, Damaged, Refused, ResumeFacts, RunFacts, Unreadable, evaluate
 from reshard.resume.choose import is_settled
 from reshard.storage.location import BROKEN_LINK_HINT, Location, locate
 from reshard.values.words import show
@@ -105,7 +105,7 @@ def gather(
         return replace(facts, kind="empty")
     except CheckpointNotFoundError as error:
         if error.path not in (None, str(path)):  # a file of the checkpoint is missing
-            candidate = CandidateFacts(str(path), iteration, "named by its path", fault=reason_of(error))
+            candidate = CandidateFacts(str(path), iteration, "named by its path", state=Damaged(reason_of(error)))
             return replace(facts, kind=kind, candidates=(candidate,))
         return replace(facts, kind="other", there=what_is_there(path).text)
 
@@ -163,7 +163,7 @@ class _Gatherer:
                 before = order
                 warnings = (*order.warnings, *roots.misnamed(root, look.entries))
                 found: list[CandidateFacts] = []
-                refused = tuple(replace(_unopened(root, one), refusal=one.reason) for one in order.refused)
+                refused = tuple(replace(_unopened(root, one), state=Refused(one.reason)) for one in order.refused)
                 for n, one in enumerate(order.candidates):
                     opening = partial(look.open, one, self.method)
                     found.append(self._candidate(root / one.name, one.iteration, one.reason, "root", opening))
@@ -199,7 +199,7 @@ class _Gatherer:
         """The content of a candidate, or its fault. `opening` opens it; None: `open` does."""
         if str(path) in self.faults:
             number = split_iteration(str(path))[1] if iteration is None else iteration
-            return CandidateFacts(str(path), number, why, fault=self.faults[str(path)])
+            return CandidateFacts(str(path), number, why, state=Damaged(self.faults[str(path)]))
         try:
             name = None if kind == "root" else format_of(self.config, path)
             checkpoint = open_path(path, method=self.method, format=name) if opening is None else Checkpoint(opening())
@@ -207,12 +207,12 @@ class _Gatherer:
         except ReshardError as error:
             number = split_iteration(str(path))[1] if iteration is None else iteration
             if not is_damage(error) and self.keep_going:
-                return CandidateFacts(str(path), number, why, unreadable=reason_of(error))
+                return CandidateFacts(str(path), number, why, state=Unreadable(reason_of(error)))
             # A path that is one checkpoint has no older one to fall back to: its own error says what to do.
             stops = CheckpointNotFoundError if self.keep_going else (CheckpointNotFoundError, UnsupportedError)
             if not is_damage(error) or (kind != "root" and isinstance(error, stops)):
                 raise
-            return CandidateFacts(str(path), number, why, fault=reason_of(error))
+            return CandidateFacts(str(path), number, why, state=Damaged(reason_of(error)))
         common, manifest, unhealthy = checkpoint.common, checkpoint.manifest, None
         if common is not None and manifest is not None and manifest.ckpt_status is not None:
             common = replace(common, ckpt_status=manifest.ckpt_status)  # which covers the values, too
@@ -238,7 +238,7 @@ class _Gatherer:
             except ReshardError as error:
                 if not is_damage(error):
                     raise
-                return replace(facts, fault=reason_of(error))
+                return replace(facts, state=Damaged(reason_of(error)))
             is_legacy = checkpoint.common is not None
             has_optimizer = holds_optimizer(checkpoint) if is_legacy else facts.has_optimizer
             facts = replace(facts, common=checkpoint.common, is_legacy=is_legacy, has_optimizer=has_optimizer)

@@ -26,7 +26,17 @@ from reshard.formats.checkpoint1.reader import look_at, open_rank_files, rank_fi
 from reshard.formats.checkpoint2.common import CommonInfo  # noqa: TC001  messages are decoded by their type hints
 from reshard.formats.full_weights import names as full_weights
 from reshard.ranks.collective import ALONE, capture
-from reshard.resume import CandidateFacts, RankFolderFacts, ResumeFacts, RunFacts, evaluate
+from reshard.resume import (
+    CandidateFacts,
+    Complete,
+    Damaged,
+    RankFolderFacts,
+    Refused,
+    ResumeFacts,
+    RunFacts,
+    Unreadable,
+    evaluate,
+)
 from reshard.resume.choose import is_settled
 from reshard.storage.location import Location, locate
 
@@ -148,22 +158,23 @@ def gather_saves(
     order = saves.order
     facts = ResumeFacts(root, "rank_folders", run=run, warnings=order.warnings)
     refused = tuple(
-        CandidateFacts(str(path_of(root, one.name, 0)), why=one.reason, refusal=one.reason) for one in order.refused
+        CandidateFacts(str(path_of(root, one.name, 0)), why=one.reason, state=Refused(one.reason))
+        for one in order.refused
     )
     found: list[CandidateFacts] = []
     for n, save in enumerate(order.candidates):
         known = (faults or {}).get(str(path_of(root, save.name, 0)))
         one = _candidate(root, save, order.n_ranks, known)
-        if one.fault is None:
+        if isinstance(one.state, Complete):
             try:
                 reports = ranks.each(lambda: _check(root, save.name, own, method), _Report)  # noqa: B023  done at once
                 one = _checked(one, reports, saves.statuses.get(save.name))
             except ReshardError as error:
                 if not keep_going or is_damage(error):
                     raise
-                one = replace(one, unreadable=reason_of(error))
-            if exact is not None and one.fault is None and one.unreadable is None and one.iteration != exact:
-                one = replace(one, refusal=f"iteration {exact} is requested")
+                one = replace(one, state=Unreadable(reason_of(error)))
+            if exact is not None and isinstance(one.state, Complete) and one.iteration != exact:
+                one = replace(one, state=Refused(f"iteration {exact} is requested"))
         found.append(one)
         facts = replace(facts, candidates=tuple(found))
         if is_settled(evaluate(config, facts)):
@@ -209,10 +220,11 @@ def _look(root: str, own: tuple[int, int]) -> dict[int, RankFolder]:
 
 def _candidate(root: str, save: SaveCandidate, n_ranks: int, fault: str | None) -> CandidateFacts:
     """The facts of a save before its files are opened."""
+    fault = fault or save.fault
     return CandidateFacts(
         str(path_of(root, save.name, 0)),
         why=save.reason,
-        fault=fault or save.fault,
+        state=Complete() if fault is None else Damaged(fault),
         world_size=n_ranks,
         is_legacy=True,
         counters=checkpoint1.TRAITS.counters,
@@ -258,7 +270,7 @@ def _checked(candidate: CandidateFacts, reports: Sequence[_Report], status: int 
     if faults:
         rank, fault = faults[0]
         more = f", and {len(faults) - 1} more ranks' files" if len(faults) > 1 else ""
-        return replace(candidate, fault=f"rank {rank}: {fault}{more}", rank_faults=tuple(faults))
+        return replace(candidate, state=Damaged(f"rank {rank}: {fault}{more}"), rank_faults=tuple(faults))
     if common is not None:
         common = replace(common, unknown=(), ckpt_status=common.ckpt_status if status is None else status)
     return replace(

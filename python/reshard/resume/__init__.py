@@ -11,20 +11,35 @@ from reshard.commit.candidates import Candidate, Folder, Order, order
 from reshard.resume.choose import evaluate
 from reshard.resume.counters import BatchSchedule, EpochStep, Scaling
 from reshard.resume.decision import decide
-from reshard.resume.facts import CandidateFacts, RankFolderFacts, ResumeDecision, ResumeFacts, RunFacts, Verdict
+from reshard.resume.facts import (
+    CandidateFacts,
+    Complete,
+    Damaged,
+    RankFolderFacts,
+    Refused,
+    ResumeDecision,
+    ResumeFacts,
+    RunFacts,
+    Unreadable,
+    Verdict,
+)
 
 __all__ = [
     "BatchSchedule",
     "Candidate",
     "CandidateFacts",
+    "Complete",
+    "Damaged",
     "EpochStep",
     "Folder",
     "Order",
     "RankFolderFacts",
+    "Refused",
     "ResumeDecision",
     "ResumeFacts",
     "RunFacts",
     "Scaling",
+    "Unreadable",
     "Verdict",
     "decide",
     "evaluate",

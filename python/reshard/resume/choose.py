@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from reshard.config import split_iteration
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError, UnsupportedError
 from reshard.resume.counters import saved_steps
-from reshard.resume.facts import CandidateFacts, Outcome, ResumeFacts, Verdict
+from reshard.resume.facts import CandidateFacts, Damaged, Outcome, Refused, ResumeFacts, Unreadable, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,8 +26,8 @@ def evaluate(config: Config, facts: ResumeFacts) -> tuple[Verdict, ...]:
 
     Example:
         >>> from reshard.config import Config
-        >>> from reshard.resume import CandidateFacts, ResumeFacts
-        >>> facts = ResumeFacts("ckpt", "root", (CandidateFacts("ckpt/iteration_00000005", 5, fault="torn"),))
+        >>> from reshard.resume import CandidateFacts, Damaged, ResumeFacts
+        >>> facts = ResumeFacts("ckpt", "root", (CandidateFacts("ckpt/iteration_00000005", 5, state=Damaged("torn")),))
         >>> evaluate(Config(load_path="ckpt"), facts)
         (Verdict(path='ckpt/iteration_00000005', iteration=5, taken=False, reason='torn', outcome='skipped'),)
     """
@@ -36,12 +36,14 @@ def evaluate(config: Config, facts: ResumeFacts) -> tuple[Verdict, ...]:
     rest: Outcome | None = None  # of all candidates after it
     for candidate in facts.candidates:
         outcome: Outcome = "skipped"
-        reason = candidate.refusal or candidate.fault
-        if reason is None and rest is None and candidate.unreadable is not None:
-            outcome, first, reason = "unreadable", "not reached", f"could not be read: {candidate.unreadable}"
-        elif reason is None and rest is not None:
+        state, reason = candidate.state, None
+        if isinstance(state, Damaged | Refused):
+            reason = state.reason
+        elif rest is not None:
             outcome, reason = rest, _REST[rest]
-        elif reason is None:
+        elif isinstance(state, Unreadable):
+            outcome, first, reason = "unreadable", "not reached", f"could not be read: {state.reason}"
+        else:
             reason = _why_unusable(config, facts, candidate)
             if reason is None:
                 outcome, rest = first, "not needed" if first == "taken" else "not reached"
@@ -107,11 +109,11 @@ def no_usable_candidate(config: Config, facts: ResumeFacts, verdicts: tuple[Verd
     if any(verdict.outcome == "unreadable" for verdict in verdicts):
         error_class = StorageError
         hint = "run this as the user of the training, or give this user read permission; the files are not damaged"
-    elif all(candidate.refusal for candidate in facts.candidates):
+    elif all(isinstance(candidate.state, Refused) for candidate in facts.candidates):
         error_class = CheckpointNotFoundError
         if split_iteration(config.load_path)[1] is not None:
             hint = "choose an iteration that exists, or give the root alone to load the newest"
-    elif not any(candidate.fault for candidate in facts.candidates):
+    elif not any(isinstance(candidate.state, Damaged) for candidate in facts.candidates):
         error_class = UnsupportedError
         if all(candidate.common is None for candidate in facts.candidates):
             hint = (

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from reshard.config import split_iteration
 from reshard.errors import CheckpointNotFoundError, UnsupportedError
 from reshard.resume.choose import evaluate, name_of, no_usable_candidate
+from reshard.resume.facts import Refused
 from reshard.resume.restore import continue_run, start_fresh, with_checkpoint
 from reshard.values.words import hub_hint, show
 
@@ -47,10 +48,12 @@ def decide(
     Example:
         >>> from reshard.config import Config
         >>> from reshard.formats.checkpoint2.common import CommonInfo
-        >>> from reshard.resume import CandidateFacts, ResumeFacts, RunFacts
+        >>> from reshard.resume import CandidateFacts, Damaged, ResumeFacts, RunFacts
         >>> common = CommonInfo(step_num=400, global_step=400, epoch_num=1, global_batch_size=64)
         >>> candidates = (
-        ...     CandidateFacts("ckpt/iteration_00000500", 500, "named by the tracker", fault="a file is missing"),
+        ...     CandidateFacts(
+        ...         "ckpt/iteration_00000500", 500, "named by the tracker", state=Damaged("a file is missing")
+        ...     ),
         ...     CandidateFacts("ckpt/iteration_00000400", 400, "next below 500", common=common),
         ... )
         >>> facts = ResumeFacts("ckpt", "root", candidates, RunFacts(global_batch_size=128))
@@ -84,7 +87,7 @@ def decide(
     warnings += [
         f"{name_of(verdict)} is skipped: {verdict.reason}"
         for verdict, one in zip(verdicts[:taken], facts.candidates[:taken], strict=True)
-        if one.refusal is None
+        if not isinstance(one.state, Refused)
     ]
     if candidate.common is not None and candidate.common.ckpt_status == 1:
         why = "" if candidate.unhealthy is None else f": {candidate.unhealthy}"

@@ -20,6 +20,40 @@ Restored: TypeAlias = Literal["weights", "optimizer", "counters", "loss scale", 
 
 
 @dataclass(frozen=True)
+class Complete:
+    """The state of a candidate from which a run could resume."""
+
+    kind: Literal["complete"] = "complete"
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """The state of a candidate that is not complete."""
+
+    reason: str
+    kind: Literal["damaged"] = "damaged"
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The state of what is no candidate, complete or not."""
+
+    reason: str
+    kind: Literal["refused"] = "refused"
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """The state of a candidate that could not be read, as without permission: a restart stops there with an error."""
+
+    reason: str
+    kind: Literal["unreadable"] = "unreadable"
+
+
+State: TypeAlias = Complete | Damaged | Refused | Unreadable
+
+
+@dataclass(frozen=True)
 class CandidateFacts:
     """Facts of one checkpoint from which a run could resume.
 
@@ -27,10 +61,7 @@ class CandidateFacts:
         path: its folder; for rank folders the file of rank 0.
         iteration: the number in the folder name, for rank folders the completed steps; None: not known.
         why: the reason for its position in the order, such as "named by the tracker".
-        fault: why it is not complete; None: it is.
-        refusal: why it is not a candidate, complete or not; None: it is a candidate.
-        unreadable: why it could not be read, such as missing permission; None: it could. A restart that reaches this
-            candidate stops with an error.
+        state: whether it is complete, or why not.
         is_verified: whether it has checksums, which are compared when it is loaded; False: only its structure is
             checked.
         common: its counters; None: it has none.
@@ -45,9 +76,7 @@ class CandidateFacts:
     path: str
     iteration: int | None = None
     why: str = "given"
-    fault: str | None = None
-    refusal: str | None = None
-    unreadable: str | None = None
+    state: State = Complete()
     is_verified: bool = False
     common: CommonInfo | None = None
     has_optimizer: bool | None = None
