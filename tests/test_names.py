@@ -138,7 +138,7 @@ def test_the_map_that_the_module_shows_is_one(tmp_path: Path) -> None:
     shown = (file.__doc__ or "").partition("::\n\n")[2].partition("\n\nDims")[0]
     (tmp_path / "names.yaml").write_text(textwrap.dedent(shown))
     names = NameMap.from_yaml(tmp_path / "names.yaml")
-    assert len(names.rules) == 7
+    assert len(names.rules) == 8
     assert NameMap.from_mapping(names.to_mapping()) == names
 
 

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 import reshard
 from reshard.errors import ArgumentError, NamesError
-from reshard.names.presets import FAMILIES, NAMINGS
+from reshard.names.presets import FAMILIES, GGUF, NAMINGS, families_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -176,7 +176,10 @@ def check_equal(found: Arrays, expected: Arrays) -> None:
 
 STACKED = "megatron_dist"
 PRESETS = [
-    (family, naming) for family in FAMILIES for naming in NAMINGS if naming != STACKED or not FAMILIES[family].moe
+    (family, naming)
+    for naming in NAMINGS
+    if naming != GGUF  # tests/test_gguf.py
+    for family in families_of(naming)
 ]
 
 

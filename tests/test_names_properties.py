@@ -20,7 +20,7 @@ from tests.strategies import Array, Checkpoint, cases, layouts, some_ranks
 
 import reshard
 from reshard._core import Tile
-from reshard.names.part_map import DimMap, PartMap
+from reshard.names.part_map import DimMap, PartMap, SwappedDim
 
 if TYPE_CHECKING:
     from tests.strategies import Draw
@@ -235,20 +235,22 @@ def test_printed_and_reversed_maps_are_the_same_map(data: st.DataObject) -> None
         assert reshard.NameMap.from_yaml(Path(name) / "names.yaml") == names
 
 
-def elements(tile: Any, factors: dict[int, tuple[int, int]]) -> dict[int, int]:
+def elements(tile: Any, factors: dict[int, tuple[int, ...]]) -> dict[int, int]:
     """Of each element along dim 0 that a tile holds, the element of the stored array that it is."""
     offset, shape, local, strides = tile
-    n = 2 if 0 in factors else 1
+    n = len(factors.get(0, (1,)))
     found = {}
     for steps in itertools.product(*map(range, shape[:n])):
         at = [start + step for start, step in zip(offset, steps, strict=False)]
-        row = at[0] * factors[0][1] + at[1] if 0 in factors else at[0]
+        row = 0
+        for x, extent in zip(at, factors.get(0, (1,)), strict=False):
+            row = row * extent + x
         assert all(x < extent for x, extent in zip(at, factors.get(0, ()), strict=False))
         found[row] = local + sum(step * stride for step, stride in zip(steps, strides, strict=False))
     return found
 
 
-def all_elements(tiles: list[Any], factors: dict[int, tuple[int, int]]) -> dict[int, int]:
+def all_elements(tiles: list[Any], factors: dict[int, tuple[int, ...]]) -> dict[int, int]:
     found = [elements(tile, factors) for tile in tiles]
     assert len(set(itertools.chain(*found))) == sum(map(len, found))
     return {row: at for one in found for row, at in one.items()}
@@ -285,3 +287,44 @@ def test_tiles_move_there_and_back(data: st.DataObject) -> None:
     expected = {x: 7 + 5 * (y - low) + beside for y, x in where.items() if low <= y < high}
     assert all_elements(moved, part_map.factors_of_part()) == expected
     assert len(moved) <= 3
+
+
+@cases(200)
+@given(st.data())
+def test_swapped_tiles_move_there_and_back(data: st.DataObject) -> None:
+    """As above, for a dim whose groups are transposed matrices."""
+    rows, columns, n_groups = (data.draw(st.integers(1, 4)) for _ in range(3))
+    n = rows * columns * n_groups
+    part_map = PartMap((SwappedDim(0, rows, columns, n_groups),))
+    where = np.arange(n).reshape(n_groups, columns, rows).swapaxes(1, 2).reshape(-1)
+    begin = data.draw(st.integers(0, n - 1))
+    end = data.draw(st.integers(begin + 1, n))
+    tile = Tile((begin,), (end - begin,), 100, (3,))
+    moved = part_map.to_whole(tile)
+    assert all_elements(moved, part_map.factors_of_whole((n,))) == {
+        int(y): 100 + 3 * (x - begin) for x, y in enumerate(where) if begin <= x < end
+    }
+    assert len(moved) <= 7, "however many groups there are"
+    moved = part_map.to_part(tile)
+    expected = {x: 100 + 3 * (int(y) - begin) for x, y in enumerate(where) if begin <= y < end}
+    assert all_elements(moved, part_map.factors_of_part()) == expected
+
+
+@cases(50)
+@given(st.data())
+def test_a_rule_that_swaps(data: st.DataObject) -> None:
+    """A conversion there and back, with any layout between."""
+    a, b, n_groups, width = (data.draw(st.integers(1, 4)) for _ in range(4))
+    shape = data.draw(st.sampled_from([(a * b * n_groups,), (a * b * n_groups, width)]))
+    array = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    names = reshard.NameMap.from_mapping({"sizes": {"n": "n"}, "rules": [{"from": "w", "to": "v", "swap": [a, "n"]}]})
+    assert reshard.NameMap.from_mapping(names.to_mapping()) == names
+    assert reshard.NameMap.from_mapping(names.reversed().to_mapping()) == names.reversed()
+    assert names.reversed().reversed() == names
+    with tempfile.TemporaryDirectory() as folder:
+        reshard.save_file({"w": array}, f"{folder}/w.safetensors")
+        reshard.convert(f"{folder}/w.safetensors", f"{folder}/v", names=names, config={"n": b})
+        expected = array.reshape(n_groups, a, b, -1).swapaxes(1, 2).reshape(shape)
+        assert np.array_equal(reshard.load_file(f"{folder}/v")["v"], expected)
+        reshard.convert(f"{folder}/v", f"{folder}/w", names=names.reversed(), config={"n": b})
+        assert np.array_equal(reshard.load_file(f"{folder}/w")["w"], array)

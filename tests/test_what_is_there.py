@@ -113,8 +113,6 @@ def test_folders_of_other_formats(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "head", "what"),
     [
-        ("m.gguf", b"GGUF\x03", "a GGUF file, the format of llama.cpp"),
-        ("m.bin", b"GGUF\x03", "a GGUF file"),
         ("m.h5", b"\x89HDF\r\n\x1a\n", "an HDF5 file"),
         ("m.npy", b"\x93NUMPY\x01", "an array of NumPy"),
         ("m.gz", b"\x1f\x8b\x08", "packed by gzip"),

@@ -60,6 +60,7 @@ __all__ = [
     "open_dcp",
     "open_dcp_ranks",
     "read_dcp_paths",
+    "read_gguf",
     "read_torch_content",
     "read_torch_file",
     "read_torch_object",
@@ -479,6 +480,9 @@ class Index:
 
     def add_ckpt_file(self, path: str, *, follow_links: bool = True, method: ReadMethod = "auto") -> int:
         """Add a `.ckpt` file; see `add_file`. The records of a tensor in several records are stored as `<name>#<n>`."""
+
+    def add_gguf_file(self, path: str, *, method: ReadMethod = "auto") -> int:
+        """Add a GGUF file; see `add_file`. A tensor of blocks is one of bytes, with rows of complete blocks."""
 
     def add_torch_file(self, path: str, *, follow_links: bool = True, method: ReadMethod = "auto") -> int:
         """A file of `torch.save`, whose tensors are named by their paths."""
@@ -1227,6 +1231,14 @@ def add_quantised(
     Raises:
         ArgumentError: the recipe does not exist, or its numbers do not fit.
         UnsupportedError: a part has a dtype that the recipe lacks.
+    """
+
+def read_gguf(path: str) -> tuple[dict[str, int | float | str], list[tuple[str, str, int, int, int, list[int]]]]:
+    """The header of a GGUF file: its values without arrays and long texts, and its tensors.
+
+    Returns:
+        The values by key; of each tensor its name, the name and the number of its type, the values and bytes of a block,
+        and its shape in elements.
     """
 
 def read_torch_file(

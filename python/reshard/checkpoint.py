@@ -1002,6 +1002,9 @@ class Checkpoint:
 
         path = self.data.path
         keys = [key for key in self.keys("model") if key not in self._unplaced]
+        known = self.data.quantised(keys)
+        if known is not None:
+            return known
         has_config = self.data.traits.is_pretrained and not self._is_computed and path.is_folder()
         return quantised_in(
             self._index,

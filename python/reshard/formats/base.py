@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from reshard.formats.checkpoint2.common import CommonInfo
     from reshard.formats.dcp.run_state import Values
     from reshard.layout.strategy import Strategy
+    from reshard.quantised.kinds import Quantised
     from reshard.storage.store import Lock
 
 StrategyLike: TypeAlias = "Strategy | str | os.PathLike[str]"
@@ -181,6 +182,9 @@ class CheckpointData:
         base_name: what the names of files with these weights begin with, where their library expects other names than
             those of a Hugging Face model.
         model_files: the folder with `config.json`, the tokenizer and other files of the model, where it is another one.
+        naming: the naming of its tensors, as in the presets of name maps; None: not recorded.
+        config: what it records of the model, under the names of `config.json`.
+        derived: tensors that follow from the configuration of the model, which other formats do not hold.
     """
 
     traits: Traits
@@ -198,6 +202,9 @@ class CheckpointData:
     listing: Location | None = None
     base_name: str | None = None
     model_files: Location | None = None
+    naming: str | None = None
+    config: Mapping[str, object] = field(default_factory=dict)
+    derived: tuple[str, ...] = ()
 
     def keys(self) -> Sequence[str] | None:
         """Names of all tensors in order, including those without a position. None: those of the index."""
@@ -275,6 +282,10 @@ class CheckpointData:
     def encoded_state(self) -> dict[str, Any]:
         """The shared state, in which values that `torch.save` encoded are `TorchSaved`; empty if nothing is so."""
         return {}
+
+    def quantised(self, keys: Collection[str]) -> Mapping[str, Quantised] | None:  # noqa: ARG002  of formats without
+        """The quantised weights among some tensors, by name; None: they are found by their names."""
+        return None
 
     def tiled_keys(self) -> Collection[str]:
         """Tensors that only `tiles.json` describes."""

@@ -17,6 +17,7 @@ from reshard.formats.dcp.format import DCP
 from reshard.formats.deepspeed.format import DEEPSPEED
 from reshard.formats.fsdp_ranks.format import FSDP_RANKS
 from reshard.formats.full_weights.reader import FULL_WEIGHTS
+from reshard.formats.gguf.format import GGUF
 from reshard.formats.huggingface.reader import HUGGINGFACE
 from reshard.formats.megatron.format import MEGATRON
 from reshard.formats.single_file.reader import SINGLE_FILE
@@ -42,6 +43,7 @@ FORMATS: tuple[Format, ...] = (
     TORCH_FILE,
     WEIGHT_FILES,
     TRAINER_RUN,
+    GGUF,
     CKPT,
     SINGLE_FILE,
 )

@@ -22,6 +22,7 @@ be reversed. As YAML, or as the same mapping::
         transpose: [1, 0]         # applied first, to each part
         join: 1                   # without `turns`: not interleaved, and all parts have the same size
         lay: {e: 0}               # concatenate the parts of each `e` along dim 0 (`stack: {e: 0}`: along a new dim 0)
+      - {from: "h.{i}.q", to: "blk.{i}.q", swap: [2, head_dim / 2]}   # rows 0, n / 2, 1, ... of each n
       - {from: "h.60.embed.weight", tied: embed.weight}   # a copy that only this side has: dropped, and created again
       - {from: e.weight, to: embed.weight, trim: 0, from_size: vocab}   # `from` has `vocab` rows, `to` may be padded
       - {from: h.weight, to: head.weight, pad: 0, from_size: vocab, to_size: 128}   # `to` has zeros after `vocab` rows
@@ -52,7 +53,7 @@ _MAX_NAMES = 50_000
 _INDICES = "one rule can match all layers and experts: layers.{i}.experts.{e}.w"
 
 _SIZES = ("from_size", "to_size", "from_multiple", "to_multiple")
-_OPTIONAL = ("transpose", "join", "turns", "lay", "stack", "trim", "pad", "pad_side", *_SIZES)
+_OPTIONAL = ("transpose", "join", "turns", "swap", "lay", "stack", "trim", "pad", "pad_side", *_SIZES)
 
 Side = Literal["from", "to"]
 
@@ -70,6 +71,8 @@ class NameRule:
         join: the dim of the whole along which the parts are concatenated; None: there is one part.
         interleave: if the parts are interleaved, the elements of each part in one round (the key `turns`); empty: they
             are not interleaved, and all have the same size.
+        swap: `(a, b)`: the elements of each group of `a * b` along dim 0, seen as a matrix of `a` rows, are transposed
+            in the whole; empty: they are not.
         lay: by index, the dim of the whole along which the parts of its values are concatenated.
         stack: by index, the new dim of the whole along which the parts of its values are stacked.
         trim: the dim along which one side may be padded; None: neither is.
@@ -85,6 +88,7 @@ class NameRule:
     transpose: tuple[int, ...] = ()
     join: int | None = None
     interleave: tuple[Expression, ...] = ()
+    swap: tuple[Expression, ...] = ()
     lay: Mapping[str, int] = field(default_factory=dict)
     stack: Mapping[str, int] = field(default_factory=dict)
     trim: int | None = None
@@ -112,7 +116,7 @@ class NameRule:
         if not self.is_list and not self.lay and not self.stack:
             # With one name on each side, the part is always on side `from`.
             order = tuple(sorted(range(len(self.transpose)), key=self.transpose.__getitem__))
-            return replace(self, parts=(self.whole,), whole=self.parts[0], transpose=order)
+            return replace(self, parts=(self.whole,), whole=self.parts[0], transpose=order, swap=self.swap[::-1])
         return replace(self, parts_side="to" if self.parts_side == "from" else "from")
 
     def templates(self, side: Side) -> tuple[Template, ...]:
@@ -308,6 +312,7 @@ def _rule(at: At, value: object, sizes: Mapping[str, Size]) -> NameRule | Tie:
         transpose=_transpose(at / "transpose", fields["transpose"]) if "transpose" in fields else (),
         join=read_integer(at / "join", fields["join"], 0) if "join" in fields else None,
         interleave=_turns(at / "turns", fields["turns"], sizes) if "turns" in fields else (),
+        swap=_swap(at / "swap", fields["swap"], sizes) if "swap" in fields else (),
         lay=_by_index(at / "lay", fields.get("lay", {})),
         stack=_by_index(at / "stack", fields.get("stack", {})),
         trim=next((read_integer(at / word, fields[word], 0) for word in ("trim", "pad") if word in fields), None),
@@ -375,11 +380,14 @@ def _check_rule(at: At, rule: NameRule, only: Sequence[str]) -> None:
         getattr(rule, f"{rule.pad_side}_{one}") is None for one in ("size", "multiple")
     ):
         raise at.error(f"`pad` needs `{rule.pad_side}_size` or `{rule.pad_side}_multiple`: how long the padded side is")
-    if rule.trim is not None and (rule.is_list or rule.transpose or only):
-        raise at.error(
-            f"`{word}` needs one tensor on each side, with the same dims",
-            hint=f"{word} with one name map, then fuse with another",
-        )
+    for used, one in ((rule.trim is not None, word), (bool(rule.swap), "swap")):
+        if used and (rule.is_list or rule.transpose or only):
+            raise at.error(
+                f"`{one}` needs one tensor on each side, with the same dims",
+                hint=f"{one} with one name map, then fuse with another",
+            )
+    if rule.swap and rule.trim is not None:
+        raise at.error(f"`swap` and `{word}` are both given", hint=f"{word} with one name map, then swap with another")
 
 
 def _tie(at: At, value: Mapping[object, object]) -> Tie:
@@ -427,6 +435,13 @@ def _turns(at: At, value: object, sizes: Mapping[str, Size]) -> tuple[Expression
     return tuple(read_items(at, value, lambda a, v: _size(a, v, sizes)))
 
 
+def _swap(at: At, value: object, sizes: Mapping[str, Size]) -> tuple[Expression, ...]:
+    sides = _turns(at, value, sizes)
+    if len(sides) != 2:
+        raise at.error(f"expected two sizes, as in [2, head_dim / 2], found {found(value)}")
+    return sides
+
+
 def _size(at: At, value: object, sizes: Mapping[str, Size]) -> Expression:
     size = _expression(at, value)
     unknown = next((name for name in size.names if name not in sizes), None)
@@ -469,6 +484,8 @@ def _rule_mapping(rule: NameRule | Tie) -> dict[str, object]:
         mapping["join"] = rule.join
     if rule.interleave:
         mapping["turns"] = [_expression_value(turn) for turn in rule.interleave]
+    if rule.swap:
+        mapping["swap"] = [_expression_value(side) for side in rule.swap]
     for word, dims in (("lay", rule.lay), ("stack", rule.stack)):
         if dims:
             mapping[word] = dict(dims)

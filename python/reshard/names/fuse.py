@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from reshard.errors import NamesError
-from reshard.names.part_map import DimMap, PartMap
+from reshard.names.part_map import DimMap, PartMap, SwappedDim
 from reshard.values.words import counted, show
 
 if TYPE_CHECKING:
@@ -293,6 +293,26 @@ def resized(
     return Resized(PartMap(dims), dim, had, n, word == "pad" or _is_explained(rule, had, n, sizes))
 
 
+def swapped(rule: NameRule, key: str, shape: Shape, sizes: Mapping[str, int]) -> PartMap:
+    """The position of a tensor in one whose groups of elements along dim 0 are transposed.
+
+    Args:
+        rule: a rule with `swap`.
+        key: the key of the tensor.
+        shape: its shape, in elements.
+        sizes: values of the known sizes.
+
+    Raises:
+        NamesError: the dim has no complete groups, or a size is not known.
+    """
+    rows, columns = _values(rule, rule.swap, sizes)
+    if not shape:
+        raise NamesError(f"the rule for {show(rule.whole.text)} swaps dim 0, and {show(key)} has no dim", key=key)
+    n_groups = _divided(key, shape, 0, rows * columns, f"groups of {rows} x {columns}")
+    first = SwappedDim(0, rows, columns, n_groups)
+    return PartMap((first, *(DimMap(dim, 0, extent, extent, 1) for dim, extent in enumerate(shape) if dim)))
+
+
 def _is_explained(rule: NameRule, had: int, n: int, sizes: Mapping[str, int]) -> bool:
     """Whether a tensor of `n` elements along a dim has `had` of them when this rule has padded it."""
     if rule.pad_side is None:
@@ -326,8 +346,13 @@ def _known(rule: NameRule, size: Expression | None, sizes: Mapping[str, int]) ->
 
 def _interleave(rule: NameRule, sizes: Mapping[str, int]) -> list[int] | None:
     """The elements of each part in one round; None if the rule has no `turns`."""
+    return _values(rule, rule.interleave, sizes) or None
+
+
+def _values(rule: NameRule, expressions: Sequence[Expression], sizes: Mapping[str, int]) -> list[int]:
+    """The values of sizes of a rule."""
     values = []
-    for run in rule.interleave:
+    for run in expressions:
         unknown = next((name for name in run.names if name not in sizes), None)
         if unknown is not None:
             raise NamesError(
@@ -342,7 +367,7 @@ def _interleave(rule: NameRule, sizes: Mapping[str, int]) -> list[int] | None:
             raise NamesError(
                 f"the rule for {show(rule.whole.text)}: {show(run.text)} is {values[-1]}, expected at least 1"
             )
-    return values or None
+    return values
 
 
 def _transposed(rule: NameRule, key: str, shape: Shape) -> Shape:

@@ -71,7 +71,7 @@ class NameMap(NamesFile):
     @classmethod
     @checked
     def preset(cls, name: str, config: ConfigLike | None = None) -> Self:
-        """The map from Hugging Face names to those of MindSpore Transformers (mcore) or Megatron-core.
+        """The map from Hugging Face names to those of MindSpore Transformers (mcore), Megatron-core or GGUF.
 
         Unknown keys are refused.
 

@@ -4,7 +4,8 @@ The whole is one tensor, such as a fused `qkv`. A part is a tensor contained in 
 to a dim of the whole in runs of equal length: element `r * run + u` of the part (u < run) is element
 `start + r * period + u` of the whole. One run is a concatenation. Several runs are an interleaving, such as heads or
 alternating rows. The part can have another order of dims. In a dim of the whole that the part does not have, the part
-has one index. This mapping describes renaming, fusing, splitting, stacking and transposing.
+has one index. This mapping describes renaming, fusing, splitting, stacking and transposing. A dim can also be swapped:
+the elements of each group, seen as a matrix, are transposed.
 
 A stored tile is a box of a tensor, with its offset and strides in a stored array. The conversion splits the tile at the
 borders of the parts and computes the new offsets and strides. It does not read or copy data. An interleaved dim becomes
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 class _Segment(NamedTuple):
     """A box along one dim of a tile.
 
-    All fields except `skipped` have one item for a contiguous dim, and two items (run, element) for an interleaved dim.
+    All fields except `skipped` have one item for a contiguous dim, and as many as it has factors for another dim.
 
     Attributes:
         offset: the offset of the box in the other tensor, in elements.
@@ -65,6 +66,14 @@ class DimMap:
         """Whether neighbouring elements of the part are neighbours in the whole."""
         return self.n_runs <= 1 or self.period == self.run
 
+    def factors_of_whole(self, extent: int) -> tuple[int, ...]:
+        """The factors of the dim of the whole, of so many elements: the periods, and the elements of one."""
+        return (extent // self.period, self.period)
+
+    def factors_of_part(self) -> tuple[int, ...]:
+        """The factors of the dim of the part: the runs, and the elements of one."""
+        return (self.n_runs, self.run)
+
     def to_whole(self, begin: int, end: int) -> list[_Segment]:
         """The boxes of the whole that contain elements `begin` to `end` (exclusive) of the part."""
         if self.is_contiguous:
@@ -92,6 +101,57 @@ class DimMap:
         return segments
 
 
+@dataclass(frozen=True)
+class SwappedDim:
+    """The mapping of a dim of a part to the same dim of a whole, in which the matrices of its elements are transposed.
+
+    Element `(g * rows + i) * columns + j` of the part is element `(g * columns + j) * rows + i` of the whole.
+
+    Attributes:
+        whole: the index of the dim.
+        rows, columns: of each matrix in the part.
+        n_groups: the number of matrices.
+    """
+
+    whole: int
+    rows: int
+    columns: int
+    n_groups: int
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether neighbouring elements of the part are neighbours in the whole."""
+        return False
+
+    def factors_of_whole(self, extent: int) -> tuple[int, ...]:  # noqa: ARG002  as of a `DimMap`
+        """The factors of the dim of the whole."""
+        return (self.n_groups, self.columns, self.rows)
+
+    def factors_of_part(self) -> tuple[int, ...]:
+        """The factors of the dim of the part."""
+        return (self.n_groups, self.rows, self.columns)
+
+    def to_whole(self, begin: int, end: int) -> list[_Segment]:
+        """The boxes of the whole that contain elements `begin` to `end` (exclusive) of the part."""
+        return _transposed(begin, end, self.rows, self.columns)
+
+    def to_part(self, begin: int, end: int) -> list[_Segment]:
+        """The boxes of the part that are within elements `begin` to `end` (exclusive) of the whole."""
+        return _transposed(begin, end, self.columns, self.rows)
+
+
+def _transposed(begin: int, end: int, rows: int, columns: int) -> list[_Segment]:
+    """Elements `begin` to `end` of matrices, as boxes of the transposed matrices."""
+    n = rows * columns
+    segments = []
+    for group, first, n_groups, n_elements in _run_boxes(begin, end, n):
+        boxes = [(0, 0, rows, columns)] if n_elements == n else _run_boxes(first, first + n_elements, columns)
+        for i, j, n_i, n_j in boxes:
+            skipped = group * n + i * columns + j - begin
+            segments.append(_Segment((group, j, i), (n_groups, n_j, n_i), skipped, (n, 1, columns)))
+    return segments
+
+
 def _run_boxes(begin: int, end: int, n: int) -> list[tuple[int, int, int, int]]:
     """Elements `begin` to `end` (exclusive) of runs of `n` elements, as boxes `(run, element, n_runs, n_elements)`."""
     (first, head), (last, tail) = divmod(begin, n), divmod(end, n)
@@ -114,21 +174,20 @@ class PartMap:
         fixed: `(dim of the whole, index)` for each dim of the whole that the part does not have.
     """
 
-    dims: tuple[DimMap, ...]
+    dims: tuple[DimMap | SwappedDim, ...]
     fixed: tuple[tuple[int, int], ...] = ()
 
-    def factors_of_whole(self, shape: Sequence[int]) -> dict[int, tuple[int, int]]:
-        """The factors of the interleaved dims of the whole: the number of periods, and the elements of a period.
+    def factors_of_whole(self, shape: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        """The factors of the interleaved and swapped dims of the whole.
 
         Args:
             shape: the shape of the whole, in elements.
         """
-        interleaved = [one for one in self.dims if not one.is_contiguous]
-        return {one.whole: (shape[one.whole] // one.period, one.period) for one in interleaved}
+        return {one.whole: one.factors_of_whole(shape[one.whole]) for one in self.dims if not one.is_contiguous}
 
-    def factors_of_part(self) -> dict[int, tuple[int, int]]:
-        """The factors of the interleaved dims of the part: the number of runs, and the elements of a run."""
-        return {dim: (one.n_runs, one.run) for dim, one in enumerate(self.dims) if not one.is_contiguous}
+    def factors_of_part(self) -> dict[int, tuple[int, ...]]:
+        """The factors of the interleaved and swapped dims of the part."""
+        return {dim: one.factors_of_part() for dim, one in enumerate(self.dims) if not one.is_contiguous}
 
     def to_whole(self, tile: Tile) -> list[Tile]:
         """Convert a stored tile of the part to tiles of the whole, in the dims of `factors_of_whole`.

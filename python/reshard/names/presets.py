@@ -1,4 +1,4 @@
-"""Name maps of model families: from Hugging Face names to those of MindSpore Transformers (mcore) or of Megatron-core.
+"""Name maps of model families: from Hugging Face names to those of MindSpore Transformers, of Megatron-core or of GGUF.
 
 Sources:
 
@@ -15,6 +15,10 @@ Sources:
   Transformer Engine are accepted too, and both names of the tensor of an expert. `megatron_dist` has the names of
   `torch_dist`, where one tensor holds all layers; only for families whose layers are all dense.
 
+- GGUF: `gguf/constants.py` and `gguf/tensor_mapping.py` of the package `gguf`, and `LlamaModel.permute` of
+  `convert_hf_to_gguf.py`: where llama.cpp rotates neighbouring elements (the architecture `llama`, which llama, mistral
+  and mixtral have), the two halves of each head alternate. Experts of a layer are one tensor.
+
 qwen2 is llama with biases, mistral is llama. The converter of MindSpore Transformers lays out the biases of grouped
 heads as if every head had its own key; here biases have the layout of their weights. In Hugging Face names the
 multi-token prediction layers of DeepSeek follow the last layer, and hold copies of the embedding and the head, which
@@ -24,7 +28,7 @@ the other namings do not have.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from reshard.errors import ArgumentError
 from reshard.names.config_fields import config_fields
@@ -48,6 +52,8 @@ class _Family:
         expert: names of the gate, up and down weights of an expert.
         n_experts: the field of the config with the number of experts.
         always_moe: whether no layer is dense.
+        is_mcore: whether there are presets for MindSpore Transformers and Megatron-core.
+        gguf: whether there is one for GGUF; "halves": the halves of the heads of queries and keys alternate there.
     """
 
     mla: bool = False
@@ -56,27 +62,39 @@ class _Family:
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     n_experts: str = "num_experts"
     always_moe: bool = False
+    is_mcore: bool = True
+    gguf: Literal["", "plain", "halves"] = "plain"
 
 
 FAMILIES: Mapping[str, _Family] = {
-    "deepseek_v3": _Family(mla=True, moe="mlp", n_experts="n_routed_experts"),
-    "llama": _Family(),
-    "mistral": _Family(),
+    "deepseek_v3": _Family(mla=True, moe="mlp", n_experts="n_routed_experts", gguf=""),
+    "llama": _Family(gguf="halves"),
+    "mistral": _Family(gguf="halves"),
     "mixtral": _Family(
-        moe="block_sparse_moe", expert=("w1", "w3", "w2"), n_experts="num_local_experts", always_moe=True
+        moe="block_sparse_moe",
+        expert=("w1", "w3", "w2"),
+        n_experts="num_local_experts",
+        always_moe=True,
+        gguf="halves",
     ),
+    "olmoe": _Family(qk_norm=True, moe="mlp", always_moe=True, is_mcore=False),
     "qwen2": _Family(),
     "qwen3": _Family(qk_norm=True),
     "qwen3_moe": _Family(qk_norm=True, moe="mlp", always_moe=True),
 }
 """The model families, by the `model_type` of their config."""
 
-NAMINGS = ("mindspore", "megatron", "megatron_dist")
+GGUF = "gguf"
+NAMINGS = ("mindspore", "megatron", "megatron_dist", GGUF)
 
 
 def families_of(naming: str) -> list[str]:
     """The families that have a preset with a naming: stacked layers cannot have experts."""
-    return [name for name, family in FAMILIES.items() if naming != "megatron_dist" or not family.moe]
+    if naming == GGUF:
+        return [name for name, family in FAMILIES.items() if family.gguf]
+    return [
+        name for name, family in FAMILIES.items() if family.is_mcore and (naming != "megatron_dist" or not family.moe)
+    ]
 
 
 def is_preset(text: str) -> bool:
@@ -115,6 +133,10 @@ def mapping_of_preset(text: str, config: Mapping[str, object] | None) -> dict[st
                 f"no preset for the model_type {show(str(found))}", hint=f"known are {', '.join(FAMILIES)}"
             )
         name = str(found)
+    if naming == GGUF:
+        return _of_gguf(name, FAMILIES[name])
+    if not FAMILIES[name].is_mcore:
+        raise ArgumentError(f"there is no preset {naming} for {name}", hint=f"there is {name}-{GGUF}")
     return _RuleBuilder(name, FAMILIES[name], naming, config or {}).mapping()
 
 
@@ -296,3 +318,43 @@ def _stacked(rule: dict[str, object]) -> dict[str, object]:
         return rule
     join = {"join": 1} if "join" in rule else {}
     return {**rule, "to": str(rule["to"]).replace(".{i}.", "."), **join, "stack": {"i": 0}}
+
+
+def _of_gguf(name: str, family: _Family) -> dict[str, object]:
+    """The name map to GGUF."""
+    if not family.gguf:
+        raise ArgumentError(
+            f"there is no preset {GGUF} for {name}", hint=f"families of it are {', '.join(families_of(GGUF))}"
+        )
+    hf, blk = "model.layers.{i}", "blk.{i}"
+    rules: list[dict[str, object]] = [
+        {"from": "model.embed_tokens.weight", "to": "token_embd.weight"},
+        {"from": "model.norm.weight", "to": "output_norm.weight"},
+        {"from": "lm_head.weight", "to": "output.weight"},
+        {"from": f"{hf}.input_layernorm.weight", "to": f"{blk}.attn_norm.weight"},
+        {"from": f"{hf}.post_attention_layernorm.weight", "to": f"{blk}.ffn_norm.weight"},
+    ]
+    for kind in ("weight", "bias"):
+        for part in "qkv":
+            halves = {"swap": [2, "head_dim / 2"]} if family.gguf == "halves" and part != "v" else {}
+            rule = {"from": f"{hf}.self_attn.{part}_proj.{kind}", "to": f"{blk}.attn_{part}.{kind}"}
+            rules.append({**rule, **halves})
+        rules.append({"from": f"{hf}.self_attn.o_proj.{kind}", "to": f"{blk}.attn_output.{kind}"})
+        if not family.always_moe:
+            rules += [
+                {"from": f"{hf}.mlp.{part}_proj.{kind}", "to": f"{blk}.ffn_{part}.{kind}"}
+                for part in ("gate", "up", "down")
+            ]
+    if family.qk_norm:
+        rules += [
+            {"from": f"{hf}.self_attn.{part}_norm.weight", "to": f"{blk}.attn_{part}_norm.weight"} for part in "qk"
+        ]
+    if family.moe:
+        experts = f"{hf}.{family.moe}"
+        rules.append({"from": f"{experts}.gate.weight", "to": f"{blk}.ffn_gate_inp.weight"})
+        rules += [
+            {"from": f"{experts}.experts.{{e}}.{own}.weight", "to": f"{blk}.ffn_{part}_exps.weight", "stack": {"e": 0}}
+            for own, part in zip(family.expert, ("gate", "up", "down"), strict=True)
+        ]
+    sizes = {"head_dim": ["head_dim", "hidden_size / num_attention_heads"]} if family.gguf == "halves" else {}
+    return {"sizes": sizes, "other": "refuse", "rules": rules}

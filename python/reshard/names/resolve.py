@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from reshard._core import ZEROS, StoredArray, Tile
 from reshard.errors import NamesError
 from reshard.names.file import NameRule, Tie
-from reshard.names.fuse import Fusion, Shape, fuse_parts, members, resized, split_whole
+from reshard.names.fuse import Fusion, Shape, fuse_parts, members, resized, split_whole, swapped
 from reshard.names.templates import Templates
 from reshard.values.indexing import row_major
 from reshard.values.words import listed, show
@@ -45,7 +45,7 @@ class SourceTensor:
     part_map: PartMap | None = None
     is_whole: bool = False
 
-    def factors(self, shape: Shape) -> dict[int, tuple[int, int]]:
+    def factors(self, shape: Shape) -> dict[int, tuple[int, ...]]:
         """The factors into which dims of the new tensor are split for its tiles, by dim; `shape` is its shape."""
         if self.part_map is None:
             return {}
@@ -76,8 +76,8 @@ class ResolvedTensor:
     padding: tuple[int, int] | None = None
 
     @property
-    def factors(self) -> dict[int, tuple[int, int]]:
-        """For dims with interleaved parts, `(rounds, elements of a round)`, as for `Index.add_tiles`."""
+    def factors(self) -> dict[int, tuple[int, ...]]:
+        """For interleaved and swapped dims, the dims of their tiles, as for `Index.add_tiles`."""
         # They follow from the `turns` and counts of one rule, so all sources have the same.
         return self.sources[0].factors(self.shape)
 
@@ -438,6 +438,9 @@ class _Resolver:
             return [ResolvedTensor(name, self.shapes[firsts[0]], (SourceTensor(firsts[0]),))]
         if not (rule.is_list or rule.transpose or rule.indices):
             key = firsts[0]
+            if rule.swap:
+                moved = swapped(rule, key, self.shapes[key], self.sizes)
+                return [ResolvedTensor(name, self.shapes[key], (SourceTensor(key, moved),))]
             found = resized(rule, key, self.shapes[key], self._shape_of_parameter(group, rule, key), self.sizes)
             if found is None:
                 return [ResolvedTensor(name, self.shapes[key], (SourceTensor(key),))]

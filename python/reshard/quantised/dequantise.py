@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from reshard.quantised.kinds import Quantised
 
+_GGUF = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 _INT8 = 7.874015718698502e-3  # 1 / 127, as bitsandbytes has it
 
 
@@ -99,6 +100,8 @@ def _recipe(one: Quantised, index: _core.Index) -> Recipe:
     if one.kind == "int-packed" and not {"zero_point", "g_idx"} & one.parts.keys():
         group = one.shape[-1] // shapes["scale"][-1]
         return Recipe("packed", (one.values["bits"], group), (("weight", shapes["weight"]), ("scale", shapes["scale"])))
+    if one.kind == "gguf-blocks" and one.values["type"] in _GGUF:
+        return Recipe("blocks", (one.values["number"],), (("weight", _matrices(one, shapes["weight"])),))
     recipe = _of_torchao(one, shapes) if one.kind == "torchao" else None
     if recipe is not None:
         return recipe

@@ -16,11 +16,13 @@ class Kind(NamedTuple):
         title: what it is, in words.
         methods: values of `quant_method` in `config.json` that stand for it.
         named: whether the file names each tensor in its header, so that it cannot be renamed.
+        only_here: whether no other format can hold it.
     """
 
     title: str
     methods: tuple[str, ...]
     named: bool = False
+    only_here: bool = False
 
 
 KINDS: Mapping[str, Kind] = {
@@ -38,6 +40,7 @@ KINDS: Mapping[str, Kind] = {
     "bnb-4bit": Kind("4 bits of bitsandbytes", ("bitsandbytes",)),
     "bnb-int8": Kind("int8 of bitsandbytes", ("bitsandbytes",)),
     "torchao": Kind("a tensor of torchao", ("torchao",), named=True),
+    "gguf-blocks": Kind("blocks of GGUF", (), only_here=True),
 }
 """All kinds, by name."""
 

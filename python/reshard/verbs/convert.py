@@ -330,6 +330,8 @@ def _convert(
             beside = config_beside(source)
         if beside is None and model_folder is not None:
             beside = config_beside(model_folder)
+        if beside is None and whole.data.config:
+            beside = whole.data.config
         sizes = NewSizes(chosen.pad or {}, chosen.trim or {}, beside)
         if asked.names is not None:
             known = as_names(asked.names, beside)
@@ -341,11 +343,15 @@ def _convert(
             whole.common = whole.data.read_common()
         rename, of_entry = chosen.rename, list[str]()
         is_checked = files.check_names and "model_files" in writer.options and part_written == "model"
+        if is_checked and whole.data.naming is not None and not (rename or known):
+            known, of_entry = _from_naming(whole)
         if is_checked and model_folder is not None and not (rename or known or chosen.only or chosen.entry):
             rename, of_entry = _without_entry(whole, model_folder)
             if rename is None:
                 known, of_entry = _under_published_names(whole, model_folder)
         drop = (chosen.drop,) if isinstance(chosen.drop, str) else tuple(chosen.drop)
+        if known is not None:
+            drop += whole.data.derived
         if is_checked and model_folder is not None:
             drop += tuple(key for key in not_saved(model_of(str(model_folder))) if key in whole)
         weights = whole.quantised() if part_written != "optimizer" else {}
@@ -519,6 +525,13 @@ def _check_quantised(
     weights: Mapping[str, Quantised], source: Checkpoint, written: Checkpoint, keys: Sequence[str], writer: Writer
 ) -> None:
     """Refuse to separate the parts of quantised weights, and to lose the header of a file that describes them."""
+    only_here = next((one for one in weights.values() if KINDS[one.kind].only_here and one.packed in keys), None)
+    if only_here is not None:
+        raise UnsupportedError(
+            f"{show(only_here.name)} is stored as {KINDS[only_here.kind].title}, which no format that is written holds",
+            key=only_here.name,
+            hint='`dtype="bfloat16"` makes ordinary tensors of all such weights; so do "float16" and "float32"',
+        )
     check_together(weights, written.quantised, source.data.index, written.data.index, keys)
     named = next((one for one in weights.values() if KINDS[one.kind].named and one.packed in keys), None)
     if named is not None and not writer.has_headers:
@@ -610,6 +623,20 @@ def _without_entry(source: Checkpoint, folder: Location) -> tuple[dict[str, str]
     if is_as_stored or not {key.removeprefix(start) for key in starts} <= expected.keys():
         return None, []
     return {start: ""}, [f"names begin with `{start}`, which is removed: the model of config.json has them without it"]
+
+
+def _from_naming(source: Checkpoint) -> tuple[NameMap | None, list[str]]:
+    """The map from the naming that the source records to Hugging Face names, and warnings; None: it is not known."""
+    data = source.data
+    if not data.config:
+        what = f"the names are those of {data.naming}: the architecture of the model has no preset"
+        return None, [f"{what}; `names=` takes a name map"]
+    derived = (
+        f", and {listed(map(show, data.derived))} follow from config.json and are left out" if data.derived else ""
+    )
+    names = as_names(f"{data.naming}:reverse", data.config)
+    what = f"names of {data.naming} ({data.config['model_type']}) are changed to those of Hugging Face{derived}"
+    return names, [f"{what}; `files=Files(check_names=False)` keeps them"]
 
 
 def _under_published_names(source: Checkpoint, folder: Location) -> tuple[NameMap | None, list[str]]:

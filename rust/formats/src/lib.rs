@@ -1,5 +1,5 @@
-//! The files of checkpoints that describe tensors: `metadata.json`, strategy files, `.ckpt` files, files of `torch.save`
-//! and `.metadata` of `torch.distributed.checkpoint`.
+//! The files of checkpoints that describe tensors: `metadata.json`, strategy files, `.ckpt` files, GGUF files, files of
+//! `torch.save` and `.metadata` of `torch.distributed.checkpoint`.
 //!
 //! This crate decodes and checks the content of these files. It opens them by the sources of the core, which does not
 //! depend on it.
@@ -7,6 +7,7 @@
 pub mod ckpt;
 pub mod compressed;
 pub mod dcp;
+pub mod gguf;
 pub mod metadata;
 pub mod objects;
 pub mod pickle;

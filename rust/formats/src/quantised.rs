@@ -11,11 +11,13 @@
 //!     compute the values as the recipe of the weight says
 //! ```
 
+mod blocks;
 mod numbers;
 mod part;
 mod quantise;
 mod recipe;
 
+pub use blocks::Block;
 pub use recipe::Recipe;
 
 use half::{bf16, f16};

@@ -25,7 +25,7 @@ use reshard_core::stored::StoredTensor;
 use reshard_core::tile::Tile;
 use reshard_core::{Error, Kind, small_files, writer};
 use reshard_formats::metadata::{self, CellTable, Metadata, MetadataTensor};
-use reshard_formats::{ckpt, torch_file};
+use reshard_formats::{ckpt, gguf, torch_file};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -203,6 +203,12 @@ impl Index {
         Ok(self
             .index
             .add_local(path, follow_links, method, ckpt::format()))
+    }
+
+    #[pyo3(signature = (path, *, method="auto"))]
+    fn add_gguf_file(&mut self, py: Python<'_>, path: PathBuf, method: &str) -> PyResult<u32> {
+        let method = raise(py, parse_method(method))?;
+        Ok(self.index.add_local(path, true, method, gguf::format()))
     }
 
     fn set_checksums(

@@ -11,6 +11,7 @@ mod arrays;
 mod buffer;
 mod errors;
 mod geometry;
+mod gguf;
 mod index;
 mod metadata;
 mod patterns;
@@ -35,6 +36,7 @@ mod _core {
         buffer::Buffer,
         copy_ways, default_threads, dtype_bits,
         geometry::{Layout, Mesh, Request},
+        gguf::read_gguf,
         index::Index,
         metadata::{MetadataEncoder, are_plain},
         patterns::{Expression, IndexPattern, Patterns, number_groups},

@@ -5,7 +5,7 @@ use crate::index::Index;
 use pyo3::prelude::*;
 use reshard_core::dtype::Dtype;
 use reshard_core::{Error, Kind};
-use reshard_formats::quantised::{Recipe, Weight, add_to};
+use reshard_formats::quantised::{Block, Recipe, Weight, add_to};
 use std::path::PathBuf;
 
 /// Name, dtype and shape; recipe with its numbers; keys of the parts.
@@ -46,6 +46,11 @@ fn recipe(name: &str, numbers: &[f64]) -> reshard_core::Result<Recipe> {
             bits: size(0) as u32,
             group: size(1),
         },
+        "blocks" => {
+            let message = || format!("the values of blocks of type {} are not known", size(0));
+            let found = Block::of_id(size(0) as u32);
+            Recipe::Blocks(found.ok_or_else(|| Error::new(Kind::Unsupported, message()))?)
+        }
         other => {
             let message = format!("there is no recipe `{other}` of quantised weights");
             return Err(Error::new(Kind::Argument, message));
@@ -59,7 +64,7 @@ fn recipe(name: &str, numbers: &[f64]) -> reshard_core::Result<Recipe> {
         Recipe::Gptq { bits, .. } => vec![u64::from(bits)],
         Recipe::Awq { group } => vec![group],
         Recipe::Packed { bits, group } => vec![u64::from(bits), group],
-        Recipe::Transposed => Vec::new(),
+        Recipe::Transposed | Recipe::Blocks(_) => Vec::new(),
     };
     let is_wide =
         matches!(found, Recipe::Gptq { bits, .. } | Recipe::Packed { bits, .. } if bits > 8);

@@ -3,6 +3,7 @@
 //! Every value is computed in `f32`, and rounded once if another dtype is requested. A recipe fills a *tile*: complete rows
 //! of a matrix of the weight, or a part of one row.
 
+use super::blocks::{Block, MOST_VALUES};
 use super::numbers::{E2M1, E4M3, E5M2, Number, as_f32, put_all};
 use super::part::Part;
 use super::quantise;
@@ -76,6 +77,8 @@ pub enum Recipe {
         /// Columns that share a scale.
         group: u64,
     },
+    /// Part: blocks of a GGUF file as `[matrices, rows, bytes]`.
+    Blocks(Block),
 }
 
 /// A part of a weight: complete rows of one of its matrices, or columns of one row.
@@ -176,6 +179,7 @@ impl Recipe {
             Self::Gptq { bits, zero } => gptq::<O>(&reader, bits, zero, tile, to),
             Self::Awq { group } => awq::<O>(&reader, group, tile, to),
             Self::Packed { bits, group } => packed::<O>(&reader, bits, group, tile, to),
+            Self::Blocks(block) => blocks::<O>(&reader, block, tile, to),
             Self::Codes { block } => quantise::codes::<O>(&reader, block, tile, to),
             Self::Scales { block } => quantise::scales::<O>(&reader, block, tile, to),
         }
@@ -494,4 +498,28 @@ fn packed<O: Number>(
         put_all::<O>(values, to);
     }
     Ok(())
+}
+
+fn blocks<O: Number>(reader: &Reader<'_>, block: Block, tile: &Tile, to: &mut [u8]) -> Result<()> {
+    let (n, n_bytes) = (block.n_values() as u64, block.n_bytes() as u64);
+    let (first, end) = (tile.columns.start / n, tile.columns.end.div_ceil(n));
+    let skipped = (tile.columns.start % n) as usize;
+    let offset = [tile.matrix, tile.rows.start, first * n_bytes];
+    let shape = [1, tile.n_rows(), (end - first) * n_bytes];
+    let mut values = [0.0; MOST_VALUES];
+    reader.bytes(0, &offset, &shape, |bytes| {
+        let rows = bytes.chunks_exact(shape[2] as usize);
+        for (row, mut to) in rows.zip(to.chunks_exact_mut(tile.n_columns() * O::N_BYTES)) {
+            let mut skipped = skipped;
+            for bytes in row.chunks_exact(block.n_bytes()) {
+                block.decode(bytes, &mut values);
+                let values = &values[skipped..block.n_values()];
+                let n_bytes = (values.len() * O::N_BYTES).min(to.len());
+                let (own, after) = to.split_at_mut(n_bytes);
+                put_all::<O>(values.iter().copied(), own);
+                (to, skipped) = (after, 0);
+            }
+        }
+        Ok(())
+    })
 }
