@@ -100,7 +100,10 @@ def outcome(made: Any) -> Any:
     logs = [{k: v for k, v in log.items() if not any(t in k for t in times)} for log in made.state.log_history]
     weights = {name: tensor.tolist() for name, tensor in made.model.state_dict().items()}
     state = made.optimizer.state_dict()["state"]
-    moments = {number: {slot: value.tolist() for slot, value in of_one.items()} for number, of_one in state.items()}
+    moments = {
+        number: {slot: value.tolist() if isinstance(value, torch.Tensor) else value for slot, value in of_one.items()}
+        for number, of_one in state.items()
+    }
     stateful = [one.state() for one in made.callback_handler.callbacks if isinstance(one, EarlyStoppingCallback)]
     best = (made.state.best_metric, made.state.best_global_step)
     return logs, weights, moments, made.lr_scheduler.state_dict(), made.state.total_flos, stateful, best

@@ -166,6 +166,13 @@ class FollowedLoader(LoaderProxy):
         self.passes.load(state, n_read=None if is_same else n_batches)
         self._n_skipped = n_batches if is_dispatching(self._prepared) else 0
 
+    def skip(self, n_batches: int) -> None:
+        """Leave out the first batches of the prepared loader in the next pass."""
+        if is_dispatching(self._prepared):
+            self._n_skipped = n_batches
+        else:
+            self.passes.skip(n_batches)
+
     def state(self, n_batches: int | None) -> dict[str, Any]:
         """The state of the passes, after so many batches of the prepared loader; None: between two passes."""
         if n_batches is None or not is_dispatching(self._prepared):
@@ -183,6 +190,7 @@ class LoaderPosition:
         self._loader = loader
         self._followed: FollowedLoader = loader.base_dataloader
         self.state_of_pass, self.load_pass = self._followed.state, self._followed.load
+        self.skip = self._followed.skip
         self._loaded: dict[str, Any] | None = None  # of a resumed run, until its first loop begins
 
     def state_dict(self) -> dict[str, Any]:

@@ -114,6 +114,7 @@ class Passes:
         self._expected: dict[str, Any] | None = None  # the position of a pass that is read again
         self._resumed: dict[str, Any] | None = None
         self._n_skipped = 0  # by their indices
+        self._n_first = 0  # batches that the next pass leaves out
         self._sources: dict[str, Any] = {}
         self._found: dict[str, Any] | None = None  # the sources of this pass, if it is found again
         self._begun: str | None = None  # the random streams after this pass has begun
@@ -145,7 +146,10 @@ class Passes:
                 self._begin()
                 self._set_parts(now)
                 self.n_passes -= 1
-        if resumed is None:
+        n_first, self._n_first = self._n_first, 0
+        if n_first:
+            iterator = self._begin_after(n_first)
+        elif resumed is None:
             iterator = self._begin()
         else:
             with _kept_streams():
@@ -368,6 +372,28 @@ class Passes:
                 others = {"n": n_read, "reads": False, "before": None, "indices": None, "content": None}
                 self._resumed |= others
         self._starts_workers = bool(state["reused"]) and getattr(self.loader, "persistent_workers", False)
+
+    def skip(self, n_read: int) -> None:
+        """Let the next pass begin as it does without a saved position, and leave out its first batches.
+
+        Args:
+            n_read: how many.
+        """
+        self._n_first = n_read
+
+    def _begin_after(self, n_read: int) -> Iterator[Any]:
+        """Begin a pass, and leave out its first batches: by their indices, if there are any."""
+        self._n_skipped = n_read if self._drops and self._indices is not None else 0
+        try:
+            iterator = self._begin()
+            if self._n_skipped and self._indices is not None:
+                self._indices.skip()
+                self.n_loaded = min(self.n_drawn, n_read)
+        finally:
+            self._n_skipped = 0
+        while self._drops and self.n_loaded < n_read and self._next(iterator) is not _END:
+            pass
+        return iterator
 
     def _again(self, saved: dict[str, Any]) -> Iterator[Any]:
         """Begin a saved pass again, and leave out what was read."""

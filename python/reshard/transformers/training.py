@@ -41,6 +41,7 @@ from reshard.torch.passes import LoaderProxy, Passes
 from reshard.torch.restore import apply
 from reshard.torch.state import describe
 from reshard.transformers.position import DataPosition
+from reshard.transformers.taken import taken_from
 from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
@@ -191,6 +192,10 @@ class PlainLoader(LoaderProxy):
         """
         self.passes.load(state, n_read=None if is_same else n_batches)
 
+    def skip(self, n_batches: int) -> None:
+        """Leave out the first batches of the next pass."""
+        self.passes.skip(n_batches)
+
     def batch_size(self) -> int | None:
         """Number of samples of a batch; None: the batches have no size."""
         size = getattr(self.inner, "batch_size", None)
@@ -232,31 +237,30 @@ class ResumingTrainer(Trainer):
         """Train from the newest checkpoint in the root of the callback, if there is one.
 
         Args:
-            resume_from_checkpoint: True, or the root of the callback: raise an error if there is no checkpoint.
+            resume_from_checkpoint: True, or the root of the callback: raise an error if there is no checkpoint. Or a
+                `checkpoint-<N>` of Trainer, from which the training goes on as long as the root holds no checkpoint.
             trial: not supported.
             args: as `Trainer.train`.
             kwargs: as `Trainer.train`.
 
         Raises:
             ArgumentError: the path of something else is given, or there is no checkpoint to resume from.
-            UnsupportedError: a trial of a hyperparameter search.
+            UnsupportedError: a trial of a hyperparameter search; or a `checkpoint-<N>` lacks something, or was saved
+                with other arguments.
             ReshardError: as `Checkpointer.resume` and `Checkpointer.step`.
         """
         check_arguments(self)
-        is_path = isinstance(resume_from_checkpoint, str | os.PathLike)
-        if is_path and locate(resume_from_checkpoint).resolved() != locate(self._reshard_plan.root).resolved():
-            raise ArgumentError(
-                f"`resume_from_checkpoint` is {show(os.fspath(resume_from_checkpoint))}, and the callback resumes from "
-                f"{show(self._reshard_plan.root)}",
-                hint="leave it out, or remove the callback",
-            )
+        taken = None
+        if isinstance(resume_from_checkpoint, str | os.PathLike):
+            taken = taken_from(resume_from_checkpoint, self, self._reshard_plan.root, self._reshard_plan.resuming)
+            resume_from_checkpoint = True if taken is None else None
         if trial is not None:
             raise UnsupportedError("a hyperparameter search: its trials would save into one checkpoint root")
         with ExitStack() as stack:
-            training = _Training(self, self._reshard_plan, stack, must_resume=bool(resume_from_checkpoint))
+            training = _Training(self, self._reshard_plan, stack, must_resume=bool(resume_from_checkpoint), taken=taken)
             stack.callback(setattr, self, "_training", None)
             self._training = training
-            output = super().train(None, trial, *args, **kwargs)
+            output = super().train(taken, trial, *args, **kwargs)
             training.finish()
         return output
 
@@ -268,7 +272,7 @@ class ResumingTrainer(Trainer):
             return values
         n_epochs, per_epoch, n_examples, n_samples, batch_size, steps_in_epoch, max_steps = values
         prepare: Any = super()._prepare_for_training
-        training.model, loader = prepare(max_steps, dataloader, None)
+        training.model, loader = prepare(max_steps, dataloader, training.taken)
         training.loader = loader if is_prepared(loader) else PlainLoader(loader)
         training.resume(steps_in_epoch or 0, max_steps)
         if training.is_resumed and has_length(dataloader):
@@ -280,9 +284,10 @@ class ResumingTrainer(Trainer):
         self, max_steps: Any, num_update_steps_per_epoch: Any, num_train_epochs: Any, resume: Any, trial: Any
     ) -> Any:
         start = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, resume, trial)
-        if self._training is None or not self._training.is_resumed:
-            return start
-        return self._training.restore_state(max_steps)
+        training = self._training
+        if training is not None and training.is_resumed:
+            return training.restore_state(max_steps)
+        return start if training is None or training.taken is None else training.take_over(start, max_steps)
 
     def _prepare_for_training(self, max_steps: Any, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         training = self._training
@@ -304,8 +309,8 @@ class ResumingTrainer(Trainer):
             return run(*args, **kwargs)
 
     def _load_rng_state(self, checkpoint: Any) -> None:
-        if self._training is None:
-            super()._load_rng_state(checkpoint)
+        if self._training is None or not self._training.is_resumed:
+            super()._load_rng_state(checkpoint)  # of Trainer's own checkpoint, or of none
         else:
             self._training.restore_random()
 
@@ -341,6 +346,7 @@ class _Training:
         trainer, plan: as given.
         stack: closes the checkpointer at the end of the training, also after an error.
         must_resume: whether it is an error that there is no checkpoint.
+        taken: the folder of a checkpoint of Trainer, from which it goes on; None: there is none.
         model, loader: the prepared model and the prepared loader; None: not prepared yet.
         is_resumed: whether a checkpoint was restored.
         is_due: whether the current step is saved when it is complete.
@@ -351,6 +357,7 @@ class _Training:
     plan: Plan
     stack: ExitStack
     must_resume: bool
+    taken: str | None = None
     model: Any = None
     loader: Any = None
     is_resumed: bool = False
@@ -502,6 +509,21 @@ class _Training:
         if self._complete >= max_steps:
             return self.n_epochs, 0  # Trainer itself would make one more step
         return self._data.epochs, self._data.batches
+
+    def take_over(self, start: tuple[int, int], max_steps: int) -> tuple[int, int]:
+        """Go to the position of a checkpoint of Trainer, whose state Trainer itself has restored.
+
+        Args:
+            start: the epoch, and the number of its batches that are left out.
+            max_steps: the last step.
+        """
+        self._complete = self._made = self.trainer.state.global_step
+        self._data.epochs, self._data.batches = start
+        if self._complete >= max_steps:
+            return self.n_epochs, 0  # Trainer itself would make one more step
+        if self._data.batches:
+            self._position.skip(self._data.batches)
+        return start
 
     def _restore_callbacks(self, states: Mapping[str, Any]) -> None:
         for name, callbacks in self._stateful().items():
