@@ -313,8 +313,6 @@ DAMAGES: dict[str, tuple[int, Callable[[Files], object], str]] = {
         lambda f: _zero(f).update(param_slice_mappings=[{"c": Namespace(numel=9, start=1)}, {}]),
         r"`c` lies at .*'start': 1.* give \{'start': 0",
     ),
-    "experts": (1, lambda f: f.update({"layer_0_expert_0_mp_rank_00_model_states.pt": {}}), "files of experts"),
-    "a pipeline": (1, lambda f: f.update({"layer_01-model_states.pt": {}}), "files of pipeline stages"),
 }
 
 

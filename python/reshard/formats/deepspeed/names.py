@@ -5,6 +5,10 @@
         mp_rank_<MM>_model_states.pt                         stages 0 to 2
         zero_pp_rank_<D>_mp_rank_<MM>_model_states.pt        stage 3: one file for each data-parallel rank
         [bf16_]zero_pp_rank_<D>_mp_rank_<MM>_optim_states.pt stages 1 to 3: one file for each data-parallel rank
+        layer_<L>_expert_<E>_mp_rank_<MM>_model_states.pt    one file for each expert; older names have no layer
+        expp_rank_<X>_mp_rank_<MM>_optim_states.pt           the optimizer of experts, without ZeRO
+        layer_<LL>-model_<MM>-model_states.pt                one file for each layer of a pipeline
+
     <root>/latest_universal, <root>/<tag>_universal/         written by `ds_to_universal`
         zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt   one tensor each
         zero/optimizer_state.pt                              the options of the optimizer
@@ -42,6 +46,8 @@ _OPTIMIZER = re.compile(rf"(?:bf16_|fp16_)?zero_pp_rank_({_NUMBER})_mp_rank_({_N
 _EXPERT = re.compile(r"(?:layer_[0-9]+_)?expert_[0-9]+_.*|expp_rank_[0-9]+_.*")
 _PIPELINE = re.compile(r"layer_[0-9]+-.*")
 _STATE = re.compile(r".*_(?:model|optim)_states\.pt|layer_[0-9]+-.*\.pt")
+_EXPERT_FILE = re.compile(rf"(?:layer_({_NUMBER})_)?expert_({_NUMBER})_mp_rank_({_NUMBER})_model_states\.pt")
+_LAYER_FILE = re.compile(rf"layer_({_NUMBER})-(?:model_({_NUMBER})-)?model_states\.pt")
 _STEP = re.compile(r"global_step([0-9]{1,18})")
 
 
@@ -57,6 +63,68 @@ class RankFiles(NamedTuple):
     model: dict[int, str]
     optimizer: dict[int, str]
     is_partitioned: bool
+
+
+class DividedFiles(NamedTuple):
+    """The names of the files of a save whose weights are in a file for each expert or for each layer.
+
+    Attributes:
+        model: files with the rest of the module and the state of the run, by model-parallel rank or stage.
+        experts: by layer and expert; the layer is 0 where the names have none.
+        layers: of a pipeline, by layer.
+        others: files that are not read.
+    """
+
+    model: dict[int, str]
+    experts: dict[tuple[int, int], str]
+    layers: dict[int, str]
+    others: tuple[str, ...]
+
+
+def divided_files(folder: str, names: Iterable[str]) -> DividedFiles | None:
+    """The files of a save of experts or of a pipeline; None: it is none.
+
+    Args:
+        folder: the folder, for messages.
+        names: the names in it.
+
+    Raises:
+        UnsupportedError: they are also of several tensor-parallel ranks, of stage 3, or of both kinds.
+
+    Example:
+        >>> found = divided_files("run", ["mp_rank_00_model_states.pt", "layer_00-model_00-model_states.pt"])
+        >>> found.model, found.layers
+        ({0: 'mp_rank_00_model_states.pt'}, {0: 'layer_00-model_00-model_states.pt'})
+    """
+    model: dict[int, str] = {}
+    experts: dict[tuple[int, int], str] = {}
+    layers: dict[int, str] = {}
+    others: list[str] = []
+    wrong = None
+    for name in sorted(names):
+        if match := _EXPERT_FILE.fullmatch(name):
+            experts[int(match[1] or 0), int(match[2])] = name
+            wrong = name if int(match[3]) else wrong
+        elif match := _LAYER_FILE.fullmatch(name):
+            layers[int(match[1])] = name
+            wrong = name if int(match[2] or 0) else wrong
+        elif (match := _MODEL.fullmatch(name)) and match[1] is None:
+            model[int(match[2])] = name
+        elif is_state_file(name):
+            others.append(name)
+            wrong = name if _MODEL.fullmatch(name) else wrong  # of stage 3
+    if not experts and not layers:
+        return None
+    if wrong is None and experts and (layers or len(model) > 1):
+        wrong = next(iter(layers.values()), model[max(model)])
+    if wrong is not None:
+        raise UnsupportedError(
+            f"{show(folder)} has {show(wrong)} beside files of {'experts' if experts else 'pipeline stages'}: how the "
+            "tensors are divided is not stored",
+            path=folder,
+            hint="convert it with `ds_to_universal` of DeepSpeed, and open the universal folder",
+        )
+    return DividedFiles(model, experts, layers, tuple(others))
 
 
 def step_of(tag: str) -> int | None:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from reshard import _core
 from reshard.commit.newest import newest_of
-from reshard.errors import CheckpointNotFoundError, DamagedFileError
+from reshard.errors import CheckpointNotFoundError, DamagedFileError, UnsupportedError
 from reshard.formats.base import CheckpointData
 from reshard.formats.deepspeed import names
+from reshard.formats.deepspeed.divided import add_weights
 from reshard.formats.deepspeed.module import Module, Tensors
 from reshard.formats.deepspeed.states import (
     StateFile,
@@ -150,6 +151,9 @@ def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
     """Open the folder of one save, or a universal folder. Raises as `reshard.open`."""
     present = folder.names()
     is_converted = names.is_universal(folder)
+    divided = None if is_converted else names.divided_files(str(folder), present)
+    if divided is not None:
+        return _open_divided(folder, divided, method)
     if is_converted:
         # Their tensors are complete in `zero/`, whatever the ranks were.
         model_names = [name for name in present if names.is_state_file(name) and name.endswith("_model_states.pt")]
@@ -210,6 +214,36 @@ def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
         tied=module.tied,
         others=others,
         n_ranks=len(optimizer) or model[0].number("dp_world_size"),
+    )
+
+
+def _open_divided(folder: Location, files: names.DividedFiles, method: _core.ReadMethod) -> CheckpointData:
+    """Open the weights of a save with a file for each expert or for each layer."""
+    if not files.model:
+        raise CheckpointNotFoundError(
+            f"{show(str(folder))} has no file `mp_rank_*_model_states.pt`: the save was not finished",
+            path=str(folder),
+            hint="use another checkpoint",
+        )
+    model = read_files(folder, files.model)
+    if any(model[0].content.get(key) for key in ("ds_autoep_layers", "autoep_layers")):
+        raise UnsupportedError(f"{show(str(folder))} has experts of AutoEP, which are not supported", path=str(folder))
+    tensors = Tensors(method)
+    add_weights(folder, files, model, tensors)
+    left_out = [name for name in files.others if name.endswith("_optim_states.pt")]
+    if left_out or any(path.startswith("optimizer.") for path in model[0].tensors):
+        what = "experts" if files.experts else "pipeline stages"
+        _log.warning("%s: the weights are read; the state of the optimizer of %s is left out", folder, what)
+    skipped = _DESCRIPTION | {"optimizer"}
+    state = {key: without_tensors(value) for key, value in model[0].content.items() if key not in skipped}
+    return _DeepSpeedData(
+        traits=names.TRAITS,
+        path=folder,
+        index=tensors.index,
+        method=method,
+        iteration=model[0].number("global_steps"),
+        state=state,
+        n_ranks=model[0].number("dp_world_size"),
     )
 
 
