@@ -132,6 +132,13 @@ impl Error {
         self
     }
 
+    /// Sets the error number of the system that describes the failure best.
+    #[must_use]
+    pub fn errno(mut self, errno: i32) -> Self {
+        self.errno = Some(errno);
+        self
+    }
+
     /// Puts `context: ` before the message.
     #[must_use]
     pub fn within(mut self, context: impl fmt::Display) -> Self {

@@ -60,6 +60,8 @@ pub mod planning {
 
     pub mod stored;
 
+    pub mod extents;
+
     pub mod index;
 }
 
@@ -75,6 +77,8 @@ pub mod check {
 /// Execution of a plan: the bytes of files become arrays in memory.
 pub mod read {
     pub(crate) mod readahead;
+
+    pub mod window;
 
     pub(crate) mod fetch;
 
@@ -96,6 +100,6 @@ pub use check::{finite, verify};
 pub use error::{Error, Kind, Result};
 pub use files::{checksum, header, listed, local_array, shard_file, source};
 pub use geometry::{dtype, layout, mesh, region, tile};
-pub use planning::{index, plan, request, stored};
-pub use read::copy;
+pub use planning::{extents, index, plan, request, stored};
+pub use read::{copy, window};
 pub use write::{route, small_files, snapshot, writer};

@@ -6,6 +6,7 @@
 use crate::error::Result;
 use rayon::{Scope, ThreadPool};
 use std::cell::Cell;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -124,13 +125,62 @@ impl<'a> Team<'a> {
     }
 }
 
+/// Calls `work` for the numbers from 0 on, on threads of its own: for work that waits for other hosts. Returns the results in
+/// the order of the numbers. None is begun after an error.
+///
+/// # Errors
+/// The first error of `work`.
+pub(crate) fn on_threads<T: Send>(
+    n_threads: usize,
+    n: u64,
+    work: impl Fn(u64) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    let next = AtomicU64::new(0);
+    let outcome = Mutex::new(Ok(Vec::new()));
+    let run = || {
+        loop {
+            let number = next.fetch_add(1, Ordering::Relaxed);
+            if number >= n {
+                return;
+            }
+            let done = work(number);
+            let mut outcome = outcome.lock().unwrap_or_else(PoisonError::into_inner);
+            match (&mut *outcome, done) {
+                (Ok(results), Ok(result)) => results.push((number, result)),
+                (Ok(_), Err(error)) => {
+                    *outcome = Err(error);
+                    next.store(n, Ordering::Relaxed);
+                }
+                (Err(_), _) => return,
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 1..n_threads.min(n as usize) {
+            // Where the system refuses threads, those that exist do all the work.
+            if std::thread::Builder::new()
+                .spawn_scoped(scope, run)
+                .is_err()
+            {
+                break;
+            }
+        }
+        run();
+    });
+    let mut results = outcome
+        .into_inner()
+        .unwrap_or_else(PoisonError::into_inner)?;
+    results.sort_unstable_by_key(|(number, _)| *number);
+    Ok(results.into_iter().map(|(_, result)| result).collect())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::error::{Error, Kind};
     use std::collections::HashSet;
     use std::sync::Barrier;
-    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::atomic::AtomicUsize;
 
     fn pool(n_threads: usize) -> ThreadPool {
         let builder = rayon::ThreadPoolBuilder::new().num_threads(n_threads);
@@ -209,6 +259,32 @@ mod tests {
             n_ticks.get() > 1,
             "once after its part, then while it waits"
         );
+    }
+
+    #[test]
+    fn results_of_threads_are_in_order_and_the_first_error_ends_the_work() {
+        for n_threads in [1, 5] {
+            let squares = on_threads(n_threads, 100, |i| {
+                std::thread::sleep(Duration::from_micros(100 - i));
+                Ok(i * i)
+            });
+            assert_eq!(
+                squares.unwrap(),
+                (0..100).map(|i| i * i).collect::<Vec<_>>()
+            );
+            let n_begun = AtomicUsize::new(0);
+            let failed = on_threads(n_threads, 1000, |i| {
+                n_begun.fetch_add(1, Ordering::SeqCst);
+                if i < 7 {
+                    Ok(i)
+                } else {
+                    Err(Error::new(Kind::Io, "as intended"))
+                }
+            });
+            assert_eq!(failed.unwrap_err().kind(), Kind::Io);
+            assert!(n_begun.into_inner() <= 7 + n_threads);
+        }
+        assert_eq!(on_threads(3, 0, |_| Ok(1)).unwrap(), Vec::<i32>::new());
     }
 
     #[test]

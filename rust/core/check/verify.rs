@@ -5,19 +5,22 @@
 //! other bytes.
 
 use crate::bytes::memory::Memory;
+use crate::bytes::team::on_threads;
 use crate::check::finite::Finder;
 use crate::control::Control;
 use crate::error::{Error, Printable, Result};
 use crate::files::checksum::{CHUNK_BYTES, Checksums, copy_summed, crc32c_of_memory};
 use crate::files::shard_file::ShardFile;
 use crate::files::source::Source;
-use crate::planning::plan::{Plan, PlanSource};
+use crate::planning::plan::{Array, Plan, PlanSource};
 use rayon::prelude::*;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Bytes that a scrub reads at once.
 const PIECE_BYTES: usize = 4 << 20;
+/// Requests at once of what is verified on another host.
+const N_REQUESTS: usize = 16;
 
 /// A range of a mapped file that is faulted in.
 #[derive(Debug, Clone, Copy)]
@@ -169,20 +172,20 @@ pub(crate) fn verify_files(plan: &Plan<'_>, control: &Control) -> Result<()> {
         })
 }
 
-/// Reads the chunks that contain a range into scratch memory and verifies them. Returns the start of the range in it.
+/// Reads the chunks that contain a range into scratch memory by `read`, and verifies them. Returns the start of the range
+/// in it.
 pub(crate) fn read_chunks(
     file: &ShardFile,
     checksums: &Checksums,
     (start, len): (u64, u64),
     scratch: &mut Vec<u8>,
-    control: &Control,
+    read: impl FnOnce(u64, &mut [u8]) -> Result<()>,
 ) -> Result<usize> {
     let chunks = checksums.chunks_over(start, len);
     let (first, _) = checksums.chunk(chunks.start);
     let (last, last_len) = checksums.chunk(chunks.end - 1);
     scratch.resize((last - first) as usize + last_len, 0);
-    file.source().read_at(first, scratch)?;
-    control.fetched(scratch.len() as u64);
+    read(first, scratch)?;
     verify_chunks(file, checksums, chunks.start, scratch)?;
     Ok((start - first) as usize)
 }
@@ -203,6 +206,9 @@ pub(crate) fn verify_chunks(
     Ok(())
 }
 
+/// A chunk that is verified: the number of its source, the file, its number there, and the array that it is verified for.
+type Chunk<'a> = (u32, &'a ShardFile, &'a Checksums, usize, &'a Array);
+
 /// Verifies every chunk that contains a byte of these contiguous arrays, and the files that end with a CRC. Nothing is
 /// copied.
 ///
@@ -220,24 +226,34 @@ pub fn verify(plan: &Plan<'_>, arrays: &[usize], control: &Control) -> Result<()
             && let Some(checksums) = checks.checksums(copy_op.source, file)
         {
             let range = checksums.chunks_over(copy_op.src_start_bytes, array.n_bytes());
-            chunks.extend(range.map(|chunk| (copy_op.source, file, checksums, chunk, array)));
+            chunks.extend(range.map(|chunk| (copy_op.source, &**file, checksums, chunk, array)));
         }
     }
-    chunks
-        .into_par_iter()
-        .try_for_each(|(source, file, checksums, chunk, array)| {
-            control.check()?;
-            let (at, n) = checksums.chunk(chunk);
-            let verified = if file.source().is_mapped() {
-                checks
-                    .mapped(source, (file, None), checksums, (at, n as u64), control)
-                    .map(|_| ())
-            } else {
-                let mut scratch = Vec::new();
-                read_chunks(file, checksums, (at, n as u64), &mut scratch, control).map(|_| ())
+    let verify_one = |&(source, file, checksums, chunk, array): &Chunk<'_>| {
+        control.check()?;
+        let (at, n) = checksums.chunk(chunk);
+        let verified = if file.source().is_mapped() {
+            checks
+                .mapped(source, (file, None), checksums, (at, n as u64), control)
+                .map(|_| ())
+        } else {
+            let mut scratch = Vec::new();
+            let read = |at, to: &mut [u8]| {
+                control.fetched(to.len() as u64);
+                file.source().read_at(at, to)
             };
-            verified.map_err(|error| error.key(&array.name))
+            read_chunks(file, checksums, (at, n as u64), &mut scratch, read).map(|_| ())
+        };
+        verified.map_err(|error| error.key(&array.name))
+    };
+    if chunks.iter().any(|(_, file, ..)| file.source().is_remote()) {
+        on_threads(N_REQUESTS, chunks.len() as u64, |i| {
+            verify_one(&chunks[i as usize])
         })
+        .map(drop)
+    } else {
+        chunks.par_iter().try_for_each(verify_one)
+    }
 }
 
 fn differs(source: &Source, at: u64, n: usize) -> Error {
@@ -280,42 +296,47 @@ pub fn scrub(
     let uncached = direct.then(|| source.uncached()).transpose()?;
     let buffers: Mutex<Vec<Memory>> = Mutex::new(Vec::new());
     let n_pieces = checksums.n_bytes().div_ceil(PIECE_BYTES as u64);
-    let damaged: Vec<Vec<usize>> = (0..n_pieces)
-        .into_par_iter()
-        .map(|piece| {
-            control.check()?;
-            let start = piece * PIECE_BYTES as u64;
-            let len = (checksums.n_bytes() - start).min(PIECE_BYTES as u64) as usize;
-            let free = buffers.lock().map_or(None, |mut buffers| buffers.pop());
-            let mut memory = match free {
-                Some(memory) => memory,
-                None => Memory::new(PIECE_BYTES)?,
-            };
-            let buffer = memory.as_mut_slice();
-            match &uncached {
-                Some(uncached) => uncached.read_at(start, len, buffer)?,
-                None => source.read_at(start, &mut buffer[..len])?,
-            }
-            let first = start as usize / CHUNK_BYTES;
-            let bad = buffer[..len]
-                .chunks(CHUNK_BYTES)
-                .enumerate()
-                .filter(|(i, chunk)| {
-                    let is_correct = checksums.matches(first + i, chunk);
-                    if let Some(values) = values {
-                        values.look(start + (i * CHUNK_BYTES) as u64, chunk);
-                    }
-                    !is_correct
-                })
-                .map(|(i, _)| first + i)
-                .collect();
-            control.advance(len as u64);
-            if let Ok(mut buffers) = buffers.lock() {
-                buffers.push(memory);
-            }
-            Ok(bad)
-        })
-        .collect::<Result<_>>()?;
+    let verify_piece = |piece: u64| {
+        control.check()?;
+        let start = piece * PIECE_BYTES as u64;
+        let len = (checksums.n_bytes() - start).min(PIECE_BYTES as u64) as usize;
+        let free = buffers.lock().map_or(None, |mut buffers| buffers.pop());
+        let mut memory = match free {
+            Some(memory) => memory,
+            None => Memory::new(PIECE_BYTES)?,
+        };
+        let buffer = memory.as_mut_slice();
+        match &uncached {
+            Some(uncached) => uncached.read_at(start, len, buffer)?,
+            None => source.read_at(start, &mut buffer[..len])?,
+        }
+        let first = start as usize / CHUNK_BYTES;
+        let bad = buffer[..len]
+            .chunks(CHUNK_BYTES)
+            .enumerate()
+            .filter(|(i, chunk)| {
+                let is_correct = checksums.matches(first + i, chunk);
+                if let Some(values) = values {
+                    values.look(start + (i * CHUNK_BYTES) as u64, chunk);
+                }
+                !is_correct
+            })
+            .map(|(i, _)| first + i)
+            .collect();
+        control.advance(len as u64);
+        if let Ok(mut buffers) = buffers.lock() {
+            buffers.push(memory);
+        }
+        Ok(bad)
+    };
+    let damaged: Vec<Vec<usize>> = if source.is_remote() {
+        on_threads(N_REQUESTS, n_pieces, verify_piece)?
+    } else {
+        (0..n_pieces)
+            .into_par_iter()
+            .map(verify_piece)
+            .collect::<Result<_>>()?
+    };
     let mut ranges: Vec<(u64, u64)> = Vec::new();
     for (start, len) in damaged
         .into_iter()

@@ -19,6 +19,7 @@ use std::os::fd::AsRawFd;
 use std::os::fd::IntoRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 const DIRECT_BLOCK_BYTES: usize = 4096;
@@ -58,6 +59,11 @@ pub trait Ranges: fmt::Debug + Send + Sync {
 
     /// Whether a range is in memory, so that [`Self::bytes`] fetches nothing; false if unknown.
     fn is_resident(&self, _start: u64, _len: u64) -> bool {
+        false
+    }
+
+    /// Whether each read is a request that takes long before its first byte: ranges are requested early, several at once.
+    fn is_remote(&self) -> bool {
         false
     }
 }
@@ -234,9 +240,55 @@ impl Ranges for Held {
     }
 }
 
+/// Opens the object that a URL names.
+type OpenObject = fn(&Path) -> Result<Source>;
+
+static OPEN_OBJECT: OnceLock<OpenObject> = OnceLock::new();
+
+/// Sets what opens objects outside the local file system. The first call counts.
+pub fn set_object_opener(open: OpenObject) {
+    OPEN_OBJECT.get_or_init(|| open);
+}
+
+/// Whether a path is the URL of an object, as `s3://bucket/key`, and not the path of a local file.
+pub fn is_url(path: &Path) -> bool {
+    let text = path.as_os_str().as_encoded_bytes();
+    let scheme = text
+        .iter()
+        .take_while(|byte| byte.is_ascii_alphanumeric())
+        .count();
+    scheme >= 2 && text[scheme..].starts_with(b"://")
+}
+
+fn open_object(path: &Path, method: Method) -> Result<Source> {
+    if method == Method::Map {
+        let message = format!(
+            "{} is not on a file system and cannot be mapped",
+            show(path)
+        );
+        return Err(Error::new(Kind::Argument, message)
+            .path(path)
+            .hint("leave the method out"));
+    }
+    let Some(open) = OPEN_OBJECT.get() else {
+        let message = format!(
+            "{}: this build of reshard reads local files only",
+            show(path)
+        );
+        return Err(Error::new(Kind::Unsupported, message)
+            .path(path)
+            .hint("install a wheel of reshard, or build it with the feature `remote`"));
+    };
+    open(path)
+}
+
 impl Source {
-    /// Opens a regular file. With `follow_links` the last component of the path may be a symbolic link.
+    /// Opens a regular file, or the object that a URL names. With `follow_links` the last component of the path may be a
+    /// symbolic link.
     pub fn open(path: &Path, follow_links: bool, method: Method) -> Result<Self> {
+        if is_url(path) {
+            return open_object(path, method);
+        }
         let (file, stamp) = open_regular(path, follow_links)?;
         let n_bytes = stamp.n_bytes;
         let is_mapped = n_bytes > 0
@@ -339,6 +391,14 @@ impl Source {
         match &self.store {
             Store::File(file) => file.map.is_some(),
             Store::Ranges(ranges) => ranges.is_borrowable(),
+        }
+    }
+
+    /// Whether each read is a request to another host, see [`Ranges::is_remote`].
+    pub fn is_remote(&self) -> bool {
+        match &self.store {
+            Store::File(_) => false,
+            Store::Ranges(ranges) => ranges.is_remote(),
         }
     }
 

@@ -23,9 +23,11 @@ use crate::check::verify::{Checks, verifies_files, verify_files};
 use crate::control::Control;
 use crate::error::{Error, Kind, Result};
 use crate::files::checksum::CHUNK_BYTES;
+use crate::planning::extents::Rules;
 use crate::planning::plan::{Array, Plan, PlanSource};
 use crate::read::fetch::{BoxCopy, Faulted, Run};
 use crate::read::readahead::{Piece, Readahead};
+use crate::read::window::{Direct, Early, Window, add_wanted, has_remote, plan_extents};
 
 const BAND_BYTES: u64 = 2 << 20;
 
@@ -66,11 +68,16 @@ pub fn fill_tuned(
         ));
     }
     let checks = Checks::new(plan);
-    let bands = split(plan, &checks, out)?;
+    let spans = spans(plan, out)?;
     if verifies_files(plan) {
         // Only then: a thread of the pool that is woken begins later than this one.
         team.install(|| verify_files(plan, control))?;
     }
+    if has_remote(plan) {
+        // On the pool, so that the calling thread handles signals while bands wait for requests.
+        return team.install(|| fill_remote(plan, &checks, spans, stores, control, tuning));
+    }
+    let (bands, _) = split(plan, &checks, spans);
     let measures = tuning.measures(plan.n_bytes());
     let pieces = bands
         .iter()
@@ -86,44 +93,199 @@ pub fn fill_tuned(
             stores,
             control,
             faulted: &Faulted::default(),
+            window: None,
             tuning,
             // A copy that waits for the disk is no sample.
             measures: measures && !readahead.is_cold(),
         };
-        for band in band {
-            let array = band.array;
-            for (start, to) in band.parts() {
-                let n_bytes = to.len() as u64;
-                fill_units(run, array, start, to)?;
-                control.advance(n_bytes);
-            }
-        }
-        finish_stores();
-        Ok(())
+        fill_band(run, band)
     })
 }
 
-/// The bands of all arrays, in their order. A band that begins in the page of the band before copies that part last.
-fn split<'a>(
-    plan: &'a Plan<'_>,
+fn fill_band(run: Run<'_>, band: Vec<Band<'_>>) -> Result<()> {
+    for band in band {
+        let array = band.array;
+        for (start, to) in band.parts() {
+            let n_bytes = to.len() as u64;
+            fill_units(run, array, start, to)?;
+            run.control.advance(n_bytes);
+        }
+    }
+    finish_stores();
+    Ok(())
+}
+
+/// As [`fill_tuned`], where sources are on other hosts: the ranges that the bands need are requested early.
+fn fill_remote(
+    plan: &Plan<'_>,
     checks: &Checks,
-    out: Vec<&'a mut [u8]>,
-) -> Result<Vec<Vec<Band<'a>>>> {
-    let mut bands: Vec<Vec<Band<'_>>> = vec![Vec::new()];
-    let mut free_bytes = BAND_BYTES;
-    let mut last_byte = 0; // the address of the last byte in the last band
-    for (array, mut rest) in plan.arrays().iter().zip(out) {
-        if rest.len() as u64 != array.n_bytes() {
+    spans: Vec<Span<'_>>,
+    stores: Stores,
+    control: &Control,
+    tuning: &Tuning,
+) -> Result<()> {
+    let rules = Rules::default();
+    let (spans, mut direct) = take_direct(plan, checks, spans, rules);
+    let (bands, first_bands) = split(plan, checks, spans);
+    for run in &mut direct {
+        run.before = first_bands.get(run.before).copied().unwrap_or(usize::MAX);
+    }
+    let mut wanted = Vec::new();
+    for (number, band) in bands.iter().enumerate() {
+        add_wanted(
+            plan,
+            number,
+            &mut band.iter().map(Band::piece),
+            rules,
+            &mut wanted,
+        );
+    }
+    let extents = plan_extents(plan, checks, &wanted, bands.len(), rules);
+    let window = Window::new(plan, &extents, direct);
+    window.run(control, || {
+        Team::current().for_each(bands, |number, band| {
+            window.wait_for(number, control)?;
+            let run = Run {
+                plan,
+                checks,
+                stores,
+                control,
+                faulted: &Faulted::default(),
+                window: Some(&window),
+                tuning,
+                measures: false,
+            };
+            fill_band(run, band)?;
+            window.finish(number);
+            Ok(())
+        })
+    })
+}
+
+/// Takes long runs of remote sources out of the spans: they are fetched into the destination. [`Direct::before`] is the
+/// number of the span that follows.
+fn take_direct<'a>(
+    plan: &'a Plan<'_>,
+    checks: &'a Checks,
+    spans: Vec<Span<'a>>,
+    rules: Rules,
+) -> (Vec<Span<'a>>, Vec<Direct<'a>>) {
+    let (mut rest, mut direct) = (Vec::new(), Vec::new());
+    for span in spans {
+        let array = span.array;
+        let file = array
+            .contiguous()
+            .map(|copy_op| (copy_op, plan.source(copy_op)));
+        let (unit, n_bytes) = (array.unit_bytes(), span.to.len() as u64);
+        let Some((copy_op, PlanSource::File(_, file))) = file else {
+            rest.push(span);
+            continue;
+        };
+        let checksums = checks.checksums(copy_op.source, file);
+        let (start, end) = (copy_op.src_start_bytes, copy_op.src_start_bytes + n_bytes);
+        let (mut first, mut last) = (start, end);
+        if let Some(checksums) = checksums {
+            let chunk = CHUNK_BYTES as u64;
+            first = start.next_multiple_of(chunk);
+            last = if end == checksums.n_bytes() {
+                end
+            } else {
+                end / chunk * chunk
+            };
+        }
+        let fits = array.stored == array.dtype
+            && first + rules.request_bytes <= last
+            && (first - start).is_multiple_of(unit)
+            && (last - start).is_multiple_of(unit);
+        if !file.source().is_remote() || !fits {
+            rest.push(span);
+            continue;
+        }
+        let (head, after) = span.to.split_at_mut((first - start) as usize);
+        let (middle, tail) = after.split_at_mut((last - first) as usize);
+        if !head.is_empty() {
+            rest.push(Span {
+                array,
+                start: span.start,
+                to: head,
+            });
+        }
+        let (mut at, mut left) = (first, middle);
+        while !left.is_empty() {
+            // Requests end where those of other plans do, so that caches of a service serve them.
+            let until = ((at / rules.request_bytes + 1) * rules.request_bytes).min(last);
+            let (to, after) = left.split_at_mut((until - at) as usize);
+            direct.push(Direct {
+                file,
+                checksums,
+                start: at,
+                to,
+                before: rest.len(),
+                name: &array.name,
+            });
+            (at, left) = (until, after);
+        }
+        if !tail.is_empty() {
+            rest.push(Span {
+                array,
+                start: span.start + (last - start) / unit,
+                to: tail,
+            });
+        }
+    }
+    (rest, direct)
+}
+
+/// A part of the destination of an array.
+struct Span<'a> {
+    array: &'a Array,
+    /// First unit.
+    start: u64,
+    to: &'a mut [u8],
+}
+
+/// One span per array that has bytes.
+fn spans<'a>(plan: &'a Plan<'_>, out: Vec<&'a mut [u8]>) -> Result<Vec<Span<'a>>> {
+    let arrays = plan.arrays().iter().zip(out);
+    arrays
+        .map(|(array, to)| {
+            if to.len() as u64 == array.n_bytes() {
+                return Ok(Span {
+                    array,
+                    start: 0,
+                    to,
+                });
+            }
             let message = format!(
                 "the buffer of `{}` has {} bytes, expected {}",
                 array.name,
-                rest.len(),
+                to.len(),
                 array.n_bytes()
             );
-            return Err(Error::new(Kind::Argument, message).key(&array.name));
-        }
+            Err(Error::new(Kind::Argument, message).key(&array.name))
+        })
+        .collect()
+}
+
+/// The bands of all spans, in their order, and the number of the band in which each span begins. A band that begins in the
+/// page of the band before copies that part last.
+fn split<'a>(
+    plan: &'a Plan<'_>,
+    checks: &Checks,
+    spans: Vec<Span<'a>>,
+) -> (Vec<Vec<Band<'a>>>, Vec<usize>) {
+    let mut bands: Vec<Vec<Band<'_>>> = vec![Vec::new()];
+    let mut first_bands = Vec::with_capacity(spans.len());
+    let mut free_bytes = BAND_BYTES;
+    let mut last_byte = 0; // the address of the last byte in the last band
+    for Span {
+        array,
+        mut start,
+        to: mut rest,
+    } in spans
+    {
         let verified_from = verified_run(plan, checks, array);
-        let mut start = 0;
+        first_bands.push(bands.len() - 1);
         while !rest.is_empty() {
             let whole_units = |bytes: u64| bytes / array.unit_bytes() * array.unit_bytes();
             if rest.len() as u64 >= BAND_BYTES {
@@ -166,7 +328,7 @@ fn split<'a>(
             }
         }
     }
-    Ok(bands)
+    (bands, first_bands)
 }
 
 struct Band<'a> {
@@ -338,7 +500,7 @@ mod tests {
                 out.push(one);
                 rest = after;
             }
-            let bands = split(&plan, &Checks::new(&plan), out).unwrap();
+            let (bands, _) = split(&plan, &Checks::new(&plan), spans(&plan, out).unwrap());
             let mut first_pages = Vec::new();
             let mut n_split = 0;
             for band in bands.into_iter().filter(|band| !band.is_empty()) {

@@ -15,6 +15,7 @@ use crate::files::shard_file::ShardFile;
 use crate::files::source::Source;
 use crate::planning::plan::{CopyOp, Plan, PlanSource};
 use crate::read::readahead::{MIN_GAP_BYTES, skips_gaps};
+use crate::read::window::Early;
 use std::cell::{Cell, RefCell};
 use std::collections::HashSet;
 use std::ops::Range;
@@ -49,9 +50,25 @@ pub(crate) struct Run<'a> {
     pub(crate) stores: Stores,
     pub(crate) control: &'a Control,
     pub(crate) faulted: &'a Faulted,
+    /// What was fetched early from remote sources.
+    pub(crate) window: Option<&'a dyn Early>,
     pub(crate) tuning: &'a Tuning,
     /// Whether the copies are measured.
     pub(crate) measures: bool,
+}
+
+impl Run<'_> {
+    /// Reads a range of a source: from what was fetched early, if it is there.
+    fn read_at(self, number: u32, source: &Source, start: u64, to: &mut [u8]) -> Result<()> {
+        if self
+            .window
+            .is_some_and(|window| window.read_at(number, start, to))
+        {
+            return Ok(());
+        }
+        self.control.fetched(to.len() as u64);
+        source.read_at(start, to)
+    }
 }
 
 /// What a band has faulted in.
@@ -375,8 +392,10 @@ impl<'a> BoxCopy<'a> {
             self.copy_from(from, dims, dst);
             return Ok(());
         }
+        let (run, number) = (self.run, self.copy_op.source);
+        let read = |at, to: &mut [u8]| run.read_at(number, file.source(), at, to);
         SCRATCH.with_borrow_mut(|scratch| {
-            let at = read_chunks(file, checksums, range, scratch, control)?;
+            let at = read_chunks(file, checksums, range, scratch, read)?;
             self.copy_from(&scratch[at..], dims, dst);
             Ok(())
         })
@@ -400,21 +419,21 @@ impl<'a> BoxCopy<'a> {
         } else {
             (end / chunk * chunk).max(first)
         };
-        let control = self.run.control;
+        let (run, source) = (self.run, self.copy_op.source);
         let to = &mut self.to[at..at + n_bytes as usize];
         let (head, rest) = to.split_at_mut((first - start) as usize);
         let (middle, tail) = rest.split_at_mut((last - first) as usize);
         // Each chunk is verified while it is in the cache.
         for (number, middle) in ((first / chunk) as usize..).zip(middle.chunks_mut(CHUNK_BYTES)) {
-            file.source().read_at(number as u64 * chunk, middle)?;
-            control.fetched(middle.len() as u64);
+            run.read_at(source, file.source(), number as u64 * chunk, middle)?;
             verify_chunks(file, checksums, number, middle)?;
         }
         for (from, to) in [(start, head), (last, tail)] {
             if !to.is_empty() {
                 SCRATCH.with_borrow_mut(|scratch| {
                     let range = (from, to.len() as u64);
-                    let at = read_chunks(file, checksums, range, scratch, control)?;
+                    let read = |at, to: &mut [u8]| run.read_at(source, file.source(), at, to);
+                    let at = read_chunks(file, checksums, range, scratch, read)?;
                     copy_run(to, &scratch[at..at + to.len()], false);
                     Ok(())
                 })?;
@@ -459,7 +478,6 @@ impl<'a> BoxCopy<'a> {
         }
         // Gaps of a resident range were not fetched.
         let fetched = if skips_gaps { useful } else { span };
-        self.run.control.fetched(fetched);
         // One system call per run, like faulting it in, and it copies the bytes as well.
         let is_scattered = is_one_run(dims)
             && (is_part && span < SCATTERED_RUN_BYTES && source.has_fd()
@@ -470,14 +488,17 @@ impl<'a> BoxCopy<'a> {
             let (number, faulted) = (self.copy_op.source, self.run.faulted);
             faulted.bytes(number, file, (start, span))?
         };
+        let number = self.copy_op.source;
         if let Some(from) = mapped {
+            self.run.control.fetched(fetched);
             self.copy_from(from, dims, dst);
         } else if is_scattered || is_one_run(dims) {
             let at = (dst * self.unit_bytes) as usize;
-            source.read_at(start, &mut self.to[at..at + useful as usize])?;
+            let to = &mut self.to[at..at + useful as usize];
+            self.run.read_at(number, source, start, to)?;
         } else {
             let mut scratch = vec![0; span as usize];
-            source.read_at(start, &mut scratch)?;
+            self.run.read_at(number, source, start, &mut scratch)?;
             self.copy_from(&scratch, dims, dst);
         }
         Ok(())

@@ -144,6 +144,7 @@ impl Task<'_> {
                 checks: &checks,
                 stores: Stores::Plain,
                 control: self.control,
+                window: None,
                 faulted: &Faulted::default(), // of a short time: the pages must still be there
                 tuning: Tuning::of_process(),
                 measures: false,

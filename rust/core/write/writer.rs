@@ -30,6 +30,7 @@ use crate::error::Result;
 use crate::files::checksum::{Checksums, crc32c};
 use crate::files::header::Header;
 use crate::planning::plan::{Array, Plan};
+use crate::read::window::{Early, Window, has_remote};
 use crate::write::route::Route;
 use buffers::{Buffer, n_in_flight};
 pub use buffers::{Buffers, MIN_MEMORY_BYTES};
@@ -169,8 +170,16 @@ fn write_content<S: Sink>(
     let routes = sink.has_routes().then_some(routes);
     let finder = finder_of(content.plan.arrays(), &content.container.starts);
     let bytes = Bytes::Planned(content);
-    let pieces = PieceWriter::new(&sink, bytes, n_bytes, routes, &finder, control);
-    let chunks = pieces.write(buffers)?;
+    let write = |window: Option<&dyn Early>| {
+        PieceWriter::new(&sink, bytes, n_bytes, routes, &finder, window, control).write(buffers)
+    };
+    let chunks = if has_remote(content.plan) {
+        let extents = content.extents();
+        let window = Window::new(content.plan, &extents, Vec::new());
+        window.run(control, || write(Some(&window)))?
+    } else {
+        write(None)?
+    };
     sink.publish()?;
     Ok(Written {
         checksums: content.checksums(chunks)?,
@@ -199,7 +208,7 @@ pub fn write_image(
     let finder =
         Finder::new(entries.map(|one| (one.dtype, header_bytes + one.start, one.end - one.start)));
     let bytes = Bytes::InMemory(image);
-    let pieces = PieceWriter::new(&temporary, bytes, n_bytes, None, &finder, control);
+    let pieces = PieceWriter::new(&temporary, bytes, n_bytes, None, &finder, None, control);
     let chunks = pieces.write(
         (0..n_in_flight(n_bytes))
             .map(|_| Buffer::default())

@@ -1,6 +1,6 @@
 //! The content of a file: the arrays of a plan and the bytes between them.
 
-use super::{BAND_BYTES, DIRECT_BLOCK_BYTES};
+use super::{BAND_BYTES, DIRECT_BLOCK_BYTES, PIECE_BYTES};
 use crate::bytes::memory::{Stores, finish_stores};
 use crate::bytes::tuning::Tuning;
 use crate::check::verify::Checks;
@@ -8,9 +8,11 @@ use crate::control::Control;
 use crate::error::{Error, Kind, Result};
 use crate::files::checksum::{Checksums, crc32c};
 use crate::files::header;
+use crate::planning::extents::{Extents, Rules};
 use crate::planning::plan::{Array, Plan};
 use crate::read::copy::fill_bytes;
 use crate::read::fetch::{Faulted, Run};
+use crate::read::window::{Early, add_wanted, plan_extents};
 use crc_fast::{CrcAlgorithm, checksum};
 use rayon::prelude::*;
 use std::borrow::Cow;
@@ -249,7 +251,7 @@ impl Content<'_> {
     ) -> Result<()> {
         let bands: Vec<_> = to.chunks_mut(BAND_BYTES).enumerate().collect();
         bands.into_par_iter().try_for_each(|(i, band)| {
-            self.fill_band(start + (i * BAND_BYTES) as u64, band, stores, control)
+            self.fill_band(start + (i * BAND_BYTES) as u64, band, stores, None, control)
         })
     }
 
@@ -258,6 +260,7 @@ impl Content<'_> {
         at: u64,
         to: &mut [u8],
         stores: Stores,
+        window: Option<&dyn Early>,
         control: &Control,
     ) -> Result<()> {
         control.check()?;
@@ -270,6 +273,7 @@ impl Content<'_> {
             stores,
             control,
             faulted: &Faulted::default(),
+            window,
             tuning,
             measures: tuning.measures(n_bytes),
         };
@@ -283,6 +287,33 @@ impl Content<'_> {
             let again = self.fill_parts(&arrays, Run { checks, ..run }, at, to);
             again.err().unwrap_or(error)
         })
+    }
+
+    /// The requests for remote sources, in pieces of the file.
+    pub(super) fn extents(&self) -> Extents {
+        let (rules, n_pieces) = (
+            Rules::default(),
+            self.n_bytes().div_ceil(PIECE_BYTES as u64),
+        );
+        let mut wanted = Vec::new();
+        for (start, array) in &self.parts.arrays {
+            let (start, unit) = (*start, array.unit_bytes());
+            let end = start + array.n_bytes();
+            for piece in start / PIECE_BYTES as u64..end.div_ceil(PIECE_BYTES as u64) {
+                let from = (piece * PIECE_BYTES as u64).max(start) - start;
+                let until = ((piece + 1) * PIECE_BYTES as u64).min(end) - start;
+                let part: &Array = array;
+                let units = (part, from / unit, until.div_ceil(unit));
+                add_wanted(
+                    self.plan,
+                    piece as usize,
+                    &mut std::iter::once(units),
+                    rules,
+                    &mut wanted,
+                );
+            }
+        }
+        plan_extents(self.plan, &self.checks, &wanted, n_pieces as usize, rules)
     }
 
     /// Fills `to` with the bytes of the file from `at` on.

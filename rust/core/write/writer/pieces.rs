@@ -9,6 +9,7 @@ use crate::control::Control;
 use crate::error::{Error, Kind, Result};
 use crate::files::checksum::{CHUNK_BYTES, crc32c};
 use crate::planning::plan::PlanSource;
+use crate::read::window::Early;
 use crate::write::route::{Route, Routes};
 use crc_fast::{CrcAlgorithm, checksum_combine};
 use std::collections::BTreeMap;
@@ -114,6 +115,8 @@ pub(super) struct PieceWriter<'a, S> {
     fill_permits: Semaphore,
     /// Held while new memory is touched.
     touching: Mutex<()>,
+    /// What is fetched early from remote sources.
+    window: Option<&'a dyn Early>,
     control: &'a Control,
 }
 
@@ -125,6 +128,7 @@ impl<'a, S: Sink> PieceWriter<'a, S> {
         n_bytes: u64,
         routes: Option<&'a Routes>,
         finder: &'a Finder,
+        window: Option<&'a dyn Early>,
         control: &'a Control,
     ) -> Self {
         let n_chunks = (n_bytes as usize).div_ceil(CHUNK_BYTES);
@@ -150,6 +154,7 @@ impl<'a, S: Sink> PieceWriter<'a, S> {
             },
             fill_permits: Semaphore::new(n_at_once),
             touching: Mutex::new(()),
+            window,
             control,
         }
     }
@@ -239,7 +244,14 @@ impl<'a, S: Sink> PieceWriter<'a, S> {
             Bytes::Planned(content) => {
                 let piece = &mut buffer[..len];
                 let unfilled = OnDrop(|| self.fail_sums());
+                let number = (at / PIECE_BYTES as u64) as usize;
+                if let Some(window) = self.window {
+                    window.wait_for(number, self.control)?;
+                }
                 self.fill_piece(content, at, piece)?;
+                if let Some(window) = self.window {
+                    window.finish(number);
+                }
                 if let Some(sums) = &self.array_sums {
                     sums.add(at, content.part_sums(at, piece));
                     // A thread that waits for earlier pieces holds no permit: they may need it.
@@ -288,7 +300,7 @@ impl<'a, S: Sink> PieceWriter<'a, S> {
         };
         for (i, band) in piece.chunks_mut(band_bytes).enumerate() {
             let at = at + (i * band_bytes) as u64;
-            content.fill_band(at, band, Stores::Plain, self.control)?;
+            content.fill_band(at, band, Stores::Plain, self.window, self.control)?;
             if self.array_sums.is_none() {
                 self.sum_chunks(at, band);
             }
