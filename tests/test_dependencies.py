@@ -39,7 +39,7 @@ def test_an_expression_is_met_by_the_allowed_licences() -> None:
 def test_all_crates_come_from_the_registry() -> None:
     crates = tomllib.loads((ROOT / "Cargo.lock").read_text())["package"]
     others = {crate["name"]: crate.get("source") for crate in crates if crate.get("source") != REGISTRY}
-    assert others == dict.fromkeys(["reshard-core", "reshard-formats", "reshard-python"])
+    assert others == dict.fromkeys(["reshard-core", "reshard-formats", "reshard-python", "reshard-remote"])
 
 
 @pytest.mark.skipif(shutil.which("cargo") is None, reason="no cargo")

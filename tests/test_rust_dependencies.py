@@ -12,6 +12,7 @@ CRATES = {
     ".": (["rust/core"], ["rust/core", "tests", "benches"]),
     "rust/formats": (["rust/formats/src"], ["rust/formats/src", "rust/formats/tests"]),
     "rust/python": (["rust/python/src"], ["rust/python/src"]),
+    "rust/remote": (["rust/remote/src"], ["rust/remote/src"]),
 }
 """For each crate the folders of its sources, and those of its sources and tests."""
 

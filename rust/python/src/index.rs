@@ -27,6 +27,7 @@ use reshard_core::{Error, Kind, small_files, writer};
 use reshard_formats::metadata::{self, CellTable, Metadata, MetadataTensor};
 use reshard_formats::{ckpt, gguf, torch_file};
 use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -34,7 +35,7 @@ use std::sync::Arc;
 type FileState = (u64, i64, u64);
 
 /// A path, the state of the file when it was opened, and its state now.
-type Change = (PathBuf, FileState, Option<FileState>);
+type Change = (OsString, FileState, Option<FileState>);
 
 type TileArguments = (Vec<u64>, Vec<u64>, u64, Vec<u64>);
 
@@ -257,8 +258,9 @@ impl Index {
             .collect()
     }
 
-    fn file_path(&self, py: Python<'_>, file: u32) -> PyResult<PathBuf> {
-        raise(py, self.index.file_path(file)).map(PathBuf::from)
+    /// As text: `pathlib` would join the slashes of a URL.
+    fn file_path(&self, py: Python<'_>, file: u32) -> PyResult<OsString> {
+        raise(py, self.index.file_path(file)).map(OsString::from)
     }
 
     fn file_bytes(&self, py: Python<'_>, file: u32) -> PyResult<u64> {
@@ -270,7 +272,7 @@ impl Index {
         let changed = py.detach(|| self.index.changed_file(in_place));
         let facts = |stamp: Stamp| (stamp.n_bytes, stamp.modified_ns, stamp.inode);
         Ok(raise(py, changed)?.map(|change| {
-            let path = change.path.to_owned();
+            let path = change.path.as_os_str().to_owned();
             (path, facts(change.opened), change.now.map(facts))
         }))
     }

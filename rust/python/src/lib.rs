@@ -18,6 +18,8 @@ mod patterns;
 mod plan;
 mod quantised;
 mod records;
+#[cfg(feature = "remote")]
+mod remote;
 mod run;
 mod strategy;
 mod torch;
@@ -30,6 +32,12 @@ use pyo3::prelude::*;
 /// The Rust core: geometry and bytes.
 #[pymodule]
 mod _core {
+    #[cfg(feature = "remote")]
+    #[pymodule_export]
+    use super::remote::{
+        RemoteObject, object_names, object_status, read_small_object, remote_counts,
+        set_bucket_options, shown_url,
+    };
     #[pymodule_export]
     use super::{
         arrays::{ArrayColumns, array_kinds, reordered},
@@ -58,6 +66,8 @@ mod _core {
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        #[cfg(feature = "remote")]
+        reshard_remote::install();
         super::records::add_to(module)?;
         module.add("ZEROS", reshard_core::stored::ZEROS)?;
         module.add("__version__", env!("CARGO_PKG_VERSION"))

@@ -1,0 +1,174 @@
+//! Objects in buckets and behind HTTP.
+
+use crate::errors::raise;
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+use reshard_core::Result;
+use reshard_remote::folder::{self, Found};
+use reshard_remote::object::{self, Object};
+use reshard_remote::{Address, Options};
+use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::Duration;
+
+/// How often signals are handled while a request waits.
+const TICK: Duration = Duration::from_millis(50);
+
+/// Runs a request on a thread of its own, and handles signals meanwhile. An interrupted request ends by itself.
+fn wait<T: Send + 'static>(
+    py: Python<'_>,
+    work: impl FnOnce() -> Result<T> + Send + 'static,
+) -> PyResult<T> {
+    let (sender, receiver) = channel();
+    let started = std::thread::Builder::new()
+        .name("reshard-request".to_owned())
+        .spawn(move || sender.send(work()));
+    started.map_err(|error| PyRuntimeError::new_err(format!("cannot start a thread: {error}")))?;
+    // `Receiver` is not shared between threads: it moves in and comes back.
+    let mut receiver = receiver;
+    loop {
+        let (found, back) = py.detach(move || (receiver.recv_timeout(TICK), receiver));
+        receiver = back;
+        match found {
+            Ok(result) => return raise(py, result),
+            Err(RecvTimeoutError::Timeout) => py.check_signals()?,
+            Err(RecvTimeoutError::Disconnected) => {
+                return Err(PyRuntimeError::new_err("a request ended without a result"));
+            }
+        }
+    }
+}
+
+fn address(py: Python<'_>, url: &str) -> PyResult<Address> {
+    raise(py, Address::parse(url))
+}
+
+/// An opened object.
+#[pyclass(module = "reshard._core", frozen)]
+pub(crate) struct RemoteObject(Arc<Object>);
+
+#[pymethods]
+impl RemoteObject {
+    #[new]
+    fn new(py: Python<'_>, url: &str) -> PyResult<Self> {
+        let address = address(py, url)?;
+        wait(py, move || Object::open(&address)).map(|object| Self(Arc::new(object)))
+    }
+
+    #[getter]
+    fn n_bytes(&self) -> u64 {
+        self.0.n_bytes()
+    }
+
+    fn read<'py>(
+        &self,
+        py: Python<'py>,
+        start: u64,
+        n_bytes: u64,
+    ) -> PyResult<Bound<'py, PyBytes>> {
+        let object = Arc::clone(&self.0);
+        let read = move || {
+            let n = n_bytes.min(object.n_bytes().saturating_sub(start));
+            let mut to = vec![0; n as usize];
+            object.read_at(start, &mut to)?;
+            Ok(to)
+        };
+        wait(py, read).map(|bytes| PyBytes::new(py, &bytes))
+    }
+}
+
+/// Size, `ETag` and time of the last change of an object; the size is `None` for a folder.
+type Status = (Option<u64>, String, i64);
+
+#[pyfunction]
+pub(crate) fn object_status(py: Python<'_>, url: &str) -> PyResult<Option<Status>> {
+    let address = address(py, url)?;
+    let found = wait(py, move || folder::stat(&address))?;
+    Ok(found.map(status_of))
+}
+
+fn status_of(found: Found) -> Status {
+    match found {
+        Found::Object {
+            n_bytes,
+            e_tag,
+            modified,
+        } => (Some(n_bytes), e_tag.unwrap_or_default(), modified),
+        Found::Folder => (None, String::new(), 0),
+    }
+}
+
+#[pyfunction]
+#[pyo3(signature = (url, max_pages=None))]
+pub(crate) fn object_names(
+    py: Python<'_>,
+    url: &str,
+    max_pages: Option<usize>,
+) -> PyResult<(Vec<(String, Status)>, bool)> {
+    let address = address(py, url)?;
+    let max_pages = max_pages.unwrap_or(usize::MAX);
+    let (found, is_complete) = wait(py, move || folder::entries(&address, max_pages))?;
+    let found = found
+        .into_iter()
+        .map(|(name, found)| (name, status_of(found)));
+    Ok((found.collect(), is_complete))
+}
+
+#[pyfunction]
+pub(crate) fn read_small_object<'py>(
+    py: Python<'py>,
+    url: &str,
+    max_bytes: u64,
+) -> PyResult<Option<Bound<'py, PyBytes>>> {
+    let address = address(py, url)?;
+    let content = wait(py, move || object::read_small(&address, max_bytes))?;
+    Ok(content.map(|content| PyBytes::new(py, &content)))
+}
+
+#[pyfunction]
+#[pyo3(signature = (url, *, endpoint=None, region=None, anonymous=false, allow_http=false, retry_s=None))]
+pub(crate) fn set_bucket_options(
+    py: Python<'_>,
+    url: &str,
+    endpoint: Option<String>,
+    region: Option<String>,
+    anonymous: bool,
+    allow_http: bool,
+    retry_s: Option<f64>,
+) -> PyResult<()> {
+    let retry_for = retry_s.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+    let options = Options {
+        endpoint,
+        region,
+        anonymous,
+        allow_http,
+        retry_for,
+    };
+    raise(
+        py,
+        reshard_remote::set_options(&address(py, url)?, &options),
+    )
+}
+
+/// Requests, fetched bytes and wanted bytes of this process.
+#[pyfunction]
+pub(crate) fn remote_counts() -> (u64, u64, u64) {
+    let (n_requests, fetched_bytes) = object::counts();
+    (
+        n_requests,
+        fetched_bytes,
+        reshard_core::window::wanted_bytes(),
+    )
+}
+
+/// The URL of an object for messages; the complete one is kept.
+#[pyfunction]
+pub(crate) fn shown_url(py: Python<'_>, url: &str) -> PyResult<String> {
+    let address = address(py, url)?;
+    let shown = address.shown();
+    if shown != url {
+        reshard_remote::options::set_url(&address, url);
+    }
+    Ok(shown)
+}

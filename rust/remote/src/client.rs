@@ -1,0 +1,324 @@
+//! Clients of the services, and the runtime that they need: made when they are first used, and anew after a fork.
+//!
+//! The connections of a process must not be used by its child, and no thread of the runtime survives a fork. So each
+//! process has an entry in a list, found by its number, which is never removed: to drop connections of the parent in a
+//! child would take them from the parent, too.
+
+use crate::address::{Address, Service};
+use crate::environment::Environment;
+use crate::failure::explain;
+use crate::options::{Options, options_of, url_of};
+use crate::service::Connector;
+use object_store::aws::{AmazonS3, AmazonS3Builder, AmazonS3ConfigKey};
+use object_store::azure::{AzureConfigKey, MicrosoftAzure, MicrosoftAzureBuilder};
+use object_store::client::ClientConfigKey;
+use object_store::gcp::{GoogleCloudStorage, GoogleCloudStorageBuilder, GoogleConfigKey};
+use object_store::http::{HttpBuilder, HttpStore};
+use object_store::list::PaginatedListStore;
+use object_store::{BackoffConfig, ObjectStore, RetryConfig};
+use reshard_core::{Error, Kind, Result};
+use std::fmt;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
+use tokio::runtime::{Builder, Runtime};
+
+pub(crate) const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Without an answer or a byte for so long, a request is tried again.
+pub(crate) const READ_TIMEOUT: Duration = Duration::from_secs(30);
+pub(crate) const USER_AGENT: &str = concat!("reshard/", env!("CARGO_PKG_VERSION"));
+const RETRY_FOR: Duration = Duration::from_secs(60);
+const N_RUNTIME_THREADS: usize = 2;
+/// Connections that are kept open for the next request.
+const MAX_IDLE: &str = "64";
+
+/// What a client is made of.
+#[derive(Clone, PartialEq, Eq)]
+struct Spec {
+    address: Address,
+    options: Options,
+    environment: Environment,
+    /// With a signature, for HTTP.
+    url: Option<String>,
+}
+
+/// The client of a bucket.
+pub(crate) struct Client {
+    spec: Spec,
+    pid: u32,
+    store: Store,
+}
+
+enum Store {
+    S3(AmazonS3),
+    Google(GoogleCloudStorage),
+    Azure(MicrosoftAzure),
+    Files(HttpStore),
+}
+
+impl fmt::Debug for Client {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Client")
+            .field("address", &self.spec.address)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Client {
+    /// The client of the bucket of an address, by what options and environment say now.
+    pub(crate) fn of(address: &Address) -> Result<Arc<Self>> {
+        let options = options_of(address);
+        let needs_profile = address.service == Service::S3 && !options.anonymous;
+        let spec = Spec {
+            address: Address {
+                key: String::new(),
+                ..address.clone()
+            },
+            environment: Environment::of_process(needs_profile)?,
+            url: url_of(address),
+            options,
+        };
+        Process::this().client(&spec)
+    }
+
+    /// This client, or its like if this process is a child of the one that made it.
+    pub(crate) fn here(self: &Arc<Self>) -> Result<Arc<Self>> {
+        if self.pid == std::process::id() {
+            return Ok(Arc::clone(self));
+        }
+        Process::this().client(&self.spec)
+    }
+
+    /// The objects.
+    pub(crate) fn objects(&self) -> &dyn ObjectStore {
+        match &self.store {
+            Store::S3(store) => store,
+            Store::Google(store) => store,
+            Store::Azure(store) => store,
+            Store::Files(store) => store,
+        }
+    }
+
+    /// The lists of objects; a server of files has none.
+    pub(crate) fn lists(&self) -> Option<&dyn PaginatedListStore> {
+        match &self.store {
+            Store::S3(store) => Some(store),
+            Store::Google(store) => Some(store),
+            Store::Azure(store) => Some(store),
+            Store::Files(_) => None,
+        }
+    }
+
+    /// How long a request is tried again.
+    pub(crate) fn retry_for(&self) -> Duration {
+        self.spec.options.retry_for.unwrap_or(RETRY_FOR)
+    }
+
+    fn new(spec: &Spec) -> Result<Self> {
+        // Only fails if another provider was installed first, which serves as well.
+        let _ = rustls::crypto::ring::default_provider().install_default();
+        let made = match spec.address.service {
+            Service::S3 => s3(spec).map(Store::S3),
+            Service::Google => google(spec).map(Store::Google),
+            Service::Azure => azure(spec).map(Store::Azure),
+            Service::Http => files(spec).map(Store::Files),
+        };
+        let store =
+            made.map_err(|error| explain("connecting to", &spec.address, &error, Duration::ZERO))?;
+        Ok(Self {
+            spec: spec.clone(),
+            pid: std::process::id(),
+            store,
+        })
+    }
+}
+
+fn retry(spec: &Spec) -> RetryConfig {
+    RetryConfig {
+        backoff: BackoffConfig::default(),
+        max_retries: 20,
+        retry_timeout: spec.options.retry_for.unwrap_or(RETRY_FOR),
+    }
+}
+
+/// Options of the connections. The whole of a body may take any time, each part of it may not.
+fn connection_options() -> [(ClientConfigKey, String); 5] {
+    [
+        (ClientConfigKey::Timeout, "1 day".to_owned()),
+        (
+            ClientConfigKey::ReadTimeout,
+            format!("{} s", READ_TIMEOUT.as_secs()),
+        ),
+        (
+            ClientConfigKey::ConnectTimeout,
+            format!("{} s", CONNECT_TIMEOUT.as_secs()),
+        ),
+        (ClientConfigKey::PoolMaxIdlePerHost, MAX_IDLE.to_owned()),
+        (ClientConfigKey::UserAgent, USER_AGENT.to_owned()),
+    ]
+}
+
+fn s3(spec: &Spec) -> object_store::Result<AmazonS3> {
+    let mut builder = AmazonS3Builder::new();
+    for (key, value) in spec.environment.with_prefix("AWS_") {
+        // AWS_ENDPOINT_URL has a name of its own in `object_store`.
+        if let Ok(key) = key.parse::<AmazonS3ConfigKey>() {
+            builder = builder.with_config(key, value);
+        }
+    }
+    for (key, value) in connection_options() {
+        builder = builder.with_config(AmazonS3ConfigKey::Client(key), value);
+    }
+    let options = &spec.options;
+    if let Some(endpoint) = &options.endpoint {
+        builder = builder.with_endpoint(endpoint);
+    }
+    if let Some(region) = &options.region {
+        builder = builder.with_region(region);
+    }
+    if options.allow_http {
+        builder = builder.with_config(
+            AmazonS3ConfigKey::Client(ClientConfigKey::AllowHttp),
+            "true",
+        );
+    }
+    if options.anonymous {
+        builder = builder.with_skip_signature(true);
+    }
+    let builder = builder
+        .with_bucket_name(&spec.address.bucket)
+        .with_retry(retry(spec));
+    builder.with_http_connector(Connector::Cloud).build()
+}
+
+fn google(spec: &Spec) -> object_store::Result<GoogleCloudStorage> {
+    let mut builder = GoogleCloudStorageBuilder::new();
+    for (key, value) in spec.environment.with_prefix("GOOGLE_") {
+        if let Ok(key) = key.parse::<GoogleConfigKey>() {
+            builder = builder.with_config(key, value);
+        }
+    }
+    for (key, value) in connection_options() {
+        builder = builder.with_config(GoogleConfigKey::Client(key), value);
+    }
+    let emulator = spec.environment.get("STORAGE_EMULATOR_HOST");
+    let endpoint = spec.options.endpoint.as_deref().or(emulator);
+    let is_http = endpoint.is_some_and(|endpoint| endpoint.starts_with("http://"));
+    let allow_http = spec.options.allow_http || emulator.is_some() && is_http;
+    builder = builder.with_config(
+        GoogleConfigKey::Client(ClientConfigKey::AllowHttp),
+        allow_http.to_string(),
+    );
+    if let Some(endpoint) = endpoint {
+        builder = builder.with_base_url(endpoint);
+    }
+    if spec.options.anonymous || emulator.is_some() {
+        builder = builder.with_skip_signature(true);
+    }
+    let builder = builder
+        .with_bucket_name(&spec.address.bucket)
+        .with_retry(retry(spec));
+    builder.with_http_connector(Connector::Cloud).build()
+}
+
+fn azure(spec: &Spec) -> object_store::Result<MicrosoftAzure> {
+    let mut builder = MicrosoftAzureBuilder::new();
+    for (key, value) in spec.environment.with_prefix("AZURE_") {
+        if let Ok(key) = key.parse::<AzureConfigKey>() {
+            builder = builder.with_config(key, value);
+        }
+    }
+    if let Some(endpoint) = spec.environment.get("IDENTITY_ENDPOINT") {
+        builder = builder.with_msi_endpoint(endpoint);
+    }
+    for (key, value) in connection_options() {
+        builder = builder.with_config(AzureConfigKey::Client(key), value);
+    }
+    if let Some(endpoint) = &spec.options.endpoint {
+        builder = builder.with_endpoint(endpoint.clone());
+    }
+    if spec.options.allow_http {
+        builder = builder.with_allow_http(true);
+    }
+    if spec.options.anonymous {
+        builder = builder.with_skip_signature(true);
+    }
+    let builder = builder
+        .with_container_name(&spec.address.bucket)
+        .with_retry(retry(spec));
+    builder.with_http_connector(Connector::Cloud).build()
+}
+
+fn files(spec: &Spec) -> object_store::Result<HttpStore> {
+    let url = spec.url.as_deref().unwrap_or(&spec.address.root);
+    HttpBuilder::new()
+        .with_url(url)
+        .with_retry(retry(spec))
+        .with_http_connector(Connector::Files)
+        .build()
+}
+
+/// The clients and the runtime of a process.
+struct Process {
+    pid: u32,
+    runtime: OnceLock<Runtime>,
+    /// None is removed, see above.
+    clients: Mutex<Vec<Arc<Client>>>,
+    next: OnceLock<Box<Process>>,
+}
+
+static FIRST: OnceLock<Box<Process>> = OnceLock::new();
+
+impl Process {
+    fn this() -> &'static Self {
+        let pid = std::process::id();
+        let mut slot = &FIRST;
+        loop {
+            if let Some(found) = slot.get() {
+                if found.pid == pid {
+                    return found;
+                }
+                slot = &found.next;
+            } else {
+                let new = Self {
+                    pid,
+                    runtime: OnceLock::new(),
+                    clients: Mutex::default(),
+                    next: OnceLock::new(),
+                };
+                // Another thread may have been first; then the loop finds its entry.
+                let _ = slot.set(Box::new(new));
+            }
+        }
+    }
+
+    fn client(&self, spec: &Spec) -> Result<Arc<Client>> {
+        let mut clients = self.clients.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(found) = clients.iter().find(|client| client.spec == *spec) {
+            return Ok(Arc::clone(found));
+        }
+        let _inside = runtime()?.enter();
+        let made = Arc::new(Client::new(spec)?);
+        clients.push(Arc::clone(&made));
+        Ok(made)
+    }
+}
+
+/// The runtime of this process.
+pub(crate) fn runtime() -> Result<&'static Runtime> {
+    let process = Process::this();
+    if let Some(runtime) = process.runtime.get() {
+        return Ok(runtime);
+    }
+    let built = Builder::new_multi_thread()
+        .worker_threads(N_RUNTIME_THREADS)
+        .thread_name("reshard-remote")
+        .enable_all()
+        .build();
+    let built = built.map_err(|error| {
+        Error::new(
+            Kind::Io,
+            format!("cannot start threads for requests: {error}"),
+        )
+    })?;
+    Ok(process.runtime.get_or_init(|| built))
+}

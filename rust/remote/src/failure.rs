@@ -1,0 +1,297 @@
+//! Failed requests as errors of the core: what was done, the object, the status, and what to do.
+
+use crate::address::{Address, Service};
+use http::StatusCode;
+use object_store::client::{HttpError, HttpErrorKind};
+use reshard_core::error::Printable;
+use reshard_core::{Error, Kind};
+use std::error::Error as StdError;
+use std::fmt;
+use std::path::Path;
+use std::time::Duration;
+
+/// Error numbers of the system, by which callers tell passing failures from damage.
+const EACCES: i32 = 13;
+const EAGAIN: i32 = 11;
+const ETIMEDOUT: i32 = 110;
+const ECONNREFUSED: i32 = 111;
+const ECOMM: i32 = 70;
+
+/// A failed answer of a service. It holds nothing of the request, which is signed.
+#[derive(Debug, Clone)]
+pub(crate) struct Answer {
+    status: StatusCode,
+    /// Such as `NoSuchBucket`; empty if unknown.
+    code: String,
+    /// The region in which the bucket is, if the service says so.
+    region: Option<String>,
+}
+
+impl Answer {
+    pub(crate) fn new(parts: &http::response::Parts, body: &[u8]) -> Self {
+        let body = String::from_utf8_lossy(&body[..body.len().min(16 << 10)]);
+        let header = |name: &str| Some(parts.headers.get(name)?.to_str().ok()?.to_owned());
+        let code = element(&body, "Code").or_else(|| header("x-ms-error-code"));
+        let region = header("x-amz-bucket-region").or_else(|| element(&body, "Region"));
+        Self {
+            status: parts.status,
+            code: code.unwrap_or_default(),
+            region,
+        }
+    }
+
+    fn lacks_bucket(&self) -> bool {
+        matches!(&*self.code, "NoSuchBucket" | "ContainerNotFound")
+    }
+
+    /// Whether the same request can succeed later.
+    pub(crate) fn passes(&self) -> bool {
+        self.status.is_server_error() && self.status != StatusCode::NOT_IMPLEMENTED
+            || matches!(
+                self.status,
+                StatusCode::TOO_MANY_REQUESTS | StatusCode::REQUEST_TIMEOUT
+            )
+    }
+}
+
+impl fmt::Display for Answer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.status.as_u16())?;
+        match (self.code.is_empty(), self.status.canonical_reason()) {
+            (false, _) => write!(f, " {}", Printable(&self.code)),
+            (true, Some(reason)) => write!(f, " {reason}"),
+            (true, None) => Ok(()),
+        }
+    }
+}
+
+impl StdError for Answer {}
+
+/// The text of the first element of XML with a name, if it is a plain word.
+fn element(body: &str, name: &str) -> Option<String> {
+    let (_, rest) = body.split_once(&format!("<{name}>"))?;
+    let (text, _) = rest.split_once('<')?;
+    let is_word = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+    (!text.is_empty() && text.len() <= 64 && text.chars().all(is_word)).then(|| text.to_owned())
+}
+
+/// The answer that an error of `object_store` holds.
+pub(crate) fn answer_of(error: &object_store::Error) -> Option<&Answer> {
+    chain(error).find_map(|one| one.downcast_ref::<Answer>())
+}
+
+/// Whether an object does not exist.
+pub(crate) fn is_missing(error: &object_store::Error) -> bool {
+    answer_of(error)
+        .is_some_and(|answer| answer.status == StatusCode::NOT_FOUND && !answer.lacks_bucket())
+        || matches!(error, object_store::Error::NotFound { .. }) && answer_of(error).is_none()
+}
+
+/// Whether a range lies beyond the object.
+pub(crate) fn is_beyond(error: &object_store::Error) -> bool {
+    answer_of(error).is_some_and(|answer| answer.status == StatusCode::RANGE_NOT_SATISFIABLE)
+}
+
+fn chain<'a>(
+    error: &'a (dyn StdError + 'static),
+) -> impl Iterator<Item = &'a (dyn StdError + 'static)> {
+    std::iter::successors(Some(error), |&one| one.source())
+}
+
+/// The error of an object that is another one than the one that was opened.
+pub(crate) fn replaced(address: &Address) -> Error {
+    Error::damaged(format!("{address} was replaced while it was read"))
+        .path(Path::new(&address.shown()))
+        .hint("open it again; nothing that was read is mixed with the new content")
+}
+
+/// An error of the core for a failed request; `doing` is what it was for, such as "reading".
+pub(crate) fn explain(
+    doing: &str,
+    address: &Address,
+    error: &object_store::Error,
+    retried: Duration,
+) -> Error {
+    let retried = format!("; it was tried for {} s", retried.as_secs());
+    let failed = |what: String| format!("{doing} {address}: {what}");
+    let io = |what: String, errno: i32| Error::new(Kind::Io, failed(what)).errno(errno);
+    let made = if let Some(answer) = answer_of(error) {
+        of_answer(address, answer, failed, &retried)
+    } else if is_insecure(error) {
+        let what = "the endpoint begins with http://, and requests without TLS are not allowed";
+        io(what.to_owned(), EACCES)
+            .hint("set AWS_ALLOW_HTTP=true, or `allow_http` of `BucketOptions`, if the network is trusted")
+    } else if let Some(kind) = chain(error)
+        .find_map(|one| one.downcast_ref::<HttpError>())
+        .map(HttpError::kind)
+    {
+        let cause = innermost(error);
+        match kind {
+            HttpErrorKind::Connect => io(
+                format!("the service cannot be reached ({cause}){retried}"),
+                ECONNREFUSED,
+            )
+            .hint(format!(
+                "check the network and {}",
+                endpoint_hint(address.service)
+            )),
+            HttpErrorKind::Timeout => {
+                io(format!("the service does not answer{retried}"), ETIMEDOUT).hint(format!(
+                    "check the network and {}",
+                    endpoint_hint(address.service)
+                ))
+            }
+            _ => io(format!("the connection failed ({cause}){retried}"), ECOMM).hint("try again"),
+        }
+    } else {
+        io(innermost(error), ECOMM).hint(credentials_hint(address.service))
+    };
+    made.path(Path::new(&address.shown()))
+}
+
+fn of_answer(
+    address: &Address,
+    answer: &Answer,
+    failed: impl Fn(String) -> String,
+    retried: &str,
+) -> Error {
+    let io = |what: String, errno: i32| Error::new(Kind::Io, failed(what)).errno(errno);
+    let (bucket, service) = (&address.bucket, address.service);
+    match answer.status.as_u16() {
+        412 => replaced(address),
+        416 => Error::damaged(failed("it is shorter than when it was opened".to_owned())),
+        // Not as of a folder that does not exist: a run must not start anew because of a wrong name.
+        404 if answer.lacks_bucket() => {
+            io(format!("there is no bucket `{bucket}` ({answer})"), ECOMM)
+                .hint(format!("check its name and {}", endpoint_hint(service)))
+        }
+        404 => Error::new(
+            Kind::NotFound,
+            format!("there is no object {address} ({answer})"),
+        ),
+        301 | 302 | 307 | 308 => wrong_region(&io, address, answer),
+        400 if answer.code == "AuthorizationHeaderMalformed" => wrong_region(&io, address, answer),
+        400 if matches!(&*answer.code, "ExpiredToken" | "InvalidToken") => {
+            io(format!("the credentials have expired ({answer})"), EACCES)
+                .hint(credentials_hint(service))
+        }
+        401 => io(
+            format!("the service requires credentials ({answer})"),
+            EACCES,
+        )
+        .hint(credentials_hint(service)),
+        403 if matches!(
+            &*answer.code,
+            "InvalidAccessKeyId"
+                | "SignatureDoesNotMatch"
+                | "ExpiredToken"
+                | "RequestTimeTooSkewed"
+                | "AuthenticationFailed"
+        ) =>
+        {
+            io(
+                format!("the service does not accept the credentials ({answer})"),
+                EACCES,
+            )
+            .hint(credentials_hint(service))
+        }
+        403 => io(
+            format!("the credentials do not permit it ({answer})"),
+            EACCES,
+        )
+        .hint(permissions_hint(service)),
+        429 | 503 => io(
+            format!("the service asks for fewer requests ({answer}){retried}"),
+            EAGAIN,
+        )
+        .hint("try again later, or from fewer hosts at once"),
+        500..=599 => {
+            io(format!("the service failed ({answer}){retried}"), EAGAIN).hint("try again later")
+        }
+        _ => io(format!("the service answered {answer}"), ECOMM),
+    }
+}
+
+fn wrong_region(io: &impl Fn(String, i32) -> Error, address: &Address, answer: &Answer) -> Error {
+    if address.service != Service::S3 {
+        return io(
+            format!("the service answered {answer}, a redirection"),
+            ECOMM,
+        );
+    }
+    let bucket = &address.bucket;
+    match &answer.region {
+        Some(region) => io(
+            format!(
+                "the bucket `{bucket}` is in the region `{}` ({answer})",
+                Printable(region)
+            ),
+            ECOMM,
+        )
+        .hint(format!(
+            "set AWS_REGION={}, or `region` of `BucketOptions`",
+            Printable(region)
+        )),
+        None => io(
+            format!("the bucket `{bucket}` is in another region ({answer})"),
+            ECOMM,
+        )
+        .hint("set AWS_REGION, or `region` of `BucketOptions`, to the region of the bucket"),
+    }
+}
+
+/// The cause without addresses of requests, which can hold a signature.
+fn innermost(error: &(dyn StdError + 'static)) -> String {
+    let last = chain(error)
+        .last()
+        .map(ToString::to_string)
+        .unwrap_or_default();
+    let shown = last
+        .split_whitespace()
+        .map(|word| if word.contains("://") { "..." } else { word });
+    Printable(&shown.collect::<Vec<_>>().join(" ")).to_string()
+}
+
+fn is_insecure(error: &object_store::Error) -> bool {
+    chain(error).any(|one| one.to_string().contains("URL scheme is not allowed"))
+}
+
+fn endpoint_hint(service: Service) -> &'static str {
+    match service {
+        Service::S3 => "AWS_ENDPOINT_URL, or `endpoint` of `BucketOptions`",
+        Service::Google => "`endpoint` of `BucketOptions`",
+        Service::Azure => "AZURE_STORAGE_ACCOUNT_NAME, or `endpoint` of `BucketOptions`",
+        Service::Http => "the URL",
+    }
+}
+
+fn credentials_hint(service: Service) -> &'static str {
+    match service {
+        Service::S3 => {
+            "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (and AWS_SESSION_TOKEN), or AWS_PROFILE, or run where an \
+             identity of the instance or the workload is given; `anonymous` of `BucketOptions` reads public buckets"
+        }
+        Service::Google => {
+            "set GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`, or run where an identity \
+             of the workload is given; `anonymous` of `BucketOptions` reads public buckets"
+        }
+        Service::Azure => {
+            "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or AZURE_STORAGE_SAS_KEY, or run where an \
+             identity of the workload is given; `anonymous` of `BucketOptions` reads public containers"
+        }
+        Service::Http => "a signed URL may have expired: make a new one",
+    }
+}
+
+fn permissions_hint(service: Service) -> &'static str {
+    match service {
+        Service::S3 => "reading needs s3:GetObject and s3:ListBucket; see docs/guides/buckets.md",
+        Service::Google => {
+            "reading needs storage.objects.get and storage.objects.list; see docs/guides/buckets.md"
+        }
+        Service::Azure => {
+            "reading needs the role Storage Blob Data Reader; see docs/guides/buckets.md"
+        }
+        Service::Http => "a signed URL may have expired: make a new one",
+    }
+}

@@ -1,0 +1,29 @@
+//! Objects in S3, Google Cloud Storage, Azure Blob Storage and behind HTTP: their names, sizes and ranges of bytes.
+//!
+//! An object is named by a URL: `s3://bucket/key`, `gs://bucket/key`, `az://container/key`, `https://host/path`. This crate
+//! reads the variables of the environment and the files in which each cloud keeps credentials. They appear in no error
+//! and in no debug output.
+
+pub mod address;
+
+pub mod options;
+
+mod failure;
+
+mod environment;
+
+mod service;
+
+mod client;
+
+pub mod object;
+
+pub mod folder;
+
+pub use address::Address;
+pub use options::{Options, set_options};
+
+/// Lets the core open objects by their URL.
+pub fn install() {
+    reshard_core::source::set_object_opener(object::open);
+}

@@ -1,0 +1,70 @@
+//! Options of a bucket that hold for the process. What is not set is found as the SDK of the cloud finds it.
+
+use crate::address::Address;
+use reshard_core::{Error, Kind, Result};
+use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+/// How a bucket is reached.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
+pub struct Options {
+    /// The URL of the service, such as that of a server with the interface of S3.
+    pub endpoint: Option<String>,
+    /// The region of the bucket.
+    pub region: Option<String>,
+    /// Requests have no signature, as for public buckets.
+    pub anonymous: bool,
+    /// Requests may be sent without TLS.
+    pub allow_http: bool,
+    /// How long a request that fails for a passing reason is tried again.
+    pub retry_for: Option<Duration>,
+}
+
+static OF_BUCKETS: Mutex<Option<HashMap<String, Options>>> = Mutex::new(None);
+
+/// Sets the options of a bucket, such as `s3://bucket`, for this process.
+///
+/// # Errors
+/// [`Kind::Argument`]: the bucket has other options already.
+pub fn set_options(address: &Address, options: &Options) -> Result<()> {
+    let mut all = OF_BUCKETS.lock().unwrap_or_else(PoisonError::into_inner);
+    let known = all
+        .get_or_insert_default()
+        .entry(address.root.clone())
+        .or_insert_with(|| options.clone());
+    if *known == *options {
+        return Ok(());
+    }
+    let message = format!(
+        "{} already has the options {known:?}, and {options:?} were given",
+        address.shown()
+    );
+    Err(Error::new(Kind::Argument, message)
+        .hint("a bucket has the same options everywhere in a process"))
+}
+
+/// The URLs of objects behind HTTP with their signatures, by the URL that is shown.
+static SIGNED: Mutex<Option<HashMap<String, String>>> = Mutex::new(None);
+
+/// Keeps a URL of HTTP with its signature, which messages do not show; the newest one of an object counts.
+pub fn set_url(address: &Address, url: &str) {
+    let mut all = SIGNED.lock().unwrap_or_else(PoisonError::into_inner);
+    all.get_or_insert_default()
+        .insert(address.root.clone(), url.to_owned());
+}
+
+/// The URL of an object behind HTTP with its signature, if it has one.
+pub(crate) fn url_of(address: &Address) -> Option<String> {
+    let all = SIGNED.lock().unwrap_or_else(PoisonError::into_inner);
+    all.as_ref()?.get(&address.root).cloned()
+}
+
+/// The options of the bucket of an address.
+pub(crate) fn options_of(address: &Address) -> Options {
+    let all = OF_BUCKETS.lock().unwrap_or_else(PoisonError::into_inner);
+    all.as_ref()
+        .and_then(|all| all.get(&address.root))
+        .cloned()
+        .unwrap_or_default()
+}

@@ -1,0 +1,76 @@
+//! The HTTP client below `object_store`: it keeps the status and the code of a failed answer, which `object_store` does not
+//! give to its callers, and decides which failures pass.
+
+use crate::failure::Answer;
+use async_trait::async_trait;
+use object_store::ClientOptions;
+use object_store::client::{
+    HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpResponse, HttpService,
+    ReqwestConnector,
+};
+
+/// Marks the requests for objects, in contrast to those for credentials.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ForObject;
+
+/// Makes the clients.
+#[derive(Debug)]
+pub(crate) enum Connector {
+    /// For a cloud: requests with the mark are for objects.
+    Cloud,
+    /// For a server of files: all requests are for objects, and redirections are followed.
+    Files,
+}
+
+impl HttpConnector for Connector {
+    fn connect(&self, options: &ClientOptions) -> object_store::Result<HttpClient> {
+        let (inner, all) = match self {
+            Self::Cloud => (ReqwestConnector::default().connect(options)?, false),
+            Self::Files => {
+                let client = reqwest::Client::builder()
+                    .http1_only()
+                    .connect_timeout(crate::client::CONNECT_TIMEOUT)
+                    .read_timeout(crate::client::READ_TIMEOUT)
+                    .user_agent(crate::client::USER_AGENT)
+                    .build();
+                let client = client.map_err(|error| object_store::Error::Generic {
+                    store: "HTTP",
+                    source: Box::new(error.without_url()),
+                })?;
+                (HttpClient::new(client), true)
+            }
+        };
+        Ok(HttpClient::new(Watched { inner, all }))
+    }
+}
+
+#[derive(Debug)]
+struct Watched {
+    inner: HttpClient,
+    all: bool,
+}
+
+#[async_trait]
+impl HttpService for Watched {
+    async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
+        let is_for_object = self.all || request.extensions().get::<ForObject>().is_some();
+        if is_for_object {
+            crate::object::count_request();
+        }
+        let response = self.inner.execute(request).await?;
+        let status = response.status();
+        if !is_for_object || status.is_success() || status == http::StatusCode::NOT_MODIFIED {
+            return Ok(response);
+        }
+        let (parts, body) = response.into_parts();
+        let body = body.bytes().await.unwrap_or_default();
+        let answer = Answer::new(&parts, &body);
+        // `Request` is tried again, `Unknown` is not.
+        let kind = if answer.passes() {
+            HttpErrorKind::Request
+        } else {
+            HttpErrorKind::Unknown
+        };
+        Err(HttpError::new(kind, answer))
+    }
+}
