@@ -731,12 +731,12 @@ def test_after_damage_the_error_says_that_given_arrays_are_undefined(tmp_path: P
 
 
 def test_views_can_be_written_and_nobody_else_sees_it(small: reshard.Checkpoint) -> None:
-    stored = small.path.read_bytes()
+    stored = Path(small.path).read_bytes()
     first, second = small.load(copy=False), small.load(copy=False)
     for array in first.values():
         assert array.flags.writeable
         array.reshape(-1).view(np.uint8)[:] = 0xAA
-    assert small.path.read_bytes() == stored
+    assert Path(small.path).read_bytes() == stored
     assert_same(second, TENSORS)
     assert_same(small.load(), TENSORS)
     with reshard.open(small.path) as again:

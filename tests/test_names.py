@@ -9,7 +9,8 @@ import subprocess
 import sys
 import textwrap
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,9 +33,6 @@ from reshard.errors import (
 from reshard.layout import Partition, TensorLayout
 from reshard.names import as_names, file
 from reshard.names.templates import Template, Templates
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # -- maps that say nothing sensible: YAML, and what is wrong with it
 
@@ -451,7 +449,7 @@ def test_a_renamed_checkpoint_is_proven_like_its_source(tmp_path: Path) -> None:
     with reshard.open(tmp_path / "root", names=joined()) as renamed:
         assert renamed.verified
         assert renamed.iteration == 1
-        file = renamed.path / renamed.files()[0].name
+        file = Path(renamed.path) / renamed.files()[0].name
         assert renamed.read("qk").tolist() == list(range(16))
         content = bytearray(file.read_bytes())
         content[-1] ^= 1

@@ -250,7 +250,7 @@ def test_a_file_that_cannot_be_looked_at(tmp_path: Path, monkeypatch: pytest.Mon
             place.read_small(10)
 
 
-@pytest.mark.parametrize("path", ["s3://bucket/run", Path("s3://bucket/run"), "file:///run", "gs:/bucket"])
+@pytest.mark.parametrize("path", ["hf://org/model", Path("s3://bucket/run"), "file:///run", "gs:/bucket"])
 def test_a_url_is_no_path(path: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     reshard.save_file({"w": np.zeros(2)}, "w.safetensors")
@@ -273,8 +273,8 @@ def test_a_url_is_no_path(path: str | Path, tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("url", "shown"),
     [
-        ("s3://KEY:sec/ret@bucket/run@2", "`s3://bucket/run@2`"),
-        ("https://bucket.host/run?X-Amz-Signature=secret", "`https://bucket.host/run`"),
+        ("ftp://KEY:sec/ret@host/run@2", "`ftp://host/run@2`"),
+        ("abfss://container.host/run?X-Amz-Signature=secret", "`abfss://container.host/run`"),
         ("hf://org/model@main", "`hf://org/model@main`"),
     ],
 )

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from reshard.options import Settings as Settings
     from reshard.options import Strict as Strict
     from reshard.options import Verify as Verify
+    from reshard.storage.location import locate as locate
+    from reshard.storage.remote import BucketOptions as BucketOptions
     from reshard.values.events import Event as Event
     from reshard.verbs.convert import ConvertReport as ConvertReport
     from reshard.verbs.convert import convert as convert
@@ -91,6 +93,8 @@ _NAMES = {
         "Strict",
         "Verify",
     ),
+    "reshard.storage.location": ("locate",),
+    "reshard.storage.remote": ("BucketOptions",),
     "reshard.verbs.convert": ("ConvertReport", "convert"),
     "reshard.verbs.convert_files": ("ConvertFilesReport", "convert_files"),
     "reshard.verbs.diff": ("DiffReport", "TensorDifference", "diff"),

@@ -35,6 +35,7 @@ __all__ = [
     "Opaque",
     "Patterns",
     "Plan",
+    "RemoteObject",
     "Request",
     "Snapshot",
     "SnapshotPool",
@@ -57,17 +58,23 @@ __all__ = [
     "dtype_bits",
     "encode_strategy",
     "folder_sizes",
+    "object_names",
+    "object_status",
     "open_dcp",
     "open_dcp_ranks",
     "read_dcp_paths",
     "read_gguf",
+    "read_small_object",
     "read_torch_content",
     "read_torch_file",
     "read_torch_object",
     "read_torch_shards",
+    "remote_counts",
     "rename",
     "reordered",
     "scrub",
+    "set_bucket_options",
+    "shown_url",
     "sync_together",
     "write_arrays",
 ]
@@ -1291,3 +1298,91 @@ def open_dcp_ranks(
 
 def read_dcp_paths(data: bytes) -> list[tuple[str, tuple[str | int, ...]]]:
     """The path of each flattened name in a `.metadata`: keys and positions."""
+
+# -- objects in buckets and behind HTTP: only of a core that was compiled with the feature `remote`
+
+@final
+class RemoteObject:
+    """An opened object. Every read is one of the version that was opened.
+
+    Args:
+        url: its URL.
+
+    Raises:
+        CheckpointNotFoundError: there is no such object.
+        StorageError: it cannot be read.
+        UnsupportedError: the server sends no ranges, or nothing by which a replaced file is noticed.
+    """
+
+    def __new__(cls, url: str) -> RemoteObject: ...
+    @property
+    def n_bytes(self) -> int:
+        """Its size in bytes."""
+
+    def read(self, start: int, n_bytes: int) -> bytes:
+        """Bytes from a position; fewer at the end of the object.
+
+        Raises:
+            DamagedFileError: the object was replaced.
+            StorageError: it cannot be read.
+        """
+
+def object_status(url: str) -> tuple[int | None, str, int] | None:
+    """Size, ETag and time of the last change (seconds since 1970) of an object; the size is None for a folder.
+
+    Returns:
+        None if there is neither an object nor a folder.
+
+    Raises:
+        CheckpointNotFoundError: there is no such bucket.
+        StorageError: the service cannot be asked.
+    """
+
+def object_names(url: str, max_pages: int | None = None) -> tuple[list[tuple[str, tuple[int | None, str, int]]], bool]:
+    """The names in a folder of a bucket, sorted, each with what `object_status` returns.
+
+    Args:
+        url: the folder.
+        max_pages: of at most so many pages of a list; None: all.
+
+    Returns:
+        The names, and whether these are all.
+
+    Raises:
+        CheckpointNotFoundError: there is no such folder or bucket.
+        StorageError: the service cannot be asked.
+        UnsupportedError: a server of files has no lists.
+    """
+
+def read_small_object(url: str, max_bytes: int) -> bytes | None:
+    """The complete content of an object; None if it has more than `max_bytes` bytes.
+
+    Raises:
+        CheckpointNotFoundError: there is no such object.
+        StorageError: it cannot be read.
+    """
+
+def remote_counts() -> tuple[int, int, int]:
+    """Requests for objects in this process so far, bytes of their answers, and bytes of the arrays that they were for."""
+
+def set_bucket_options(
+    url: str,
+    *,
+    endpoint: str | None = None,
+    region: str | None = None,
+    anonymous: bool = False,
+    allow_http: bool = False,
+    retry_s: float | None = None,
+) -> None:
+    """Set how a bucket is reached in this process.
+
+    Raises:
+        ArgumentError: it has other options already.
+    """
+
+def shown_url(url: str) -> str:
+    """A URL without what is secret in it. The complete one is used for requests that name it.
+
+    Raises:
+        ArgumentError: it is no URL of an object, a folder or a bucket.
+    """

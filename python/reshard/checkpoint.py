@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, overload
 
 import numpy as np
@@ -37,6 +36,7 @@ from reshard.values.words import check_text, counted, listed, nearest, show
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable
+    from pathlib import Path
     from types import TracebackType
     from typing import Self
 
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from reshard.layout.strategy import Strategy
     from reshard.names import ConfigLike, NamesLike, ResolvedTensor
     from reshard.quantised.kinds import Quantised
+    from reshard.storage.location import Location
 
 LayoutLike: TypeAlias = "ModelLayout | str | os.PathLike[str] | Mapping[str, Any]"
 
@@ -172,7 +173,7 @@ class Checkpoint:
     def __init__(self, data: CheckpointData) -> None:
         self.data = data
         self.format: str = data.traits.name
-        self.path = Path(data.path)
+        self.path: Path | Location = data.path.local if data.path.is_local else data.path
         self.iteration = data.iteration
         self.common = data.common
         self.manifest = data.manifest

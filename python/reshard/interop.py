@@ -19,7 +19,7 @@ import numpy as np
 from reshard import _core, dtypes
 from reshard.errors import ArgumentError, UnsupportedError
 from reshard.opening import open as open_checkpoint
-from reshard.storage.location import locate
+from reshard.storage.location import locate_output
 from reshard.values.argument_types import AnyText, Device
 from reshard.values.arguments import checked
 from reshard.values.indexing import TensorIndexError, normalize_index
@@ -149,8 +149,8 @@ def save_file(
         metadata: text by key, for the header of the file.
 
     Raises:
-        ArgumentError: a key or metadata is not text, a value is neither an array nor a tensor, or `filename` is a URL.
-        UnsupportedError: a dtype that the format lacks; a sparse, quantized or distributed tensor.
+        ArgumentError: a key or metadata is not text, or a value is neither an array nor a tensor.
+        UnsupportedError: a dtype that the format lacks; a sparse, quantized or distributed tensor; `filename` is a URL.
         StorageError: the operating system failed the write.
 
     Example:
@@ -175,7 +175,7 @@ def save_file(
         check_text(key, "key of the metadata")
         check_text(text, f"value of the metadata `{key}`")
     entries.sort(key=lambda entry: dtypes.file_order(entry[0], entry[1]))
-    target = locate(os.fsdecode(filename))
+    target = locate_output(os.fsdecode(filename))
     target.check_replaceable()
     # The default mode of a new file: 0666 minus the umask.
     _core.write_arrays(str(target), entries, metadata=metadata, mode=0o666)

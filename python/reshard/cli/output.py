@@ -37,6 +37,7 @@ from reshard.errors import (
 )
 from reshard.storage.host import disconnect
 from reshard.storage.location import locate
+from reshard.storage.remote import fetched_so_far
 from reshard.values.arguments import parse_size
 from reshard.values.words import show
 
@@ -375,7 +376,9 @@ def echo_more(n: int, what: str = "more", how: str = "--all lists them") -> None
 
 
 def echo_json(value: object) -> None:
-    """Print the JSON object of a command."""
+    """Print the JSON object of a command; if it read objects of buckets, `remote` tells what was fetched."""
+    if isinstance(value, dict) and (fetched := fetched_so_far()):
+        value = {**value, "remote": fetched}
     _write(json.dumps(value, indent=2, ensure_ascii=True, default=str))
 
 

@@ -35,7 +35,7 @@ from reshard.commit.manifest import PINNED_FILE, TRACKED_FILE, ManifestCache
 from reshard.commit.scrub import is_damage, scrub_folder
 from reshard.commit.trash import REMOVED, TRASH_FOLDER
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
-from reshard.storage.location import locate
+from reshard.storage.location import locate_output
 from reshard.values.arguments import checked
 from reshard.values.events import Observers
 from reshard.values.words import listed, show
@@ -245,7 +245,7 @@ def must_read_back(
         >>> import numpy as np, reshard
         >>> for number in (1, 2):
         ...     _ = reshard.save("read-back", number, {"w": np.zeros(4)})
-        >>> must_read_back(locate("read-back"), 3, keep=2), must_read_back(locate("read-back"), 3, keep=3)
+        >>> must_read_back(locate_output("read-back"), 3, keep=2), must_read_back(locate_output("read-back"), 3, keep=3)
         (True, False)
     """
     listed, cache = roots.resolve_candidates(root, entries), cache or ManifestCache()
@@ -318,7 +318,7 @@ def apply(
         >>> import tempfile
         >>> from reshard.options import Retention
         >>> with tempfile.TemporaryDirectory() as root:
-        ...     apply(locate(root), Retention(keep=2), original_fault=lambda folder: None).iterations
+        ...     apply(locate_output(root), Retention(keep=2), original_fault=lambda folder: None).iterations
         ()
     """
     try:
@@ -385,7 +385,7 @@ def remove(
         >>> import tempfile
         >>> from reshard.options import Retention
         >>> with tempfile.TemporaryDirectory() as root:
-        ...     remove(locate(root), Retention(keep=2), original_fault=lambda folder: None).iterations
+        ...     remove(locate_output(root), Retention(keep=2), original_fault=lambda folder: None).iterations
         ()
     """
     path, manifests_read = root.absolute(), cache or ManifestCache()
@@ -447,7 +447,7 @@ def pin(root: str | os.PathLike[str], iteration: int) -> None:
         CheckpointNotFoundError: there is no such iteration.
         StorageError: the system failed.
     """
-    place = locate(root)
+    place = locate_output(root)
     _folder(place, iteration)  # before a lock file is created in a folder that is not a root
     with claims.locked(place):
         folder = _folder(place, iteration)
@@ -463,7 +463,7 @@ def unpin(root: str | os.PathLike[str], iteration: int) -> None:
         CheckpointNotFoundError: there is no such iteration.
         StorageError: the system failed.
     """
-    place = locate(root)
+    place = locate_output(root)
     _folder(place, iteration)  # before a lock file is created in a folder that is not a root
     with claims.locked(place):
         folder = _folder(place, iteration)
@@ -620,7 +620,7 @@ def best_of(root: Location, metric: str) -> str | None:
         >>> import numpy as np, reshard
         >>> for n, loss in ((1, 2.0), (2, 1.0), (3, 4.0)):
         ...     _ = reshard.save("ranked", n, {"w": np.zeros(1)}, metrics={"loss": loss})
-        >>> [best_of(locate("ranked"), metric) for metric in ("loss", "-loss", "other")]
+        >>> [best_of(locate_output("ranked"), metric) for metric in ("loss", "-loss", "other")]
         ['iteration_00000002', 'iteration_00000003', None]
     """
     name, found = metric.removeprefix("-"), list[tuple[float, int, str]]()

@@ -154,7 +154,7 @@ def scrub_file(
         []
     """
     path, entry = str(folder / name), manifest.shards[name]
-    if folder.is_local:
+    if folder.store.is_opened_by_core:
         ranges = _core.scrub(
             path, entry.n_bytes, checksums, direct=direct, values=values, threads=threads, progress=progress
         )

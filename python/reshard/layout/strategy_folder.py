@@ -31,7 +31,7 @@ from reshard.layout.strategy_file import (
     write_strategy_file,
     written_as,
 )
-from reshard.storage.location import Location, locate
+from reshard.storage.location import Location, locate, locate_output
 from reshard.values.words import show
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def merge_strategies(
         ...     merge_strategies(folder, dst).world_size, list(read_strategy_file(dst).layouts)
         (2, ['0-w'])
     """
-    target = locate(dst)
+    target = locate_output(dst)
     if target.is_folder():
         raise ArgumentError(f"{show(str(target))} is a folder, the destination is one file", path=str(target))
     stages = read_stages(src)

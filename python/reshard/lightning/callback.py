@@ -35,7 +35,7 @@ from reshard.lightning.trainer_state import as_extra, check_hooks, without_tenso
 from reshard.opening import newer_than
 from reshard.options import Resuming, Retention, Strict, Verify
 from reshard.ranks.group import log_error_of_all, log_of_all, resolve
-from reshard.storage.location import locate
+from reshard.storage.location import locate, locate_output
 from reshard.torch import rng
 from reshard.torch.left_out import frozen_at_start
 from reshard.torch.optimizers import plain
@@ -315,7 +315,7 @@ class Saving:
         if self._resumed is not None:
             self._last_global_step_saved = trainer.global_step
         if self._resumed is None and trainer.is_global_zero and not trainer.fast_dev_run:
-            root = locate(self.dirpath)
+            root = locate_output(self.dirpath)
             later = newer_than(root, trainer.global_step) if root.is_folder() else ()
             if later:
                 raise ArgumentError(

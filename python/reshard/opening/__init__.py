@@ -132,11 +132,12 @@ def open(  # noqa: A001
             return _open(target, strategy, method, format)
         return _open_files(files, target, strategy, method, format)
 
-    if names is None:
-        opened = as_stored()
-    else:
-        with as_stored() as stored:
-            opened = stored.renamed(names)
+    with target.store.remembering():
+        if names is None:
+            opened = as_stored()
+        else:
+            with as_stored() as stored:
+                opened = stored.renamed(names)
     # A pickled checkpoint is opened again by its own folder: a root may have a newer one by then.
     is_iteration = opened.path.name != target.name and roots.parse_iteration_folder(opened.path.name) is not None
     again = str((locate(opened.path) if is_iteration else target).absolute())

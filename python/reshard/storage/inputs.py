@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import select
 import stat
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from reshard.errors import CheckpointNotFoundError, StorageError
 from reshard.storage.location import locate
 from reshard.storage.store import failing
 from reshard.values.words import show
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _WRITER_SECONDS = 10.0  # until another process must have opened a pipe
 
@@ -23,13 +26,16 @@ def read_input(path: str | os.PathLike[str], max_bytes: int) -> bytes:
         max_bytes: at most so many bytes are read, and the rest is left.
 
     Raises:
-        ArgumentError: it is a URL, or begins with `~`.
+        ArgumentError: it is a URL of another kind, or begins with `~`.
         CheckpointNotFoundError: there is no such file.
         StorageError: it is a folder, or a pipe that no process opens for writing, or the system failed to read it.
     """
     with failing("reading", path):
         try:
-            file_path = Path(locate(path))
+            location = locate(path)
+            if not location.is_local:
+                return location.read_head(max_bytes)
+            file_path = location.local
             if stat.S_ISFIFO(file_path.stat().st_mode):
                 return _read_pipe(file_path, max_bytes)
             with file_path.open("rb") as file:

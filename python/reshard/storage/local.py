@@ -50,6 +50,8 @@ _KINDS: dict[int, Kind] = {modes.S_IFREG: "file", modes.S_IFDIR: "folder", modes
 class LocalStore(Store):
     """The file system of this host."""
 
+    is_opened_by_core = True
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LocalStore)
 

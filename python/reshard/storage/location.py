@@ -4,7 +4,7 @@
     Location('output/iteration_00000400/common.json')
 
 Public functions accept text, `os.PathLike` or a `Location`, call `locate` once, and pass the `Location` on. A location
-of a local store is `os.PathLike` too: the core and other libraries take it as a path.
+is `os.PathLike` too: the core and other libraries take it as a path, or as the URL of an object.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from reshard.errors import ArgumentError, CheckpointNotFoundError, StorageError
+from reshard.errors import ArgumentError, CheckpointNotFoundError, StorageError, UnsupportedError
 from reshard.storage.local import LOCAL
 from reshard.storage.store import NO_FAULT_OF_A_FILE, join, kind_words
 from reshard.values.words import show
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
+    from reshard.storage.remote import BucketOptions
     from reshard.storage.store import Entry, Kind, Lock, OpenedFolder, Stat, Store
 
 
@@ -32,18 +33,23 @@ BROKEN_LINK_HINT = "mount the disk of the target, or correct the link"
 """For an error about a `Location.broken_link`."""
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # one slash: `Path` joins the two of a URL
+_REMOTE = re.compile(r"(?:s3|gs|az|https?)://")
 _CREDENTIALS = re.compile(r"(:/+)[^@]*:[^@]*@|\?.*", re.DOTALL)  # `name:password@`, and a signature in the query
 
 
-def locate(path: str | os.PathLike[str]) -> Location:
-    """The location that a path names: in the local file system, unless it is a `Location` already.
+def locate(path: str | os.PathLike[str], options: BucketOptions | None = None) -> Location:
+    """The location that a path or a URL names.
 
     Args:
-        path: text, a path or a location. Links are not resolved.
+        path: text, a path or a location: `s3://`, `gs://` and `az://` name objects in a bucket, `https://` and `http://`
+            a file behind a server; any other path is one of the local file system. Links are not resolved.
+        options: how the bucket of a URL is reached, in this whole process.
 
     Raises:
-        ArgumentError: it is a URL, or begins with `~`. As a path it would name a folder `s3:` or `~` in the working
-            directory.
+        ArgumentError: a URL of another kind, a `pathlib.Path` of a URL, or a path that begins with `~`. As a path it
+            would name a folder `s3:` or `~` in the working directory. Or `options` are given for a path that is no
+            URL, or for a bucket that has others already.
+        UnsupportedError: it is a URL, and the core was compiled without the feature `remote`.
 
     Example:
         >>> locate("output//checkpoint/").name
@@ -51,14 +57,21 @@ def locate(path: str | os.PathLike[str]) -> Location:
     """
     if isinstance(path, Location):
         return path
+    if isinstance(path, str) and _REMOTE.match(path):
+        from reshard.storage.remote import remote_store  # noqa: PLC0415  not needed without a URL
+
+        return Location(*remote_store(path.rstrip("/"), options))
+    if options is not None:
+        raise ArgumentError(f"{show(str(path))} is no URL, and `options` are those of a bucket", path=str(path))
     text = str(Path(path))  # by way of Path: one spelling for "a//b/" and "a/b"
     if _URL.match(text):
         url = _CREDENTIALS.sub(r"\1", str(path))
         raise ArgumentError(
-            f"{show(url)} is a URL, expected a path of a file system",
+            f"{show(url)} is a URL, expected a path of a file system, or text that begins with s3://, gs://, az://, "
+            "https:// or http://",
             path=url,
-            hint="object stores are not supported: use a folder, and copy it. If a local folder has this name, pass "
-            "its absolute path",
+            hint="pass a URL as text, since `pathlib` joins its slashes. If a local folder has this name, pass its "
+            "absolute path",
         )
     if text == "~" or text.startswith("~/"):
         raise ArgumentError(
@@ -67,6 +80,23 @@ def locate(path: str | os.PathLike[str]) -> Location:
             hint="pass `os.path.expanduser(path)`. If a local folder has this name, pass its absolute path",
         )
     return Location(LOCAL, text)
+
+
+def locate_output(path: str | os.PathLike[str]) -> Location:
+    """As `locate`, for a file or folder that is written.
+
+    Raises:
+        ArgumentError: as `locate`.
+        UnsupportedError: it is in a store that is only read.
+    """
+    found = locate(path)
+    if found.store.is_read_only:
+        raise UnsupportedError(
+            f"{show(str(found))} is a URL, and this version only reads buckets and files behind HTTP",
+            path=str(found),
+            hint="save into a folder, and copy it into the bucket",
+        )
+    return found
 
 
 def is_fault_of_file(error: StorageError) -> bool:
@@ -109,8 +139,8 @@ class Location:
         return f"Location({self.path!r})"
 
     def __fspath__(self) -> str:
-        """The path for functions that read or write local files. Raises StorageError for another store."""
-        return self.store.local_path(self.path)
+        """The path of a local file, or the URL of an object. Raises StorageError for another store."""
+        return self.store.url(self.path)
 
     def __truediv__(self, name: str) -> Location:
         """An entry of this folder, or of a folder below it.
@@ -135,8 +165,7 @@ class Location:
     @property
     def parent(self) -> Location:
         """The folder that holds it; the top folder is its own parent."""
-        folder, slash, _ = self.path.rpartition("/")
-        return Location(self.store, folder or slash or ".")
+        return Location(self.store, self.store.parent(self.path))
 
     @property
     def parents(self) -> Iterator[Location]:

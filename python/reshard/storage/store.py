@@ -199,7 +199,14 @@ class Store(abc.ABC):
 
     Unless a method says otherwise, it raises CheckpointNotFoundError if a path does not exist, and StorageError if the
     system failed.
+
+    Attributes:
+        is_read_only: whether nothing can be written into it.
+        is_opened_by_core: whether the core reads its files.
     """
+
+    is_read_only = False
+    is_opened_by_core = False
 
     # -- reading
 
@@ -292,6 +299,10 @@ class Store(abc.ABC):
         except ReshardError:
             return None
 
+    def remembering(self) -> AbstractContextManager[None]:
+        """While the block lasts, a store may remember what is in a folder; contents are read anew."""
+        return contextlib.nullcontext()
+
     def open_folder(self, path: str) -> OpenedFolder:
         """Open a folder to check and read its entries."""
         return OpenedFolder(self, path)
@@ -303,6 +314,19 @@ class Store(abc.ABC):
     def resolve(self, path: str) -> str:
         """The canonical path of a file or folder."""
         return self.absolute(path)
+
+    def parent(self, path: str) -> str:
+        """The path of the folder that holds an entry; that of the top folder is itself."""
+        folder, slash, _ = path.rpartition("/")
+        return folder or slash or "."
+
+    def url(self, path: str) -> str:
+        """The text that names a path in this store for other programs: the path of a local file, or a URL.
+
+        Raises:
+            StorageError: this store has neither.
+        """
+        return self.local_path(path)
 
     def local_path(self, path: str) -> str:
         """The path in the file system of this host.

@@ -47,7 +47,7 @@ from reshard.ranks.group import log_of_all, resolve, session
 from reshard.resume import RunFacts
 from reshard.resume.parts import object_name, with_parts
 from reshard.storage.inputs import read_input
-from reshard.storage.location import locate
+from reshard.storage.location import locate, locate_output
 from reshard.torch import environment as environments
 from reshard.torch.checks import MAX_SEED, count, seconds
 from reshard.torch.emergency import EXIT_GRACE_S, Rendezvous, Signals, notice_store_of
@@ -265,7 +265,7 @@ class Checkpointer:
     ) -> None:
         given = locals()
         self._given = {name: comparable(one) for name, one in given.items() if name not in _OF_EACH_RANK}
-        self._root = locate(root).absolute()  # the program may change its working folder
+        self._root = locate_output(root).absolute()  # the program may change its working folder
         self._every_steps, self._every_s = interval(save_every)
         if keep is ...:
             keep = Retention().keep if retention is None else None

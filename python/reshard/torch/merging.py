@@ -29,7 +29,7 @@ from reshard.formats.huggingface.writer import HuggingFaceWriter
 from reshard.formats.writers import KNOWN_FILES
 from reshard.options import Commit
 from reshard.storage.changes import make_folders, temporary_folder
-from reshard.storage.location import locate
+from reshard.storage.location import locate, locate_output
 from reshard.torch.adapters import unwrapped
 from reshard.torch.files import save_file
 from reshard.torch.modules import named
@@ -194,7 +194,7 @@ def write_merged(
         UnsupportedError: the published names of the model are not known.
         MismatchError: the checkpoint lacks a tensor, or the merged tensors are not those of `merge.model`.
     """
-    chosen, target = commit or Commit(), locate(out)
+    chosen, target = commit or Commit(), locate_output(out)
     names = published_names(merge.model)
     make_folders(target.parent)
     with (

@@ -32,6 +32,8 @@ Check: TypeAlias = Callable[[str, object], None]
 
 _MAX_SECONDS = 1e9  # threading refuses to wait for much longer
 _MAX_NAME_BYTES = 255
+_MAX_PATH_BYTES = 4095
+_URL = re.compile("[A-Za-z][A-Za-z0-9]+://")
 _MAX_INTEGER = 1 << 63
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
@@ -193,7 +195,10 @@ def check_path(name: str, value: object) -> None:
         raise StorageError(
             f"`{name}` is {show(path)}: a path cannot hold the character NUL", path=path, errno=errno.EINVAL
         )
-    if any(len(component) > _MAX_NAME_BYTES for component in encoded.split(b"/")) or len(encoded) > 4095:
+    is_url = _URL.match(path) is not None  # the signature in a URL can be longer than a name
+    if not is_url and (
+        any(len(component) > _MAX_NAME_BYTES for component in encoded.split(b"/")) or len(encoded) > _MAX_PATH_BYTES
+    ):
         hint = (
             "it holds lines: give the path of a file, or a mapping (`yaml.safe_load(text)`)" if "\n" in path else None
         )

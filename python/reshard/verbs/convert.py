@@ -53,7 +53,7 @@ from reshard.quantised.together import check_together
 from reshard.ranks.collective import Collective
 from reshard.ranks.group import SingleProcess, resolve, session
 from reshard.ranks.said_once import held_back, release
-from reshard.storage.location import Location, locate
+from reshard.storage.location import Location, locate, locate_output
 from reshard.values.argument_types import AnyText, GroupLike, Part, Progress, Seconds, Size
 from reshard.values.arguments import checked, parse_size, plain_integer
 from reshard.values.words import hub_hint, listed, show
@@ -281,7 +281,7 @@ def _convert(
     chosen, files, commit = asked.select, asked.files, asked.commit
     if commit.rollback or commit.takeover:
         raise ArgumentError("`rollback` and `takeover` of `Commit` are options of a save, and this is a conversion")
-    several, target = files_of(src), locate(dst)
+    several, target = files_of(src), locate_output(dst)
     source = locate(src) if several is None else common_folder(several)  # type: ignore[arg-type]
     writer = writer_for(asked.to, target, has_layout=asked.layout is not None)
     of_format = {"iteration": asked.iteration} | {

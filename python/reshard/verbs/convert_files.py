@@ -28,7 +28,7 @@ from reshard.errors import (
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.ckpt import names as ckpt
 from reshard.formats.rank_file import OpenedRankFile, add_rank_file
-from reshard.storage.location import Location, locate
+from reshard.storage.location import Location, locate, locate_output
 from reshard.values.argument_types import Progress, Size
 from reshard.values.arguments import checked, parse_size
 from reshard.values.words import check_text, listed, show
@@ -148,7 +148,7 @@ def convert_files(
     started = time.monotonic()
     renamed = _read_names(name_map)
     source = locate(src)
-    pairs = _pairs(source, None if dst is None else locate(dst), name_regex)
+    pairs = _pairs(source, None if dst is None else locate_output(dst), name_regex)
     for path, target in pairs:
         if path.resolved() == target.resolved():
             raise ArgumentError(

@@ -15,7 +15,7 @@ from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError
 from reshard.formats.checkpoint2.reader import open_folder
 from reshard.opening import is_damage, reason_of
 from reshard.options import explains_moved, retention_of
-from reshard.storage.location import locate
+from reshard.storage.location import locate_output
 from reshard.values.argument_types import Progress
 from reshard.values.arguments import checked
 from reshard.values.events import Observers, OnEvent
@@ -77,7 +77,7 @@ def prune(
     known = retention_of(keep, retention)
     if known is None:
         raise ArgumentError("`prune` needs `keep` or `retention`", hint="for example `keep=5`")
-    place = locate(root)
+    place = locate_output(root)
     if not roots.list_iterations(place):
         message = f"{show(str(place))} holds no iteration folder"
         raise CheckpointNotFoundError(message, path=str(place), hint=roots.missing_hint(place))

@@ -18,7 +18,7 @@ from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileEr
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint2.reader import open_folder
 from reshard.formats.health import last_healthy
-from reshard.storage.location import Location, locate
+from reshard.storage.location import Location, locate_output
 from reshard.values.argument_types import Progress
 from reshard.values.arguments import check, plain_integer
 from reshard.values.events import Observers, OnEvent
@@ -99,7 +99,7 @@ def rollback(
         200
     """
     check(rollback, on_event=on_event)
-    path = locate(root).absolute()
+    path = locate_output(root).absolute()
     if (iteration is None) is not healthy:
         raise ArgumentError(
             f"iteration {iteration}, healthy {healthy}: expected exactly one of them",

@@ -32,7 +32,7 @@ from reshard.ranks.collective import capture
 from reshard.ranks.distinct import gather_distinct
 from reshard.ranks.group import resolve, session
 from reshard.storage.host import boot_id
-from reshard.storage.location import locate
+from reshard.storage.location import locate_output
 from reshard.values.argument_types import GroupLike, Progress, Seconds
 from reshard.values.arguments import check, plain_integer
 from reshard.values.events import Observers, OnEvent
@@ -313,7 +313,7 @@ def save_with(
     if ready is not None and observers.functions:
         ready = _reports_copies(ready, observers, iteration, started)
     known = SaveOptions() if isinstance(options, BaseException) else options
-    task = SaveTask(locate(request.root).absolute(), iteration, request.timeout, known)
+    task = SaveTask(locate_output(request.root).absolute(), iteration, request.timeout, known)
     channel = session(group, f"save {iteration}"[:200])
 
     def draft() -> Draft[Any, Any, Any, Any]:

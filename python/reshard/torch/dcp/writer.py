@@ -42,7 +42,7 @@ from reshard.formats.replicas import Copies, is_any_of
 from reshard.formats.state_loader import TorchSaved
 from reshard.options import SaveOptions
 from reshard.storage.host import boot_id
-from reshard.storage.location import locate
+from reshard.storage.location import locate, locate_output
 from reshard.torch.dcp import items
 from reshard.torch.dcp.items import Inner, LocalFacts
 from reshard.torch.tensors import inner_tensors
@@ -218,7 +218,7 @@ class Writer(StorageWriter):
 
     def _start(self, path: str | os.PathLike[str]) -> None:
         # The program may change its working folder while a save runs, or before the next one.
-        self.path = str(locate(path).absolute())
+        self.path = str(locate_output(path).absolute())
         self._items: dict[ItemKey, WriteItem] = {}
         self._started = time.monotonic()
         self._running = _Running()
@@ -239,7 +239,7 @@ class Writer(StorageWriter):
         """Begin another checkpoint, at this path if one is given."""
         self._running.end()
         if checkpoint_id is not None:
-            self.path = str(locate(checkpoint_id).absolute())
+            self.path = str(locate_output(checkpoint_id).absolute())
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001
         """Begin a save. Raises UnsupportedError for `use_collectives=False`."""

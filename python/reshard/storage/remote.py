@@ -1,0 +1,458 @@
+"""Objects in S3, Google Cloud Storage and Azure Blob Storage, and files behind HTTP, as a store that is only read.
+
+A path is a URL, as `s3://bucket/run/common.json`. There are no folders: one exists while the name of an object begins
+with its path and `/`. Requests, credentials and retries are those of the core, which is compiled with the feature
+`remote` in wheels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, BinaryIO, NoReturn, TypeAlias
+
+from reshard import _core
+from reshard.errors import CheckpointNotFoundError, DamagedFileError, StorageError, UnsupportedError
+from reshard.storage.store import Abilities, Entry, HeldFile, Lock, Stat, Store, check_file, failing, ignore
+from reshard.values.argument_types import Seconds
+from reshard.values.arguments import check_fields
+from reshard.values.words import show
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from reshard.storage.store import Kind
+
+_Status: TypeAlias = tuple[int | None, str, int]
+"""Size (None for a folder), ETag, and time of the last change in seconds since 1970."""
+
+_PIECE_BYTES = 4 << 20
+_BUFFER_BYTES = 1 << 20
+_SECOND_NS = 1_000_000_000
+
+
+def is_available() -> bool:
+    """Whether the core was compiled with the feature `remote`."""
+    return hasattr(_core, "RemoteObject")
+
+
+def fetched_so_far() -> dict[str, int]:
+    """What this process has fetched from buckets and behind HTTP; empty if nothing.
+
+    Returns:
+        `n_requests`, `fetched_bytes`, and `wanted_bytes`: those of the arrays that were loaded or written from there.
+    """
+    n_requests, fetched_bytes, wanted_bytes = _core.remote_counts() if is_available() else (0, 0, 0)
+    counts = {"n_requests": n_requests, "fetched_bytes": fetched_bytes, "wanted_bytes": wanted_bytes}
+    return counts if n_requests else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketOptions:
+    """How a bucket is reached, see `reshard.locate`; they hold for the whole process. Credentials are none of them.
+
+    Credentials, and what is not set here, are found as the SDK of the cloud finds them: in variables of the
+    environment, in files of its command line, from the identity of the instance or of the workload.
+
+    Attributes:
+        endpoint: the URL of the service, such as that of a server with the interface of S3. Default: AWS_ENDPOINT_URL,
+            or the service of the cloud.
+        region: the region of the bucket. Default: AWS_REGION.
+        anonymous: send requests without a signature, as public buckets accept them. Default False.
+        allow_http: send requests without TLS if the endpoint begins with `http://`. Default: AWS_ALLOW_HTTP, or False.
+        retry_s: how long a request is tried again that fails for a passing reason, in seconds. Default 60.
+
+    Raises:
+        ArgumentError: a value has the wrong type.
+
+    Example:
+        >>> BucketOptions(endpoint="https://s3.example.org", anonymous=True).region is None
+        True
+    """
+
+    endpoint: str | None = None
+    region: str | None = None
+    anonymous: bool = False
+    allow_http: bool = False
+    retry_s: Seconds | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+class RemoteStore(Store):
+    """A bucket, or one file behind HTTP. Stores of one root are equal.
+
+    Args:
+        root: the URL of the bucket, or the URL of the file without its signature.
+    """
+
+    is_read_only = True
+    is_opened_by_core = True
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RemoteStore) and self.root == other.root
+
+    def __hash__(self) -> int:
+        return hash(self.root)
+
+    def __repr__(self) -> str:
+        return f"RemoteStore({self.root!r})"
+
+    # -- reading
+
+    def stat(self, path: str, *, follow_links: bool = False) -> Stat:
+        """See `Store.stat`; `identity` is the ETag."""
+        found = self._status(path)
+        if found is None:
+            raise CheckpointNotFoundError(f"there is no file or folder {show(path)}", path=path)
+        n_bytes, e_tag, modified = found
+        if n_bytes is None:
+            return Stat("folder", 0, path, 0, 0, 0)
+        modified_ns = modified * _SECOND_NS
+        return Stat("file", n_bytes, e_tag, modified_ns, modified_ns, 0)
+
+    def _status(self, path: str) -> _Status | None:
+        if self.lacks(path):
+            return None
+        remembered = _remembered.get()
+        if remembered is None:
+            return _look(path)
+        if path not in remembered.statuses:
+            folder, _, name = path.rpartition("/")
+            # A bucket itself can hold any number of other things.
+            listed = None if self.root in (path, folder) else remembered.folder(folder)
+            remembered.statuses[path] = _look(path) if listed is None else listed.get(name)
+        return remembered.statuses[path]
+
+    def entries(self, path: str) -> list[Entry]:
+        """See `Store.entries`."""
+        return [Entry(name, kind) for name, kind, _ in self.sizes(path)]
+
+    def sizes(self, path: str) -> list[tuple[str, Kind, int]]:
+        """See `Store.sizes`: of one list."""
+        remembered = _remembered.get()
+        found = None if remembered is None else remembered.folder(path)
+        if found is None:
+            with failing("listing", path):
+                found = dict(_core.object_names(path)[0])
+        elif not found and path != self.root:
+            raise CheckpointNotFoundError(f"there is no folder {show(path)}", path=path)
+        return [(name, "folder" if one[0] is None else "file", one[0] or 0) for name, one in found.items()]
+
+    @contextlib.contextmanager
+    def remembering(self) -> Iterator[None]:
+        """See `Store.remembering`: one list of a folder answers what is asked of the names in it."""
+        if _remembered.get() is not None:
+            yield
+            return
+        token = _remembered.set(_Remembered())
+        try:
+            yield
+        finally:
+            _remembered.reset(token)
+
+    def read_small(self, path: str, max_bytes: int, *, follow_links: bool = False) -> bytes:
+        """See `Store.read_small`: by one request."""
+        with self._regular(path), failing("reading", path):
+            content = _core.read_small_object(path, max_bytes)
+        if content is None:
+            raise DamagedFileError(f"{show(path)} has more than {max_bytes} bytes, the most that are read", path=path)
+        return content
+
+    def read_head(self, path: str, n_bytes: int, *, follow_links: bool = False) -> bytes:
+        """See `Store.read_head`."""
+        with self._regular(path), failing("reading", path):
+            return _core.RemoteObject(path).read(0, n_bytes)
+
+    def read_tail(self, path: str, n_bytes: int, *, follow_links: bool = False) -> bytes:
+        """See `Store.read_tail`."""
+        with self._regular(path), failing("reading", path):
+            opened = _core.RemoteObject(path)
+            n_read = min(n_bytes, opened.n_bytes)
+            return opened.read(opened.n_bytes - n_read, n_read)
+
+    def pieces(
+        self, path: str, n_bytes: int | None = None, ranges: Sequence[tuple[int, int]] | None = None
+    ) -> Iterator[bytes]:
+        """See `Store.pieces`."""
+        try:
+            with self._regular(path), failing("opening", path):
+                opened = _core.RemoteObject(path)
+        except CheckpointNotFoundError as error:
+            raise DamagedFileError(error.message, path=path) from error
+        check_file(path, True, opened.n_bytes, n_bytes)
+        for begin, end in [(0, opened.n_bytes)] if ranges is None else ranges:
+            for at in range(begin, end, _PIECE_BYTES):
+                wanted = min(end - at, _PIECE_BYTES)
+                with failing("reading", path):
+                    piece = opened.read(at, wanted)
+                if len(piece) < wanted:
+                    raise DamagedFileError(f"{show(path)} has {opened.n_bytes} bytes, expected {end}", path=path)
+                yield piece
+
+    def open(self, path: str, *, follow_links: bool = False) -> BinaryIO:
+        """See `Store.open`."""
+        with self._regular(path), failing("opening", path):
+            return io.BufferedReader(_Opened(_core.RemoteObject(path)), _BUFFER_BYTES)  # type: ignore[type-var]
+
+    def lacks(self, path: str) -> bool:
+        """Whether a path is below a file behind HTTP: nothing is there."""
+        return self.root.startswith("http") and path != self.root
+
+    def _regular(self, path: str) -> _Regular:
+        return _Regular(self, path)
+
+    def parent(self, path: str) -> str:
+        """See `Store.parent`: that of a bucket, and of a file behind HTTP, is itself."""
+        return path if path == self.root else path.rpartition("/")[0]
+
+    def url(self, path: str) -> str:
+        """See `Store.url`."""
+        return path
+
+    # -- changing
+
+    def _refuse(self, path: str) -> NoReturn:
+        raise UnsupportedError(
+            f"{show(path)} is in a bucket or behind HTTP, which this version only reads",
+            path=path,
+            hint="save into a folder, and copy it",
+        )
+
+    def create(
+        self,
+        path: str,
+        data: bytes = b"",
+        mode: int = 0o666,
+        *,
+        durable: bool,
+        announce: Callable[[str], None] = ignore,
+    ) -> None:
+        """Raises UnsupportedError, as all methods that change something."""
+        self._refuse(path)
+
+    def writing(self, path: str, mode: int = 0o666, *, durable: bool) -> AbstractContextManager[BinaryIO]:
+        """Raises UnsupportedError."""
+        self._refuse(path)
+
+    def append_line(self, path: str, line: bytes, mode: int = 0o666, *, durable: bool) -> None:
+        """Raises UnsupportedError."""
+        self._refuse(path)
+
+    def make_folder(self, path: str, mode: int = 0o777) -> None:
+        """Raises UnsupportedError."""
+        self._refuse(path)
+
+    def sync_folder(self, path: str) -> None:
+        """Has no effect: nothing was changed."""
+
+    def sync_together(self, files: Sequence[str], folders: Sequence[str]) -> None:
+        """Has no effect: nothing was changed."""
+
+    def replace_after(
+        self, path: str, data: bytes, mode: int = 0o666, *, files: Sequence[str], folders: Sequence[str]
+    ) -> None:
+        """Raises UnsupportedError."""
+        self._refuse(path)
+
+    def set_mode(self, path: str, mode: int) -> None:
+        """Raises UnsupportedError."""
+        self._refuse(path)
+
+    def remove_file(self, path: str) -> None:
+        """Raises UnsupportedError."""
+        self._refuse(path)
+
+    def remove_folder(
+        self,
+        path: str,
+        *,
+        first: str,
+        last: str,
+        keep: Collection[str] = (),
+        durable: bool,
+        announce: Callable[[str], None],
+    ) -> None:
+        """Raises UnsupportedError."""
+        self._refuse(path)
+
+    def remove_empty_folder(self, path: str) -> None:
+        """Raises UnsupportedError."""
+        self._refuse(path)
+
+    # -- other processes
+
+    def lock(self, path: str, *, shared: bool, seconds: float, make: bool = False) -> Lock:
+        """See `Store.lock`: a bucket has no locks. Every range that is read is one of the version that was opened."""
+        if make or not shared:
+            self._refuse(path)
+        if self.kind(path) is None:
+            raise CheckpointNotFoundError(f"there is no file {show(path)}", path=path)
+        return _NoLock()
+
+    def hold(self, path: str) -> HeldFile:
+        """Raises UnsupportedError."""
+        self._refuse(path)
+
+    def touched_ns(self, path: str) -> int | None:
+        """See `Store.touched_ns`."""
+        found = self._status(path)
+        return None if found is None else found[2] * _SECOND_NS
+
+    # -- properties of the store
+
+    def abilities(self, path: str) -> Abilities:
+        """See `Store.abilities`: none."""
+        return Abilities(renames_folders=False, exchanges=False)
+
+    def folder_identity(self, path: str) -> Hashable:
+        """See `Store.folder_identity`."""
+        return path
+
+    def free_bytes(self, path: str) -> int | None:
+        """See `Store.free_bytes`: no limit is known."""
+        return None
+
+    def is_writable(self, path: str) -> bool:
+        """See `Store.is_writable`: no."""
+        return False
+
+    def same_filesystem(self, one: str, other: str) -> bool:
+        """See `Store.same_filesystem`: nothing is renamed."""
+        return False
+
+    def is_shared(self, path: str, shared_paths: str | None) -> bool:
+        """See `Store.is_shared`: always."""
+        return True
+
+    def volatile(self, path: str) -> str | None:
+        """See `Store.volatile`: nothing is lost."""
+        return None
+
+
+def remote_store(url: str, options: BucketOptions | None = None) -> tuple[RemoteStore, str]:
+    """The store of a URL, and its path there.
+
+    Args:
+        url: of an object, a folder or a bucket. What is secret in a URL of HTTP is kept apart, and in no path.
+        options: of its bucket.
+
+    Raises:
+        ArgumentError: it is no URL of this kind, or the bucket has other options in this process.
+        UnsupportedError: the core was compiled without the feature `remote`.
+    """
+    if not is_available():
+        raise UnsupportedError(
+            f"{show(url.partition('?')[0])} is a URL, and this build of reshard reads local files only",
+            hint="install a wheel, or build with the feature `remote`: `pip install .` in the repository does",
+        )
+    path = _core.shown_url(url)
+    scheme, _, rest = path.partition("://")
+    root = path if scheme in ("http", "https") else f"{scheme}://{rest.partition('/')[0]}"
+    if options is not None:
+        _core.set_bucket_options(
+            root,
+            endpoint=options.endpoint,
+            region=options.region,
+            anonymous=options.anonymous,
+            allow_http=options.allow_http,
+            retry_s=options.retry_s,
+        )
+    return RemoteStore(root), path
+
+
+class _Remembered:
+    """What is known of names: of a folder with many entries only what was looked at."""
+
+    def __init__(self) -> None:
+        self.statuses: dict[str, _Status | None] = {}
+        self._folders: dict[str, dict[str, _Status] | None] = {}
+
+    def folder(self, path: str) -> dict[str, _Status] | None:
+        """The entries of a folder; empty if there is none; None: they are more than one page."""
+        if path not in self._folders:
+            try:
+                with failing("listing", path):
+                    entries, is_complete = _core.object_names(path, 1)
+                self._folders[path] = dict(entries) if is_complete else None
+            except CheckpointNotFoundError:
+                self._folders[path] = {}
+            except StorageError as error:
+                if error.errno != errno.EACCES:  # lists can be permitted below a folder only
+                    raise
+                self._folders[path] = None
+        return self._folders[path]
+
+
+_remembered: ContextVar[_Remembered | None] = ContextVar("_remembered", default=None)
+
+
+def _look(path: str) -> _Status | None:
+    with failing("looking at", path):
+        return _core.object_status(path)
+
+
+class _Regular:
+    """Says of a folder that it is no file, where a service only says that there is no object."""
+
+    def __init__(self, store: RemoteStore, path: str) -> None:
+        self._store = store
+        self._path = path
+
+    def __enter__(self) -> None:
+        if self._store.lacks(self._path) or (_remembered.get() is not None and self._store.kind(self._path) is None):
+            raise CheckpointNotFoundError(f"there is no file {show(self._path)}", path=self._path)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, CheckpointNotFoundError) and self._store.kind(self._path) == "folder":
+            raise DamagedFileError(f"{show(self._path)} is not a regular file", path=self._path) from None
+
+
+class _NoLock(Lock):
+    """The lock of a store without locks."""
+
+    errno = errno.ENOLCK
+
+    def is_current(self) -> bool:
+        """Whether the file is the one that was locked: ranges are read by its ETag."""
+        return True
+
+    def duplicate(self) -> Lock:
+        """See `Lock.duplicate`."""
+        return self
+
+    def close(self) -> None:
+        """See `Lock.close`."""
+
+
+class _Opened(io.RawIOBase):
+    """An object as a file."""
+
+    def __init__(self, opened: _core.RemoteObject) -> None:
+        self._opened = opened
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._opened.n_bytes}[whence]
+        self._at = max(0, start + offset)
+        return self._at
+
+    def readinto(self, buffer: bytearray) -> int:  # type: ignore[override]
+        data = self._opened.read(self._at, len(buffer))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)

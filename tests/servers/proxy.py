@@ -1,0 +1,149 @@
+"""A proxy before an S3 server: it counts requests and bytes, and makes faults that no real server makes on demand."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import threading
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_BLOCK_BYTES = 1 << 18
+
+
+@dataclass
+class Fault:
+    """What is done with requests.
+
+    Attributes:
+        matches: whether a request is one of them, by its method and path.
+        status: answered instead of the server; None: the answer of the server is cut off.
+        code: of the answer.
+        headers: of the answer.
+        times: how many requests are answered so.
+        keep_bytes: of an answer that is cut off, how many bytes are sent.
+    """
+
+    matches: Callable[[str, str], bool]
+    status: int | None = None
+    code: str = "Injected"
+    headers: dict[str, str] = field(default_factory=dict)
+    times: int = 1
+    keep_bytes: int = 0
+
+
+@dataclass
+class Proxy:
+    """A running proxy.
+
+    Attributes:
+        endpoint: its URL.
+        log: method, path, range and bytes of the answer of each request.
+        faults: those to come.
+        before: called with method and path before a request is passed on.
+    """
+
+    endpoint: str
+    log: list[tuple[str, str, str | None, int]] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    before: Callable[[str, str], None] | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def fetched_bytes(self, suffix: str) -> int:
+        """The bytes of all answers to GET for objects with this ending."""
+        with self.lock:
+            return sum(n for method, path, _, n in self.log if method == "GET" and path.split("?")[0].endswith(suffix))
+
+    def take_fault(self, method: str, path: str) -> Fault | None:
+        """The fault that this request meets."""
+        with self.lock:
+            for fault in self.faults:
+                if fault.times > 0 and fault.matches(method, path):
+                    fault.times -= 1
+                    return fault
+        return None
+
+
+@contextlib.contextmanager
+def before_server(port: int) -> Iterator[Proxy]:
+    """Run a proxy before the server at a port of this host."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def _pass_on(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if proxy.before is not None:
+                proxy.before(self.command, self.path)
+            fault = proxy.take_fault(self.command, self.path)
+            if fault is not None and fault.status is not None:
+                self._fail(fault)
+                return
+            with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+                connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+                for name, value in self.headers.items():
+                    connection.putheader(name, value)
+                connection.endheaders(body or None)
+                self._answer(connection.getresponse(), fault)
+
+        def _answer(self, response: http.client.HTTPResponse, fault: Fault | None) -> None:
+            self.send_response(response.status)
+            for name, value in response.getheaders():
+                if name.lower() not in ("connection", "transfer-encoding", "date", "server", "content-length"):
+                    self.send_header(name, value)
+            length = response.getheader("Content-Length")
+            data = response.read() if length is None else b""
+            self.send_header("Content-Length", str(len(data)) if length is None else length)
+            self.end_headers()
+            sent = 0
+            if data:
+                self.wfile.write(data)
+                sent = len(data)
+            while self.command != "HEAD" and (block := response.read(_BLOCK_BYTES)):
+                if fault is not None:
+                    self.wfile.write(block[: fault.keep_bytes])
+                    self.close_connection = True
+                    self.connection.close()
+                    break
+                self.wfile.write(block)
+                sent += len(block)
+            with proxy.lock:
+                proxy.log.append((self.command, self.path, self.headers.get("Range"), sent))
+
+        def _fail(self, fault: Fault) -> None:
+            body = f"<Error><Code>{fault.code}</Code><Message>as intended</Message></Error>".encode()
+            self.send_response(fault.status or 500)
+            for name, value in fault.headers.items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _pass_on  # noqa: N815  names of the base class
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+        request_queue_size = 128
+
+        def handle_error(self, *_: object) -> None:
+            """A client that closes a connection is no error."""
+
+    server = Server(("127.0.0.1", 0), Handler)
+    proxy = Proxy(f"http://127.0.0.1:{server.server_address[1]}")
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield proxy
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
