@@ -476,7 +476,7 @@ def test_state_that_contains_itself_is_refused(tmp_path: Path) -> None:
 
 
 def test_extra_without_names_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"`extra` is of type list, expected a dict of objects by name"):
+    with pytest.raises(ArgumentError, match=r"`extra` is of type list, expected a mapping"):
         Checkpointer(tmp_path, signals=()).resume(model=layers(0), extra=[nn.Linear(1, 1)])  # type: ignore[arg-type]
 
 

@@ -360,7 +360,7 @@ def test_new_names(drop: list[str], rename: dict[str, str], expected: dict[str, 
     [
         ({"select": {"rename": {"head.weight": "embed.weight"}}}, "would both be named"),
         ({"select": {"rename": {"head.weight": ""}}}, "an empty name"),
-        ({"select": {"rename": {"head.weight": 3}}}, "take names of tensors"),
+        ({"select": {"rename": {"head.weight": 3}}}, "a value of `rename` must be text, found int"),
         ({"select": {"drop": [3]}}, "a name in `drop` must be text, found int"),
         ({"select": {"drop": ""}}, "which matches every name"),
         ({"select": {"drop": ["l", "h", "e", "adam_m.", "g", "s"]}}, "nothing to write"),

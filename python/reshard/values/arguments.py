@@ -20,7 +20,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, ParamSpec, Self, TypeAlias, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, ParamSpec, Self, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from reshard.errors import ArgumentError, StorageError
 from reshard.values.argument_types import AnyText, Count, Described, Device, GroupLike, Patterns, Rows, Seconds, Size
@@ -107,8 +107,8 @@ def checks_of(function: Any) -> dict[str, Check]:
     own = vars(sys.modules[function.__module__])
     names = _Names(vars(builtins) | vars(collections.abc) | {"os": os} | own | dict.fromkeys(_DESCRIBED, Described))
     found = {}
-    for name, annotation in function.__annotations__.items():
-        check_one = check_of(eval(annotation, {}, names))  # noqa: S307  the text of an annotation in this package
+    for name, annotation in get_type_hints(function, {}, names, include_extras=True).items():
+        check_one = check_of(annotation)
         if check_one is not None and name != "return":
             found[name] = check_one
     return found
