@@ -8,11 +8,11 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from tests.sample_checkpoints import DATA, SAMPLES, checkpoints_of
 from tests.servers.proxy import Fault, Proxy, before_server
 from tests.servers.s3 import BUCKET, SECRET
 
@@ -30,39 +30,17 @@ from reshard.storage.location import locate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tests.servers.s3 import S3Server
 
-DATA = Path(__file__).parent / "data"
 _numbers = itertools.count()
-
-SAMPLES = [
-    *("mindspore/ckpt", "mindspore/ckpt1", "mindspore/ckpt1_pb", "mindspore/ckpt2", "mindspore/ckpt2_dedup"),
-    *("mindspore/ckpt2_named", "mindspore/ckpt2_single", "mindspore/full_hf", "mindspore/full_ms"),
-    *(f"torch/{name}" for name in ("dcp_2d", "dcp_fsdp2", "dcp_hf", "dcp_hsdp", "dcp_no_collectives", "dcp_plain")),
-    *(f"torch/{name}" for name in ("dcp_threads", "dcp_zstd", "ds_zero1_bf16", "ds_zero2_fp32", "ds_zero3_bf16")),
-    *(f"torch/{name}" for name in ("hf_bin", "mcore_dp2_buckets", "mcore_mp_rank", "mcore_tp2pp2", "mcore_v016_tp2")),
-]
 
 
 @pytest.fixture
 def prefix() -> str:
     """A folder in the bucket that no other test uses."""
     return f"test-{os.getpid()}-{next(_numbers)}"
-
-
-def checkpoints_of(sample: str) -> list[Path]:
-    """The paths below a sample that are opened as checkpoints."""
-    top = DATA / sample
-    found = []
-    for path in (top, *sorted(top.rglob("*"))):
-        if path.is_dir() and path.name not in ("strategy", "expected"):
-            try:
-                reshard.open(path).close()
-            except ReshardError:
-                continue
-            found.append(path)
-    return found
 
 
 def content(path: object) -> tuple[str, dict[str, tuple[str, bytes]]]:

@@ -58,6 +58,7 @@ __all__ = [
     "dtype_bits",
     "encode_strategy",
     "folder_sizes",
+    "number_groups",
     "object_names",
     "object_status",
     "open_dcp",
@@ -366,7 +367,7 @@ class IndexPattern:
         """Return the possible values of the index, at most two. An index with too many digits raises ArgumentError."""
 
 def number_groups(
-    keys: Sequence[str], labels: Sequence[int] = ()
+    keys: Sequence[str], labels: Sequence[int] = ...
 ) -> tuple[list[int], list[tuple[int, int, list[list[str]]]]]:
     """Group keys that differ only in their numbers: components between dots of 1 to 18 digits.
 
@@ -1098,7 +1099,7 @@ class ValueCounts:
     """
 
     def __new__(
-        cls, arrays: Sequence[tuple[str, int, int, bool]], digests: Sequence[tuple[int, str, Sequence[int]]] = ()
+        cls, arrays: Sequence[tuple[str, int, int, bool]], digests: Sequence[tuple[int, str, Sequence[int]]] = ...
     ) -> ValueCounts: ...
     def look(self, at: int, data: object, *, threads: int | None = None) -> None:
         """Look at the bytes of the file from `at` on: a contiguous buffer. Every byte is given once, in any order."""

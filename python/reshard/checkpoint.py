@@ -624,7 +624,7 @@ class Checkpoint:
                 self._index.verify_crc(file)
             self._is_scrubbed = count == 1
             return
-        path = self.data.path
+        path = self.data.place
         is_folder = path.is_folder()
         folder = path if is_folder else path.parent
         from reshard.commit.scrub import scrub_share  # noqa: PLC0415  slow to import
@@ -710,7 +710,7 @@ class Checkpoint:
         """
         from reshard.names import as_names, config_beside  # noqa: PLC0415  slow to import, and not needed without a map
 
-        known = as_names(names, config_beside(self.data.path) if config is None else config)
+        known = as_names(names, config_beside(self.data.place) if config is None else config)
         shapes = self._shapes() if part == "all" else {key: self._index.shape(key) for key in self.keys(part)}
         tensors = (known.reversed() if reverse else known).resolve(shapes, optimizer_keys=set(self.keys("optimizer")))
         # A tensor may be split into hundreds, one after the other: its stored arrays are looked up once.
@@ -1001,7 +1001,7 @@ class Checkpoint:
     def _quantised(self) -> Mapping[str, Quantised]:
         from reshard.quantised.stored import quantised_in  # noqa: PLC0415  not needed by most reads
 
-        path = self.data.path
+        path = self.data.place
         keys = [key for key in self.keys("model") if key not in self._unplaced]
         known = self.data.quantised(keys)
         if known is not None:

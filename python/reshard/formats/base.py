@@ -185,6 +185,7 @@ class CheckpointData:
         naming: the naming of its tensors, as in the presets of name maps; None: not recorded.
         config: what it records of the model, under the names of `config.json`.
         derived: tensors that follow from the configuration of the model, which other formats do not hold.
+        place: `path` as an absolute path, for what is read later: the program may have changed its working folder.
     """
 
     traits: Traits
@@ -205,6 +206,10 @@ class CheckpointData:
     naming: str | None = None
     config: Mapping[str, object] = field(default_factory=dict)
     derived: tuple[str, ...] = ()
+    place: Location = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "place", self.path.absolute())
 
     def keys(self) -> Sequence[str] | None:
         """Names of all tensors in order, including those without a position. None: those of the index."""

@@ -828,6 +828,40 @@ pub(crate) fn closed() -> Error {
     Error::new(Kind::Argument, "the checkpoint is closed").hint("open it again")
 }
 
+/// The path of a local file that is opened later, when the program may have changed its working folder.
+#[derive(Debug, Clone)]
+pub struct LocalPath {
+    named: PathBuf,
+    place: PathBuf,
+}
+
+impl LocalPath {
+    /// A path, relative to the current working folder.
+    pub fn of(path: &Path) -> Self {
+        Self {
+            named: path.to_owned(),
+            place: absolute(path),
+        }
+    }
+
+    /// The absolute path.
+    pub fn place(&self) -> &Path {
+        &self.place
+    }
+
+    /// Opens the file, see [`Source::open`]. Errors name it as it was given, as long as that is the same path.
+    pub fn open(&self, follow_links: bool, method: Method) -> Result<Source> {
+        let is_moved = absolute(&self.named) != self.place;
+        let path = if is_moved { &self.place } else { &self.named };
+        Source::open(path, follow_links, method)
+    }
+}
+
+/// The absolute form of a path; the path itself if the working folder is not known.
+fn absolute(path: &Path) -> PathBuf {
+    std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

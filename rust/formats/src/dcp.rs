@@ -24,7 +24,7 @@ use reshard_core::index::Index;
 use reshard_core::listed::Listed;
 use reshard_core::region::{Region, row_major_strides};
 use reshard_core::shard_file::Format;
-use reshard_core::source::{Method, Source};
+use reshard_core::source::{LocalPath, Method, Source};
 use reshard_core::stored::StoredTensor;
 use reshard_core::tile::Tile;
 use reshard_core::{Error, Kind, Result};
@@ -806,9 +806,9 @@ fn add_compressed(
     path: PathBuf,
     method: Method,
 ) -> u32 {
-    let (opened, place, most) = (path.clone(), item.place(dcp), item.max_bytes(dcp));
+    let (opened, place, most) = (LocalPath::of(&path), item.place(dcp), item.max_bytes(dcp));
     let open = move || {
-        let source = Source::open(&opened, false, method)?;
+        let source = opened.open(false, method)?;
         decompressed(source, place.offset, place.n_bytes, most)
     };
     let dcp = Arc::clone(dcp);

@@ -106,17 +106,17 @@ class FolderData(CheckpointData):
     def rank_files(self) -> Mapping[int, list[int]] | None:
         """From the manifest, metadata.json, or the names of the files."""
         numbers = {name: file for file, name in enumerate(self.index.file_names)}
-        found = own_files(self.path, numbers, self.manifest)
+        found = own_files(self.place, numbers, self.manifest)
         return {rank: [numbers[name] for name in names] for rank, names in found.items()}
 
     def extra_state(self, rank: int) -> dict[str, Any]:
         """Read from the state files beside the shard files."""
-        found = {} if self.manifest is None else state_files.read(self.path, self.manifest, rank)
+        found = {} if self.manifest is None else state_files.read(self.place, self.manifest, rank)
         return {name: one.decoded() if isinstance(one, TorchSaved) else one for name, one in found.items()}
 
     def encoded_state(self) -> dict[str, Any]:
         """The state of rank 0, which holds what all ranks share."""
-        return {} if self.manifest is None else state_files.read(self.path, self.manifest, 0)
+        return {} if self.manifest is None else state_files.read(self.place, self.manifest, 0)
 
     def tiled_keys(self) -> Collection[str]:
         """The tensors of tiles.json."""
@@ -127,7 +127,7 @@ class FolderData(CheckpointData):
         layouts = super().device_layouts(shapes)
         if self.manifest is not None or len({tuple(layout.rank_list) for layout in layouts.values()}) < 2:
             return layouts
-        held = ranks_of_tensors(self.path)
+        held = ranks_of_tensors(self.place)
         return {key: _on_ranks(layout, held.get(key, set())) for key, layout in layouts.items()}
 
     def layout_mapping(self, shapes: Callable[[], Shapes]) -> Mapping[str, Any] | None:  # noqa: ARG002

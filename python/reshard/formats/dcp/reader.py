@@ -136,7 +136,7 @@ class _DcpData(CheckpointData):
     def _read(self, one: _Object) -> object:
         name, file, start, n_bytes, transforms = one
         try:
-            return _core.read_torch_object(str(self.path / file), start, n_bytes, transforms=transforms)
+            return _core.read_torch_object(str(self.place / file), start, n_bytes, transforms=transforms)
         except ReshardError as error:
             error.message = f"{show(name)}: {error.message}"
             raise
@@ -180,7 +180,7 @@ class _DcpData(CheckpointData):
         values = self._values(rank)
         paths: dict[str, list[tuple[int, tuple[str | int, ...]]]] = {}
         for saved_by, description in enumerate(self.descriptions):
-            data = (self.path / description).read_small(MAX_METADATA_BYTES)
+            data = (self.place / description).read_small(MAX_METADATA_BYTES)
             of_rank: dict[str, tuple[str | int, ...]] = dict(_core.read_dcp_paths(data))
             for name, one in of_rank.items():
                 paths.setdefault(name, []).append((saved_by, one))

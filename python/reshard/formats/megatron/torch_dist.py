@@ -61,7 +61,7 @@ class TorchDistData(CheckpointData):
 
     def extra_state(self, rank: int) -> dict[str, Any]:  # noqa: ARG002  every value has a name of its own
         """The common state, and the objects of single ranks by their names, such as `rng_state/shard_0.1_2.2`."""
-        return {**self.state, **{one[0]: _read(self.path, one) for one in self.objects}}
+        return {**self.state, **{one[0]: _read(self.place, one) for one in self.objects}}
 
 
 def open_torch_dist(folder: Location, method: _core.ReadMethod) -> CheckpointData:

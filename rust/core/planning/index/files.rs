@@ -4,7 +4,7 @@ use super::Index;
 use crate::error::{Error, Kind, Result};
 use crate::files::checksum::Checksums;
 use crate::files::shard_file::{Format, ReadHeader, ShardFile};
-use crate::files::source::{Method, Source, Stamp, closed};
+use crate::files::source::{LocalPath, Method, Source, Stamp, closed};
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
@@ -44,7 +44,10 @@ fn is_folder_gone(path: &Path) -> bool {
 type Opener = Arc<dyn Fn() -> Result<Source> + Send + Sync>;
 
 pub(super) struct FileSlot {
+    /// As messages name it.
     pub(super) path: PathBuf,
+    /// The same as an absolute path, of a local file.
+    pub(super) place: PathBuf,
     pub(super) open: Opener,
     pub(super) format: Format,
     pub(super) checksums: OnceLock<Arc<Checksums>>,
@@ -79,9 +82,10 @@ impl Index {
         method: Method,
         format: Format,
     ) -> u32 {
-        let named = path.clone();
-        let open = move || Source::open(&path, follow_links, method);
-        self.add_source(named, format, open)
+        let local = LocalPath::of(&path);
+        let place = local.place().to_owned();
+        let open = move || local.open(follow_links, method);
+        self.add_slot(path, place, format, Arc::new(open))
     }
 
     /// Adds a file that `open` opens when it is needed, and returns its number. `path` names it in messages.
@@ -91,9 +95,14 @@ impl Index {
         format: Format,
         open: impl Fn() -> Result<Source> + Send + Sync + 'static,
     ) -> u32 {
+        self.add_slot(path.clone(), path, format, Arc::new(open))
+    }
+
+    fn add_slot(&mut self, path: PathBuf, place: PathBuf, format: Format, open: Opener) -> u32 {
         self.files.push(FileSlot {
             path,
-            open: Arc::new(open),
+            place,
+            open,
             format,
             checksums: OnceLock::new(),
             is_recorded: false,
@@ -115,6 +124,7 @@ impl Index {
             let slot = self.slot(number)?;
             index.files.push(FileSlot {
                 path: slot.path.clone(),
+                place: slot.place.clone(),
                 open: Arc::clone(&slot.open),
                 format: slot.format.clone(),
                 checksums: slot.checksums.clone(),
@@ -279,9 +289,9 @@ impl Index {
             let of_path = if in_place {
                 None
             } else {
-                Stamp::of_path(&slot.path)?
+                Stamp::of_path(&slot.place)?
             };
-            let is_removed = !in_place && of_path.is_none() && !is_folder_gone(&slot.path);
+            let is_removed = !in_place && of_path.is_none() && !is_folder_gone(&slot.place);
             let now = match of_path {
                 Some(now) => Some(now).filter(|now| *now != opened),
                 None if is_removed => None,
