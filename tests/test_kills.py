@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.disk
 
-N_ROUNDS = 40
+N_ROUNDS = 25
 KEEP = 2
 PATIENCE_S = 60
 TIMEOUT_S = 20  # of each meeting: nobody is waited for in vain, all are killed
