@@ -34,8 +34,8 @@ class Calls:
         self.functions[str(Path(code.co_filename).relative_to(PACKAGE)), code.co_qualname] += 1
         name = f"{Path(code.co_filename).stem}.{code.co_qualname}"
         if name in {"location.locate", "manifest.read", "local.LocalStore.entries"}:
-            last = frame.f_locals[code.co_varnames[code.co_argcount - 1]]
-            self.arguments[name, str(last)] += 1
+            given = next(one for one in code.co_varnames if one != "self")
+            self.arguments[name, str(frame.f_locals[given])] += 1
 
     @property
     def files(self) -> set[str]:

@@ -88,7 +88,7 @@ def open_folder(folder: Location, options: OpenOptions) -> CheckpointData:
     objects = {"optimizer": _object_of(optimizer)}
     if scheduler.is_file():
         objects["lr_scheduler"] = _object_of(scheduler)
-    kept = {one.name: getattr(weights, one.name) for one in fields(CheckpointData)}
+    kept = {one.name: getattr(weights, one.name) for one in fields(CheckpointData) if one.init}
     return _RunData(
         **kept
         | {
