@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from tests.sample_checkpoints import DATA, SAMPLES, checkpoints_of
 from tests.servers.proxy import Fault, Proxy, before_server
 from tests.servers.s3 import BUCKET, SECRET
 
 import reshard
+from reshard.cli import main
 from reshard.errors import (
     ArgumentError,
     CheckpointNotFoundError,
@@ -430,6 +432,19 @@ def test_the_command_line_reads_a_bucket_and_tells_what_was_fetched(s3: S3Server
     assert n_bytes <= remote["fetched_bytes"] <= 1.2 * n_bytes + (1 << 20)
     assert remote["n_requests"] > 0
     assert run("verify", url, "--json")["ok"] is True
+
+
+def test_a_command_tells_only_what_it_fetched_itself(s3: S3Server, prefix: str, tmp_path: Path) -> None:
+    save_run(tmp_path / "run", (1,))
+    url = s3.upload(tmp_path / "run", prefix)
+    with reshard.open(url) as opened:
+        assert opened.load()
+    local = CliRunner().invoke(main, ["inspect", str(tmp_path / "run"), "--json"])
+    assert "remote" not in json.loads(local.stdout)
+    first, second = (
+        json.loads(CliRunner().invoke(main, ["inspect", url, "--json"]).stdout)["remote"] for _ in range(2)
+    )
+    assert first == second
 
 
 def test_layouts_and_configurations_are_read_from_a_bucket(s3: S3Server, prefix: str, tmp_path: Path) -> None:

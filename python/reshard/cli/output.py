@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import errno
 import functools
 import json
@@ -62,6 +63,7 @@ INTERRUPTED = 130
 _NO_OUTPUT = 74  # EX_IOERR of sysexits.h
 _NO_READER = 141  # of a process that SIGPIPE ends
 _QUIET = "reshard.quiet"  # key in the `meta` of a click context, which nested contexts share
+_FETCHED = "reshard.fetched"  # likewise: what the process had fetched when the command began
 # Arguments whose options have another name, by command and argument. All other names are the same.
 _OPTIONS = {("diff", "strategy"): "--strategy-a or --strategy-b", ("split", "strategy"): "--source-strategy"}
 _NUMBER = re.compile(r"(?:(?<=\.)|^)[0-9]{1,18}(?=\.|$)")  # a component of a key
@@ -375,10 +377,18 @@ def echo_more(n: int, what: str = "more", how: str = "--all lists them") -> None
         echo(f"and {n} {what}; {how}")
 
 
+def note_fetched(context: click.Context) -> None:
+    """Note, at the beginning of a command, what the process has fetched until now, see `echo_json`."""
+    context.meta[_FETCHED] = fetched_so_far()
+
+
 def echo_json(value: object) -> None:
-    """Print the JSON object of a command; if it read objects of buckets, `remote` tells what was fetched."""
-    if isinstance(value, dict) and (fetched := fetched_so_far()):
-        value = {**value, "remote": fetched}
+    """Print the JSON object of a command; if it read objects of buckets, `remote` tells what it fetched."""
+    context = click.get_current_context(silent=True)
+    if isinstance(value, dict) and context is not None and _FETCHED in context.meta:
+        fetched = fetched_so_far() - context.meta[_FETCHED]
+        if fetched.n_requests:
+            value = {**value, "remote": dataclasses.asdict(fetched)}
     _write(json.dumps(value, indent=2, ensure_ascii=True, default=str))
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.cli.output import INTERRUPTED, OutputError, echo, echo_usage, end_output
+from reshard.cli.output import INTERRUPTED, OutputError, echo, echo_usage, end_output, note_fetched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +41,7 @@ class Program(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command. Its errors are reported within: an OSError here is that of a text that click prints."""
+        note_fetched(ctx)
         try:
             return super().invoke(ctx)
         except OSError as error:

@@ -40,15 +40,32 @@ def is_available() -> bool:
     return hasattr(_core, "RemoteObject")
 
 
-def fetched_so_far() -> dict[str, int]:
-    """What this process has fetched from buckets and behind HTTP; empty if nothing.
+@dataclass(frozen=True)
+class Fetched:
+    """What was fetched from buckets and behind HTTP.
 
-    Returns:
-        `n_requests`, `fetched_bytes`, and `wanted_bytes`: those of the arrays that were loaded or written from there.
+    Attributes:
+        n_requests: number of requests.
+        fetched_bytes: bytes of their answers.
+        wanted_bytes: bytes of the arrays that were loaded or written from there.
     """
-    n_requests, fetched_bytes, wanted_bytes = _core.remote_counts() if is_available() else (0, 0, 0)
-    counts = {"n_requests": n_requests, "fetched_bytes": fetched_bytes, "wanted_bytes": wanted_bytes}
-    return counts if n_requests else {}
+
+    n_requests: int = 0
+    fetched_bytes: int = 0
+    wanted_bytes: int = 0
+
+    def __sub__(self, earlier: Fetched) -> Fetched:
+        """What was fetched since `earlier`."""
+        return Fetched(
+            self.n_requests - earlier.n_requests,
+            self.fetched_bytes - earlier.fetched_bytes,
+            self.wanted_bytes - earlier.wanted_bytes,
+        )
+
+
+def fetched_so_far() -> Fetched:
+    """What this process has fetched."""
+    return Fetched(*_core.remote_counts()) if is_available() else Fetched()
 
 
 @dataclass(frozen=True, kw_only=True)
