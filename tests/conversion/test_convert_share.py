@@ -1,0 +1,192 @@
+"""One conversion in several shares, by processes that know nothing of each other, or by the ranks of a group."""
+
+import dataclasses
+import inspect
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.helpers.ranks import Job
+
+import reshard
+from reshard.errors import ArgumentError, DamagedFileError, DestinationExistsError
+from reshard.ranks.group import TorchGroup
+from reshard.verbs.convert import ConvertOptions
+
+LAYOUT: dict[str, Any] = {"mesh": {"tp": 4}, "rules": [{"match": "w*", "cut": ["tp"]}, {"match": "*"}]}
+TARGETS: list[dict[str, Any]] = [
+    {"to": "checkpoint2", "layout": LAYOUT, "iteration": 7},
+    {"to": "huggingface", "files": {"max_shard_size": 4096}},
+    {"to": "safetensors", "layout": LAYOUT},
+    {"to": "mindspore", "files": {"max_shard_size": 4096}},
+    {"to": "checkpoint1", "layout": LAYOUT, "files": {"prefix": "run"}},
+]
+
+
+def arrays() -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(5)
+    whole = {f"w{i}": generator.standard_normal((8, 16 * (i + 1))).astype(np.float32) for i in range(6)}
+    return whole | {"b": np.arange(3)}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    reshard.save_file(arrays(), tmp_path / "src.safetensors")
+    return tmp_path / "src.safetensors"
+
+
+def content(path: Path) -> dict[str, bytes]:
+    """The files of a destination, less what only one attempt has."""
+    folder = next(path.glob("iteration_*"), path)
+    files = {str(file.relative_to(folder)): file for file in folder.rglob("*")}
+    kept = {name: file for name, file in files.items() if file.suffix in SUFFIXES or file.name in KEPT}
+    return {name: file.read_bytes() for name, file in kept.items() if not name.startswith(".")}
+
+
+SUFFIXES = (".safetensors", ".ckpt")
+KEPT = (
+    *("metadata.json", "tiles.json", "common.json", "checksums.bin", "model.safetensors.index.json"),
+    *("param_name_map.json", "meta.json"),
+)
+
+
+def debris(folder: Path) -> list[str]:
+    return [str(path.relative_to(folder)) for path in folder.rglob("*") if "share-" in path.name]
+
+
+@pytest.mark.parametrize("options", TARGETS, ids=lambda options: options["to"])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_shares_in_any_order_are_the_whole_conversion(
+    tmp_path: Path, source: Path, options: dict[str, Any], order: tuple[int, ...]
+) -> None:
+    reshard.convert(source, tmp_path / "whole", **options)
+    dst = tmp_path / "shared"
+    for n, index in enumerate(order):
+        assert reshard.convert(source, dst, share=(index, 3), **options).pending == tuple(sorted(order[n + 1 :]))
+        assert (n == 2) == bool(dst.exists() and content(dst))
+    assert content(dst) == content(tmp_path / "whole")
+    assert debris(tmp_path) == []
+    with reshard.open(dst) as opened:
+        found = opened.load()
+        assert opened.verified == (options["to"] == "checkpoint2")
+    assert {key: array.tobytes() for key, array in found.items()} == {k: a.tobytes() for k, a in arrays().items()}
+    with pytest.raises(DestinationExistsError):
+        reshard.convert(source, dst, share=(0, 3), **options)
+
+
+@pytest.mark.parametrize("options", TARGETS, ids=lambda options: options["to"])
+def test_a_share_that_was_cut_short_is_written_again_and_one_that_is_there_is_not(
+    tmp_path: Path, source: Path, options: dict[str, Any]
+) -> None:
+    dst = tmp_path / "shared"
+    reshard.convert(source, dst, share=(0, 2), **options)
+    (record,) = tmp_path.rglob("share-0.json")
+    files = {path: path.stat().st_ino for path in record.parent.rglob("*")}
+    assert reshard.convert(source, dst, share=(0, 2), **options).pending == (1,)
+    assert files == {path: path.stat().st_ino for path in record.parent.rglob("*")}
+    victim = next(path for path in files if path.suffix == ".safetensors")
+    os.truncate(victim, 9)
+    record.write_bytes(record.read_bytes()[:-3])
+    assert reshard.convert(source, dst, share=(0, 2), **options).pending == (1,)
+    assert victim.stat().st_size > 9
+    # Lost after it was told of: whoever publishes finds it out, and it can be written again.
+    victim.unlink()
+    with pytest.raises(DamagedFileError, match=r"share 0 of 2 .* of its record"):
+        reshard.convert(source, dst, share=(1, 2), **options)
+    assert not dst.exists() or content(dst) == {}
+    assert reshard.convert(source, dst, share=(0, 2), **options).pending == ()
+    reshard.convert(source, tmp_path / "whole", **options)
+    assert content(dst) == content(tmp_path / "whole")
+
+
+def test_shares_of_different_conversions_do_not_meet(tmp_path: Path, source: Path) -> None:
+    dst = tmp_path / "dst"
+    reshard.convert(source, dst, share=(0, 2), **TARGETS[0])
+    assert reshard.convert(source, dst, share=(1, 2), dtype="bfloat16", **TARGETS[0]).pending == (0,)
+    reshard.save_file(arrays() | {"b": np.arange(4)}, source)
+    assert reshard.convert(source, dst, share=(1, 2), **TARGETS[0]).pending == (0,)
+
+
+ROOT, FOLDER, PADDED = TARGETS[0], TARGETS[1], {"to": "huggingface", "select": {"pad": {"b": "vocab_size"}}}
+CHANGES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    *((ROOT, {name: value}) for name, value in (("part", "model"), ("dtype", "bfloat16"), ("overwrite", True))),
+    *((ROOT, {"select": one}) for one in ({"only": "w"}, {"drop": "b"}, {"rename": {"b": "c"}})),
+    *((ROOT, {"select": one}) for one in ({"pad": {"b": 5}}, {"trim": {"b": 2}})),
+    *((ROOT, {"files": one}) for one in ({"prefix": "run"}, {"strict_format": True}, {"dedup": True})),
+    *((ROOT, {"commit": one}) for one in ({"durable": False}, {"private": True})),
+    (ROOT, {"iteration": 8}),
+    (ROOT, {"names": {"rules": [{"from": "b", "to": "c"}]}}),
+    (ROOT, {"layout": {"mesh": {"tp": 2}, "rules": [{"match": "w*", "cut": ["tp"]}, {"match": "*"}]}}),
+    (ROOT | {"dtype": "bfloat16"}, {"dtype_all": True}),
+    *(
+        (FOLDER, {"files": {"max_shard_size": 4096} | one})
+        for one in ({"max_shard_size": 8192}, {"check_names": False})
+    ),
+    (FOLDER, {"files": {"max_shard_size": 4096, "model_files": "hf"}}),
+    (PADDED | {"config": {"vocab_size": 5}}, {"config": {"vocab_size": 6}}),
+]
+
+
+@pytest.mark.parametrize(("base", "change"), CHANGES, ids=str)
+def test_shares_that_differ_in_an_option_do_not_meet(
+    base: dict[str, Any], change: dict[str, Any], tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text('{"vocab_size": 5}')
+    monkeypatch.chdir(tmp_path)
+    reshard.convert(source, "dst", share=(0, 2), **base)
+    assert reshard.convert(source, "dst", share=(1, 2), **base | change).pending == (0,)
+    assert reshard.convert(source, "dst", share=(1, 2), threads=1, memory="16MiB", **base).pending == ()
+
+
+def test_every_argument_of_a_conversion_is_compared_between_shares_or_marked() -> None:
+    of_the_call = {"src", "dst", "share", "group", "timeout", "max_shard_size"}
+    options = dataclasses.fields(ConvertOptions)
+    assert {one.name for one in options} == inspect.signature(reshard.convert).parameters.keys() - of_the_call
+    assert {one.name for one in options if one.metadata} == {"config", "memory", "threads", "progress"}
+
+
+@pytest.mark.parametrize("share", [(2, 2), (-1, 2), (0, 0), (True, 2), (0.0, 1)])
+def test_a_share_that_cannot_be_is_refused(tmp_path: Path, source: Path, share: Any) -> None:
+    with pytest.raises(ArgumentError, match="share"):
+        reshard.convert(source, tmp_path / "dst", share=share)
+    with pytest.raises(ArgumentError, match="one file"):
+        reshard.convert(source, tmp_path / "dst.safetensors", to="safetensors", share=(0, 2))
+
+
+def test_ranks_of_a_group_each_write_their_share_and_all_learn_the_outcome(tmp_path: Path, source: Path) -> None:
+    dst = tmp_path / "dst"
+
+    def work(group: TorchGroup) -> list[object]:
+        report = reshard.convert(source, dst, group=group, timeout=30, **TARGETS[0])
+        return [report.path, report.n_files > 0, list(report.pending)]
+
+    with Job(3, work) as job:
+        outcomes = job.outcomes()
+    assert outcomes == [{"value": [str(dst / "iteration_00000007"), True, []]}] * 3
+    assert debris(tmp_path) == []
+    with Job(2, work) as job:
+        outcomes = job.outcomes()
+    assert [outcome["error"] for outcome in outcomes if outcome] == ["DestinationExistsError"] * 2
+
+
+def test_the_command_takes_its_share_from_the_launcher(tmp_path: Path, source: Path) -> None:
+    import subprocess
+    import sys
+
+    dst = tmp_path / "dst"
+    command = [sys.executable, "-c", "from reshard.cli import main; main()", "convert", str(source), str(dst), "--json"]
+    replies = []
+    for rank in (1, 0):
+        environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "SLURM_PROCID": "9", "SLURM_NTASKS": "99"}
+        done = subprocess.run(command, env=environment, capture_output=True, check=True, text=True)
+        replies.append(json.loads(done.stdout)["pending"])
+    assert replies == [[0], []]
+    assert content(dst)
+    other = subprocess.run(
+        [*command[:-2], str(tmp_path / "x"), "--share", "1/3", "--json"], capture_output=True, check=True
+    )
+    assert json.loads(other.stdout)["pending"] == [0, 2]

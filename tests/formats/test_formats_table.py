@@ -1,0 +1,136 @@
+"""The table of formats and operations in docs/reference/formats.md: each row is made by running the operations."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from tests.cli.test_cli import run
+from tests.formats.trainer_run.test_trainer_run import Training
+from tests.helpers.mesh_files import distributed, save_ranks
+from torch.distributed.tensor import Shard
+
+import reshard
+from reshard.formats.checkpoint2.format import TILED
+from reshard.formats.registry import FORMATS, detect
+from reshard.formats.writers import WRITERS
+from reshard.storage.location import locate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from reshard.formats.base import Format
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "tests" / "data"
+HEAD = ["format", "inspect", "convert from", "convert to", "slices", "goes on as", "verify", "tests"]
+LAYOUT = {"mesh": {"tp": 2}, "rules": [{"match": "*", "cut": ["tp"]}]}
+
+
+def arrays() -> dict[str, np.ndarray[Any, Any]]:
+    return {"a": np.arange(12, dtype=np.float32).reshape(4, 3), "b": np.ones(2, np.float32)}
+
+
+def one_file(path: Path) -> Path:
+    path.parent.mkdir(exist_ok=True, parents=True)
+    reshard.save_file(arrays(), path)
+    return path
+
+
+def converted(folder: Path, name: str, **options: Any) -> Path:
+    reshard.convert(one_file(folder / "source.safetensors"), folder / name, **options)
+    return folder / name
+
+
+def ranks(folder: Path) -> Path:
+    import torch
+
+    save_ranks(folder / "ranks", (2,), lambda mesh: {"a": distributed(torch.ones(4, 3), mesh, [Shard(0)])})
+    return folder / "ranks"
+
+
+def gguf(folder: Path) -> Path:
+    """A file with one tensor of float32."""
+    head = b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + struct.pack("<Q", 1) + b"a"
+    head += struct.pack("<IQQIQ", 2, 3, 4, 0, 0)
+    (folder / "m.gguf").write_bytes(head.ljust(-(-len(head) // 32) * 32, b"\0") + arrays()["a"].tobytes())
+    return folder / "m.gguf"
+
+
+def saved(folder: Path) -> Path:
+    reshard.save(folder / "run", 7, arrays())
+    return folder / "run"
+
+
+# A sample, the format that is written, and the tests of its details.
+SAMPLES: Mapping[str, tuple[Callable[[Path], Path], str | None, str]] = {
+    "huggingface": (lambda p: one_file(p / "m" / "model.safetensors").parent, "huggingface", "huggingface_format"),
+    "mindspore": (lambda _: DATA / "mindspore" / "full_ms", "mindspore", "full_weights"),
+    "megatron": (lambda _: DATA / "torch" / "mcore_tp2pp2" / "checkpoint", "megatron", "megatron"),
+    "dcp": (lambda _: DATA / "torch" / "dcp_fsdp2" / "checkpoint", "dcp", "torch_formats"),
+    "deepspeed": (lambda _: DATA / "torch" / "ds_zero1_bf16" / "checkpoint", "deepspeed-universal", "deepspeed"),
+    "fsdp-ranks": (ranks, None, "fsdp_ranks"),
+    "checkpoint2": (saved, "checkpoint2", "checkpoint"),
+    "checkpoint1": (lambda p: converted(p, "ranks", to="checkpoint1", layout=LAYOUT), "checkpoint1", "rank_folders"),
+    "tiled": (lambda p: converted(p, "tiled", to="safetensors", layout=LAYOUT), "safetensors", "tiles_format"),
+    "torch": (lambda p: converted(p, "w.pt"), "torch", "torch_formats"),
+    "weight-files": (lambda p: one_file(p / "u" / "diffusion_pytorch_model.safetensors").parent, None, "weight_files"),
+    "trainer-run": (lambda p: Training().save_as_trainer(p / "checkpoint-4", 4), None, "trainer_run"),
+    "gguf": (gguf, None, "gguf"),
+    "ckpt": (lambda _: next((DATA / "mindspore" / "ckpt").glob("*.ckpt")), None, "ckpt"),
+    "safetensors": (lambda p: one_file(p / "w.safetensors"), "safetensors", "convert"),
+}
+
+
+def name_of(one: Format) -> str:
+    return "tiled" if one is TILED else one.traits.name
+
+
+def test_every_format_has_a_row() -> None:
+    assert sorted(SAMPLES) == sorted(map(name_of, FORMATS))
+    assert {writer for _, writer, _ in SAMPLES.values() if writer} == {one.name for one in WRITERS}
+
+
+def row_of(name: str, folder: Path) -> list[str]:
+    """The row of a format, from what the operations do with a sample."""
+    make, writer, tests = SAMPLES[name]
+    path = make(folder)
+    of = next(one for one in FORMATS if name_of(one) == name)
+    chosen: dict[str, Any] = {"format": name} if name == "trainer-run" else {}
+    options = [f"--{word}={value}" for word, value in chosen.items()]
+    inspected = run("inspect", path, *options)
+    assert inspected.exit_code == 0, inspected.output
+    report = reshard.convert(path, folder / "out.safetensors", part="model", **chosen)
+    assert report.n_tensors > 0
+    with reshard.open(path, **chosen) as checkpoint:
+        assert checkpoint.format == of.traits.name
+        keys = [key for key in checkpoint.keys("model") if checkpoint.shape(key) and checkpoint.shape(key)[0] > 1]
+        for key in keys[:3]:
+            assert np.array_equal(checkpoint.read(key, slice(1, 2)), checkpoint.read(key)[1:2])
+        assert keys
+    if writer is not None:
+        target = folder / ("again.safetensors" if name == "safetensors" else "again")
+        layout: dict[str, Any] = {"layout": LAYOUT} if name in ("tiled", "checkpoint1") else {}
+        reshard.convert(one_file(folder / "source.safetensors"), target, to=writer, **layout)  # type: ignore[arg-type]
+        assert detect(locate(target)) is of
+    verified = run("verify", path, *options)
+    assert verified.exit_code == 0, verified.output
+    words = "structure" if "unverified" in verified.output else "checksums"
+    assert any((ROOT / "tests").rglob(f"test_{tests}.py"))
+    goes_on = "a run" if of.traits.counters is not None else "weights"
+    return [f"`{name}`", "yes", "yes", "no" if writer is None else f"`{writer}`", "yes", goes_on, words, f"`{tests}`"]
+
+
+def rows_of_the_page() -> dict[str, list[str]]:
+    text = (ROOT / "docs" / "reference" / "formats.md").read_text()
+    lines = text.partition("| " + " | ".join(HEAD) + " |\n")[2].splitlines()[1:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[: lines.index("")]]
+    return {row[0].strip("`"): row for row in rows}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_the_row_is_what_the_operations_do(name: str, tmp_path: Path) -> None:
+    assert rows_of_the_page().get(name) == row_of(name, tmp_path)
