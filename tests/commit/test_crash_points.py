@@ -35,7 +35,7 @@ from tests.helpers.small_saves import (
 
 import reshard
 from reshard import _core
-from reshard.commit import protocol, staging
+from reshard.commit import folder_protocol, protocol, staging
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, StorageError
 from reshard.formats.checkpoint2 import iteration as iterations
 from reshard.formats.checkpoint2.metadata import write_metadata
@@ -452,8 +452,8 @@ def test_the_harness_notices_what_it_is_for(base: Path, monkeypatch: pytest.Monk
         real(attempt.root, attempt.iteration, durable=False)
         return placed(attempt, claim)
 
-    placed = protocol._put_in_place
-    monkeypatch.setattr(protocol, "_put_in_place", put_in_place)
+    placed = folder_protocol._put_in_place
+    monkeypatch.setattr(folder_protocol, "_put_in_place", put_in_place)
     assert n_faults(base, killed_at_step)
 
 

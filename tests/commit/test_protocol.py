@@ -58,6 +58,8 @@ from reshard.storage.store import Abilities
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from reshard.commit.attempts import Attempt
+
 
 @pytest.fixture
 def root(tmp_path: Path) -> Iterator[Path]:
@@ -370,7 +372,7 @@ def test_a_disk_that_is_full_of_trash_is_emptied_first(root: Path, monkeypatch: 
     assert names(root / ".trash") == []
 
 
-def damage_staging(attempt: protocol.Attempt, told: dict[str, tuple[FileRecord, int]], how: str) -> None:
+def damage_staging(attempt: Attempt, told: dict[str, tuple[FileRecord, int]], how: str) -> None:
     name = "model-0000001-0000002.safetensors"
     path = (attempt.staging / name).local
     if how == "missing":

@@ -307,14 +307,14 @@ def test_after_a_roll_back_what_was_refused_does_not_count(root: Path) -> None:
 
 def test_pins(root: Path) -> None:
     fill(root, 100, 200, 300)
-    retention.pin(locate(root), 100)
-    retention.pin(locate(root), 100)
+    protocol.pin(locate(root), 100)
+    protocol.pin(locate(root), 100)
     assert retained.apply(locate(root), Retention(keep=1)).kept[100] == "pinned"
     assert held_iterations(root) == {100, 300}
-    retention.unpin(locate(root), 100)
-    retention.unpin(locate(root), 100)
+    protocol.unpin(locate(root), 100)
+    protocol.unpin(locate(root), 100)
     assert retained.apply(locate(root), Retention(keep=1)).iterations == (100,)
-    for act in (retention.pin, retention.unpin):
+    for act in (protocol.pin, protocol.unpin):
         with pytest.raises(CheckpointNotFoundError, match="there is no iteration 100 in"):
             act(locate(root), 100)
         with pytest.raises(CheckpointNotFoundError, match="there is no folder"):

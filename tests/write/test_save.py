@@ -61,6 +61,8 @@ from reshard.write.collective_save import log_once
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from reshard.commit.attempts import Attempt
+
 pytestmark = pytest.mark.disk
 
 KNOWN = {str(np.dtype(dtype)) for dtype in original_reader.DTYPES.values()}
@@ -1149,7 +1151,7 @@ def test_an_interrupt_does_not_leave_the_thread_of_the_descriptions_alone(
             is_writing.wait(10)
             raise KeyboardInterrupt
 
-    def watched_abandon(attempt: protocol.Attempt) -> None:
+    def watched_abandon(attempt: Attempt) -> None:
         states.append(is_writing.is_set())
         abandon(attempt)
 

@@ -31,34 +31,8 @@ _log = logging.getLogger("reshard")
 
 
 def recover(root: Location, *, roll_forward: bool = True, durable: bool = True, takeover: bool = False) -> list[str]:
-    """Recover a root before anything is read from it. Afterwards this process holds a claim on the root.
-
-    A checkpoint that was sealed but not published, and is newer than the tracker's, is published. For a checkpoint that
-    was published but not tracked, the tracker is updated. A checkpoint that was moved to the trash for a new one that
-    was never published is moved back. All other staging folders of dead processes are moved to the trash.
-
-    `begin` does the same, but publishes only iterations below the one that is being saved: a run that resumed below a
-    staged iteration saves that iteration again.
-
-    Args:
-        root: the checkpoint root. One that does not exist needs no recovery.
-        roll_forward: whether unpublished checkpoints are published; otherwise they are moved to the trash.
-        durable: sync every change.
-        takeover: replace the claim of another process, even if it is alive.
-
-    Returns:
-        Descriptions of the actions, one per change.
-
-    Raises:
-        ClaimedError: another process writes into the root.
-        StorageError: the system failed; the next call continues.
-
-    Example:
-        >>> from reshard.storage.location import locate
-        >>> recover(locate("there/is/no/such/root"))
-        []
-    """
-    place = root.absolute()
+    """See `protocol.recover`."""
+    place = root
     if not place.is_folder():
         return []
     claim = claims.hold(place, takeover=takeover, durable=durable)

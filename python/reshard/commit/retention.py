@@ -28,20 +28,18 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from reshard.commit import candidates, claims, filesystem, proofs, roots, save_log, staging, trash
+from reshard.commit import candidates, proofs, protocol, roots, save_log, staging
 from reshard.commit import manifest as manifests
+from reshard.commit.attempts import Retired, n_bytes_of
 from reshard.commit.filesystem import MANIFEST_FILE, UNFINISHED_FILE
 from reshard.commit.manifest import PINNED_FILE, TRACKED_FILE, ManifestCache
 from reshard.commit.scrub import is_damage, scrub_folder
 from reshard.commit.trash import REMOVED, TRASH_FOLDER
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
-from reshard.storage.location import locate_output
-from reshard.values.arguments import checked
 from reshard.values.events import Observers
 from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from reshard import _core
@@ -245,7 +243,8 @@ def must_read_back(
         >>> import numpy as np, reshard
         >>> for number in (1, 2):
         ...     _ = reshard.save("read-back", number, {"w": np.zeros(4)})
-        >>> must_read_back(locate_output("read-back"), 3, keep=2), must_read_back(locate_output("read-back"), 3, keep=3)
+        >>> from reshard.storage.location import locate
+        >>> must_read_back(locate("read-back"), 3, keep=2), must_read_back(locate("read-back"), 3, keep=3)
         (True, False)
     """
     listed, cache = roots.resolve_candidates(root, entries), cache or ManifestCache()
@@ -315,10 +314,11 @@ def apply(
         CheckpointNotFoundError: there is no such root.
 
     Example:
+        >>> from reshard.storage.location import locate
         >>> import tempfile
         >>> from reshard.options import Retention
         >>> with tempfile.TemporaryDirectory() as root:
-        ...     apply(locate_output(root), Retention(keep=2), original_fault=lambda folder: None).iterations
+        ...     apply(locate(root), Retention(keep=2), original_fault=lambda folder: None).iterations
         ()
     """
     try:
@@ -382,16 +382,17 @@ def remove(
         StorageError: the root cannot be listed or locked. Nothing is removed.
 
     Example:
+        >>> from reshard.storage.location import locate
         >>> import tempfile
         >>> from reshard.options import Retention
         >>> with tempfile.TemporaryDirectory() as root:
-        ...     remove(locate_output(root), Retention(keep=2), original_fault=lambda folder: None).iterations
+        ...     remove(locate(root), Retention(keep=2), original_fault=lambda folder: None).iterations
         ()
     """
     path, manifests_read = root.absolute(), cache or ManifestCache()
     judge, known = original_fault, set(verified)
     faults: dict[str, str] = {}  # found here, by the digest of the manifest
-    done = _Done()
+    warnings: list[str] = []
 
     def decide(entries: Sequence[Entry] | None = None) -> _Decision:
         facts, tracker = _look(path, judge, known, faults, entries=entries, cache=manifests_read)
@@ -405,78 +406,49 @@ def remove(
     if dry_run:
         while verify and decision.first:
             one = decision.first[0]
-            done.warnings.append(
-                f"iteration {one.iteration} would be verified first; if it is damaged, less is removed"
-            )
+            warnings.append(f"iteration {one.iteration} would be verified first; if it is damaged, less is removed")
             known.add(manifests.read(path / one.name).digest)
             decision = decide()
         gone = decision.gone
-        n_bytes = sum(_n_bytes(path / one.name) for one in gone)
-        return Removed(tuple(one.iteration for one in gone), n_bytes, decision.kept, tuple(done.warnings))
+        n_bytes = sum(n_bytes_of(path / one.name) for one in gone)
+        return Removed(tuple(one.iteration for one in gone), n_bytes, decision.kept, tuple(warnings))
     if not decision.gone and not decision.first:
         return Removed((), 0, decision.kept)
+    unproven: dict[int, str] = {}
+
+    def choose() -> list[tuple[int, str]] | None:
+        """What is removed; None: something has to be verified first."""
+        nonlocal decision
+        decision = decide()
+        unproven.clear()
+        if decision.first and verify:
+            return None
+        if decision.first and not decision.has_verified:
+            unproven.update((one.iteration, "nothing that would stay has been verified") for one in decision.gone)
+            return []
+        return [(one.iteration, one.name) for one in decision.gone]
+
+    done = None
     for _ in range(_MAX_ROUNDS):
         while verify and decision.first:
             # Before the lock: comparing takes long, and saves wait for the lock.
-            _verify(path / decision.first[0].name, known, faults, done.warnings, progress)
+            _verify(path / decision.first[0].name, known, faults, warnings, progress)
             decision = decide()
-        with claims.locked(path):
-            decision = decide()
-            if decision.first and verify:
-                continue  # it changed meanwhile
-            _carry_out(path, decision, done, durable=durable)
+        done = protocol.retire(path, choose, durable=durable)
+        if done is not None:
             break
-    else:
-        done.warnings.append("no iteration is removed: the root changed each time it was looked at; try again")
-    if done.iterations:
-        # Outside the lock: deleting takes long, and no other process uses the trash.
-        done.warnings += trash.empty(path, durable=durable)
-        proofs.sweep(path)
-    kept = dict(sorted({**decision.kept, **done.kept}.items()))
-    for iteration, n_bytes in zip(done.iterations, done.sizes, strict=True):
+    if done is None:
+        warnings.append("no iteration is removed: the root changed each time it was looked at; try again")
+        done = Retired()
+    if unproven:
+        first = decision.first[0].iteration
+        warnings.append(f"no iteration is removed: {next(iter(unproven.values()))}; verify iteration {first}")
+    warnings += done.warnings
+    kept = dict(sorted({**decision.kept, **unproven, **done.kept}.items()))
+    for iteration, n_bytes in done.sizes.items():
         # After the lock, too: a slow function must not keep saves waiting.
         (observers or Observers()).first("pruned", iteration, n_bytes=n_bytes, reason=f"not kept by {retention!r}")
-    return Removed(tuple(done.iterations), sum(done.sizes), kept, tuple(done.warnings), tuple(done.failed))
-
-
-@checked
-def pin(root: str | os.PathLike[str], iteration: int) -> None:
-    """Keep an iteration whatever the retention; a second call has no effect.
-
-    Raises:
-        CheckpointNotFoundError: there is no such iteration.
-        StorageError: the system failed.
-    """
-    place = locate_output(root)
-    _folder(place, iteration)  # before a lock file is created in a folder that is not a root
-    with claims.locked(place):
-        folder = _folder(place, iteration)
-        with contextlib.suppress(FileExistsError):
-            filesystem.make_file(folder / PINNED_FILE, durable=True)
-
-
-@checked
-def unpin(root: str | os.PathLike[str], iteration: int) -> None:
-    """Undo `pin`: retention may remove the iteration again.
-
-    Raises:
-        CheckpointNotFoundError: there is no such iteration.
-        StorageError: the system failed.
-    """
-    place = locate_output(root)
-    _folder(place, iteration)  # before a lock file is created in a folder that is not a root
-    with claims.locked(place):
-        folder = _folder(place, iteration)
-        filesystem.remove_file(folder / PINNED_FILE)
-        filesystem.sync(folder)
-
-
-def _folder(root: Location, iteration: int) -> Location:
-    name = dict(roots.list_iterations(root)).get(iteration)
-    if name is None:
-        message = f"there is no iteration {iteration} in {show(str(root))}"
-        raise CheckpointNotFoundError(message, path=str(root), hint=roots.missing_hint(root))
-    return root / name
+    return Removed(tuple(done.sizes), sum(done.sizes.values()), kept, tuple(warnings), tuple(done.failed))
 
 
 # -- the facts
@@ -620,7 +592,8 @@ def best_of(root: Location, metric: str) -> str | None:
         >>> import numpy as np, reshard
         >>> for n, loss in ((1, 2.0), (2, 1.0), (3, 4.0)):
         ...     _ = reshard.save("ranked", n, {"w": np.zeros(1)}, metrics={"loss": loss})
-        >>> [best_of(locate_output("ranked"), metric) for metric in ("loss", "-loss", "other")]
+        >>> from reshard.storage.location import locate
+        >>> [best_of(locate("ranked"), metric) for metric in ("loss", "-loss", "other")]
         ['iteration_00000002', 'iteration_00000003', None]
     """
     name, found = metric.removeprefix("-"), list[tuple[float, int, str]]()
@@ -645,15 +618,6 @@ class _Decision:
     kept: dict[int, str]
     first: list[Facts]
     has_verified: bool
-
-
-@dataclass
-class _Done:
-    iterations: list[int] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)  # bytes, in the order of `iterations`
-    kept: dict[int, str] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
-    failed: list[int] = field(default_factory=list)
 
 
 def _verify(
@@ -687,46 +651,3 @@ def _verify(
         proofs.write(folder, manifest, state, f"{fault.file}: {fault.message}" if found else None)
     except StorageError as error:
         warnings.append(f"{folder.name} was verified, and the result is not recorded: {error.message}")
-
-
-def _carry_out(root: Location, decision: _Decision, done: _Done, *, durable: bool) -> None:
-    if decision.first and not decision.has_verified:
-        reason = "nothing that would stay has been verified"
-        done.kept = dict.fromkeys((one.iteration for one in decision.gone), reason)
-        done.warnings.append(f"no iteration is removed: {reason}; verify iteration {decision.first[0].iteration}")
-        return
-    if decision.gone:
-        trash.make(root, durable=durable)
-    for one in decision.gone:
-        _remove(root, one, done, durable=durable)
-
-
-def _remove(root: Location, one: Facts, done: _Done, *, durable: bool) -> None:
-    folder = root / one.name
-    n_bytes = _n_bytes(folder)
-    try:
-        with trash.reader_held_off(folder) as is_free:
-            if not is_free:
-                done.kept[one.iteration] = "it is being read"
-                done.warnings.append(f"iteration {one.iteration} is being read: it is removed another time")
-                return
-            is_there = True
-            if trash.make(root, durable=durable):
-                is_there = trash.take_out(root, folder, one.iteration, durable=durable)
-            else:
-                trash.mark_removed(folder, durable=durable)  # a removal in place needs no space, and makes some
-        if is_there:
-            filesystem.remove_folder(folder, durable=durable)
-    except StorageError as error:
-        done.kept[one.iteration] = "it could not be removed"
-        done.warnings.append(f"iteration {one.iteration} could not be removed: {error.message}")
-        done.failed.append(one.iteration)
-        return
-    done.iterations.append(one.iteration)
-    done.sizes.append(n_bytes)
-
-
-def _n_bytes(folder: Location) -> int:
-    with contextlib.suppress(ReshardError):
-        return sum((folder / name).stat().n_bytes for name in folder.names())
-    return 0

@@ -163,6 +163,20 @@ def list_iterations(root: Location) -> list[tuple[int, str]]:
     return scan(root)[0]
 
 
+def folder_of(root: Location, iteration: int) -> Location:
+    """The folder of an iteration.
+
+    Raises:
+        CheckpointNotFoundError: there is no such iteration, or no such root.
+        StorageError: the root cannot be listed.
+    """
+    name = dict(list_iterations(root)).get(iteration)
+    if name is None:
+        message = f"there is no iteration {iteration} in {show(str(root))}"
+        raise CheckpointNotFoundError(message, path=str(root), hint=missing_hint(root))
+    return root / name
+
+
 def missing_hint(root: Location) -> str:
     """A hint for a folder that lacks an iteration: which ones it holds, or which folder is meant.
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from reshard import _core
     from reshard.checkpoint import Checkpoint, LayoutLike
-    from reshard.commit.protocol import ValueRecord
+    from reshard.commit.attempts import ValueRecord
     from reshard.conversion.known_files import KnownFiles
     from reshard.conversion.shares import Shared
     from reshard.storage.location import Location

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reshard import dtypes
-from reshard.commit import protocol, roots
+from reshard.commit import attempts, protocol, roots
 from reshard.commit.session import session_of
 from reshard.errors import ArgumentError, ClaimedError, UnsupportedError
 from reshard.formats.state import dump
@@ -218,4 +218,4 @@ def claim(saver: Saver, owner: object, *, step: int, is_below: bool, takeover: b
     session = session_of(root)
     session.own(owner)
     if not saver.has_rank_folders and not is_below and session.resumed is None:
-        protocol.check_above_tracker(root, step, roots.resolve_candidates(root).tracker)
+        attempts.check_above_tracker(root, step, roots.resolve_candidates(root).tracker)

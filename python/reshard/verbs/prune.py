@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from reshard.checkpoint import Checkpoint
 from reshard.commit import roots
-from reshard.commit.retention import Removed, pin, remove, unpin
+from reshard.commit.protocol import pin, unpin
+from reshard.commit.retention import Removed, remove
 from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError
 from reshard.formats.checkpoint2.reader import open_folder
 from reshard.opening import is_damage, reason_of

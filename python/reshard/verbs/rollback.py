@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from reshard import opening
 from reshard.checkpoint import Checkpoint
-from reshard.commit import claims, protocol, recovery, roots, staging
-from reshard.commit.filesystem import MANIFEST_FILE
+from reshard.commit import claims, protocol, roots
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, StorageError, hints_without
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint2.reader import open_folder
@@ -118,15 +117,10 @@ def rollback(
     is_ours = claims.held(path) is not None
     try:
         # A save that was sealed and not published is published first: it is newer and must not be lost.
-        for line in recovery.recover(path):
+        for line in protocol.recover(path):
             _log.warning("%s: %s", path, line)
-        claim = claims.hold(path)
         is_verified = _check(_folder(path, iteration), verify=verify, threads=threads, progress=progress)
-        with claims.locked(path):
-            claims.check(claim)
-            _check(_folder(path, iteration), verify=False)  # another process may have removed it meanwhile
-            changes = _changes(path, iteration, verified=is_verified)
-            _move(path, changes)
+        changes = _move(path, iteration, verified=is_verified)
     finally:
         if not is_ours:
             protocol.release(path)
@@ -189,18 +183,21 @@ def _changes(root: Location, iteration: int, *, verified: bool) -> Rollback:
     return Rollback(iteration, roots.resolve_candidates(root).tracker, newer, verified)
 
 
-def _move(root: Location, changes: Rollback) -> None:
-    """Move the tracker, under the lock."""
-    for number, name in roots.list_iterations(root):
-        # Before the tracker moves: an iteration above it without the mark counts as one whose save was interrupted.
-        if number > changes.iteration and (root / name / MANIFEST_FILE).exists():
-            staging.mark_tracked(root / name, durable=True)
-    staging.move_tracker(root, changes.iteration, durable=True)
-    staging.mark_tracked(_folder(root, changes.iteration), durable=True)
+def _move(root: Location, iteration: int, *, verified: bool) -> Rollback:
+    """Move the tracker."""
+    found: list[Rollback] = []
+
+    def check() -> int:
+        _check(_folder(root, iteration), verify=False)  # another process may have removed it meanwhile
+        found[:] = [_changes(root, iteration, verified=verified)]
+        return iteration
+
+    protocol.go_back(root, check)
     first = next(iter(opening.order_of(root).candidates), None)
-    if first is None or first.iteration != changes.iteration:
-        found = "none" if first is None else f"iteration {first.iteration}, {first.reason}"
+    if first is None or first.iteration != iteration:
+        taken = "none" if first is None else f"iteration {first.iteration}, {first.reason}"
         raise DamagedFileError(
-            f"{show(str(root))}: the tracker names iteration {changes.iteration} now, and a restart would take {found}",
+            f"{show(str(root))}: the tracker names iteration {iteration} now, and a restart would take {taken}",
             path=str(root),
         )
+    return found[0]

@@ -20,7 +20,7 @@ from reshard.write import background
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from reshard.commit.protocol import ValueRecord
+    from reshard.commit.attempts import ValueRecord
     from reshard.write.arrays import LocalArrays
 
     ShardFileMaker: TypeAlias = Callable[[str, LocalArrays, Mapping[str, str]], "ShardFile"]

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import reshard
-from reshard.commit import protocol
+from reshard.commit import folder_protocol, protocol
 from reshard.commit.session import forget_all
 from reshard.errors import ArgumentError, GroupError, ReshardError
 from reshard.storage.location import locate
@@ -199,7 +199,7 @@ def test_two_jobs_in_one_root(tmp_path: Path) -> None:
     with Job(4, work) as job:
         assert job.values() == ["ArgumentError"] * 4  # of another number of ranks
     root = tmp_path / "other"
-    protocol.make_root(locate(root), 0o750, durable=False)
+    folder_protocol.make_root(locate(root), 0o750, durable=False)
     reshard.save(root, 1, {"w": np.zeros(2)})  # claimed, and no rank folder in it
     with Job(4, lambda group: save_or_tell(group, root)) as job:
         assert job.values() == ["DestinationExistsError"] * 4

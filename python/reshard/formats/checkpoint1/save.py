@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from reshard import dtypes
-from reshard.commit import claims, filesystem, protocol
+from reshard.commit import claims, filesystem, folder_protocol, protocol
 from reshard.commit.session import Claim, find_session, session_of
 from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError, UnsupportedError
 from reshard.formats import counter_tensors, health
@@ -291,7 +291,7 @@ class Checkpoint1Planned(Planned[_Orders, _BegunMessage, _Weights]):
         claim = protocol.claim_root(
             task.root, takeover=options.commit.takeover, durable=task.durable, folder_mode=task.folder_mode
         )
-        protocol.check_space(task.root, self._n_bytes(), durable=task.durable)
+        folder_protocol.check_space(task.root, self._n_bytes(), durable=task.durable)
         if options.checkpoint1.only_save_strategy:
             return Checkpoint1Begun(_BegunMessage(options.verify.after_save, ()), self, claim)
         runs = session_of(task.root).of(_Runs)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from reshard import _core, dtypes
-from reshard.commit import filesystem, protocol
+from reshard.commit import filesystem, folder_protocol
 from reshard.errors import CheckpointNotFoundError, ReshardError
 from reshard.formats import counter_tensors
 from reshard.formats.checkpoint1 import names as checkpoint1
@@ -192,7 +192,7 @@ class RankSide:
         written = []
         for kind, file in self.files.items():
             folder = folder_of(task.root, self.rank, kind)
-            protocol.make_root(folder, task.folder_mode, durable=task.durable)
+            folder_protocol.make_root(folder, task.folder_mode, durable=task.durable)
             _sweep(folder, self.file)
             written.append(self._write_weights(folder / file.name, file, joint.of_file(file.n_bytes), reads_back))
         if self.files and self.save is not None:

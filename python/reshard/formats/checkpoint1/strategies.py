@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from reshard.commit import filesystem
-from reshard.commit.protocol import make_root
+from reshard.commit.folder_protocol import make_root
 from reshard.errors import (
     CheckpointNotFoundError,
     DamagedFileError,

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
     from reshard.checkpoint import Checkpoint, LayoutLike
-    from reshard.commit.protocol import ValueRecord
+    from reshard.commit.attempts import ValueRecord
     from reshard.conversion.destinations import Job
     from reshard.layout import BoundLayout
     from reshard.layout.strategy import Strategy

@@ -46,6 +46,7 @@ from reshard.write.shard_files import WrittenFile, read_back
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from reshard.commit.attempts import Attempt
     from reshard.commit.manifest import Manifest
     from reshard.commit.session import PassedOver
     from reshard.formats.checkpoint2.iteration import IterationPlan
@@ -202,7 +203,7 @@ class Checkpoint2Begun(Begun[_BegunMessage, _Records]):
     """
 
     planned: Checkpoint2Planned
-    attempt: protocol.Attempt
+    attempt: Attempt
     descriptions: Descriptions
     cache: ManifestCache
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from reshard.checkpoint import Checkpoint, LayoutLike
-    from reshard.commit.protocol import FileRecord
+    from reshard.commit.attempts import Attempt, FileRecord
     from reshard.conversion.destinations import Job, Produce
     from reshard.formats.checkpoint2.iteration import IterationPlan
     from reshard.storage.location import Location
@@ -307,7 +307,7 @@ def _remove_bookkeeping(root: Location) -> None:
         remove_file(root / LOCK_FILE)
 
 
-def _remove_published(attempt: protocol.Attempt) -> None:
+def _remove_published(attempt: Attempt) -> None:
     """Remove an iteration that was published, if updating the tracker failed."""
     with contextlib.suppress(ReshardError):
         if manifest.read(attempt.folder).attempt == attempt.id:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from reshard.checkpoint import Checkpoint
-    from reshard.commit.protocol import ValueRecord
+    from reshard.commit.attempts import ValueRecord
     from reshard.conversion.destinations import Job
     from reshard.conversion.known_files import Mark
     from reshard.storage.location import Location

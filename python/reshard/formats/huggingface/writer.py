@@ -24,7 +24,7 @@ from reshard.values.words import show
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from reshard.commit.protocol import ValueRecord
+    from reshard.commit.attempts import ValueRecord
     from reshard.conversion.destinations import Job, Written
     from reshard.conversion.known_files import Mark
     from reshard.storage.location import Location

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from reshard import _core
     from reshard.checkpoint import LayoutLike
-    from reshard.commit.protocol import ValueRecord
+    from reshard.commit.attempts import ValueRecord
     from reshard.conversion.destinations import Job
     from reshard.conversion.known_files import Mark
     from reshard.storage.location import Location
