@@ -357,8 +357,7 @@ class Checkpoint:
                     "the tensor are not known",
                     path=str(self.path),
                     key=key,
-                    hint="copy the strategy files of the run into a folder named strategy beside it, or pass "
-                    "`strategy=`; if every rank holds the whole model, open the folder of one rank",
+                    hint=self.data.unplaced_hint(),
                 )
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:

@@ -73,6 +73,8 @@ SAMPLES: Mapping[str, tuple[Callable[[Path], Path], str | None, str]] = {
     "dcp": (lambda _: DATA / "torch" / "dcp_fsdp2" / "checkpoint", "dcp", "torch_formats"),
     "deepspeed": (lambda _: DATA / "torch" / "ds_zero1_bf16" / "checkpoint", "deepspeed-universal", "deepspeed"),
     "fsdp-ranks": (ranks, None, "fsdp_ranks"),
+    "nanotron": (lambda _: DATA / "torch" / "nanotron_tp2" / "checkpoint", None, "nanotron"),
+    "vllm": (lambda p: one_file(p / "v" / "model-rank-0-part-0.safetensors").parent, None, "vllm"),
     "checkpoint2": (saved, "checkpoint2", "checkpoint"),
     "checkpoint1": (lambda p: converted(p, "ranks", to="checkpoint1", layout=LAYOUT), "checkpoint1", "rank_folders"),
     "tiled": (lambda p: converted(p, "tiled", to="safetensors", layout=LAYOUT), "safetensors", "tiles_format"),

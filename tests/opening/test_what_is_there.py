@@ -52,7 +52,6 @@ def files(folder: Path, *names: str) -> Path:
     ("tool", "names"),
     [
         ("Mistral", ["consolidated_lora.safetensors"]),
-        ("vLLM", ["model-rank-0-part-0.safetensors", "model-rank-1-part-0.safetensors"]),
         ("nanotron", ["model_weight_pp-rank-0-of-1_tp-rank-0-of-2.safetensors"]),
         ("TensorRT-LLM", ["rank0.safetensors", "rank1.safetensors"]),
     ],
@@ -105,7 +104,7 @@ def test_a_folder_with_the_suffix_of_a_file(tmp_path: Path) -> None:
 def test_folders_of_other_formats(tmp_path: Path) -> None:
     orbax = files(tmp_path / "orbax", "_CHECKPOINT_METADATA", "default/manifest.ocdbt")
     assert "probably written by Orbax" in str(refused(orbax))
-    nanotron = files(tmp_path / "nanotron", "checkpoint_metadata.json", "model/model_weight.safetensors")
+    nanotron = files(tmp_path / "nanotron", "model/model_weight.safetensors")
     assert "`model/` (a folder with `model_weight.safetensors`)" in str(refused(nanotron))
     assert "probably written by nanotron" in str(refused(nanotron))
 

@@ -360,7 +360,7 @@ def _strategy(checkpoint: Checkpoint) -> str:
 
 def _mesh(facts: Contents) -> str:
     if axes := facts.checkpoint.data.rank_axes():
-        return f"{_sizes(axes)} ({math.prod(axes.values())} folders of ranks, by their names)"
+        return f"{_sizes(axes)} ({counted(math.prod(axes.values()), 'rank')}, by the names of files and folders)"
     if facts.layout is None:
         return f"{'unknown' if facts.checkpoint.unplaced() else 'no single one'}: {shown(facts.layout_reason)}"
     mesh = facts.layout.mesh

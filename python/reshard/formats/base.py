@@ -219,6 +219,13 @@ class CheckpointData:
         """Tensors that can only be read rank by rank."""
         return {}
 
+    def unplaced_hint(self) -> str:
+        """What to do to read such tensors whole."""
+        return (
+            "copy the strategy files of the run into a folder named strategy beside it, or pass `strategy=`; if every "
+            "rank holds the whole model, open the folder of one rank"
+        )
+
     def strategy(self) -> Strategy | None:
         """The strategy with which rank folders were opened."""
         return None

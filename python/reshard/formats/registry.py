@@ -20,9 +20,11 @@ from reshard.formats.full_weights.reader import FULL_WEIGHTS
 from reshard.formats.gguf.format import GGUF
 from reshard.formats.huggingface.reader import HUGGINGFACE
 from reshard.formats.megatron.format import MEGATRON
+from reshard.formats.nanotron.format import NANOTRON
 from reshard.formats.single_file.reader import SINGLE_FILE
 from reshard.formats.torch_file.format import TORCH_FILE
 from reshard.formats.trainer_run.format import TRAINER_RUN
+from reshard.formats.vllm.format import VLLM
 from reshard.formats.weight_files.format import WEIGHT_FILES
 from reshard.values.words import check_text, listed, show
 
@@ -37,6 +39,8 @@ FORMATS: tuple[Format, ...] = (
     DCP,
     DEEPSPEED,
     FSDP_RANKS,
+    NANOTRON,
+    VLLM,
     CHECKPOINT2,
     CHECKPOINT1,
     TILED,

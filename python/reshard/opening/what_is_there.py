@@ -58,13 +58,7 @@ _TOOLS = (
     _Tool(
         "nanotron",
         re.compile(r"checkpoint_metadata\.json|model_(weight|bias).*\.safetensors"),
-        f"{_OF_RANKS}. Convert them to a Hugging Face folder with nanotron",
-    ),
-    _Tool(
-        "vLLM (the loader `sharded_state`)",
-        re.compile(r"model-rank-\d+-part-\d+\.safetensors"),
-        f"{_OF_RANKS}, unless there was one rank. A pattern such as `model-rank-0-part-*.safetensors` opens those of a "
-        "rank. Use the model that vLLM read",
+        f"{_OF_RANKS}. The folder of a step, with `checkpoint_metadata.json` and `model/`, can be opened",
     ),
     _Tool(
         "Orbax",

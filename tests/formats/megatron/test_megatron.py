@@ -97,7 +97,7 @@ def test_commands(name: str, tmp_path: Path) -> None:
     shown = run("inspect", source)
     assert "megatron, iteration" in shown
     if name == "mcore_mp_rank":
-        assert "mesh       tp 2, pp 2 (4 folders of ranks, by their names)" in shown
+        assert "mesh       tp 2, pp 2 (4 ranks, by the names of files and folders)" in shown
         assert json.loads(run("inspect", source, "--json"))["mesh"] == {"tp": 2, "pp": 2}
     assert "complete" in run("verify", source)
     run("convert", source, target, "--to", "huggingface")

@@ -1,0 +1,1 @@
+"""Checkpoints of nanotron: a file of safetensors for each parameter and rank."""

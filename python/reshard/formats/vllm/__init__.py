@@ -1,0 +1,1 @@
+"""Folders that vLLM saves for its loader `sharded_state`: the state of each tensor-parallel rank."""
