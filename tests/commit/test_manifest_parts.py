@@ -340,7 +340,9 @@ def test_the_lock_of_an_iteration_that_is_not_opened_is_released(tmp_path: Path)
     sealed.make_tiny(tmp_path, 10, previous_tracker=5)
     n_handles = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(2):
-        assert [one.iteration for one in root.order_of(locate(tmp_path)).candidates] == [10, 5]
+        order = opening.iterations(tmp_path)
+        assert order is not None
+        assert [one.iteration for one in order.candidates] == [10, 5]
         assert len(list(Path("/proc/self/fd").iterdir())) == n_handles
     damaged = tmp_path / "iteration_00000010" / "manifest.json"
     damaged.write_bytes(damaged.read_bytes()[:-3])

@@ -49,7 +49,7 @@ from reshard.errors import (
     ReshardError,
     StorageError,
 )
-from reshard.formats.checkpoint2.root import order_of
+from reshard.opening import iterations
 from reshard.storage import host, mounts
 from reshard.storage.local import LOCAL, LocalStore
 from reshard.storage.location import Location, locate
@@ -1066,7 +1066,8 @@ def test_what_made_room_is_found_before_it_is_put_back(root: Path, monkeypatch: 
     place = locate(root)
     ((iteration, name),) = roots.list_iterations(place)
     assert (iteration, name.partition("/")[0], roots.tracked_iteration(place)) == (100, ".trash", 100)
-    order = order_of(place)
+    order = iterations(str(place))
+    assert order is not None
     assert [(one.iteration, one.reason) for one in order.candidates] == [(100, "named by the tracker")]
     assert "its replacement was interrupted" in order.warnings[0]
     reshard.pin(locate(root), 100)

@@ -38,7 +38,7 @@ from reshard.errors import (
     ReshardError,
 )
 from reshard.formats.checkpoint1 import replicas
-from reshard.opening import rank_saves
+from reshard.opening import root_of
 
 SAMPLES = Path(__file__).parents[1] / "data" / "mindspore"
 SRC = SAMPLES / "strategy"
@@ -113,9 +113,9 @@ def test_a_root_is_its_last_save(folder: str, steps: int, suffix: str) -> None:
         assert opened.ranks() == [0, 1, 2, 3]
         for rank, name in enumerate(names):
             assert_same(opened.stored(rank), original_reader.read_shard_file(CKPT1 / folder / name))
-    saves = rank_saves(CKPT1 / folder)
-    assert saves is not None
-    assert saves[0].name.endswith(f"{suffix}.safetensors")
+    root = root_of(CKPT1 / folder)
+    assert root is not None
+    assert root.newest_first()[0].name.endswith(f"{suffix}.safetensors")
 
 
 def test_weights_alone_have_no_counters() -> None:
@@ -619,7 +619,9 @@ def test_files_that_end_in_their_rank(tree: Path) -> None:
     name("checkpoint_#.safetensors")
     with opened_cut(tree) as opened:
         assert_same(opened.load(keys=["w"]), {"w": W})
-    assert [(save.name, save.fault) for save in rank_saves(tree) or ()] == [("checkpoint_0.safetensors", None)]
+    root = root_of(tree)
+    assert root is not None
+    assert [(save.name, save.fault) for save in root.newest_first()] == [("checkpoint_0.safetensors", None)]
     result = run("merge", tree, tree.parent / "full", "--strategy", tree.parent / "cut")
     assert result.exit_code == 0, result.stderr
     name("net-1_#.safetensors")
@@ -816,7 +818,7 @@ def test_ranks_gathered_by_links(tree: Path, tmp_path: Path) -> None:
         assert opened.ranks() == [2]
     (tmp_path / "host_3" / "net.safetensors").unlink()
     (tmp_path / "host_3").rmdir()
-    for reader in (reshard.open, reshard.load, rank_saves):
+    for reader in (reshard.open, reshard.load, root_of):
         with pytest.raises(DamagedFileError, match="rank_3` is a link that does not lead to a folder"):
             reader(tree)
 

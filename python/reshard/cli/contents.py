@@ -5,6 +5,7 @@ No tensor is read. The partition of a tensor is computed from the stored regions
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from dataclasses import dataclass, field
@@ -207,7 +208,8 @@ def _iterations(root: str, order: Order, taken: Checkpoint, *, everything: bool)
     skipped, refused = dict(taken.skipped), {one.name: one.reason for one in order.refused}
     found: list[Iteration] = []
     n_checked = 0
-    for one in sorted((*order.candidates, *order.refused), key=lambda one: -one.iteration):
+    by_number = {one.iteration: one for one in (*order.candidates, *order.refused) if one.iteration is not None}
+    for number, one in sorted(by_number.items(), reverse=True):
         complete: bool | None = True
         verified: bool | None = taken.verified
         reason: str | None = None
@@ -225,9 +227,9 @@ def _iterations(root: str, order: Order, taken: Checkpoint, *, everything: bool)
         tracked, pinned = marks(locate(root) / one.name)
         found.append(
             Iteration(
-                one.iteration,
+                number,
                 one.name,
-                tracker=one.iteration == order.tracker,
+                tracker=number == order.tracker,
                 tracked=tracked,
                 pinned=pinned,
                 taken=one.name == taken.path.name,
@@ -243,31 +245,30 @@ def _iterations(root: str, order: Order, taken: Checkpoint, *, everything: bool)
 
 def _rank_saves(path: str, taken: Checkpoint, *, everything: bool) -> list[RankSaveState] | None:
     """The saves of rank folders, in the order in which they are tried. All but the one taken are opened here."""
-    from reshard.formats.checkpoint1.reader import open_rank_files
-    from reshard.opening import rank_saves
+    from reshard.opening import root_of
 
-    saves = rank_saves(path)
-    if saves is None:
-        return None
-    opened, skipped = {file.name for file in taken.files()}, dict(taken.skipped)
-    found: list[RankSaveState] = []
-    n_checked = 0
-    for save in saves:
-        is_taken = any(file.relative_to(locate(path)) in opened for file in save.files.values())
-        complete: bool | None = True
-        reason = skipped.get(save.name, save.fault)
-        if reason is not None:
-            complete = False
-        elif not is_taken and n_checked == _MAX_CHECKED and not everything:
-            complete = None
-        elif not is_taken:
-            n_checked += 1
-            try:
-                Checkpoint(open_rank_files(locate(path), save.files, taken.strategy)).close()
-            except ReshardError as error:
-                complete, reason = False if is_damage(error) else None, error.message
-        found.append(RankSaveState(save.name, save.why, is_taken, complete, reason))
-    return found
+    with root_of(path, strategy=taken.strategy) or contextlib.nullcontext() as root:
+        if root is None or not root.by_rank:
+            return None
+        opened, skipped = {locate(path) / file.name for file in taken.files()}, dict(taken.skipped)
+        found: list[RankSaveState] = []
+        n_checked = 0
+        for save in root.newest_first():
+            is_taken = any(file in opened for file in root.files(save).values())
+            complete: bool | None = True
+            reason = skipped.get(save.name, save.fault)
+            if reason is not None:
+                complete = False
+            elif not is_taken and n_checked == _MAX_CHECKED and not everything:
+                complete = None
+            elif not is_taken:
+                n_checked += 1
+                try:
+                    Checkpoint(root.open(save)).close()
+                except ReshardError as error:
+                    complete, reason = False if is_damage(error) else None, error.message
+            found.append(RankSaveState(save.name, save.reason, is_taken, complete, reason))
+        return found
 
 
 def _rows(

@@ -6,6 +6,7 @@ Without a log, events are made of the differences between two looks.
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import itertools
 from collections import deque
@@ -17,7 +18,7 @@ from reshard.cli.output import collected_warnings
 from reshard.commit import claims, event_log, filesystem, roots, save_log, staging, trash
 from reshard.errors import CheckpointNotFoundError, ReshardError, StorageError, UnsupportedError
 from reshard.formats import health
-from reshard.opening import iterations, rank_saves
+from reshard.opening import root_of
 from reshard.storage.location import locate
 from reshard.values.events import Event
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _MAX_EVENTS = 1000
 _MAX_LOOKS = 3  # at folders that are removed meanwhile
+_MAX_NAMES = 64
 _MAX_SAVES = 8  # from which the interval between saves follows
 _ENDS = ("published", "failed")
 
@@ -240,28 +242,25 @@ class Watch:
     # -- the newest complete checkpoint
 
     def _look_at_newest(self) -> None:
-        order, saves = iterations(self._root), None
-        key: Hashable
-        if order is not None:
-            first = order.candidates[0].name if order.candidates else None
-            place = self._root if first is None else self._root / first
-            key = (order.tracker, len(order.candidates), place.stat().identity, place.stat().modified_ns)
-        elif (saves := rank_saves(self._root)) is not None:
-            key = tuple(save.name for save in saves[:64])
-        else:
-            found = self._root.stat()
-            key = (found.identity, found.modified_ns)
+        place, names, by_rank, tracker = self._root, list[str](), False, None
+        with root_of(self._root) or contextlib.nullcontext() as root:
+            if root is not None:
+                by_rank, tracker, there = root.by_rank, root.order.tracker, root.order.candidates
+                names = [one.name for one in there[:_MAX_NAMES]]
+                place = root.place(there[0]) if there else place
+        state = place.stat()
+        key: Hashable = (tracker, tuple(names), state.identity, state.modified_ns)
         if key == self._newest[0]:
             return
         try:
             with collected_warnings(print_on_error=False), reshard.open(self._root) as checkpoint:
                 files, manifest = checkpoint.files(), checkpoint.manifest
-                place = self._root / files[0].name if saves else locate(checkpoint.path)
+                place = self._root / files[0].name if by_rank else locate(checkpoint.path)
                 at = place.stat(follow_links=True).modified_ns
                 when = dt.datetime.fromtimestamp(at / 1e9, dt.UTC)
                 if manifest is not None:
                     when = _time_of(manifest.saved_at) or when
-                name = saves[0].name if saves else place.name
+                name = names[0] if by_rank else place.name
                 n_bytes = sum(file.n_bytes for file in files) if manifest is None else manifest.n_bytes
                 skipped = tuple(one for one, _ in checkpoint.skipped)
                 is_unhealthy = manifest is not None and manifest.ckpt_status == 1

@@ -45,33 +45,35 @@ class Folder:
 
 @dataclass(frozen=True)
 class Candidate:
-    """An iteration folder and the reason for its place in the order, or why it is not a candidate.
+    """A checkpoint of a root and the reason for its place in the order, or why it is not a candidate.
 
     Attributes:
-        iteration: the number in its name.
-        name: its name.
+        iteration: the number in its name; None: its name has none.
+        name: its name in the root, mostly that of its folder.
         reason: a phrase such as "named by the tracker".
+        fault: why it is incomplete, as far as names show.
     """
 
-    iteration: int
+    iteration: int | None
     name: str
     reason: str
+    fault: str | None = None
 
 
 @dataclass(frozen=True)
 class Order:
-    """The order in which the folders of a root are tried.
+    """The order in which the checkpoints of a root are tried.
 
     Attributes:
-        candidates: in the order in which they are tried.
-        refused: folders that are never tried, by descending iteration.
+        candidates: in the order in which they are tried; those with a fault are skipped.
+        refused: those that are never tried, newest first.
         tracker: the iteration that the tracker names; None without a tracker, or with an invalid one.
         warnings: problems of the root itself, as sentences.
     """
 
     candidates: tuple[Candidate, ...]
-    refused: tuple[Candidate, ...]
-    tracker: int | None
+    refused: tuple[Candidate, ...] = ()
+    tracker: int | None = None
     warnings: tuple[str, ...] = ()
 
 

@@ -62,6 +62,13 @@ class Fault:
         return self.message if self.file is None or self.file in self.message else f"{self.file}: {self.message}"
 
 
+def reason_of(error: ReshardError) -> str:
+    """Why a checkpoint is skipped. If the error concerns one file, the reason includes its name."""
+    name = "" if error.path is None else locate(error.path).name
+    message = one_line(error.message)
+    return message if name in message else f"{name}: {message}"
+
+
 def fault_of(error: ReshardError, file: str | None) -> Fault:
     """The fault that an error reports. What this version or the file system does not support is no damage.
 

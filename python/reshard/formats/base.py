@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
+from reshard.errors import LayoutError
 from reshard.formats import counter_tensors
 from reshard.storage.location import Location, locate
 
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 
     from reshard import _core
     from reshard._core import DeviceLayout
+    from reshard.commit.candidates import Candidate, Order
     from reshard.commit.manifest import Manifest
+    from reshard.errors import ReshardError
     from reshard.formats.checkpoint2.common import CommonInfo
     from reshard.formats.dcp.run_state import Values
     from reshard.layout.strategy import Strategy
@@ -63,20 +66,6 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     stored: Sequence[_core.StoredArray]
     factors: Mapping[int, Sequence[int]] | None = None
-
-
-class RootEntry(NamedTuple):
-    """A checkpoint of a root.
-
-    Attributes:
-        name: its folder, relative to the root.
-        iteration: its iteration; None: its name has none.
-        reason: the reason for its place in the order, such as "the highest step".
-    """
-
-    name: str
-    iteration: int | None
-    reason: str
 
 
 class Match(IntEnum):
@@ -147,16 +136,84 @@ class Format(ABC):
             ReshardError: as `reshard.open`.
         """
 
-    def is_root(self, path: Location) -> bool:  # noqa: ARG002
-        """Whether a path in this format holds several checkpoints, of which one is chosen."""
-        return False
+    def root(
+        self,
+        path: Location,  # noqa: ARG002
+        options: OpenOptions,  # noqa: ARG002
+        *,
+        exact: int | None = None,  # noqa: ARG002
+    ) -> Root | None:
+        """The checkpoints of a folder, of which one is chosen; None: a path in this format is one checkpoint.
 
-    def candidates(self, root: Location) -> Sequence[RootEntry]:  # noqa: ARG002
-        """The checkpoints of a root, in the order in which they are tried.
+        Args:
+            path: an existing path.
+            options: with which its checkpoints are opened.
+            exact: only this iteration, where the folders are named `iteration_<number>`; else there is no root.
 
-        Empty for formats in which the resume decision finds them in another way.
+        Raises:
+            StorageError: the system failed to list it.
         """
+        return None
+
+
+class Root(ABC):
+    """A folder with several checkpoints of a format, as it was when it was listed. Leave it as a context manager.
+
+    Attributes:
+        path: the folder.
+        options: with which its checkpoints are opened.
+        order: which checkpoints it holds, in the order in which they are tried.
+        is_ours: `reshard.save` fills such folders: each checkpoint in them is listed and verified.
+        in_turn: a run that resumes judges its checkpoints one by one; else the root is one candidate, as for `open`.
+        by_rank: a checkpoint consists of a file in the folder of each rank.
+        of_options: errors of what the caller gave, such as a strategy. They are no fault of a checkpoint.
+    """
+
+    order: Order
+    is_ours: ClassVar[bool] = False
+    in_turn: ClassVar[bool] = False
+    by_rank: ClassVar[bool] = False
+    of_options: ClassVar[tuple[type[ReshardError], ...]] = (LayoutError,)
+
+    def __init__(self, path: Location, options: OpenOptions) -> None:
+        self.path = path
+        self.options = options
+
+    @abstractmethod
+    def open(self, one: Candidate) -> CheckpointData:
+        """Open a checkpoint of it. Raises as `reshard.open`."""
+
+    def again(self) -> Root:
+        """The same folder, listed once more."""
+        return type(self)(self.path, self.options)
+
+    def check(self) -> None:  # noqa: B027  most have nothing to check
+        """Raise an error of the options, before the first checkpoint is opened."""
+
+    def place(self, one: Candidate) -> Location:
+        """Where a checkpoint lies: its folder, or the file of rank 0."""
+        return self.path / one.name
+
+    def files(self, one: Candidate) -> Mapping[int, Location]:  # noqa: ARG002
+        """The path of each rank's file of a checkpoint, where it consists of these, whether it exists or not."""
+        return {}
+
+    def newest_first(self) -> Sequence[Candidate]:
+        """All checkpoints, with those that are never tried."""
+        return (*self.order.candidates, *self.order.refused)
+
+    def ignored(self) -> Sequence[str]:
+        """Sentences about what only looks like a checkpoint of it."""
         return ()
+
+    def close(self) -> None:  # noqa: B027  most hold nothing
+        """Release what protects a checkpoint that was not opened."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ from reshard.formats.weight_files.format import WEIGHT_FILES
 from reshard.values.words import check_text, listed, show
 
 if TYPE_CHECKING:
-    from reshard.formats.base import Format
+    from reshard.formats.base import Format, OpenOptions, Root
     from reshard.storage.location import Location
 
 FORMATS: tuple[Format, ...] = (
@@ -80,6 +80,29 @@ def detect(path: Location) -> Format:
             fallback = one
     assert fallback is not None  # each kind of path has a fallback
     return fallback
+
+
+def numbered_root(path: Location, iteration: int, options: OpenOptions) -> Root | None:
+    """One iteration of a folder whose checkpoints are named `iteration_<number>`; None: it is no such folder.
+
+    Args:
+        path: the folder, which need not exist.
+        iteration: the number.
+        options: with which the iteration is opened.
+
+    Raises:
+        StorageError: the folder cannot be listed.
+
+    Example:
+        >>> from reshard.formats.base import OpenOptions
+        >>> from reshard.storage.location import locate
+        >>> numbered_root(locate("not/there"), 400, OpenOptions()) is None
+        True
+    """
+    if not path.is_folder():
+        return None
+    found = (one.root(path, options, exact=iteration) for one in FORMATS)
+    return next((root for root in found if root is not None), None)
 
 
 def matching(path: Location) -> list[Format]:

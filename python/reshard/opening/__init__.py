@@ -6,6 +6,7 @@ damage is found later, while bytes are read, `verbs.load` falls back to another 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,8 +25,7 @@ from reshard.errors import (
 )
 from reshard.formats import registry
 from reshard.formats.base import Match, OpenOptions, StrategyLike
-from reshard.formats.checkpoint1.format import CHECKPOINT1
-from reshard.formats.checkpoint2.format import CHECKPOINT2, TILED
+from reshard.formats.checkpoint2.format import TILED
 from reshard.formats.dcp.names import METADATA_FILE
 from reshard.formats.full_weights.reader import FULL_WEIGHTS
 from reshard.formats.torch_file.names import SUFFIXES as TORCH_SUFFIXES
@@ -42,29 +42,25 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reshard.commit.candidates import Order
-    from reshard.commit.newest import reason_of as reason_of
     from reshard.commit.scrub import is_damage as is_damage
-    from reshard.formats.base import CheckpointData
-    from reshard.formats.checkpoint1.reader import RankSave
+    from reshard.commit.scrub import reason_of as reason_of
+    from reshard.formats.base import CheckpointData, Root
     from reshard.formats.checkpoint2.reader import Chosen as Chosen
     from reshard.formats.checkpoint2.reader import chosen as chosen
     from reshard.formats.checkpoint2.reader import marks as marks
     from reshard.formats.checkpoint2.reader import open_chosen as open_chosen
-    from reshard.formats.checkpoint2.root import best_of as best_of
     from reshard.formats.checkpoint2.root import newer_than as newer_than
-    from reshard.formats.checkpoint2.root import order_of as order_of
     from reshard.names import NamesLike
 
 _names, __getattr__ = exports(
     __name__,
     {
         "reshard.formats.checkpoint2.reader": ["Chosen", "chosen", "marks", "open_chosen"],
-        "reshard.formats.checkpoint2.root": ["best_of", "newer_than", "order_of"],
-        "reshard.commit.newest": ["reason_of"],
-        "reshard.commit.scrub": ["is_damage"],
+        "reshard.formats.checkpoint2.root": ["newer_than"],
+        "reshard.commit.scrub": ["is_damage", "reason_of"],
     },
 )
-__all__ = [*_names, "StrategyLike", "iterations", "open", "rank_saves"]  # noqa: PLE0604  names, found above
+__all__ = [*_names, "StrategyLike", "iterations", "open", "root_of"]  # noqa: PLE0604  names, found above
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _LOST_FILES = "lost+found"  # made by mkfs in the top folder of a volume; fsck puts files without a name there
@@ -308,14 +304,32 @@ def _is_empty(folder: Location) -> bool:
         raise
 
 
-def iterations(path: str | os.PathLike[str]) -> Order | None:
-    """The iterations of a checkpoint root, in the order in which `open` tries them.
+def root_of(path: str | os.PathLike[str], *, strategy: StrategyLike | None = None) -> Root | None:
+    """The checkpoints of a root, in the order in which `open` tries them. It opens none, and is left by the caller.
 
     Args:
         path: the root.
+        strategy: as in `open`, for those that are opened with it.
 
     Returns:
-        As `order_of`; None if `path` is not the root of a Checkpoint 2.0 tree.
+        None if `path` is no root: one checkpoint, or nothing.
+
+    Raises:
+        StorageError: it cannot be listed.
+
+    Example:
+        >>> import numpy as np, reshard
+        >>> _ = reshard.save("run", 10, {"w": np.zeros(4)})
+        >>> with root_of("run") as root:
+        ...     root.order.tracker
+        10
+    """
+    target = locate(path)
+    return registry.detect(target).root(target, OpenOptions(strategy=strategy)) if target.is_folder() else None
+
+
+def iterations(path: str | os.PathLike[str]) -> Order | None:
+    """The iterations of a checkpoint root, in the order in which `open` tries them; None for other paths.
 
     Raises:
         StorageError: it cannot be listed.
@@ -326,31 +340,5 @@ def iterations(path: str | os.PathLike[str]) -> Order | None:
         >>> iterations("run").tracker
         10
     """
-    target = locate(path)
-    if not target.is_folder() or registry.detect(target) is not CHECKPOINT2 or not CHECKPOINT2.is_root(target):
-        return None
-    from reshard.formats.checkpoint2.root import order_of  # noqa: PLC0415  slow to import
-
-    return order_of(target)
-
-
-def rank_saves(path: str | os.PathLike[str]) -> tuple[RankSave, ...] | None:
-    """The saves in rank folders, in the order in which `open` tries them, then those that it never tries.
-
-    Returns:
-        The saves; None if `path` does not contain rank folders.
-
-    Raises:
-        StorageError: a folder cannot be listed.
-
-    Example:
-        >>> import numpy as np, reshard
-        >>> _ = reshard.save("ranks", 10, {"w": np.zeros(4)}, format="checkpoint1")
-        >>> [save.name for save in rank_saves("ranks")]
-        ['CKP_rank_0-1_10.safetensors']
-    """
-    from reshard.formats.checkpoint1 import reader  # noqa: PLC0415  slow to import
-
-    target = locate(path)
-    is_root = target.is_folder() and registry.detect(target) is CHECKPOINT1 and CHECKPOINT1.is_root(target)
-    return reader.rank_saves(target) if is_root else None
+    with root_of(path) or contextlib.nullcontext() as root:
+        return root.order if root is not None and root.is_ours and not root.by_rank else None

@@ -11,14 +11,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from reshard.checkpoint import Checkpoint
-from reshard.commit import roots
-from reshard.commit.newest import reason_of
-from reshard.commit.scrub import is_damage
+from reshard.commit.scrub import is_damage, reason_of
 from reshard.config import split_iteration
 from reshard.errors import CheckpointNotFoundError, EmptyRootError, ReshardError, UnsupportedError
 from reshard.formats import health, registry
-from reshard.formats.base import Match
-from reshard.formats.checkpoint2.root import MAX_LOOKS, Look
+from reshard.formats.base import Match, OpenOptions
+from reshard.formats.newest import MAX_LOOKS
 from reshard.formats.trainer_run.format import TRAINER_RUN
 from reshard.layout import ModelLayout
 from reshard.opening import open as open_path
@@ -30,12 +28,12 @@ from reshard.storage.location import BROKEN_LINK_HINT, Location, locate
 from reshard.values.words import show
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from reshard import _core
+    from reshard.commit.candidates import Candidate, Order
     from reshard.config import Config
-    from reshard.formats.base import CheckpointData, RootEntry
-    from reshard.resume import Candidate, Order
+    from reshard.formats.base import CheckpointData, Root
     from reshard.resume.facts import Kind
 
 
@@ -82,8 +80,10 @@ def gather(
     if tree is not None:
         return gather_saves(config, facts.run, tree, method=method, faults=faults, keep_going=keep_going)
     root, iteration = split_iteration(config.load_path)
-    if path.found() is None and iteration is not None and (place := locate(root)).is_folder() and roots.is_root(place):
-        return gatherer.at_root(place, iteration)
+    if path.found() is None and iteration is not None:
+        numbered = registry.numbered_root(locate(root), iteration, OpenOptions(method))
+        if numbered is not None:
+            return gatherer.at_root(numbered)
     if path.found() is None:
         # A broken link can mean that a disk is not mounted: the run must not start fresh.
         if (broken := path.broken_link()) is not None:
@@ -93,11 +93,9 @@ def gather(
         return replace(facts, kind="other") if path.exists() else facts
     name = format_of(config, path)
     found = registry.detect(path) if name is None else registry.of_name(path, name)
-    if found.traits.has_metadata and found.is_root(path):
-        return gatherer.at_root(path)
-    candidates = found.candidates(path) if found.is_root(path) else ()
-    if candidates:
-        return gatherer.at_candidates(path, candidates)
+    several = found.root(path, OpenOptions(method)) if path.is_folder() else None
+    if several is not None and several.in_turn:
+        return gatherer.at_root(several)
     kind: Kind = "pretrained" if found.traits.is_pretrained else "single"
     try:
         return gatherer.at_one(path, kind)
@@ -151,42 +149,29 @@ class _Gatherer:
             kind = "single"
         return replace(self.facts, kind=kind, candidates=(found,))
 
-    def at_root(self, root: Location, exact: int | None = None) -> ResumeFacts:
+    def at_root(self, root: Root) -> ResumeFacts:
         """The facts of a root. Candidates are opened in order until one is accepted."""
         before: Order | None = None
-        facts = replace(self.facts, path=str(root), kind="root")
-        for _ in range(MAX_LOOKS):
-            with Look(root, exact=exact) as look:
-                order = look.order
+        facts = replace(self.facts, path=str(root.path), kind="root")
+        for number in range(MAX_LOOKS):
+            root = root.again() if number else root  # a save may have ended, and retention deleted iterations
+            with root:
+                order = root.order
                 if order == before:
                     break
                 before = order
-                warnings = (*order.warnings, *roots.misnamed(root, look.entries))
+                warnings = (*order.warnings, *root.ignored())
                 found: list[CandidateFacts] = []
                 refused = tuple(replace(_unopened(root, one), state=Refused(one.reason)) for one in order.refused)
                 for n, one in enumerate(order.candidates):
-                    opening = partial(look.open, one, self.method)
-                    found.append(self._candidate(root / one.name, one.iteration, one.reason, "root", opening))
+                    opening = partial(root.open, one)
+                    found.append(self._candidate(root.place(one), one.iteration, one.reason, "root", opening))
                     facts = replace(facts, candidates=tuple(found), warnings=warnings)
                     if is_settled(evaluate(self.config, facts)):
                         older = tuple(_unopened(root, one) for one in order.candidates[n + 1 :])
                         return replace(facts, candidates=(*found, *older, *refused))
             facts = replace(facts, candidates=(*found, *refused), warnings=warnings)
-            # A save may have finished, and retention deleted iterations meanwhile: list the root again.
         return facts
-
-    def at_candidates(self, root: Location, candidates: Sequence[RootEntry]) -> ResumeFacts:
-        """The facts of a root of another format. Candidates are opened in order until one is accepted."""
-        facts = replace(self.facts, path=str(root), kind="root")
-        rest = [CandidateFacts(str(root / one.name), one.iteration, one.reason) for one in candidates]
-        found: list[CandidateFacts] = []
-        while rest:
-            one = rest.pop(0)
-            found.append(self._candidate(locate(one.path), one.iteration, one.why, "root"))
-            facts = replace(facts, candidates=tuple(found))
-            if is_settled(evaluate(self.config, facts)):
-                break
-        return replace(facts, candidates=(*found, *rest))
 
     def _candidate(
         self,
@@ -252,8 +237,8 @@ class _Gatherer:
         return facts
 
 
-def _unopened(root: Location, one: Candidate) -> CandidateFacts:
-    return CandidateFacts(str(root / one.name), one.iteration, one.reason)
+def _unopened(root: Root, one: Candidate) -> CandidateFacts:
+    return CandidateFacts(str(root.place(one)), one.iteration, one.reason)
 
 
 def _world_size(checkpoint: Checkpoint) -> int | None:

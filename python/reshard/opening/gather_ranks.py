@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 
 from reshard.checkpoint import Checkpoint
 from reshard.commit import roots
-from reshard.commit.newest import reason_of
-from reshard.commit.scrub import is_damage
+from reshard.commit.scrub import is_damage, reason_of
 from reshard.config import split_iteration
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError
 from reshard.formats import counter_tensors, registry
+from reshard.formats.base import OpenOptions
 from reshard.formats.checkpoint1 import health as checkpoint1_health
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1.agreement import FileFacts, faults_of
-from reshard.formats.checkpoint1.candidates import RankFolder, SaveCandidate, SaveOrder, name_of_rank, order_saves
+from reshard.formats.checkpoint1.candidates import RankFolder, SaveOrder, name_of_rank, order_saves
 from reshard.formats.checkpoint1.reader import look_at, open_rank_files, rank_files
 from reshard.formats.checkpoint2.common import CommonInfo  # noqa: TC001  messages are decoded by their type hints
 from reshard.formats.full_weights import names as full_weights
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from reshard import _core
+    from reshard.commit.candidates import Candidate
     from reshard.config import Config
     from reshard.ranks.collective import Collective
 
@@ -81,7 +82,7 @@ def saves_root(config: Config, world_size: int = 1) -> SavesRoot | None:
         return None
     if path.is_folder():
         found = registry.detect(path)
-        is_tree = found.traits.rank_folders and found.is_root(path)
+        is_tree = found.traits.rank_folders and found.root(path, OpenOptions()) is not None
         # An interrupted merge can have written this file before the first part.
         is_merge = (path / full_weights.HYPER_FILE).is_file()
         return SavesRoot(str(path), config.resume_file) if is_tree and not is_merge else None
@@ -218,7 +219,7 @@ def _look(root: str, own: tuple[int, int]) -> dict[int, RankFolder]:
     return {rank: look_at(folder) for rank, folder in folders.items() if rank % count == number}
 
 
-def _candidate(root: str, save: SaveCandidate, n_ranks: int, fault: str | None) -> CandidateFacts:
+def _candidate(root: str, save: Candidate, n_ranks: int, fault: str | None) -> CandidateFacts:
     """The facts of a save before its files are opened."""
     fault = fault or save.fault
     return CandidateFacts(

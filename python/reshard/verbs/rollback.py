@@ -193,7 +193,8 @@ def _move(root: Location, iteration: int, *, verified: bool) -> Rollback:
         return iteration
 
     protocol.go_back(root, check)
-    first = next(iter(opening.order_of(root).candidates), None)
+    order = opening.iterations(root)
+    first = next(iter(order.candidates if order is not None else ()), None)
     if first is None or first.iteration != iteration:
         taken = "none" if first is None else f"iteration {first.iteration}, {first.reason}"
         raise DamagedFileError(

@@ -18,10 +18,9 @@ from reshard import _core, opening
 from reshard.checkpoint import Checkpoint
 from reshard.commit import manifest as manifests
 from reshard.commit import proofs
-from reshard.commit.roots import list_iterations, misnamed, parse_iteration_folder
+from reshard.commit.roots import list_iterations, parse_iteration_folder
 from reshard.commit.scrub import Fault, fault_of, own_sums, scrub_folder
 from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError
-from reshard.formats.checkpoint1 import reader as checkpoint1
 from reshard.formats.checkpoint1 import state as checkpoint1_state
 from reshard.formats.left_out import LeftOut
 from reshard.formats.rank_file import add_rank_file
@@ -39,8 +38,9 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Sequence
 
+    from reshard.commit.candidates import Candidate
     from reshard.commit.manifest import Manifest
-    from reshard.formats.checkpoint1.reader import RankSave
+    from reshard.formats.base import Root
     from reshard.opening import StrategyLike
     from reshard.storage.store import Lock
 
@@ -193,19 +193,17 @@ def verify(
         asked = compare_with(parts, loads_in, None if base is None else str(base))
     may_be = is_any_of(may_be_infinite, "may_be_infinite")
     # A format that is given is that of the folder itself, or the error of opening it says what it can be.
-    order, saves = (None, None) if format else (opening.iterations(target), opening.rank_saves(target))
-    warnings = () if order is None else (*order.warnings, *misnamed(target))
-    jobs: Sequence[_CheckpointJob | _SaveJob]
+    warnings: tuple[str, ...] = ()
+    jobs: Sequence[_CheckpointJob | _SaveJob] = [_CheckpointJob(target, strategy, is_given=True, of_format=format)]
+    with (None if format else opening.root_of(target, strategy=strategy)) or contextlib.nullcontext() as root:
+        saves = root.newest_first() if root is not None and root.is_ours else ()
+        if root is not None and root.is_ours and not root.by_rank:
+            warnings = (*root.order.warnings, *root.ignored())
+            jobs = [_CheckpointJob(root.place(one), None, is_given=False) for one in saves]
+        elif root is not None and saves:
+            jobs = [_SaveJob(root, save) for save in saves]
     if files and files != [target]:
         jobs = [_CheckpointJob(file, None, is_given=True) for file in files]
-    elif saves:
-        known = checkpoint1.strategy_for(target, strategy)
-        jobs = [_SaveJob(target, save, known) for save in saves]
-    elif order is not None:
-        found = sorted((*order.candidates, *order.refused), key=lambda one: -one.iteration)
-        jobs = [_CheckpointJob(target / one.name, None, is_given=False) for one in found]
-    else:
-        jobs = [_CheckpointJob(target, strategy, is_given=True, of_format=format)]
     if since is not None:
         _check_since(target, since, [job.path for job in jobs if isinstance(job, _CheckpointJob)])
     total, done = sum(job.n_bytes for job in jobs), 0
@@ -435,8 +433,8 @@ class _SaveJob:
 
     n_bytes = 0
 
-    def __init__(self, root: Location, save: RankSave, strategy: StrategyLike | None) -> None:
-        self.root, self.save, self.strategy = root, save, strategy
+    def __init__(self, root: Root, save: Candidate) -> None:
+        self.root, self.save = root, save
 
     def run(
         self, meter: Meter, looks: _Looks | None, *, direct: bool, threads: int | None
@@ -446,7 +444,8 @@ class _SaveJob:
         health: tuple[HealthFinding, ...] | None = None
         faults: list[Fault] = []
         compared: list[int] = []
-        for path in self.save.files.values():
+        files = self.root.files(self.save)
+        for path in files.values():
             index, at = _core.Index(), path
             try:
                 weights = add_rank_file(index, path)
@@ -455,23 +454,22 @@ class _SaveJob:
                 at = path.with_name(checkpoint1_state.file_name(path.name))
                 checkpoint1_state.read(weights)
             except ReshardError as error:
-                faults.append(fault_of(error, str(at.relative_to(self.root))))
+                faults.append(fault_of(error, str(at.relative_to(self.root.path))))
             index.close()
         iteration = None
         if not faults:
             try:
-                with Checkpoint(checkpoint1.open_rank_files(self.root, self.save.files, self.strategy)) as opened:
+                with Checkpoint(self.root.open(self.save)) as opened:
                     iteration = opened.iteration
                     if looks is not None:
                         health = looks.findings(opened, None, threads, meter)
             except ReshardError as error:
                 faults.append(fault_of(error, None))
-        files = list(self.save.files.values())
-        if faults and self.save.fault is None and not all(one.exists() for one in files):
+        if faults and self.save.fault is None and not all(one.exists() for one in files.values()):
             return None
         state = _state(faults, is_compared=len(compared) == len(files))
         return VerifiedCheckpoint(
-            str(files[0]),
+            str(self.root.place(self.save)),
             iteration,
             state == "whole",
             len(compared),

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from reshard.commit.candidates import Candidate, Order
 from reshard.formats.checkpoint1.names import FileName, Meta, parse_file_name
 from reshard.values.words import listed, show
 
@@ -41,35 +42,14 @@ class RankFolder:
 
 
 @dataclass(frozen=True)
-class SaveCandidate:
-    """A save, and the reason for its position in the order, or for its exclusion.
+class SaveOrder(Order):
+    """The order in which the saves of a tree are tried; the name of rank 0's file identifies a save.
 
     Attributes:
-        name: the name of rank 0's file, which identifies the save.
-        reason: a phrase such as "named by every meta.json".
-        fault: why it is incomplete, as far as names show: the ranks without a file.
-    """
-
-    name: str
-    reason: str
-    fault: str | None = None
-
-
-@dataclass(frozen=True)
-class SaveOrder:
-    """The order in which the saves of a tree are tried.
-
-    Attributes:
-        candidates: best first; those with a fault are skipped.
-        refused: saves that are never tried, newest first.
         n_ranks: number of ranks of a save.
-        warnings: problems of the tree itself.
     """
 
-    candidates: tuple[SaveCandidate, ...]
-    refused: tuple[SaveCandidate, ...]
-    n_ranks: int
-    warnings: tuple[str, ...] = ()
+    n_ranks: int = 0
 
 
 def name_of_rank(save: str, rank: int) -> str:
@@ -116,18 +96,18 @@ def order_saves(
     if len(ranks) < n_ranks:
         warnings.append(f"there is no folder of {_ranks(ranks, n_ranks)}")
     metas = _metas(ranks, warnings)
-    refused: list[SaveCandidate] = []
+    refused: list[Candidate] = []
     left: list[_SaveFiles] = []
     for save in saves:
         if extension is not None and not save.name.endswith(f".{extension}"):
-            refused.append(SaveCandidate(save.name, f"not a `.{extension}` file, which load_ckpt_format requires"))
+            refused.append(Candidate(None, save.name, f"not a `.{extension}` file, which load_ckpt_format requires"))
         else:
             left.append(save)
     if named is not None:
         wanted = _matching_names(named, extension)
         reason = "named by resume_training"
         chosen = [save for save in left if save.name in wanted]
-        refused += [SaveCandidate(save.name, f"{show(named)} is requested") for save in left if save not in chosen]
+        refused += [Candidate(None, save.name, f"{show(named)} is requested") for save in left if save not in chosen]
         if not chosen:
             warnings.append(f"no rank has a file of the requested save {show(named)}")
         ordered = [(save, reason) for save in sorted(chosen, key=_by_name, reverse=True)]
@@ -135,8 +115,8 @@ def order_saves(
         ordered = _by_time(left, is_requested=by_time, warnings=warnings)
     else:
         ordered = _by_meta(left, metas, n_ranks, refused)
-    candidates = tuple(SaveCandidate(save.name, reason, _fault(save, n_ranks)) for save, reason in ordered)
-    return SaveOrder(candidates, tuple(refused), n_ranks, tuple(warnings))
+    candidates = tuple(Candidate(None, save.name, reason, _fault(save, n_ranks)) for save, reason in ordered)
+    return SaveOrder(candidates, tuple(refused), warnings=tuple(warnings), n_ranks=n_ranks)
 
 
 # -- the saves
@@ -147,7 +127,7 @@ class _SaveFiles:
     """The files of a save.
 
     Attributes:
-        name: as in `SaveCandidate`.
+        name: the name of rank 0's file.
         file: the parsed name; None: it has another form.
         ranks: the ranks that have a file of it.
         time: latest modification time of its files, in nanoseconds.
@@ -233,7 +213,7 @@ def _metas(ranks: Mapping[int, RankFolder], warnings: list[str]) -> dict[int, Fi
 
 
 def _by_meta(
-    saves: list[_SaveFiles], metas: Mapping[int, FileName], n_ranks: int, refused: list[SaveCandidate]
+    saves: list[_SaveFiles], metas: Mapping[int, FileName], n_ranks: int, refused: list[Candidate]
 ) -> list[tuple[_SaveFiles, str]]:
     """The oldest save that a meta.json names, the saves before it, and those of earlier runs."""
     base_rank = min(metas, key=lambda rank: (metas[rank].epoch, metas[rank].step, metas[rank].run or 0, rank))
@@ -244,19 +224,19 @@ def _by_meta(
     for save in saves:
         file = save.file
         if file is None or file.prefix != base.prefix or file.kind != base.kind:
-            refused.append(SaveCandidate(save.name, f"not one of the saves `{base.prefix}` that {who} names"))
+            refused.append(Candidate(None, save.name, f"not one of the saves `{base.prefix}` that {who} names"))
             continue
         is_newer = (file.epoch, file.step) > (base.epoch, base.step)
         run, base_run = file.run or 0, base.run or 0
         if run > base_run:
             refused.append(
-                SaveCandidate(save.name, f"of a later run than {base.suffix}, which {who} names: incomplete")
+                Candidate(None, save.name, f"of a later run than {base.suffix}, which {who} names: incomplete")
             )
         elif is_newer and run < base_run:
-            refused.append(SaveCandidate(save.name, f"abandoned by a later run, of which {who} names {base.suffix}"))
+            refused.append(Candidate(None, save.name, f"abandoned by a later run, of which {who} names {base.suffix}"))
         elif is_newer:
             refused.append(
-                SaveCandidate(save.name, f"newer than {base.suffix}, which {who} names: incomplete on some rank")
+                Candidate(None, save.name, f"newer than {base.suffix}, which {who} names: incomplete on some rank")
             )
         elif run < base_run:
             ordered.append((save, f"of an earlier run, up to {base.suffix}, which {who} names"))

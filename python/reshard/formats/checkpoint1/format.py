@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reshard.commit.filesystem import MANIFEST_FILE
-from reshard.formats.base import Format, Match
+from reshard.formats.base import Format, Match, OpenOptions
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.tiled import names as tiles
 
 if TYPE_CHECKING:
-    from reshard.formats.base import CheckpointData, OpenOptions
+    from reshard.formats.base import CheckpointData
+    from reshard.formats.checkpoint1.reader import RankFoldersRoot
     from reshard.storage.location import Location
 
 
@@ -27,16 +28,17 @@ class Checkpoint1(Format):
         is_one_rank = checkpoint1.rank_of_folder(path) is not None and not _is_described(path)
         return Match.YES if is_one_rank or checkpoint1.is_root(path) else Match.NO
 
-    def is_root(self, path: Location) -> bool:
-        """Whether it contains rank folders."""
-        return checkpoint1.is_root(path)
+    def root(self, path: Location, options: OpenOptions, *, exact: int | None = None) -> RankFoldersRoot | None:
+        """The saves in a folder that contains rank folders."""
+        from reshard.formats.checkpoint1.reader import RankFoldersRoot  # noqa: PLC0415  slow to import
+
+        return RankFoldersRoot(path, options) if exact is None and checkpoint1.is_root(path) else None
 
     def open(self, path: Location, options: OpenOptions) -> CheckpointData:
         """Open the best save that every rank has, or the best file of one rank."""
         from reshard.formats.checkpoint1 import reader  # noqa: PLC0415  slow to import
 
-        open_it = reader.open_rank_folders if self.is_root(path) else reader.open_rank_folder
-        return open_it(path, options.strategy, options.method)
+        return (reader.open_root if checkpoint1.is_root(path) else reader.open_rank_folder)(path, options)
 
 
 CHECKPOINT1 = Checkpoint1()

@@ -12,18 +12,19 @@ import contextlib
 import itertools
 import logging
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 from reshard import _core
-from reshard.commit.newest import nothing_complete, open_newest
+from reshard.commit.candidates import Candidate, Order
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, LayoutError, MismatchError, UnsupportedError
-from reshard.formats.base import CheckpointData, Shapes
+from reshard.formats.base import CheckpointData, Root, Shapes
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1 import state as checkpoint1_state
 from reshard.formats.checkpoint1.candidates import RankFolder, name_of_rank, order_saves
 from reshard.formats.checkpoint1.names import TRAITS, named, rank_of_folder
 from reshard.formats.checkpoint1.tensors import RankTensors
+from reshard.formats.newest import open_newest
 from reshard.formats.own_files import opened_again
 from reshard.formats.rank_file import add_rank_file
 from reshard.layout.strategy import Strategy
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
 
     from reshard._core import DeviceLayout
     from reshard.checkpoint import Checkpoint
-    from reshard.formats.base import StrategyLike, UnplacedTensor
-    from reshard.formats.checkpoint1.candidates import SaveCandidate, SaveOrder
+    from reshard.formats.base import OpenOptions, StrategyLike, UnplacedTensor
+    from reshard.formats.checkpoint1.candidates import SaveOrder
     from reshard.formats.checkpoint1.replicas import AssumedReplicas
     from reshard.formats.rank_file import OpenedRankFile
     from reshard.storage.location import Location
@@ -138,94 +139,120 @@ def rank_files(checkpoint: Checkpoint) -> Mapping[int, OpenedRankFile]:
     return checkpoint.data.files if isinstance(checkpoint.data, RankFoldersData) else {}
 
 
-def open_rank_folders(root: Location, strategy: StrategyLike | None, method: _core.ReadMethod) -> CheckpointData:
-    """Open the best save in rank folders that is complete on every rank.
+class RankFoldersRoot(Root):
+    """The saves in rank folders. No weight file is opened before a save is.
 
     Args:
-        root: the folder of the rank folders.
-        strategy: the strategy of the run; None: the one in the folder `strategy` in or beside the root, if any.
-        method: how files are read.
+        path: the folder of the rank folders, or of one rank.
+        options: the options of opening; its strategy is that of the run. None: the one in the folder `strategy` in or
+            beside the root, if any.
+        folders: the folders of ranks, where they are not all that are in `path`.
+
+    Example:
+        >>> import numpy as np, reshard
+        >>> from reshard.formats.base import OpenOptions
+        >>> _ = reshard.save("run", 40, {"w": np.zeros(4)}, format="checkpoint1")
+        >>> root = RankFoldersRoot(locate("run"), OpenOptions())
+        >>> root.open(root.order.candidates[0]).common.step_num
+        40
+    """
+
+    is_ours = by_rank = True
+    of_options = (LayoutError, MismatchError, UnsupportedError)
+
+    def __init__(self, path: Location, options: OpenOptions, folders: Mapping[int, Location] | None = None) -> None:
+        super().__init__(path, options)
+        self._given = folders
+        self._folders = checkpoint1.rank_folders(path) if folders is None else folders
+
+    @cached_property
+    def order(self) -> Order:  # type: ignore[override]  # the folders of all ranks are listed when it is asked for
+        """The saves; one that is named by prefix and rank, if no other has the files of all ranks."""
+        if self.numbered:
+            return Order((Candidate(None, next(iter(self.numbered.values())).name, "named by prefix and rank"),))
+        if self._given is None:
+            return self._by_name
+        # Missing files of other ranks are no fault here.
+        return replace(self._by_name, candidates=tuple(replace(one, fault=None) for one in self._by_name.candidates))
+
+    @cached_property
+    def numbered(self) -> Mapping[int, Location]:
+        """The files that are named by prefix and rank, if no save has the files of all ranks."""
+        is_complete = self._given is not None or any(save.fault is None for save in self._by_name.candidates)
+        return {} if is_complete else checkpoint1.numbered_files(self._folders)
+
+    @cached_property
+    def _by_name(self) -> SaveOrder:
+        return order_saves({rank: look_at(folder) for rank, folder in self._folders.items()})
+
+    @cached_property
+    def _strategy(self) -> Strategy | None:
+        given = self.options.strategy
+        if self._given is not None:
+            return None if given is None else as_strategy(given)
+        return strategy_for(self.path, given)
+
+    def check(self) -> None:
+        """The strategy is read and has these ranks, and there are weight files."""
+        _check_ranks(self.path, self._folders, self._strategy)
+        if not (self.order.candidates or self.order.refused or self.order.warnings):
+            where = show(str(self.path))
+            raise CheckpointNotFoundError(f"the rank folders of {where} hold no weight files", path=str(self.path))
+
+    def open(self, one: Candidate) -> RankFoldersData:
+        """The data of a save."""
+        return open_rank_files(self.path, self.files(one), self._strategy, self.options.method)
+
+    def again(self) -> RankFoldersRoot:
+        """The same folders, listed once more."""
+        return RankFoldersRoot(self.path, self.options, self._given)
+
+    def place(self, one: Candidate) -> Location:
+        """The file of rank 0, or of the first rank that is there."""
+        return next(iter(self.files(one).values()))
+
+    def files(self, one: Candidate) -> Mapping[int, Location]:
+        """The path of each rank's file of a save, whether it exists or not."""
+        return self.numbered or files_of(one.name, self._folders)
+
+
+def open_root(path: Location, options: OpenOptions) -> CheckpointData:
+    """Open the best save in rank folders that is complete on every rank.
 
     Raises:
         CheckpointNotFoundError: the folder of a rank is missing, or there are no weight files.
         DamagedFileError: no save is complete; the message lists each with its fault.
         UnsupportedError, LayoutError, MismatchError: the strategy is invalid, or does not match the files.
-
-    Example:
-        >>> import numpy as np, reshard
-        >>> _ = reshard.save("run", 40, {"w": np.zeros(4)}, format="checkpoint1")
-        >>> open_rank_folders(locate("run"), None, "auto").common.step_num
-        40
     """
-    known = strategy_for(root, strategy)
-    folders = checkpoint1.rank_folders(root)
-    _check_ranks(root, folders, known)
-    order = order_of_saves(folders)
-    if numbered := _numbered(order, folders):
-        return open_rank_files(root, numbered, known, method)
-    return _open_best(root, folders, order, known, method)
+    root = RankFoldersRoot(path, options)
+    if not root.numbered:
+        return open_newest(root)
+    root.check()
+    return root.open(root.order.candidates[0])
 
 
-def open_rank_folder(folder: Location, strategy: StrategyLike | None, method: _core.ReadMethod) -> CheckpointData:
+def open_rank_folder(folder: Location, options: OpenOptions) -> CheckpointData:
     """Open the folder of one rank. The arrays in its best file are read as whole tensors.
 
     Args:
         folder: the folder of the rank.
-        strategy: a strategy of one rank, or None.
-        method: how files are read.
+        options: the options of opening, with a strategy of one rank or without one.
 
     Raises:
         CheckpointNotFoundError: there is no weight file, or the strategy has several ranks.
         DamagedFileError: no file is complete.
     """
     rank = rank_of_folder(folder) or 0
-    known = None if strategy is None else as_strategy(strategy)
-    _check_ranks(folder, {rank: folder}, known)
+    root = RankFoldersRoot(folder, options, {rank: folder})
     n_others = len(checkpoint1.rank_entries(named(folder).parent)) - 1
-    if known is None and n_others > 0:
+    if options.strategy is None and n_others > 0:
         _log.warning(
             "%s is opened without other ranks: arrays of rank %d are read as whole tensors; %d more rank folders exist",
             folder,
             rank,
             n_others,
         )
-    order = order_of_saves({rank: folder})
-    # Missing files of other ranks are not a fault here.
-    candidates = tuple(replace(save, fault=None) for save in order.candidates)
-    return _open_best(folder, {rank: folder}, replace(order, candidates=candidates), known, method)
-
-
-def _open_best(
-    root: Location,
-    folders: Mapping[int, Location],
-    order: SaveOrder,
-    strategy: Strategy | None,
-    method: _core.ReadMethod,
-) -> CheckpointData:
-    """Open the first save that is complete on every rank. An error of the strategy is raised at once."""
-
-    def open_save(save: SaveCandidate) -> CheckpointData:
-        if save.fault is not None:
-            raise DamagedFileError(save.fault)
-        return open_rank_files(root, files_of(save.name, folders), strategy, method)
-
-    faults: dict[str, str] = {}
-    saves = {save.name: partial(open_save, save) for save in order.candidates}
-    of_strategy = (LayoutError, MismatchError, UnsupportedError)
-    opened = open_newest(root, saves, faults, order.warnings, of_strategy)
-    if opened is not None:
-        return opened
-    lines = [*order.warnings, *(f"{name}: {reason}" for name, reason in faults.items())]
-    lines += [f"{one.name}: {one.reason}" for one in order.refused]
-    if not lines:
-        raise CheckpointNotFoundError(f"the rank folders of {show(str(root))} hold no weight files", path=str(root))
-    raise nothing_complete(root, lines)
-
-
-def _numbered(order: SaveOrder, folders: Mapping[int, Location]) -> dict[int, Location]:
-    """The files that are named by prefix and rank, if no save in the order has the files of all ranks."""
-    is_complete = any(save.fault is None for save in order.candidates)
-    return {} if is_complete else checkpoint1.numbered_files(folders)
+    return open_newest(root)
 
 
 def files_of(save: str, folders: Mapping[int, Location]) -> dict[int, Location]:
@@ -236,49 +263,6 @@ def files_of(save: str, folders: Mapping[int, Location]) -> dict[int, Location]:
         Location('rank_1/llama_rank_1-20_2.ckpt')
     """
     return {rank: folder / name_of_rank(save, rank) for rank, folder in folders.items()}
-
-
-@dataclass(frozen=True)
-class RankSave:
-    """A save in rank folders.
-
-    Attributes:
-        name: the name of rank 0's file, which identifies the save.
-        files: the path of each rank's file, whether it exists or not.
-        why: the reason for its position in the order, or for its exclusion.
-        fault: the ranks without a file of it; None: all have one.
-    """
-
-    name: str
-    files: Mapping[int, Location]
-    why: str
-    fault: str | None
-
-
-def rank_saves(root: Location) -> tuple[RankSave, ...]:
-    """The saves of a folder of rank folders, as `opening.rank_saves` returns them. Raises StorageError."""
-    folders = checkpoint1.rank_folders(root)
-    order = order_of_saves(folders)
-    if numbered := _numbered(order, folders):
-        return (RankSave(next(iter(numbered.values())).name, numbered, "named by prefix and rank", None),)
-    saves = (*order.candidates, *order.refused)
-    return tuple(RankSave(save.name, files_of(save.name, folders), save.reason, save.fault) for save in saves)
-
-
-def order_of_saves(folders: Mapping[int, Location]) -> SaveOrder:
-    """The order in which the saves of rank folders are tried. No weight file is opened.
-
-    Raises:
-        StorageError: a folder cannot be listed.
-
-    Example:
-        >>> import numpy as np, reshard
-        >>> for iteration in (20, 40):
-        ...     _ = reshard.save("two_saves", iteration, {"w": np.zeros(4)}, format="checkpoint1")
-        >>> [save.name for save in order_of_saves({0: locate("two_saves/rank_0")}).candidates]
-        ['CKP_rank_0-1_40.safetensors', 'CKP_rank_0-1_20.safetensors']
-    """
-    return order_saves({rank: look_at(folder) for rank, folder in folders.items()})
 
 
 def look_at(folder: Location) -> RankFolder:

@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING
 
 from reshard.commit import roots
 from reshard.commit.filesystem import MANIFEST_FILE
-from reshard.formats.base import Format, Match
+from reshard.formats.base import Format, Match, OpenOptions
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2 import traits
+from reshard.formats.newest import open_newest
 from reshard.formats.tiled import names as tiles
 
 if TYPE_CHECKING:
-    from reshard.formats.base import CheckpointData, OpenOptions
+    from reshard.formats.base import CheckpointData
+    from reshard.formats.checkpoint2.root import IterationsRoot
     from reshard.storage.location import Location
 
 
@@ -27,9 +29,11 @@ class Checkpoint2(Format):
             return Match.NO
         return Match.YES if roots.is_root(path) else Match.FALLBACK
 
-    def is_root(self, path: Location) -> bool:
-        """Whether it holds iteration folders or a tracker."""
-        return roots.is_root(path)
+    def root(self, path: Location, options: OpenOptions, *, exact: int | None = None) -> IterationsRoot | None:
+        """The iterations of a folder that holds iteration folders or a tracker."""
+        from reshard.formats.checkpoint2.root import IterationsRoot  # noqa: PLC0415  slow to import
+
+        return IterationsRoot(path, options, exact=exact) if roots.is_root(path) else None
 
     def holds_saves(self, path: Location) -> bool:
         """Whether it holds an iteration that this package has completed."""
@@ -43,10 +47,10 @@ class Checkpoint2(Format):
 
     def open(self, path: Location, options: OpenOptions) -> CheckpointData:
         """The best iteration of a root, or an iteration folder."""
-        from reshard.formats.checkpoint2 import reader, root  # noqa: PLC0415  slow to import
+        from reshard.formats.checkpoint2 import reader  # noqa: PLC0415  slow to import
 
-        is_root = self.is_root(path)
-        return root.best_of(path, options.method) if is_root else reader.open_folder(path, options.method)
+        root = self.root(path, options)
+        return reader.open_folder(path, options.method) if root is None else open_newest(root)
 
 
 class Tiled(Format):

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from reshard.commit import roots
-from reshard.formats.base import Format, Match, RootEntry
+from reshard.commit.candidates import Candidate, Order
+from reshard.formats.base import Format, Match, OpenOptions, Root
 from reshard.formats.dcp import sharded_files
 from reshard.formats.dcp.names import DATA_SUFFIX, METADATA_FILE, rank_of_metadata, step_of
 from reshard.formats.dcp.traits import TRAITS
+from reshard.formats.huggingface.reader import HUGGINGFACE
+from reshard.formats.newest import open_newest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reshard.formats.base import CheckpointData, OpenOptions
+    from reshard.formats.base import CheckpointData
     from reshard.storage.location import Location
 
 
@@ -36,20 +40,35 @@ class Dcp(Format):
         """
         from reshard.formats.dcp import reader  # noqa: PLC0415  slow to import
 
-        steps = self.candidates(path) if self.is_root(path) else None
-        return reader.open_folder(path, options.method) if steps is None else reader.open_root(path, steps, options)
+        root = self.root(path, options)
+        return reader.open_folder(path, options.method) if root is None else open_newest(root)
 
-    def is_root(self, path: Location) -> bool:
-        """Whether it holds a folder `step-<N>` of this format, and is none itself."""
-        names = path.names()
-        return not _is_dcp(path, names) and _has_steps(path, names)
+    def root(self, path: Location, options: OpenOptions, *, exact: int | None = None) -> _Steps | None:
+        """The folders `step-<N>` of this format in a folder that is none itself."""
+        names = () if exact is not None else path.names()
+        return _Steps(path, options) if not _is_dcp(path, names) and _has_steps(path, names) else None
 
-    def candidates(self, root: Location) -> Sequence[RootEntry]:
-        """The folders of steps, the highest first."""
-        steps = _steps(root, root.names())
-        return [
-            RootEntry(name, step, "a lower step" if n else "the highest step") for n, (step, name) in enumerate(steps)
-        ]
+
+class _Steps(Root):
+    """The folders of steps, the highest first."""
+
+    in_turn = True
+
+    def __init__(self, path: Location, options: OpenOptions) -> None:
+        super().__init__(path, options)
+        steps = enumerate(_steps(path, path.names()))
+        self.order = Order(
+            tuple(Candidate(step, name, "a lower step" if n else "the highest step") for n, (step, name) in steps)
+        )
+
+    def open(self, one: Candidate) -> CheckpointData:
+        """The data of a step. The trainer can write its last one as a Hugging Face model."""
+        from reshard.formats.dcp import reader  # noqa: PLC0415  slow to import
+
+        folder = self.place(one)
+        is_model = HUGGINGFACE.detect(folder) is Match.YES
+        data = HUGGINGFACE.open(folder, self.options) if is_model else reader.open_folder(folder, self.options.method)
+        return replace(data, iteration=one.iteration)
 
 
 DCP = Dcp()

@@ -15,7 +15,6 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Self
 
 from reshard import _core
-from reshard.commit.newest import newest_of
 from reshard.errors import (
     CheckpointNotFoundError,
     DamagedFileError,
@@ -23,7 +22,7 @@ from reshard.errors import (
     ReshardError,
     UnsupportedError,
 )
-from reshard.formats.base import CheckpointData, Match
+from reshard.formats.base import CheckpointData
 from reshard.formats.dcp import run_state, sharded_files
 from reshard.formats.dcp.data_files import check_data_files
 from reshard.formats.dcp.names import (
@@ -38,7 +37,6 @@ from reshard.formats.dcp.names import (
     step_of,
 )
 from reshard.formats.dcp.traits import TRAITS
-from reshard.formats.huggingface.reader import HUGGINGFACE
 from reshard.formats.rank_values import agreed
 from reshard.storage.location import Location, locate
 from reshard.values.words import listed, show
@@ -46,7 +44,7 @@ from reshard.values.words import listed, show
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-    from reshard.formats.base import OpenOptions, PartName, RootEntry
+    from reshard.formats.base import PartName
     from reshard.formats.checkpoint2.common import CommonInfo
     from reshard.storage.store import Lock
 
@@ -212,28 +210,6 @@ class _DcpData(CheckpointData):
                             hint="ranks that hold the same parameter must make the same steps",
                         )
         self.compared.update(key for key, *_ in held)
-
-
-def open_root(root: Location, steps: Sequence[RootEntry], options: OpenOptions) -> CheckpointData:
-    """Open the newest step that can be opened, with the reasons why newer ones cannot.
-
-    Args:
-        root: the folder of the steps.
-        steps: these folders, the newest first.
-        options: the options of opening.
-
-    Raises:
-        DamagedFileError: none can be opened.
-        StorageError: a file cannot be read.
-    """
-
-    def open_step(folder: Location, step: int | None) -> CheckpointData:
-        # The trainer can write its last step as a Hugging Face model.
-        is_model = HUGGINGFACE.detect(folder) is Match.YES
-        data = HUGGINGFACE.open(folder, options) if is_model else open_folder(folder, options.method)
-        return replace(data, iteration=step)
-
-    return newest_of(root, {name: partial(open_step, root / name, step) for name, step, _ in steps})
 
 
 def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from reshard import _core
-from reshard.commit.newest import newest_of
-from reshard.errors import CheckpointNotFoundError, DamagedFileError, UnsupportedError
+from reshard.errors import CheckpointNotFoundError, UnsupportedError
 from reshard.formats.base import CheckpointData
 from reshard.formats.deepspeed import names
 from reshard.formats.deepspeed.divided import add_weights
@@ -37,7 +35,7 @@ from reshard.storage.location import locate
 from reshard.values.words import show
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from reshard.formats.base import PartName
     from reshard.storage.location import Location
@@ -120,31 +118,6 @@ class _DeepSpeedData(CheckpointData):
         """A view has the names that it was given: an fp32 weight with another name is a weight like others."""
         masters = frozenset(key for key in self.masters if key in index)
         return replace(super().view(index, lock), masters=masters, copies=frozenset(), tied={})
-
-
-def open_root(root: Location, method: _core.ReadMethod) -> CheckpointData:
-    """The save that `latest` names, else the newest one that can be opened, with the reasons against others."""
-    present = root.names()
-
-    def open_tag(tag: str) -> CheckpointData:
-        if not (root / tag).is_folder():
-            named = next(
-                name for name in (names.LATEST, names.LATEST_UNIVERSAL) if names.tag_of(root, name, present) == tag
-            )
-            raise DamagedFileError(f"{show(named)} names it, but there is no such folder")
-        return open_folder(root / tag, method)
-
-    return newest_of(root, {tag: partial(open_tag, tag) for tag in _candidates(root, present)})
-
-
-def _candidates(root: Location, present: Sequence[str]) -> Iterator[str]:
-    """The tags in the order in which they are tried: the one of `latest`, then default tags, the newest first."""
-    latest = names.tag_of(root, names.LATEST, present)
-    by_step = sorted(((step, name) for name in present if (step := names.step_of(name)) is not None), reverse=True)
-    universal = names.tag_of(root, names.LATEST_UNIVERSAL, present)
-    yield from dict.fromkeys(
-        tag for tag in (latest, *(name for _, name in by_step if (root / name).is_folder()), universal) if tag
-    )
 
 
 def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:

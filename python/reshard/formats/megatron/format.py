@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reshard.formats.base import Format, Match
+from reshard.commit.candidates import Candidate, Order
+from reshard.formats.base import Format, Match, OpenOptions, Root
 from reshard.formats.megatron import names
+from reshard.formats.newest import open_newest
 
 if TYPE_CHECKING:
-    from reshard.formats.base import CheckpointData, OpenOptions
+    from reshard.formats.base import CheckpointData
     from reshard.storage.location import Location
 
 
@@ -24,16 +26,46 @@ class Megatron(Format):
         listed = path.names()
         return Match.YES if names.is_iteration(path, listed) or names.iterations(path, listed) else Match.NO
 
-    def is_root(self, path: Location) -> bool:
-        """Whether it holds folders of iterations, and is none itself."""
-        listed = path.names()
-        return not names.is_iteration(path, listed) and bool(names.iterations(path, listed))
+    def root(self, path: Location, options: OpenOptions, *, exact: int | None = None) -> _Iterations | None:
+        """The folders of iterations in a folder that is none itself."""
+        listed = () if exact is not None else path.names()
+        is_root = not names.is_iteration(path, listed) and bool(names.iterations(path, listed))
+        return _Iterations(path, options) if is_root else None
 
     def open(self, path: Location, options: OpenOptions) -> CheckpointData:
         """One iteration; of a root, the newest that can be opened."""
         from reshard.formats.megatron import reader  # noqa: PLC0415  slow to import
 
-        return (reader.open_root if self.is_root(path) else reader.open_iteration)(path, options)
+        root = self.root(path, options)
+        return reader.open_iteration(path, options) if root is None else open_newest(root)
+
+
+class _Iterations(Root):
+    """The folders of iterations, the newest first."""
+
+    def __init__(self, path: Location, options: OpenOptions) -> None:
+        super().__init__(path, options)
+        found = enumerate(names.iterations(path, path.names()))
+        self.order = Order(
+            tuple(
+                Candidate(names.iteration_of(name), name, "an older iteration" if n else "the newest iteration")
+                for n, name in found
+            )
+        )
+
+    def check(self) -> None:
+        """A fault of the layout is no reason to skip an iteration."""
+        from reshard.formats.megatron import rank_folders  # noqa: PLC0415  slow to import
+
+        rank_folders.given_layout(self.options)
+
+    def open(self, one: Candidate) -> CheckpointData:
+        """The data of an iteration. That the tracker names another one is logged."""
+        from reshard.formats.megatron import reader  # noqa: PLC0415  slow to import
+
+        data = reader.open_iteration(self.place(one), self.options)
+        reader.compare_tracker(self.path, one.name)
+        return data
 
 
 MEGATRON = Megatron()

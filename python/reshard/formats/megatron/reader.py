@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
-from reshard.commit.newest import newest_of
 from reshard.errors import CheckpointNotFoundError, DamagedFileError
 from reshard.formats.dcp.format import DCP
 from reshard.formats.dcp.names import METADATA_FILE
 from reshard.formats.megatron import names
-from reshard.formats.megatron.rank_folders import given_layout, open_rank_folders
+from reshard.formats.megatron.rank_folders import open_rank_folders
 from reshard.formats.megatron.torch_dist import open_torch_dist
 from reshard.values.words import show
 
@@ -45,16 +43,6 @@ def open_iteration(folder: Location, options: OpenOptions) -> CheckpointData:
     return open_torch_dist(folder, options.method)
 
 
-def open_root(root: Location, options: OpenOptions) -> CheckpointData:
-    """The newest iteration that can be opened, with the reasons why newer ones cannot."""
-    given_layout(options)  # a fault of the layout is no reason to skip an iteration
-    tracker = _tracker(root)
-    folders = [root / name for name in names.iterations(root, root.names())]
-    data = newest_of(root, {folder.name: partial(open_iteration, folder, options) for folder in folders})
-    _compare(root, data.path.name, tracker)
-    return data
-
-
 def _tracker(root: Location) -> int | str | None:
     """What the tracker names; None without a tracker, or with an invalid one, which is reported."""
     path = root / names.TRACKER_FILE
@@ -70,9 +58,9 @@ def _tracker(root: Location) -> int | str | None:
     return found
 
 
-def _compare(root: Location, opened: str, tracker: int | str | None) -> None:
+def compare_tracker(root: Location, opened: str) -> None:
     """Report that the tracker names another iteration than the one that is opened."""
-    number = names.iteration_of(opened)
+    tracker, number = _tracker(root), names.iteration_of(opened)
     if tracker is None or tracker == (names.RELEASE if number is None else number):
         return
     _log.warning(
