@@ -33,9 +33,12 @@ if TYPE_CHECKING:
     from reshard.opening import open as open  # noqa: A004
     from reshard.options import Checkpoint1Options as Checkpoint1Options
     from reshard.options import Commit as Commit
+    from reshard.options import Environment as Environment
+    from reshard.options import Exports as Exports
     from reshard.options import Files as Files
     from reshard.options import InitFrom as InitFrom
     from reshard.options import Interrupts as Interrupts
+    from reshard.options import Ranks as Ranks
     from reshard.options import Reading as Reading
     from reshard.options import Retention as Retention
     from reshard.options import Select as Select
@@ -83,9 +86,12 @@ _NAMES = {
     "reshard.options": (
         "Checkpoint1Options",
         "Commit",
+        "Environment",
+        "Exports",
         "Files",
         "InitFrom",
         "Interrupts",
+        "Ranks",
         "Reading",
         "Retention",
         "Select",

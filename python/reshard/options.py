@@ -393,6 +393,93 @@ class Interrupts(Options):
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
+class Exports(Options):
+    """What a `Checkpointer` makes of each save besides the checkpoint, and besides the folders of `hf_every`.
+
+    Attributes:
+        integrated: write each save a second time, as whole tensors, into `<root>_integrated`, see
+            `reshard.verbs.integrate`. Default False.
+        links: keep the relative links `last`, to the newest iteration, and `best`, to the best one by
+            `Retention.best`, in the root. Default False.
+        after_publish: called on rank 0 after each save as `after_publish(report)`, with the `SaveReport`, in the thread
+            that saves. The next save waits for it. An error of it is a warning of the report. It is for work on a
+            save, such as an upload; `on_event` is for watching the run. Default None.
+
+    Raises:
+        ArgumentError: a value has a type that is not accepted.
+
+    Example:
+        >>> Exports(links=True)
+        Exports(links=True)
+    """
+
+    keyword: ClassVar[str] = "exports"
+
+    integrated: bool = False
+    links: bool = False
+    after_publish: Callable[..., object] | None = dataclasses.field(default=None, metadata=MAY_DIFFER)
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Ranks(Options):
+    """What a `Checkpointer` cannot learn of the ranks from the tensors and the group.
+
+    Attributes:
+        mesh: the `DeviceMesh` of all ranks, if tensors have none. Default None.
+        coordinate: the position of this rank's random streams, by mesh axis, as in `reshard.torch.rng.capture`.
+            Default: that in the mesh.
+        seed: the seed from which random streams are derived for another number of ranks. That of rank 0 is used.
+            Default: the seed of torch on rank 0.
+
+    Raises:
+        ArgumentError: a value has a type that is not accepted.
+
+    Example:
+        >>> Ranks(seed=7, coordinate={"dp": 1})
+        Ranks(coordinate={'dp': 1}, seed=7)
+    """
+
+    keyword: ClassVar[str] = "ranks"
+
+    mesh: Any = None
+    coordinate: Mapping[str, int] | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mesh is not None and not hasattr(self.mesh, "mesh_dim_names"):
+            raise ArgumentError(f"`mesh` is of type {type(self.mesh).__name__}, expected a `DeviceMesh`")
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Environment(Options):
+    """Facts of a run that a `Checkpointer` records besides versions and hardware; those of rank 0 are recorded.
+
+    Attributes:
+        config: the configuration as text or as a value that JSON can hold. Its digest is recorded. Default None.
+        dataset: text that identifies the dataset. Default None.
+        code: folder with the code. Default: the working folder. If it is in a git repository, the revision is recorded,
+            and whether tracked files differ from it.
+        must_match: refuse to resume in an environment that may change numbers. Default False: differences are warnings
+            of the decision.
+
+    Raises:
+        ArgumentError: a value has a type that is not accepted.
+
+    Example:
+        >>> Environment(dataset="text-v2", must_match=True)
+        Environment(dataset='text-v2', must_match=True)
+    """
+
+    keyword: ClassVar[str] = "environment"
+
+    config: Any = None
+    dataset: str | None = None
+    code: str | os.PathLike[str] | None = None
+    must_match: bool = False
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
 class Select(Options):
     """Which tensors of the source a conversion takes, and under which names, before `names` is applied.
 
@@ -661,6 +748,9 @@ RetentionLike: TypeAlias = Retention | Mapping[str, object]
 VerifyLike: TypeAlias = Verify | Mapping[str, object] | VerifyMode
 CommitLike: TypeAlias = Commit | Mapping[str, object]
 FilesLike: TypeAlias = Files | Mapping[str, object]
+ExportsLike: TypeAlias = Exports | Mapping[str, object]
+RanksLike: TypeAlias = Ranks | Mapping[str, object]
+EnvironmentLike: TypeAlias = Environment | Mapping[str, object]
 InitFromLike: TypeAlias = str | os.PathLike[str] | InitFrom | Mapping[str, object]
 SettingsLike: TypeAlias = Settings | Mapping[str, object]
 StrictLike: TypeAlias = bool | Strict | Mapping[str, object]
@@ -862,7 +952,8 @@ def comparable(value: object) -> object:
     if callable(getattr(value, "to_mapping", None)):
         return comparable(value.to_mapping())  # type: ignore[attr-defined]
     if isinstance(value, Options):
-        return {one.name: comparable(getattr(value, one.name)) for one in fields(value)}
+        compared = [one.name for one in fields(value) if one.metadata != MAY_DIFFER]
+        return {name: comparable(getattr(value, name)) for name in compared}
     if isinstance(value, Mapping):
         return {str(name): comparable(one) for name, one in value.items()}
     if isinstance(value, set | frozenset):
@@ -875,10 +966,15 @@ def comparable(value: object) -> object:
 # -- keywords of earlier releases
 
 _GROUPS: tuple[type[Options], ...] = (
-    Retention, Verify, Commit, Files, Checkpoint1Options, Interrupts, Select, Reading, InitFrom, Strict,
-    Settings,
+    Retention, Verify, Commit, Files, Checkpoint1Options, Interrupts, Exports, Ranks, Environment, Select, Reading,
+    InitFrom, Strict, Settings,
 )  # fmt: skip
-_RENAMED = {"keep_best": "best", "verify_after_save": "after_save"}
+_RENAMED = {
+    "keep_best": "best",
+    "verify_after_save": "after_save",
+    "integrated_save": "integrated",
+    "strict_environment": "must_match",
+}
 _MOVED: dict[str, list[type[Options]]] = {}
 for _group in _GROUPS:
     for _field in fields(_group):

@@ -133,7 +133,7 @@ def gathered(folder: Path, n_steps: int, *, dp: int, tp: int, fsdp: bool) -> dic
     torch.manual_seed(dp)
     model = parallel(GPT(0.0), mesh, fsdp=fsdp)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    with Checkpointer(folder, signals=(), mesh=mesh) as made:
+    with Checkpointer(folder, signals=(), ranks={"mesh": mesh}) as made:
         start = made.resume(model=model, optimizer=optimizer).initial_step
         for step in range(start + 1, start + n_steps + 1):
             ids = torch.randint(0, 13, (2, 8), generator=torch.Generator().manual_seed(step))

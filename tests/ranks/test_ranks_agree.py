@@ -66,7 +66,7 @@ def test_an_option_that_differs_is_refused_in_a_save(option: dict[str, Any], tmp
     [
         ({"save_every": 5}, {}, "save_every"),
         ({"save_every": 4, "commit": {"private": True}}, {}, "commit"),
-        ({"save_every": 4, "links": True}, {}, "links"),
+        ({"save_every": 4, "exports": {"links": True}}, {}, "exports"),
         ({"save_every": 4}, {"strict": False}, "strict"),
         ({"save_every": 4}, {"allow_fresh": True}, "allow_fresh"),
     ],

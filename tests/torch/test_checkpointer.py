@@ -462,7 +462,7 @@ def test_environment_is_compared(tmp_path: Path) -> None:
     with resumed(tmp_path, environment={"dataset": "v2", "config": {"lr": 1}}) as (_, _, decision):
         assert decision.warnings == ("results are not bitwise equal: dataset was 'v1', is 'v2'",)
     with pytest.raises(MismatchError, match="dataset was 'v1', is 'v2'"):
-        make(tmp_path, environment={"dataset": "v2"}, strict_environment=True).resume(**Trainer().parts())
+        make(tmp_path, environment={"dataset": "v2", "must_match": True}).resume(**Trainer().parts())
 
 
 def test_check_sees_what_was_restored(tmp_path: Path, whole: list[float]) -> None:

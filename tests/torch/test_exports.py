@@ -51,11 +51,11 @@ def test_a_function_is_called_after_each_publication_and_may_fail(tmp_path: Path
         if report.iteration == 2:
             raise RuntimeError("no network")
 
-    report = run(tmp_path / "run", range(1, 3), after_publish=hook)
+    report = run(tmp_path / "run", range(1, 3), exports={"after_publish": hook})
     assert seen == [(1, False), (2, False)]
     assert any("`after_publish` failed: RuntimeError: `no network`" in line for line in report.warnings)
     assert reshard.load(tmp_path / "run").iteration == 2
-    run(tmp_path / "run", range(3, 4), after_publish=hook, async_save=False)
+    run(tmp_path / "run", range(3, 4), exports={"after_publish": hook}, async_save=False)
     assert seen[2:] == [(3, True)]
 
 
@@ -80,7 +80,7 @@ def test_a_configuration_asks_for_weights_and_links(tmp_path: Path) -> None:
 def test_links_follow_the_newest_and_the_best_and_confuse_nobody(tmp_path: Path) -> None:
     root = tmp_path / "run"
     retention = {"keep": 2, "best": ("loss", 1)}
-    run(root, range(1, 6), {1: 5.0, 2: 1.0, 3: 4.0, 4: 3.0, 5: 2.0}, retention=retention, links=True)
+    run(root, range(1, 6), {1: 5.0, 2: 1.0, 3: 4.0, 4: 3.0, 5: 2.0}, retention=retention, exports={"links": True})
     assert os.readlink(root / "last") == "iteration_00000005"  # noqa: PTH115  the text
     assert os.readlink(root / "best") == "iteration_00000002"  # noqa: PTH115
     assert [name for name in names(root) if name.startswith("iteration_")] == [
@@ -90,7 +90,7 @@ def test_links_follow_the_newest_and_the_best_and_confuse_nobody(tmp_path: Path)
     ]
     assert reshard.open(root).iteration == 5
     assert reshard.open(root / "best").keys() == reshard.open(root).keys()
-    run(root, range(6, 7), {6: 0.5}, retention=retention, links=True)
+    run(root, range(6, 7), {6: 0.5}, retention=retention, exports={"links": True})
     assert [os.readlink(root / name) for name in ("last", "best")] == ["iteration_00000006"] * 2  # noqa: PTH115
     # A link to the outside is replaced, not followed.
     outside = tmp_path / "outside"
@@ -98,14 +98,16 @@ def test_links_follow_the_newest_and_the_best_and_confuse_nobody(tmp_path: Path)
     (outside / "file").write_text("kept")
     (root / "last").unlink()
     (root / "last").symlink_to(outside)
-    run(root, range(7, 8), links=True)
+    run(root, range(7, 8), exports={"links": True})
     assert os.readlink(root / "last") == "iteration_00000007"  # noqa: PTH115
     assert (outside / "file").read_text() == "kept"
     (root / "last").unlink()
     (root / "last").mkdir()
-    assert any("the link `last` is not made" in line for line in run(root, range(8, 9), links=True).warnings)
+    assert any(
+        "the link `last` is not made" in line for line in run(root, range(8, 9), exports={"links": True}).warnings
+    )
     with pytest.raises(ArgumentError, match="`links` names iteration folders"):
-        Checkpointer(tmp_path / "x", links=True, format="checkpoint1")
+        Checkpointer(tmp_path / "x", exports={"links": True}, format="checkpoint1")
     with pytest.raises(StorageError):
         replace_link(outside / "file", "x")
 

@@ -275,7 +275,7 @@ def test_what_needs_all_tensors_refuses_the_checkpoint_by_name(tmp_path: Path) -
     ("options", "message"),
     [
         ({"format": "checkpoint1"}, "needs the format checkpoint2"),
-        ({"integrated_save": True}, "`integrated_save` writes whole weights"),
+        ({"exports": {"integrated": True}}, "`integrated` writes whole weights"),
         ({"hf_every": 1, "merge": True}, "`merge` writes whole weights"),
         ({"hf_every": 1}, "`hf_every` writes all weights"),
     ],

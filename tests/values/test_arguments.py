@@ -135,7 +135,20 @@ def test_wrong_arguments_of_a_checkpointer_are_errors_of_the_tree(
 
 # Types of which a function makes options or objects of its own, which checks the value.
 PARSED = {
-    *("object", "CommitLike", "FilesLike", "FormatLike", "InitFromLike", "RetentionLike", "SettingsLike", "StrictLike"),
+    *(
+        "Any",
+        "object",
+        "CommitLike",
+        "EnvironmentLike",
+        "ExportsLike",
+        "FilesLike",
+        "RanksLike",
+        "FormatLike",
+        "InitFromLike",
+        "RetentionLike",
+        "SettingsLike",
+        "StrictLike",
+    ),
     *("VerifyLike", "CommonInfo | Mapping[str, object]", "Interrupts | Mapping[str, object]", "DeviceMesh"),
     *("Reading | Mapping[str, object]", "Select | Mapping[str, object]", "float", "int | str", "int | EllipsisType"),
     *("nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]", "torch.device | str"),

@@ -197,7 +197,10 @@ def train(args: argparse.Namespace) -> None:
     sums = mesh.get_group("dp")
 
     checkpointer = Checkpointer(  # <- line 1
-        args.out, save_every=args.save_every, async_save=args.async_save, mesh=mesh, seed=args.seed, coordinate=place
+        args.out,
+        save_every=args.save_every,
+        async_save=args.async_save,
+        ranks={"mesh": mesh, "coordinate": place, "seed": args.seed},
     )
     start = checkpointer.resume(model=model, optimizer=optimizer, scheduler=schedule, sampler=sampler)  # <- line 2
     step = start.initial_step

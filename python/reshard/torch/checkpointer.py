@@ -20,7 +20,6 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
@@ -32,9 +31,12 @@ from reshard.errors import ArgumentError, ClaimedError, GroupError, ReshardError
 from reshard.formats.checkpoint2.rank_facts import check_same
 from reshard.formats.savable import save_format
 from reshard.options import (
+    Environment,
+    Exports,
     InitFrom,
     Interrupts,
     Options,
+    Ranks,
     Retention,
     SaveOptions,
     Settings,
@@ -51,7 +53,7 @@ from reshard.storage.location import locate, locate_output
 from reshard.torch import environment as environments
 from reshard.torch.checks import MAX_SEED, count, seconds
 from reshard.torch.emergency import EXIT_GRACE_S, Rendezvous, Signals, notice_store_of
-from reshard.torch.exports import Exports
+from reshard.torch.exports import SaveExports
 from reshard.torch.health import Health, LossHealth
 from reshard.torch.leaving import exit_process, save_after, save_and_exit
 from reshard.torch.left_out import common_candidates, compare, digests, frozen_at_start, local_parts
@@ -90,16 +92,18 @@ if TYPE_CHECKING:
     from types import EllipsisType, TracebackType
 
     from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
 
     from reshard.checkpoint import Checkpoint
     from reshard.config import ConfigLike
     from reshard.formats.left_out import LeftOutTensor
     from reshard.options import (
         CommitLike,
+        EnvironmentLike,
+        ExportsLike,
         FilesLike,
         FormatLike,
         InitFromLike,
+        RanksLike,
         RetentionLike,
         SettingsLike,
         StrictLike,
@@ -115,9 +119,9 @@ _log = logging.getLogger("reshard")
 _MAX_THREADS = 1024
 _MAX_CONFIG_BYTES = 16 << 20
 _OF_EACH_RANK = frozenset({
-    "self", "__class__", "group", "mesh", "coordinate", "threads",
-    "seed", "environment", "health",  # those of rank 0 are used
-    "after_publish", "on_event", "signals",
+    "self", "__class__", "group", "ranks", "threads",
+    "environment", "health",  # those of rank 0 are used
+    "on_event", "signals",
     "model", "optimizer", "scheduler", "sampler", "extra", "init", "device", "check",  # compared by what they are
 })  # fmt: skip
 """Arguments that may differ between ranks. All others are compared when a run resumes."""
@@ -165,8 +169,6 @@ class Checkpointer:
         files: which files hold the tensors: a `Files` or a mapping of its fields.
         format: "checkpoint2"; or "checkpoint1" or a `Checkpoint1Options`. In Checkpoint 1.0 epoch and step of the names
             are those of an `ElasticSampler`, where there is one.
-        integrated_save: each save is written a second time, as whole tensors, into `<root>_integrated`, see
-            `reshard.verbs.integrate`.
         hf_every: each n-th save is written a second time, as a Hugging Face folder of whole weights with the model's
             `config.json`, into `<root>_hf`; with `save_every` in steps, each save at a multiple of `n * save_every`.
         merge: for a model of peft: `hf_every` writes the weights of the base model with the active adapters merged, as
@@ -175,8 +177,7 @@ class Checkpointer:
             `resume`.
         model_files: a folder whose files (configuration, tokenizer) `hf_every` copies, instead of writing the
             configuration of the model.
-        links: keep the relative links `last`, to the newest iteration, and `best`, to the best one by
-            `Retention.best`, in the root.
+        exports: what else is made of each save: an `Exports` or a mapping of its fields.
         leave_out_frozen: do not save parameters for which no gradient is computed (`requires_grad=False`). The program
             must make them again at each start: the base model from `from_pretrained` or `init_from`, quantised in the
             same way. A save records a digest of each, and `resume` refuses a model with other values. A parameter
@@ -184,9 +185,6 @@ class Checkpointer:
             and adapters of peft. See docs/guides/special-state.md.
         save_at_end: save the last step at the end of a `with` block that no exception ends, even if no save is due. By
             default a warning says which steps are not saved.
-        after_publish: called on rank 0 after each save as `after_publish(report)`, with the `SaveReport`, in the thread
-            that saves. The next save waits for it. An error of it is a warning of the report. It is for work on a
-            save, such as an upload; `on_event` is for watching the run.
         on_event: a function, or a list of functions, called with each `Event` of the run, such as `EventLog(root)`; see
             docs/watching.md. An error of it is logged once and has no other effect.
         signals: the signals that request a save and the exit.
@@ -194,16 +192,12 @@ class Checkpointer:
             fields.
         group: a process group of torch, or any object with `rank`, `world_size`, `barrier`, `gather`, `broadcast`.
             None: torch's default group if there is one, else this process alone.
-        mesh: the mesh of all ranks, if tensors have none.
-        coordinate: the position of this rank's random streams, by mesh axis, as in `reshard.torch.rng.capture`.
-        seed: the seed from which random streams are derived for another world size; None: the seed of torch on rank 0.
+        ranks: the mesh, and random streams on it: a `Ranks` or a mapping of its fields.
         health: called after each step as `health(step, loss, metrics)`, returns whether the run is healthy; a
             checkpoint is marked with the result of its step. Default: the loss is finite. The result of rank 0 is used.
         healthy_only: resume only from checkpoints that were marked healthy.
-        environment: facts of the run to record besides versions and hardware: the arguments `config`, `dataset` and
-            `code` of `reshard.torch.environment.record`.
-        strict_environment: refuse to resume in an environment that may change numbers. Otherwise differences are
-            warnings of the decision.
+        environment: facts of the run to record besides versions and hardware, and what follows where they have changed:
+            an `Environment` or a mapping of its fields.
         timeout: seconds that ranks wait for each other in one exchange, the time to write or to read included.
         threads: threads of copies.
 
@@ -241,29 +235,24 @@ class Checkpointer:
         commit: CommitLike | None = None,
         files: FilesLike | None = None,
         format: FormatLike = "checkpoint2",  # noqa: A002
-        integrated_save: bool = False,
         hf_every: Count | None = None,
         merge: bool = False,
         model_files: str | os.PathLike[str] | None = None,
-        links: bool = False,
+        exports: ExportsLike | None = None,
         leave_out_frozen: bool = False,
         save_at_end: bool = False,
-        after_publish: Callable[[SaveReport], object] | None = None,
         on_event: OnEvent | None = None,
         signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1),
         interrupts: Interrupts | Mapping[str, object] | None = None,
         group: GroupLike = None,
-        mesh: DeviceMesh | None = None,
-        coordinate: Mapping[str, int] | None = None,
-        seed: int | None = None,
+        ranks: RanksLike | None = None,
         health: Health | None = None,
         healthy_only: bool = False,
-        environment: Mapping[str, Any] | None = None,
-        strict_environment: bool = False,
+        environment: EnvironmentLike | None = None,
         timeout: Seconds = 1800.0,
         threads: int | None = None,
     ) -> None:
-        given = locals()
+        given = locals() | {"exports": Exports.of(exports)}
         self._given = {name: comparable(one) for name, one in given.items() if name not in _OF_EACH_RANK}
         self._root = locate_output(root).absolute()  # the program may change its working folder
         self._every_steps, self._every_s = interval(save_every)
@@ -280,21 +269,16 @@ class Checkpointer:
         )
         check_save_options(self._options)
         self._interrupts = Interrupts.of(interrupts)
-        unknown = sorted(set(environment or {}) - set(signature(environments.record).parameters))
-        if unknown:
-            raise ArgumentError(
-                f"`environment` has {show(str(unknown[0]))}", hint="its entries are `config`, `dataset` and `code`"
-            )
-        self._exports = Exports(
-            is_integrated=integrated_save,
+        self._environment = Environment.of(environment)
+        self._ranks = Ranks.of(ranks)
+        self._exports = SaveExports(
+            given["exports"],
             hf_every=None if hf_every is None else count("hf_every", hf_every, 1),
             merge=merge,
             model_files=None if model_files is None else locate(model_files).absolute(),
             save_every=self._every_steps,
-            links=links,
-            after_publish=after_publish,
         )
-        if links and save_format(self._options.format).traits.rank_folders:
+        if self._exports.given.links and save_format(self._options.format).traits.rank_folders:
             raise ArgumentError("`links` names iteration folders, and this format has none", hint="leave `links` out")
         if model_files is not None and hf_every is None:
             raise ArgumentError("`model_files` belongs to `hf_every`, which is not given")
@@ -306,15 +290,13 @@ class Checkpointer:
         self._config = Config(load_path=os.fspath(self._root), resume=True, healthy_only=healthy_only, sink_mode=False)
         if overlap and not async_save:
             raise ArgumentError("`overlap` is about saves in the background", hint="give `async_save=True`, too")
-        self._async, self._overlap, self._mesh = async_save, overlap, mesh
+        self._async, self._overlap = async_save, overlap
         self._save_at_end = save_at_end
         self._save_optimizer = True
         self._scale_steps = False
         self._health: Health = health or LossHealth()
-        self._environment, self._strict_environment = dict(environment or {}), strict_environment
-        self._coordinate = coordinate
         self._timeout = seconds("timeout", timeout)
-        self._root_seed = None if seed is None else count("seed", seed, 0, MAX_SEED)
+        self._root_seed = None if self._ranks.seed is None else count("seed", self._ranks.seed, 0, MAX_SEED)
         self._group = resolve(group)
         self._observers = Observers.of(on_event, self._group.rank)
         self._one_channel = self._group.world_size > 1 and not hasattr(self._group, "session")
@@ -366,11 +348,10 @@ class Checkpointer:
             "root": known.save_path or (known.load_path if known.resume else None) or None,
             "save_every": known.save_every,
             "async_save": known.async_save,
-            "integrated_save": known.integrated_save,
             "hf_every": known.hf_every,
             "merge": known.merge,
             "model_files": known.model_files,
-            "links": known.links,
+            "exports": Exports(integrated=known.integrated_save, links=known.links),
             **known.options(),
         }
         if "keep" in options and "retention" not in options:
@@ -387,7 +368,8 @@ class Checkpointer:
             )
         if not isinstance(config, Config):
             text = dict(config) if isinstance(config, Mapping) else read_input(config, _MAX_CONFIG_BYTES).decode()
-            given["environment"] = {"config": text} | dict(given.get("environment") or {})
+            environment = Environment.of(given.get("environment"))
+            given["environment"] = environment if environment.config is not None else replace(environment, config=text)
         made = cls(**given)
         healthy_only = known.healthy_only or bool(options.get("healthy_only"))
         made._scale_steps = True
@@ -468,7 +450,7 @@ class Checkpointer:
                 nothing to resume from.
             ClaimedError: another job writes into the root.
             MismatchError: tensors or objects do not match, `check` returned False, or the environment differs with
-                `strict_environment`.
+                `Environment.must_match`.
             DamagedFileError, CheckpointNotFoundError, UnsupportedError, GroupError, StorageError: as `reshard.load`.
         """
         given = locals()
@@ -689,7 +671,7 @@ class Checkpointer:
             run.model,
             optimizer,
             objects=run.objects,
-            mesh=self._mesh,
+            mesh=self._ranks.mesh,
             group=self._group,
             timeout=self._timeout,
             compare=compare,
@@ -731,7 +713,7 @@ class Checkpointer:
                     decision.iteration or 0,
                     rank=members.rank,
                     world_size=members.world_size,
-                    coordinate=self._coordinate,
+                    coordinate=self._ranks.coordinate,
                     root_seed=self._root_seed or 0,
                 )
             )[members.rank]
@@ -746,7 +728,7 @@ class Checkpointer:
         """Rank 0's differences, on all ranks."""
         if "environment" not in saved:
             return []
-        compare = environments.check if self._strict_environment else environments.compare
+        compare = environments.check if self._environment.must_match else environments.compare
         values = self._together(
             lambda: (
                 [str(one) for one in compare(saved["environment"], self._record())] if self._group.rank == 0 else None
@@ -756,9 +738,12 @@ class Checkpointer:
 
     def _record(self) -> dict[str, Any]:
         sizes = None
-        if self._mesh is not None and self._mesh.mesh_dim_names is not None:
-            sizes = dict(zip(self._mesh.mesh_dim_names, self._mesh.mesh.shape, strict=True))
-        return environments.record(**{"world_size": self._group.world_size, "mesh": sizes} | self._environment)
+        if self._ranks.mesh is not None and self._ranks.mesh.mesh_dim_names is not None:
+            sizes = dict(zip(self._ranks.mesh.mesh_dim_names, self._ranks.mesh.mesh.shape, strict=True))
+        given = self._environment
+        return environments.record(
+            world_size=self._group.world_size, mesh=sizes, config=given.config, dataset=given.dataset, code=given.code
+        )
 
     def _together(self, work: Callable[[], Any]) -> list[Any]:
         """Run a function on all ranks; an error of one rank is raised on all."""
@@ -800,8 +785,8 @@ class Checkpointer:
             root=self._root,
             group=self._group,
             options=self._options,
-            mesh=self._mesh,
-            coordinate=self._coordinate,
+            mesh=self._ranks.mesh,
+            coordinate=self._ranks.coordinate,
             root_seed=0,  # agreed when the run begins
             timeout=self._timeout,
             is_async=self._async,
@@ -1021,11 +1006,11 @@ class Checkpointer:
         return self._saver
 
 
-def _check_partial(options: SaveOptions, exports: Exports) -> None:
+def _check_partial(options: SaveOptions, exports: SaveExports) -> None:
     """Refuse options that need all tensors beside `leave_out_frozen`."""
     if save_format(options.format).traits.rank_folders:
         raise ArgumentError("`leave_out_frozen` needs the format checkpoint2, and `format` is another one")
-    other = "integrated_save" if exports.is_integrated else "merge" if exports.merge else None
+    other = "integrated" if exports.given.integrated else "merge" if exports.merge else None
     if other is not None:
         raise ArgumentError(
             f"`{other}` writes whole weights, and `leave_out_frozen` leaves some out of the saves",

@@ -167,7 +167,7 @@ def compare(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference
 
 
 def check(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """Compare two records and raise if a difference is more than informational (`strict_environment`).
+    """Compare two records and raise if a difference is more than informational (`Environment.must_match`).
 
     Raises:
         ArgumentError: `saved` is not a record.
@@ -182,7 +182,7 @@ def check(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
     if severe:
         raise MismatchError(
             "the environment differs from that of the checkpoint:\n" + "\n".join(severe),
-            hint="restore it, or resume without `strict_environment`",
+            hint="restore it, or resume without `must_match` in `environment`",
         )
     return differences
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reshard.names import NameMap
-    from reshard.options import SaveOptions
+    from reshard.options import Exports, SaveOptions
     from reshard.ranks.group import Group
     from reshard.storage.location import Location
     from reshard.torch.adapters import Adapter
@@ -44,22 +44,20 @@ _LAST, _BEST = "last", "best"
 
 
 @dataclass(eq=False)
-class Exports:
+class SaveExports:
     """What a `Checkpointer` makes of each save; the fields are its arguments.
 
     Attributes:
-        is_integrated: `integrated_save`.
-        hf_every, merge, model_files, links, after_publish, save_every: the arguments; `save_every` only in steps.
+        given: `exports`.
+        hf_every, merge, model_files, save_every: the arguments; `save_every` only in steps.
         n_saves: number of saves so far.
     """
 
-    is_integrated: bool = False
+    given: Exports
     hf_every: int | None = None
     merge: bool = False
     model_files: str | os.PathLike[str] | None = None
     save_every: int | None = None
-    links: bool = False
-    after_publish: Callable[[SaveReport], object] | None = None
     n_saves: int = 0
 
     def check(self, model: object, *, is_partial: bool = False) -> None:
@@ -93,7 +91,7 @@ class Exports:
 
 
 def export(
-    exports: Exports,
+    exports: SaveExports,
     report: SaveReport,
     model: object,
     *,
@@ -125,7 +123,7 @@ def export(
         "timeout": timeout,
     }
     warnings: list[str] = []
-    if exports.is_integrated:
+    if exports.given.integrated:
         warnings += integrate(root, report, **shared)
     is_due = exports.is_due(report.iteration)
     adapters = adapters_of(model) if is_due and not exports.merge else []
@@ -153,11 +151,11 @@ def export(
                 **shared,
             )
     if group.rank == 0:
-        if exports.links:
+        if exports.given.links:
             warnings += _link(root, report, None if options.retention is None else options.retention.best)
-        if exports.after_publish is not None:
+        if exports.given.after_publish is not None:
             try:
-                exports.after_publish(report)
+                exports.given.after_publish(report)
             except Exception as error:  # noqa: BLE001  of the user's code; the save has succeeded
                 _log.warning("iteration %d is saved, and `after_publish` failed", report.iteration, exc_info=True)
                 warnings.append(f"`after_publish` failed: {type(error).__name__}: {show(str(error))}")
@@ -165,7 +163,7 @@ def export(
 
 
 def _export_merged(
-    exports: Exports,
+    exports: SaveExports,
     root: str | os.PathLike[str],
     report: SaveReport,
     model: object,
@@ -233,7 +231,7 @@ def _export(
 
 
 def _files(
-    exports: Exports, root: str | os.PathLike[str], model: object, report: SaveReport, names: NameMap | None
+    exports: SaveExports, root: str | os.PathLike[str], model: object, report: SaveReport, names: NameMap | None
 ) -> str:
     """The folder of the files that are copied beside the weights; "": there are none.
 
@@ -247,7 +245,7 @@ def _files(
     return folder
 
 
-def _folder(exports: Exports, root: str | os.PathLike[str], model: object) -> str:
+def _folder(exports: SaveExports, root: str | os.PathLike[str], model: object) -> str:
     if exports.model_files is not None:
         return str(locate(exports.model_files).resolved())
     texts = _configuration(model)

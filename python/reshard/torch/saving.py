@@ -28,7 +28,7 @@ from reshard.ranks.collective import Collective
 from reshard.ranks.group import log_error_of_all, session
 from reshard.resume.parts import object_name
 from reshard.torch import rng
-from reshard.torch.exports import Exports, export
+from reshard.torch.exports import SaveExports, export
 from reshard.torch.run import NOT_SAVED
 from reshard.torch.sampler import ElasticSampler
 from reshard.torch.staging import Staging, on_device
@@ -86,7 +86,7 @@ class Saver:
     is_async: bool
     overlap: bool
     with_optimizer: bool
-    exports: Exports
+    exports: SaveExports
     observers: Observers
     record: Callable[[], dict[str, Any]]
     max_failures: int = 3
