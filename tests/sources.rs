@@ -437,9 +437,9 @@ impl Sink for Upload<'_> {
         Ok(())
     }
 
-    fn publish(self) -> Result<()> {
+    fn publish(self) -> Result<Option<String>> {
         *self.store.lock().unwrap() = Some(self.parts.into_inner().unwrap());
-        Ok(())
+        Ok(None)
     }
 }
 

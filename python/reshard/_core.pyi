@@ -61,8 +61,11 @@ __all__ = [
     "number_groups",
     "object_names",
     "object_status",
+    "objects_below",
     "open_dcp",
     "open_dcp_ranks",
+    "put_new_object",
+    "put_object",
     "read_dcp_paths",
     "read_gguf",
     "read_small_object",
@@ -71,6 +74,7 @@ __all__ = [
     "read_torch_object",
     "read_torch_shards",
     "remote_counts",
+    "remove_objects",
     "rename",
     "reordered",
     "scrub",
@@ -877,6 +881,10 @@ class Written:
     @property
     def checksums(self) -> bytes: ...
     @property
+    def e_tag(self) -> str | None:
+        """The ETag of an object in a bucket; None for a local file."""
+
+    @property
     def not_finite(self) -> list[tuple[str, str]]:
         """Names of the arrays with values that are not finite; of each "nan", or "inf" if none of its values is NaN."""
 
@@ -1361,6 +1369,44 @@ def read_small_object(url: str, max_bytes: int) -> bytes | None:
     Raises:
         CheckpointNotFoundError: there is no such object.
         StorageError: it cannot be read.
+    """
+
+def objects_below(
+    url: str, *, after: str = "", max_keys: int | None = None
+) -> list[tuple[str, tuple[int | None, str, int]]]:
+    """The objects below a folder, at any depth, sorted by name, each with what `object_status` returns.
+
+    Args:
+        url: the folder; it need not exist.
+        after: list only names after this one, which is relative to the folder.
+        max_keys: list at most so many.
+
+    Raises:
+        StorageError: the service cannot be asked.
+    """
+
+def put_object(url: str, content: bytes) -> None:
+    """Write an object by one request, in place of an older one.
+
+    Raises:
+        StorageError: the service did not confirm it; the object is the old one or the new one.
+    """
+
+def put_new_object(url: str, content: bytes) -> tuple[str, Exception | None]:
+    """Create an object that must not exist. A request whose answer is lost is not sent again.
+
+    Returns:
+        `"created"`, `"exists"` (nothing was changed), or `"unknown"` with the failure: it may have been created.
+
+    Raises:
+        StorageError: the service refused it; nothing was created.
+    """
+
+def remove_objects(urls: list[str]) -> None:
+    """Remove objects of one bucket; no error for those that do not exist.
+
+    Raises:
+        StorageError: the service did not confirm it for one of them, which the error names.
     """
 
 def remote_counts() -> tuple[int, int, int]:

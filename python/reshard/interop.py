@@ -19,7 +19,7 @@ import numpy as np
 from reshard import _core, dtypes
 from reshard.errors import ArgumentError, UnsupportedError
 from reshard.opening import open as open_checkpoint
-from reshard.storage.location import locate_output
+from reshard.storage.location import locate_destination
 from reshard.values.argument_types import AnyText, Device
 from reshard.values.arguments import checked
 from reshard.values.indexing import TensorIndexError, normalize_index
@@ -136,7 +136,7 @@ def save_file(
     filename: str | os.PathLike[str],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write arrays or tensors into one `.safetensors` file. The write is atomic, and the file is synced on return.
+    """Write arrays or tensors into one `.safetensors` file. The write is atomic, and the file is durable on return.
 
     An existing file is replaced. Unlike in `safetensors`, arrays and tensors may be strided, and may share memory: each
     is written in full under its own key. Tensors on a device other than the CPU, and arrays with negative strides, are
@@ -145,13 +145,14 @@ def save_file(
     Args:
         tensors: numpy arrays, torch tensors, or other objects with DLPack or the buffer protocol, by key. As in
             `safetensors`, tensors are stored with wide dtypes first, and for each dtype in the order of the keys.
-        filename: the file to write; its folder must exist.
+        filename: the file to write; its folder must exist. Or the URL of an object in a bucket.
         metadata: text by key, for the header of the file.
 
     Raises:
         ArgumentError: a key or metadata is not text, or a value is neither an array nor a tensor.
-        UnsupportedError: a dtype that the format lacks; a sparse, quantized or distributed tensor; `filename` is a URL.
-        StorageError: the operating system failed the write.
+        UnsupportedError: a dtype that the format lacks; a sparse, quantized or distributed tensor; `filename` is behind
+            HTTP.
+        StorageError: the operating system failed the write, or the service of the bucket refused it.
 
     Example:
         >>> path = "model.safetensors"
@@ -175,7 +176,7 @@ def save_file(
         check_text(key, "key of the metadata")
         check_text(text, f"value of the metadata `{key}`")
     entries.sort(key=lambda entry: dtypes.file_order(entry[0], entry[1]))
-    target = locate_output(os.fsdecode(filename))
+    target = locate_destination(os.fsdecode(filename))
     target.check_replaceable()
     # The default mode of a new file: 0666 minus the umask.
     _core.write_arrays(str(target), entries, metadata=metadata, mode=0o666)

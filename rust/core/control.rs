@@ -35,7 +35,11 @@ impl Control {
         self.done_bytes.fetch_add(n_bytes, Ordering::Relaxed);
     }
 
-    pub(crate) fn check(&self) -> Result<()> {
+    /// An error if cancellation was requested.
+    ///
+    /// # Errors
+    /// [`Kind::Cancelled`]
+    pub fn check(&self) -> Result<()> {
         if self.cancelled.load(Ordering::Relaxed) {
             return Err(Error::new(Kind::Cancelled, "cancelled"));
         }

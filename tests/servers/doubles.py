@@ -1,7 +1,8 @@
-"""Doubles of Google Cloud Storage (its XML API), of Azure Blob Storage and of a server of files, for reading.
+"""Doubles of Google Cloud Storage (its XML API), of Azure Blob Storage and of a server of files.
 
 No package has an emulator of the first two that honours conditions, so that these answer as the documentation of the
-services says: ranges, `If-Match`, lists with pages. Signatures are not checked.
+services says: ranges, `If-Match`, lists with pages, objects that must be new, uploads in parts, removals. Signatures
+are not checked. The server of files is only read.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import urllib.parse
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 from xml.sax.saxutils import escape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from email.message import Message
     from pathlib import Path
 
 Kind = Literal["google", "azure", "files"]
@@ -34,6 +36,7 @@ class Double:
         endpoint: its URL.
         objects: contents by name.
         log: method, path with query, and range of each request.
+        uploads: parts of unfinished uploads by name and ID; Azure has one for each name.
         sends_etag: whether answers have an ETag.
         sends_ranges: whether ranges are honoured.
     """
@@ -41,8 +44,14 @@ class Double:
     endpoint: str = ""
     objects: dict[str, bytes] = field(default_factory=dict)
     log: list[tuple[str, str, str | None]] = field(default_factory=list)
+    uploads: dict[tuple[str, str], dict[str, bytes]] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
     sends_etag: bool = True
     sends_ranges: bool = True
+
+    @property
+    def port(self) -> int:
+        return int(self.endpoint.rpartition(":")[2])
 
     def upload(self, folder: Path, prefix: str) -> None:
         """Store all files of a folder."""
@@ -99,7 +108,7 @@ def running(kind: Kind) -> Iterator[Double]:
                 self._answer(404, f"<Error><Code>{code}</Code></Error>".encode(), {"x-ms-error-code": code})
                 return
             headers = {"Last-Modified": formatdate(1.7e9, usegmt=True)}
-            e_tag = f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}"'
+            e_tag = _e_tag(data)
             if double.sends_etag:
                 headers["ETag"] = e_tag
             if self.headers.get("If-Match", e_tag) not in (e_tag, "*") and double.sends_etag:
@@ -117,7 +126,26 @@ def running(kind: Kind) -> Iterator[Double]:
             headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
             self._answer(206, data[first : last + 1], headers)
 
+        def _change(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            double.log.append((self.command, self.path, None))
+            url = urllib.parse.urlsplit(self.path)
+            query = dict(urllib.parse.parse_qsl(url.query, keep_blank_values=True))
+            path = urllib.parse.unquote(url.path).lstrip("/")
+            path = path.removeprefix("devstoreaccount1/")
+            container, _, name = path.partition("/")
+            if container != _CONTAINER:
+                code = "NoSuchBucket" if kind == "google" else "ContainerNotFound"
+                self._answer(404, f"<Error><Code>{code}</Code></Error>".encode(), {"x-ms-error-code": code})
+                return
+            with double.lock:
+                change = _google_change if kind == "google" else _azure_change
+                status, answer, headers = change(double, _Request(self.command, name, query, body, self.headers))
+            self._answer(status, answer, headers)
+
         do_GET = do_HEAD = _look  # noqa: N815  names of the base class
+        if kind != "files":
+            do_PUT = do_POST = do_DELETE = _change  # noqa: N815
 
     class Server(ThreadingHTTPServer):
         daemon_threads = True
@@ -134,6 +162,87 @@ def running(kind: Kind) -> Iterator[Double]:
         server.server_close()
 
 
+_Answer = tuple[int, bytes, dict[str, str]]
+
+
+class _Request(NamedTuple):
+    method: str
+    name: str
+    query: dict[str, str]
+    body: bytes
+    headers: Message
+
+
+def _e_tag(data: bytes) -> str:
+    return f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}"'
+
+
+def _failed(status: int, code: str) -> _Answer:
+    return status, f"<Error><Code>{code}</Code></Error>".encode(), {"x-ms-error-code": code}
+
+
+def _google_change(double: Double, one: _Request) -> _Answer:
+    method, name, query, body, headers = one
+    upload = (name, query.get("uploadId", ""))
+    if method == "DELETE":
+        found = double.uploads.pop(upload, None) if upload[1] else double.objects.pop(name, None)
+        return _failed(404, "NoSuchUpload" if upload[1] else "NoSuchKey") if found is None else (204, b"", {})
+    if "uploads" in query:
+        upload = (name, f"upload-{len(double.log)}")
+        double.uploads[upload] = {}
+        return (
+            200,
+            f"<InitiateMultipartUploadResult><UploadId>{upload[1]}</UploadId></InitiateMultipartUploadResult>".encode(),
+            {},
+        )
+    if upload[1] and upload not in double.uploads:
+        return _failed(404, "NoSuchUpload")
+    if method == "POST":
+        parts = double.uploads.pop(upload)
+        wanted = re.findall(r"<PartNumber>(\d+)</PartNumber>", body.decode())
+        double.objects[name] = b"".join(parts[number] for number in wanted)
+        e_tag = escape(_e_tag(double.objects[name]))
+        return 200, f"<CompleteMultipartUploadResult><ETag>{e_tag}</ETag></CompleteMultipartUploadResult>".encode(), {}
+    if upload[1]:
+        double.uploads[upload][query["partNumber"]] = body
+    elif headers.get("x-goog-if-generation-match") == "0" and name in double.objects:
+        return _failed(412, "PreconditionFailed")
+    else:
+        double.objects[name] = body
+    return 200, b"", {"ETag": _e_tag(body)}
+
+
+def _azure_change(double: Double, one: _Request) -> _Answer:
+    method, name, query, body, headers = one
+    if query.get("comp") == "batch":
+        boundary = re.search(r"boundary=(\S+)", headers["Content-Type"])
+        assert boundary is not None
+        answer = ""
+        for number, path in enumerate(re.findall(r"^DELETE (\S+) HTTP", body.decode(), re.MULTILINE)):
+            blob = urllib.parse.unquote(path.partition("?")[0]).lstrip("/").removeprefix("devstoreaccount1/")
+            found = double.objects.pop(blob.removeprefix(f"{_CONTAINER}/"), None)
+            status = "404 The specified blob does not exist." if found is None else "202 Accepted"
+            answer += f"--{boundary[1]}\r\nContent-Type: application/http\r\nContent-ID: {number}\r\n\r\n"
+            answer += f"HTTP/1.1 {status}\r\nx-ms-version: 2019\r\n\r\n"
+        answer += f"--{boundary[1]}--\r\n"
+        return 202, answer.encode(), {"Content-Type": f"multipart/mixed; boundary={boundary[1]}"}
+    assert method == "PUT", method
+    blocks = double.uploads.setdefault((name, ""), {})
+    if query.get("comp") == "block":
+        blocks[query["blockid"]] = body
+        return 201, b"", {"ETag": _e_tag(body)}
+    if query.get("comp") == "blocklist":
+        wanted = re.findall(r"<Uncommitted>(.*?)</Uncommitted>", body.decode())
+        if not all(one in blocks for one in wanted):
+            return _failed(400, "InvalidBlockList")
+        body = b"".join(blocks[one] for one in wanted)
+    elif headers.get("If-None-Match") == "*" and name in double.objects:
+        return _failed(409, "BlobAlreadyExists")
+    del double.uploads[name, ""]
+    double.objects[name] = body
+    return 201, b"", {"ETag": _e_tag(body)}
+
+
 def _page(double: Double, query: dict[str, str], limit: str, token: str) -> tuple[list[tuple[str, int | None]], str]:
     """Names and sizes of a page, None for a folder, and the token of the next page."""
     prefix, delimiter = query.get("prefix", ""), query.get("delimiter")
@@ -145,7 +254,10 @@ def _page(double: Double, query: dict[str, str], limit: str, token: str) -> tupl
                 found[prefix + rest.partition(delimiter)[0] + delimiter] = None
             else:
                 found[name] = len(data)
-    entries = [one for one in sorted(found.items()) if one[0] > query.get(token, "")]
+    start = query.get("start-after") or query.get("startFrom", "")
+    entries = [one for one in sorted(found.items()) if one[0] >= start and one[0] > query.get(token, "")]
+    if entries and entries[0][0] == query.get("start-after"):  # that of Azure is listed
+        del entries[0]
     size = min(_PAGE, int(query.get(limit, _PAGE)))
     return entries[:size], entries[size - 1][0] if len(entries) > size else ""
 

@@ -26,6 +26,7 @@ class Fault:
         headers: of the answer.
         times: how many requests are answered so.
         keep_bytes: of an answer that is cut off, how many bytes are sent.
+        is_lost: the request is carried out, and nothing of its answer is sent.
     """
 
     matches: Callable[[str, str], bool]
@@ -34,6 +35,7 @@ class Fault:
     headers: dict[str, str] = field(default_factory=dict)
     times: int = 1
     keep_bytes: int = 0
+    is_lost: bool = False
 
 
 @dataclass
@@ -45,12 +47,14 @@ class Proxy:
         log: method, path, range and bytes of the answer of each request.
         faults: those to come.
         before: called with method and path before a request is passed on.
+        corrupts: whether one bit of the body of a request is changed before it is passed on.
     """
 
     endpoint: str
     log: list[tuple[str, str, str | None, int]] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     before: Callable[[str, str], None] | None = None
+    corrupts: Callable[[str, str], bool] | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def fetched_bytes(self, suffix: str) -> int:
@@ -91,8 +95,16 @@ def before_server(port: int) -> Iterator[Proxy]:
                 connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
                 for name, value in self.headers.items():
                     connection.putheader(name, value)
+                if body and proxy.corrupts is not None and proxy.corrupts(self.command, self.path):
+                    body = body[:-1] + bytes([body[-1] ^ 1])
                 connection.endheaders(body or None)
-                self._answer(connection.getresponse(), fault)
+                response = connection.getresponse()
+                if fault is not None and fault.is_lost:
+                    response.read()
+                    self.close_connection = True
+                    self.connection.close()
+                else:
+                    self._answer(response, fault)
 
         def _answer(self, response: http.client.HTTPResponse, fault: Fault | None) -> None:
             self.send_response(response.status)

@@ -81,7 +81,8 @@ class S3Server:
         host, digest = f"127.0.0.1:{self.port}", hashlib.sha256(body).hexdigest()
         scope, names = f"{now[:8]}/us-east-1/s3/aws4_request", "host;x-amz-content-sha256;x-amz-date"
         signed = [f"host:{host}", f"x-amz-content-sha256:{digest}", f"x-amz-date:{now}"]
-        lines = [method, path, "", *signed, "", names, digest]
+        name, _, query = path.partition("?")
+        lines = [method, name, query, *signed, "", names, digest]
         text = hashlib.sha256("\n".join(lines).encode()).hexdigest()
         key = f"AWS4{SECRET}".encode()
         for part in scope.split("/"):

@@ -82,8 +82,8 @@ def locate(path: str | os.PathLike[str], options: BucketOptions | None = None) -
     return Location(LOCAL, text)
 
 
-def locate_output(path: str | os.PathLike[str]) -> Location:
-    """As `locate`, for a file or folder that is written.
+def locate_destination(path: str | os.PathLike[str]) -> Location:
+    """As `locate`, for a file or folder that is written, also in a bucket.
 
     Raises:
         ArgumentError: as `locate`.
@@ -92,7 +92,24 @@ def locate_output(path: str | os.PathLike[str]) -> Location:
     found = locate(path)
     if found.store.is_read_only:
         raise UnsupportedError(
-            f"{show(str(found))} is a URL, and this version only reads buckets and files behind HTTP",
+            f"{show(str(found))} is behind HTTP, which is only read",
+            path=str(found),
+            hint="write into a folder or a bucket (s3://, gs://, az://)",
+        )
+    return found
+
+
+def locate_output(path: str | os.PathLike[str]) -> Location:
+    """As `locate`, for a root of checkpoints, or a folder or file that gets its name by a rename.
+
+    Raises:
+        ArgumentError: as `locate`.
+        UnsupportedError: it is in a store without commits.
+    """
+    found = locate(path)
+    if found.store.is_read_only or not found.store.takes_saves:
+        raise UnsupportedError(
+            f"{show(str(found))} is a URL, and this version does not save into buckets",
             path=str(found),
             hint="save into a folder, and copy it into the bucket",
         )

@@ -1,4 +1,4 @@
-"""Objects in S3, Google Cloud Storage and Azure Blob Storage, and files behind HTTP, as a store that is only read.
+"""Objects in S3, Google Cloud Storage and Azure Blob Storage, and files behind HTTP, which are only read, as a store.
 
 A path is a URL, as `s3://bucket/run/common.json`. There are no folders: one exists while the name of an object begins
 with its path and `/`. Requests, credentials and retries are those of the core, which is compiled with the feature
@@ -12,18 +12,17 @@ import errno
 import io
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, BinaryIO, Literal, TypeAlias
 
 from reshard import _core
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, StorageError, UnsupportedError
-from reshard.storage.store import Abilities, Entry, HeldFile, Lock, Stat, Store, check_file, failing, ignore
+from reshard.storage.store import Abilities, Entry, HeldFile, Lock, Stat, Store, check_file, failing, ignore, join
 from reshard.values.argument_types import Seconds
 from reshard.values.arguments import check_fields
 from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-    from contextlib import AbstractContextManager
 
     from reshard.storage.store import Kind
 
@@ -108,11 +107,12 @@ class RemoteStore(Store):
         root: the URL of the bucket, or the URL of the file without its signature.
     """
 
-    is_read_only = True
     is_opened_by_core = True
+    takes_saves = False
 
     def __init__(self, root: str) -> None:
         self.root = root
+        self.is_read_only = root.startswith("http")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RemoteStore) and self.root == other.root
@@ -237,12 +237,59 @@ class RemoteStore(Store):
 
     # -- changing
 
-    def _refuse(self, path: str) -> NoReturn:
-        raise UnsupportedError(
-            f"{show(path)} is in a bucket or behind HTTP, which this version only reads",
-            path=path,
-            hint="save into a folder, and copy it",
-        )
+    def _check_writable(self, path: str) -> None:
+        if self.is_read_only:
+            raise UnsupportedError(
+                f"{show(path)} is behind HTTP, which is only read", path=path, hint="write into a folder or a bucket"
+            )
+
+    def put_new(self, path: str, data: bytes) -> tuple[Literal["created", "exists", "unknown"], Exception | None]:
+        """Create an object that must not exist, by one request: of several writers one succeeds.
+
+        A request whose answer is lost is not sent again: after "unknown", read the object to learn what it is.
+
+        Args:
+            path: the object.
+            data: its content.
+
+        Returns:
+            "created"; "exists", and nothing was changed; or "unknown", and the failure.
+
+        Raises:
+            StorageError: the service refused it; nothing was created.
+        """
+        self._check_writable(path)
+        with _changing("creating", path):
+            outcome, reason = _core.put_new_object(path, data)
+        return outcome, reason  # type: ignore[return-value]
+
+    def below(self, path: str, *, after: str = "", max_keys: int | None = None) -> list[tuple[str, Stat]]:
+        """The objects below a folder, at any depth, sorted by name.
+
+        Args:
+            path: the folder; it need not exist.
+            after: only names after this one, which are relative to the folder.
+            max_keys: at most so many.
+
+        Returns:
+            Names relative to the folder, with their status.
+
+        Raises:
+            StorageError: the service failed.
+        """
+        with failing("listing", path):
+            found = _core.objects_below(path, after=after, max_keys=max_keys)
+        return [
+            (name, Stat("file", n_bytes or 0, e_tag, modified * _SECOND_NS, modified * _SECOND_NS, 0))
+            for name, (n_bytes, e_tag, modified) in found
+        ]
+
+    def remove_files(self, paths: Sequence[str]) -> None:
+        """Remove objects of this bucket, several at once; no error for those that do not exist. Raises StorageError."""
+        if paths:
+            self._check_writable(paths[0])
+            with _changing("removing", paths[0]):
+                _core.remove_objects(list(paths))
 
     def create(
         self,
@@ -253,40 +300,60 @@ class RemoteStore(Store):
         durable: bool,
         announce: Callable[[str], None] = ignore,
     ) -> None:
-        """Raises UnsupportedError, as all methods that change something."""
-        self._refuse(path)
+        """See `Store.create`. After a lost answer the object is read: content that no other has is this one's."""
+        outcome, reason = self.put_new(path, data)
+        if outcome == "unknown":
+            try:
+                found = self.read_small(path, len(data))
+            except DamagedFileError:  # larger: that of another writer
+                found = None
+            except CheckpointNotFoundError:
+                raise reason or StorageError(f"creating {show(path)}", path=path) from None
+            outcome = "created" if found == data else "exists"
+        if outcome == "exists":
+            raise FileExistsError(errno.EEXIST, "it exists", path)
 
-    def writing(self, path: str, mode: int = 0o666, *, durable: bool) -> AbstractContextManager[BinaryIO]:
-        """Raises UnsupportedError."""
-        self._refuse(path)
+    @contextlib.contextmanager
+    def writing(self, path: str, mode: int = 0o666, *, durable: bool) -> Iterator[BinaryIO]:
+        """See `Store.writing`: one request writes the object when the block ends."""
+        self._check_writable(path)
+        file = io.BytesIO()
+        yield file
+        with _changing("writing", path):
+            _core.put_object(path, file.getvalue())
 
     def append_line(self, path: str, line: bytes, mode: int = 0o666, *, durable: bool) -> None:
-        """Raises UnsupportedError."""
-        self._refuse(path)
+        """See `Store.append_line`: the object is replaced."""
+        try:
+            with self.open(path) as file:
+                before = file.read()
+        except CheckpointNotFoundError:
+            before = b""
+        ended = b"\n" if before and not before.endswith(b"\n") else b""
+        self.replace(path, before + ended + line, durable=durable)
 
     def make_folder(self, path: str, mode: int = 0o777) -> None:
-        """Raises UnsupportedError."""
-        self._refuse(path)
+        """Has no effect: a folder exists while something is in it."""
+        self._check_writable(path)
 
     def sync_folder(self, path: str) -> None:
-        """Has no effect: nothing was changed."""
+        """Has no effect: every change is durable when its call returns."""
 
     def sync_together(self, files: Sequence[str], folders: Sequence[str]) -> None:
-        """Has no effect: nothing was changed."""
+        """Has no effect: every change is durable when its call returns."""
 
     def replace_after(
         self, path: str, data: bytes, mode: int = 0o666, *, files: Sequence[str], folders: Sequence[str]
     ) -> None:
-        """Raises UnsupportedError."""
-        self._refuse(path)
+        """See `Store.replace_after`."""
+        self.replace(path, data, mode, durable=True)
 
     def set_mode(self, path: str, mode: int) -> None:
-        """Raises UnsupportedError."""
-        self._refuse(path)
+        """Has no effect: objects have no permission bits."""
 
     def remove_file(self, path: str) -> None:
-        """Raises UnsupportedError."""
-        self._refuse(path)
+        """See `Store.remove_file`."""
+        self.remove_files([path])
 
     def remove_folder(
         self,
@@ -298,26 +365,31 @@ class RemoteStore(Store):
         durable: bool,
         announce: Callable[[str], None],
     ) -> None:
-        """Raises UnsupportedError."""
-        self._refuse(path)
+        """See `Store.remove_folder`."""
+        self._check_writable(path)
+        announce(f"remove {first} of {path}")
+        self.remove_files([join(path, first)])
+        announce(f"remove {path}")
+        inside = [name for name, _ in self.below(path) if name.partition("/")[0] not in {*keep, first}]
+        self.remove_files([join(path, name) for name in inside if name != last])
+        self.remove_files([join(path, name) for name in inside if name == last])
 
     def remove_empty_folder(self, path: str) -> None:
-        """Raises UnsupportedError."""
-        self._refuse(path)
+        """See `Store.remove_empty_folder`: one without objects does not exist."""
+        if self.below(path, max_keys=1):
+            raise StorageError(f"removing {show(path)}: it is not empty", path=path, errno=errno.ENOTEMPTY)
 
     # -- other processes
 
     def lock(self, path: str, *, shared: bool, seconds: float, make: bool = False) -> Lock:
         """See `Store.lock`: a bucket has no locks. Every range that is read is one of the version that was opened."""
-        if make or not shared:
-            self._refuse(path)
-        if self.kind(path) is None:
+        if not make and self.kind(path) is None:
             raise CheckpointNotFoundError(f"there is no file {show(path)}", path=path)
         return _NoLock()
 
     def hold(self, path: str) -> HeldFile:
-        """Raises UnsupportedError."""
-        self._refuse(path)
+        """Raises UnsupportedError: an object is not held open."""
+        raise UnsupportedError(f"{show(path)} is in a bucket, where a claim is not a file that is held", path=path)
 
     def touched_ns(self, path: str) -> int | None:
         """See `Store.touched_ns`."""
@@ -339,7 +411,7 @@ class RemoteStore(Store):
         return None
 
     def is_writable(self, path: str) -> bool:
-        """See `Store.is_writable`: no."""
+        """See `Store.is_writable`: no service tells it without a write."""
         return False
 
     def same_filesystem(self, one: str, other: str) -> bool:
@@ -393,6 +465,11 @@ class _Remembered:
         self.statuses: dict[str, _Status | None] = {}
         self._folders: dict[str, dict[str, _Status] | None] = {}
 
+    def forget(self) -> None:
+        """Forget everything: names have changed."""
+        self.statuses.clear()
+        self._folders.clear()
+
     def folder(self, path: str) -> dict[str, _Status] | None:
         """The entries of a folder; empty if there is none; None: they are more than one page."""
         if path not in self._folders:
@@ -410,6 +487,17 @@ class _Remembered:
 
 
 _remembered: ContextVar[_Remembered | None] = ContextVar("_remembered", default=None)
+
+
+@contextlib.contextmanager
+def _changing(doing: str, path: str) -> Iterator[None]:
+    """As `failing`, for a change: what is remembered of names is forgotten."""
+    try:
+        with failing(doing, path):
+            yield
+    finally:
+        if (remembered := _remembered.get()) is not None:
+            remembered.forget()
 
 
 def _look(path: str) -> _Status | None:

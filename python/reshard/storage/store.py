@@ -203,10 +203,12 @@ class Store(abc.ABC):
     Attributes:
         is_read_only: whether nothing can be written into it.
         is_opened_by_core: whether the core reads its files.
+        takes_saves: whether a checkpoint can be committed in it.
     """
 
     is_read_only = False
     is_opened_by_core = False
+    takes_saves = True
 
     # -- reading
 

@@ -223,6 +223,7 @@ impl<'a> Image<'a> {
         let finder = finder_of(self.arrays, &self.starts);
         finder.look(0, &self.bytes);
         Ok(Written {
+            e_tag: None,
             checksums: Checksums::new(
                 self.bytes.len() as u64,
                 self.header_bytes as u64,

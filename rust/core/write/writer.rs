@@ -14,6 +14,8 @@
 //! where the file system does not support it, and for a tail that is not a multiple of the block size. A file that need
 //! not be durable takes the faster of both, see [`crate::write::route`].
 //!
+//! The file of a URL is an object, which is written through an [`ObjectSink`]: it takes pieces, too, and sends them in parts.
+//!
 //! A file of another format is given as a [`Container`]: the bytes between the arrays, and the places of their CRC-32.
 //! A piece with such a sum is written when all pieces before it are filled: every byte is written once.
 
@@ -26,9 +28,10 @@ mod temporary;
 use crate::check::finite::{Finder, NotFinite};
 use crate::check::verify::{verifies_files, verify_files};
 use crate::control::Control;
-use crate::error::Result;
+use crate::error::{Error, Kind, Result};
 use crate::files::checksum::{Checksums, crc32c};
 use crate::files::header::Header;
+use crate::files::source::is_url;
 use crate::planning::plan::{Array, Plan};
 use crate::read::window::{Early, Window, has_remote};
 use crate::write::route::Route;
@@ -40,12 +43,15 @@ pub use durable::{SyncResult, rename, sync_folder, sync_in_turn, sync_together};
 use pieces::{Bytes, PieceWriter};
 use std::ops::Deref;
 use std::path::Path;
+use std::sync::OnceLock;
 pub(crate) use temporary::{TemporaryFile, write_hint};
 
 /// Alignment of direct writes that every disk accepts.
 const DIRECT_BLOCK_BYTES: usize = 4096;
 const PIECE_BYTES: usize = 4 << 20;
 const BAND_BYTES: usize = 2 << 20;
+/// Memory beside an image, for a sink that keeps parts of it.
+const IMAGE_MEMORY_BYTES: u64 = 256 << 20;
 /// The length field of a safetensors file, before the text of the header.
 const LENGTH_BYTES: usize = 8;
 
@@ -75,8 +81,67 @@ pub trait Sink: Sync + Sized {
         false
     }
 
-    /// Makes the file visible under its name. All bytes have been written.
-    fn publish(self) -> Result<()>;
+    /// How many threads may write at once, so that what the sink keeps fits into memory, with a piece for each.
+    ///
+    /// # Errors
+    /// [`Kind::Argument`]: the memory is too small.
+    fn n_at_once(&self, _memory_bytes: u64) -> Result<usize> {
+        Ok(usize::MAX)
+    }
+
+    /// Makes the file visible under its name. All bytes have been written. Returns what identifies its version, if it has
+    /// such a text.
+    fn publish(self) -> Result<Option<String>>;
+}
+
+/// The destination of an object, see [`Sink`].
+pub trait ObjectSink: Sync {
+    /// See [`Sink::write_at`].
+    fn write_at(&self, start: u64, bytes: &[u8]) -> Result<()>;
+
+    /// See [`Sink::n_at_once`].
+    fn n_at_once(&self, memory_bytes: u64) -> Result<usize>;
+
+    /// See [`Sink::publish`]: its `ETag`.
+    fn publish(self: Box<Self>) -> Result<Option<String>>;
+}
+
+impl Sink for Box<dyn ObjectSink + '_> {
+    fn write_at(&self, start: u64, bytes: &[u8], _: Route) -> Result<()> {
+        (**self).write_at(start, bytes)
+    }
+
+    fn n_at_once(&self, memory_bytes: u64) -> Result<usize> {
+        (**self).n_at_once(memory_bytes)
+    }
+
+    fn publish(self) -> Result<Option<String>> {
+        self.publish()
+    }
+}
+
+/// Begins to write an object of a size, by its URL.
+type BeginObject = for<'a> fn(&Path, u64, &'a Control) -> Result<Box<dyn ObjectSink + 'a>>;
+
+static BEGIN_OBJECT: OnceLock<BeginObject> = OnceLock::new();
+
+/// Sets what writes objects outside the local file system. The first call counts.
+pub fn set_object_writer(begin: BeginObject) {
+    BEGIN_OBJECT.get_or_init(|| begin);
+}
+
+fn begin_object<'a>(
+    path: &Path,
+    n_bytes: u64,
+    control: &'a Control,
+) -> Result<Box<dyn ObjectSink + 'a>> {
+    let Some(begin) = BEGIN_OBJECT.get() else {
+        let message = "this build of reshard writes local files only";
+        return Err(Error::new(Kind::Unsupported, message)
+            .path(path)
+            .hint("install a wheel of reshard, or build it with the feature `remote`"));
+    };
+    begin(path, n_bytes, control)
 }
 
 /// A file that was written.
@@ -86,6 +151,8 @@ pub struct Written {
     pub checksums: Checksums,
     /// Names of the arrays with values that are not finite, in the order of the file, and the worst value of each.
     pub not_finite: Vec<(String, NotFinite)>,
+    /// The `ETag` of an object.
+    pub e_tag: Option<String>,
 }
 
 impl Deref for Written {
@@ -138,6 +205,10 @@ pub fn write(
         Some(container) => Content::with_container(plan, container),
     };
     let content = content.map_err(|error| error.path(path))?;
+    if is_url(path) {
+        let create = |n_bytes| begin_object(path, n_bytes, control);
+        return write_content(&content, create, buffers, control);
+    }
     let create = |n_bytes| TemporaryFile::create(path, n_bytes, options);
     write_content(&content, create, buffers, control)
 }
@@ -166,7 +237,8 @@ fn write_content<S: Sink>(
     verify_files(content.plan, control)?;
     let n_bytes = content.n_bytes();
     let sink = create(n_bytes)?;
-    let (buffers, routes) = buffers.for_file(n_bytes)?;
+    let n_at_once = sink.n_at_once(buffers.memory_bytes())?;
+    let (buffers, routes) = buffers.for_file(n_bytes, n_at_once)?;
     let routes = sink.has_routes().then_some(routes);
     let finder = finder_of(content.plan.arrays(), &content.container.starts);
     let bytes = Bytes::Planned(content);
@@ -180,8 +252,9 @@ fn write_content<S: Sink>(
     } else {
         write(None)?
     };
-    sink.publish()?;
+    let e_tag = sink.publish()?;
     Ok(Written {
+        e_tag,
         checksums: content.checksums(chunks)?,
         not_finite: not_finite_of(content.plan.arrays(), &finder),
     })
@@ -199,7 +272,21 @@ pub fn write_image(
     control: &Control,
 ) -> Result<Written> {
     let n_bytes = image.len() as u64;
-    let temporary = TemporaryFile::create(path, n_bytes, options)?;
+    if is_url(path) {
+        let sink = begin_object(path, n_bytes, control)?;
+        return write_image_to(sink, image, header_bytes, control);
+    }
+    let sink = TemporaryFile::create(path, n_bytes, options)?;
+    write_image_to(sink, image, header_bytes, control)
+}
+
+fn write_image_to(
+    sink: impl Sink,
+    image: &[u8],
+    header_bytes: u64,
+    control: &Control,
+) -> Result<Written> {
+    let n_bytes = image.len() as u64;
     let (header_image, data) = image.split_at(header_bytes as usize);
     // The names are not kept with the image: to copy those of many arrays would take the time of the caller.
     let json = header_image.get(LENGTH_BYTES..).unwrap_or_default();
@@ -208,15 +295,13 @@ pub fn write_image(
     let finder =
         Finder::new(entries.map(|one| (one.dtype, header_bytes + one.start, one.end - one.start)));
     let bytes = Bytes::InMemory(image);
-    let pieces = PieceWriter::new(&temporary, bytes, n_bytes, None, &finder, None, control);
-    let chunks = pieces.write(
-        (0..n_in_flight(n_bytes))
-            .map(|_| Buffer::default())
-            .collect(),
-    )?;
-    temporary.publish()?;
+    let n_at_once = n_in_flight(n_bytes).min(sink.n_at_once(IMAGE_MEMORY_BYTES)?);
+    let pieces = PieceWriter::new(&sink, bytes, n_bytes, None, &finder, None, control);
+    let chunks = pieces.write((0..n_at_once).map(|_| Buffer::default()).collect())?;
+    let e_tag = sink.publish()?;
     let found = finder.found().into_iter();
     Ok(Written {
+        e_tag,
         checksums: Checksums::new(n_bytes, header_bytes, crc32c(0, header_image), chunks)?,
         not_finite: found
             .map(|(number, worst)| (header.entry(number).name.to_owned(), worst))

@@ -35,8 +35,8 @@ mod _core {
     #[cfg(feature = "remote")]
     #[pymodule_export]
     use super::remote::{
-        RemoteObject, object_names, object_status, read_small_object, remote_counts,
-        set_bucket_options, shown_url,
+        RemoteObject, object_names, object_status, objects_below, put_new_object, put_object,
+        read_small_object, remote_counts, remove_objects, set_bucket_options, shown_url,
     };
     #[pymodule_export]
     use super::{

@@ -7,6 +7,7 @@ use pyo3::types::PyBytes;
 use reshard_core::Result;
 use reshard_remote::folder::{self, Found};
 use reshard_remote::object::{self, Object};
+use reshard_remote::write::{self, PutNew};
 use reshard_remote::{Address, Options};
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -124,6 +125,58 @@ pub(crate) fn read_small_object<'py>(
     let address = address(py, url)?;
     let content = wait(py, move || object::read_small(&address, max_bytes))?;
     Ok(content.map(|content| PyBytes::new(py, &content)))
+}
+
+#[pyfunction]
+pub(crate) fn put_object(py: Python<'_>, url: &str, content: &[u8]) -> PyResult<()> {
+    let (address, content) = (address(py, url)?, content.to_vec());
+    wait(py, move || write::put(&address, content))
+}
+
+/// `"created"`, `"exists"`, or `"unknown"` and why.
+#[pyfunction]
+pub(crate) fn put_new_object(
+    py: Python<'_>,
+    url: &str,
+    content: &[u8],
+) -> PyResult<(&'static str, Option<Py<PyAny>>)> {
+    let (address, content) = (address(py, url)?, content.to_vec());
+    let outcome = wait(py, move || write::put_new(&address, content))?;
+    Ok(match outcome {
+        PutNew::Created => ("created", None),
+        PutNew::Exists => ("exists", None),
+        PutNew::Unknown(error) => {
+            let reason = raise::<()>(py, Err(error)).err();
+            (
+                "unknown",
+                reason.map(|error| error.into_value(py).into_any()),
+            )
+        }
+    })
+}
+
+#[pyfunction]
+#[expect(clippy::needless_pass_by_value, reason = "converted from a list")]
+pub(crate) fn remove_objects(py: Python<'_>, urls: Vec<String>) -> PyResult<()> {
+    let addresses = urls.iter().map(|url| address(py, url));
+    let addresses = addresses.collect::<PyResult<Vec<_>>>()?;
+    wait(py, move || write::remove(&addresses))
+}
+
+#[pyfunction]
+#[pyo3(signature = (url, *, after="", max_keys=None))]
+pub(crate) fn objects_below(
+    py: Python<'_>,
+    url: &str,
+    after: &str,
+    max_keys: Option<usize>,
+) -> PyResult<Vec<(String, Status)>> {
+    let (address, after) = (address(py, url)?, after.to_owned());
+    let found = wait(py, move || folder::below(&address, &after, max_keys))?;
+    let found = found
+        .into_iter()
+        .map(|(name, found)| (name, status_of(found)));
+    Ok(found.collect())
 }
 
 #[pyfunction]

@@ -55,6 +55,11 @@ impl Written {
             .collect()
     }
 
+    #[getter]
+    fn e_tag(&self) -> Option<&str> {
+        self.0.e_tag.as_deref()
+    }
+
     fn __repr__(&self) -> String {
         format!("<reshard._core.Written {} bytes>", self.0.n_bytes())
     }
@@ -149,7 +154,7 @@ pub(crate) fn write_plan(
         // Counting the processors reads four files of the system.
         n_threads(py, threads)?;
     }
-    if writer::is_small(plan, options) {
+    if writer::is_small(plan, options) && !reshard_core::source::is_url(path) {
         // Passing a small file to a pool takes longer than writing it, and checkpoints can have thousands of them.
         let report = |done: u64| {
             progress.map_or(Ok(()), |call| {

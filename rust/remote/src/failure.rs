@@ -1,6 +1,7 @@
 //! Failed requests as errors of the core: what was done, the object, the status, and what to do.
 
 use crate::address::{Address, Service};
+use crate::service::Lost;
 use http::StatusCode;
 use object_store::client::{HttpError, HttpErrorKind};
 use reshard_core::error::Printable;
@@ -16,6 +17,32 @@ const EAGAIN: i32 = 11;
 const ETIMEDOUT: i32 = 110;
 const ECONNREFUSED: i32 = 111;
 const ECOMM: i32 = 70;
+
+/// What a request was for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Doing {
+    Connecting,
+    Opening,
+    Looking,
+    Listing,
+    Reading,
+    Writing,
+    Removing,
+}
+
+impl fmt::Display for Doing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Connecting => "connecting to",
+            Self::Opening => "opening",
+            Self::Looking => "looking at",
+            Self::Listing => "listing",
+            Self::Reading => "reading",
+            Self::Writing => "writing",
+            Self::Removing => "removing",
+        })
+    }
+}
 
 /// A failed answer of a service. It holds nothing of the request, which is signed.
 #[derive(Debug, Clone)]
@@ -51,6 +78,30 @@ impl Answer {
                 self.status,
                 StatusCode::TOO_MANY_REQUESTS | StatusCode::REQUEST_TIMEOUT
             )
+    }
+}
+
+/// What a failed answer to a request that creates an object means.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Refusal {
+    /// The object exists.
+    Exists,
+    /// Nothing was written; the same request can succeed.
+    Busy,
+    /// Nothing was written, and the same request cannot succeed.
+    Final,
+    /// The object may have been written.
+    Unclear,
+}
+
+/// See [`Refusal`]. S3 answers 409 while two requests meet, and Azure if the object exists.
+pub(crate) fn refusal_of(answer: &Answer) -> Refusal {
+    match answer.status.as_u16() {
+        412 => Refusal::Exists,
+        409 if answer.code == "BlobAlreadyExists" => Refusal::Exists,
+        409 | 429 => Refusal::Busy,
+        408 | 500..=599 => Refusal::Unclear,
+        _ => Refusal::Final,
     }
 }
 
@@ -92,6 +143,19 @@ pub(crate) fn is_beyond(error: &object_store::Error) -> bool {
     answer_of(error).is_some_and(|answer| answer.status == StatusCode::RANGE_NOT_SATISFIABLE)
 }
 
+/// How a request failed that got no answer.
+fn kind_of(error: &object_store::Error) -> Option<HttpErrorKind> {
+    let lost = chain(error).find_map(|one| one.downcast_ref::<Lost>());
+    let failure = || chain(error).find_map(|one| one.downcast_ref::<HttpError>());
+    lost.map(|lost| lost.0)
+        .or_else(|| failure().map(HttpError::kind))
+}
+
+/// Whether a request without an answer may have reached the service.
+pub(crate) fn is_sent(error: &object_store::Error) -> bool {
+    kind_of(error).is_some_and(|kind| kind != HttpErrorKind::Connect)
+}
+
 fn chain<'a>(
     error: &'a (dyn StdError + 'static),
 ) -> impl Iterator<Item = &'a (dyn StdError + 'static)> {
@@ -105,9 +169,9 @@ pub(crate) fn replaced(address: &Address) -> Error {
         .hint("open it again; nothing that was read is mixed with the new content")
 }
 
-/// An error of the core for a failed request; `doing` is what it was for, such as "reading".
+/// An error of the core for a failed request.
 pub(crate) fn explain(
-    doing: &str,
+    doing: Doing,
     address: &Address,
     error: &object_store::Error,
     retried: Duration,
@@ -116,15 +180,12 @@ pub(crate) fn explain(
     let failed = |what: String| format!("{doing} {address}: {what}");
     let io = |what: String, errno: i32| Error::new(Kind::Io, failed(what)).errno(errno);
     let made = if let Some(answer) = answer_of(error) {
-        of_answer(address, answer, failed, &retried)
+        of_answer(doing, address, answer, failed, &retried)
     } else if is_insecure(error) {
         let what = "the endpoint begins with http://, and requests without TLS are not allowed";
         io(what.to_owned(), EACCES)
             .hint("set AWS_ALLOW_HTTP=true, or `allow_http` of `BucketOptions`, if the network is trusted")
-    } else if let Some(kind) = chain(error)
-        .find_map(|one| one.downcast_ref::<HttpError>())
-        .map(HttpError::kind)
-    {
+    } else if let Some(kind) = kind_of(error) {
         let cause = innermost(error);
         match kind {
             HttpErrorKind::Connect => io(
@@ -150,6 +211,7 @@ pub(crate) fn explain(
 }
 
 fn of_answer(
+    doing: Doing,
     address: &Address,
     answer: &Answer,
     failed: impl Fn(String) -> String,
@@ -158,9 +220,14 @@ fn of_answer(
     let io = |what: String, errno: i32| Error::new(Kind::Io, failed(what)).errno(errno);
     let (bucket, service) = (&address.bucket, address.service);
     match answer.status.as_u16() {
-        412 => replaced(address),
+        412 if doing != Doing::Writing => replaced(address),
         416 => Error::damaged(failed("it is shorter than when it was opened".to_owned())),
         // Not as of a folder that does not exist: a run must not start anew because of a wrong name.
+        404 if answer.code == "NoSuchUpload" => io(
+            format!("the unfinished upload was removed meanwhile ({answer})"),
+            ECOMM,
+        )
+        .hint("a rule of the bucket or another program ended it: write again"),
         404 if answer.lacks_bucket() => {
             io(format!("there is no bucket `{bucket}` ({answer})"), ECOMM)
                 .hint(format!("check its name and {}", endpoint_hint(service)))
@@ -199,7 +266,7 @@ fn of_answer(
             format!("the credentials do not permit it ({answer})"),
             EACCES,
         )
-        .hint(permissions_hint(service)),
+        .hint(permissions_hint(doing, service)),
         429 | 503 => io(
             format!("the service asks for fewer requests ({answer}){retried}"),
             EAGAIN,
@@ -283,15 +350,28 @@ fn credentials_hint(service: Service) -> &'static str {
     }
 }
 
-fn permissions_hint(service: Service) -> &'static str {
-    match service {
-        Service::S3 => "reading needs s3:GetObject and s3:ListBucket; see docs/guides/buckets.md",
-        Service::Google => {
+fn permissions_hint(doing: Doing, service: Service) -> &'static str {
+    let is_write = matches!(doing, Doing::Writing | Doing::Removing);
+    match (service, is_write) {
+        (Service::S3, false) => {
+            "reading needs s3:GetObject and s3:ListBucket; see docs/guides/buckets.md"
+        }
+        (Service::S3, true) => {
+            "writing needs s3:PutObject, s3:GetObject, s3:DeleteObject, s3:AbortMultipartUpload and s3:ListBucket; see \
+             docs/guides/buckets.md"
+        }
+        (Service::Google, false) => {
             "reading needs storage.objects.get and storage.objects.list; see docs/guides/buckets.md"
         }
-        Service::Azure => {
+        (Service::Google, true) => {
+            "writing needs the role Storage Object User; see docs/guides/buckets.md"
+        }
+        (Service::Azure, false) => {
             "reading needs the role Storage Blob Data Reader; see docs/guides/buckets.md"
         }
-        Service::Http => "a signed URL may have expired: make a new one",
+        (Service::Azure, true) => {
+            "writing needs the role Storage Blob Data Contributor; see docs/guides/buckets.md"
+        }
+        (Service::Http, _) => "a signed URL may have expired: make a new one",
     }
 }

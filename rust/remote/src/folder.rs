@@ -2,7 +2,7 @@
 
 use crate::address::{Address, Service};
 use crate::client::{Client, runtime};
-use crate::failure::{explain, is_missing};
+use crate::failure::{Doing, explain, is_missing};
 use crate::object::{Object, key_of, options};
 use crate::service::ForObject;
 use object_store::list::PaginatedListOptions;
@@ -10,6 +10,9 @@ use object_store::{GetOptions, ObjectMeta};
 use reshard_core::{Error, Kind, Result};
 use std::collections::BTreeMap;
 use std::path::Path;
+
+/// The most names that a page of a list can have.
+const MAX_PAGE: usize = 1000;
 
 /// What has a name.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -55,7 +58,7 @@ pub fn stat(address: &Address) -> Result<Option<Found>> {
     }
     let client = Client::of(address)?;
     let failed =
-        |error: &object_store::Error| explain("looking at", address, error, client.retry_for());
+        |error: &object_store::Error| explain(Doing::Looking, address, error, client.retry_for());
     if !address.key.is_empty() {
         let key = key_of(address)?;
         let head = GetOptions {
@@ -86,12 +89,65 @@ fn first_page(client: &Client, address: &Address, max_keys: Option<usize>) -> Re
     };
     opts.extensions.insert(ForObject);
     let listed = runtime()?.block_on(lists.list_paginated(prefix.as_deref(), opts));
-    let listed = listed.map_err(|error| explain("listing", address, &error, client.retry_for()))?;
+    let listed =
+        listed.map_err(|error| explain(Doing::Listing, address, &error, client.retry_for()))?;
     Ok(!listed.result.objects.is_empty())
 }
 
 fn prefix_of(address: &Address) -> Option<String> {
     (!address.key.is_empty()).then(|| format!("{}/", address.key))
+}
+
+/// The objects below a folder, at any depth, in the order of their names.
+///
+/// # Arguments
+/// `after` is a name relative to the folder: only later ones are listed. At most `max_keys` are listed.
+///
+/// # Errors
+/// The service cannot be asked, or has no lists. A folder without objects is none.
+pub fn below(
+    address: &Address,
+    after: &str,
+    max_keys: Option<usize>,
+) -> Result<Vec<(String, Found)>> {
+    let client = Client::of(address)?;
+    let lists = client.lists().ok_or_else(|| no_lists(address))?;
+    let prefix = prefix_of(address);
+    let start = prefix.as_deref().unwrap_or_default();
+    let mut found = BTreeMap::new();
+    let mut page_token = None;
+    let wanted = max_keys.unwrap_or(usize::MAX);
+    while found.len() < wanted {
+        let mut opts = PaginatedListOptions {
+            offset: (!after.is_empty()).then(|| format!("{start}{after}")),
+            max_keys: max_keys.map(|wanted| (wanted - found.len()).min(MAX_PAGE)),
+            page_token,
+            ..Default::default()
+        };
+        opts.extensions.insert(ForObject);
+        let listed = runtime()?.block_on(lists.list_paginated(prefix.as_deref(), opts));
+        let listed =
+            listed.map_err(|error| explain(Doing::Listing, address, &error, client.retry_for()))?;
+        for object in listed.result.objects {
+            let name = object.location.as_ref().strip_prefix(start);
+            // A service can ignore where the list begins.
+            if let Some(name) = name.filter(|name| !name.is_empty() && *name > after) {
+                found.insert(name.to_owned(), Found::of(&object));
+            }
+        }
+        page_token = listed.page_token;
+        if page_token.is_none() {
+            break;
+        }
+    }
+    Ok(found.into_iter().take(wanted).collect())
+}
+
+fn no_lists(address: &Address) -> Error {
+    let message = format!("the server of {address} does not list files");
+    Error::new(Kind::Unsupported, message)
+        .path(Path::new(&address.shown()))
+        .hint("pass the URL of a file")
 }
 
 /// What is in a folder, by its name there, and whether that is all.
@@ -103,12 +159,7 @@ pub type Entries = (BTreeMap<String, Found>, bool);
 /// [`Kind::NotFound`]: there is no such folder. [`Kind::Unsupported`]: a server of files has no lists.
 pub fn entries(address: &Address, max_pages: usize) -> Result<Entries> {
     let client = Client::of(address)?;
-    let Some(lists) = client.lists() else {
-        let message = format!("the server of {address} does not list files");
-        return Err(Error::new(Kind::Unsupported, message)
-            .path(Path::new(&address.shown()))
-            .hint("pass the URL of a file"));
-    };
+    let lists = client.lists().ok_or_else(|| no_lists(address))?;
     let prefix = prefix_of(address);
     let start = prefix.as_deref().unwrap_or_default();
     let mut found = BTreeMap::new();
@@ -123,7 +174,7 @@ pub fn entries(address: &Address, max_pages: usize) -> Result<Entries> {
         opts.extensions.insert(ForObject);
         let listed = runtime()?.block_on(lists.list_paginated(prefix.as_deref(), opts));
         let listed =
-            listed.map_err(|error| explain("listing", address, &error, client.retry_for()))?;
+            listed.map_err(|error| explain(Doing::Listing, address, &error, client.retry_for()))?;
         for folder in listed.result.common_prefixes {
             is_folder = true;
             if let Some(name) = folder.as_ref().strip_prefix(start) {

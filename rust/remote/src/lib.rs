@@ -1,4 +1,5 @@
-//! Objects in S3, Google Cloud Storage, Azure Blob Storage and behind HTTP: their names, sizes and ranges of bytes.
+//! Objects in S3, Google Cloud Storage, Azure Blob Storage and behind HTTP: their names, sizes and ranges of bytes, and
+//! writing them.
 //!
 //! An object is named by a URL: `s3://bucket/key`, `gs://bucket/key`, `az://container/key`, `https://host/path`. This crate
 //! reads the variables of the environment and the files in which each cloud keeps credentials. They appear in no error
@@ -20,10 +21,15 @@ pub mod object;
 
 pub mod folder;
 
+pub mod write;
+
+pub mod upload;
+
 pub use address::Address;
 pub use options::{Options, set_options};
 
-/// Lets the core open objects by their URL.
+/// Lets the core open and write objects by their URL.
 pub fn install() {
+    reshard_core::writer::set_object_writer(upload::begin);
     reshard_core::source::set_object_opener(object::open);
 }

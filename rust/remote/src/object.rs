@@ -2,7 +2,7 @@
 
 use crate::address::Address;
 use crate::client::{Client, runtime};
-use crate::failure::{explain, is_beyond, replaced};
+use crate::failure::{Doing, explain, is_beyond, replaced};
 use crate::service::ForObject;
 use bytes::Bytes;
 use futures_util::{StreamExt, TryStreamExt, future};
@@ -108,8 +108,9 @@ impl Object {
     /// whether the object is replaced.
     pub fn open(address: &Address) -> Result<Self> {
         let client = Client::of(address)?;
-        let failed =
-            |error: &object_store::Error| explain("opening", address, error, client.retry_for());
+        let failed = |error: &object_store::Error| {
+            explain(Doing::Opening, address, error, client.retry_for())
+        };
         let key = key_of(address)?;
         let first = GetOptions {
             range: Some(GetRange::Bounded(0..HEAD_BYTES)),
@@ -220,7 +221,7 @@ impl Object {
     /// One request.
     async fn fetch(&self, client: &Client, start: u64, to: &mut [u8]) -> Result<()> {
         let failed = |error: object_store::Error| {
-            explain("reading", &self.address, &error, client.retry_for())
+            explain(Doing::Reading, &self.address, &error, client.retry_for())
         };
         let options = GetOptions {
             range: Some(GetRange::Bounded(start..start + to.len() as u64)),
@@ -324,5 +325,5 @@ pub fn read_small(address: &Address, max_bytes: u64) -> Result<Option<Vec<u8>>> 
     };
     runtime()?
         .block_on(read)
-        .map_err(|error| explain("reading", address, &error, client.retry_for()))
+        .map_err(|error| explain(Doing::Reading, address, &error, client.retry_for()))
 }

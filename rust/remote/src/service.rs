@@ -13,6 +13,22 @@ use object_store::client::{
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ForObject;
 
+/// Marks requests that are sent once: after a lost answer, a second one would meet what the first one has done.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Once;
+
+/// Whether a request is for an object. `object_store` passes no mark on to those of uploads in parts and of removals; no
+/// request for credentials has such a query or method.
+fn is_for_object(request: &HttpRequest) -> bool {
+    const NAMES: [&str; 4] = ["uploads", "uploadId", "delete", "comp"];
+    let names = request.uri().query().unwrap_or_default().split('&');
+    request.extensions().get::<ForObject>().is_some()
+        || request.method() == http::Method::DELETE
+        || names
+            .map(|pair| pair.split('=').next().unwrap_or_default())
+            .any(|name| NAMES.contains(&name))
+}
+
 /// Makes the clients.
 #[derive(Debug)]
 pub(crate) enum Connector {
@@ -44,6 +60,22 @@ impl HttpConnector for Connector {
     }
 }
 
+/// A request that may have been carried out, though no answer came.
+#[derive(Debug)]
+pub(crate) struct Lost(pub(crate) HttpErrorKind, HttpError);
+
+impl std::fmt::Display for Lost {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.1.fmt(f)
+    }
+}
+
+impl std::error::Error for Lost {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.1.source()
+    }
+}
+
 #[derive(Debug)]
 struct Watched {
     inner: HttpClient,
@@ -53,11 +85,17 @@ struct Watched {
 #[async_trait]
 impl HttpService for Watched {
     async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
-        let is_for_object = self.all || request.extensions().get::<ForObject>().is_some();
+        let is_for_object = self.all || is_for_object(&request);
+        let is_once = request.extensions().get::<Once>().is_some();
         if is_for_object {
             crate::object::count_request();
         }
-        let response = self.inner.execute(request).await?;
+        let sent = self.inner.execute(request).await;
+        let response = sent.map_err(|error| match error.kind() {
+            // Without a connection nothing was sent. `Unknown` is not tried again.
+            kind if !is_once || kind == HttpErrorKind::Connect => error,
+            kind => HttpError::new(HttpErrorKind::Unknown, Lost(kind, error)),
+        })?;
         let status = response.status();
         if !is_for_object || status.is_success() || status == http::StatusCode::NOT_MODIFIED {
             return Ok(response);
@@ -66,7 +104,7 @@ impl HttpService for Watched {
         let body = body.bytes().await.unwrap_or_default();
         let answer = Answer::new(&parts, &body);
         // `Request` is tried again, `Unknown` is not.
-        let kind = if answer.passes() {
+        let kind = if answer.passes() && !is_once {
             HttpErrorKind::Request
         } else {
             HttpErrorKind::Unknown

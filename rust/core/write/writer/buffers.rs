@@ -23,6 +23,7 @@ pub struct Buffers {
     memory: Memory,
     /// How many bytes of the memory have pages, from its beginning.
     touched_bytes: usize,
+    memory_bytes: u64,
     max_pieces: usize,
     routes: Routes,
 }
@@ -39,9 +40,15 @@ impl Buffers {
         Ok(Self {
             memory: Memory::new(0)?,
             touched_bytes: 0,
+            memory_bytes,
             max_pieces: (memory_bytes / PIECE_BYTES as u64).min(PIECES_IN_FLIGHT as u64) as usize,
             routes: Routes::default(),
         })
+    }
+
+    /// The budget.
+    pub(super) fn memory_bytes(&self) -> u64 {
+        self.memory_bytes
     }
 
     /// Touches memory for the first pieces of a file of this size, before it is written, until `stop` is set.
@@ -70,10 +77,14 @@ impl Buffers {
         Ok(n)
     }
 
-    /// Buffers of one piece each, as many as a file of this size uses, and the routes of its pieces. From now on they
+    /// Buffers of one piece each, as many as a file of this size uses, at most `n_at_once`, and the routes of its pieces. From now on they
     /// count as touched.
-    pub(super) fn for_file(&mut self, n_bytes: u64) -> Result<(Vec<Buffer<'_>>, &Routes)> {
-        let n = self.allocate(n_bytes)?;
+    pub(super) fn for_file(
+        &mut self,
+        n_bytes: u64,
+        n_at_once: usize,
+    ) -> Result<(Vec<Buffer<'_>>, &Routes)> {
+        let n = self.allocate(n_bytes)?.min(n_at_once);
         let touched_bytes = self.touched_bytes;
         self.touched_bytes = touched_bytes.max(n * PIECE_BYTES);
         let pieces = self.memory.as_mut_slice().chunks_mut(PIECE_BYTES);
@@ -108,7 +119,7 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     fn touched(buffers: &mut Buffers, n_bytes: u64) -> Vec<usize> {
-        let (pieces, _) = buffers.for_file(n_bytes).unwrap();
+        let (pieces, _) = buffers.for_file(n_bytes, usize::MAX).unwrap();
         pieces.iter().map(|one| one.touched_bytes >> 20).collect()
     }
 

@@ -154,7 +154,7 @@ impl Sink for TemporaryFile {
         Ok(())
     }
 
-    fn publish(mut self) -> Result<()> {
+    fn publish(mut self) -> Result<Option<String>> {
         if self.is_durable {
             // After a failed sync the state of the pages is undefined. The file is removed and never synced again.
             self.buffered
@@ -172,7 +172,7 @@ impl Sink for TemporaryFile {
                     .unwrap_or(Path::new(".")),
             )?;
         }
-        Ok(())
+        Ok(None)
     }
 }
 
