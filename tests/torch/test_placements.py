@@ -22,13 +22,19 @@ from reshard.errors import MismatchError, UnsupportedError
 from reshard.layout import ModelLayout
 from reshard.ranks.distinct import gather_distinct
 from reshard.ranks.group import SingleProcess, TorchGroup
-from reshard.torch.common_layout import layout_of
+from reshard.torch import common_layout
 from reshard.torch.placements import DigitLayout, Row, digits_of, local_part, part_of, row_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 LONG = 30.0
+
+
+def layout_of(*known: Any) -> tuple[dict[str, Any] | None, str | None]:
+    """The layout that was found, as a mapping, or the reason why there is none."""
+    layout, reason = common_layout.layout_of(*known)
+    return None if layout is None else layout.to_mapping(), reason
 
 
 def told(group: TorchGroup, tensors: Mapping[str, torch.Tensor], mesh: DeviceMesh | None = None) -> Any:

@@ -12,15 +12,15 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from reshard._core import DeviceLayout
 from reshard.errors import LayoutError
+from reshard.layout.describe import NUMBER, Patterns, place_of, rule_of
 from reshard.layout.file import LayoutFile
 from reshard.layout.partition import Cut, trimmed
-from reshard.layout.patterns import IndexedPattern, Pattern, glob_of
+from reshard.layout.patterns import IndexedPattern, glob_of
 from reshard.layout.resolve import resolve, state_of
 from reshard.values.words import counted, listed, show
 
@@ -324,32 +324,19 @@ class _Writer:
     # -- rules
 
     def _rules(self, seen: Sequence[str]) -> list[dict[str, object]]:
-        cut = self.stored.cut
-        patterns: dict[Cut, list[str]] = {}
-        covered: set[str] = set()
-        seen_set = set(seen)
+        cut = {key: self.stored.cut[key] for key in seen}
+        patterns = Patterns(cut, lambda key: self._candidates(key, cut))
         for key in seen:
-            if not cut[key] or key in covered:
-                continue
-            for pattern in self._candidates(key, seen_set):
-                matched = _matched(pattern, seen) if "*" in pattern else [key]
-                if all(cut[other] == cut[key] for other in matched):
-                    break
-            else:
-                pattern, matched = glob_of(key), [key]
-            patterns.setdefault(cut[key], []).append(pattern)
-            covered.update(matched)
-        rules: list[dict[str, object]] = [
-            {"match": texts, "cut": [list(axes) or None for axes in axes_by_dim]}
-            for axes_by_dim, texts in patterns.items()
-        ]
-        return rules if len(covered) == len(seen) else [*rules, {"match": "*"}]
+            if cut[key]:
+                patterns.add(key)
+        rules = [rule_of(texts, axes) for axes, texts in patterns.by_value.items()]
+        return rules if len(patterns.covered) == len(seen) else [*rules, {"match": "*"}]
 
     def _candidates(self, key: str, seen: Collection[str]) -> list[str]:
         """Patterns for a key, wide ones first; those with a star are to be checked."""
         if glob_of(key) != key:
             return []
-        wide = _NUMBER.sub("*", key)
+        wide = NUMBER.sub("*", key)
         # Optimizer state among the keys often has the partition of its parameter: one pattern for both.
         stars = [f"*{wide}"] if any(state in seen for state in self.states.get(key, ())) else []
         return [*stars, wide] if wide != key else stars
@@ -357,15 +344,13 @@ class _Writer:
     # -- places
 
     def _places(self, seen: Sequence[str], axis: str) -> list[dict[str, object]]:
-        stage = self.stored.stage
+        stage = {key: self.stored.stage[key] for key in seen}
         entries: list[dict[str, object]] = []
-        placed: set[str] = set()
-        at: dict[int, list[str]] = {}
+        patterns = Patterns(stage, lambda key: self._candidates(key, stage))
         tried: set[str] = set()
-        seen_set = set(seen)
-        with_state = not seen_set.isdisjoint(self.parameter)
+        with_state = not self.parameter.keys().isdisjoint(seen)
         for key in seen:
-            if (wanted := stage[key]) in (None, _ALL) or key in placed:
+            if stage[key] in (None, _ALL) or key in patterns.covered:
                 continue
             for template in self._templates(key, with_state=with_state):
                 if template in tried:
@@ -373,23 +358,15 @@ class _Writer:
                 tried.add(template)
                 if (found := self._by_index(template, seen)) is not None:
                     entries.append({"match": template, "axis": axis, **found[0]})
-                    placed.update(found[1])
+                    patterns.covered.update(found[1])
                     break
-            if key in placed:
-                continue
-            for pattern in self._candidates(key, seen_set):
-                matched = _matched(pattern, seen) if "*" in pattern else [key]
-                if all(stage[other] == wanted for other in matched):
-                    break
-            else:
-                pattern, matched = glob_of(key), [key]
-            at.setdefault(wanted, []).append(pattern)
-            placed.update(matched)
-        return entries + [{"match": at[n], "axis": axis, "at": n} for n in sorted(at)]
+            patterns.add(key)
+        at = patterns.by_value
+        return entries + [place_of(at[n], ((axis,), n)) for n in range(self.stored.n_stages) if n in at]
 
     def _templates(self, key: str, *, with_state: bool) -> list[str]:
         """The key up to its first number, which `{i}` replaces; the first template also matches optimizer state."""
-        number = _NUMBER.search(key)
+        number = NUMBER.search(key)
         if number is None or glob_of(key) != key:
             return []
         before, rest = key[: number.start()], ".*" if number.end() < len(key) else ""
@@ -423,11 +400,3 @@ class _Writer:
         if stages == sorted(stages):
             return {"sizes": [stages.count(stage) for stage in range(n_stages)]}, matched
         return {"to": stages}, matched
-
-
-_NUMBER = re.compile(r"(?:(?<=\.)|^)[0-9]+(?=\.|$)")
-
-
-def _matched(pattern: str, keys: Sequence[str]) -> list[str]:
-    compiled = Pattern.compile(pattern)
-    return [key for key in keys if compiled.matches(key)]

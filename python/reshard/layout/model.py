@@ -14,6 +14,7 @@ from reshard.layout import presets, tp_plan
 from reshard.layout.bind import BoundLayout, bind, bound_of
 from reshard.layout.file import LayoutFile
 from reshard.layout.like import CheckpointLike, mapping_like
+from reshard.layout.resolve import Resolved
 from reshard.layout.strategy import Strategy
 from reshard.layout.strategy_file import is_strategy
 from reshard.layout.strategy_folder import read_strategy
@@ -25,6 +26,8 @@ from reshard.values.arguments import check_described, check_path, check_shapes, 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from reshard.layout.partition import TensorLayout
+
 
 @dataclass(frozen=True, eq=False)
 class ModelLayout(LayoutFile):
@@ -35,6 +38,7 @@ class ModelLayout(LayoutFile):
             of a tensor can depend on the shape of the tensor.
         uncertain: tensors whose partition does not follow from the strategy without their shapes. `to_yaml` writes the
             most probable partition.
+        known: layouts of tensors from which the rules were made. `bind` uses them for tensors of these shapes.
 
     Example:
         >>> layout = ModelLayout.from_mapping({
@@ -52,6 +56,7 @@ class ModelLayout(LayoutFile):
 
     strategy: Strategy | None = field(default=None, repr=False)
     uncertain: tuple[str, ...] = field(default=(), repr=False)
+    known: Mapping[str, TensorLayout] = field(default_factory=dict, repr=False)
 
     @classmethod
     @checked
@@ -262,6 +267,9 @@ class ModelLayout(LayoutFile):
         if self.strategy is not None:
             found = layouts_of(self.strategy, tensors)
             return bound_of(_core.Mesh(list(found.mesh.items())), found.resolved(), strict=strict)
+        known = {key: self.known[key] for key in tensors if key in self.known}
+        if known and all(key in known and known[key].shape == tuple(shape) for key, shape in tensors.items()):
+            return bound_of(_core.Mesh(list(self.mesh.items()), self.ranks), Resolved(known, [], []))
         return bind(self, tensors, optimizer_keys=optimizer_keys, strict=strict)
 
 

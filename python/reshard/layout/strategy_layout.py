@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from reshard._core import DeviceLayout
 from reshard.errors import LayoutError
+from reshard.layout.describe import Patterns, place_of, rule_of
 from reshard.layout.like import axis_names, common_spans, cut_on, stage_axis_name
-from reshard.layout.partition import Partition, Places, TensorLayout
-from reshard.layout.patterns import glob_of
+from reshard.layout.partition import Partition, TensorLayout
 from reshard.layout.resolve import Resolved
 from reshard.values.counters import is_counter
 from reshard.values.words import listed, show
@@ -48,26 +48,24 @@ class StrategyLayouts:
 
     def mapping(self) -> dict[str, object]:
         """The layouts as the mapping of a layout file that names every tensor that is divided or placed."""
-        partitions: dict[Partition, list[str]] = {}
-        places: dict[Places, list[str]] = {}
+        partitions = Patterns({key: layout.partition for key, layout in self.layouts.items()})
+        places = Patterns({key: layout.place for key, layout in self.layouts.items()})
         for key, layout in self.layouts.items():
             if layout.partition.axes:
-                partitions.setdefault(layout.partition, []).append(glob_of(key))
+                partitions.add(key)
             if layout.place:
-                places.setdefault(layout.place, []).append(glob_of(key))
-        rules: list[dict[str, object]] = []
-        for partition, keys in partitions.items():
-            rule: dict[str, object] = {"match": keys, "cut": [list(axes) for axes in partition.cut]}
-            rules.append(rule | ({"sizes": dict(partition.sizes)} if partition.sizes else {}))
+                places.add(key)
+        rules = [
+            rule_of(keys, partition.cut) | ({"sizes": dict(partition.sizes)} if partition.sizes else {})
+            for partition, keys in partitions.by_value.items()
+        ]
         mapping: dict[str, object] = {
             "mesh": self.mesh,
             "rules": [*rules, {"match": "*"}],
             "optimizer": {"follow": False},
         }
-        if places:
-            mapping["place"] = [
-                {"match": keys, "axis": list(axes), "at": at} for ((axes, at),), keys in sorted(places.items())
-            ]
+        if places.by_value:
+            mapping["place"] = [place_of(keys, place) for (place,), keys in sorted(places.by_value.items())]
         return mapping
 
 

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
-from dataclasses import dataclass, field
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from reshard.errors import LayoutError, MismatchError
-from reshard.layout.file import LayoutFile
+from reshard.layout.describe import NUMBER, Patterns, place_of, rule_of
+from reshard.layout.model import ModelLayout
 from reshard.layout.partition import Partition, trimmed
-from reshard.layout.patterns import Pattern, glob_of
+from reshard.layout.patterns import glob_of
 from reshard.layout.resolve import resolve
 from reshard.torch.placements import DigitLayout, Row, digits_of, part_of
 from reshard.values.words import listed, show
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from reshard.layout.partition import Place
     from reshard.torch.placements import Digit
 
-V = TypeVar("V")
+V = TypeVar("V", bound=Hashable)
 
 
 def layout_of(
@@ -39,8 +40,8 @@ def layout_of(
     model: Sequence[tuple[Mapping[str, DigitLayout], Sequence[int]]],
     optimizer: Sequence[tuple[Mapping[str, DigitLayout], Sequence[int]]] = (),
     aliases: Mapping[str, str] | None = None,
-) -> tuple[dict[str, object], None] | tuple[None, str]:
-    """The layout in which all ranks hold their tensors, as a layout mapping, or the reason why there is none.
+) -> tuple[ModelLayout, None] | tuple[None, str]:
+    """The layout in which all ranks hold their tensors, or the reason why there is none.
 
     Args:
         rows: each distinct row, and the ranks that have it.
@@ -49,7 +50,7 @@ def layout_of(
         aliases: other names of keys, which a checkpoint may use instead. They are partitioned like their tensor.
 
     Returns:
-        `(layout, None)`, or `(None, reason)`.
+        `(layout, None)`, which binds these keys without their names being matched again; or `(None, reason)`.
 
     Raises:
         MismatchError: ranks hold tensors of different shapes or partitions under one key.
@@ -57,12 +58,12 @@ def layout_of(
     Example:
         >>> row = Row(2, spans=frozenset({(2, 1, "tp")}))
         >>> held = {"a.w": DigitLayout((4, 2), ((((2, 1),),),)), "a.b": DigitLayout((4,))}
-        >>> layout_of([(row, [0, 1])], [(held, [0, 1])])[0]
+        >>> layout_of([(row, [0, 1])], [(held, [0, 1])])[0].to_mapping()
         {'mesh': {'tp': 2}, 'rules': [{'match': 'a.w', 'cut': ['tp']}, {'match': '*'}]}
     """
     held_model, held_optimizer = _HeldTensors.of(model), _HeldTensors.of(optimizer)
     try:
-        return _LayoutBuilder(_one_row(rows), held_model, held_optimizer, aliases or {}).mapping(), None
+        return _LayoutBuilder(_one_row(rows), held_model, held_optimizer, aliases or {}).layout(), None
     except _NoLayoutError as reason:
         return None, str(reason)
 
@@ -129,7 +130,7 @@ def _one_row(rows: Sequence[tuple[Row, Sequence[int]]]) -> Row:
 
 @dataclass(frozen=True)
 class _LayoutBuilder:
-    """Builds the layout mapping and checks it."""
+    """Builds the layout and checks it."""
 
     row: Row
     model: _HeldTensors
@@ -138,7 +139,7 @@ class _LayoutBuilder:
     axes: dict[str, Digit] = field(default_factory=dict)  # the mesh: the span of each axis, outermost first
     places: dict[tuple[int, ...], Place | None] = field(default_factory=dict)  # by set of ranks
 
-    def mapping(self) -> dict[str, object]:
+    def layout(self) -> ModelLayout:
         held = {**self.model.layouts, **self.optimizer.layouts}
         for key, layout in held.items():
             if layout.reason:
@@ -152,8 +153,8 @@ class _LayoutBuilder:
             mapping = self._mapping({key: expected[key] for key in seen}, held)
             if optimizer is not None:
                 mapping["optimizer"] = optimizer
-            if self._describes(mapping, shapes, expected):
-                return mapping
+            if (found := self._checked(mapping, shapes, expected)) is not None:
+                return found
         raise _NoLayoutError("no rules describe how its tensors are partitioned")
 
     # -- the mesh
@@ -217,39 +218,51 @@ class _LayoutBuilder:
         if self.row.order is not None:
             mapping["ranks"] = list(self.row.order)
         rules: list[dict[str, object]] = []
-        for partition, texts, keys in _grouped({key: value[0] for key, value in values.items()}, self.aliases):
+        uneven = {partition for key, (partition, _) in values.items() if _is_uneven(held[key], dict(partition.sizes))}
+        for partition, texts in self._patterns({key: value[0] for key, value in values.items()}).items():
             if not partition.cut:
                 continue
-            rule: dict[str, object] = {"match": texts, "cut": [list(axes) or None for axes in partition.cut]}
-            if any(_is_uneven(held[key], dict(partition.sizes)) for key in keys):
+            rule = rule_of(texts, partition.cut)
+            if partition in uneven:
                 rule["uneven"] = "ceil"
             if partition.sizes:
                 rule["sizes"] = {dim: list(parts) for dim, parts in partition.sizes}
             rules.append(rule)
         mapping["rules"] = [*rules, {"match": "*"}]
-        grouped = _grouped({key: value[1] for key, value in values.items()}, self.aliases)
-        places = [{"match": texts, "axis": list(at[0]), "at": at[1]} for at, texts, _ in grouped if at is not None]
-        if places:
-            mapping["place"] = places
-        return LayoutFile.from_mapping(mapping).to_mapping()
+        places = self._patterns({key: value[1] for key, value in values.items()})
+        if any(place is not None for place in places):
+            mapping["place"] = [place_of(texts, place) for place, texts in places.items() if place is not None]
+        return mapping
 
-    def _describes(
+    def _patterns(self, values: Mapping[str, V]) -> dict[V, list[str]]:
+        """Patterns that match exactly the keys with each value, and the other names of these keys."""
+        patterns = Patterns(values, _wide_patterns)
+        for key in values:
+            patterns.add(key)
+        for alias, key in self.aliases.items():
+            if key in values and alias not in values:
+                patterns.by_value[values[key]].append(glob_of(alias))
+        return patterns.by_value
+
+    def _checked(
         self,
         mapping: Mapping[str, object],
         shapes: Mapping[str, tuple[int, ...]],
         expected: Mapping[str, tuple[Partition, Place | None]],
-    ) -> bool:
+    ) -> ModelLayout | None:
+        """The layout of a mapping with the layouts of all keys; None: they are not the expected ones."""
         try:
-            layouts = resolve(LayoutFile.from_mapping(mapping), shapes, self.optimizer.layouts.keys()).layouts
+            layout = ModelLayout.from_mapping(mapping)
+            layouts = resolve(layout, shapes, self.optimizer.layouts.keys()).layouts
         except LayoutError:
-            return False
+            return None
         for key, (partition, place) in expected.items():
             found = layouts[key].partition
             if (trimmed(found.cut), found.sizes) != (partition.cut, partition.sizes):
-                return False
+                return None
             if layouts[key].place != (() if place is None else (place,)):
-                return False
-        return True
+                return None
+        return replace(layout, known=layouts)
 
 
 def _is_uneven(layout: DigitLayout, sizes: Collection[int]) -> bool:
@@ -279,48 +292,10 @@ def _axis_names(digits: Sequence[Digit], row: Row, placing: Collection[Digit]) -
     return named
 
 
-_NUMBER = re.compile(r"(?:(?<=\.)|^)[0-9]+(?=\.|$)")
-
-
-def _grouped(values: Mapping[str, V], aliases: Mapping[str, str]) -> list[tuple[V, list[str], list[str]]]:
-    """`(value, patterns, keys)` for each distinct value: patterns that match exactly the keys with this value.
-
-    For each key these patterns are tried in order: all its numbers replaced by `*`, the prefix up to its first number
-    followed by `.*`, the key itself.
-    """
-    also: dict[str, list[str]] = {}
-    for alias, key in aliases.items():
-        if key in values and alias not in values:
-            also.setdefault(key, []).append(alias)
-    patterns: dict[V, list[str]] = {}
-    keys_of: dict[V, list[str]] = {}
-    covered: set[str] = set()
-    tried: set[str] = set()
-    for key, value in values.items():
-        patterns.setdefault(value, [])
-        keys_of.setdefault(value, []).append(key)
-        if key in covered:
-            continue
-        for pattern in _wide_patterns(key):
-            if pattern in tried:
-                continue
-            tried.add(pattern)
-            matches = Pattern.compile(pattern).matches
-            matched = [other for other in values if matches(other)]
-            if all(values[other] == value for other in matched):
-                patterns[value].append(pattern)
-                covered.update(matched)
-                break
-        else:
-            patterns[value].append(glob_of(key))
-    for key, others in also.items():
-        patterns[values[key]] += map(glob_of, others)
-    return [(value, patterns[value], keys_of[value]) for value in patterns]
-
-
 def _wide_patterns(key: str) -> Iterator[str]:
-    number = _NUMBER.search(key)
+    """Patterns to try for a key: all its numbers replaced by `*`, the prefix up to the first number before `.*`."""
+    number = NUMBER.search(key)
     if number is None or glob_of(key) != key:
         return
-    yield _NUMBER.sub("*", key)
+    yield NUMBER.sub("*", key)
     yield key[: number.end()] + (".*" if number.end() < len(key) else "")

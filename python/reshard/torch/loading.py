@@ -23,7 +23,7 @@ from reshard.formats.dcp.run_state import Live, RunState, model_of, translated
 from reshard.formats.left_out import LeftOut
 from reshard.formats.outputs import as_array, fill
 from reshard.formats.weight_sets import Known, advice, chosen, without_wrappers
-from reshard.layout import ModelLayout, as_layout
+from reshard.layout import ModelLayout
 from reshard.layout.patterns import Matcher
 from reshard.options import Strict
 from reshard.torch.objects import object_tensors
@@ -702,7 +702,7 @@ class _Wanted:
         described = self.described
         placed = list(self.placed)
         if described.reason is None:
-            layout = ModelLayout.replicated() if described.layout is None else as_layout(described.layout)
+            layout = described.layout or ModelLayout.replicated()
             shapes = {key: self._shape(key) for key in placed}
             bound = layout.bind(shapes, optimizer_keys={key for key in placed if key in self.of_optimizer})
             request = bound.request(0 if described.layout is None else rank, placed)

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
+    from reshard.layout import ModelLayout
     from reshard.ranks.distinct import RankValues
     from reshard.ranks.group import Group
     from reshard.torch.settings import Started
@@ -66,7 +67,7 @@ class Described:
         local: rank-local state tensors, with keys likewise: plain tensors in the state of a sharded parameter (DTensor)
             that have neither its shape nor a single element, and tensors inside of state that is made of others:
             quantized moments and their scales.
-        layout: the layout of all ranks, as the mapping of a layout file; None with one rank, or for `reason`.
+        layout: the layout of all ranks; None with one rank, or for `reason`.
         shapes: global shape of each of this rank's tensors, in elements.
         offsets: global offset of each of this rank's shards, in elements.
         extra: state to save besides tensors: options and counters of optimizers, state of objects and modules, aliases.
@@ -86,13 +87,13 @@ class Described:
     model: dict[str, torch.Tensor]
     optimizer: dict[str, torch.Tensor]
     local: dict[str, torch.Tensor]
-    layout: dict[str, object] | None
+    layout: ModelLayout | None
     shapes: dict[str, tuple[int, ...]]
     offsets: dict[str, tuple[int, ...]]
     extra: dict[str, Any]
     aliases: dict[str, str]
     reason: str | None
-    save_layout: dict[str, object] | None
+    save_layout: ModelLayout | None
     rank: int
     world_size: int
     names: frozenset[str] = field(repr=False)
@@ -637,8 +638,8 @@ class _Agreed:
     state: dict[str, dict[str, Any]]
     aliases: dict[str, str]
     names: frozenset[str]
-    layout: dict[str, object] | None = None
-    save_layout: dict[str, object] | None = None
+    layout: ModelLayout | None = None
+    save_layout: ModelLayout | None = None
     reason: str | None = None
     left: frozenset[str] = frozenset()
     local: frozenset[str] = frozenset()
