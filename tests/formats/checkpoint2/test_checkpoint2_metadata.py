@@ -9,7 +9,7 @@ import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -27,7 +27,6 @@ from reshard.formats.checkpoint2.metadata import inexpressible, write_metadata
 from reshard.formats.checkpoint2.shards import (
     FilePlan,
     HeldGrid,
-    HeldShard,
     Records,
     TensorRecord,
     assign,
@@ -38,7 +37,25 @@ from reshard.layout import Partition, TensorLayout
 from reshard.storage.location import locate
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from reshard.write.contents import Part
+
+
+class HeldShard(NamedTuple):
+    """One shard and the ranks that hold it."""
+
+    key: str
+    part: Part
+    offset: int
+    holders: tuple[int, ...]
+    n_bits: int
+
+
+def assigned(shards: list[HeldShard], ranks: Sequence[int], *, dedup: bool) -> FilePlan:
+    grids = [HeldGrid(key, part, {offset: holders}, n_bits) for key, part, offset, holders, n_bits in shards]
+    return assign(grids, ranks, dedup=dedup)
+
 
 SAMPLES = Path(__file__).parents[2] / "data" / "mindspore"
 
@@ -374,7 +391,7 @@ def test_few_holders_first_then_large_then_by_name() -> None:
         HeldShard("pair", "model", 0, (0, 1), 16),
         HeldShard("step", "optimizer", 0, everyone, 64),
     ]
-    plan = assign(shards, everyone, dedup=True)
+    plan = assigned(shards, everyone, dedup=True)
     # mine -> 0 (100), pair -> 1 (16), a -> 2 (64), b -> 1 (80), small -> 2; the optimizer's loads start anew
     assert [(f.part, f.rank, f.index, f.count, f.keys) for f in plan.files] == [
         ("model", 0, 0, 3, ("mine",)),
@@ -401,7 +418,7 @@ def sorted_by_the_rule(shards: list[HeldShard], ranks: list[int]) -> dict[int, l
 )
 def test_shards_of_one_holder_are_assigned_by_the_same_rule(drawn: list[tuple[set[int], int]]) -> None:
     shards = [HeldShard(f"w{i}", "model", 0, tuple(sorted(of)), n) for i, (of, n) in enumerate(drawn)]
-    plan = assign(shards, list(range(5)), dedup=True)
+    plan = assigned(shards, list(range(5)), dedup=True)
     assert {file.rank: sorted(file.keys) for file in plan.files} == sorted_by_the_rule(shards, list(range(5)))
 
 
@@ -419,7 +436,8 @@ def test_a_grid_of_shards_is_assigned_as_its_shards(
         for i, (number, n_bits, is_other) in enumerate(drawn)
     ]
     alone = [HeldShard(key, part, *one, n_bits) for key, part, grid, n_bits in of_grids for one in grid.items()]
-    found, expected = (assign(one, list(range(5)), dedup=dedup) for one in (of_grids, alone))
+    found = assign(of_grids, list(range(5)), dedup=dedup)
+    expected = assigned(alone, list(range(5)), dedup=dedup)
     assert [replace(file, keys=tuple(sorted(file.keys))) for file in found.files] == [
         replace(file, keys=tuple(sorted(file.keys))) for file in expected.files
     ]
@@ -450,7 +468,7 @@ def test_a_rank_that_gets_nothing_has_no_file() -> None:
 def test_a_name_in_both_parts_is_refused() -> None:
     shards = [HeldShard("w", "model", 0, (0,), 8), HeldShard("w", "optimizer", 0, (0,), 8)]
     with pytest.raises(ArgumentError, match="`w` names a tensor of the model and one of the optimizer"):
-        assign(shards, [0], dedup=True)
+        assigned(shards, [0], dedup=True)
 
 
 @pytest.mark.parametrize(

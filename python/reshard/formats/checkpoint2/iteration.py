@@ -22,7 +22,6 @@ from reshard.formats.checkpoint2.metadata import inexpressible, reasons_of, writ
 from reshard.formats.checkpoint2.shards import (
     FilePlan,
     HeldGrid,
-    HeldShard,
     RecordKind,
     Records,
     TensorRecord,
@@ -135,7 +134,7 @@ def plan_layout(
     reasons = {key: "it is joined with others into one array" for key in tensors if key in joined}
     reasons |= _reasons(records, mesh)
     warnings = (*bound.warnings, *_inexpressible(reasons, strict=strict))
-    shards: list[HeldShard | HeldGrid] = [*shards_of(records, mesh), *_joined_shards(tensors, bound)]
+    shards: list[HeldGrid] = [*shards_of(records, mesh), *_joined_shards(tensors, bound)]
     assigned = assign(shards, bound.ranks, dedup=dedup)
     dtype_of = {key: tensor.dtype for key, tensor in tensors.items()}
     dtype_of |= {join.name: dtype_of[join.keys[0]] for join in bound.joins if join.keys[0] in dtype_of}
@@ -204,20 +203,23 @@ def plan_boxes(
         reasons = {key: reason for key, reason in found if reason is not None}
         described = described.without(reasons)
     if n_ranks == 1:
-        shards: list[HeldShard] = []
+        shards: list[HeldGrid] = []
         is_model = [tensor.part == "model" for tensor, _ in kinds]
         model = keys if all(is_model) else [key for key, n in zip(keys, kind_of, strict=True) if is_model[n]]
         optimizer = () if all(is_model) else [key for key, n in zip(keys, kind_of, strict=True) if not is_model[n]]
         assigned = assigned_to_one({"model": model, "optimizer": optimizer})
     else:
-        sizes = [
-            [(ranks, math.prod(shape) * dtypes.bits(tensor.dtype)) for (_, shape), ranks in ranks_of.items()]
+        grids = [
+            [
+                ({number: ranks}, math.prod(shape) * dtypes.bits(tensor.dtype))
+                for number, ((_, shape), ranks) in enumerate(ranks_of.items())
+            ]
             for (tensor, _), ranks_of in zip(kinds, held, strict=True)
         ]
         shards = [
-            HeldShard(key, kinds[kind][0].part, number, ranks, n_bits)
+            HeldGrid(key, kinds[kind][0].part, grid, n_bits)
             for key, kind in zip(keys, kind_of, strict=True)
-            for number, (ranks, n_bits) in enumerate(sizes[kind])
+            for grid, n_bits in grids[kind]
         ]
         assigned = assign(shards, range(n_ranks), dedup=dedup)
     of_dtypes = [tensor.dtype for tensor, _ in kinds]
@@ -248,7 +250,7 @@ def check_copies(plan: IterationPlan) -> None:
     Raises:
         UnsupportedError: there is such a shard.
     """
-    for key in plan.records.keys:
+    for key in plan.records.names:
         n_copies = max(map(len, plan.holders.get(key, ())), default=0)
         if n_copies > _MAX_COPIES:
             raise UnsupportedError(
@@ -301,7 +303,7 @@ class Descriptions:
 
     def __init__(self, plan: IterationPlan, folder: Location, *, mode: int) -> None:
         self._write = functools.partial(write_descriptions, plan, folder, mode=mode)
-        self._is_long = len(plan.records.keys) + len(plan.files) >= _MANY_LINES
+        self._is_long = len(plan.records.names) + len(plan.files) >= _MANY_LINES
         self._writing = threading.Lock()
         self._outcome: dict[str, PlainEntry | None] | BaseException | None = None
 
@@ -379,11 +381,11 @@ def _reasons(records: Records, mesh: _core.Mesh) -> dict[str, str]:
     reasons = reasons_of(records, mesh)
     if not any(reasons):
         return {}
-    found = ((key, reasons[kind]) for key, kind in zip(records.keys, records.kind_of, strict=True))
+    found = ((key, reasons[kind]) for key, kind in zip(records.names, records.kind_of, strict=True))
     return {key: reason for key, reason in found if reason is not None}
 
 
-def _joined_shards(tensors: Mapping[str, WholeTensor], bound: BoundLayout) -> list[HeldShard]:
+def _joined_shards(tensors: Mapping[str, WholeTensor], bound: BoundLayout) -> list[HeldGrid]:
     """The distinct parts of joined arrays, and who holds each: found by what they consist of."""
     holders: dict[tuple[str, int, tuple[object, ...]], list[int]] = {}
     for rank in sorted(bound.ranks) if bound.joins else ():
@@ -398,7 +400,7 @@ def _joined_shards(tensors: Mapping[str, WholeTensor], bound: BoundLayout) -> li
     shards, numbers = [], dict.fromkeys(members, 0)
     for (name, n_elements, _), ranks in holders.items():
         part = tensors[members[name][0]].part
-        shards.append(HeldShard(name, part, numbers[name], tuple(ranks), n_elements * 8))
+        shards.append(HeldGrid(name, part, {numbers[name]: tuple(ranks)}, n_elements * 8))
         numbers[name] += 1
     return shards
 
@@ -443,7 +445,7 @@ def _files(assigned: FilePlan, prefix: str | None, dtype_of: Mapping[str, str] |
     return tuple(FileContent(file.name(prefix), file.rank, in_order(file.keys)) for file in assigned.files)
 
 
-def _holders(shards: Iterable[HeldShard | HeldGrid]) -> dict[str, list[tuple[int, ...]]]:
+def _holders(shards: Iterable[HeldGrid]) -> dict[str, list[tuple[int, ...]]]:
     holders: dict[str, list[tuple[int, ...]]] = {}
     for shard in shards:
         holders.setdefault(shard.key, []).extend(shard.grid.values())

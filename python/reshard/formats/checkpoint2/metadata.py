@@ -145,7 +145,7 @@ def write_metadata(
     """
     for number, reason in enumerate(reasons_of(records, mesh)):
         if reason is not None:
-            key = records.keys[records.kind_of.index(number)]
+            key = records.names[records.kind_of.index(number)]
             raise UnsupportedError(f"metadata.json cannot describe {show(key)}: {reason}", key=key)
     encoder = _encoder(records, mesh, plan, prefix)
     digest, n_bytes = new_digest(), 0
@@ -178,7 +178,7 @@ def _encoder(records: Records, mesh: _core.Mesh, plan: FilePlan, prefix: str | N
             ]
             cells[place, axes, part] = len(cells), found
         kinds.append((_DTYPES[dtype], layout.shape, grids[place, cut][0], cells[place, axes, part][0]))
-    keys = tuple(records.keys)
+    keys = tuple(records.names)
     hold_all = [file.keys == keys for file in plan.files]
     numbers = {} if all(hold_all) else dict(zip(keys, range(len(keys)), strict=True))
     return _core.MetadataEncoder(

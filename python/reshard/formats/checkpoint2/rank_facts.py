@@ -21,10 +21,11 @@ from reshard.layout.invert import check_local_shapes, global_shapes, join_member
 from reshard.layout.strategy import box_of
 from reshard.values.counters import is_counter
 from reshard.values.words import ranks_named, show
+from reshard.write.columns import Columns
 from reshard.write.contents import Part, WholeTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from reshard.formats.checkpoint2.iteration import IterationPlan
     from reshard.layout import ModelLayout
@@ -69,13 +70,8 @@ class Fact(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What a rank reports of its arrays, by kind: most of 100,000 arrays differ in their name alone.
-
-    Attributes:
-        names: their names, each once.
-        kinds: what they have in common.
-        kind_of: the number of the kind of each.
+class Facts(Columns[FactKind, Fact]):
+    """What a rank reports of its arrays.
 
     Example:
         >>> facts = Facts.of([Fact("a", "model", "F32", (2,)), Fact("b", "model", "F32", (2,))])
@@ -83,22 +79,12 @@ class Facts:
         (('a', 'b'), 1, (0, 0))
     """
 
+    kind = FactKind
+    row = Fact
+
     names: tuple[str, ...] = ()
     kinds: tuple[FactKind, ...] = ()
     kind_of: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, facts: Iterable[Fact]) -> Facts:
-        """Those of single arrays."""
-        numbers: dict[FactKind, int] = {}
-        names, kind_of = [], []
-        for name, part, dtype, shape, offset, may_differ in facts:
-            names.append(name)
-            kind_of.append(numbers.setdefault(FactKind(part, dtype, shape, offset, may_differ), len(numbers)))
-        return cls(tuple(names), tuple(numbers), tuple(kind_of))
-
-    def __iter__(self) -> Iterator[Fact]:
-        return (Fact(name, *self.kinds[kind]) for name, kind in zip(self.names, self.kind_of, strict=True))
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from reshard.errors import ArgumentError
 from reshard.formats.checkpoint2.names import shard_file_name
 from reshard.values.words import show
+from reshard.write.columns import Columns
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from reshard import _core
     from reshard.layout.partition import Places, TensorLayout
@@ -31,7 +32,7 @@ _Holders: TypeAlias = "Mapping[int, tuple[int, ...]]"
 class TensorRecord(NamedTuple):
     """One tensor of a checkpoint and how it lies on the mesh.
 
-    A tuple, as `HeldShard`. Records with the same layout are faster if they share the object.
+    Records with the same layout are faster if they share the object.
 
     Attributes:
         key: its name.
@@ -54,87 +55,30 @@ class RecordKind(NamedTuple):
     layout: TensorLayout
 
 
-@dataclass(frozen=True)
-class Records:
-    """The tensors of a checkpoint, by kind: most of 100,000 tensors differ in their name alone.
-
-    Attributes:
-        keys: their names.
-        kinds: what they have in common, each kind once, in the order in which tensors first have it.
-        kind_of: the number of the kind of each tensor.
+class Records(Columns[RecordKind, TensorRecord]):
+    """The tensors of a checkpoint.
 
     Example:
         >>> from reshard.layout import TensorLayout
         >>> records = Records.of(TensorRecord(key, "F32", "model", TensorLayout((4,))) for key in "ab")
-        >>> records.keys, records.kind_of, [record.key for record in records.without({"a"})]
-        (['a', 'b'], [0, 0], ['b'])
+        >>> records.names, records.kind_of, [record.key for record in records.without({"a"})]
+        (('a', 'b'), (0, 0), ['b'])
     """
 
-    keys: Sequence[str]
-    kinds: Sequence[RecordKind]
-    kind_of: Sequence[int]
-
-    @classmethod
-    def of(cls, records: Iterable[TensorRecord]) -> Records:
-        """Those of single records."""
-        keys: list[str] = []
-        kind_of: list[int] = []
-        kinds: list[RecordKind] = []
-        numbers: dict[tuple[str, Part, int], int] = {}  # the layout by its address, which `kinds` keeps
-        equal: dict[RecordKind, int] = {}
-        for key, dtype, part, layout in records:
-            number = numbers.get((dtype, part, id(layout)))
-            if number is None:
-                kind = RecordKind(dtype, part, layout)
-                number = equal.setdefault(kind, len(kinds))
-                if number == len(kinds):
-                    kinds.append(kind)
-                    numbers[dtype, part, id(layout)] = number
-            keys.append(key)
-            kind_of.append(number)
-        return cls(keys, kinds, kind_of)
-
-    def __iter__(self) -> Iterator[TensorRecord]:
-        return (TensorRecord(key, *self.kinds[kind]) for key, kind in zip(self.keys, self.kind_of, strict=True))
-
-    def without(self, keys: Container[str]) -> Records:
-        """Those with other names."""
-        return Records.of(record for record in self if record.key not in keys) if keys else self
-
-
-class HeldShard(NamedTuple):
-    """A shard of a tensor, or of several that are joined into one array, and the ranks that hold it.
-
-    A tuple: there is one for each tensor and rank, and making another object takes three times as long.
-
-    Attributes:
-        key: the name under which it is stored.
-        part: "model" or "optimizer".
-        offset: its `global_offset`.
-        holders: the ranks that hold it, ascending.
-        n_bits: its size; only the proportions between shards matter.
-    """
-
-    key: str
-    part: Part
-    offset: int
-    holders: tuple[int, ...]
-    n_bits: int
-
-    @property
-    def grid(self) -> Mapping[int, tuple[int, ...]]:
-        """As of a `HeldGrid`."""
-        return {self.offset: self.holders}
+    kind = RecordKind
+    row = TensorRecord
 
 
 class HeldGrid(NamedTuple):
-    """The shards of a tensor, all of one size, and the ranks that hold each of them.
+    """Shards of a tensor, or of several that are joined into one array, all of one size, and the ranks that hold them.
+
+    A tuple: there can be one for each tensor and rank, and making another object takes three times as long.
 
     Attributes:
         key: the name under which they are stored.
         part: "model" or "optimizer".
         grid: the holders of each shard, ascending, by its `global_offset`. Tensors that lie alike share the object.
-        n_bits: size of a shard, as of a `HeldShard`.
+        n_bits: size of a shard; only the proportions between shards matter.
     """
 
     key: str
@@ -245,7 +189,7 @@ class FilePlan:
         return {(file.part, file.rank): file for file in self.files}
 
 
-def assign(shards: Sequence[HeldShard | HeldGrid], ranks: Sequence[int], *, dedup: bool) -> FilePlan:
+def assign(shards: Sequence[HeldGrid], ranks: Sequence[int], *, dedup: bool) -> FilePlan:
     """Choose the files of shards.
 
     With `dedup` each shard is written once, by the rule of MindSpore Transformers. Shards are assigned in this order:
@@ -265,7 +209,7 @@ def assign(shards: Sequence[HeldShard | HeldGrid], ranks: Sequence[int], *, dedu
         ArgumentError: a name is in both parts.
 
     Example:
-        >>> shards = [HeldShard("a", "model", 0, (0, 1), 64), HeldShard("b", "model", 0, (0, 1), 32)]
+        >>> shards = [HeldGrid("a", "model", {0: (0, 1)}, 64), HeldGrid("b", "model", {0: (0, 1)}, 32)]
         >>> [(file.rank, file.keys) for file in assign(shards, [0, 1], dedup=True).files]
         [(0, ('a',)), (1, ('b',))]
     """
@@ -304,14 +248,14 @@ def assigned_to_one(keys: Mapping[Part, Sequence[str]]) -> FilePlan:
         keys: the names of the arrays of each part.
 
     Example:
-        >>> shards = [HeldShard("a", "model", 0, (0,), 64), HeldShard("b", "optimizer", 0, (0,), 32)]
+        >>> shards = [HeldGrid("a", "model", {0: (0,)}, 64), HeldGrid("b", "optimizer", {0: (0,)}, 32)]
         >>> assigned_to_one({"model": ["a"], "optimizer": ["b"]}) == assign(shards, [0], dedup=True)
         True
     """
     return FilePlan(tuple(PlannedFile(part, 0, 1, 0, tuple(of_part)) for part, of_part in keys.items() if of_part))
 
 
-def _runs(grids: Sequence[_Holders], shards: Sequence[HeldShard | HeldGrid]) -> Iterator[tuple[_Holders, list[str]]]:
+def _runs(grids: Sequence[_Holders], shards: Sequence[HeldGrid]) -> Iterator[tuple[_Holders, list[str]]]:
     """The grids of shards, and the keys of adjacent ones that share a grid."""
     names: list[str] = []
     before: _Holders = {}
@@ -323,9 +267,7 @@ def _runs(grids: Sequence[_Holders], shards: Sequence[HeldShard | HeldGrid]) -> 
     yield before, names
 
 
-def _balanced(
-    shards: Sequence[HeldShard | HeldGrid], grids: Sequence[_Holders], ranks: Sequence[int]
-) -> list[_Holders]:
+def _balanced(shards: Sequence[HeldGrid], grids: Sequence[_Holders], ranks: Sequence[int]) -> list[_Holders]:
     """The grids, with the one rank that writes each shard."""
     n_most: dict[int, int] = {}  # by address of the grid
     for grid in grids:
