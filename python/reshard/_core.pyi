@@ -496,8 +496,22 @@ class Index:
     def add_gguf_file(self, path: str, *, method: ReadMethod = "auto") -> int:
         """Add a GGUF file; see `add_file`. A tensor of blocks is one of bytes, with rows of complete blocks."""
 
-    def add_torch_file(self, path: str, *, follow_links: bool = True, method: ReadMethod = "auto") -> int:
-        """A file of `torch.save`, whose tensors are named by their paths."""
+    def add_torch_file(
+        self,
+        path: str,
+        *,
+        follow_links: bool = True,
+        method: ReadMethod = "auto",
+        within: tuple[int, int] | None = None,
+    ) -> int:
+        """A file of `torch.save`, whose tensors are named by their paths.
+
+        Args:
+            path: the file.
+            follow_links: as in `add_file`.
+            method: as in `add_file`.
+            within: the first byte and the number of bytes, where it lies in another file; None: the whole file.
+        """
 
     def changed_file(
         self, *, in_place: bool = False

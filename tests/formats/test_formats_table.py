@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import tarfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,14 @@ def gguf(folder: Path) -> Path:
     return folder / "m.gguf"
 
 
+def nemo(folder: Path) -> Path:
+    """An archive with a file of weights."""
+    path = converted(folder, "w.pt")
+    with tarfile.open(folder / "m.nemo", "w:") as tar:
+        tar.add(path, arcname="./model_weights.ckpt")
+    return folder / "m.nemo"
+
+
 def saved(folder: Path) -> Path:
     reshard.save(folder / "run", 7, arrays())
     return folder / "run"
@@ -81,6 +90,8 @@ SAMPLES: Mapping[str, tuple[Callable[[Path], Path], str | None, str]] = {
     "torch": (lambda p: converted(p, "w.pt"), "torch", "torch_formats"),
     "weight-files": (lambda p: one_file(p / "u" / "diffusion_pytorch_model.safetensors").parent, None, "weight_files"),
     "trainer-run": (lambda p: Training().save_as_trainer(p / "checkpoint-4", 4), None, "trainer_run"),
+    "torchtune": (lambda _: DATA / "torch" / "torchtune" / "hf_bin", None, "torchtune"),
+    "nemo": (nemo, None, "nemo"),
     "gguf": (gguf, None, "gguf"),
     "ckpt": (lambda _: next((DATA / "mindspore" / "ckpt").glob("*.ckpt")), None, "ckpt"),
     "safetensors": (lambda p: one_file(p / "w.safetensors"), "safetensors", "convert"),

@@ -21,8 +21,10 @@ from reshard.formats.gguf.format import GGUF
 from reshard.formats.huggingface.reader import HUGGINGFACE
 from reshard.formats.megatron.format import MEGATRON
 from reshard.formats.nanotron.format import NANOTRON
+from reshard.formats.nemo.format import NEMO
 from reshard.formats.single_file.reader import SINGLE_FILE
 from reshard.formats.torch_file.format import TORCH_FILE
+from reshard.formats.torchtune.format import TORCHTUNE
 from reshard.formats.trainer_run.format import TRAINER_RUN
 from reshard.formats.vllm.format import VLLM
 from reshard.formats.weight_files.format import WEIGHT_FILES
@@ -47,6 +49,8 @@ FORMATS: tuple[Format, ...] = (
     TORCH_FILE,
     WEIGHT_FILES,
     TRAINER_RUN,
+    TORCHTUNE,
+    NEMO,
     GGUF,
     CKPT,
     SINGLE_FILE,

@@ -66,7 +66,7 @@ _TOOLS = (
         "restore it with Orbax, and save the arrays with `reshard.jax`",
     ),
     _Tool("NeMo", re.compile(r"model_config\.yaml|model_weights|.*\.nemo")),
-    _Tool("torchtune", re.compile(r"hf_model_\d{4}_\d+\.(pt|bin)|recipe_state\.pt")),
+    _Tool("torchtune", re.compile(r"recipe_state\.pt")),
     _Tool("accelerate", re.compile(r"pytorch_model_fsdp_\d+|random_states_\d+\.pkl")),
     _Tool("diffusers", re.compile(r"diffusion_pytorch_model.*|model_index\.json")),
     _Tool("PEFT", re.compile(r"adapter_model\.\w+|adapter_config\.json")),
@@ -251,7 +251,7 @@ def _look(file: Location) -> str | None:
     if by_head or by_suffix:
         return by_head or by_suffix
     if head[257:262] == b"ustar":
-        return "a tar archive, as `.nemo` files are: unpack it"
+        return "a tar archive: unpack it"
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 32:
         return "safetensors"
     if torch_file.is_head(head):

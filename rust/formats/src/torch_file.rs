@@ -715,8 +715,16 @@ impl TorchFile {
 
 /// How the core reads the tensors of a file: each under its path.
 pub fn format() -> Format {
-    Format::Listed(Arc::new(|source| {
-        let window = Window::whole(source);
+    format_within(None)
+}
+
+/// As [`format`], of a file that is a range of another one: its first byte and its size.
+pub fn format_within(range: Option<(u64, u64)>) -> Format {
+    Format::Listed(Arc::new(move |source| {
+        let window = match range {
+            None => Window::whole(source),
+            Some((start, n_bytes)) => Window::new(source, start, n_bytes)?,
+        };
         let file = TorchFile::read(window)?;
         let mut tensors = Vec::new();
         for (name, leaf) in file.leaves()? {

@@ -178,18 +178,18 @@ impl Index {
         Ok(Self::of(raise(py, self.index.files_again(&numbers))?))
     }
 
-    #[pyo3(signature = (path, *, follow_links=true, method="auto"))]
+    #[pyo3(signature = (path, *, follow_links=true, method="auto", within=None))]
     fn add_torch_file(
         &mut self,
         py: Python<'_>,
         path: PathBuf,
         follow_links: bool,
         method: &str,
+        within: Option<(u64, u64)>,
     ) -> PyResult<u32> {
         let method = raise(py, parse_method(method))?;
-        Ok(self
-            .index
-            .add_local(path, follow_links, method, torch_file::format()))
+        let format = torch_file::format_within(within);
+        Ok(self.index.add_local(path, follow_links, method, format))
     }
 
     #[pyo3(signature = (path, *, follow_links=true, method="auto"))]

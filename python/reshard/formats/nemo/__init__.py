@@ -1,0 +1,1 @@
+"""Checkpoints and archives of NeMo."""
