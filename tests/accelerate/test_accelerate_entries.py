@@ -9,9 +9,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from tests.helpers.module_entries import Counted, Hooked, Overridden, inside, random_tree
 from tests.helpers.ranks import Job
-from tests.torch.test_module_entries import Counted, Hooked, Overridden, inside, random_tree
-from tests.torch.test_wrapped_tensors import Made
+from tests.helpers.wrapped_tensors import Made
 from torch import nn
 
 import reshard

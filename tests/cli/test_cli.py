@@ -7,9 +7,7 @@ import inspect
 import io
 import json
 import os
-import pty
 import re
-import select
 import shlex
 import shutil
 import signal
@@ -25,10 +23,10 @@ import click
 import numpy as np
 import pytest
 import safetensors.numpy
-from click.testing import CliRunner, Result
 from rich.cells import cell_len
 from rich.console import Console
 from tests.helpers import sealed
+from tests.helpers.command_line import PROGRAM, all_commands, on_terminal, outcome, run, start
 from tests.helpers.unprivileged import closed, nobody, reachable, readable
 
 import reshard
@@ -43,31 +41,12 @@ __all__ = ["reachable"]
 
 SAMPLES = Path(__file__).parents[1] / "data" / "mindspore"
 CKPT2 = SAMPLES / "ckpt2" / "checkpoint"
-PROGRAM = [sys.executable, "-c", "import sys; sys.argv[0] = 'reshard'; from reshard.cli import main; main()"]
 LAYOUT = """
 mesh: {tp: 2}
 rules:
   - {match: "*.weight", cut: [tp]}
   - match: "*"
 """
-
-
-def run(*args: object) -> Result:
-    """In this process."""
-    return CliRunner().invoke(main, [str(arg) for arg in args])
-
-
-def start(*args: object, **options: Any) -> subprocess.Popen[str]:
-    """As a process, its outputs piped."""
-    piped: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
-    return subprocess.Popen([*PROGRAM, *map(str, args)], **piped)
-
-
-def outcome(*args: object, **options: Any) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a process."""
-    process = start(*args, **options)
-    out, err = process.communicate(timeout=120)
-    return process.returncode, out, err
 
 
 @pytest.fixture
@@ -636,28 +615,6 @@ def test_paths_and_control_characters_are_escaped(tmp_path: Path) -> None:
 # -- terminals
 
 
-def on_terminal(*args: object, both: bool = False, columns: int = 100) -> tuple[int, str, str]:
-    """Exit code, stdout (a pipe, unless `both`) and what a terminal at stderr gets to see."""
-    master, slave = pty.openpty()
-    environment = {**os.environ, "COLUMNS": str(columns), "TERM": "xterm-256color"}
-    process = start(*args, stdout=slave if both else subprocess.PIPE, stderr=slave, env=environment)
-    os.close(slave)
-    seen = b""
-    while True:
-        ready, _, _ = select.select([master], [], [], 60)
-        assert ready
-        try:
-            data = os.read(master, 65536)
-        except OSError:  # the other side is closed
-            break
-        if not data:
-            break
-        seen += data
-    out, _ = process.communicate(timeout=60)
-    os.close(master)
-    return process.returncode, out, seen.decode()
-
-
 @pytest.mark.slow
 def test_progress_is_for_terminals(tmp_path: Path) -> None:
     source = tmp_path / "m.safetensors"
@@ -807,14 +764,6 @@ def test_demo_needs_no_torch() -> None:
 
 
 # -- help
-
-
-def all_commands() -> list[tuple[str, click.Command]]:
-    """Every command and the commands of groups, by what is typed."""
-    named = list(main.commands.items())
-    return named + [
-        (f"{name} {n}", c) for name, g in named if isinstance(g, click.Group) for n, c in g.commands.items()
-    ]
 
 
 def examples() -> list[str]:

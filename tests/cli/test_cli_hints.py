@@ -20,8 +20,8 @@ from pathlib import Path
 import click
 import numpy as np
 import pytest
-from tests.cli.test_cli import all_commands, outcome, run
 from tests.helpers import small_saves
+from tests.helpers.command_line import all_commands, outcome, run
 
 import reshard
 from reshard import layout

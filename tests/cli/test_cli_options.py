@@ -18,7 +18,7 @@ import click
 import numpy as np
 import pytest
 from rich.console import Console
-from tests.cli.test_cli import PROGRAM, all_commands, on_terminal, outcome, run
+from tests.helpers.command_line import PROGRAM, all_commands, on_terminal, outcome, run
 
 import reshard
 from reshard.checkpoint import Checkpoint

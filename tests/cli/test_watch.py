@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.cli.test_cli import run, start
+from tests.helpers.command_line import run, start
 
 import reshard
 from reshard.cli.watched import Watch

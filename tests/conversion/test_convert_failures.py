@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import textwrap
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tests.conversion.destinations import KINDS, W, snapshot
 from tests.helpers.threads import in_threads
 
 import reshard
@@ -43,18 +43,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from reshard.storage.location import Location
-
-W = np.arange(96, dtype=np.float32).reshape(8, 12)
-LAYOUT = {"mesh": {"pp": 2, "tp": 2}, "rules": [{"match": "a", "cut": ["tp"]}, {"match": "*"}]}
-# Every kind of destination: its name, and how it is asked for.
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "huggingface": ("out", {"files": {"max_shard_size": 300}}),
-    "checkpoint2": ("out", {"layout": LAYOUT, "files": {"dedup": False}}),
-    "a file a rank": ("out", {"layout": LAYOUT, "to": "safetensors"}),
-    "one file": ("out.safetensors", {"to": "safetensors"}),
-    "full weights": ("out", {"to": "mindspore", "files": {"max_shard_size": 300}}),
-    "rank folders": ("out", {"to": "checkpoint1", "layout": LAYOUT, "files": {"prefix": "run"}}),
-}
 every_kind = pytest.mark.parametrize(("name", "options"), KINDS.values(), ids=KINDS)
 
 
@@ -79,18 +67,6 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + 4 * n)
     return path
-
-
-def snapshot(folder: Path) -> dict[str, Any]:
-    """Every entry below a folder: what it is, its permissions, its content. Not the claims of writers, which count."""
-    found: dict[str, Any] = {}
-    for path in sorted(folder.rglob("*")):
-        if ".writers" in path.parts:
-            continue
-        mode = path.lstat().st_mode
-        content = path.readlink() if path.is_symlink() else path.read_bytes() if stat.S_ISREG(mode) else None
-        found[str(path.relative_to(folder))] = (mode, content)
-    return found
 
 
 class StopError(Exception):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from tests.conversion.test_convert_failures import KINDS, W, snapshot
+from tests.conversion.destinations import KINDS, W, snapshot
 from tests.helpers.namespaces import LIBC, MS_BIND, MS_RDONLY, MS_REMOUNT, checked, in_namespaces
 
 import reshard

@@ -7,21 +7,20 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from tests.helpers import original_reader
+from tests.helpers.arrays import as_bytes
 from tests.helpers.oracle import local_arrays
-from tests.helpers.strategies import KINDS, Array, Checkpoint, cases, checkpoints, kinds, layouts, some_ranks
+from tests.helpers.original_reader import KNOWN
+from tests.helpers.strategies import KINDS, Checkpoint, cases, checkpoints, kinds, layouts, some_ranks
 
 import reshard
 
 if TYPE_CHECKING:
     from reshard.verbs.convert import Target
-
-KNOWN = {str(np.dtype(dtype)) for dtype in original_reader.DTYPES.values()}
 
 
 def save_source(folder: Path, checkpoint: Checkpoint) -> None:
@@ -31,10 +30,6 @@ def save_source(folder: Path, checkpoint: Checkpoint) -> None:
         arrays = {k: a for k, a in checkpoint.tensors.items() if (k in checkpoint.optimizer_keys) == is_state}
         if arrays:
             save_file(arrays, folder / f"{part}-0000000-0000001.safetensors")
-
-
-def as_bytes(arrays: dict[str, Array]) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    return {name: (str(array.dtype), array.shape, array.tobytes()) for name, array in arrays.items()}
 
 
 @pytest.mark.slow

@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.conversion.test_convert_properties import KNOWN, as_bytes
+from tests.helpers.arrays import as_bytes
 from tests.helpers.oracle import local_arrays, mesh_ranks
+from tests.helpers.original_reader import KNOWN
 from tests.helpers.strategies import KINDS, Checkpoint, cases, checkpoints, kinds, layouts, some_ranks
 from tests.helpers.threads import in_threads
-from tests.write.test_save import is_without_gaps, states_of, told_shapes
+from tests.helpers.told import is_without_gaps, states_of, told_shapes
 
 import reshard
 from reshard.commit import protocol

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 from tests.helpers.crc32c import crc32c
-from tests.opening.test_reshard_properties import CHUNK_BYTES, tell_sums
+from tests.helpers.plans import CHUNK_BYTES, tell_sums
 
 from reshard import _core
 from reshard.errors import ArgumentError, DamagedFileError

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from tests.helpers.oracle import local_arrays, mesh_ranks
+from tests.helpers.plans import bind, loaded
 from tests.helpers.strategies import Checkpoint, cases, layouts
-from tests.opening.test_reshard_properties import bind, loaded
 
 from reshard._core import Index, Request, StoredArray, Tile
 from reshard.errors import ArgumentError, CoverageError, DamagedFileError, ReshardError, UnsupportedError

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.cli.test_cli import run
-from tests.formats.trainer_run.test_trainer_run import Training
+from tests.formats.trainer_run.runs import Training
+from tests.helpers.command_line import run
 from tests.helpers.mesh_files import distributed, save_ranks
 from torch.distributed.tensor import Shard
 

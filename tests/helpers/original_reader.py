@@ -42,6 +42,7 @@ DTYPES: dict[str, Any] = {
     "F32": np.float32,
     "F64": np.float64,
 }
+KNOWN = {str(np.dtype(dtype)) for dtype in DTYPES.values()}
 SPELLINGS = {
     "bool": "BOOL",
     "bfloat16": "BF16",

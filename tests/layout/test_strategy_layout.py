@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers.threads import in_threads
-from tests.layout.test_strategy_meaning import COUNTERS, cut_out, cuts, oracle
+from tests.layout.strategy_oracle import COUNTERS, cut_out, cuts, oracle
 
 import reshard
 from reshard.cli import main

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.layout.strategy_oracle import COUNTERS, cut_out, cuts, oracle
 
 import reshard
 from reshard.errors import (
@@ -24,11 +25,6 @@ from reshard.layout import DeviceCut, ModelLayout, Strategy, box_of, read_strate
 from reshard.layout.strategy_file import LayoutItem
 
 DATA = Path(__file__).parents[1] / "data" / "mindspore"
-COUNTERS = {"epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size"}
-
-
-def cut_out(full: np.ndarray, offset: tuple[int, ...], shape: tuple[int, ...]) -> np.ndarray:
-    return full[tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))]
 
 
 @pytest.mark.parametrize(
@@ -89,76 +85,6 @@ def test_cuts_count_parts_as_metadata_json_does(root: str) -> None:
                 if rank in layout["rank_list"]:  # a tensor of two stages
                     assert np.ravel_multi_index(cut.part_of(rank - stage), cut.parts()) == number
     assert nested or "named" in root
-
-
-# ---------------------------------------------------------------------------------------------------------- the oracle
-
-
-def oracle(item: LayoutItem, shape: tuple[int, ...]) -> list[np.ndarray]:
-    """The elements of each position by the rules, one step after the other."""
-    whole = np.arange(math.prod(shape)).reshape(shape)
-    matrix = item.dev_matrix
-    maps = [list(axes) for axes in item.tensor_map]
-    if len(maps) == 1 and len(shape) != 1:
-        maps = [[v] for v in maps[0]]
-
-    def slice_of(at: int) -> np.ndarray:
-        coordinates = np.unravel_index(at, matrix)
-        part = whole
-        for dim, axes in enumerate(maps):
-            n, k = 1, 0
-            for v in axes:
-                if v >= 0:
-                    n *= matrix[len(matrix) - 1 - v]
-                    k = k * matrix[len(matrix) - 1 - v] + int(coordinates[len(matrix) - 1 - v])
-            part = np.split(part, n, axis=dim)[k]
-        return part
-
-    slices = [slice_of(at) for at in range(math.prod(matrix))]
-    if not item.opt_weight_shard_size:
-        return slices
-    groups: dict[bytes, list[int]] = {}
-    for at, part in enumerate(slices):
-        groups.setdefault(part.tobytes(), []).append(at)
-    shared = []
-    for at, part in enumerate(slices):
-        group = groups[part.tobytes()]
-        share = len(group) if item.opt_weight_shard_size == -1 else item.opt_weight_shard_size
-        shared.append(np.split(part, share, axis=0)[group.index(at) % share])
-    return shared
-
-
-def step_of(matrix: tuple[int, ...], used: set[int]) -> int:
-    free = [axis for axis in range(len(matrix)) if matrix[axis] > 1 and axis not in used]
-    return math.prod(matrix[free[-1] + 1 :]) if free else 0
-
-
-@st.composite
-def cuts(draw: Any, sizes: tuple[int, ...] = (1, 2, 3, 4)) -> tuple[LayoutItem, tuple[int, ...]]:
-    """A record, and a shape that it divides."""
-    matrix = tuple(draw(st.lists(st.sampled_from(sizes), min_size=1, max_size=4)))
-    ndim = draw(st.integers(1, 3))
-    axes = list(draw(st.permutations(range(len(matrix)))))
-    if draw(st.booleans()) or ndim == 1:
-        flat = [draw(st.sampled_from([-1, v])) for v in (axes + [-1] * ndim)[:ndim]]
-        tensor_map = [flat]
-        parts = [matrix[len(matrix) - 1 - v] if v >= 0 else 1 for v in flat]
-    else:
-        bounds = sorted(draw(st.lists(st.integers(0, len(axes)), min_size=ndim, max_size=ndim)))
-        tensor_map = [axes[a:b] or [-1] for a, b in zip([0, *bounds], bounds, strict=False)]
-        parts = [math.prod(matrix[len(matrix) - 1 - v] if v >= 0 else 1 for v in dim) for dim in tensor_map]
-    used = {len(matrix) - 1 - v for dim in tensor_map for v in dim if v >= 0}
-    holders = math.prod(n for axis, n in enumerate(matrix) if axis not in used)
-    share = draw(st.sampled_from([0, -1, *(n for n in range(1, holders + 1) if holders % n == 0)]))
-    shape = [n * draw(st.integers(1, 2)) for n in parts]
-    shape[0] *= holders if share == -1 else max(share, 1)
-    item = LayoutItem(
-        matrix,
-        tuple(map(tuple, tensor_map)),
-        opt_weight_shard_size=share,
-        opt_weight_shard_step=step_of(matrix, used) if share else 0,
-    )
-    return item, tuple(shape)
 
 
 def test_every_rank_has_what_the_rules_say() -> None:
@@ -238,8 +164,6 @@ def test_uneven_rows(data: st.DataObject) -> None:
         with pytest.raises(MismatchError, match="does not fit"):
             box_of(strategy, "table", rank, (len(part) + 1, 2))
 
-
-# ----------------------------------------------------------------------------------------- what is open, and what fails
 
 ONE_OF_TWO = LayoutItem((2, 2), ((0, -1),))
 

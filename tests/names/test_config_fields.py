@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import transformers
-from tests.cli.test_cli import run
+from tests.helpers.command_line import run
 
 import reshard
 import reshard.torch

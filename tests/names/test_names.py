@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from safetensors.numpy import save_file
-from tests.opening.test_memory_bounds import peak_mib
+from tests.helpers.memory import peak_mib
 
 import reshard
 from reshard import NameMap, _core
@@ -486,7 +486,7 @@ reshard.convert(source, target, names=turns if "turns" in target else names, mem
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RssAnon is Linux")
 @pytest.mark.parametrize("what", ["one tensor of all", "turns"])
 def test_convert_with_names_takes_its_budget_and_a_constant(what: str, tmp_path: Path) -> None:
-    from tests.opening.test_memory_bounds import sparse_model
+    from tests.helpers.memory import sparse_model
 
     peaks = []
     for n_mib in (96, 288):

@@ -10,56 +10,16 @@ import shutil
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.helpers.memory import MIB, peak_mib, sparse_model
 
 import reshard
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RssAnon is Linux")
-
-MIB = 1 << 20
-ROW = 4096
 COLUMNS_TP4 = {"mesh": {"tp": 4}, "rules": [{"match": "*", "cut": [None, "tp"]}]}
-
-
-def sparse_model(path: Path, n_mib: int) -> Path:
-    """A model of this size, in tensors of 24 MiB, that takes no space: all zeros, never written."""
-    n_tensors = n_mib // 24
-    n_bytes = 24 * MIB
-    header = {
-        f"layers.{i}.weight": {
-            "dtype": "BF16",
-            "shape": [n_bytes // ROW // 2, ROW],
-            "data_offsets": [i * n_bytes, (i + 1) * n_bytes],
-        }
-        for i in range(n_tensors)
-    }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + n_tensors * n_bytes)
-    return path
-
-
-def peak_mib(program: str, *arguments: object) -> float:
-    """The highest RssAnon that is seen while a program runs in a new interpreter, in MiB."""
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    peak_kib = 0
-    while process.poll() is None:
-        status = Path(f"/proc/{process.pid}/status").read_text()
-        # A process that has ended but was not waited for has no memory.
-        found = [int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon:")]
-        peak_kib = max(peak_kib, *found, 0)
-        time.sleep(0.001)
-    _, errors = process.communicate()
-    assert process.returncode == 0, errors
-    return peak_kib / 1024
-
 
 CONVERT = """
 import json, sys, reshard

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from tests.helpers.arrays import whole_request
 from tests.helpers.oracle import element_numbers, element_tiles, local_arrays, mesh_ranks, rule_of
+from tests.helpers.plans import bind, loaded, tell_sums
 from tests.helpers.strategies import (
     DTYPE_NAMES,
     DTYPES,
@@ -32,18 +33,12 @@ from tests.helpers.strategies import (
     some_ranks,
 )
 
-from reshard._core import Index, Plan, Request, StoredArray, Tile, crc32c
-from reshard.layout import ModelLayout
+from reshard._core import Index, Plan, Request, StoredArray, Tile
 
 Method = Literal["auto", "map", "read"]
 METHODS: tuple[Method, ...] = ("map", "read", "auto")
 HOW = ("layout", "elements", "runs")
 GUARD = 0x5A
-CHUNK_BYTES = 256 << 10
-
-
-def bind(checkpoint: Checkpoint, mapping: Mapping[str, Any]) -> Any:
-    return ModelLayout.from_mapping(mapping).bind(checkpoint.shapes, optimizer_keys=checkpoint.optimizer_keys)
 
 
 def save_locals(folder: Path, arrays: Mapping[int, Mapping[str, Array]]) -> dict[int, Path]:
@@ -52,14 +47,6 @@ def save_locals(folder: Path, arrays: Mapping[int, Mapping[str, Array]]) -> dict
     for rank, path in paths.items():
         save_file(dict(arrays[rank]), path)
     return paths
-
-
-def tell_sums(index: Index, file: int, content: bytes) -> None:
-    """Say what a file must be."""
-    header_bytes = 8 + int.from_bytes(content[:8], "little")
-    chunks = [content[at : at + CHUNK_BYTES] for at in range(0, len(content), CHUNK_BYTES)]
-    checksums = b"".join(crc32c(chunk).to_bytes(4, "little") for chunk in chunks)
-    index.set_checksums(file, len(content), header_bytes, crc32c(content[:header_bytes]), checksums)
 
 
 def index_of(
@@ -99,13 +86,6 @@ def index_of(
         ]
         index.add_tiles(key, checkpoint.dtypes[key], shape, stored, overlapping=how == "runs")
     return index
-
-
-def loaded(plan: Plan, threads: int | None = None) -> dict[str, bytes]:
-    found = {}
-    for (name, _, _, n_bytes), (buffer, offset) in zip(plan.arrays, plan.load(threads=threads), strict=True):
-        found[name] = memoryview(buffer)[offset : offset + n_bytes].tobytes()
-    return found
 
 
 def filled(plan: Plan, lead_bytes: int, threads: int | None = None) -> tuple[dict[str, bytes], int]:

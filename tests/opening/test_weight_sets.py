@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from tests.cli.test_cli import run
+from tests.helpers.command_line import run
 from torch import nn
 
 import reshard

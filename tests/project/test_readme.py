@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 import click
 import pytest
 from click.testing import CliRunner
-from tests.cli.test_cli import PROGRAM
+from tests.helpers.command_line import PROGRAM
 from tests.peers.required import long, required
 
 import reshard

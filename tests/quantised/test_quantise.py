@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from tests.helpers.quantised_samples import Array, weight
-from tests.quantised.test_dequantised import llama, to_torch
+from tests.quantised.models import llama, to_torch
 
 import reshard
 from reshard.errors import ArgumentError, UnsupportedError

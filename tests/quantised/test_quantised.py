@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.cli.test_cli import run
+from tests.helpers.command_line import run
 from tests.helpers.quantised_samples import ARCHITECTURE, CONFIGS, Array, config_of, fp8, scales, weight
 
 import reshard

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from tests.helpers.module_entries import Counted, Hooked, Overridden, inside, random_tree
 from tests.helpers.ranks import Job
 from tests.peers.required import required
-from tests.torch.test_wrapped_tensors import cast, quantised
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -22,47 +20,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import reshard
 from reshard.errors import MismatchError, UnsupportedError
 from reshard.torch import Checkpointer
-from reshard.torch.tensors import inner_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-class Overridden(nn.Module):
-    """Saves a tensor by the methods that modules override for it."""
-
-    def __init__(self, value: float) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-        self.scale = torch.full((2, 3), value)
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:  # noqa: FBT001
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + "scale"] = self.scale
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        self.scale = state_dict.pop(prefix + "scale")
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-class Hooked(nn.Module):
-    """Saves a new tensor and a plain value by hooks."""
-
-    def __init__(self, value: float) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-        self.value = value
-
-        def save(_: nn.Module, state: dict[str, Any], prefix: str, __: object) -> None:
-            state[prefix + "twice"] = torch.tensor([self.value, 2 * self.value])
-            state[prefix + "name"] = f"value {self.value}"
-
-        def load(_: nn.Module, state: dict[str, Any], prefix: str, *__: object) -> None:
-            self.value = float(state.pop(prefix + "twice")[0])
-            assert state.pop(prefix + "name") == f"value {self.value}"
-
-        self.register_state_dict_post_hook(save)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(load)  # type: ignore[no-untyped-call]
 
 
 class Whole(nn.Module):
@@ -129,20 +89,6 @@ def test_entries_of_a_compiled_model(tmp_path: Path) -> None:
     check(tmp_path / "run", Overridden, torch.compile)
 
 
-class Counted(nn.Linear):
-    """Has extra state."""
-
-    def __init__(self, value: float) -> None:
-        super().__init__(2, 2)
-        self.value = value
-
-    def get_extra_state(self) -> Any:
-        return {"value": self.value}
-
-    def set_extra_state(self, state: Any) -> None:
-        self.value = state["value"]
-
-
 @pytest.mark.parametrize("kind", [Overridden, Hooked, Whole, Counted])
 def test_entries_in_a_start_from_other_weights(kind: Callable[[float], nn.Module], tmp_path: Path) -> None:
     first, second, kept = kind(1.0), kind(2.0), kind(3.0)
@@ -166,37 +112,6 @@ def test_entries_in_a_start_from_other_weights(kind: Callable[[float], nn.Module
         assert torch.equal(found[name], one) if isinstance(one, torch.Tensor) else found[name] == one, name
 
 
-def random_tree(seed: int) -> Callable[[float], nn.Module]:
-    """Makes a model of nested modules with entries of their own, weights that are made of others, and wrappers."""
-
-    def make(value: float) -> nn.Module:
-        chance = random.Random(seed)
-
-        def wrapped() -> nn.Module:
-            layer: Any = nn.Linear(4, 4)
-            weight = quantised(int(value)) if chance.random() < 0.5 else cast(value)
-            layer.weight = nn.Parameter(weight, requires_grad=False)
-            return layer  # type: ignore[no-any-return]
-
-        def tree(depth: int) -> nn.Module:
-            if depth == 0:
-                kinds: list[Callable[[], nn.Module]] = [
-                    lambda: Overridden(value),
-                    lambda: Hooked(value),
-                    lambda: Counted(value),
-                    lambda: nn.BatchNorm1d(2),
-                    lambda: nn.Linear(2, 2),
-                    wrapped,
-                ]
-                return chance.choice(kinds)()
-            one = nn.Sequential(*(tree(depth - 1) for _ in range(chance.randint(1, 3))))
-            return checkpoint_wrapper(one) if chance.random() < 0.3 else one
-
-        return tree(3)
-
-    return make
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_random_trees(seed: int, tmp_path: Path) -> None:
     make = random_tree(seed)
@@ -214,16 +129,6 @@ def test_random_trees(seed: int, tmp_path: Path) -> None:
     assert found.keys() == expected.keys()
     for name, one in expected.items():
         assert torch.equal(found[name], one) if isinstance(one, torch.Tensor) else found[name] == one, name
-
-
-def inside(model: nn.Module) -> dict[str, Any]:
-    """The `state_dict()`, with the tensors inside others in the places of these."""
-    found: dict[str, Any] = {}
-    for name, one in model.state_dict().items():
-        parts = inner_tensors(one, name)[0] if isinstance(one, torch.Tensor) else {"": one}
-        for part, value in parts.items():
-            found[f"{name}.{part}" if part else name] = value.clone() if isinstance(value, torch.Tensor) else value
-    return found
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp", "tp"])

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from tests.helpers.ranks import Job
+from tests.helpers.wrapped_tensors import Made
 from tests.peers.required import required
-from tests.torch.test_wrapped_tensors import Made
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 

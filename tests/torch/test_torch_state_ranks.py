@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch._dynamo  # what DTensor imports when it is first used: here once, instead of in every rank
+from tests.helpers.blocks import Blocks, batch, sharded, whole
 from tests.helpers.ranks import Job
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import reshard
@@ -30,38 +30,9 @@ if TYPE_CHECKING:
     from reshard.ranks.group import TorchGroup
 
 
-class Blocks(nn.Module):
-    """Matrices of uneven sizes, a norm with running means; every rank makes the same."""
-
-    def __init__(self, keys: str = "abcd") -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        sizes = {"a": (6, 10), "b": (10, 7), "c": (7, 9), "d": (9, 6)}
-        layers = {key: nn.Linear(*size) for key, size in sizes.items()}
-        self.layers = nn.ModuleDict({key: layers[key] for key in keys})
-        self.norm = nn.BatchNorm1d(6) if "a" in keys else nn.Identity()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.norm(x)
-        for layer in self.layers.values():
-            x = layer(x).tanh()
-        return x
-
-
-def batch(n: int, rank: int) -> torch.Tensor:
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * n + rank))
-
-
 def cut_with_tp(model: Blocks, mesh: Any) -> Blocks:
     plan: dict[str, Any] = {"layers.a": ColwiseParallel(), "layers.b": RowwiseParallel()}
     parallelize_module(model, mesh, plan, src_data_rank=None)
-    return model
-
-
-def sharded(model: Blocks, mesh: Any) -> Blocks:
-    for layer in model.layers.values():
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
     return model
 
 
@@ -72,12 +43,6 @@ def train(model: nn.Module, optimizer: Any, group: TorchGroup, steps: range, *, 
             warnings.simplefilter("ignore")  # FSDP2 over TP warns of the views that TP returns
             model(batch(n, 0 if same else group.rank)).square().sum().backward()
         optimizer.step()
-
-
-def whole(tensor: Any) -> torch.Tensor:
-    """The oracle: torch's own gathering."""
-    full: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach()
 
 
 def wholes(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:

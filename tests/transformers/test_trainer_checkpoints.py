@@ -7,7 +7,7 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.transformers.test_transformers import Data, Observer, outcome, trainer
+from tests.transformers.trainers import Data, Observer, outcome, trainer
 from torch.utils.data import IterableDataset
 
 from reshard.errors import ArgumentError, UnsupportedError

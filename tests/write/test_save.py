@@ -28,9 +28,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 from tests.helpers import original_reader
-from tests.helpers.oracle import local_arrays, mesh_ranks, parameter_of, rule_of
+from tests.helpers.arrays import as_bytes
+from tests.helpers.oracle import local_arrays, mesh_ranks
+from tests.helpers.original_reader import KNOWN
 from tests.helpers.strategies import KINDS, Array, Checkpoint, cases, checkpoints, kinds, layouts
 from tests.helpers.threads import in_threads
+from tests.helpers.told import is_without_gaps, states_of, told_shapes
 
 import reshard
 from reshard import _core
@@ -65,7 +68,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.disk
 
-KNOWN = {str(np.dtype(dtype)) for dtype in original_reader.DTYPES.values()}
 ZEROS = np.zeros(2)
 WHOLE2 = {"mesh": {"tp": 2}, "rules": [{"match": "*"}]}
 TP2 = {"mesh": {"tp": 2}, "rules": [{"match": "*.w", "cut": ["tp"]}, {"match": "*"}]}
@@ -75,10 +77,6 @@ TP2 = {"mesh": {"tp": 2}, "rules": [{"match": "*.w", "cut": ["tp"]}, {"match": "
 def _no_claim_outlives_a_test() -> Iterator[None]:
     yield
     protocol.release()
-
-
-def as_bytes(arrays: dict[str, Array]) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    return {name: (str(a.dtype), a.shape, a.tobytes()) for name, a in arrays.items()}
 
 
 def names_in(folder: Path) -> set[str]:
@@ -648,45 +646,6 @@ def test_no_room_leaves_the_old_checkpoint_and_no_debris(small_disk: Path, monke
 # -- ranks
 
 
-def told_shapes(mapping: dict[str, Any], checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
-    """What the arrays of the ranks do not say; see the test of the inversion."""
-    told = {}
-    for key, shape in checkpoint.shapes.items():
-        parameter = parameter_of(key, checkpoint.shapes, checkpoint.optimizer_keys)
-        rule = rule_of(mapping, key, checkpoint.shapes, checkpoint.optimizer_keys)
-        if bool(rule.flat) if parameter is None else checkpoint.shapes[parameter] != shape:
-            told[key] = shape
-        elif parameter is not None and rule.join is not None:
-            # Joined state is taken to be that of all parameters in the join.
-            slot = key.removesuffix(parameter)
-            if any(slot + other not in checkpoint.shapes for other in _joined_with(mapping, checkpoint, parameter)):
-                told[key] = shape
-    return told
-
-
-def _joined_with(mapping: dict[str, Any], checkpoint: Checkpoint, parameter: str) -> list[str]:
-    join_of = {
-        key: rule_of(mapping, key, checkpoint.shapes, checkpoint.optimizer_keys).join for key in checkpoint.shapes
-    }
-    return [key for key, join in join_of.items() if join == join_of[parameter]]
-
-
-def states_of(mapping: dict[str, Any], checkpoint: Checkpoint) -> set[str]:
-    """The keys and joins that are given as the optimizer's: a join of both parts is the model's, with all its keys."""
-    joins: dict[str, list[str]] = {}
-    for key in checkpoint.tensors:
-        join = rule_of(mapping, key, checkpoint.shapes, checkpoint.optimizer_keys).join
-        if join is not None:
-            joins.setdefault(join, []).append(key)
-    states = set(checkpoint.optimizer_keys)
-    for join, keys in joins.items():
-        if states >= set(keys):
-            states.add(join)
-        else:
-            states -= set(keys)
-    return states
-
-
 @pytest.mark.parametrize(
     ("told", "expected"),
     [
@@ -725,11 +684,6 @@ def test_each_slot_has_the_state_of_its_own_parameters(tmp_path: Path) -> None:
             "v.a": [2] * 4,
             "v.b": [2] * 2,
         }
-
-
-def is_without_gaps(mapping: dict[str, Any]) -> bool:
-    ranks = mesh_ranks(mapping)
-    return sorted(ranks) == list(range(len(ranks)))
 
 
 @pytest.mark.slow

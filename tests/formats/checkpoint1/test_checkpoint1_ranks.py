@@ -14,7 +14,7 @@ from tests.helpers import original_reader1 as original
 from tests.helpers.oracle import local_arrays
 from tests.helpers.original_reader import read_shard_file
 from tests.helpers.ranks import Job, Signal
-from tests.torch.test_checkpointer import Trainer
+from tests.helpers.small_training import Trainer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

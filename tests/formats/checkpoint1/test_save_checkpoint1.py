@@ -16,11 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.helpers import original_reader1 as original
+from tests.helpers.arrays import as_bytes
 from tests.helpers.oracle import local_arrays
 from tests.helpers.original_reader import read_shard_file
+from tests.helpers.original_worlds import draw_world
 from tests.helpers.strategies import cases
 from tests.helpers.threads import in_threads
-from tests.write.test_save_for_the_original import as_bytes, draw_world
 
 import reshard
 from reshard.commit import protocol

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
+from tests.formats.checkpoint2.records import NUMPY, models, record_of
 from tests.helpers import original_reader
 
 from reshard._core import Mesh
@@ -33,7 +33,6 @@ from reshard.formats.checkpoint2.shards import (
     shard_id,
     shards_of,
 )
-from reshard.layout import Partition, TensorLayout
 from reshard.storage.location import locate
 
 if TYPE_CHECKING:
@@ -123,12 +122,6 @@ TREES = [
 
 def records_of(table: Any) -> list[TensorRecord]:
     return [record_of(key, dtype, shape, part, cut=cut, place=place) for key, dtype, shape, part, (cut, place) in table]
-
-
-def record_of(
-    key: str, dtype: str, shape: tuple[int, ...], part: Part = "model", *, place: Any = (), **partition: Any
-) -> TensorRecord:
-    return TensorRecord(key, dtype, part, TensorLayout(shape, Partition(**partition), place))
 
 
 def expected_tensors(tree: str, iteration: int) -> dict[str, np.ndarray]:
@@ -233,9 +226,6 @@ def box_of(record: TensorRecord, mesh: Mesh, rank: int) -> tuple[slice, ...] | N
     return tuple(box)
 
 
-NUMPY = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "I64": np.int64, "BOOL": np.bool_, "U8": np.uint8}
-
-
 def write_tree(
     root: Path, records: list[TensorRecord], mesh: Mesh, *, dedup: bool, prefix: str | None
 ) -> tuple[FilePlan, dict[str, np.ndarray]]:
@@ -262,32 +252,6 @@ def write_tree(
     CommonInfo(step_num=12, global_step=12).write(locate(folder / "common.json"), durable=False)
     roots.write_tracker(locate(root), 12, durable=False)
     return plan, tensors
-
-
-@st.composite
-def models(draw: st.DrawFn) -> tuple[Mesh, list[TensorRecord]]:
-    axes = tuple((name, draw(st.integers(1, 3))) for name in draw(st.permutations(["pp", "dp", "tp"])))
-    mesh = Mesh(axes)
-    records = []
-    for number in range(draw(st.integers(1, 5))):
-        names = draw(st.permutations([name for name, _ in axes]))
-        n_placed = draw(st.integers(0, 2))
-        placed = tuple(names[:n_placed])
-        n_points = math.prod(dict(axes)[axis] for axis in placed)
-        place = ((placed, draw(st.integers(0, n_points - 1))),) if placed else ()
-        free = names[n_placed:]
-        n_dims = draw(st.integers(0, 3))
-        cut: list[tuple[str, ...]] = []
-        for _ in range(n_dims):
-            n_axes = draw(st.integers(0, len(free)))
-            cut.append(tuple(free[:n_axes]))
-            free = free[n_axes:]
-        shape = tuple(draw(st.integers(0, 3)) * math.prod(dict(axes)[axis] for axis in one) for one in cut)
-        dtype = draw(st.sampled_from(sorted(NUMPY)))
-        part: Part = draw(st.sampled_from(("model", "optimizer")))
-        key = draw(st.sampled_from(["w", "it's", "a,b", 'say "x"', "ключ", "back\\slash"])) + str(number)
-        records.append(record_of(key, dtype, shape, part, cut=tuple(cut), place=place))
-    return mesh, records
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
-from tests.formats.checkpoint2.test_checkpoint2_metadata import SAMPLES, models
+from tests.formats.checkpoint2.records import models
 
 import reshard
 from reshard import _core
@@ -26,6 +26,8 @@ from reshard.formats.checkpoint2 import metadata, reader
 from reshard.formats.checkpoint2.metadata import write_metadata
 from reshard.formats.checkpoint2.shards import Records, assign, shards_of
 from reshard.storage.location import locate
+
+SAMPLES = Path(__file__).parents[2] / "data" / "mindspore"
 
 if TYPE_CHECKING:
     from reshard._core import Mesh

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
+from tests.helpers.blocks import Blocks, batch, sharded, whole
 from tests.helpers.ranks import Job
 from tests.peers.required import long
-from tests.torch.test_torch_state_ranks import Blocks, batch, sharded, whole
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict

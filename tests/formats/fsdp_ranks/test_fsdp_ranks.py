@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from tests.cli.test_cli import run
+from tests.helpers.command_line import run
 from tests.helpers.mesh_files import as_rank, distributed, save_fsdp2, save_ranks
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Partial, _StridedShard

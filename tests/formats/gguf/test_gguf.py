@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 import pytest
-from tests.cli.test_cli import run
+from tests.helpers.command_line import run
 from tests.peers.required import required
 
 import reshard

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
-from tests.cli.test_cli import run
+from tests.helpers.command_line import run
 
 import reshard
 from reshard.errors import (

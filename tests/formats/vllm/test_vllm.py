@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from tests.cli.test_cli import run
+from tests.helpers.command_line import run
 
 import reshard
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, LayoutError, ReshardError, UnsupportedError

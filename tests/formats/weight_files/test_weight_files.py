@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.cli.test_cli import run
+from tests.helpers.command_line import run
 
 import reshard
 from reshard.errors import (

@@ -1,0 +1,39 @@
+"""The files of the tests: each is found by its subject, and none needs another one."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+FILES = {path.relative_to(TESTS).as_posix(): path for path in TESTS.rglob("*.py")}
+
+
+def imported_tests(text: str) -> list[str]:
+    """The modules of tests that a file imports, where it should import helpers."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+    return [name for name in found if name.split(".")[0] == "tests" and name.split(".")[-1].startswith("test_")]
+
+
+def test_no_file_imports_a_file_of_tests() -> None:
+    assert {name: found for name, path in FILES.items() if (found := imported_tests(path.read_text()))} == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("from tests.helpers import arrays", []),
+        ("from tests.cli import test_cli", ["tests.cli.test_cli"]),
+        ("def f():\n    from tests.cli.test_cli import run", ["tests.cli.test_cli"]),
+        ("import tests.cli.test_cli", ["tests.cli.test_cli"]),
+    ],
+)
+def test_an_import_of_a_file_of_tests_is_found(text: str, expected: list[str]) -> None:
+    assert imported_tests(text) == expected
