@@ -11,6 +11,19 @@ TESTS = Path(__file__).parents[1]
 FILES = {path.relative_to(TESTS).as_posix(): path for path in TESTS.rglob("*.py")}
 
 
+def too_long(texts: dict[str, str]) -> dict[str, int]:
+    """The files of more than 800 lines, and how many they have."""
+    return {name: n for name, text in texts.items() if (n := len(text.splitlines())) > 800}
+
+
+def test_no_file_is_too_long_to_be_read() -> None:
+    assert too_long({name: path.read_text() for name, path in FILES.items()}) == {}
+
+
+def test_a_file_that_is_too_long_is_found() -> None:
+    assert too_long({"a.py": "x = 1\n" * 800, "b.py": "x = 1\n" * 801}) == {"b.py": 801}
+
+
 def imported_tests(text: str) -> list[str]:
     """The modules of tests that a file imports, where it should import helpers."""
     found = []
