@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from tests.cli.test_cli import run
+from tests.helpers.command_line import run
 
 import reshard
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError, UnsupportedError
