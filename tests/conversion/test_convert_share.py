@@ -4,6 +4,8 @@ import dataclasses
 import inspect
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -173,20 +175,58 @@ def test_ranks_of_a_group_each_write_their_share_and_all_learn_the_outcome(tmp_p
     assert [outcome["error"] for outcome in outcomes if outcome] == ["DestinationExistsError"] * 2
 
 
-def test_the_command_takes_its_share_from_the_launcher(tmp_path: Path, source: Path) -> None:
-    import subprocess
-    import sys
+NAMES = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+LAUNCHERS: list[dict[str, str]] = [
+    {"RANK": "{}", "WORLD_SIZE": "2"},
+    {"RANK": "{}", "WORLD_SIZE": "2", "SLURM_PROCID": "9", "SLURM_NTASKS": "99"},  # srun has started torchrun
+    {"SLURM_PROCID": "{}", "SLURM_NTASKS": "2", "PMI_RANK": "{}", "PMI_SIZE": "2"},
+    {"OMPI_COMM_WORLD_RANK": "{}", "OMPI_COMM_WORLD_SIZE": "2"},
+    {"PMI_RANK": "{}", "PMI_SIZE": "2"},
+]
 
-    dst = tmp_path / "dst"
-    command = [sys.executable, "-c", "from reshard.cli import main; main()", "convert", str(source), str(dst), "--json"]
-    replies = []
-    for rank in (1, 0):
-        environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "SLURM_PROCID": "9", "SLURM_NTASKS": "99"}
-        done = subprocess.run(command, env=environment, capture_output=True, check=True, text=True)
-        replies.append(json.loads(done.stdout)["pending"])
-    assert replies == [[0], []]
-    assert content(dst)
-    other = subprocess.run(
-        [*command[:-2], str(tmp_path / "x"), "--share", "1/3", "--json"], capture_output=True, check=True
-    )
-    assert json.loads(other.stdout)["pending"] == [0, 2]
+
+def converted(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: text for name, text in os.environ.items() if name not in NAMES} | variables
+    command = [sys.executable, "-m", "reshard", "convert", *map(str, arguments), "--json"]
+    return subprocess.run(command, env=environment, capture_output=True, check=False, text=True)
+
+
+@pytest.mark.parametrize("variables", LAUNCHERS, ids=lambda one: next(iter(one)))
+def test_each_process_of_a_launcher_writes_its_share(tmp_path: Path, source: Path, variables: dict[str, str]) -> None:
+    pending = []
+    for rank in ("1", "0"):
+        done = converted(source, tmp_path / "dst", "--on", "ranks", **{k: v.format(rank) for k, v in variables.items()})
+        assert done.returncode == 0, done.stderr
+        pending.append(json.loads(done.stdout)["pending"])
+    assert pending == [[0], []]
+    assert content(tmp_path / "dst")
+
+
+def test_a_command_by_hand_in_the_environment_of_a_launcher_converts_all(tmp_path: Path, source: Path) -> None:
+    done = converted(source, tmp_path / "dst", RANK="1", WORLD_SIZE="8")
+    assert json.loads(done.stdout)["pending"] == []
+    assert content(tmp_path / "dst")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "message"),
+    [
+        ((), {}, "none of RANK and WORLD_SIZE, SLURM_PROCID and SLURM_NTASKS"),
+        (("--share", "0/2"), {"RANK": "0", "WORLD_SIZE": "2"}, "--share and --on exclude each other"),
+        ((), {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "PMI_RANK": "1", "PMI_SIZE": "2"},
+         "rank 0 of 2 (SLURM_PROCID, SLURM_NTASKS) and rank 1 of 2 (PMI_RANK, PMI_SIZE)"),
+        ((), {"RANK": "2", "WORLD_SIZE": "2"}, "no launcher has started"),
+        ((), {"RANK": "-1", "WORLD_SIZE": "many"}, "no launcher has started"),
+    ],
+)  # fmt: skip
+def test_a_rank_that_no_launcher_tells_is_refused(
+    tmp_path: Path, source: Path, arguments: tuple[str, ...], variables: dict[str, str], message: str
+) -> None:
+    done = converted(source, tmp_path / "dst", "--on", "ranks", *arguments, **variables)
+    assert done.returncode in {1, 2}
+    assert message in done.stdout + done.stderr
+    assert not (tmp_path / "dst").exists()
+
+
+def test_the_share_of_the_command(tmp_path: Path, source: Path) -> None:
+    assert json.loads(converted(source, tmp_path / "x", "--share", "1/3").stdout)["pending"] == [0, 2]

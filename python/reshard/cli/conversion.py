@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import os
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,6 +24,7 @@ from reshard.cli.output import (
     size,
     warn,
 )
+from reshard.ranks.launcher import known_variables, launched
 from reshard.values.words import counted, listed
 
 if TYPE_CHECKING:
@@ -188,8 +189,12 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
     "share": click.option(
         "--share",
         metavar="I/N",
-        help="Write share I of N, with I from 0. The process that writes the last share publishes DST. "
-        "Default: from the environment of torchrun or Slurm.",
+        help="Write share I of N, with I from 0. The process that writes the last share publishes DST.",
+    ),
+    "on": click.option(
+        "--on",
+        type=click.Choice(["ranks"]),
+        help="ranks: of the processes that torchrun, srun or mpirun started, each writes its share, as with --share.",
     ),
 }
 """Each option of `reshard.convert` on the command line, by the name of its argument, or of its field of an option."""
@@ -206,7 +211,9 @@ def options(*names: str) -> Callable[[F], F]:
     return decorate
 
 
-def run_conversion(src: str, dst: str, *, no_sync: bool, as_json: bool, share: str | None, **given: Any) -> None:
+def run_conversion(
+    src: str, dst: str, *, no_sync: bool, as_json: bool, share: str | None, on: str | None, **given: Any
+) -> None:
     """Convert, and print a report.
 
     Args:
@@ -214,10 +221,11 @@ def run_conversion(src: str, dst: str, *, no_sync: bool, as_json: bool, share: s
         dst: the destination.
         no_sync: do not sync files to disk.
         as_json: print the report as JSON.
-        share: "I/N", or None: from the environment.
+        share: "I/N", or None.
+        on: "ranks": the share is that of this rank; or None.
         given: the other arguments of `reshard.convert`.
     """
-    given["share"] = _launched() if share is None else _parsed(share)
+    given["share"] = _share(share, on)
     given["rename"] = _renames(given["rename"])
     for name in ("pad", "trim"):
         if name in given:
@@ -227,7 +235,8 @@ def run_conversion(src: str, dst: str, *, no_sync: bool, as_json: bool, share: s
         for group in (reshard.Select, reshard.Files)
     }
     commit = reshard.Commit(durable=not no_sync, private=given.pop("private"))
-    with collected_warnings() as logged, progress_bar() as progress:
+    is_first = on is None or given["share"] is None or given["share"][0] == 0
+    with collected_warnings() as logged, progress_bar() if is_first else contextlib.nullcontext() as progress:
         report = reshard.convert(src, dst, commit=commit, progress=progress, **groups, **given)
     # What is in the report was often logged as well, with where it came from before it.
     warnings = [*report.warnings, *(line for line in logged if not any(known in line for known in report.warnings))]
@@ -278,10 +287,16 @@ def _parsed(share: str) -> tuple[int, int]:
     return int(index), int(count)
 
 
-def _launched() -> tuple[int, int] | None:
-    """The share of this process, if torchrun or Slurm started several."""
-    for rank, of in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
-        index, count = os.environ.get(rank, ""), os.environ.get(of, "")
-        if index.isascii() and index.isdigit() and count.isascii() and count.isdigit():
-            return (int(index), int(count)) if int(count) > 1 else None
-    return None
+def _share(share: str | None, on: str | None) -> tuple[int, int] | None:
+    """The share of this process; None: it converts all."""
+    if on is None:
+        return None if share is None else _parsed(share)
+    if share is not None:
+        raise click.UsageError("--share and --on exclude each other: with --on, each rank has its share")
+    found = launched()
+    if found is None:
+        raise click.UsageError(
+            f"no launcher has started this process: none of {known_variables()} are set. Start it with torchrun, srun "
+            "or mpirun, or give --share I/N"
+        )
+    return (found.rank, found.size) if found.size > 1 else None

@@ -34,6 +34,7 @@ from reshard.cli.output import PATH, command
     "memory",
     "threads",
     "share",
+    "on",
 )
 @options("model_files", "check_names", "no_sync", "overwrite", "modes", "private")
 @command

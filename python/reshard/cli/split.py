@@ -48,6 +48,7 @@ from reshard.cli.output import PATH, command
     "memory",
     "threads",
     "share",
+    "on",
 )
 @options("no_sync", "overwrite", "modes", "private")
 @command
