@@ -127,6 +127,27 @@ def divided_files(folder: str, names: Iterable[str]) -> DividedFiles | None:
     return DividedFiles(model, experts, layers, tuple(others))
 
 
+def optimizer_files(names: Iterable[str]) -> dict[int, dict[int, str]] | None:
+    """The files of the optimizer of ZeRO by stage and data-parallel rank; None: there are also others.
+
+    Example:
+        >>> optimizer_files(["zero_pp_rank_1_mp_rank_00_optim_states.pt"])
+        {0: {1: 'zero_pp_rank_1_mp_rank_00_optim_states.pt'}}
+        >>> optimizer_files(["expp_rank_0_mp_rank_00_optim_states.pt"]) is None
+        True
+    """
+    found: dict[int, dict[int, str]] = {}
+    for name in names:
+        if (match := _OPTIMIZER.fullmatch(name)) is None:
+            if name.endswith("_optim_states.pt"):
+                return None
+            continue
+        of_stage = found.setdefault(int(match[2]), {})
+        if of_stage.setdefault(int(match[1]), name) != name:
+            return None  # of two saves
+    return found
+
+
 def step_of(tag: str) -> int | None:
     """The step in a default tag, or None for another one.
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from reshard import _core
 from reshard.errors import CheckpointNotFoundError, UnsupportedError
 from reshard.formats.base import CheckpointData
-from reshard.formats.deepspeed import names
+from reshard.formats.deepspeed import divided_state, names
 from reshard.formats.deepspeed.divided import add_weights
 from reshard.formats.deepspeed.module import Module, Tensors
 from reshard.formats.deepspeed.states import (
@@ -191,7 +191,7 @@ def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
 
 
 def _open_divided(folder: Location, files: names.DividedFiles, method: _core.ReadMethod) -> CheckpointData:
-    """Open the weights of a save with a file for each expert or for each layer."""
+    """Open a save with a file for each expert or for each layer."""
     if not files.model:
         raise CheckpointNotFoundError(
             f"{show(str(folder))} has no file `mp_rank_*_model_states.pt`: the save was not finished",
@@ -203,12 +203,26 @@ def _open_divided(folder: Location, files: names.DividedFiles, method: _core.Rea
         raise UnsupportedError(f"{show(str(folder))} has experts of AutoEP, which are not supported", path=str(folder))
     tensors = Tensors(method)
     add_weights(folder, files, model, tensors)
-    left_out = [name for name in files.others if name.endswith("_optim_states.pt")]
-    if left_out or any(path.startswith("optimizer.") for path in model[0].tensors):
+    tensors.index.check_coverage()
+    has_state = any(name.endswith("_optim_states.pt") for name in files.others)
+    has_state |= any(path.startswith("optimizer.") for path in model[0].tensors)
+    added = divided_state.add_state(folder, files, model, tensors) if has_state else (frozenset[str](), [])
+    options: dict[str, Any] = {}
+    copies: list[str] = []
+    slots: frozenset[str] = frozenset()
+    if isinstance(added, str):
         what = "experts" if files.experts else "pipeline stages"
-        _log.warning("%s: the weights are read; the state of the optimizer of %s is left out", folder, what)
+        _log.warning("%s: the weights are read; the state of the optimizer of %s is left out: %s", folder, what, added)
+    else:
+        slots, stages = added
+        tensors.index.check_coverage()
+        for stage in stages:
+            module = Module(stage.groups, {}, {}, stage.names)
+            options = options or _check_steps(stage.model, stage.files, module, tensors)
+            copies += [f"{name}.{WEIGHT}" for name in stage.names]
     skipped = _DESCRIPTION | {"optimizer"}
     state = {key: without_tensors(value) for key, value in model[0].content.items() if key not in skipped}
+    state = {**{key: without_tensors(value) for key, value in options.items()}, **state}
     return _DeepSpeedData(
         traits=names.TRAITS,
         path=folder,
@@ -216,6 +230,8 @@ def _open_divided(folder: Location, files: names.DividedFiles, method: _core.Rea
         method=method,
         iteration=model[0].number("global_steps"),
         state=state,
+        slots=slots,
+        copies=frozenset(copies),
         n_ranks=model[0].number("dp_world_size"),
     )
 

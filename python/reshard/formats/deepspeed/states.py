@@ -193,15 +193,14 @@ def check_agreement(files: RankFiles, model: Sequence[StateFile], optimizer: Seq
             )
     recorded = first.number("dp_world_size")
     if files.is_partitioned and recorded is not None:
-        _check_ranks(first, {one.rank for one in model}, recorded)
+        check_ranks(first, {one.rank for one in model}, recorded)
     if not optimizer:
         return
     head = optimizer[0]
-    state = zero_state(head)
     n_ranks = _n_ranks(head)
-    _check_ranks(head, {one.rank for one in optimizer}, n_ranks)
+    check_ranks(head, {one.rank for one in optimizer}, n_ranks)
     if files.is_partitioned:
-        _check_ranks(first, {one.rank for one in model}, n_ranks)
+        check_ranks(first, {one.rank for one in model}, n_ranks)
     if recorded is not None and recorded != n_ranks:
         raise damaged(
             head.file,
@@ -209,15 +208,31 @@ def check_agreement(files: RankFiles, model: Sequence[StateFile], optimizer: Seq
             f"by {recorded}",
             "they are of different saves: use another checkpoint",
         )
-    expected = {key: state.get(key) for key in ("zero_stage", "partition_count", "param_alignment_paddings")}
+    check_partitions(first, optimizer)
+    if (stage_of(head) == PARTITIONED_STAGE) != files.is_partitioned:
+        raise damaged(head.file, f"it is of another ZeRO stage than {show(first.file.name)}")
+
+
+def check_partitions(model: StateFile, optimizer: Sequence[StateFile]) -> None:
+    """Check that the files of the optimizer of all ranks are of one save.
+
+    Args:
+        model: the file with the module.
+        optimizer: the files with the state of the optimizer, by rank.
+
+    Raises:
+        DamagedFileError: one is of another step or run.
+    """
+    head = optimizer[0]
+    state = zero_state(head)
+    keys = ("zero_stage", "partition_count", "param_alignment_paddings")
+    expected = {key: state.get(key) for key in keys}
     groups = plain(param_groups(state))
     for other in optimizer:
-        _same(first, other, {"ds_version": first.content.get("ds_version")}, other.content)
+        _same(model, other, {"ds_version": model.content.get("ds_version")}, other.content)
         found = zero_state(other)
         _same(head, other, expected, found)
         _same(head, other, {"param_groups": groups}, {"param_groups": param_groups(found)})
-    if (stage_of(head) == PARTITIONED_STAGE) != files.is_partitioned:
-        raise damaged(head.file, f"it is of another ZeRO stage than {show(first.file.name)}")
 
 
 def _same(first: StateFile, other: StateFile, expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
@@ -263,7 +278,17 @@ def _n_ranks(file: StateFile) -> int:
     return n_ranks
 
 
-def _check_ranks(example: StateFile, found: set[int], n_ranks: int) -> None:
+def check_ranks(example: StateFile, found: set[int], n_ranks: int) -> None:
+    """Refuse files of which those of some ranks are missing, or of more ranks.
+
+    Args:
+        example: one of the files.
+        found: the ranks of all.
+        n_ranks: how many there should be.
+
+    Raises:
+        DamagedFileError: they are not those of all ranks.
+    """
     folder, name = example.file.parent, example.file.name
     missing = next(rank for rank in range(len(found) + 1) if rank not in found)
     if missing < n_ranks:

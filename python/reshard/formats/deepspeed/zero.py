@@ -53,6 +53,19 @@ def add_state(files: Sequence[StateFile], module: Module, tensors: Tensors) -> f
         UnsupportedError: state that does not belong to elements of parameters.
     """
     is_partitioned = stage_of(files[0]) == PARTITIONED_STAGE
+    paths = paths_of(files, is_partitioned=is_partitioned)
+    if is_partitioned:
+        return _add_partitioned(files, paths, module, tensors)
+    return _add_flat(files, paths, module, tensors)
+
+
+def paths_of(files: Sequence[StateFile], *, is_partitioned: bool) -> list[dict[int, dict[str, str]]]:
+    """The path of each slot of each group, or of each sub-group of stage 3, in the file of each rank.
+
+    Raises:
+        DamagedFileError: the files of ranks differ in what they hold.
+        UnsupportedError: state that does not belong to elements of parameters.
+    """
     paths = [_paths(file, is_partitioned=is_partitioned) for file in files]
     for file, found in zip(files, paths, strict=True):
         for group in sorted(set(paths[0]) | set(found)):
@@ -63,9 +76,7 @@ def add_state(files: Sequence[StateFile], module: Module, tensors: Tensors) -> f
                     f"group {group} has other tensors than in {show(files[0].file.name)}: {sorted(differs)}",
                     "one of the files is of another save: use another checkpoint",
                 )
-    if is_partitioned:
-        return _add_partitioned(files, paths, module, tensors)
-    return _add_flat(files, paths, module, tensors)
+    return paths
 
 
 def steps(file: StateFile) -> dict[int, int | float]:
@@ -132,35 +143,61 @@ def _add_flat(
             files[0].file, f"it has {len(paths[0])} groups of parameters, the model's file records {len(module.groups)}"
         )
     for group, shapes in enumerate(module.groups):
-        lines = {
-            slot: _line([(file, found[group][slot]) for file, found in zip(files, paths, strict=True)], tensors)
-            for slot in paths[0][group]
-        }
-        paddings = _paddings(files[0], group, len(shapes))
-        starts = []
-        offset = 0
-        for shape, padding in zip(shapes.values(), paddings, strict=True):
-            starts.append(offset)
-            offset += math.prod(shape) + padding
-        for slot, (dtype, line) in lines.items():
-            # As DeepSpeed: the end of a group is padded to a multiple of this, and the padding may be removed.
-            align = 2 * len(files)
-            if -(-line.n // align) != -(-offset // align):
-                raise damaged(
-                    files[0].file.parent,
-                    f"{show(slot)} of group {group} has {counted(line.n, 'element')} on all ranks, its "
-                    f"{len(shapes)} parameters "
-                    f"have {offset}",
-                    "a file is of another save, or of another model",
-                )
-            _check_starts(files, lines[WEIGHT][1], line, group, slot)
-            for (name, shape), start in zip(shapes.items(), starts, strict=True):
-                end = start + math.prod(shape)
-                if end > line.n:
-                    raise damaged(files[0].file.parent, f"{show(slot)} ends before the end of {show(name)}", key=name)
-                tensors.add_pieces(f"{name}.{slot}", dtype, shape, line.pieces(start, end))
-        _check_slices(files, group, lines[WEIGHT][1], dict(zip(shapes, starts, strict=True)), shapes)
+        add_group(files, paths, group, shapes, tensors)
     return frozenset(slot for slots in paths[0].values() for slot in slots)
+
+
+def add_group(
+    files: Sequence[StateFile],
+    paths: Sequence[Mapping[int, Mapping[str, str]]],
+    group: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    tensors: Tensors,
+    *,
+    renamed: Mapping[str, str] | None = None,
+) -> None:
+    """Add the weights and the state of a group of stages 1 and 2.
+
+    Args:
+        files: the files of the ranks that divide it.
+        paths: the path of each slot of each group, in each file.
+        group: the number of the group.
+        shapes: the shapes of its parameters, in their order.
+        tensors: to which they are added.
+        renamed: the names of the parameters in the checkpoint, where they have others in the files.
+
+    Raises:
+        DamagedFileError: as `add_state`.
+    """
+    lines = {
+        slot: _line([(file, found[group][slot]) for file, found in zip(files, paths, strict=True)], tensors)
+        for slot in paths[0][group]
+    }
+    paddings = _paddings(files[0], group, len(shapes))
+    starts = []
+    offset = 0
+    for shape, padding in zip(shapes.values(), paddings, strict=True):
+        starts.append(offset)
+        offset += math.prod(shape) + padding
+    for slot, (dtype, line) in lines.items():
+        # As DeepSpeed: the end of a group is padded to a multiple of this, and the padding may be removed.
+        align = 2 * len(files)
+        if -(-line.n // align) != -(-offset // align):
+            raise damaged(
+                files[0].file.parent,
+                f"{show(slot)} of group {group} has {counted(line.n, 'element')} on all ranks, its "
+                f"{len(shapes)} parameters "
+                f"have {offset}",
+                "a file is of another save, or of another model",
+            )
+        _check_starts(files, lines[WEIGHT][1], line, group, slot)
+        for (name, shape), start in zip(shapes.items(), starts, strict=True):
+            end = start + math.prod(shape)
+            key = name if renamed is None else renamed[name]
+            if end > line.n:
+                raise damaged(files[0].file.parent, f"{show(slot)} ends before the end of {show(key)}", key=key)
+            tensors.add_pieces(f"{key}.{slot}", dtype, shape, line.pieces(start, end))
+    _check_slices(files, group, lines[WEIGHT][1], dict(zip(shapes, starts, strict=True)), shapes)
 
 
 def _paddings(file: StateFile, group: int, n: int) -> list[int]:
