@@ -11,8 +11,6 @@ import pytest
 
 import reshard
 from reshard.formats import registry
-from reshard.formats.savable import save_format
-from reshard.formats.writers import WRITERS
 from reshard.verbs.convert import Target
 
 PACKAGE = Path(reshard.__file__).parent
@@ -111,9 +109,9 @@ def test_a_comparison_is_found() -> None:
 
 
 def test_what_convert_and_save_accept_are_the_formats_that_are_written() -> None:
-    assert {one.name for one in WRITERS} == set(get_args(Target))
+    assert {one.name for one in registry.writers()} == set(get_args(Target))
     for name in ("checkpoint2", "checkpoint1"):
-        assert save_format(name).traits.name == name
+        assert registry.save_format(name).traits.name == name
 
 
 _FILE_MODULES = {"fcntl", "filecmp", "glob", "shutil", "stat", "tempfile"}

@@ -146,6 +146,16 @@ def is_root(path: Location) -> bool:
     return (path / TRACKER_FILE).exists() or bool(scan(path)[0])
 
 
+def holds_saves(path: Location) -> bool:
+    """Whether a path is a root with an iteration that this package has completed."""
+    if not path.is_folder():
+        return False
+    tracker, _ = read_tracker(path)
+    if tracker is not None and (path / iteration_folder_name(tracker) / filesystem.MANIFEST_FILE).exists():
+        return True  # as in most cases, without listing the root
+    return any((path / name / filesystem.MANIFEST_FILE).exists() for _, name in reversed(list_iterations(path)))
+
+
 def list_iterations(root: Location) -> list[tuple[int, str]]:
     """`(iteration, folder name)` of the iteration folders of a root, by ascending number.
 

@@ -119,6 +119,8 @@ class Format(ABC):
     """A format: its traits, how it is recognised and how it is opened. `registry.FORMATS` lists the instances."""
 
     traits: ClassVar[Traits]
+    hidden_files: ClassVar[tuple[str, ...]] = ()
+    """Files of a checkpoint whose names begin with a dot."""
 
     @abstractmethod
     def detect(self, path: Location) -> Match:
@@ -135,6 +137,10 @@ class Format(ABC):
         Raises:
             ReshardError: as `reshard.open`.
         """
+
+    def may_be_foreign(self, file: Location) -> bool:  # noqa: ARG002
+        """Whether a damaged file can be one of another tool that only begins as this format does."""
+        return False
 
     def root(
         self,

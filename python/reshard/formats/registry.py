@@ -1,14 +1,18 @@
-"""The formats that can be opened, in the order in which they are tried.
+"""All formats: those that are opened, in the order in which they are tried, those that are converted to or saved.
 
 A new format is a module with a subclass of `formats.base.Format` and one entry here. If the reader takes long to
-import, the subclass is in a module `format`, which imports it when something is opened.
+import, the subclass is in a module `format`, which imports it when something is opened. To be written, it has a
+subclass of `conversion.writer.Writer`, to be saved a subclass of `write.phases.Draft`, each with one entry.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+import logging
+from typing import TYPE_CHECKING, Any
 
-from reshard.errors import ArgumentError, DestinationExistsError
+from reshard.commit import roots
+from reshard.errors import ArgumentError, DestinationExistsError, UnsupportedError
 from reshard.formats.base import Match
 from reshard.formats.checkpoint1.format import CHECKPOINT1
 from reshard.formats.checkpoint2.format import CHECKPOINT2, TILED
@@ -31,8 +35,13 @@ from reshard.formats.weight_files.format import WEIGHT_FILES
 from reshard.values.words import check_text, listed, show
 
 if TYPE_CHECKING:
-    from reshard.formats.base import Format, OpenOptions, Root
+    from collections.abc import Callable, Mapping
+
+    from reshard.conversion.known_files import KnownFiles
+    from reshard.conversion.writer import Writer
+    from reshard.formats.base import CheckpointData, Format, OpenOptions, Root
     from reshard.storage.location import Location
+    from reshard.write.phases import Draft
 
 FORMATS: tuple[Format, ...] = (
     HUGGINGFACE,
@@ -56,6 +65,15 @@ FORMATS: tuple[Format, ...] = (
     SINGLE_FILE,
 )
 
+HIDDEN_FILES = frozenset(name for one in FORMATS for name in one.hidden_files)
+"""Files whose names begin with a dot, and that belong to a checkpoint."""
+
+# A folder of weights has these formats, too, if it holds a name map or tiles.json, as a copy of a model can.
+_OF_THE_SAME_FILES = (FULL_WEIGHTS, TILED)
+_OTHER_FILES = (".ckpt", ".distcp", ".gguf", ".h5", ".npy", ".npz", ".onnx", ".safetensor")
+
+_log = logging.getLogger("reshard")
+
 
 def detect(path: Location) -> Format:
     """The format of an existing path: the first that matches, else the first that accepts it as a fallback.
@@ -73,7 +91,7 @@ def detect(path: Location) -> Format:
         >>> detect(locate("w.safetensors")).traits.name
         'safetensors'
     """
-    if CHECKPOINT2.holds_saves(path):
+    if roots.holds_saves(path):
         return CHECKPOINT2
     fallback = None
     for one in FORMATS:
@@ -146,6 +164,47 @@ def of_name(path: Location, name: str) -> Format:
     )
 
 
+def check_alone(data: CheckpointData, folder: Location) -> None:
+    """Refuse weights beside a checkpoint of another format that holds the state of a run: either could be meant.
+
+    Where DeepSpeed has partitioned the parameters, transformers writes weights without elements beside its checkpoint.
+
+    Raises:
+        UnsupportedError: there are two such checkpoints.
+    """
+    # The run of a Trainer is of the same weights.
+    found = [one for one in matching(folder) if one is not TRAINER_RUN and not one.traits.is_pretrained]
+    runs = [one.traits.name for one in found]
+    others = [one.traits.name for one in found if one not in _OF_THE_SAME_FILES]
+    keys = map(data.index.key, range(len(data.index)))
+    empty = next((key for key in keys if 0 in data.index.shape(key)), None)
+    own = data.traits.name
+    if empty is None and others:
+        raise UnsupportedError(
+            f"{show(str(folder))} holds checkpoints of the formats {own} and {listed(others)}",
+            path=str(folder),
+            hint=f"`format={own!r}` opens the weights, `format={others[0]!r}` the other checkpoint",
+        )
+    if empty is None:
+        return
+    what = f"the weights of the format {own} are placeholders: {show(empty)} has the shape {data.index.shape(empty)}"
+    if not runs:
+        _log.warning("%s: %s", folder, what)
+        return
+    raise UnsupportedError(
+        f"{show(str(folder))} holds checkpoints of the formats {own} and {listed(runs)}, and {what}",
+        path=str(folder),
+        key=empty,
+        hint=f"`format={runs[0]!r}` opens the other one; the path of its own folder opens it, too",
+    )
+
+
+def run_beside_model(path: Location) -> Format | None:
+    """The format of a run whose weights are opened as a model if no format is given; None: it holds no such run."""
+    is_run = TRAINER_RUN.detect(path) is Match.YES and detect(path).traits.is_pretrained
+    return TRAINER_RUN if is_run else None
+
+
 def check_destination(path: Location, name: str, *, keeps_others: bool = True) -> None:
     """Refuse a folder that would be opened as another format than the one that is written into it.
 
@@ -183,3 +242,112 @@ def check_destination(path: Location, name: str, *, keeps_others: bool = True) -
         path=str(path),
         hint="choose another folder",
     )
+
+
+# -- formats that are written
+
+
+@functools.cache
+def writers() -> tuple[Writer, ...]:
+    """The formats that a conversion writes."""
+    # Slow to import.
+    from reshard.formats.checkpoint1.writer import Checkpoint1Writer  # noqa: PLC0415
+    from reshard.formats.checkpoint2.writer import Checkpoint2Writer  # noqa: PLC0415
+    from reshard.formats.dcp.megatron_writer import MegatronWriter  # noqa: PLC0415
+    from reshard.formats.dcp.writer import DcpWriter  # noqa: PLC0415
+    from reshard.formats.deepspeed.universal_writer import UniversalWriter  # noqa: PLC0415
+    from reshard.formats.full_weights.writer import FullWeightsWriter  # noqa: PLC0415
+    from reshard.formats.huggingface.writer import HuggingFaceWriter  # noqa: PLC0415
+    from reshard.formats.tiled.writer import SafetensorsWriter  # noqa: PLC0415
+    from reshard.formats.torch_file.writer import TorchWriter  # noqa: PLC0415
+
+    return (
+        HuggingFaceWriter(),
+        FullWeightsWriter(),
+        Checkpoint2Writer(),
+        Checkpoint1Writer(),
+        SafetensorsWriter(),
+        TorchWriter(),
+        DcpWriter(),
+        MegatronWriter(),
+        UniversalWriter(),
+    )
+
+
+@functools.cache
+def known_files() -> KnownFiles:
+    """What names the files of the formats that a conversion writes."""
+    from reshard.conversion.known_files import KnownFiles  # noqa: PLC0415  slow to import
+
+    names = dict.fromkeys(name for one in writers() for name in one.commits)
+    return KnownFiles(tuple(names), {name: mark for one in writers() for name, mark in one.marks.items()})
+
+
+def writer_for(to: str | None, target: Location, *, has_layout: bool) -> Writer:
+    """The writer of a format. Default: Checkpoint 2.0 with a layout, else by the suffix of the destination.
+
+    Args:
+        to: name of the format, or None for the default.
+        target: the destination.
+        has_layout: whether a layout is given.
+
+    Raises:
+        ArgumentError: there is no such format, or the destination has the suffix of a file that no format writes.
+
+    Example:
+        >>> from reshard.storage.location import locate
+        >>> writer_for(None, locate("model.safetensors"), has_layout=False).name
+        'safetensors'
+    """
+    known = {one.name: one for one in writers()}
+    if to is None:
+        if target.suffix in _OTHER_FILES and not target.is_folder():
+            raise ArgumentError(
+                f"{show(str(target))} is the name of a file of a format that is not written",
+                path=str(target),
+                hint="for one file choose a name with .safetensors, .bin, .pt or .pth; "
+                'for a folder with this name give `to="huggingface"`',
+            )
+        by_suffix = (one.name for one in writers() if one.is_one_file(target))
+        return known["checkpoint2" if has_layout else next(by_suffix, "huggingface")]
+    if to not in known:
+        accepted = ", ".join(f'"{name}"' for name in list(known)[:-1]) + f' or "{list(known)[-1]}"'
+        raise ArgumentError(f"`to` is {to!r}; {accepted} are accepted")
+    return known[to]
+
+
+def _checkpoint1() -> type[Draft[Any, Any, Any, Any]]:
+    from reshard.formats.checkpoint1.save import Checkpoint1Draft  # noqa: PLC0415  slow to import
+
+    return Checkpoint1Draft
+
+
+def _checkpoint2() -> type[Draft[Any, Any, Any, Any]]:
+    from reshard.formats.checkpoint2.save import Checkpoint2Draft  # noqa: PLC0415  slow to import
+
+    return Checkpoint2Draft
+
+
+_DRAFTS: Mapping[str, Callable[[], type[Draft[Any, Any, Any, Any]]]] = {
+    CHECKPOINT2.traits.name: _checkpoint2,
+    CHECKPOINT1.traits.name: _checkpoint1,
+}
+
+
+def save_format(name: str) -> type[Draft[Any, Any, Any, Any]]:
+    """How a format is saved.
+
+    Args:
+        name: one that `save` writes.
+
+    Raises:
+        ArgumentError: `save` has no format of this name.
+
+    Example:
+        >>> save_format("checkpoint1").traits.rank_folders
+        True
+    """
+    if name not in _DRAFTS:
+        accepted = " and ".join(f'"{one}"' for one in _DRAFTS)
+        raise ArgumentError(f"`format` is {name!r}; {accepted} are accepted")
+    return _DRAFTS[name]()

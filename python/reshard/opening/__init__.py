@@ -21,21 +21,15 @@ from reshard.errors import (
     MismatchError,
     ReshardError,
     StorageError,
-    UnsupportedError,
 )
 from reshard.formats import registry
 from reshard.formats.base import Match, OpenOptions, StrategyLike
-from reshard.formats.checkpoint2.format import TILED
-from reshard.formats.dcp.names import METADATA_FILE
-from reshard.formats.full_weights.reader import FULL_WEIGHTS
-from reshard.formats.torch_file.names import SUFFIXES as TORCH_SUFFIXES
-from reshard.formats.trainer_run.format import TRAINER_RUN
 from reshard.lazy import exports
 from reshard.opening import several
 from reshard.storage.location import BROKEN_LINK_HINT, Location, locate
 from reshard.values.argument_types import ReadMethod
 from reshard.values.arguments import checked
-from reshard.values.words import counted, hub_hint, listed, show
+from reshard.values.words import counted, hub_hint, show
 
 if TYPE_CHECKING:
     import os
@@ -44,7 +38,7 @@ if TYPE_CHECKING:
     from reshard.commit.candidates import Order
     from reshard.commit.scrub import is_damage as is_damage
     from reshard.commit.scrub import reason_of as reason_of
-    from reshard.formats.base import CheckpointData, Root
+    from reshard.formats.base import Root
     from reshard.formats.checkpoint2.reader import Chosen as Chosen
     from reshard.formats.checkpoint2.reader import chosen as chosen
     from reshard.formats.checkpoint2.reader import marks as marks
@@ -65,8 +59,6 @@ __all__ = [*_names, "StrategyLike", "iterations", "open", "root_of"]  # noqa: PL
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _LOST_FILES = "lost+found"  # made by mkfs in the top folder of a volume; fsck puts files without a name there
 _log = logging.getLogger("reshard")
-# A folder of weights has these formats, too, if it holds a name map or tiles.json, as a copy of a model can.
-_OF_THE_SAME_FILES = (FULL_WEIGHTS, TILED)
 
 
 @checked
@@ -207,44 +199,12 @@ def _open(target: Location, strategy: StrategyLike | None, method: ReadMethod, n
         _check_downloaded(error)
         if format_.detect(target) is Match.FALLBACK and error.path == str(target):
             _say_what_is_there(error, target)
-        elif isinstance(error, DamagedFileError) and found == "file" and format_.traits.name == "torch":
+        elif isinstance(error, DamagedFileError) and found == "file" and format_.may_be_foreign(target):
             _say_which_archive(error, target)
         raise
     if name is None and data.traits.is_pretrained and found == "folder":
-        _check_alone(data, target)
+        registry.check_alone(data, target)
     return Checkpoint(data)
-
-
-def _check_alone(data: CheckpointData, folder: Location) -> None:
-    """Refuse weights beside a checkpoint of another format that holds the state of a run: either could be meant.
-
-    Where DeepSpeed has partitioned the parameters, transformers writes weights without elements beside its checkpoint.
-    """
-    # The run of a Trainer is of the same weights.
-    matching = [one for one in registry.matching(folder) if one is not TRAINER_RUN and not one.traits.is_pretrained]
-    runs = [one.traits.name for one in matching]
-    others = [one.traits.name for one in matching if one not in _OF_THE_SAME_FILES]
-    keys = map(data.index.key, range(len(data.index)))
-    empty = next((key for key in keys if 0 in data.index.shape(key)), None)
-    own = data.traits.name
-    if empty is None and others:
-        raise UnsupportedError(
-            f"{show(str(folder))} holds checkpoints of the formats {own} and {listed(others)}",
-            path=str(folder),
-            hint=f"`format={own!r}` opens the weights, `format={others[0]!r}` the other checkpoint",
-        )
-    if empty is None:
-        return
-    what = f"the weights of the format {own} are placeholders: {show(empty)} has the shape {data.index.shape(empty)}"
-    if not runs:
-        _log.warning("%s: %s", folder, what)
-        return
-    raise UnsupportedError(
-        f"{show(str(folder))} holds checkpoints of the formats {own} and {listed(runs)}, and {what}",
-        path=str(folder),
-        key=empty,
-        hint=f"`format={runs[0]!r}` opens the other one; the path of its own folder opens it, too",
-    )
 
 
 def _say_what_is_there(error: ReshardError, target: Location) -> None:
@@ -263,9 +223,8 @@ def _say_which_archive(error: DamagedFileError, file: Location) -> None:
     from reshard.opening.what_is_there import what_is_there  # noqa: PLC0415  not needed without such an error
 
     there = what_is_there(file)
-    if not file.name.endswith(TORCH_SUFFIXES):
-        error.message = f"{error.message}: {there.text}"
-        error.hint = error.hint or there.hint
+    error.message = f"{error.message}: {there.text}"
+    error.hint = error.hint or there.hint
 
 
 def _check_downloaded(error: ReshardError) -> None:
@@ -292,7 +251,7 @@ def _is_empty(folder: Location) -> bool:
     rest = {
         entry.name
         for entry in folder.entries()
-        if not (entry.name.startswith(".") and entry.name != METADATA_FILE)
+        if not (entry.name.startswith(".") and entry.name not in registry.HIDDEN_FILES)
         and not (entry.name in (EVENT_FILE, OLD_EVENT_FILE) and entry.kind == "file")
     }
     if rest != {_LOST_FILES}:

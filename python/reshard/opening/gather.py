@@ -15,9 +15,8 @@ from reshard.commit.scrub import is_damage, reason_of
 from reshard.config import split_iteration
 from reshard.errors import CheckpointNotFoundError, EmptyRootError, ReshardError, UnsupportedError
 from reshard.formats import health, registry
-from reshard.formats.base import Match, OpenOptions
+from reshard.formats.base import OpenOptions
 from reshard.formats.newest import MAX_LOOKS
-from reshard.formats.trainer_run.format import TRAINER_RUN
 from reshard.layout import ModelLayout
 from reshard.opening import open as open_path
 from reshard.opening.gather_ranks import counters_of, gather_saves, holds_optimizer, saves_root
@@ -127,8 +126,8 @@ def format_of(config: Config, path: Location) -> str | None:
     """
     if config.init_from is not None:
         return config.init_from.format
-    is_run = config.resume and TRAINER_RUN.detect(path) is Match.YES
-    return TRAINER_RUN.traits.name if is_run and registry.detect(path).traits.is_pretrained else None
+    run = registry.run_beside_model(path) if config.resume else None
+    return None if run is None else run.traits.name
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from reshard.commit.session import find_session
 from reshard.config import Config, as_config
 from reshard.errors import ArgumentError, ClaimedError, GroupError, ReshardError
 from reshard.formats.checkpoint2.rank_facts import check_same
-from reshard.formats.savable import save_format
+from reshard.formats.registry import save_format
 from reshard.options import (
     Environment,
     Exports,

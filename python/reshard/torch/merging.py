@@ -26,7 +26,7 @@ from reshard.conversion.writer import Settings
 from reshard.errors import MismatchError, UnsupportedError
 from reshard.formats.base import StoredTensor
 from reshard.formats.huggingface.writer import HuggingFaceWriter
-from reshard.formats.writers import KNOWN_FILES
+from reshard.formats.registry import known_files
 from reshard.options import Commit
 from reshard.storage.changes import make_folders, temporary_folder
 from reshard.storage.location import locate, locate_output
@@ -238,7 +238,7 @@ def write_merged(
             with_state=False,
             with_extra=False,
         )
-        job = Job(view, keys, target, options, overwrite=True, known_files=KNOWN_FILES, is_renamed=True)
+        job = Job(view, keys, target, options, overwrite=True, known_files=known_files(), is_renamed=True)
         HuggingFaceWriter().write(job, settings)
     return len(keys)
 

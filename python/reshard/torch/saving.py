@@ -22,7 +22,7 @@ from reshard.errors import (
 )
 from reshard.formats import state
 from reshard.formats.left_out import NAME as LEFT_OUT
-from reshard.formats.savable import save_format
+from reshard.formats.registry import save_format
 from reshard.formats.state import per_rank
 from reshard.ranks.collective import Collective
 from reshard.ranks.group import log_error_of_all, session

@@ -10,9 +10,9 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
+from reshard.commit import roots
 from reshard.documents.strict_json import read_json
 from reshard.errors import ArgumentError, UnsupportedError
-from reshard.formats.checkpoint2.format import CHECKPOINT2
 from reshard.formats.trainer_run import names
 from reshard.ranks.collective import Collective
 from reshard.ranks.group import log_of_all, resolve, session
@@ -47,7 +47,7 @@ def taken_from(path: str | os.PathLike[str], trainer: Any, root: str, resuming: 
     members = resolve(None)
 
     def is_used() -> bool:
-        if own.is_folder() and CHECKPOINT2.holds_saves(own):
+        if roots.holds_saves(own):
             return False
         _check(folder, trainer, root, resuming)
         return True

@@ -35,10 +35,9 @@ from reshard.formats.base import StoredTensor
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1.reader import open_rank_files, strategy_for
 from reshard.formats.left_out import LeftOut
-from reshard.formats.registry import check_destination
+from reshard.formats.registry import check_destination, known_files, writer_for, writers
 from reshard.formats.torch_file.names import is_of_one_rank
 from reshard.formats.weight_sets import WRAPPERS, alike, model_start
-from reshard.formats.writers import KNOWN_FILES, WRITERS, writer_for
 from reshard.layout import as_layout
 from reshard.layout.patterns import Matcher
 from reshard.names import as_names, config_beside
@@ -387,7 +386,7 @@ def _convert(
             target,
             options,
             asked.overwrite,
-            KNOWN_FILES,
+            known_files(),
             selection.counters,
             left_out=selection.left_out,
             is_renamed=selection.is_renamed,
@@ -816,7 +815,7 @@ def _check_options(
         )
     for name, value in of_format.items():
         if value is not None and name not in writer.options:
-            owners = " or ".join(f'`to="{one.name}"`' for one in WRITERS if name in one.options)
+            owners = " or ".join(f'`to="{one.name}"`' for one in writers() if name in one.options)
             hint = "to convert an older iteration of a root, name its folder as the source: <root>/iteration_<8 digits>"
             raise ArgumentError(
                 f'`{name}` belongs to {owners}; the destination is "{writer.name}"',

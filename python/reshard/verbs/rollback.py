@@ -14,7 +14,7 @@ from reshard import opening
 from reshard.checkpoint import Checkpoint
 from reshard.commit import claims, protocol, roots
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, StorageError, hints_without
-from reshard.formats.checkpoint1 import names as checkpoint1
+from reshard.formats import registry
 from reshard.formats.checkpoint2.reader import open_folder
 from reshard.formats.health import last_healthy
 from reshard.storage.location import Location, locate_output
@@ -149,7 +149,7 @@ def _folder(root: Location, iteration: int) -> Location:
 
 def _not_found(root: Location, iteration: int) -> CheckpointNotFoundError:
     hint = roots.missing_hint(root)
-    if not roots.list_iterations(root) and checkpoint1.is_root(root):
+    if not roots.list_iterations(root) and registry.detect(root).traits.rank_folders:
         hint = "rank folders have no tracker: `load_checkpoint` of the configuration names the file to resume from"
     return CheckpointNotFoundError(f"there is no iteration {iteration} in {show(str(root))}", path=str(root), hint=hint)
 

@@ -25,8 +25,8 @@ from reshard.formats.checkpoint1 import state as checkpoint1_state
 from reshard.formats.checkpoint2.common import CommonInfo
 from reshard.formats.checkpoint2.rank_facts import differs_between_ranks, facts_of
 from reshard.formats.differing import MISSING, Fields, difference
+from reshard.formats.registry import save_format
 from reshard.formats.replicas import Copies, RankLocal, is_any_of
-from reshard.formats.savable import save_format
 from reshard.options import SaveOptions, agreed, explains_moved
 from reshard.ranks.collective import capture
 from reshard.ranks.distinct import gather_distinct

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reshard.commit import roots
-from reshard.commit.filesystem import MANIFEST_FILE
 from reshard.formats.base import Format, Match, OpenOptions
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2 import traits
@@ -34,16 +33,6 @@ class Checkpoint2(Format):
         from reshard.formats.checkpoint2.root import IterationsRoot  # noqa: PLC0415  slow to import
 
         return IterationsRoot(path, options, exact=exact) if roots.is_root(path) else None
-
-    def holds_saves(self, path: Location) -> bool:
-        """Whether it holds an iteration that this package has completed."""
-        if not path.is_folder():
-            return False
-        tracker, _ = roots.read_tracker(path)
-        if tracker is not None and (path / roots.iteration_folder_name(tracker) / MANIFEST_FILE).exists():
-            return True  # as in most cases, without listing the root
-        newest_first = reversed(roots.list_iterations(path))
-        return any((path / name / MANIFEST_FILE).exists() for _, name in newest_first)
 
     def open(self, path: Location, options: OpenOptions) -> CheckpointData:
         """The best iteration of a root, or an iteration folder."""

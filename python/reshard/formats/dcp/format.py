@@ -25,6 +25,7 @@ class Dcp(Format):
     """A folder of `torch.distributed.checkpoint`, or a root with a folder for each step."""
 
     traits = TRAITS
+    hidden_files = (METADATA_FILE,)
 
     def detect(self, path: Location) -> Match:
         """By `.metadata` or the names of shard files; by data files where `.metadata` is missing, to say so."""

@@ -37,5 +37,9 @@ class TorchFile(Format):
             return reader.open_single(path, options.method)
         return reader.open_index(path, options.method)
 
+    def may_be_foreign(self, file: Location) -> bool:
+        """A zip archive of another tool looks like one of torch."""
+        return not file.name.endswith(names.SUFFIXES)
+
 
 TORCH_FILE = TorchFile()
