@@ -104,9 +104,7 @@ class ShardEntry:
     rank: int
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if name != "checksums_digest":
-                _check_count(name, value)
+        _check_counts({name: value for name, value in vars(self).items() if name != "checksums_digest"})
         if not 8 <= self.header_bytes <= self.n_bytes:
             raise ArgumentError(f"`header_bytes` is {self.header_bytes} in a file of {self.n_bytes} bytes")
         if self.header_checksum >= 1 << 32:
@@ -135,7 +133,7 @@ class PlainEntry:
     digest: str
 
     def __post_init__(self) -> None:
-        _check_count("n_bytes", self.n_bytes)
+        _check_counts({"n_bytes": self.n_bytes})
         _check_digest("digest", self.digest)
 
 
@@ -190,13 +188,11 @@ class Manifest:
     def __post_init__(self) -> None:
         object.__setattr__(self, "passed_over", tuple(self.passed_over))
         object.__setattr__(self, "metrics", metrics.checked(self.metrics))
-        for name in ("iteration", "generation", "world_size"):
-            _check_count(name, getattr(self, name))
-        for name in ("previous_tracker", "ckpt_status"):
-            if getattr(self, name) is not None:
-                _check_count(name, getattr(self, name))
+        counts = {name: getattr(self, name) for name in ("iteration", "generation", "world_size")}
+        can_lack = {name: getattr(self, name) for name in ("previous_tracker", "ckpt_status")}
+        _check_counts(counts | {name: value for name, value in can_lack.items() if value is not None})
         for one in self.passed_over:
-            _check_count("passed_over", one)
+            _check_counts({"passed_over": one})
         _check_digest("attempt", self.attempt)
         if not isinstance(self.writer, str) or not self.writer.isprintable() or len(self.writer) > _MAX_WRITER:
             raise ArgumentError(f"`writer` is not printable text of at most {_MAX_WRITER} characters")
@@ -467,34 +463,24 @@ def _text(manifest: Manifest) -> bytes:
 def _body(manifest: Manifest) -> bytes:
     """The canonical text, up to the digest."""
     lines = [f'"version":{_VERSION_WITH_METRICS if manifest.metrics else _VERSION}']
-    for one in fields(Manifest):
-        value = getattr(manifest, one.name)
-        if one.name == "metrics":
+    for stored, field_name in _NAMES[Manifest].items():
+        value = getattr(manifest, field_name)
+        if stored == "metrics":
             if value:
                 lines.append(f'"metrics":{_dump(metrics.to_json(value))}')
-            continue
-        if one.name in ("shards", "files"):
+        elif stored in ("shards", "files"):
             inner = ",\n".join(
                 f"{_dump(name)}:{_ENTRY_TEXTS[type(entry)] % tuple(vars(entry).values())}"
                 for name, entry in value.items()
             )
-            lines.append(f'"{one.name}":{{\n{inner}}}')
-        elif one.name != "digest":
-            lines.append(f'"{_key(one.name)}":{_dump(value)}')
+            lines.append(f'"{stored}":{{\n{inner}}}')
+        elif stored != "digest":
+            lines.append(f'"{stored}":{_dump(value)}')
     return ("{" + ",\n".join(lines)).encode()
 
 
-def _key(name: str) -> str:
-    """The key in the file of a field of a manifest or an entry."""
-    return _STORED_NAMES.get(name, name)
-
-
 # Created once: `json.dumps` with options creates an encoder for each call, and there is a call for every file.
-_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-
-
-def _dump(value: object) -> str:
-    return _ENCODER.encode(value)
+_dump = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 def _parse(place: Location, data: bytes, given: Mapping[str, Any] | None = None) -> Manifest:
@@ -517,7 +503,7 @@ def _manifest_of(content: object, given: Mapping[str, Any]) -> Manifest:
         raise UnsupportedError(
             f"is of version {version}; this release reads versions {_VERSION} and {_VERSION_WITH_METRICS}"
         )
-    names = [_key(one.name) for one in fields(Manifest) if version == _VERSION_WITH_METRICS or one.name != "metrics"]
+    names = [name for name in _NAMES[Manifest] if version == _VERSION_WITH_METRICS or name != "metrics"]
     values = _fields(content, "the file", ("version", *names))
     del values["version"]
     values["generation"] = values.pop("epoch")
@@ -538,21 +524,20 @@ def _manifest_of(content: object, given: Mapping[str, Any]) -> Manifest:
 def _entry_text(kind: type[ShardEntry | PlainEntry]) -> str:
     """The JSON of an entry, with places for its values: integers, and digests, which need no escapes."""
     places = ('"%s"' if one.type == "str" else "%d" for one in fields(kind))
-    return "{" + ",".join(f'"{_key(one.name)}":{place}' for one, place in zip(fields(kind), places, strict=True)) + "}"
-
-
-def _entry_names(kind: type[ShardEntry | PlainEntry]) -> dict[str, str]:
-    """The names of the fields of an entry, by their names in the file."""
-    return {_key(one.name): one.name for one in fields(kind)}
+    return "{" + ",".join(f'"{stored}":{place}' for stored, place in zip(_NAMES[kind], places, strict=True)) + "}"
 
 
 # Found once: a manifest can have 100,000 entries.
+_NAMES: dict[type, dict[str, str]] = {
+    kind: {_STORED_NAMES.get(one.name, one.name): one.name for one in fields(kind)}
+    for kind in (Manifest, ShardEntry, PlainEntry)
+}
+"""The fields of each class, by their names in the file."""
 _ENTRY_TEXTS = {kind: _entry_text(kind) for kind in (ShardEntry, PlainEntry)}
-_ENTRY_NAMES: dict[type, dict[str, str]] = {kind: _entry_names(kind) for kind in (ShardEntry, PlainEntry)}
 
 
 def _entry(name: str, value: object, kind: type[_Entry]) -> _Entry:
-    names = _ENTRY_NAMES[kind]
+    names = _NAMES[kind]
     try:
         found = _fields(value, "it", tuple(names))
         return kind(**{names[stored]: field for stored, field in found.items()})
@@ -569,9 +554,10 @@ def _fields(value: object, what: str, names: tuple[str, ...]) -> dict[str, Any]:
     return dict(value)
 
 
-def _check_count(name: str, value: object) -> None:
-    if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ArgumentError(f"`{_key(name)}` is not an integer from 0 to 2**63 - 1")
+def _check_counts(values: Mapping[str, object]) -> None:
+    for name, value in values.items():
+        if type(value) is not int or not 0 <= value < 1 << 63:
+            raise ArgumentError(f"`{_STORED_NAMES.get(name, name)}` is not an integer from 0 to 2**63 - 1")
 
 
 def _check_digest(name: str, value: object) -> None:
