@@ -32,7 +32,7 @@ from tests.helpers.small_saves import (
 from reshard import _core
 from reshard.commit import claims, filesystem, protocol, retention, save_log
 from reshard.commit import manifest as manifests
-from reshard.commit.retention import Facts
+from reshard.commit.retention import Debris, Facts, Incomplete, Unverified, Verified
 from reshard.commit.roots import write_tracker
 from reshard.commit.save_log import SaveRecord
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError
@@ -71,11 +71,15 @@ def facts(*numbers: int, **changes: Any) -> list[Facts]:
         Facts(
             n,
             f"iteration_{n:08d}",
-            fault="torn" if n in changes.get("bad", ()) else None,
-            is_verified=n not in changes.get("unverified", ()) and n not in changes.get("bad", ()),
+            Debris()
+            if n in changes.get("debris", ())
+            else Incomplete("torn")
+            if n in changes.get("bad", ())
+            else Unverified(has_manifest=False)
+            if n in changes.get("unverified", ())
+            else Verified(),
             is_pinned=n in changes.get("pinned", ()),
             is_passed_over=n in changes.get("passed_over", ()),
-            is_debris=n in changes.get("debris", ()),
             is_unhealthy=n in changes.get("unhealthy", ()),
         )
         for n in numbers

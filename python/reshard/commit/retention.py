@@ -26,7 +26,7 @@ import contextlib
 import logging
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from reshard.commit import candidates, proofs, protocol, roots, save_log, staging
 from reshard.commit import manifest as manifests
@@ -57,34 +57,70 @@ _log = logging.getLogger("reshard")
 
 
 @dataclass(frozen=True)
+class Verified:
+    """Complete; its bytes have been compared with its manifest since it was written, and found right."""
+
+
+@dataclass(frozen=True)
+class Unverified:
+    """Complete, as far as is known; it can be verified if it has a valid manifest."""
+
+    has_manifest: bool = True
+
+
+@dataclass(frozen=True)
+class Incomplete:
+    """Not complete, or damaged."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """It could not be read, which is not damage."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Debris:
+    """The rest of a folder whose removal in place was interrupted."""
+
+
+State: TypeAlias = Verified | Unverified | Incomplete | Unreadable | Debris
+
+
+@dataclass(frozen=True)
 class Facts:
     """The facts of one iteration.
 
     Attributes:
         iteration: its number.
         name: its folder.
-        fault: why it is not complete; None: it is.
-        is_verified: whether its bytes have been compared with its manifest since it was written, and found right.
+        state: whether it is complete.
         is_pinned: whether it is pinned.
         is_passed_over: whether a later save recorded that it was refused at a roll-back.
-        is_debris: whether it is the rest of a folder whose removal in place was interrupted.
-        is_unknown: whether `fault` says that it could not be read, which is not damage.
-        has_manifest: whether there is a valid manifest: it can be verified.
         metrics: those in its manifest.
         is_unhealthy: whether its save recorded that the run was not healthy.
     """
 
     iteration: int
     name: str
-    fault: str | None = None
-    is_verified: bool = False
+    state: State = Unverified()
     is_pinned: bool = False
     is_passed_over: bool = False
-    is_debris: bool = False
-    is_unknown: bool = False
-    has_manifest: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
     is_unhealthy: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it is, verified or not."""
+        return isinstance(self.state, Verified | Unverified)
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether all its bytes were found right."""
+        return isinstance(self.state, Verified)
 
 
 @dataclass(frozen=True)
@@ -130,7 +166,7 @@ def plan(
 
     Example:
         >>> from reshard.options import Retention
-        >>> facts = [Facts(n, f"iteration_{n:08d}", is_verified=True) for n in (100, 200, 300, 400)]
+        >>> facts = [Facts(n, f"iteration_{n:08d}", Verified()) for n in (100, 200, 300, 400)]
         >>> gone, kept = plan(facts, Retention(keep=2, keep_every=100_000), tracker=400, best=[100])
         >>> [one.iteration for one in gone], kept
         ([200], {100: 'one of the best', 300: 'one of the newest 2', 400: 'the tracker names it'})
@@ -142,10 +178,12 @@ def plan(
     kept: dict[int, str] = {}
     for one in ordered:
         reason = None
-        if one.is_debris:
+        if isinstance(one.state, Debris):
             continue
-        if one.fault is not None:
-            reason = f"could not be looked at: {one.fault}" if one.is_unknown else f"not complete: {one.fault}"
+        if isinstance(one.state, Unreadable):
+            reason = f"could not be looked at: {one.state.reason}"
+        elif isinstance(one.state, Incomplete):
+            reason = f"not complete: {one.state.reason}"
         elif one.iteration == tracker:
             reason = "the tracker names it"
         elif one.is_pinned:
@@ -174,7 +212,7 @@ def _counted(facts: Sequence[Facts], tracker: int | None) -> list[Facts]:
     return [
         one
         for one in sorted(facts, key=lambda one: one.iteration)
-        if one.fault is None and not one.is_passed_over and (tracker is None or one.iteration <= tracker)
+        if one.is_complete and not one.is_passed_over and (tracker is None or one.iteration <= tracker)
     ]
 
 
@@ -196,22 +234,22 @@ def to_verify(
 
     Example:
         >>> from reshard.options import Retention
-        >>> facts = [Facts(n, f"iteration_{n:08d}", has_manifest=True) for n in (100, 200, 300)]
+        >>> facts = [Facts(n, f"iteration_{n:08d}") for n in (100, 200, 300)]
         >>> gone, kept = plan(facts, Retention(keep=2), tracker=300)
         >>> [one.iteration for one in to_verify(facts, gone, kept, tracker=300)]
         [300, 200]
     """
     counted = _counted(facts, tracker)
     going = {one.iteration for one in gone} | {one for one, reason in kept.items() if reason == _LAST_VERIFIED}
-    if not going - {one.iteration for one in gone if one.is_debris}:
+    if not going - {one.iteration for one in gone if isinstance(one.state, Debris)}:
         return []
     last = max((one.iteration for one in counted if one.iteration in going), default=-1)
     newer = [one for one in reversed(counted) if one.iteration in kept and one.iteration > last]
     if any(one.is_verified for one in newer):
         return []
-    candidates = [one for one in newer if one.has_manifest]
+    candidates = [one for one in newer if one.state == Unverified()]
     if not candidates and not any(one.is_verified and one.iteration in kept for one in counted):
-        candidates = [one for one in reversed(counted) if one.has_manifest]
+        candidates = [one for one in reversed(counted) if one.state == Unverified()]
     return candidates
 
 
@@ -480,21 +518,19 @@ def _look(
         listed.tracker,
     )
     facts = []
-    for iteration, (name, manifest, fault, is_unknown) in sorted(found.items()):
-        is_verified, damage = False, fault
+    for iteration, (name, manifest, looked_like) in sorted(found.items()):
+        state: State = looked_like
         if manifest is not None:
-            is_verified, damage = _contents(root / name, manifest, verified, faults)
+            state = _contents(root / name, manifest, verified, faults)
+        if isinstance(state, Incomplete | Unreadable) and staging.unfinished(root / name) == REMOVED:
+            state = Debris()
         facts.append(
             Facts(
                 iteration=iteration,
                 name=name,
-                fault=damage,
-                is_verified=is_verified,
+                state=state,
                 is_pinned=(root / name / PINNED_FILE).exists(),
-                is_debris=damage is not None and staging.unfinished(root / name) == REMOVED,
                 is_passed_over=iteration in behind,
-                is_unknown=is_unknown,
-                has_manifest=manifest is not None,
                 metrics={} if manifest is None else manifest.metrics,
                 is_unhealthy=manifest is not None and manifest.ckpt_status == 1,
             )
@@ -513,36 +549,37 @@ def _folder_facts(root: Location, iteration: int, name: str, manifest: Manifest 
 
 def _contents(
     folder: Location, manifest: Manifest, verified: Collection[str], faults: Mapping[str, str]
-) -> tuple[bool, str | None]:
-    """Whether the contents were verified, and the fault that was found in them."""
+) -> Verified | Unverified | Incomplete:
+    """The state of an iteration with a manifest by what was found in its contents."""
     if manifest.digest in verified:
-        return True, None
+        return Verified()
     if manifest.digest in faults:
-        return False, faults[manifest.digest]
+        return Incomplete(faults[manifest.digest])
     proof = proofs.read(folder, manifest)
     if proof is not None and proof.fault is not None:
-        return False, f"found damaged when it was verified: {proof.fault}"
-    return proof is not None, None
+        return Incomplete(f"found damaged when it was verified: {proof.fault}")
+    return Unverified() if proof is None else Verified()
 
 
 def _judge(
     folder: Location, cache: ManifestCache, judge: Callable[[Location], str | None]
-) -> tuple[Manifest | None, str | None, bool]:
-    """The manifest of a complete iteration, or why it is not complete, and whether that is merely not known."""
+) -> tuple[Manifest | None, Unverified | Incomplete | Unreadable]:
+    """The manifest of a complete iteration, and its state before its contents are looked at."""
     if folder.parent.name == TRASH_FOLDER:
-        return None, "its replacement was interrupted: the next save moves it back", False
+        return None, Incomplete("its replacement was interrupted: the next save moves it back")
     try:
         has_manifest = _is_there(folder / MANIFEST_FILE)
         if staging.unfinished(folder) not in (None, REMOVED):
-            return None, "it is being written", False
+            return None, Incomplete("it is being written")
         if not has_manifest:
             is_ours = (folder / UNFINISHED_FILE).exists()
-            return None, "it was being removed" if is_ours else judge(folder), False
+            fault = "it was being removed" if is_ours else judge(folder)
+            return None, Unverified(has_manifest=False) if fault is None else Incomplete(fault)
         manifest = cache.read(folder)
         manifests.check_sizes(folder, manifest)
     except ReshardError as error:
-        return None, error.message, not is_damage(error)
-    return manifest, None, False
+        return None, (Incomplete if is_damage(error) else Unreadable)(error.message)
+    return manifest, Unverified()
 
 
 def _is_there(path: Location) -> bool:
@@ -555,7 +592,7 @@ def _is_there(path: Location) -> bool:
 
 
 def _best(root: Location, facts: Sequence[Facts], metric: str, n: int) -> list[int]:
-    complete = {one.iteration for one in facts if one.fault is None}
+    complete = {one.iteration for one in facts if one.is_complete}
     name = metric.removeprefix("-")
     # A manifest without metrics may be of a release that wrote them to the log alone.
     metrics = {record.iteration: record.metrics for record in save_log.read(root)} if complete else {}
