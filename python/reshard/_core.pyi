@@ -81,6 +81,7 @@ __all__ = [
     "set_bucket_options",
     "shown_url",
     "sync_together",
+    "upload_file",
     "write_arrays",
 ]
 
@@ -1414,6 +1415,13 @@ def put_new_object(url: str, content: bytes) -> tuple[str, Exception | None]:
 
     Raises:
         StorageError: the service refused it; nothing was created.
+    """
+
+def upload_file(path: str, url: str) -> str | None:
+    """Write an object with the content of a local file; a large one in parts. Returns its ETag.
+
+    Raises:
+        StorageError: the file cannot be read, or the service failed.
     """
 
 def remove_objects(urls: list[str]) -> None:

@@ -267,7 +267,8 @@ def _google_list(double: Double, query: dict[str, str]) -> str:
     items = [
         f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>"
         if size is None
-        else f"<Contents><Key>{escape(name)}</Key><Size>{size}</Size><ETag>&quot;1&quot;</ETag>"
+        else f"<Contents><Key>{escape(name)}</Key><Size>{size}</Size>"
+        f"<ETag>{escape(_e_tag(double.objects[name]))}</ETag>"
         "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
         for name, size in entries
     ]
@@ -280,7 +281,8 @@ def _azure_list(double: Double, query: dict[str, str]) -> str:
     items = [
         f"<BlobPrefix><Name>{escape(name)}</Name></BlobPrefix>"
         if size is None
-        else f"<Blob><Name>{escape(name)}</Name><Properties><Content-Length>{size}</Content-Length><Etag>1</Etag>"
+        else f"<Blob><Name>{escape(name)}</Name><Properties><Content-Length>{size}</Content-Length>"
+        f"<Etag>{escape(_e_tag(double.objects[name]))}</Etag>"
         f"<Last-Modified>{formatdate(1.7e9, usegmt=True)}</Last-Modified><ResourceType>file</ResourceType>"
         "<Content-Type>application/octet-stream</Content-Type></Properties></Blob>"
         for name, size in entries

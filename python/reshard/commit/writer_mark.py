@@ -24,6 +24,6 @@ def is_ours(path: Location) -> bool:
     """Whether this package wrote a safetensors file; False where it cannot be read. Links are not followed."""
     try:
         index = _core.Index()
-        return is_marked(index, index.add_file(str(path.local), follow_links=False))
+        return is_marked(index, index.add_file(str(path), follow_links=False))
     except ReshardError:
         return False

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.commit.filling import filled_folder, is_staging
 from reshard.commit.publication import made_folder, published_folder
+from reshard.conversion.buckets import filled_bucket
 from reshard.conversion.shares import assign, committing, missing, place, read_record, write_record
 from reshard.errors import DestinationExistsError, UnsupportedError
 from reshard.layout import BoundLayout, ModelLayout, as_layout
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from reshard import _core
     from reshard.checkpoint import Checkpoint, LayoutLike
     from reshard.commit.attempts import ValueRecord
+    from reshard.conversion.buckets import BucketFolder
     from reshard.conversion.known_files import KnownFiles
     from reshard.conversion.shares import Shared
     from reshard.storage.location import Location
@@ -170,7 +172,13 @@ def file_sizes(job: Job, files: list[File]) -> list[int]:
     return job.source.data.index.request_bytes([file.request for file in files], dtype=job.options.dtype)
 
 
-def write_files(job: Job, folder: Location, files: list[File], sizes: list[int]) -> dict[str, _core.Written]:
+def write_files(
+    job: Job,
+    folder: Location,
+    files: list[File],
+    sizes: list[int],
+    before_each: Callable[[], None] = lambda: None,
+) -> dict[str, _core.Written]:
     """Write the files; returns the record of each, by name.
 
     Args:
@@ -178,14 +186,16 @@ def write_files(job: Job, folder: Location, files: list[File], sizes: list[int])
         folder: the folder to write into. Several files are complete only when this returns: it is published afterwards.
         files: the files.
         sizes: bytes of the arrays of each file.
+        before_each: called before each file that is not small.
 
     Raises:
         MismatchError: among others, another program changed the source while it was read.
     """
     options = job.options
     progress = JointProgress(options.progress, sum(sizes))
-    for name in {file.name.rpartition("/")[0] for file in files} - {""}:
-        make_folders(folder / name, options.folder_mode)
+    if folder.is_local:
+        for name in {file.name.rpartition("/")[0] for file in files} - {""}:
+            make_folders(folder / name, options.folder_mode)
     written = {}
     for first in range(0, len(files), _FILES_AT_ONCE):
         some, of_some = files[first : first + _FILES_AT_ONCE], sizes[first : first + _FILES_AT_ONCE]
@@ -196,6 +206,7 @@ def write_files(job: Job, folder: Location, files: list[File], sizes: list[int])
         for file, n_bytes, report in zip(some, of_some, reports, strict=True):
             record = small.get(file.name)
             if record is None:
+                before_each()
                 record = job.plan(file.request).write(
                     str(folder / file.name),
                     metadata=options.metadata,
@@ -220,7 +231,7 @@ def _write_small(job: Job, folder: Location, files: list[File], sizes: list[int]
         for file, n_bytes in zip(files, sizes, strict=True)
         if n_bytes <= _SMALL_BYTES and file.container is None
     ]
-    if len(small) <= 1:
+    if len(small) <= 1 or not folder.is_local:
         return {}
     options = job.options
     job.source.data.check(job.keys)
@@ -347,13 +358,20 @@ def publish_folder(
     Args:
         job: the conversion.
         files: the files with tensors.
-        small: further files and what they contain, by their paths in the folder.
+        small: further files and what they contain, by their paths in the folder or in one of `subfolders`.
         path: the path in the report. Default: the folder.
         subfolders: as for `destination_folder`.
         is_ours: as for `destination_folder`.
         warnings: of the report.
         finish: called with the folder before it is published. It returns the files that the report counts.
     """
+    if not job.target.is_local:
+        replaces = (is_ours or functools.partial(is_our_file, job)) if job.overwrite else None
+        with filled_bucket(job.target, is_ours=replaces, commits=job.known_files.commits) as bucket:
+            for name in subfolders:
+                make_folders(bucket.beside / name)
+            written = _fill_bucket(job, bucket, files, small or {}, finish)
+        return Written(path or job.target, len(written), n_bytes_of(written), warnings=list(warnings))
     with produced(job, job.target, files, file_sizes(job, files)) as fill:
         if isinstance(fill, Written):
             return fill
@@ -363,6 +381,26 @@ def publish_folder(
                 (folder / name).replace(data, job.options.file_mode, durable=job.options.durable)
             written |= finish(folder)
     return Written(path or job.target, len(written), n_bytes_of(written), warnings=list(warnings))
+
+
+def _fill_bucket(
+    job: Job,
+    bucket: BucketFolder,
+    files: list[File],
+    small: Mapping[str, bytes | str],
+    finish: Produce,
+) -> dict[str, ValueRecord]:
+    """Write all files of a conversion but those that identify a checkpoint."""
+    for name, data in small.items():
+        (bucket.beside / name).replace(data, durable=False)
+    written = dict(finish(bucket.beside))
+    bucket.write_beside()
+    by_name = {file.name: file for file in files}
+    ordered = [by_name[name] for name in bucket.in_order(by_name)]
+    bucket.writing(by_name)
+    tensors = write_files(job, bucket.target, ordered, file_sizes(job, ordered), bucket.check_claim)
+    bucket.wrote(tensors)
+    return tensors | written
 
 
 def is_our_file(job: Job, entry: Location) -> bool:

@@ -14,15 +14,19 @@ import shutil
 import stat
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
-from reshard.errors import StorageError
+from reshard.errors import ReshardError, StorageError
 from reshard.storage.local import close_read
+from reshard.storage.location import locate
 from reshard.storage.store import failing
 from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+_BLOCK_BYTES = 1 << 20
 
 
 def make_folders(path: str | os.PathLike[str], mode: int = 0o777) -> None:
@@ -106,7 +110,7 @@ def link_or_move(source: os.PathLike[str], target: os.PathLike[str]) -> None:
 
 
 def copy_file(source: os.PathLike[str], target: os.PathLike[str], mode: int, *, durable: bool) -> None:
-    """Copy a regular file.
+    """Copy a regular file, or an object of a bucket, into a local file.
 
     Args:
         source: the file; a link is refused.
@@ -117,21 +121,43 @@ def copy_file(source: os.PathLike[str], target: os.PathLike[str], mode: int, *, 
     Raises:
         StorageError: `source` is not a regular file, or the system failed.
     """
+    origin = locate(source)
+    if not origin.is_local:
+        with failing("copying", source), _opened_new(target, mode) as copy:
+            copy.writelines(origin.pieces())
+            copy.flush()
+            if durable:
+                os.fsync(copy.fileno())
+        return
     with failing("copying", source):
         read = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(read, "rb") as content:  # noqa: PTH123  of a handle
             if not stat.S_ISREG(os.fstat(read).st_mode):
                 raise StorageError(f"{show(str(source))} is not a regular file any more", path=os.fspath(source))
-            write = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
-            with open(write, "wb") as copy:  # noqa: PTH123
+            with _opened_new(target, mode) as copy:
                 shutil.copyfileobj(content, copy, 1 << 20)
                 copy.flush()
                 if durable:
-                    os.fsync(write)
+                    os.fsync(copy.fileno())
+
+
+def _opened_new(target: os.PathLike[str], mode: int) -> BinaryIO:
+    write = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+    return open(write, "wb")  # noqa: PTH123  of a handle, which the caller closes
 
 
 def has_same_content(path: os.PathLike[str], other: os.PathLike[str]) -> bool:
     """Whether `other` is a regular file, not a link, with the content of the file `path`. Never raises."""
+    one, two = locate(path), locate(other)
+    if not (one.is_local and two.is_local):
+        try:
+            with one.open(follow_links=True) as first, two.open() as second:
+                while block := first.read(_BLOCK_BYTES):
+                    if second.read(_BLOCK_BYTES) != block:
+                        return False
+                return not second.read(1)
+        except ReshardError:
+            return False
     try:
         return stat.S_ISREG(os.lstat(other).st_mode) and filecmp.cmp(path, other, shallow=False)
     except OSError:

@@ -23,6 +23,7 @@ from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+    from pathlib import Path
 
     from reshard.storage.store import Kind
 
@@ -321,6 +322,23 @@ class RemoteStore(Store):
         yield file
         with _changing("writing", path):
             _core.put_object(path, file.getvalue())
+
+    def upload(self, file: Path, path: str) -> str:
+        """Write an object with the content of a local file; a large one in parts.
+
+        Args:
+            file: the local file.
+            path: the object, which is replaced.
+
+        Returns:
+            Its ETag.
+
+        Raises:
+            StorageError: the file cannot be read, or the service failed.
+        """
+        self._check_writable(path)
+        with _changing("writing", path):
+            return _core.upload_file(str(file), path) or ""
 
     def append_line(self, path: str, line: bytes, mode: int = 0o666, *, durable: bool) -> None:
         """See `Store.append_line`: the object is replaced."""

@@ -52,7 +52,7 @@ from reshard.quantised.together import check_together
 from reshard.ranks.collective import Collective
 from reshard.ranks.group import SingleProcess, resolve, session
 from reshard.ranks.said_once import held_back, release
-from reshard.storage.location import Location, locate, locate_output
+from reshard.storage.location import Location, locate, locate_destination
 from reshard.values.argument_types import AnyText, GroupLike, Part, Progress, Seconds, Size
 from reshard.values.arguments import checked, parse_size, plain_integer
 from reshard.values.words import hub_hint, listed, show
@@ -175,7 +175,8 @@ def convert(
     Args:
         src: a checkpoint, a list of weight files or a pattern of their names, as in `reshard.open`.
         dst: the destination: a Hugging Face folder, a Checkpoint 2.0 root, a folder for one file a rank, or a file. An
-            existing folder is filled: it keeps its mode, its owner and its other entries.
+            existing folder is filled: it keeps its mode, its owner and its other entries. Or the URL of a folder or a
+            file in a bucket, except for "checkpoint2" and "deepspeed-universal".
         to: "checkpoint2" (the default with a layout), "safetensors" (the default if `dst` ends with `.safetensors`: one
             file; else one per rank), "huggingface" (the default elsewhere), "mindspore" (full weights in its layout),
             "checkpoint1" (a folder a rank), "torch" (`torch.save`; the default if `dst` ends with `.bin`, `.pt` or
@@ -209,7 +210,8 @@ def convert(
         files: which files are written: a `Files` or a mapping of its fields.
         commit: how the destination is published: a `Commit` or a mapping of its fields. `rollback` and `takeover` are
             not for conversions.
-        overwrite: replace that iteration, or the files of an earlier conversion, and nothing else.
+        overwrite: replace that iteration, or the files of an earlier conversion, and nothing else. In a bucket these
+            are removed before the new ones are written, and so are those of a conversion that was killed.
         memory: budget of the copy, in bytes or as text such as "256MiB"; the memory used beyond it does not depend on
             the size of the model.
         threads: threads of the copy.
@@ -280,13 +282,15 @@ def _convert(
     chosen, files, commit = asked.select, asked.files, asked.commit
     if commit.rollback or commit.takeover:
         raise ArgumentError("`rollback` and `takeover` of `Commit` are options of a save, and this is a conversion")
-    several, target = files_of(src), locate_output(dst)
+    several, target = files_of(src), locate_destination(dst)
     source = locate(src) if several is None else common_folder(several)  # type: ignore[arg-type]
     writer = writer_for(asked.to, target, has_layout=asked.layout is not None)
     of_format = {"iteration": asked.iteration} | {
         name: getattr(files, name) for name in ("prefix", "modes", "model_files")
     }
     _check_options(writer, target, asked.layout, of_format, is_private=commit.private)
+    if not target.is_local:
+        _check_bucket(writer, target, asked, is_shared=share is not None)
     for one in several or [source]:
         _check_apart(one, target)
     is_one_file = writer.is_one_file(target)
@@ -826,6 +830,29 @@ def _check_options(
     iteration = of_format["iteration"]
     if iteration is not None and (isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0):
         raise ArgumentError(f"`iteration` is {iteration!r}; a whole number from 0 on is needed")
+
+
+def _check_bucket(writer: Writer, target: Location, asked: ConvertOptions, *, is_shared: bool) -> None:
+    """Refuse what a bucket does not have."""
+    if not writer.in_buckets:
+        raise UnsupportedError(
+            f'{show(str(target))} is in a bucket, and `to="{writer.name}"` is written into folders only',
+            path=str(target),
+            hint='convert into a folder, and copy it; or choose another format, such as `to="huggingface"`',
+        )
+    if is_shared:
+        raise UnsupportedError(
+            f"{show(str(target))} is in a bucket, where one process writes a conversion: `share` and `group` have no "
+            "meaning",
+            path=str(target),
+        )
+    if asked.commit.private or asked.files.modes is not None:
+        name = "private" if asked.commit.private else "modes"
+        raise UnsupportedError(
+            f"{show(str(target))} is in a bucket, where files have no permission bits: `{name}` has no meaning",
+            path=str(target),
+            hint="who may read an object is set in the bucket",
+        )
 
 
 def _check_apart(source: Location, target: Location) -> None:

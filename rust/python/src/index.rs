@@ -333,7 +333,8 @@ impl Index {
     }
 
     fn add_whole(&mut self, py: Python<'_>, key: &str, file: u32) -> PyResult<()> {
-        raise(py, self.index.add_whole(key, file))
+        let added = py.detach(|| self.index.add_whole(key, file));
+        raise(py, added)
     }
 
     fn add_whole_file(&mut self, py: Python<'_>, file: u32) -> PyResult<()> {
@@ -463,10 +464,10 @@ impl Index {
     }
 
     fn add_wholes(&mut self, py: Python<'_>, tensors: Vec<(PyBackedStr, u32)>) -> PyResult<()> {
-        for (key, file) in &tensors {
-            raise(py, self.index.add_whole(key, *file))?;
-        }
-        Ok(())
+        let mut tensors = tensors.iter();
+        let added =
+            py.detach(|| tensors.try_for_each(|(key, file)| self.index.add_whole(key, *file)));
+        raise(py, added)
     }
 
     fn key(&self, number: usize) -> PyResult<&str> {

@@ -37,6 +37,7 @@ mod _core {
     use super::remote::{
         RemoteObject, object_names, object_status, objects_below, put_new_object, put_object,
         read_small_object, remote_counts, remove_objects, set_bucket_options, shown_url,
+        upload_file,
     };
     #[pymodule_export]
     use super::{

@@ -5,10 +5,13 @@ use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use reshard_core::Result;
+use reshard_core::control::Control;
 use reshard_remote::folder::{self, Found};
 use reshard_remote::object::{self, Object};
+use reshard_remote::upload;
 use reshard_remote::write::{self, PutNew};
 use reshard_remote::{Address, Options};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
@@ -131,6 +134,14 @@ pub(crate) fn read_small_object<'py>(
 pub(crate) fn put_object(py: Python<'_>, url: &str, content: &[u8]) -> PyResult<()> {
     let (address, content) = (address(py, url)?, content.to_vec());
     wait(py, move || write::put(&address, content))
+}
+
+#[pyfunction]
+pub(crate) fn upload_file(py: Python<'_>, path: PathBuf, url: &str) -> PyResult<Option<String>> {
+    let address = address(py, url)?;
+    wait(py, move || {
+        upload::send_file(&path, &address, &Control::default())
+    })
 }
 
 /// `"created"`, `"exists"`, or `"unknown"` and why.

@@ -19,6 +19,8 @@ use reshard_core::control::Control;
 use reshard_core::writer::ObjectSink;
 use reshard_core::{Error, Kind, Result};
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::Read;
 use std::path::Path;
 use std::pin::pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -91,6 +93,27 @@ pub fn begin<'a>(
         .ok_or_else(|| Error::new(Kind::Argument, "a URL is not valid Unicode"))?;
     let upload = Upload::begin(&Address::parse(url)?, n_bytes, control)?;
     Ok(Box::new(upload))
+}
+
+/// Writes an object with the content of a local file. Returns its `ETag`.
+///
+/// # Errors
+/// As [`begin`], or the file cannot be read.
+pub fn send_file(path: &Path, address: &Address, control: &Control) -> Result<Option<String>> {
+    let failed = |error: std::io::Error| Error::io("reading", path, &error);
+    let mut file = File::open(path).map_err(failed)?;
+    let n_bytes = file.metadata().map_err(failed)?.len();
+    let upload = Box::new(Upload::begin(address, n_bytes, control)?);
+    let mut piece = vec![0; n_bytes.min(PIECE_BYTES) as usize];
+    let mut at = 0;
+    while at < n_bytes {
+        let n = (n_bytes - at).min(PIECE_BYTES);
+        let piece = &mut piece[..n as usize];
+        file.read_exact(piece).map_err(failed)?;
+        upload.write_at(at, piece)?;
+        at += n;
+    }
+    upload.publish()
 }
 
 impl<'a> Upload<'a> {

@@ -58,6 +58,7 @@ class Checkpoint2Writer(Writer):
     """An iteration of a Checkpoint 2.0 root."""
 
     name = "checkpoint2"
+    in_buckets = False
     has_headers = True
     keeps_others = True
     metadata: ClassVar[Mapping[str, str]] = {"format": "ms"}

@@ -67,6 +67,7 @@ class UniversalWriter(Writer):
     """A universal folder of DeepSpeed."""
 
     name = "deepspeed-universal"
+    in_buckets = False
     commits = (names.LATEST_UNIVERSAL,)
     is_whole = True
     options = frozenset({"iteration"})

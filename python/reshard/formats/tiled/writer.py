@@ -95,6 +95,10 @@ def write_one_file(job: Job, container: _core.Container | None = None) -> Writte
     """
     _check_file_free(job)
     durable, parent = job.options.durable, job.target.parent
+    if not parent.is_local:  # an object appears as a whole
+        files = [File(job.target.name, job.whole_request(job.keys), container)]
+        n_bytes = n_bytes_of(write_files(job, parent, files, file_sizes(job, files)))
+        return Written(job.target, 1, n_bytes)
     with (
         made_folder(parent, mode=job.options.folder_mode, durable=durable),
         published_file(job.target, replace=job.overwrite, durable=durable, keep_mode=job.options.keep_modes) as path,

@@ -1,0 +1,216 @@
+"""Publication in a bucket, which has no renames: every file is written under its name, and what makes it whole is last.
+
+    claim     create an object that must be new: of several conversions one writes
+    clear     with `overwrite`, remove the files of an earlier conversion; what identifies a checkpoint goes first
+    write     everything else, then the tensors; the first of several parts is the last one
+    check     list the folder: every file is there with the size and the ETag that its write was told
+    commit    write what identifies a checkpoint, such as an index; then remove the claim
+
+Until the commit no reader takes the folder for a whole checkpoint. A failure removes everything that was written. A
+process that is killed leaves files and the claim: a later conversion names them, and replaces them with `overwrite`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+from typing import TYPE_CHECKING
+
+from reshard.commit.filling import is_staging, staging_name
+from reshard.errors import DestinationExistsError, ReshardError, StorageError, UnsupportedError
+from reshard.storage.changes import temporary_folder
+from reshard.storage.location import locate
+from reshard.storage.remote import RemoteStore
+from reshard.values.words import show
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from reshard import _core
+    from reshard.storage.location import Location
+
+_CLAIM = staging_name("convert")
+_MAX_CLAIM_BYTES = 4096
+
+
+class BucketFolder:
+    """A folder of a bucket that a conversion fills.
+
+    Attributes:
+        target: the folder.
+        beside: a local folder for the files without tensors, which `write_beside` and `commit` send.
+    """
+
+    def __init__(self, target: Location, beside: Location, commits: Sequence[str]) -> None:
+        self.target = target
+        self.beside = beside
+        self._store = bucket_of(target)
+        self._commits = commits
+        self._claim = target / _CLAIM
+        self._token = json.dumps(
+            {"host": socket.gethostname(), "pid": os.getpid(), "token": os.urandom(8).hex()}
+        ).encode()
+        self._written: dict[str, str] = {}
+
+    def is_commit(self, name: str) -> bool:
+        """Whether a file identifies a checkpoint: by its name, or by that of its folder in the destination."""
+        return name.rpartition("/")[2] in self._commits or name.partition("/")[0] in self._commits
+
+    def claim(self, *, overwrite: bool) -> None:
+        """Create the claim.
+
+        Raises:
+            DestinationExistsError: another conversion has one.
+        """
+        try:
+            self._claim.create(self._token)
+        except FileExistsError:
+            if not overwrite:
+                raise DestinationExistsError(
+                    f"{show(str(self.target))}: another conversion writes there, or was killed{self._claimed_by()}",
+                    path=str(self._claim),
+                    hint="if it does not run any more, give `overwrite=True`, which replaces its files",
+                ) from None
+            self._claim.replace(self._token)
+
+    def _claimed_by(self) -> str:
+        try:
+            found = json.loads(self._claim.read_small(_MAX_CLAIM_BYTES))
+            return f" (host {show(str(found['host']))}, process {int(found['pid'])})"
+        except (ReshardError, ValueError, KeyError, TypeError):
+            return ""
+
+    def check_claim(self) -> None:
+        """Refuse to go on after another conversion has taken the folder over. Raises DestinationExistsError."""
+        if not self._is_ours():
+            raise DestinationExistsError(
+                f"{show(str(self.target))}: another conversion has taken it over with `overwrite`",
+                path=str(self._claim),
+            )
+
+    def _is_ours(self) -> bool:
+        try:
+            return self._claim.read_small(_MAX_CLAIM_BYTES) == self._token
+        except ReshardError:
+            return False
+
+    def clear(self, is_ours: Callable[[Location], bool]) -> None:
+        """Remove the files of an earlier conversion, those that identify a checkpoint first. Raises StorageError."""
+        ours = [name for name in self.target.names() if not is_staging(name) and is_ours(self.target / name)]
+        below = [
+            name
+            for name, _ in self._store.below(self.target.path)
+            if name.partition("/")[0] in set(ours) and name != _CLAIM
+        ]
+        self._remove(below)
+
+    def _remove(self, names: Sequence[str]) -> None:
+        for is_first in (True, False):  # the removals of one call have no order
+            self._store.remove_files([str(self.target / name) for name in names if self.is_commit(name) == is_first])
+
+    def in_order(self, names: Iterable[str]) -> list[str]:
+        """Files with tensors in the order in which they are written: the first of several parts is the last one."""
+        return sorted(names, key=lambda name: (not self.is_commit(name), _by_number(name)), reverse=True)
+
+    def writing(self, names: Iterable[str]) -> None:
+        """Note files that will be written: they are removed if the conversion fails."""
+        self._written |= dict.fromkeys(names, "")
+
+    def wrote(self, written: Mapping[str, _core.Written]) -> None:
+        """Note what the writes of files with tensors were told."""
+        self._written |= {name: one.e_tag or "" for name, one in written.items()}
+
+    def write_beside(self) -> None:
+        """Send the local files that do not identify a checkpoint. Raises StorageError."""
+        self._send(name for name in self._beside() if not self.is_commit(name))
+
+    def commit(self) -> None:
+        """Check what was written, send the files that identify a checkpoint, and remove the claim.
+
+        Raises:
+            DestinationExistsError: another conversion has taken the folder over.
+            StorageError: the service failed, or a file is not there as it was written.
+        """
+        self.check_claim()
+        there = dict(self._store.below(self.target.path))
+        for name, e_tag in self._written.items():
+            stat = there.get(name)
+            if stat is None or _plain(str(stat.identity)) != _plain(e_tag):
+                what = "is not there" if stat is None else "was replaced"
+                raise StorageError(
+                    f"{show(str(self.target / name))} {what} after it was written", path=str(self.target / name)
+                )
+        self._send(name for name in self._beside() if self.is_commit(name))
+        self._claim.remove_file()
+
+    def _beside(self) -> list[str]:
+        # An index is the last of several that identify a checkpoint.
+        order = {name: number for number, name in enumerate(self._commits)}
+        return sorted(_files(self.beside), key=lambda name: (order.get(name.rpartition("/")[2], -1), name))
+
+    def _send(self, names: Iterable[str]) -> None:
+        for name in list(names):
+            self.writing([name])
+            self._written[name] = self._store.upload((self.beside / name).local, str(self.target / name))
+
+    def undo(self) -> None:
+        """Remove everything that was written, unless another conversion has taken over. Never raises."""
+        with contextlib.suppress(ReshardError):
+            if self._is_ours():
+                self._remove([*self._written])
+                self._claim.remove_file()
+
+
+@contextlib.contextmanager
+def filled_bucket(
+    target: Location, *, is_ours: Callable[[Location], bool] | None, commits: Sequence[str]
+) -> Iterator[BucketFolder]:
+    """A folder of a bucket to fill; it is committed when the block ends, and what was written is removed if it fails.
+
+    Args:
+        target: the folder; what lies there has been checked.
+        is_ours: returns whether an entry of an earlier conversion is replaced; None: nothing is.
+        commits: names of entries that identify a checkpoint.
+
+    Raises:
+        DestinationExistsError: another conversion writes there.
+        StorageError: the service failed.
+    """
+    with temporary_folder("reshard-convert-") as beside:
+        folder = BucketFolder(target, locate(beside), commits)
+        folder.claim(overwrite=is_ours is not None)
+        try:
+            if is_ours is not None:
+                folder.clear(is_ours)
+            yield folder
+            folder.commit()
+        except BaseException:
+            folder.undo()
+            raise
+
+
+def bucket_of(place: Location) -> RemoteStore:
+    """The bucket of a location. Raises UnsupportedError: it is in another kind of store."""
+    if not isinstance(place.store, RemoteStore):
+        raise UnsupportedError(f"{show(str(place))} is in a store that conversions do not write", path=str(place))
+    return place.store
+
+
+def _plain(e_tag: str) -> str:
+    """An ETag as a list and an answer have it in common."""
+    return e_tag.removeprefix("W/").strip('"')
+
+
+def _by_number(name: str) -> list[object]:
+    return [int(part) if n % 2 else part for n, part in enumerate(re.split(r"([0-9]+)", name))]
+
+
+def _files(folder: Location, start: str = "") -> list[str]:
+    found = []
+    for entry in folder.entries():
+        name = f"{start}{entry.name}"
+        found += _files(folder / entry.name, f"{name}/") if entry.kind == "folder" else [name]
+    return found

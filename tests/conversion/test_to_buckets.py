@@ -1,0 +1,303 @@
+"""Conversions into a bucket: byte for byte as into a folder, and whole or not there."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from tests.servers import doubles
+from tests.servers.proxy import Fault, Proxy, before_server
+from tests.servers.s3 import BUCKET
+
+import reshard
+from reshard.errors import ArgumentError, DestinationExistsError, ReshardError, StorageError, UnsupportedError
+from reshard.storage import remote
+from reshard.storage.location import Location, locate
+from reshard.storage.remote import RemoteStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.servers.s3 import S3Server
+
+pytestmark = pytest.mark.skipif(not remote.is_available(), reason="the core was compiled without the feature `remote`")
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(params=["s3", "gs", "az"])
+def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Location, Proxy]]:
+    """A folder of a bucket of each service, and the proxy before it."""
+    name = f"converted-{os.getpid()}-{next(_numbers)}"
+    if request.param == "s3":
+        server = request.getfixturevalue("s3")
+        with before_server(server.port) as proxy:
+            monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+            yield locate(f"s3://{BUCKET}/{name}"), proxy
+        return
+    for variable in [one for one in os.environ if one.startswith(("GOOGLE_", "AZURE_"))]:
+        monkeypatch.delenv(variable)
+    with (
+        doubles.running("google" if request.param == "gs" else "azure") as double,
+        before_server(double.port) as proxy,
+    ):
+        if request.param == "gs":
+            monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.endpoint)
+        else:
+            monkeypatch.setenv("AZURE_STORAGE_USE_EMULATOR", "true")
+            monkeypatch.setenv("AZURITE_BLOB_STORAGE_URL", proxy.endpoint)
+        yield locate(f"{request.param}://weights/{name}"), proxy
+
+
+def model(folder: Path, *, n_rows: int = 64) -> dict[str, np.ndarray]:
+    """A Hugging Face folder with a configuration and a tokenizer."""
+    rng = np.random.default_rng(5)
+    tensors = {
+        "model.embed_tokens.weight": rng.standard_normal((n_rows, 32)).astype(np.float32),
+        **{f"model.layers.{i}.mlp.weight": rng.standard_normal((n_rows, 64)).astype(np.float32) for i in range(3)},
+        "lm_head.weight": rng.standard_normal((n_rows, 32)).astype(np.float32),
+    }
+    folder.mkdir()
+    reshard.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text('{"model_type": "made", "torch_dtype": "float32"}')
+    (folder / "tokenizer.json").write_text(json.dumps({"words": list(range(1000))}))
+    return tensors
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(one.relative_to(folder)): one.read_bytes() for one in folder.rglob("*") if one.is_file()}
+
+
+def objects_of(folder: Location) -> dict[str, bytes]:
+    assert isinstance(folder.store, RemoteStore)
+    return {name: b"".join((folder / name).pieces()) for name, _ in folder.store.below(folder.path)}
+
+
+LAYOUT = {"mesh": {"tp": 2}, "rules": [{"match": "*weight", "cut": ["tp", None]}]}
+CONVERSIONS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "several": {"max_shard_size": 20_000},
+    "ranks": {"to": "safetensors", "layout": LAYOUT},
+    "rank-folders": {"to": "checkpoint1", "layout": LAYOUT},
+    "torch": {"to": "torch", "max_shard_size": 20_000},
+    "mindspore": {"to": "mindspore", "max_shard_size": 20_000},
+    "dcp": {"to": "dcp", "layout": LAYOUT},
+    "megatron": {"to": "megatron"},
+}
+
+
+@pytest.mark.parametrize("conversion", CONVERSIONS)
+def test_a_folder_in_a_bucket_is_byte_for_byte_that_of_a_disk(
+    bucket: tuple[Location, Proxy], tmp_path: Path, conversion: str
+) -> None:
+    folder, _ = bucket
+    model(tmp_path / "model")
+    options = CONVERSIONS[conversion]
+    on_disk = reshard.convert(tmp_path / "model", tmp_path / "out", **options)
+    found = reshard.convert(tmp_path / "model", str(folder), **options)
+    assert objects_of(folder) == files_of(tmp_path / "out")
+    assert (found.n_files, found.n_bytes, found.n_tensors) == (on_disk.n_files, on_disk.n_bytes, on_disk.n_tensors)
+    assert reshard.diff(str(folder), tmp_path / "out").equal
+    # A second one is refused as on a disk, and replaces the first with `overwrite`.
+    with pytest.raises(DestinationExistsError, match="is not empty") as caught:
+        reshard.convert(tmp_path / "model", str(folder), **options)
+    assert "overwrite=True" in (caught.value.hint or "")
+    (folder / "notes.txt").replace("mine")
+    reshard.convert(tmp_path / "model", str(folder), dtype="bfloat16", overwrite=True, **options)
+    reshard.convert(tmp_path / "model", tmp_path / "out", dtype="bfloat16", overwrite=True, **options)
+    assert objects_of(folder) == files_of(tmp_path / "out") | {"notes.txt": b"mine"}
+
+
+@pytest.mark.parametrize("name", ["w.safetensors", "w.pt", "deep/er/w.bin"])
+def test_a_file_in_a_bucket_is_byte_for_byte_that_of_a_disk(
+    bucket: tuple[Location, Proxy], tmp_path: Path, name: str
+) -> None:
+    folder, _ = bucket
+    model(tmp_path / "model")
+    reshard.convert(tmp_path / "model", tmp_path / "out" / name)
+    reshard.convert(tmp_path / "model", f"{folder}/{name}")
+    assert objects_of(folder) == files_of(tmp_path / "out")
+    with pytest.raises(DestinationExistsError, match="exists"):
+        reshard.convert(tmp_path / "model", f"{folder}/{name}")
+    reshard.convert(tmp_path / "model", f"{folder}/{name}", overwrite=True)
+    assert objects_of(folder) == files_of(tmp_path / "out")
+
+
+def test_a_bucket_is_converted_into_another_folder_of_it(bucket: tuple[Location, Proxy], tmp_path: Path) -> None:
+    folder, _ = bucket
+    tensors = model(tmp_path / "model")
+    reshard.convert(tmp_path / "model", str(folder / "first"))
+    reshard.convert(str(folder / "first"), str(folder / "second"), max_shard_size=20_000)
+    reshard.convert(tmp_path / "model", tmp_path / "out", max_shard_size=20_000)
+    assert objects_of(folder / "second") == files_of(tmp_path / "out")
+    reshard.convert(str(folder / "second"), tmp_path / "back")
+    assert files_of(tmp_path / "back") == files_of(tmp_path / "model") | {
+        "model.safetensors": files_of(tmp_path / "back")["model.safetensors"]
+    }
+    with reshard.open(tmp_path / "back") as opened:
+        assert {key: one.tobytes() for key, one in opened.load().items()} == {
+            key: one.tobytes() for key, one in tensors.items()
+        }
+    with pytest.raises(ArgumentError, match="inside source"):
+        reshard.convert(str(folder / "first"), str(folder / "first/inside"))
+
+
+def test_a_run_is_converted_into_a_bucket(bucket: tuple[Location, Proxy], tmp_path: Path) -> None:
+    folder, _ = bucket
+    reshard.save(tmp_path / "run", 7, {"w": np.arange(50_000, dtype=np.float32), "b": np.ones(3)}, extra={"step": 3})
+    reshard.convert(tmp_path / "run", str(folder), to="dcp")
+    with reshard.open(str(folder)) as opened:
+        np.testing.assert_array_equal(opened.load()["w"], np.arange(50_000, dtype=np.float32))
+
+
+def test_what_a_bucket_does_not_have_is_refused(bucket: tuple[Location, Proxy], tmp_path: Path) -> None:
+    folder, proxy = bucket
+    model(tmp_path / "model")
+    proxy.log.clear()
+    refused: list[dict[str, Any]] = [
+        {"to": "checkpoint2"},
+        {"layout": LAYOUT},
+        {"to": "deepspeed-universal", "part": "all"},
+        {"to": "safetensors", "layout": LAYOUT, "share": (0, 2)},
+        {"commit": {"private": True}},
+        {"to": "mindspore", "files": {"modes": "mindspore-transformers"}},
+    ]
+    for options in refused:
+        with pytest.raises(UnsupportedError, match="is in a bucket"):
+            reshard.convert(tmp_path / "model", str(folder), **options)
+    assert not [method for method, *_ in proxy.log if method not in ("GET", "HEAD")]
+
+
+def test_files_that_no_conversion_wrote_are_not_replaced(bucket: tuple[Location, Proxy], tmp_path: Path) -> None:
+    import safetensors.numpy
+
+    folder, _ = bucket
+    model(tmp_path / "model")
+    (folder / "model-00001-of-00002.safetensors").replace(safetensors.numpy.save({"other": np.ones(3)}))
+    with pytest.raises(DestinationExistsError, match="was not written by an earlier conversion"):
+        reshard.convert(tmp_path / "model", str(folder), overwrite=True)
+    assert folder.names() == ["model-00001-of-00002.safetensors"]
+
+
+@pytest.mark.parametrize("number", range(0, 14, 2))
+def test_a_conversion_that_fails_leaves_nothing(
+    bucket: tuple[Location, Proxy], tmp_path: Path, number: int, request: pytest.FixtureRequest
+) -> None:
+    folder, proxy = bucket
+    model(tmp_path / "model", n_rows=90_000)  # of 23 MB and 12 MB each
+    changes = itertools.count()
+
+    def fails(method: str, path: str) -> bool:
+        """Whether this is the change that fails."""
+        return method in ("PUT", "POST") and "delete" not in path and "batch" not in path and next(changes) == number
+
+    proxy.faults = [Fault(fails, 403, "AccessDenied")]
+    try:
+        reshard.convert(tmp_path / "model", str(folder), max_shard_size="25MB")
+    except StorageError as error:
+        assert "do not permit it (403" in error.message  # noqa: PT017  the last numbers are never reached
+    else:
+        assert number > 10
+        return
+    assert objects_of(folder) == {}
+    if folder.path.startswith("s3"):
+        status, answer = request.getfixturevalue("s3").request("GET", f"/{BUCKET}?uploads=")
+        assert status == 200
+        assert folder.name not in answer.decode()
+
+
+def test_a_conversion_that_is_interrupted_leaves_nothing(bucket: tuple[Location, Proxy], tmp_path: Path) -> None:
+    folder, proxy = bucket
+    model(tmp_path / "model")
+
+    def interrupt(method: str, path: str) -> None:
+        if method == "PUT" and "00001" in path:
+            os.kill(os.getpid(), 2)
+
+    proxy.before = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        reshard.convert(tmp_path / "model", str(folder), max_shard_size=20_000)
+    proxy.before = None
+    assert objects_of(folder) == {}
+
+
+def test_one_of_two_conversions_writes(bucket: tuple[Location, Proxy], tmp_path: Path) -> None:
+    folder, proxy = bucket
+    model(tmp_path / "model")
+    reached, go_on = threading.Event(), threading.Event()
+
+    def pause(method: str, path: str) -> None:
+        if method == "PUT" and "00002" in path and not reached.is_set():
+            reached.set()
+            assert go_on.wait(60)
+
+    proxy.before = pause
+    outcome: list[BaseException] = []
+
+    def first() -> None:
+        try:
+            reshard.convert(tmp_path / "model", str(folder), max_shard_size=20_000)
+        except ReshardError as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert reached.wait(60)
+    with pytest.raises(DestinationExistsError):
+        reshard.convert(tmp_path / "model", str(folder), max_shard_size=20_000)
+    # The second one takes over, and the first one sees it.
+    reshard.convert(tmp_path / "model", str(folder), dtype="bfloat16", max_shard_size=20_000, overwrite=True)
+    go_on.set()
+    thread.join()
+    assert [type(error) for error in outcome] == [DestinationExistsError]
+    reshard.convert(tmp_path / "model", tmp_path / "out", dtype="bfloat16", max_shard_size=20_000)
+    found = objects_of(folder)
+    late = {name for name, data in found.items() if data != files_of(tmp_path / "out").get(name)}
+    # The one that it wrote meanwhile: who takes over has to know that no other conversion runs.
+    assert late <= {"model-00002-of-00004.safetensors"}
+
+
+def test_the_command_line_converts_into_a_bucket(s3: S3Server, tmp_path: Path) -> None:
+    model(tmp_path / "model")
+    url = f"s3://{BUCKET}/command-{os.getpid()}"
+    command = [sys.executable, "-m", "reshard", "convert", str(tmp_path / "model"), url, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=dict(os.environ))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["path"] == url
+    assert objects_of(locate(url)) == files_of(tmp_path / "model") | {
+        "model.safetensors": (objects_of(locate(url)))["model.safetensors"]
+    }
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=dict(os.environ))
+    assert done.returncode != 0
+    assert "is not empty" in done.stdout + done.stderr
+
+
+def test_memory_is_bounded_and_too_little_is_an_error(s3: S3Server, tmp_path: Path) -> None:
+    url = f"s3://{BUCKET}/bounded-{os.getpid()}/w.safetensors"
+    reshard.save_file({"w": np.zeros(400_000_000, np.uint8)}, tmp_path / "w.safetensors")
+    code = f"""
+        import resource, reshard
+        def peak():
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        reshard.convert({str(tmp_path / "w.safetensors")!r}, {str(tmp_path / "copy.safetensors")!r}, memory="64MiB")
+        before = peak()
+        reshard.convert({str(tmp_path / "w.safetensors")!r}, {url!r}, memory="128MiB")
+        print(peak() - before)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False, env=dict(os.environ)
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 128 << 20
+    with pytest.raises(ArgumentError, match="expected at least 37748736"):
+        reshard.convert(tmp_path / "w.safetensors", f"{url}.safetensors", memory="32MiB")
+    assert locate(f"{url}.safetensors").kind() is None
