@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import json
+import logging
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -14,6 +17,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from tests.helpers.sample_checkpoints import DATA, SAMPLES, checkpoints_of
+from tests.peers.required import required
 from tests.servers.proxy import Fault, Proxy, before_server
 from tests.servers.s3 import BUCKET, SECRET
 
@@ -487,3 +491,66 @@ def test_lists_need_not_be_permitted_above_a_checkpoint(
     proxy.faults.append(Fault(is_above, 403, "AccessDenied", times=1000))
     with reshard.open(url) as opened:
         assert set(opened.keys()) == set(w)
+
+
+def test_a_load_logs_what_it_fetched(
+    s3: S3Server, prefix: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = save_run(tmp_path / "run", (1,))
+    url = s3.upload(tmp_path / "run", prefix)
+    with caplog.at_level(logging.INFO, "reshard"):
+        reshard.load(url)
+        reshard.load(tmp_path / "run")
+    [message] = [one for one in caplog.messages if "were fetched" in one]
+    found = re.fullmatch(r"(\S+): (\d+) bytes were fetched by (\d+) requests, for arrays of (\d+) bytes", message)
+    assert found is not None, message
+    n_bytes = sum(one.nbytes for one in tensors.values())
+    assert (found[1], int(found[4])) == (f"{url}/iteration_00000001", n_bytes)
+    assert n_bytes <= int(found[2]) <= 1.2 * n_bytes + (1 << 20)
+
+
+def test_iterations_are_verified_by_few_requests(proxy: Proxy, s3: S3Server, prefix: str, tmp_path: Path) -> None:
+    for iteration in (1, 2, 3):
+        reshard.save(tmp_path / "run", iteration, {"w": np.arange(100.0), "b": np.ones(3)})
+    url = s3.upload(tmp_path / "run", prefix)
+    proxy.log.clear()
+    report = reshard.verify(url)
+    assert [one.verified for one in report.checkpoints] == [True] * 3
+    assert len(proxy.log) <= 80
+    reads = collections.Counter(path for method, path, *_ in proxy.log if method == "GET" and "?" not in path)
+    small = {path: n for path, n in reads.items() if path.endswith(("common.json", "checksums.bin"))}
+    assert set(small.values()) == {1}
+    # Each of them was compared all the same.
+    for name in ("common.json", "metadata.json", "checksums.bin"):
+        key = f"{prefix}/iteration_00000002/{name}"
+        original = (tmp_path / "run/iteration_00000002" / name).read_bytes()
+        s3.put(key, original[:-3] + bytes([original[-3] ^ 1]) + original[-2:])
+        report = reshard.verify(url)
+        assert [one.verified for one in report.checkpoints] == [True, False, True]
+        assert name in str(report)
+        s3.put(key, original)
+
+
+def test_a_gguf_file_in_a_bucket_is_that_of_a_disk(s3: S3Server, prefix: str, tmp_path: Path) -> None:
+    gguf = required("gguf")
+    rng = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(str(tmp_path / "m.gguf"), "llama")
+    values = rng.standard_normal((300, 1024)).astype(np.float32)
+    raw = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
+    writer.add_tensor("blocks", raw, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.add_tensor("plain", values)
+    for write in ("header", "kv_data", "tensors"):
+        getattr(writer, f"write_{write}_to_file")()
+    writer.close()
+    s3.put(f"{prefix}/m.gguf", (tmp_path / "m.gguf").read_bytes())
+    url = f"s3://{BUCKET}/{prefix}/m.gguf"
+    assert content(url) == content(tmp_path / "m.gguf")
+    with reshard.open(url) as remote, reshard.open(tmp_path / "m.gguf") as local:
+        assert remote.quantised().keys() == {"blocks"}
+        with remote.dequantised() as one, local.dequantised() as other:
+            rows = (slice(20, 31), slice(64, 200))
+            np.testing.assert_array_equal(one.read("blocks", rows), other.read("blocks", rows))
+    reshard.convert(url, f"s3://{BUCKET}/{prefix}/w.safetensors", dtype="float32", files={"check_names": False})
+    reshard.convert(tmp_path / "m.gguf", tmp_path / "w.safetensors", dtype="float32", files={"check_names": False})
+    found = b"".join(locate(f"s3://{BUCKET}/{prefix}/w.safetensors").pieces())
+    assert found == (tmp_path / "w.safetensors").read_bytes()

@@ -137,9 +137,9 @@ class BucketFolder:
         self.check_claim()
         there = dict(self._store.below(self.target.path))
         for name, e_tag in self._written.items():
-            stat = there.get(name)
-            if stat is None or _plain(str(stat.identity)) != _plain(e_tag):
-                what = "is not there" if stat is None else "was replaced"
+            found = there.get(name)
+            if found is None or _plain(str(found.identity)) != _plain(e_tag):
+                what = "is not there" if found is None else "was replaced"
                 raise StorageError(
                     f"{show(str(self.target / name))} {what} after it was written", path=str(self.target / name)
                 )

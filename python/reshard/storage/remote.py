@@ -31,6 +31,7 @@ _Status: TypeAlias = tuple[int | None, str, int]
 """Size (None for a folder), ETag, and time of the last change in seconds since 1970."""
 
 _PIECE_BYTES = 4 << 20
+_MAX_KEPT_BYTES = 1 << 20
 _BUFFER_BYTES = 1 << 20
 _SECOND_NS = 1_000_000_000
 
@@ -166,12 +167,12 @@ class RemoteStore(Store):
         return [(name, "folder" if one[0] is None else "file", one[0] or 0) for name, one in found.items()]
 
     @contextlib.contextmanager
-    def remembering(self) -> Iterator[None]:
+    def remembering(self, *, contents: bool = False) -> Iterator[None]:
         """See `Store.remembering`: one list of a folder answers what is asked of the names in it."""
         if _remembered.get() is not None:
             yield
             return
-        token = _remembered.set(_Remembered())
+        token = _remembered.set(_Remembered(keeps_contents=contents))
         try:
             yield
         finally:
@@ -179,11 +180,29 @@ class RemoteStore(Store):
 
     def read_small(self, path: str, max_bytes: int, *, follow_links: bool = False) -> bytes:
         """See `Store.read_small`: by one request."""
-        with self._regular(path), failing("reading", path):
-            content = _core.read_small_object(path, max_bytes)
+        content = self._kept(path)
+        if content is None or len(content) > max_bytes:
+            with self._regular(path), failing("reading", path):
+                content = _core.read_small_object(path, max_bytes)
         if content is None:
             raise DamagedFileError(f"{show(path)} has more than {max_bytes} bytes, the most that are read", path=path)
         return content
+
+    def _kept(self, path: str) -> bytes | None:
+        """The content of a small object, once for a block that remembers contents; None: it is to be read."""
+        remembered = _remembered.get()
+        if remembered is None or not remembered.keeps_contents:
+            return None
+        if path not in remembered.contents:
+            found = self._status(path)
+            if found is None or found[0] is None or found[0] > _MAX_KEPT_BYTES:
+                return None
+            with failing("reading", path):
+                content = _core.read_small_object(path, _MAX_KEPT_BYTES)
+            if content is None:
+                return None
+            remembered.contents[path] = content
+        return remembered.contents[path]
 
     def read_head(self, path: str, n_bytes: int, *, follow_links: bool = False) -> bytes:
         """See `Store.read_head`."""
@@ -201,9 +220,14 @@ class RemoteStore(Store):
         self, path: str, n_bytes: int | None = None, ranges: Sequence[tuple[int, int]] | None = None
     ) -> Iterator[bytes]:
         """See `Store.pieces`."""
+        opened: _core.RemoteObject | _Kept
         try:
-            with self._regular(path), failing("opening", path):
-                opened = _core.RemoteObject(path)
+            kept = self._kept(path)
+            if kept is not None:
+                opened = _Kept(kept)
+            else:
+                with self._regular(path), failing("opening", path):
+                    opened = _core.RemoteObject(path)
         except CheckpointNotFoundError as error:
             raise DamagedFileError(error.message, path=path) from error
         check_file(path, True, opened.n_bytes, n_bytes)
@@ -476,15 +500,29 @@ def remote_store(url: str, options: BucketOptions | None = None) -> tuple[Remote
     return RemoteStore(root), path
 
 
+class _Kept:
+    """The content of an object, read as an object is."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+        self.n_bytes = len(content)
+
+    def read(self, start: int, n_bytes: int) -> bytes:
+        return self._content[start : start + n_bytes]
+
+
 class _Remembered:
     """What is known of names: of a folder with many entries only what was looked at."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_contents: bool) -> None:
+        self.keeps_contents = keeps_contents
+        self.contents: dict[str, bytes] = {}
         self.statuses: dict[str, _Status | None] = {}
         self._folders: dict[str, dict[str, _Status] | None] = {}
 
     def forget(self) -> None:
         """Forget everything: names have changed."""
+        self.contents.clear()
         self.statuses.clear()
         self._folders.clear()
 

@@ -301,8 +301,8 @@ class Store(abc.ABC):
         except ReshardError:
             return None
 
-    def remembering(self) -> AbstractContextManager[None]:
-        """While the block lasts, a store may remember what is in a folder; contents are read anew."""
+    def remembering(self, *, contents: bool = False) -> AbstractContextManager[None]:  # noqa: ARG002
+        """While the block lasts, a store may remember what is in a folder, and with `contents` small files, too."""
         return contextlib.nullcontext()
 
     def open_folder(self, path: str) -> OpenedFolder:

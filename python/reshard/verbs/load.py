@@ -48,6 +48,7 @@ from reshard.ranks.group import log_of_all, resolve, session
 from reshard.ranks.said_once import held_back, release
 from reshard.resume import ResumeDecision, ResumeFacts, RunFacts, decide
 from reshard.storage.location import Location, locate
+from reshard.storage.remote import fetched_so_far
 from reshard.values.argument_types import GroupLike, Part, Progress, ReadMethod, Seconds
 from reshard.values.arguments import check as check_arguments
 from reshard.values.events import Observers, OnEvent
@@ -377,7 +378,7 @@ def load_with(
             return result
 
     terms, faults = capture(prepare), dict[str, str]()
-    n_replaced = 0
+    n_replaced, before = 0, fetched_so_far()
     while True:
         is_replaced = False
         with contextlib.ExitStack() as stack:
@@ -403,6 +404,14 @@ def load_with(
                 _record(locate(decision.path), states[decision.path])
             if not _is_look(wanted):
                 _note(locate(decision.path))
+            if (fetched := fetched_so_far() - before).n_requests:
+                _log.info(
+                    "%s: %d bytes were fetched by %d requests, for arrays of %d bytes",
+                    decision.path,
+                    fetched.fetched_bytes,
+                    fetched.n_requests,
+                    fetched.wanted_bytes,
+                )
             _report(observers, decision, members.rank)
             return decision, loaded
         del loaded  # its memory is needed for the next

@@ -305,11 +305,12 @@ class _CheckpointJob:
     def _read_manifest(self) -> None:
         self.manifest, self.names = None, []
         path = self.path
-        folder = path if path.is_folder() else path.parent
-        try:
-            manifest = manifests.read(folder)
-        except ReshardError:
-            return  # opening it reports the error
+        with path.store.remembering():
+            folder = path if path.is_folder() else path.parent
+            try:
+                manifest = manifests.read(folder)
+            except ReshardError:
+                return  # opening it reports the error
         if path.is_folder():
             self.manifest, self.names = manifest, list(manifest.shards)
         elif path.name in manifest.shards:
@@ -328,7 +329,10 @@ class _CheckpointJob:
         folder = self.path if self.path.is_folder() else self.path.parent
         try:
             for n_left in reversed(range(_MAX_TRIES)):
-                with contextlib.nullcontext() if self.manifest is None else manifests.read_lock(folder) as lock:
+                with (
+                    folder.store.remembering(contents=True),
+                    contextlib.nullcontext() if self.manifest is None else manifests.read_lock(folder) as lock,
+                ):
                     if lock is not None:
                         self._read_manifest()  # the iteration may have been saved again since
                     result = self._compare(lock, meter, looks, direct=direct, threads=threads)

@@ -120,3 +120,55 @@ pub fn without_secrets(url: &str) -> String {
     let host = host.rsplit('@').next().unwrap_or_default();
     format!("{scheme}://{host}{path}")
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn urls_name_a_service_a_bucket_and_a_key() {
+        for (url, service, root, key) in [
+            ("s3://b/a/c.json", Service::S3, "s3://b", "a/c.json"),
+            ("gs://b", Service::Google, "gs://b", ""),
+            ("az://b/a/", Service::Azure, "az://b", "a"),
+            ("https://h/a/b?s=1", Service::Http, "https://h/a/b", ""),
+        ] {
+            let address = Address::parse(url).unwrap();
+            assert_eq!(
+                (address.service, &*address.root, &*address.key),
+                (service, root, key)
+            );
+        }
+        for url in [
+            "s3:///a",
+            "s3://b/a//c",
+            "s3://b/../c",
+            "ftp://b/a",
+            "b/a",
+            "s3://u:p@b/a",
+            "https://",
+        ] {
+            assert_eq!(
+                Address::parse(url).unwrap_err().kind(),
+                Kind::Argument,
+                "{url}"
+            );
+        }
+    }
+
+    #[test]
+    fn no_message_shows_what_is_secret_in_a_url() {
+        for url in [
+            "https://user:secret@h/a?sig=secret",
+            "https://h/a#secret",
+            "s3://user:secret@b/a",
+            "ftp://user:secret@b/a?secret",
+        ] {
+            let shown = match Address::parse(url) {
+                Ok(address) => format!("{address} {address:?} {}", address.root),
+                Err(error) => format!("{error} {error:?}"),
+            };
+            assert!(!shown.contains("secret"), "{shown}");
+        }
+    }
+}

@@ -375,3 +375,97 @@ fn permissions_hint(doing: Doing, service: Service) -> &'static str {
         (Service::Http, _) => "a signed URL may have expired: make a new one",
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn answer(status: u16, code: &str, region: Option<&str>) -> Answer {
+        let body = format!("<Error><Code>{code}</Code></Error>");
+        let mut response = http::Response::builder().status(status);
+        if let Some(region) = region {
+            response = response.header("x-amz-bucket-region", region);
+        }
+        Answer::new(&response.body(()).unwrap().into_parts().0, body.as_bytes())
+    }
+
+    /// The error of an answer, as `object_store` wraps it.
+    fn error(answer: Answer) -> object_store::Error {
+        object_store::Error::Generic {
+            store: "test",
+            source: Box::new(HttpError::new(HttpErrorKind::Unknown, answer)),
+        }
+    }
+
+    #[test]
+    fn what_a_refusal_of_a_new_object_means() {
+        for (status, code, expected) in [
+            (412, "PreconditionFailed", Refusal::Exists),
+            (409, "BlobAlreadyExists", Refusal::Exists),
+            (409, "ConditionalRequestConflict", Refusal::Busy),
+            (429, "SlowDown", Refusal::Busy),
+            (503, "SlowDown", Refusal::Unclear),
+            (500, "InternalError", Refusal::Unclear),
+            (408, "RequestTimeout", Refusal::Unclear),
+            (403, "AccessDenied", Refusal::Final),
+            (404, "NoSuchBucket", Refusal::Final),
+        ] {
+            assert_eq!(
+                refusal_of(&answer(status, code, None)),
+                expected,
+                "{status} {code}"
+            );
+        }
+    }
+
+    #[test]
+    fn errors_name_the_object_the_status_and_what_to_do() {
+        let address = Address::parse("s3://b/a/c").unwrap();
+        let of = |doing, one: Answer| explain(doing, &address, &error(one), Duration::from_secs(7));
+        let denied = of(Doing::Writing, answer(403, "AccessDenied", None));
+        assert_eq!(
+            denied.message(),
+            "writing s3://b/a/c: the credentials do not permit it (403 AccessDenied)"
+        );
+        assert!(denied.facts().2.unwrap().contains("s3:PutObject"));
+        assert!(
+            of(Doing::Reading, answer(403, "AccessDenied", None))
+                .facts()
+                .2
+                .unwrap()
+                .contains("s3:GetObject")
+        );
+        let region = of(
+            Doing::Writing,
+            answer(301, "PermanentRedirect", Some("eu-west-7")),
+        );
+        assert!(region.facts().2.unwrap().contains("AWS_REGION=eu-west-7"));
+        assert_eq!(
+            of(Doing::Reading, answer(404, "NoSuchKey", None)).kind(),
+            Kind::NotFound
+        );
+        assert_eq!(
+            of(Doing::Reading, answer(404, "NoSuchBucket", None)).kind(),
+            Kind::Io
+        );
+        assert_eq!(
+            of(Doing::Reading, answer(412, "", None)).kind(),
+            Kind::Damaged
+        );
+        let busy = of(Doing::Writing, answer(503, "SlowDown", None));
+        assert!(busy.message().ends_with("it was tried for 7 s"));
+        assert_eq!(busy.facts().3, Some(EAGAIN));
+        let ended = of(Doing::Writing, answer(404, "NoSuchUpload", None));
+        assert_eq!(ended.kind(), Kind::Io);
+    }
+
+    #[test]
+    fn a_code_is_a_plain_word() {
+        assert_eq!(
+            element("<Code>SlowDown</Code>", "Code").as_deref(),
+            Some("SlowDown")
+        );
+        assert_eq!(element("<Code>a secret</Code>", "Code"), None);
+        assert_eq!(element("<Code></Code>", "Code"), None);
+    }
+}
