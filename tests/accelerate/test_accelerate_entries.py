@@ -94,6 +94,7 @@ def test_random_trees(seed: int, tmp_path: Path) -> None:
     assert cycle(tmp_path, random_tree(seed)) == []
 
 
+@pytest.mark.slow
 def test_on_two_ranks(tmp_path: Path) -> None:
     """In DistributedDataParallel, which cannot send weights of the tests' own class."""
     made = {seed: random_tree(seed)(1.0).parameters() for seed in range(100)}

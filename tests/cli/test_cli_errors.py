@@ -104,6 +104,7 @@ def test_convert_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {name: value for name, value in seen.items() if name not in ("src", "dst")} == defaults
 
 
+@pytest.mark.slow
 def test_convert_warns_on_stderr_and_in_json_once(tmp_path: Path, model: Path) -> None:
     (tmp_path / "odd.yaml").write_text(
         'mesh: {tp: 2}\nrules: [{match: "*.weight", cut: [tp], sizes: {0: [5, 3]}}, {match: "*"}]'

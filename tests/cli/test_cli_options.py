@@ -85,6 +85,7 @@ def test_quiet_prints_errors_warnings_json_and_files(root: Path, tmp_path: Path)
     assert run("inspect", root).stdout  # a call without it is not quiet
 
 
+@pytest.mark.slow
 def test_progress_in_a_pipe_is_lines(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     reshard.save_file({f"w{i}": rng.random(1 << 20) for i in range(16)}, tmp_path / "m.safetensors")

@@ -67,6 +67,7 @@ def test_inspect_of_each_format() -> None:
     assert "root:" not in run("inspect", CKPT2 / "iteration_00000005").stdout
 
 
+@pytest.mark.slow
 def test_inspect_of_several_paths_lists_them(tmp_path: Path) -> None:
     for name, value in (("good", 1.0), ("bad", np.nan)):
         for iteration in (1, 2):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import pytest
 from tests.helpers import retained
+from tests.helpers.cases import slow
 from tests.helpers.memory_store import MemoryStore
 from tests.helpers.small_saves import (
     Root,
@@ -183,7 +184,7 @@ def test_killed_while_an_iteration_is_replaced_in_a_store_without_renames(in_mem
 
 
 @pytest.mark.parametrize("kill", [killed_at, killed_at_step], ids=["no more changes", "signal"])
-@pytest.mark.parametrize("seconds", [0.0, 0.03], ids=["first", "last"])
+@pytest.mark.parametrize("seconds", [0.0, *slow([0.03])], ids=["first", "last"])
 def test_killed_while_a_thread_writes_the_descriptions(
     seconds: float, kill: Callable[..., bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,7 +263,7 @@ def check_killed_while_an_iteration_is_replaced(base: RootT, abilities: Abilitie
     assert len(seen) >= n_expected(base)
 
 
-@pytest.mark.parametrize("iteration", [200, 300], ids=["replacement", "new"])
+@pytest.mark.parametrize("iteration", [*slow([200]), 300], ids=["replacement", "new"])
 def test_killed_by_a_signal_at_a_named_step(iteration: int, base: Path) -> None:
     for number, root in copies(base):
         was_killed = killed_at_step(number, partial(save, root, iteration, 1))
@@ -444,6 +445,7 @@ def n_faults(base: Any, killed: Callable[[int, Callable[[], Any]], bool]) -> int
     return n_caught
 
 
+@pytest.mark.slow
 def test_the_harness_notices_what_it_is_for(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tracker before the folder, the mistake of the original: some crash must be found to be one too many."""
     real = staging.move_tracker

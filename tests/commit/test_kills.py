@@ -495,11 +495,11 @@ def live(oracle: Oracle, life: Life, port: int, how: Ours) -> None:
     oracle.look(by_manifests=how.writes_manifests)
 
 
-@pytest.mark.parametrize("n_rounds", [20, pytest.param(N_ROUNDS, marks=pytest.mark.slow)])
-def test_killed_at_random(n_rounds: int, tmp_path: Path, port: int) -> None:
+@pytest.mark.slow
+def test_killed_at_random(tmp_path: Path, port: int) -> None:
     factor = os.environ.get("RESHARD_CASES_FACTOR")
     seed = 0 if factor is None else random.SystemRandom().getrandbits(32)
-    n_rounds = int(n_rounds * float(factor or 1))
+    n_rounds = int(N_ROUNDS * float(factor or 1))
     oracle = Oracle(tmp_path / "root")
     for number in range(n_rounds):
         rng = random.Random(f"{seed} {number}")

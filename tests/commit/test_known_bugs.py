@@ -137,6 +137,7 @@ def test_mindformers_1_a_crash_empties_the_tracker(root: Path) -> None:
     assert number >= 3
 
 
+@pytest.mark.slow
 def test_mindformers_2_saving_again_removes_the_old_one_first(root: Path) -> None:
     protocol.release()
     backup = root.with_name("backup")

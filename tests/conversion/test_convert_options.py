@@ -30,6 +30,7 @@ from tests.conversion.models import (
     single,
 )
 from tests.helpers.arrays import assert_same
+from tests.helpers.cases import slow
 from tests.helpers.threads import in_threads
 
 import reshard
@@ -228,7 +229,7 @@ def test_many_small_rank_files_are_written_without_a_thread_for_each(tmp_path: P
         assert written["w"].tolist() == [2 * rank, 2 * rank + 1]
 
 
-@pytest.mark.parametrize("form", ["file", "files", "ranks", "replicas", "empty", "mixed"])
+@pytest.mark.parametrize("form", ["ranks", *slow(["file", "files", "replicas", "empty", "mixed"])])
 def test_many_tensors_are_written_as_few_are(form: str, tmp_path: Path) -> None:
     """More than one thread plans at a time, and in an order that is not that of the files."""
     n = 20_000

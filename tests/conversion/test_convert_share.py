@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.helpers.cases import slow
 from tests.helpers.ranks import Job
 
 import reshard
@@ -191,7 +192,7 @@ def converted(*arguments: object, **variables: str) -> subprocess.CompletedProce
     return subprocess.run(command, env=environment, capture_output=True, check=False, text=True)
 
 
-@pytest.mark.parametrize("variables", LAUNCHERS, ids=lambda one: next(iter(one)))
+@pytest.mark.parametrize("variables", [LAUNCHERS[0], *slow(LAUNCHERS[1:])], ids=lambda one: next(iter(one)))
 def test_each_process_of_a_launcher_writes_its_share(tmp_path: Path, source: Path, variables: dict[str, str]) -> None:
     pending = []
     for rank in ("1", "0"):

@@ -78,6 +78,7 @@ assert n_errors[0] > 0
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [pytest.param(SAVE, id="save"), pytest.param(POOLS, id="pools")])
 def test_refused_threads(script: str, tmp_path: Path) -> None:
     done = subprocess.run(

@@ -21,6 +21,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration
 from lightning.pytorch.utilities import CombinedLoader
+from tests.helpers.cases import slow
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -509,7 +510,7 @@ def draws_privately(library: str, case: dict[str, Any]) -> bool:
     return bool(draws) and not has_workers
 
 
-@pytest.mark.parametrize("number", range(N_HISTORIES))
+@pytest.mark.parametrize("number", [1, *slow(number for number in range(N_HISTORIES) if number != 1)])
 def test_a_history_reads_what_the_uninterrupted_run_reads(number: int, tmp_path: Path) -> None:
     library, case, _ = case_of(number)
     found = history(number, tmp_path)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch
 import pytest
 import torch
+from tests.helpers.cases import slow
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -193,7 +194,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("choice", ["accumulated", *slow(one for one in CHOICES if one != "accumulated")])
 def test_each_choice_of_trainer_goes_on(tmp_path: Path, choice: str) -> None:
     arguments: dict[str, Any] = dict(CHOICES[choice])
     options, stop = arguments.pop("options", None), arguments.pop("stop", 11)
@@ -231,6 +232,7 @@ class Secret(torch.utils.data.Sampler[int]):
         return iter(random.Random(os.urandom(8)).sample(range(N), N))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_what_cannot_be_found_again_is_refused(tmp_path: Path) -> None:
     by_trainer(tmp_path / "holds", None, 7, data=Holding())

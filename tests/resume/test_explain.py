@@ -43,6 +43,7 @@ def explain(*args: object, cwd: Path | None = None) -> tuple[int, str, str]:
     return done.exit_code, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_the_command_as_a_process_exits_with_what_it_decided(work: Path) -> None:
     for folder in ("root", "empty", "absent"):
         words = [*PROGRAM, "explain", folder]

@@ -409,6 +409,7 @@ def test_a_forked_process_has_connections_of_its_own(s3: S3Server, prefix: str, 
         assert opened.read("w").tobytes() == w.tobytes()
 
 
+@pytest.mark.slow
 def test_the_command_line_reads_a_bucket_and_tells_what_was_fetched(s3: S3Server, prefix: str, tmp_path: Path) -> None:
     save_run(tmp_path / "run")
     url = s3.upload(tmp_path / "run", prefix)

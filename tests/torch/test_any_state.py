@@ -389,6 +389,7 @@ def test_a_dict_keeps_keys_that_the_checkpoint_lacks_or_is_refused(tmp_path: Pat
     assert any("extra['p']['b']" in line for line in decision.warnings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_per_rank", [False, True])
 def test_tensors_of_a_dict_have_the_saved_shape_and_dtype(tmp_path: Path, *, is_per_rank: bool) -> None:
     for number, (of_saved, of_live) in enumerate(((2, 3), (1, 3), (3, 1), (0, 3))):

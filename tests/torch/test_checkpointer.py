@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from tests.helpers.cases import slow
 from tests.helpers.loops import batches_and_draws
 from tests.helpers.ranks import Job
 from tests.helpers.small_training import Counter, Trainer
@@ -82,7 +83,7 @@ class Loop:
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("kind", ["plain", "batches", "generator", "stateful"])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, *slow([2])])
 def test_a_resumed_loop_over_a_loader_draws_the_same_numbers(tmp_path: Path, workers: int, kind: str) -> None:
     """Resumed within an epoch, at its end, and twice within the same epoch."""
     whole = Loop(tmp_path / "whole", workers=workers, kind=kind).run(12)
@@ -90,6 +91,7 @@ def test_a_resumed_loop_over_a_loader_draws_the_same_numbers(tmp_path: Path, wor
     assert [one for last in (1, 3, 5, 6, 10, 12) for one in loop.run(last)] == whole
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_resumed_loop_over_a_loader_draws_the_same_numbers_on_every_rank(tmp_path: Path, workers: int) -> None:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from reshard.ranks.group import TorchGroup
 
 
+@pytest.mark.slow
 def test_streams_and_private_state_of_ranks(tmp_path: Path) -> None:
     def work(n_before: int | None, group: TorchGroup) -> Any:
         torch.manual_seed(7 + group.rank)
@@ -111,6 +112,7 @@ def test_optimizer_is_cut_anew_bit_for_bit(tmp_path: Path) -> None:
             assert job.values() == [expected] * n_ranks
 
 
+@pytest.mark.slow
 def test_tensors_that_no_layout_can_say(tmp_path: Path) -> None:
     """Ranks 0 and 3 alone hold a layer, which is not part of a mesh: boxes are saved, and loaded as boxes."""
 

@@ -77,6 +77,7 @@ def test_a_configuration_asks_for_weights_and_links(tmp_path: Path) -> None:
         Checkpointer.from_config({**config, "reshard": {"model_files": "files"}})
 
 
+@pytest.mark.slow
 def test_links_follow_the_newest_and_the_best_and_confuse_nobody(tmp_path: Path) -> None:
     root = tmp_path / "run"
     retention = {"keep": 2, "best": ("loss", 1)}

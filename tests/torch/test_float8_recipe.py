@@ -55,6 +55,7 @@ def run(root: Path, n_steps: int, how: str) -> Any:
     return start, found, type(model[0].weight.to_local()).__name__
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["fsdp", "scales", "tp"])
 def test_a_run_that_is_cut_equals_one_that_is_not(how: str, tmp_path: Path) -> None:
     required("torchao")

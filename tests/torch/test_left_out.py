@@ -313,6 +313,7 @@ def sharded(root: Path, n_steps: int, seed: int) -> Any:
     return work
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_verifies_the_digests(tmp_path: Path) -> None:
     root = tmp_path / "run"
     with Job(2, sharded(root, 2, 0)) as job:

@@ -168,6 +168,7 @@ def test_a_file_that_does_not_record_the_class_is_refused(tmp_path: Path) -> Non
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_torchao_sharded(kind: str, tmp_path: Path) -> None:
     """On the second rank the first weight is too small to be quantised."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch._dynamo  # what DTensor imports when it is first used: here once, instead of in every rank
+from tests.helpers.cases import slow
 from tests.helpers.ranks import Job
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -97,7 +98,7 @@ MESHES: dict[int, list[tuple[tuple[int, ...], tuple[str, ...] | None, list[int] 
 }
 
 
-@pytest.mark.parametrize("world_size", MESHES)
+@pytest.mark.parametrize("world_size", [2, *slow(size for size in MESHES if size != 2)])
 def test_random_placements_lie_as_torch_lays_them(world_size: int) -> None:
     def work(group: TorchGroup) -> list[Any]:
         everything = []

@@ -53,6 +53,7 @@ def resume(root: Path, make: Callable[[Any], Any], *, save: bool = False, strict
     return decision, scheduler
 
 
+@pytest.mark.slow
 def test_a_scheduler_of_another_class_or_with_other_children_is_refused(tmp_path: Path) -> None:
     for name, make in KINDS.items():
         resume(tmp_path / name, make, save=True)

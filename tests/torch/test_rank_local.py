@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch._dynamo  # what DTensor imports when it is first used: here once, instead of in every rank
+from tests.helpers.cases import slow
 from tests.helpers.ranks import Job
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -191,6 +192,7 @@ def test_plain_state_of_sharded_parameters_is_refused_under_another_layout(tmp_p
         assert "which holds another region" in one["text"]
 
 
+@pytest.mark.slow
 def test_plain_state_that_does_not_fit_begins_anew_where_that_is_asked_for(tmp_path: Path) -> None:
     saved = run(tmp_path, "TP", 2)[0]["value"][1]
     [one] = run(tmp_path, "TP", 3, n_ranks=1, strict=False)
@@ -269,6 +271,7 @@ def test_buffers_that_differ_are_kept_for_each_rank(kind: str, tmp_path: Path) -
     )
 
 
+@pytest.mark.slow
 def test_buffers_that_ddp_broadcasts_are_those_of_the_first_rank(tmp_path: Path) -> None:
     def sgd(parameters: Any) -> Any:
         return torch.optim.SGD(parameters, lr=0.01)
@@ -281,7 +284,7 @@ def test_buffers_that_ddp_broadcasts_are_those_of_the_first_rank(tmp_path: Path)
     assert back[0][0] == back[1][0]
 
 
-@pytest.mark.parametrize("mode", [*MODES, {"files": {"dedup": False}}], ids=str)
+@pytest.mark.parametrize("mode", [MODES[0], *slow([*MODES[1:], {"files": {"dedup": False}}])], ids=str)
 def test_plain_parameters_that_have_drifted_apart_are_refused(mode: dict[str, Any], tmp_path: Path) -> None:
     def work(group: TorchGroup) -> Any:
         model = nn.Linear(2, 2)
@@ -388,6 +391,7 @@ class Scaled(nn.Linear):
         self.n = state["n"]
 
 
+@pytest.mark.slow
 def test_extra_state_of_modules_is_kept_for_each_rank_where_it_differs(tmp_path: Path) -> None:
     def work(group: TorchGroup) -> Any:
         torch.manual_seed(0)

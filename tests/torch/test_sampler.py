@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from tests.helpers.cases import slow
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from reshard.errors import ArgumentError, MismatchError
@@ -528,7 +529,7 @@ def test_state_of_a_loop_fits_other_ranks_between_steps_only() -> None:
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning", "ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("both", [False, True], ids=["sampler alone", "loader too"])
 @pytest.mark.parametrize("as_batches", [False, True])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, *slow([2])])
 def test_stateful_data_loader(workers: int, as_batches: bool, both: bool) -> None:  # noqa: FBT001
     from torchdata.stateful_dataloader import StatefulDataLoader
 

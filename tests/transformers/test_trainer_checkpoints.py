@@ -7,6 +7,7 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.helpers.cases import slow
 from tests.transformers.trainers import Data, Observer, outcome, trainer
 from torch.utils.data import IterableDataset
 
@@ -34,7 +35,7 @@ def plain(root: Path, stop: int | None = None, **options: Any) -> Trainer:
 def stopped(root: Path, step: int, **options: Any) -> Path:
     """The checkpoint of a run of Trainer that stops after a step."""
     with pytest.raises(KeyboardInterrupt):
-        plain(root, step, **options).train()
+        plain(root, step, **{**options, "save_steps": step}).train()
     return root / f"checkpoint-{step}"
 
 
@@ -63,12 +64,16 @@ def compare(tmp_path: Path, step: int, crash: int | None = None, **options: Any)
     "options",
     [
         {},
-        {"optim": "sgd", "lr_scheduler_type": "cosine"},
-        {"optim": "adafactor", "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 6},
-        {"gradient_accumulation_steps": 2, "lr_scheduler_type": "polynomial"},
-        {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 2, **SAVES},
-        {"dataloader_num_workers": 1},
-        {"accelerator_config": {"use_seedable_sampler": False}},
+        *slow(
+            [
+                {"optim": "sgd", "lr_scheduler_type": "cosine"},
+                {"optim": "adafactor", "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 6},
+                {"gradient_accumulation_steps": 2, "lr_scheduler_type": "polynomial"},
+                {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 2, **SAVES},
+                {"dataloader_num_workers": 1},
+                {"accelerator_config": {"use_seedable_sampler": False}},
+            ]
+        ),
     ],
     ids=lambda options: "-".join(map(str, options.values())) or "default",
 )
@@ -76,6 +81,7 @@ def test_it_goes_on_as_with_trainer_itself(tmp_path: Path, step: int, options: d
     compare(tmp_path, step if "gradient_accumulation_steps" not in options else step // 2, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [4, 10])
 def test_after_a_crash_the_root_is_used(tmp_path: Path, step: int) -> None:
     compare(tmp_path, step, crash=step + 5)
@@ -88,6 +94,7 @@ class Stream(IterableDataset[dict[str, Any]]):
         return iter([Data()[n] for n in range(20)])
 
 
+@pytest.mark.slow
 def test_a_stream(tmp_path: Path) -> None:
     def made(root: Path, stop: int = -1, *, is_ours: bool = False) -> Trainer:
         one = trainer(root, stop, callback=None if is_ours else Observer(-1), max_steps=25, **SAVES)

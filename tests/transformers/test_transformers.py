@@ -53,7 +53,7 @@ BEST: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("crashes", "options"),
     [
-        ((9, 14), {**BEST, "max_steps": 17}),
+        pytest.param((9, 14), {**BEST, "max_steps": 17}, marks=pytest.mark.slow),
         pytest.param((7, 20, 29), {}, marks=pytest.mark.slow),  # within an epoch, at its end, and near the end
         pytest.param((5,), {"gradient_accumulation_steps": 3, "lr_scheduler_type": "cosine"}, marks=long),
         pytest.param(
@@ -177,6 +177,7 @@ def resumed_as(root: Path, caplog: Any = None, **how: Any) -> Any:
     return made
 
 
+@pytest.mark.slow
 def test_a_start_from_a_published_folder(tmp_path: Path) -> None:
     source = trainer(tmp_path / "source")
     source.model.save_pretrained(tmp_path / "hub")  # type: ignore[union-attr, operator]
@@ -200,6 +201,7 @@ def test_a_start_from_a_published_folder(tmp_path: Path) -> None:
         ).train(resume_from_checkpoint=True)
 
 
+@pytest.mark.slow
 def test_strict_settings_and_the_scheduler_of_a_trainer(tmp_path: Path, caplog: Any) -> None:
     options = {"max_steps": 2, "lr_scheduler_type": "linear"}
     resumed_as(tmp_path, options=options)
@@ -233,6 +235,7 @@ def test_strict_settings_and_the_scheduler_of_a_trainer(tmp_path: Path, caplog: 
             ReshardCallback(tmp_path, **wrong)
 
 
+@pytest.mark.slow
 def test_a_second_stage_with_other_data(tmp_path: Path, caplog: Any) -> None:
     train(tmp_path, 8, num_train_epochs=2)
     seen: list[int] = []

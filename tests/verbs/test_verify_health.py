@@ -410,6 +410,7 @@ def _run(*words: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+@pytest.mark.slow
 def test_the_command_prints_findings_and_has_its_own_exit_code(tmp_path: Path) -> None:
     _save(tmp_path, 1)
     assert _run(str(tmp_path), "--health")[0] == 0

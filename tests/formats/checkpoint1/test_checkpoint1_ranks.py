@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tests.helpers import original_reader1 as original
+from tests.helpers.cases import slow
 from tests.helpers.oracle import local_arrays
 from tests.helpers.original_reader import read_shard_file
 from tests.helpers.ranks import Job, Signal
@@ -81,7 +82,7 @@ def check(root: Path, iteration: int, suffix: str) -> None:
             assert np.array_equal(own[key], array), key
 
 
-@pytest.mark.parametrize("options", [{}, {"files": {"dedup": False}}, {"blocking": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, *slow([{"files": {"dedup": False}}, {"blocking": False}])], ids=str)
 def test_ranks_save_and_resume(tmp_path: Path, options: dict[str, Any]) -> None:
     root = tmp_path / "checkpoint"
 
@@ -186,6 +187,7 @@ def test_a_rank_that_fails_is_told_on_all_and_leaves_nothing(tmp_path: Path) -> 
     assert len(list(tmp_path.rglob("*.safetensors"))) == 4
 
 
+@pytest.mark.slow
 def test_two_jobs_in_one_root(tmp_path: Path) -> None:
     reshard.save(tmp_path, 1, {"w": np.zeros(2)}, format="checkpoint1")
 
