@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.helpers import huge_pages
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -82,6 +83,12 @@ class _Process:
             changed.append(f"the umask is {now.umask:o}")
             os.umask(self.umask)
         return changed
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Make forks cheap before many tests: hundreds of them fork ranks off this process of more than a GiB."""
+    if len(session.items) > 2000:
+        huge_pages.use()
 
 
 _BEFORE = pytest.StashKey[_Process]()

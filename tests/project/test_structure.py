@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 from typing import get_args
@@ -20,10 +21,13 @@ MODULES = {
 }
 
 
+parsed = functools.cache(ast.parse)
+
+
 def imports_of(text: str, own: str, modules: set[str]) -> set[str]:
     """The modules that a file imports anywhere: for type checkers and within functions, too."""
     found = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
@@ -81,7 +85,7 @@ def compared(text: str, names: set[str]) -> list[int]:
 
     return [
         node.lineno
-        for node in ast.walk(ast.parse(text))
+        for node in ast.walk(parsed(text))
         if isinstance(node, ast.Compare) and any(map(is_name, [node.left, *node.comparators]))
     ]
 
@@ -138,9 +142,10 @@ _OTHER_FILES = {
 }
 
 
+@functools.cache
 def file_accesses(text: str) -> list[str]:
     """What a module does with files by itself: modules that it imports, functions and methods that it names."""
-    tree = ast.parse(text)
+    tree = parsed(text)
     paths = _paths(tree)
     found = []
     for node in ast.walk(tree):
@@ -282,7 +287,7 @@ def undocumented(text: str) -> list[str]:
             if n >= 3 and not is_other and not overrides and not REFERENCES.search(ast.get_docstring(one) or ""):
                 found.append(one.name)
 
-    visit(ast.parse(text))
+    visit(parsed(text))
     return found
 
 
