@@ -104,7 +104,9 @@ class ShardEntry:
     rank: int
 
     def __post_init__(self) -> None:
-        _check_counts({name: value for name, value in vars(self).items() if name != "checksums_digest"})
+        counts = dict(vars(self))
+        del counts["checksums_digest"]
+        _check_counts(counts)
         if not 8 <= self.header_bytes <= self.n_bytes:
             raise ArgumentError(f"`header_bytes` is {self.header_bytes} in a file of {self.n_bytes} bytes")
         if self.header_checksum >= 1 << 32:
@@ -188,9 +190,12 @@ class Manifest:
     def __post_init__(self) -> None:
         object.__setattr__(self, "passed_over", tuple(self.passed_over))
         object.__setattr__(self, "metrics", metrics.checked(self.metrics))
-        counts = {name: getattr(self, name) for name in ("iteration", "generation", "world_size")}
-        can_lack = {name: getattr(self, name) for name in ("previous_tracker", "ckpt_status")}
-        _check_counts(counts | {name: value for name, value in can_lack.items() if value is not None})
+        counts = {"iteration": self.iteration, "generation": self.generation, "world_size": self.world_size}
+        if self.previous_tracker is not None:
+            counts["previous_tracker"] = self.previous_tracker
+        if self.ckpt_status is not None:
+            counts["ckpt_status"] = self.ckpt_status
+        _check_counts(counts)
         for one in self.passed_over:
             _check_counts({"passed_over": one})
         _check_digest("attempt", self.attempt)

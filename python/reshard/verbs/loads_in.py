@@ -41,7 +41,6 @@ _PIPELINE, _CONFIG = "model_index.json", "config.json"
 _DIFFUSERS_FILE = "diffusion_pytorch_model.safetensors"
 _MAX_BYTES = 64 << 20
 _MOST = 3  # names in one message
-_ADAPTER = "default"
 
 
 @dataclass(frozen=True)

@@ -285,8 +285,7 @@ def _check_parts(data: FolderData) -> None:
 
 def marks(folder: Location) -> tuple[bool, bool]:
     """Whether the tracker has ever named an iteration folder, and whether the folder is pinned."""
-    tracked, pinned = ((folder / name).exists() for name in (manifests.TRACKED_FILE, manifests.PINNED_FILE))
-    return tracked, pinned
+    return (folder / manifests.TRACKED_FILE).exists(), (folder / manifests.PINNED_FILE).exists()
 
 
 # -- the manifest

@@ -9,7 +9,7 @@ from reshard.commit import candidates, roots
 from reshard.commit import manifest as manifests
 from reshard.errors import ReshardError
 from reshard.formats.base import Root
-from reshard.formats.checkpoint2.reader import LockedManifest, marks, open_folder
+from reshard.formats.checkpoint2.reader import LockedManifest, open_folder
 from reshard.values.words import show
 
 if TYPE_CHECKING:
@@ -127,12 +127,12 @@ def _folder_facts(root: Location, iteration: int, name: str) -> candidates.Folde
     try:
         head = manifests.read_head(root / name)
     except ReshardError:
-        return candidates.Folder(iteration, name, marks(root / name)[0])
+        return candidates.Folder(iteration, name, (root / name / manifests.TRACKED_FILE).exists())
     return _folder(iteration, name, root, head)
 
 
 def _folder(iteration: int, name: str, root: Location, head: manifests.Head | Manifest) -> candidates.Folder:
-    is_tracked, _ = marks(root / name)
+    is_tracked = (root / name / manifests.TRACKED_FILE).exists()
     return candidates.Folder(
         iteration, name, is_tracked, head.generation, head.previous_tracker, tuple(head.passed_over)
     )
