@@ -18,7 +18,6 @@ from reshard.values.words import show
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable
 
 _MAX_DEPTH = 16
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -85,18 +84,13 @@ def parse_json(data: bytes, name: str, *, max_depth: int = _MAX_DEPTH, max_value
         raise _too_deep(name, max_depth) from None
     except ValueError as error:
         raise DamagedFileError(f"{show(name)} is not valid JSON: {error}", path=name) from None
-    level: list[Any] = [value]
+    level: list[Any] = [value] if isinstance(value, dict | list) else []
     for _ in range(max_depth):
-        level = [inner for outer in level for inner in _children(outer) if isinstance(inner, dict | list)]
+        inside = [outer.values() if isinstance(outer, dict) else outer for outer in level]
+        level = [inner for values in inside for inner in values if isinstance(inner, dict | list)]
         if not level:
             return value
     raise _too_deep(name, max_depth)
-
-
-def _children(value: object) -> Iterable[object]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
 
 
 def _too_deep(name: str, max_depth: int) -> DamagedFileError:
