@@ -966,6 +966,44 @@ class Checkpoint:
         file, names = add_quantised(index, stored, self._index, keys, path)
         return self._computed(index, file, {key: (key, scale) for key, scale in names.items()})
 
+    @checked
+    def in_nvfp4(self, form: Literal["nvfp4", "nvfp4-modelopt"]) -> Checkpoint:
+        """The same checkpoint with the parts of NVFP4 weights under the names of one form.
+
+        The bytes of codes and of scales of blocks stay. The global scale of one form is the reciprocal of that of the
+        other; a conversion back gives the same bytes.
+
+        Args:
+            form: "nvfp4" for that of compressed-tensors, or "nvfp4-modelopt".
+
+        Returns:
+            A checkpoint that must be closed separately.
+
+        Raises:
+            UnsupportedError: a weight is quantised otherwise, or a global scale has no such reciprocal.
+            MismatchError: a part would have the name of another tensor.
+
+        Example:
+            >>> import ml_dtypes, numpy as np, reshard
+            >>> parts = {"a.weight": np.zeros((2, 8), np.uint8), "a.weight_scale_2": np.array(0.5, np.float32)}
+            >>> parts["a.weight_scale"] = np.ones((2, 1), ml_dtypes.float8_e4m3fn)
+            >>> reshard.save_file(parts, "modelopt.safetensors")
+            >>> with reshard.open("modelopt.safetensors") as checkpoint, checkpoint.in_nvfp4("nvfp4") as other:
+            ...     sorted(other), other.read("a.weight_global_scale")
+            (['a.weight_global_scale', 'a.weight_packed', 'a.weight_scale'], array([2.], dtype=float32))
+        """
+        from reshard.quantised.nvfp4 import in_form  # noqa: PLC0415  not needed by most reads
+
+        made = in_form(self._quantised.values(), form, self._index, self.read)
+        index, stored, path = self._again()
+        scales = made.scales.values()
+        new = [(name, "F32", shape, "constant", (value,), ()) for name, shape, value in scales]
+        file = _core.add_quantised(index, stored, path, new) if new else -1
+        for key, name in made.moved.items():
+            index.add_tiles(name, *self._index.info(key), self._index.stored(key), overlapping=True)
+        computed: dict[str, tuple[str, ...]] = dict.fromkeys(made.moved, ())
+        return self._computed(index, file, computed | {key: (scale[0],) for key, scale in made.scales.items()})
+
     def _again(self) -> tuple[_core.Index, _core.Index, str]:
         """Two indexes of the same files without tensors, and the path of one of them."""
         from reshard.formats.own_files import opened_again  # noqa: PLC0415  slow to import

@@ -135,7 +135,8 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
         "--dtype",
         metavar="DTYPE",
         help="Cast floating-point tensors to DTYPE, such as bfloat16. Quantised weights become ordinary tensors of it, "
-        "and float8_e4m3fn quantises weights. Tensors that the library of the model keeps in float32 stay float32.",
+        "and float8_e4m3fn quantises weights; nvfp4 and nvfp4-modelopt change between the forms of NVFP4 of "
+        "compressed-tensors and modelopt. Tensors that the library of the model keeps in float32 stay float32.",
     ),
     "dtype_all": click.option("--dtype-all", is_flag=True, help="With --dtype: cast these tensors, too."),
     "max_shard_size": click.option(

@@ -44,7 +44,10 @@ from reshard.names import as_names, config_beside
 from reshard.names.file import NameRule
 from reshard.opening.several import common_folder, files_of
 from reshard.options import MAY_DIFFER, Commit, Select, agreed, explains_moved, files_with_size
+from reshard.quantised.config import said
 from reshard.quantised.kinds import FLOATING, KINDS
+from reshard.quantised.nvfp4 import FORMS as NVFP4_FORMS
+from reshard.quantised.nvfp4 import entry as nvfp4_entry
 from reshard.quantised.quantise import BLOCK, FP8, fits, scale_name
 from reshard.quantised.quantise import entry as quantisation_entry
 from reshard.quantised.stored import described
@@ -200,10 +203,11 @@ def convert(
             is also the step of the optimizer, where the source has none.
         dtype: cast the floating-point tensors to it; others stay. Quantised weights become ordinary tensors with the
             values of the library that owns their kind. "float8_e4m3fn" makes block-scaled FP8 of the weights that
-            transformers holds so, which needs a config.json of one of its models. float32 tensors that the library of
-            the model keeps in float32 in a model of that dtype, such as the bias of a router, stay, too: transformers
-            is asked, if it is installed and there is a config.json of one of its models, else known names stay, with a
-            warning.
+            transformers holds so, which needs a config.json of one of its models. "nvfp4" and "nvfp4-modelopt" give the
+            parts of NVFP4 weights the names and the scales of compressed-tensors or of modelopt. float32 tensors that
+            the library of the model keeps in float32 in a model of that dtype, such as the bias of a router, stay, too:
+            transformers is asked, if it is installed and there is a config.json of one of its models, else known names
+            stay, with a warning.
         dtype_all: cast these, too.
         max_shard_size: largest file of whole weights, in bytes or as text such as "5GB", as in `save_pretrained`; short
             for `files=Files(max_shard_size=...)`.
@@ -258,7 +262,7 @@ def convert(
             names=names,
             config=config,
             iteration=plain_integer(iteration),
-            dtype=None if dtype is None else dtypes.parse_dtype(dtype),
+            dtype=None if dtype is None else dtype if dtype in NVFP4_FORMS else dtypes.parse_dtype(dtype),
             dtype_all=dtype_all,
             files=files_with_size(max_shard_size, files),
             commit=Commit.of(commit),
@@ -358,6 +362,11 @@ def _convert(
         if is_checked and model_folder is not None:
             drop += tuple(key for key in not_saved(model_of(str(model_folder))) if key in whole)
         weights = whole.quantised() if part_written != "optimizer" else {}
+        if options.dtype in NVFP4_FORMS:
+            said_of_source = _nvfp4_entry(options.dtype, weights, model_folder or source)
+            whole = views.enter_context(whole.in_nvfp4(options.dtype))  # type: ignore[arg-type]  # noqa: PLW2901
+            weights = whole.quantised()
+            options = replace(options, dtype=None, quantised_as=said_of_source)
         if weights and options.dtype in FLOATING:
             whole = views.enter_context(whole.dequantised())  # noqa: PLW2901  the one that is converted
             options, weights = replace(options, is_dequantised=True), {}
@@ -522,6 +531,22 @@ def _fp8_weights(
     if others:
         warnings = [f"{listed(map(show, others), 3)} have no complete blocks of {BLOCK[0]} x {BLOCK[1]}: not quantised"]
     return quantisation_entry({*skipped, *(key.removesuffix(".weight") for key in others)}), found, warnings
+
+
+def _nvfp4_entry(form: str, weights: Mapping[str, Quantised], folder: Location) -> dict[str, Any]:
+    """`quantization_config` of a model whose NVFP4 weights are written in one form.
+
+    Raises:
+        UnsupportedError: no weight is NVFP4, or the form does not have all that config.json says.
+    """
+    if not any(one.kind in NVFP4_FORMS for one in weights.values()):
+        raise UnsupportedError(
+            f"{show(str(folder))} has no weights in NVFP4, which {show(form)} gives the names of another form",
+            path=str(folder),
+            hint="`reshard inspect` shows how its weights are quantised",
+        )
+    has_input = all("input_scale" in one.parts or "input_global_scale" in one.parts for one in weights.values())
+    return nvfp4_entry(said(folder if folder.is_folder() else None), form, has_input=has_input)
 
 
 def _check_quantised(

@@ -41,6 +41,9 @@ fn recipe(name: &str, numbers: &[f64]) -> reshard_core::Result<Recipe> {
         "scales" => Recipe::Scales {
             block: [size(0), size(1)],
         },
+        "constant" => Recipe::Constant {
+            value: number(0) as f32,
+        },
         "awq" => Recipe::Awq { group: size(0) },
         "packed" => Recipe::Packed {
             bits: size(0) as u32,
@@ -64,7 +67,7 @@ fn recipe(name: &str, numbers: &[f64]) -> reshard_core::Result<Recipe> {
         Recipe::Gptq { bits, .. } => vec![u64::from(bits)],
         Recipe::Awq { group } => vec![group],
         Recipe::Packed { bits, group } => vec![u64::from(bits), group],
-        Recipe::Transposed | Recipe::Blocks(_) => Vec::new(),
+        Recipe::Transposed | Recipe::Blocks(_) | Recipe::Constant { .. } => Vec::new(),
     };
     let is_wide =
         matches!(found, Recipe::Gptq { bits, .. } | Recipe::Packed { bits, .. } if bits > 8);

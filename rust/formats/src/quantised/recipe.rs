@@ -77,6 +77,11 @@ pub enum Recipe {
         /// Columns that share a scale.
         group: u64,
     },
+    /// No part: every value is this one.
+    Constant {
+        /// The value.
+        value: f32,
+    },
     /// Part: blocks of a GGUF file as `[matrices, rows, bytes]`.
     Blocks(Block),
 }
@@ -180,6 +185,10 @@ impl Recipe {
             Self::Awq { group } => awq::<O>(&reader, group, tile, to),
             Self::Packed { bits, group } => packed::<O>(&reader, bits, group, tile, to),
             Self::Blocks(block) => blocks::<O>(&reader, block, tile, to),
+            Self::Constant { value } => {
+                put_all::<O>(std::iter::repeat_n(value, to.len() / O::N_BYTES), to);
+                Ok(())
+            }
             Self::Codes { block } => quantise::codes::<O>(&reader, block, tile, to),
             Self::Scales { block } => quantise::scales::<O>(&reader, block, tile, to),
         }
