@@ -2,6 +2,16 @@
 
 Nothing is read to make it. The core computes the values when they are read, from regions of the parts: `add_quantised`.
 The recipes, and the order in which parts and numbers are given, are those of `rust/formats/src/quantised/recipe.rs`.
+
+Source of the rules:
+    GPTQ: `auto_gptq/nn_modules/qlinear/qlinear_cuda.py`, `QuantLinear.forward`, of
+    https://github.com/AutoGPTQ/AutoGPTQ/tree/058fd80a72d63d992347e3a23dcd5757449a9e2d
+    AWQ: `awq/utils/packing_utils.py`, `dequantize_gemm`, of
+    https://github.com/casper-hansen/AutoAWQ/tree/958d6048b7be87e21d54717c0420349b5f2eaf2d
+    NVFP4 and packed integers of compressed-tensors: `src/compressed_tensors/compressors/nvfp4/base.py` and
+    `pack_quantized/base.py` of https://github.com/vllm-project/compressed-tensors/tree/d34b8fdcdb26b285a8a0520bdbaa765239e3bf9e
+    NVFP4 of modelopt: `modelopt/torch/quantization/qtensor/nvfp4_tensor.py`, `NVFP4QTensor.dequantize`, of
+    https://github.com/NVIDIA/Model-Optimizer/tree/c601044e6d9d50389e60b36290944a2b2d755344
 """
 
 from __future__ import annotations
