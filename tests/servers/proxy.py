@@ -47,6 +47,7 @@ class Proxy:
         log: method, path, range and bytes of the answer of each request.
         faults: those to come.
         before: called with method and path before a request is passed on.
+        after: called with method and path once the server has answered a request.
         corrupts: whether one bit of the body of a request is changed before it is passed on.
     """
 
@@ -54,6 +55,7 @@ class Proxy:
     log: list[tuple[str, str, str | None, int]] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     before: Callable[[str, str], None] | None = None
+    after: Callable[[str, str], None] | None = None
     corrupts: Callable[[str, str], bool] | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -99,6 +101,8 @@ def before_server(port: int) -> Iterator[Proxy]:
                     body = body[:-1] + bytes([body[-1] ^ 1])
                 connection.endheaders(body or None)
                 response = connection.getresponse()
+                if proxy.after is not None:
+                    proxy.after(self.command, self.path)
                 if fault is not None and fault.is_lost:
                     response.read()
                     self.close_connection = True

@@ -1,6 +1,6 @@
 """Publication in a bucket, which has no renames: every file is written under its name, and what makes it whole is last.
 
-    claim     create an object that must be new: of several conversions one writes
+    claim     create an object that must be new, with the names of all files: of several conversions one writes
     clear     with `overwrite`, remove the files of an earlier conversion; what identifies a checkpoint goes first
     write     everything else, then the tensors; the first of several parts is the last one
     check     list the folder: every file is there with the size and the ETag that its write was told
@@ -17,7 +17,7 @@ import json
 import os
 import re
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reshard.commit.filling import is_staging, staging_name
 from reshard.errors import DestinationExistsError, ReshardError, StorageError, UnsupportedError
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from reshard.storage.location import Location
 
 _CLAIM = staging_name("convert")
-_MAX_CLAIM_BYTES = 4096
+_MAX_CLAIM_BYTES = 64 << 20
 
 
 class BucketFolder:
@@ -50,38 +50,43 @@ class BucketFolder:
         self._store = bucket_of(target)
         self._commits = commits
         self._claim = target / _CLAIM
-        self._token = json.dumps(
-            {"host": socket.gethostname(), "pid": os.getpid(), "token": os.urandom(8).hex()}
-        ).encode()
+        self._token: bytes | None = None
+        self._names: list[str] = []
         self._written: dict[str, str] = {}
+        self._left: frozenset[str] = frozenset()
 
     def is_commit(self, name: str) -> bool:
         """Whether a file identifies a checkpoint: by its name, or by that of its folder in the destination."""
         return name.rpartition("/")[2] in self._commits or name.partition("/")[0] in self._commits
 
-    def claim(self, *, overwrite: bool) -> None:
+    def claim(self, names: Iterable[str], *, overwrite: bool) -> None:
         """Create the claim.
+
+        Args:
+            names: the files that will be written: what is left of them if this process is killed can be replaced.
+            overwrite: take the place of another one.
 
         Raises:
             DestinationExistsError: another conversion has one.
         """
+        names = sorted({*names, *self._beside()})
+        content = {"host": socket.gethostname(), "pid": os.getpid(), "token": os.urandom(8).hex(), "names": names}
+        claim = json.dumps(content).encode()
         try:
-            self._claim.create(self._token)
+            self._claim.create(claim)
         except FileExistsError:
             if not overwrite:
+                found = claim_in(self.target)
+                by = f" (host {show(str(found.get('host')))}, process {show(str(found.get('pid')))})" if found else ""
                 raise DestinationExistsError(
-                    f"{show(str(self.target))}: another conversion writes there, or was killed{self._claimed_by()}",
+                    f"{show(str(self.target))}: another conversion writes there, or was killed{by}",
                     path=str(self._claim),
                     hint="if it does not run any more, give `overwrite=True`, which replaces its files",
                 ) from None
-            self._claim.replace(self._token)
-
-    def _claimed_by(self) -> str:
-        try:
-            found = json.loads(self._claim.read_small(_MAX_CLAIM_BYTES))
-            return f" (host {show(str(found['host']))}, process {int(found['pid'])})"
-        except (ReshardError, ValueError, KeyError, TypeError):
-            return ""
+            self._left = left_in(self.target)
+            self._claim.replace(claim)
+        self._token = claim
+        self._names = names
 
     def check_claim(self) -> None:
         """Refuse to go on after another conversion has taken the folder over. Raises DestinationExistsError."""
@@ -99,13 +104,9 @@ class BucketFolder:
 
     def clear(self, is_ours: Callable[[Location], bool]) -> None:
         """Remove the files of an earlier conversion, those that identify a checkpoint first. Raises StorageError."""
-        ours = [name for name in self.target.names() if not is_staging(name) and is_ours(self.target / name)]
-        below = [
-            name
-            for name, _ in self._store.below(self.target.path)
-            if name.partition("/")[0] in set(ours) and name != _CLAIM
-        ]
-        self._remove(below)
+        ours = {name for name in self.target.names() if not is_staging(name) and is_ours(self.target / name)}
+        there = [name for name, _ in self._store.below(self.target.path)]
+        self._remove([name for name in there if name in self._left or name.partition("/")[0] in ours])
 
     def _remove(self, names: Sequence[str]) -> None:
         for is_first in (True, False):  # the removals of one call have no order
@@ -114,10 +115,6 @@ class BucketFolder:
     def in_order(self, names: Iterable[str]) -> list[str]:
         """Files with tensors in the order in which they are written: the first of several parts is the last one."""
         return sorted(names, key=lambda name: (not self.is_commit(name), _by_number(name)), reverse=True)
-
-    def writing(self, names: Iterable[str]) -> None:
-        """Note files that will be written: they are removed if the conversion fails."""
-        self._written |= dict.fromkeys(names, "")
 
     def wrote(self, written: Mapping[str, _core.Written]) -> None:
         """Note what the writes of files with tensors were told."""
@@ -153,26 +150,22 @@ class BucketFolder:
 
     def _send(self, names: Iterable[str]) -> None:
         for name in list(names):
-            self.writing([name])
             self._written[name] = self._store.upload((self.beside / name).local, str(self.target / name))
 
     def undo(self) -> None:
         """Remove everything that was written, unless another conversion has taken over. Never raises."""
         with contextlib.suppress(ReshardError):
-            if self._is_ours():
-                self._remove([*self._written])
+            if self._token is not None and self._is_ours():
+                self._remove(self._names)
                 self._claim.remove_file()
 
 
 @contextlib.contextmanager
-def filled_bucket(
-    target: Location, *, is_ours: Callable[[Location], bool] | None, commits: Sequence[str]
-) -> Iterator[BucketFolder]:
+def filled_bucket(target: Location, *, commits: Sequence[str]) -> Iterator[BucketFolder]:
     """A folder of a bucket to fill; it is committed when the block ends, and what was written is removed if it fails.
 
     Args:
         target: the folder; what lies there has been checked.
-        is_ours: returns whether an entry of an earlier conversion is replaced; None: nothing is.
         commits: names of entries that identify a checkpoint.
 
     Raises:
@@ -181,15 +174,27 @@ def filled_bucket(
     """
     with temporary_folder("reshard-convert-") as beside:
         folder = BucketFolder(target, locate(beside), commits)
-        folder.claim(overwrite=is_ours is not None)
         try:
-            if is_ours is not None:
-                folder.clear(is_ours)
             yield folder
             folder.commit()
         except BaseException:
             folder.undo()
             raise
+
+
+def claim_in(target: Location) -> dict[str, Any]:
+    """What a conversion that runs or was killed says of itself in a folder of a bucket; empty if there is none."""
+    try:
+        found = json.loads((target / _CLAIM).read_small(_MAX_CLAIM_BYTES))
+    except (ReshardError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def left_in(target: Location) -> frozenset[str]:
+    """Names of the files that a conversion which was killed may have left in a folder of a bucket."""
+    names = claim_in(target).get("names")
+    return frozenset(name for name in names if isinstance(name, str)) if isinstance(names, list) else frozenset()
 
 
 def bucket_of(place: Location) -> RemoteStore:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.commit.filling import filled_folder, is_staging
 from reshard.commit.publication import made_folder, published_folder
-from reshard.conversion.buckets import filled_bucket
+from reshard.conversion.buckets import filled_bucket, left_in
 from reshard.conversion.shares import assign, committing, missing, place, read_record, write_record
 from reshard.errors import DestinationExistsError, UnsupportedError
 from reshard.layout import BoundLayout, ModelLayout, as_layout
@@ -366,11 +366,16 @@ def publish_folder(
         finish: called with the folder before it is published. It returns the files that the report counts.
     """
     if not job.target.is_local:
-        replaces = (is_ours or functools.partial(is_our_file, job)) if job.overwrite else None
-        with filled_bucket(job.target, is_ours=replaces, commits=job.known_files.commits) as bucket:
+        with filled_bucket(job.target, commits=job.known_files.commits) as bucket:
             for name in subfolders:
                 make_folders(bucket.beside / name)
-            written = _fill_bucket(job, bucket, files, small or {}, finish)
+            for name, data in (small or {}).items():
+                (bucket.beside / name).replace(data, durable=False)
+            beside = finish(bucket.beside)
+            bucket.claim([file.name for file in files], overwrite=job.overwrite)
+            if job.overwrite:
+                bucket.clear(is_ours or functools.partial(is_our_file, job))
+            written = _fill_bucket(job, bucket, files) | dict(beside)
         return Written(path or job.target, len(written), n_bytes_of(written), warnings=list(warnings))
     with produced(job, job.target, files, file_sizes(job, files)) as fill:
         if isinstance(fill, Written):
@@ -383,24 +388,14 @@ def publish_folder(
     return Written(path or job.target, len(written), n_bytes_of(written), warnings=list(warnings))
 
 
-def _fill_bucket(
-    job: Job,
-    bucket: BucketFolder,
-    files: list[File],
-    small: Mapping[str, bytes | str],
-    finish: Produce,
-) -> dict[str, ValueRecord]:
+def _fill_bucket(job: Job, bucket: BucketFolder, files: list[File]) -> dict[str, ValueRecord]:
     """Write all files of a conversion but those that identify a checkpoint."""
-    for name, data in small.items():
-        (bucket.beside / name).replace(data, durable=False)
-    written = dict(finish(bucket.beside))
     bucket.write_beside()
     by_name = {file.name: file for file in files}
     ordered = [by_name[name] for name in bucket.in_order(by_name)]
-    bucket.writing(by_name)
-    tensors = write_files(job, bucket.target, ordered, file_sizes(job, ordered), bucket.check_claim)
-    bucket.wrote(tensors)
-    return tensors | written
+    written = write_files(job, bucket.target, ordered, file_sizes(job, ordered), bucket.check_claim)
+    bucket.wrote(written)
+    return dict(written)
 
 
 def is_our_file(job: Job, entry: Location) -> bool:
@@ -431,7 +426,10 @@ def check_folder_free(job: Job, would_be_lost: Callable[[Location], bool] = lamb
             path=str(target),
             hint="choose another destination, or give `overwrite=True` to replace the files of an earlier conversion",
         )
+    left = frozenset() if target.is_local else {name.partition("/")[0] for name in left_in(target)}
     for entry in entries:
+        if entry.name in left:  # of a conversion that was killed
+            continue
         if would_be_lost(entry) or (job.known_files.mark_of(entry) is not None and not is_our_file(job, entry)):
             raise DestinationExistsError(
                 f"{entry} was not written by an earlier conversion and would be mixed up with what is written now",

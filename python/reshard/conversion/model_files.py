@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard import dtypes
+from reshard.conversion.buckets import left_in
 from reshard.documents.strict_json import read_json
 from reshard.errors import ArgumentError, DestinationExistsError, ReshardError
 from reshard.quantised.config import CONFIG_FILE, ENTRIES, MODELOPT_FILE, without_entries
@@ -59,7 +60,8 @@ class ModelFiles:
         Raises:
             DestinationExistsError: a file or folder of the same name has other content.
         """
-        for top in {name.partition("/")[0] for name in self.files}:
+        left = frozenset[str]() if target.is_local else left_in(target)  # they are removed
+        for top in {name.partition("/")[0] for name in self.files if name not in left}:
             of_top = {name: path for name, path in self.files.items() if name.partition("/")[0] == top}
             if not (target / top).exists():
                 continue
