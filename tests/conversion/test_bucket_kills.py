@@ -113,7 +113,10 @@ def convert_in_child(
     return not reached
 
 
-@pytest.mark.parametrize("conversion", CONVERSIONS)
+_SOME = [pytest.param(one, marks=() if one == "several" else pytest.mark.slow) for one in CONVERSIONS]
+
+
+@pytest.mark.parametrize("conversion", _SOME)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_conversion_that_is_killed_leaves_the_whole_or_nothing_that_opens(
     proxy: Proxy, tmp_path: Path, conversion: str, when: str
@@ -150,7 +153,7 @@ def test_a_conversion_that_is_killed_leaves_the_whole_or_nothing_that_opens(
     assert arrays_of(target) == tensors
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.slow), "after"])
 def test_an_upload_in_parts_that_is_killed_leaves_no_file(proxy: Proxy, tmp_path: Path, when: str) -> None:
     tensors = {key: one.tobytes() for key, one in model(tmp_path / "model", 40_000).items()}
     target = locate(f"s3://{BUCKET}/killed-{os.getpid()}-{next(_numbers)}/w.safetensors")
@@ -165,7 +168,7 @@ def test_an_upload_in_parts_that_is_killed_leaves_no_file(proxy: Proxy, tmp_path
     assert at >= 3
 
 
-@pytest.mark.parametrize("conversion", CONVERSIONS)
+@pytest.mark.parametrize("conversion", _SOME)
 def test_lost_answers_change_nothing(proxy: Proxy, tmp_path: Path, conversion: str) -> None:
     options = CONVERSIONS[conversion]
     model(tmp_path / "model")
