@@ -754,6 +754,18 @@ EnvironmentLike: TypeAlias = Environment | Mapping[str, object]
 InitFromLike: TypeAlias = str | os.PathLike[str] | InitFrom | Mapping[str, object]
 SettingsLike: TypeAlias = Settings | Mapping[str, object]
 StrictLike: TypeAlias = bool | Strict | Mapping[str, object]
+Target: TypeAlias = Literal[
+    "huggingface",
+    "mindspore",
+    "checkpoint2",
+    "checkpoint1",
+    "safetensors",
+    "torch",
+    "dcp",
+    "megatron",
+    "deepspeed-universal",
+]
+"""The formats that `convert` writes; the registry of formats has the same."""
 FormatLike: TypeAlias = Literal["checkpoint2", "checkpoint1"] | Checkpoint1Options | Mapping[str, object]
 
 

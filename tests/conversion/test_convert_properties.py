@@ -20,7 +20,7 @@ from tests.helpers.strategies import KINDS, Checkpoint, cases, checkpoints, kind
 import reshard
 
 if TYPE_CHECKING:
-    from reshard.verbs.convert import Target
+    from reshard.options import Target
 
 
 def save_source(folder: Path, checkpoint: Checkpoint) -> None:

@@ -34,7 +34,7 @@ from reshard.layout.strategy_folder import read_strategy
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from reshard.verbs.convert import Target
+    from reshard.options import Target
 
 SLOTS = ("exp_avg", "adam_m")  # names that tell an optimizer's state where a format has no other word for it
 COUNTERS = {"epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size"}

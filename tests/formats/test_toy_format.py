@@ -14,7 +14,7 @@ from reshard import _core
 from reshard.cli import main
 from reshard.formats import registry
 from reshard.formats.base import CheckpointData, Format, Match, Traits
-from reshard.verbs.convert import Target
+from reshard.options import Target
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,7 +12,7 @@ import pytest
 
 import reshard
 from reshard.formats import registry
-from reshard.verbs.convert import Target
+from reshard.options import Target
 
 PACKAGE = Path(reshard.__file__).parent
 MODULES = {

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import click
 
 from reshard.cli.conversion import OPTIONS, options, run_conversion
 from reshard.cli.output import PATH, command
+from reshard.options import Target
 
 
 @click.command(short_help="Merge, split, reshard, cast: any format and layout to any other.")
@@ -15,12 +16,7 @@ from reshard.cli.output import PATH, command
 @click.argument("dst", type=PATH)
 @click.option(
     "--to",
-    type=click.Choice(
-        [
-            *("huggingface", "mindspore", "checkpoint2", "checkpoint1", "safetensors"),
-            *("torch", "dcp", "megatron", "deepspeed-universal"),
-        ]
-    ),
+    type=click.Choice(get_args(Target)),
     help="Format of DST. Default: checkpoint2 with --layout; safetensors if DST ends with .safetensors; torch if it "
     "ends with .bin, .pt or .pth; else huggingface.",
 )

@@ -11,7 +11,7 @@ import math
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from reshard import _core, dtypes, opening
 from reshard.checkpoint import Checkpoint
@@ -43,7 +43,7 @@ from reshard.layout.patterns import Matcher
 from reshard.names import as_names, config_beside
 from reshard.names.file import NameRule
 from reshard.opening.several import common_folder, files_of
-from reshard.options import MAY_DIFFER, Commit, Select, agreed, explains_moved, files_with_size
+from reshard.options import MAY_DIFFER, Commit, Select, Target, agreed, explains_moved, files_with_size
 from reshard.quantised.config import said
 from reshard.quantised.kinds import FLOATING, KINDS
 from reshard.quantised.nvfp4 import FORMS as NVFP4_FORMS
@@ -72,18 +72,6 @@ if TYPE_CHECKING:
     from reshard.names import ConfigLike, NameMap, NamesLike
     from reshard.options import CommitLike, Files, FilesLike
     from reshard.quantised.kinds import Quantised
-
-Target = Literal[
-    "huggingface",
-    "mindspore",
-    "checkpoint2",
-    "checkpoint1",
-    "safetensors",
-    "torch",
-    "dcp",
-    "megatron",
-    "deepspeed-universal",
-]
 
 
 @dataclass(frozen=True)

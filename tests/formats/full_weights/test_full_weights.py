@@ -30,7 +30,7 @@ from reshard.formats.full_weights import names as full_weights
 from reshard.verbs.selection import new_names
 
 if TYPE_CHECKING:
-    from reshard.verbs.convert import Target
+    from reshard.options import Target
 
 SAMPLES = Path(__file__).parents[2] / "data" / "mindspore"
 FULL = SAMPLES / "full_ms"

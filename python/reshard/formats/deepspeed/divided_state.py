@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard import _core
 from reshard.formats.deepspeed import names
 from reshard.formats.deepspeed.states import (
     PARTITIONED_STAGE,
@@ -27,8 +26,7 @@ from reshard.formats.deepspeed.states import (
     stage_of,
     zero_state,
 )
-from reshard.formats.deepspeed.zero import WEIGHT, add_group, paths_of
-from reshard.formats.outputs import load_all
+from reshard.formats.deepspeed.zero import WEIGHT, add_group, check_same_weights, paths_of
 from reshard.values.words import show
 
 if TYPE_CHECKING:
@@ -192,19 +190,9 @@ def _compare(file: StateFile, parameters: Sequence[str], tensors: Tensors) -> No
     for name in (parameters[0], parameters[-1]) if parameters else ():
         if name not in tensors.index:
             raise damaged(file.file, f"it has state of {show(name)}, and no file holds the weight", key=name)
-        dtype, shape = tensors.index.info(name)
+        shape = tensors.index.shape(name)
         part = (min(shape[0], max(1, _N_COMPARED // max(1, shape[0]))), *shape[1:]) if shape else ()
-        both = []
-        for key in (name, f"{name}.{WEIGHT}"):
-            if tensors.index.shape(key) != shape:
-                raise damaged(file.file, f"{show(key)} has another shape than {show(name)}", key=name)
-            request = _core.Request()
-            request.add_region(key, key, (0,) * len(shape), part)
-            both.append(load_all(tensors.index.plan(request, dtype=dtype, verify=False))[key].tobytes())
-        if both[0] != both[1]:
-            raise damaged(
-                file.file,
-                f"its weights of {show(name)} are not those of the module",
-                "the files are of different saves: use another checkpoint",
-                name,
-            )
+        if tensors.index.shape(key := f"{name}.{WEIGHT}") != shape:
+            raise damaged(file.file, f"{show(key)} has another shape than {show(name)}", key=name)
+        message = f"its weights of {show(name)} are not those of the module"
+        check_same_weights(file, name, part, tensors, message)

@@ -29,8 +29,7 @@ from reshard.formats.deepspeed.states import (
     zero_state,
 )
 from reshard.formats.deepspeed.universal import add_parameters
-from reshard.formats.deepspeed.zero import WEIGHT, add_state, steps
-from reshard.formats.outputs import load_all
+from reshard.formats.deepspeed.zero import WEIGHT, add_state, check_same_weights, steps
 from reshard.storage.location import locate
 from reshard.values.words import show
 
@@ -316,19 +315,7 @@ def _compare_weights(
         return
     for name in names_of_both[:4]:
         shape = (min(trained[name][0], max(1, _N_COMPARED // max(1, len(trained)))), *trained[name][1:])
-        dtype = tensors.index.info(name)[0]
-        found = []
-        for key in (name, f"{name}.{WEIGHT}"):
-            request = _core.Request()
-            request.add_region(key, key, (0,) * len(shape), shape)
-            found.append(load_all(tensors.index.plan(request, dtype=dtype, verify=False))[key].tobytes())
-        if found[0] != found[1]:
-            raise damaged(
-                file.file,
-                f"{message}, and the weights of {show(name)} differ",
-                "the files are of different saves: use another checkpoint",
-                name,
-            )
+        check_same_weights(file, name, shape, tensors, f"{message}, and the weights of {show(name)} differ")
 
 
 def _add_others(file: StateFile, tensors: Tensors) -> frozenset[str]:

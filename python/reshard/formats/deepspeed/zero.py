@@ -18,6 +18,7 @@ from reshard import _core
 from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed.flat import Line, Segment
 from reshard.formats.deepspeed.states import PARTITIONED_STAGE, damaged, read_scalars, stage_of, zero_state
+from reshard.formats.outputs import load_all
 from reshard.values.words import counted, show
 
 if TYPE_CHECKING:
@@ -302,3 +303,26 @@ def _add_partitioned(
             tensors.add_pieces(f"{name}.{slot}", dtype, shape, pieces)
             offset += part
     return frozenset(slots)
+
+
+def check_same_weights(file: StateFile, name: str, part: tuple[int, ...], tensors: Tensors, message: str) -> None:
+    """Refuse fp32 weights of a parameter that are not those of the module: rounded, they are equal.
+
+    Args:
+        file: the file with the fp32 weights.
+        name: the parameter.
+        part: how much of it is compared, from its first element on.
+        tensors: the tensors of the save.
+        message: of the error.
+
+    Raises:
+        DamagedFileError: they differ.
+    """
+    both = []
+    for key in (name, f"{name}.{WEIGHT}"):
+        request = _core.Request()
+        request.add_region(key, key, (0,) * len(part), part)
+        plan = tensors.index.plan(request, dtype=tensors.index.info(name)[0], verify=False)
+        both.append(load_all(plan)[key].tobytes())
+    if both[0] != both[1]:
+        raise damaged(file.file, message, "the files are of different saves: use another checkpoint", name)
