@@ -28,7 +28,7 @@ from tests.helpers.small_saves import (
 )
 
 from reshard import _core
-from reshard.commit import claims, protocol, staging
+from reshard.commit import claims, owners, protocol, staging
 from reshard.errors import (
     ArgumentError,
     ClaimedError,
@@ -173,7 +173,7 @@ def foreign_claim(root: Path, epoch: int = 7, **changes: Any) -> Path:
     """The claim of a process on another machine."""
     path = root / ".writers" / f"epoch_{epoch}"
     path.parent.mkdir(parents=True, exist_ok=True)
-    me = claims._me() | {"boot_id": "another", "host": "elsewhere\x1b[2J"}
+    me = owners.me() | {"boot_id": "another", "host": "elsewhere\x1b[2J"}
     path.write_text(json.dumps(me | changes))
     return path
 
@@ -223,8 +223,8 @@ def test_a_claim_from_elsewhere_that_is_touched_is_alive(root: Path, monkeypatch
 )
 def test_what_a_claim_of_this_machine_says(changes: dict[str, Any], *, is_dead: bool | None) -> None:
     parent = os.getppid()
-    owner = claims._me() | {"pid": parent, "started": host.process_start(parent)} | changes
-    assert claims._is_dead(owner, True) is is_dead
+    owner = owners.me() | {"pid": parent, "started": host.process_start(parent)} | changes
+    assert owners.is_dead(owner, True) is is_dead
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"x" * 5000, b'{"pid": 1, "pid": 2}'])

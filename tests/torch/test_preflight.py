@@ -502,6 +502,7 @@ HAVE_NOT_BUT_ALLOWED = {
     ("formats/checkpoint2/rank_facts.py", "layout"): "a checkpointer gives shards, or a layout",
     ("formats/checkpoint2/rank_facts.py", "shapes"): "a checkpointer gives all shapes",
     ("commit/folder_protocol.py", "overwrite"): "`begin(overwrite=False)` alone",
+    ("commit/log_protocol.py", "overwrite"): "as above",
 }
 NOT_OF_A_CHECKPOINTER = ("mindspore/", "cli", "names", "interop.py", "verbs/convert", "verbs/selection", "conversion")
 

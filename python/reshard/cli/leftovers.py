@@ -9,7 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from reshard.commit import claims, event_log, filesystem, roots, save_log, staging, trash
+from reshard.commit import (
+    claims,
+    event_log,
+    filesystem,
+    leases,
+    log,
+    log_claims,
+    log_records,
+    roots,
+    save_log,
+    staging,
+    trash,
+)
 from reshard.commit import manifest as manifests
 from reshard.errors import ReshardError
 
@@ -26,13 +38,17 @@ _OURS = frozenset(
         event_log.OLD_EVENT_FILE,
         claims.LOCK_FILE,
         claims.WRITERS_FOLDER,
+        log.CLOCK_FILE,
+        log_records.LOG_FOLDER,
+        log_claims.WRITERS_FOLDER,
+        leases.READERS_FOLDER,
         trash.STAGING_FOLDER,
         trash.TRASH_FOLDER,
         "strategy",  # of runs that MindSpore Transformers or a save in Checkpoint 1.0 made
     )
 )
 _OURS_IN_ITERATION = frozenset(
-    (filesystem.MANIFEST_FILE, manifests.TRACKED_FILE, manifests.PINNED_FILE, filesystem.UNFINISHED_FILE)
+    (filesystem.MANIFEST_FILE, manifests.TRACKED_FILE, roots.PINNED_FILE, filesystem.UNFINISHED_FILE)
 )
 
 
@@ -60,13 +76,29 @@ def leftovers_in_root(root: Location) -> list[Leftover]:
         if f"{trash.TRASH_FOLDER}/{name}" not in iterations:
             what = "a removed iteration, which the next save deletes"
             found.append(Leftover(f"{trash.TRASH_FOLDER}/{name}", what, _n_bytes(path)))
-    repeated = dict(roots.resolve_candidates(root).ignored)
+    repeated = dict(roots.resolve_candidates(root).ignored) | _attempts(root)
     for name in filesystem.names(root):
         if name in iterations or name in _OURS or (name.startswith(".") and name not in repeated):
             continue
         what = repeated.get(name) or f"{_kind(root / name)}, not part of a checkpoint"
         found.append(Leftover(name, what, _n_bytes(root / name)))
     return found
+
+
+def _attempts(root: Location) -> dict[str, str]:
+    """The folders of attempts in a log that are not published, with what they are."""
+    head = log.head_of(root)
+    if head is None:
+        return {}
+    retired = {one.name for one in head.retired}
+    names = [one.name for one in root.entries() if log_records.epoch_of(one.name) is not None]
+    return {
+        name: "a removed iteration, which a later save deletes"
+        if name in retired
+        else f"a save of iteration {log_records.iteration_of(name)} in progress or interrupted"
+        for name in names
+        if head.by_name(name) is None
+    }
 
 
 def leftovers_in_iteration(checkpoint: Checkpoint) -> list[Leftover]:

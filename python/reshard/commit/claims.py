@@ -3,7 +3,8 @@
 A claim is a file `.writers/epoch_<n>`, created exclusively. `n`, its generation, is one more than the highest existing
 one (a fencing token). The file records its holder, which touches it every few seconds. A process claims a root once,
 keeps the claim until it ends, and checks before each change that its claim is still the highest. A process that was
-paused, declared dead and replaced fails at this check.
+paused, declared dead and replaced fails at this check. In an object store a claim is a record of the log instead, see
+`log_claims`.
 
 Another claim is dead if its process has ended (on the same boot and pid namespace; the start time detects a reused
 pid), or if it was not touched while it was watched for 30 s. Clocks of different machines are never compared. The lock
@@ -18,17 +19,13 @@ import json
 import logging
 import os
 import re
-import socket
 import threading
 import time
 from typing import TYPE_CHECKING
 
-from reshard import _core
-from reshard.commit import filesystem, process_end
+from reshard.commit import filesystem, log_claims, owners, process_end
 from reshard.commit.session import Claim, find_session, session_of, sessions
-from reshard.documents.strict_json import parse_json
-from reshard.errors import ClaimedError, DamagedFileError, ReshardError, StorageError
-from reshard.storage import host
+from reshard.errors import ClaimedError, ReshardError, StorageError
 from reshard.storage.store import LockHeldError
 from reshard.values.words import show
 
@@ -45,7 +42,6 @@ WRITERS_FOLDER = ".writers"
 _BEAT_SECONDS = 5.0
 _WATCH_SECONDS = 30.0
 _LOCK_SECONDS = 60.0  # publication takes milliseconds; a recovery that checks large headers takes seconds
-_MAX_CLAIM_BYTES = 4096
 _CLAIM_FILE = re.compile("epoch_([0-9]{1,18})")
 _log = logging.getLogger("reshard")
 
@@ -113,6 +109,9 @@ def hold(root: Location, *, takeover: bool = False, durable: bool = True, folder
                     root,
                 )
                 _drop(other)
+        if root.objects is not None:
+            session.claim = _started(root, *log_claims.make(root, takeover=takeover), log_claims.BEAT_SECONDS)
+            return session.claim
         session.claim = _claim(root, takeover=takeover, durable=durable, folder_mode=folder_mode)
         return session.claim
 
@@ -128,14 +127,16 @@ def is_alive(root: Location, generation: int) -> bool | None:
     Raises:
         StorageError: the system failed.
     """
+    if root.objects is not None:
+        return log_claims.is_alive(root, generation)
     writers = root / WRITERS_FOLDER
     generations = _generations(writers)
     if not generations or generations[-1] != generation:
         return False  # released, or replaced by a later claim
-    owner = _owner(_file(writers, generation))
+    owner = owners.read_owner(_file(writers, generation))
     if owner is not None and owner.get("pid") == os.getpid() and held(root) is not None:
         return True
-    is_dead = _is_dead(owner, is_real_lock=False)
+    is_dead = owners.is_dead(owner, is_real_lock=False)
     return None if is_dead is None else not is_dead
 
 
@@ -146,11 +147,14 @@ def check(claim: Claim) -> None:
         ClaimedError: another process has replaced it, or the claim was removed.
         StorageError: the system failed.
     """
+    if claim.root.objects is not None:
+        log_claims.check(claim)
+        return
     writers = claim.root / WRITERS_FOLDER
     generations = _generations(writers)
     path = _file(writers, claim.generation)
     if generations and generations[-1] > claim.generation:
-        who = _describe(_owner(_file(writers, generations[-1])))
+        who = owners.describe(owners.read_owner(_file(writers, generations[-1])))
         raise ClaimedError(
             f"{show(str(claim.root))} was taken over by {who}, which made claim {generations[-1]}; ours is "
             f"{claim.generation}",
@@ -170,11 +174,13 @@ def living_claim(root: Location) -> ClaimedError | None:
     try:
         if not root.is_folder() or held(root) is not None:
             return None
+        if root.objects is not None:
+            return log_claims.living_claim(root)
         writers = root / WRITERS_FOLDER
-        owners = [_owner(_file(writers, one)) for one in _generations(writers)]
+        found = [owners.read_owner(_file(writers, one)) for one in _generations(writers)]
     except (OSError, ReshardError):
         return None  # other errors are reported when the root is claimed
-    return next((_claimed(root, one) for one in owners if _is_dead(one, is_real_lock=True) is False), None)
+    return next((owners.claimed(root, one) for one in found if owners.is_dead(one, is_real_lock=True) is False), None)
 
 
 def release(root: Location | None = None) -> None:
@@ -219,13 +225,13 @@ def _claim(root: Location, *, takeover: bool, durable: bool, folder_mode: int) -
             for generation in [] if takeover else _generations(writers):
                 path = _file(writers, generation)
                 beat = _beat(path)
-                owner = _owner(path)
-                is_dead = True if beat is None or beat == quiet.get(generation) else _is_dead(owner, is_real)
+                owner = owners.read_owner(path)
+                is_dead = True if beat is None or beat == quiet.get(generation) else owners.is_dead(owner, is_real)
                 if is_dead is None:
                     assert beat is not None
                     unknown[generation] = beat
                 elif not is_dead:
-                    raise _claimed(root, owner)
+                    raise owners.claimed(root, owner)
             if not unknown:
                 made = _make(root, writers, durable=durable)
                 if made is not None:
@@ -240,22 +246,27 @@ def _make(root: Location, writers: Location, *, durable: bool) -> Claim | None:
     generation = dead[-1] + 1 if dead else 1
     path = _file(writers, generation)
     try:
-        filesystem.make_file(path, json.dumps(_me()).encode(), durable=durable)
+        filesystem.make_file(path, json.dumps(owners.me()).encode(), durable=durable)
     except FileExistsError:
         return None
     file = path.store.hold(path.path)
     for old in dead:  # only now, so that the highest generation exists at every time
         with contextlib.suppress(StorageError):
             filesystem.remove_file(_file(writers, old))
+    return _started(root, generation, file, _BEAT_SECONDS)
+
+
+def _started(root: Location, generation: int, file: HeldFile, seconds: float) -> Claim:
+    """A claim whose heartbeat has begun."""
     process_end.call_at_end(release, process_end.CLAIMS)  # once more: this may be a forked worker
     stop = threading.Event()
-    beat = threading.Thread(target=_touch, args=(file, stop), name="reshard-claim", daemon=True)
+    beat = threading.Thread(target=_touch, args=(file, stop, seconds), name="reshard-claim", daemon=True)
     beat.start()
     return Claim(root, generation, file, stop, beat)
 
 
-def _touch(file: HeldFile, stop: threading.Event) -> None:
-    while not stop.wait(_BEAT_SECONDS):
+def _touch(file: HeldFile, stop: threading.Event, seconds: float) -> None:
+    while not stop.wait(seconds):
         with contextlib.suppress(ReshardError):
             file.beat()
 
@@ -275,7 +286,7 @@ def _watch(root: Location, writers: Location, beats: dict[int, int]) -> dict[int
         ClaimedError: one was touched.
     """
     if beats:
-        who = _describe(_owner(_file(writers, max(beats))))
+        who = owners.describe(owners.read_owner(_file(writers, max(beats))))
         _log.warning("%s was claimed by %s: waiting %g s to see whether it is alive", root, who, _WATCH_SECONDS)
     deadline = time.monotonic() + _WATCH_SECONDS
     while beats and time.monotonic() < deadline:
@@ -283,7 +294,7 @@ def _watch(root: Location, writers: Location, beats: dict[int, int]) -> dict[int
         for generation, beat in beats.items():
             now = _beat(_file(writers, generation))
             if now is not None and now != beat:
-                raise _claimed(root, _owner(_file(writers, generation)))
+                raise owners.claimed(root, owners.read_owner(_file(writers, generation)))
     return beats
 
 
@@ -299,69 +310,3 @@ def _generations(writers: Location) -> list[int]:
 def _beat(path: Location) -> int | None:
     """When a claim was last touched, by the clock of its store; None if it does not exist."""
     return path.store.touched_ns(path.path)
-
-
-# -- who
-
-
-def _me() -> dict[str, object]:
-    pid = os.getpid()
-    return {
-        "host": socket.gethostname(),
-        "boot_id": host.boot_id(),
-        "pid_namespace": host.link_target("/proc/self/ns/pid"),
-        "pid": pid,
-        "started": host.process_start(pid),
-        "writer": f"reshard {_core.__version__}",
-    }
-
-
-def _owner(path: Location) -> dict[str, object] | None:
-    """The content of a claim; None if it is truncated or does not exist."""
-    try:
-        content = parse_json(path.read_small(_MAX_CLAIM_BYTES), str(path))
-    except (DamagedFileError, FileNotFoundError):
-        return None
-    return content if isinstance(content, dict) else None
-
-
-def _is_dead(owner: dict[str, object] | None, is_real_lock: bool) -> bool | None:  # noqa: FBT001
-    """Whether the holder of a claim has ended; None: it is not visible on this host."""
-    if owner is None:
-        # A claim is written under the lock, which this process holds: the writer of this claim has ended.
-        return True if is_real_lock else None
-    if owner.get("released") is True:
-        return True
-    me = _me()
-    pid = owner.get("pid")
-    if owner.get("boot_id") != me["boot_id"] or owner.get("pid_namespace") != me["pid_namespace"]:
-        return None
-    if type(pid) is not int or not 0 < pid < 1 << 31 or not me["boot_id"] or not me["pid_namespace"]:
-        return None
-    if pid == me["pid"]:
-        return True  # has our pid but is not held: its creation failed, or an earlier process had the same pid
-    started = host.process_start(pid)
-    if started is None:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        except OSError:
-            return None  # the process of another user, and hidden
-        return True  # it has ended, and its parent has not waited for it yet
-    return started != owner.get("started")
-
-
-def _describe(owner: dict[str, object] | None) -> str:
-    if owner is None or "pid" not in owner:
-        return "another process"
-    return f"process {show(str(owner.get('pid')))} on host {show(str(owner.get('host')))}"
-
-
-def _claimed(root: Location, owner: dict[str, object] | None) -> ClaimedError:
-    return ClaimedError(
-        f"{show(str(root))} is claimed by {_describe(owner)}, which is alive",
-        path=str(root),
-        hint="end that job or give this one another root; `commit=Commit(takeover=True)` takes the root from it, and "
-        "its saves then fail",
-    )

@@ -37,9 +37,9 @@ from reshard.commit.attempts import (
     seal_files,
 )
 from reshard.commit.filesystem import MANIFEST_FILE, UNFINISHED_FILE
-from reshard.commit.manifest import PINNED_FILE
 from reshard.commit.recovery import recover as recover  # noqa: PLC0414  a part of the protocol
 from reshard.commit.recovery import recover_locked
+from reshard.commit.roots import PINNED_FILE
 from reshard.commit.session import session_of
 from reshard.commit.staging import StagedName
 from reshard.commit.trash import STAGING_FOLDER, TRASH_FOLDER
@@ -144,7 +144,7 @@ def seal(attempt: Attempt, content: Content) -> Manifest:
     return seal_files(attempt, content, roots.tracked_iteration(attempt.root))
 
 
-def publish(attempt: Attempt, manifest: Manifest, log: Callable[[], Sequence[Location]]) -> list[str]:
+def publish(attempt: Attempt, manifest: Manifest, log_save: Callable[[], Sequence[Location]]) -> list[str]:
     """See `protocol.publish`."""
     check_sound(attempt)
     claim = _claim_of(attempt)
@@ -168,7 +168,7 @@ def publish(attempt: Attempt, manifest: Manifest, log: Callable[[], Sequence[Loc
                 staging.sync(unsynced, durable=durable)
             else:
                 staging.move_tracker(root, attempt.iteration, durable=durable, unsynced=unsynced)
-            staging.mark_tracked(attempt.folder, durable=durable, unsynced=log())
+            staging.mark_tracked(attempt.folder, durable=durable, unsynced=log_save())
             _discard_left(attempt.session, durable=durable)
     except StorageError as error:
         mark_failed(attempt)
@@ -468,6 +468,10 @@ def _remove(root: Location, iteration: int, name: str, done: Retired, *, durable
         done.failed.append(iteration)
         return
     done.sizes[iteration] = n_bytes
+
+
+def clean(root: Location) -> None:
+    """See `protocol.clean`: saves and `retire` empty the trash."""
 
 
 # -- marks

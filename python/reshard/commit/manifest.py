@@ -32,7 +32,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from reshard import _core
-from reshard.commit import filesystem, metrics
+from reshard.commit import filesystem, leases, metrics
 from reshard.commit.filesystem import MANIFEST_FILE
 from reshard.commit.roots import parse_iteration_folder
 from reshard.documents.strict_json import parse_json
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
 
 CHECKSUMS_FILE = "checksums.bin"
 TRACKED_FILE = ".tracked"
-PINNED_FILE = ".pinned"
 CHUNK_BYTES = 256 << 10
 
 _VERSION = 1
@@ -850,7 +849,7 @@ def plain_entry(folder: Location, name: str) -> PlainEntry:
 
 
 def read_lock(folder: Location) -> Lock:
-    """Keep retention from removing a folder that is being read: a shared lock on its manifest.
+    """Keep retention from removing a folder that is being read: a shared lock on its manifest, or a lease in a log.
 
     The lock is advisory: in a store without locks this function returns without one. If the folder is removed anyway,
     files that are open stay readable.
@@ -863,6 +862,9 @@ def read_lock(folder: Location) -> Lock:
         DamagedFileError: the manifest is a link or not a regular file.
         StorageError: the system failed.
     """
+    lease = leases.take(folder)
+    if lease is not None:
+        return lease
     place = folder / MANIFEST_FILE
     try:
         lock = place.lock(shared=True, seconds=_LOCK_SECONDS)

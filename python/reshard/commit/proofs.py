@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from reshard.commit import manifest as manifests
 from reshard.commit.filesystem import MANIFEST_FILE
+from reshard.commit.log_records import epoch_of
 from reshard.documents.strict_json import parse_json
 from reshard.errors import CheckpointNotFoundError, ReshardError, StorageError
 from reshard.values.words import show
@@ -112,7 +113,9 @@ def write(folder: Location, manifest: Manifest, state: str, fault: str | None) -
     content = json.dumps({"version": 1, "state": state, "fault": reported, "verified_at": now})
     path = file_of(folder)
     is_there = path.exists()
-    if not path.parent.store.is_writable(path.parent.path):
+    # A root that was copied into a bucket is only read there.
+    is_log = epoch_of(folder.name) is not None and path.parent.objects is not None
+    if not is_log and not path.parent.store.is_writable(path.parent.path):
         what = ", the record of an earlier result, cannot be replaced" if is_there else " cannot be written"
         raise StorageError(
             f"{show(str(path))}{what}: this user may not write into {show(str(path.parent))}",
@@ -137,7 +140,9 @@ def write(folder: Location, manifest: Manifest, state: str, fault: str | None) -
 
 
 def sweep(root: Location) -> None:
-    """Remove the records of iterations that no longer exist. Never raises."""
+    """Remove the records of iterations that no longer exist; in a log they go with the iteration. Never raises."""
+    if root.objects is not None:
+        return
     with contextlib.suppress(ReshardError):
         for name in root.names():
             match = _NAME.fullmatch(name)

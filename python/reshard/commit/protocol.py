@@ -7,7 +7,8 @@
     abandon   leave nothing of an attempt that will not be published
 
 How that is done is a `CommitProtocol`; `protocol_of` says which one a root has. `folder_protocol` does it in a file
-system, by renames. The functions of this module call the protocol of their root.
+system, by renames; `log_protocol` in an object store, by a log of records. The functions of this module call the
+protocol of their root.
 
 Only the coordinator calls them; the other ranks know only the folder. Nothing here chooses the content of files, nor
 the old iterations that are kept (`retention`).
@@ -17,9 +18,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from reshard.commit import claims, folder_protocol
+from reshard.commit import claims, folder_protocol, log_protocol
 from reshard.commit.attempts import Attempt, Content, Retired
-from reshard.storage.location import locate_output
+from reshard.storage.location import locate_root
 from reshard.values.arguments import checked
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class CommitProtocol(Protocol):
     def seal(self, attempt: Attempt, content: Content) -> Manifest:
         """See `protocol.seal`."""
 
-    def publish(self, attempt: Attempt, manifest: Manifest, log: Callable[[], Sequence[Location]]) -> list[str]:
+    def publish(self, attempt: Attempt, manifest: Manifest, log_save: Callable[[], Sequence[Location]]) -> list[str]:
         """See `protocol.publish`."""
 
     def abandon(self, attempt: Attempt) -> None:
@@ -78,6 +79,9 @@ class CommitProtocol(Protocol):
     ) -> Retired | None:
         """See `protocol.retire`."""
 
+    def clean(self, root: Location) -> None:
+        """See `protocol.clean`."""
+
     def pin(self, root: Location, iteration: int) -> None:
         """See `protocol.pin`."""
 
@@ -92,11 +96,12 @@ class CommitProtocol(Protocol):
 
 
 _FOLDERS: CommitProtocol = folder_protocol
+_LOG: CommitProtocol = log_protocol
 
 
-def protocol_of(root: Location) -> CommitProtocol:  # noqa: ARG001
+def protocol_of(root: Location) -> CommitProtocol:
     """The protocol of a root: that of its store."""
-    return _FOLDERS
+    return _FOLDERS if root.objects is None else _LOG
 
 
 # -- an attempt
@@ -362,7 +367,7 @@ def pin(root: str | os.PathLike[str], iteration: int) -> None:
         CheckpointNotFoundError: there is no such iteration.
         StorageError: the system failed.
     """
-    place = locate_output(root)
+    place = locate_root(root)
     protocol_of(place).pin(place, iteration)
 
 
@@ -374,8 +379,19 @@ def unpin(root: str | os.PathLike[str], iteration: int) -> None:
         CheckpointNotFoundError: there is no such iteration.
         StorageError: the system failed.
     """
-    place = locate_output(root)
+    place = locate_root(root)
     protocol_of(place).unpin(place, iteration)
+
+
+def clean(root: Location) -> None:
+    """Remove files of iterations that were retired before, and that were read then; warnings are logged.
+
+    Example:
+        >>> from reshard.storage.location import locate
+        >>> clean(locate("there/is/no/such/root"))
+    """
+    place = root.absolute()
+    protocol_of(place).clean(place)
 
 
 def go_back(root: Location, check: Callable[[], int]) -> None:

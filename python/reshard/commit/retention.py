@@ -32,7 +32,7 @@ from reshard.commit import candidates, proofs, protocol, roots, save_log, stagin
 from reshard.commit import manifest as manifests
 from reshard.commit.attempts import Retired, n_bytes_of
 from reshard.commit.filesystem import MANIFEST_FILE, UNFINISHED_FILE
-from reshard.commit.manifest import PINNED_FILE, TRACKED_FILE, ManifestCache
+from reshard.commit.manifest import TRACKED_FILE, ManifestCache
 from reshard.commit.scrub import is_damage, scrub_folder
 from reshard.commit.trash import REMOVED, TRASH_FOLDER
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
@@ -512,9 +512,13 @@ def _look(
         cache: manifests that were read.
     """
     listed = roots.resolve_candidates(root, entries)
+    known = roots.known_facts(root) or {}
     found = {iteration: (name, *_judge(root / name, cache, judge)) for iteration, name in listed.folders}
     behind = candidates.left_behind(
-        tuple(_folder_facts(root, iteration, name, manifest) for iteration, (name, manifest, *_) in found.items()),
+        tuple(
+            known.get(name) or _folder_facts(root, iteration, name, manifest)
+            for iteration, (name, manifest, *_) in found.items()
+        ),
         listed.tracker,
     )
     facts = []
@@ -529,7 +533,7 @@ def _look(
                 iteration=iteration,
                 name=name,
                 state=state,
-                is_pinned=(root / name / PINNED_FILE).exists(),
+                is_pinned=roots.is_pinned(root / name),
                 is_passed_over=iteration in behind,
                 metrics={} if manifest is None else manifest.metrics,
                 is_unhealthy=manifest is not None and manifest.ckpt_status == 1,

@@ -10,9 +10,12 @@ module opens no file of an iteration, and does not check whether one is complete
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from reshard.commit import filesystem, trash
+from reshard.commit import filesystem, log, trash
+from reshard.commit.candidates import Folder
+from reshard.commit.log_records import LOG_FOLDER, epoch_of
 from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError, StorageError
 from reshard.storage.location import is_fault_of_file
 from reshard.values.words import listed, show
@@ -20,17 +23,30 @@ from reshard.values.words import listed, show
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from reshard.commit.log_records import Record
     from reshard.storage.location import Location
     from reshard.storage.store import Entry
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
+PINNED_FILE = ".pinned"
 
 # At most 18 significant digits, so that the number fits 64 bits.
-_ITERATION_FOLDER = re.compile(r"iteration_0*([0-9]{1,18})")
+_ITERATION_FOLDER = re.compile(r"iteration_0*([0-9]{1,18})(?:\.[0-9]{1,12}\.[0-9a-f]{32})?")
 _LIKE_AN_ITERATION = re.compile(r"iteration[ _-]?0*([0-9]{1,18})", re.IGNORECASE)
 _MAX_TRACKER_BYTES = 32
 _TRACKER = re.compile(rb"0*([0-9]{1,18})\n?")
 _MAX_NAMED = 3  # number of names that a message lists
+
+
+def _head(root: Location) -> Record | None:
+    """The newest record of a root that is a log; None: it is none."""
+    store = root.objects
+    return None if store is None else store.remembered(str(root / LOG_FOLDER), partial(log.head_of, root))
+
+
+def _may_be_log(entries: Sequence[Entry] | None) -> bool:
+    """Whether a root with these entries can be a log; None: they are not known."""
+    return entries is None or any(one.name == LOG_FOLDER for one in entries)
 
 
 # -- names
@@ -53,6 +69,8 @@ def iteration_folder_name(iteration: int) -> str:
 
 def parse_iteration_folder(name: str) -> int | None:
     """The iteration in a folder's name, of any number of digits; None if the name is not that of an iteration.
+
+    It may be the name of an attempt in a log, see `log_records`.
 
     Example:
         >>> parse_iteration_folder("iteration_0000005"), parse_iteration_folder("iteration_5.old")
@@ -78,6 +96,9 @@ def read_tracker(root: Location) -> tuple[int | None, str | None]:
         StorageError: the file cannot be read, for example because a network file system has lost its connection. It
             may name an older iteration than the newest.
     """
+    head = _head(root)
+    if head is not None:
+        return head.tracker, None
     path = root / TRACKER_FILE
     try:
         data = path.read_small(_MAX_TRACKER_BYTES)
@@ -142,8 +163,8 @@ class Candidates(NamedTuple):
 
 
 def is_root(path: Location) -> bool:
-    """Whether a folder is the root of a tree: it holds a tracker, valid or not, or an iteration folder."""
-    return (path / TRACKER_FILE).exists() or bool(scan(path)[0])
+    """Whether a folder is the root of a tree: it holds a log, a tracker, valid or not, or an iteration folder."""
+    return _head(path) is not None or (path / TRACKER_FILE).exists() or bool(scan(path)[0])
 
 
 def holds_saves(path: Location) -> bool:
@@ -171,6 +192,49 @@ def list_iterations(root: Location) -> list[tuple[int, str]]:
         StorageError: it cannot be listed.
     """
     return scan(root)[0]
+
+
+def known_facts(root: Location, entries: Sequence[Entry] | None = None) -> dict[str, Folder] | None:
+    """The facts of the iterations of a root that is a log, by folder; None: it is none, and each manifest has them.
+
+    Args:
+        root: the checkpoint root.
+        entries: what it holds; None: that is not known.
+
+    Raises:
+        DamagedFileError, StorageError: the log cannot be read.
+    """
+    head = _head(root) if _may_be_log(entries) else None
+    if head is None:
+        return None
+    # What is published there, the tracker has named.
+    return {
+        one.name: Folder(one.iteration, one.name, True, one.epoch, one.previous_tracker, one.passed_over)
+        for one in head.live
+    }
+
+
+def is_pinned(folder: Location) -> bool:
+    """Whether an iteration is kept whatever the retention. Raises StorageError."""
+    head = None if epoch_of(folder.name) is None else _head(folder.parent)
+    one = None if head is None else head.by_name(folder.name)
+    return (folder / PINNED_FILE).exists() if one is None else one.is_pinned
+
+
+def published(folder: Location) -> Location:
+    """The folder of an iteration that is named as on a disk: in a log, an attempt has it. Any other path is returned.
+
+    Raises:
+        DamagedFileError: the log is damaged.
+    """
+    if folder.objects is None or "." in folder.name or (number := parse_iteration_folder(folder.name)) is None:
+        return folder
+    try:
+        head = _head(folder.parent)
+    except StorageError:  # this process may only read the iteration
+        return folder
+    one = None if head is None else head.by_iteration(number)
+    return folder if one is None else folder.parent / one.name
 
 
 def folder_of(root: Location, iteration: int) -> Location:
@@ -232,18 +296,21 @@ def tracked_iteration(root: Location) -> int | None:
         StorageError: it cannot be listed, or as `read_tracker`.
     """
     tracker, _ = read_tracker(root)
-    if tracker is None or (root / iteration_folder_name(tracker)).kind() == "folder":
+    if tracker is None or root.objects is not None or (root / iteration_folder_name(tracker)).kind() == "folder":
         return tracker
     return resolve_candidates(root).tracker
 
 
 def scan(root: Location, entries: Sequence[Entry] | None = None) -> tuple[list[tuple[int, str]], list[tuple[str, str]]]:
     """`list_iterations`, and the folders that repeat a number and the links, each with the reason. Raises as it."""
+    head = _head(root) if _may_be_log(entries) else None
+    if head is not None:
+        return [(one.iteration, one.name) for one in head.live], []
     by_number: dict[int, list[str]] = {}
     found, ignored = [], []
     entries = root.entries() if entries is None else entries
     for entry in entries:
-        number = parse_iteration_folder(entry.name)
+        number = None if "." in entry.name else parse_iteration_folder(entry.name)
         if number is not None and entry.kind == "folder":
             by_number.setdefault(number, []).append(entry.name)
         elif number is not None and entry.kind == "link":
@@ -275,6 +342,8 @@ def misnamed(root: Location, entries: Sequence[Entry] | None = None) -> list[str
         CheckpointNotFoundError: there is no such folder.
         StorageError: it cannot be listed.
     """
+    if _may_be_log(entries) and _head(root) is not None:
+        return []
     entries = root.entries() if entries is None else entries
     known = dict(scan(root, entries)[0])
     sentences = []

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from reshard.commit import filesystem, roots
 from reshard.commit.filesystem import UNFINISHED_FILE
-from reshard.commit.manifest import PINNED_FILE, TRACKED_FILE
+from reshard.commit.manifest import TRACKED_FILE
+from reshard.commit.roots import PINNED_FILE
 from reshard.commit.trash import STAGED_NAME, STAGING_FOLDER, TRASH_FOLDER
 from reshard.errors import ReshardError
 

@@ -263,7 +263,13 @@ def split_iteration(path: str) -> tuple[str, int | None]:
     Example:
         >>> split_iteration("/data/checkpoint/iteration_0000001/"), split_iteration("/data/checkpoint")
         (('/data/checkpoint', 1), ('/data/checkpoint', None))
+        >>> split_iteration("s3://bucket/run/iteration_00000400")
+        ('s3://bucket/run', 400)
     """
+    if "://" in path:  # `PurePath` joins the slashes of a URL
+        folder, _, name = path.rstrip("/").rpartition("/")
+        match = _ITERATION_FOLDER.fullmatch(name)
+        return (folder, int(match[1])) if match else (path, None)
     pure = PurePath(path)
     match = _ITERATION_FOLDER.fullmatch(pure.name)
     return (str(pure.parent), int(match[1])) if match else (path, None)

@@ -114,6 +114,7 @@ def open(  # noqa: A001
     """
     files = several.files_of(path)
     target = several.common_folder(files) if isinstance(path, list | tuple) else locate(path)  # type: ignore[arg-type]
+    target = roots.published(target)
 
     def as_stored() -> Checkpoint:
         if files is None:

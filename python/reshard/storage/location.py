@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from reshard.errors import ArgumentError, CheckpointNotFoundError, StorageError, UnsupportedError
 from reshard.storage.local import LOCAL
+from reshard.storage.objects import ObjectStore
 from reshard.storage.store import NO_FAULT_OF_A_FILE, join, kind_words
 from reshard.values.words import show
 
@@ -106,14 +107,28 @@ def locate_output(path: str | os.PathLike[str]) -> Location:
         ArgumentError: as `locate`.
         UnsupportedError: it is in a store without commits.
     """
-    found = locate(path)
+    return _checked(locate(path))
+
+
+def _checked(found: Location) -> Location:
     if found.store.is_read_only or not found.store.takes_saves:
         raise UnsupportedError(
-            f"{show(str(found))} is a URL, and this version does not save into buckets",
+            f"{show(str(found))} is a URL, and this is saved into folders only",
             path=str(found),
             hint="save into a folder, and copy it into the bucket",
         )
     return found
+
+
+def locate_root(path: str | os.PathLike[str]) -> Location:
+    """As `locate`, for a root into which a run saves: a folder, or one of a bucket.
+
+    Raises:
+        ArgumentError: as `locate`.
+        UnsupportedError: it is behind HTTP.
+    """
+    found = locate(path)
+    return found if found.objects is not None else _checked(found)
 
 
 def is_fault_of_file(error: StorageError) -> bool:
@@ -242,6 +257,12 @@ class Location:
     def is_file(self) -> bool:
         """Whether it is a regular file, or a link to one. Never raises."""
         return self.store.kind(self.path, follow_links=True) == "file"
+
+    @property
+    def objects(self) -> ObjectStore | None:
+        """Its store, if objects can be created in it: a root there is a log of saves, see `commit.log`."""
+        store = self.store
+        return store if isinstance(store, ObjectStore) and not store.is_read_only else None
 
     def found(self) -> Kind | None:
         """What is there, links followed; None if nothing is. Raises StorageError if that cannot be seen."""

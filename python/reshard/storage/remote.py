@@ -12,11 +12,12 @@ import errno
 import io
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO, Literal, TypeAlias
+from typing import TYPE_CHECKING, BinaryIO, Literal, TypeAlias, cast
 
 from reshard import _core
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, StorageError, UnsupportedError
-from reshard.storage.store import Abilities, Entry, HeldFile, Lock, Stat, Store, check_file, failing, ignore, join
+from reshard.storage.objects import ObjectStore, T
+from reshard.storage.store import Abilities, Entry, HeldFile, Lock, Stat, check_file, failing, ignore, join
 from reshard.values.argument_types import Seconds
 from reshard.values.arguments import check_fields
 from reshard.values.words import show
@@ -102,7 +103,7 @@ class BucketOptions:
         check_fields(self)
 
 
-class RemoteStore(Store):
+class RemoteStore(ObjectStore):
     """A bucket, or one file behind HTTP. Stores of one root are equal.
 
     Args:
@@ -181,9 +182,15 @@ class RemoteStore(Store):
     def read_small(self, path: str, max_bytes: int, *, follow_links: bool = False) -> bytes:
         """See `Store.read_small`: by one request."""
         content = self._kept(path)
-        if content is None or len(content) > max_bytes:
-            with self._regular(path), failing("reading", path):
-                content = _core.read_small_object(path, max_bytes)
+        if content is not None and len(content) <= max_bytes:
+            return content
+        with self._regular(path):
+            return self.read_object(path, max_bytes)
+
+    def read_object(self, path: str, max_bytes: int) -> bytes:
+        """See `ObjectStore.read_object`."""
+        with failing("reading", path):
+            content = _core.read_small_object(path, max_bytes)
         if content is None:
             raise DamagedFileError(f"{show(path)} has more than {max_bytes} bytes, the most that are read", path=path)
         return content
@@ -269,39 +276,14 @@ class RemoteStore(Store):
             )
 
     def put_new(self, path: str, data: bytes) -> tuple[Literal["created", "exists", "unknown"], Exception | None]:
-        """Create an object that must not exist, by one request: of several writers one succeeds.
-
-        A request whose answer is lost is not sent again: after "unknown", read the object to learn what it is.
-
-        Args:
-            path: the object.
-            data: its content.
-
-        Returns:
-            "created"; "exists", and nothing was changed; or "unknown", and the failure.
-
-        Raises:
-            StorageError: the service refused it; nothing was created.
-        """
+        """See `ObjectStore.put_new`. A request whose answer is lost is not sent again."""
         self._check_writable(path)
         with _changing("creating", path):
             outcome, reason = _core.put_new_object(path, data)
         return outcome, reason  # type: ignore[return-value]
 
     def below(self, path: str, *, after: str = "", max_keys: int | None = None) -> list[tuple[str, Stat]]:
-        """The objects below a folder, at any depth, sorted by name.
-
-        Args:
-            path: the folder; it need not exist.
-            after: only names after this one, which are relative to the folder.
-            max_keys: at most so many.
-
-        Returns:
-            Names relative to the folder, with their status.
-
-        Raises:
-            StorageError: the service failed.
-        """
+        """See `ObjectStore.below`."""
         with failing("listing", path):
             found = _core.objects_below(path, after=after, max_keys=max_keys)
         return [
@@ -309,8 +291,17 @@ class RemoteStore(Store):
             for name, (n_bytes, e_tag, modified) in found
         ]
 
+    def remembered(self, path: str, make: Callable[[], T]) -> T:
+        """See `ObjectStore.remembered`."""
+        remembered = _remembered.get()
+        if remembered is None:
+            return make()
+        if path not in remembered.made:
+            remembered.made[path] = make()
+        return cast("T", remembered.made[path])
+
     def remove_files(self, paths: Sequence[str]) -> None:
-        """Remove objects of this bucket, several at once; no error for those that do not exist. Raises StorageError."""
+        """See `ObjectStore.remove_files`."""
         if paths:
             self._check_writable(paths[0])
             with _changing("removing", paths[0]):
@@ -519,12 +510,14 @@ class _Remembered:
         self.contents: dict[str, bytes] = {}
         self.statuses: dict[str, _Status | None] = {}
         self._folders: dict[str, dict[str, _Status] | None] = {}
+        self.made: dict[str, object] = {}
 
     def forget(self) -> None:
         """Forget everything: names have changed."""
         self.contents.clear()
         self.statuses.clear()
         self._folders.clear()
+        self.made.clear()
 
     def folder(self, path: str) -> dict[str, _Status] | None:
         """The entries of a folder; empty if there is none; None: they are more than one page."""

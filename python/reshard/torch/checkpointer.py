@@ -27,7 +27,7 @@ import torch
 from reshard.commit import protocol
 from reshard.commit.session import find_session
 from reshard.config import Config, as_config
-from reshard.errors import ArgumentError, ClaimedError, GroupError, ReshardError
+from reshard.errors import ArgumentError, ClaimedError, GroupError, ReshardError, UnsupportedError
 from reshard.formats.checkpoint2.rank_facts import check_same
 from reshard.formats.registry import save_format
 from reshard.options import (
@@ -49,7 +49,7 @@ from reshard.ranks.group import log_of_all, resolve, session
 from reshard.resume import RunFacts
 from reshard.resume.parts import object_name, with_parts
 from reshard.storage.inputs import read_input
-from reshard.storage.location import locate, locate_output
+from reshard.storage.location import locate, locate_root
 from reshard.torch import environment as environments
 from reshard.torch.checks import MAX_SEED, count, seconds
 from reshard.torch.emergency import EXIT_GRACE_S, Rendezvous, Signals, notice_store_of
@@ -84,7 +84,7 @@ from reshard.values.arguments import checked
 from reshard.values.events import Observers, OnEvent
 from reshard.values.words import show
 from reshard.verbs.load import Wanted, load_with, pass_over, resumed
-from reshard.verbs.save import check_save_options
+from reshard.verbs.save import check_format, check_save_options
 from reshard.verbs.start import initial, own_config, start_of, with_init
 
 if TYPE_CHECKING:
@@ -254,7 +254,7 @@ class Checkpointer:
     ) -> None:
         given = locals() | {"exports": Exports.of(exports)}
         self._given = {name: comparable(one) for name, one in given.items() if name not in _OF_EACH_RANK}
-        self._root = locate_output(root).absolute()  # the program may change its working folder
+        self._root = locate_root(root).absolute()  # the program may change its working folder
         self._every_steps, self._every_s = interval(save_every)
         if keep is ...:
             keep = Retention().keep if retention is None else None
@@ -268,6 +268,13 @@ class Checkpointer:
             threads=None if threads is None else count("threads", threads, 1, _MAX_THREADS),
         )
         check_save_options(self._options)
+        check_format(self._root, self._options)
+        if self._root.objects is not None and (hf_every is not None or given["exports"] != Exports()):
+            raise UnsupportedError(
+                f"{show(str(self._root))} is in a bucket: `hf_every` and `exports` write into folders of a file system",
+                path=str(self._root),
+                hint="leave them out, and convert a save of the bucket: `reshard convert`",
+            )
         self._interrupts = Interrupts.of(interrupts)
         self._environment = Environment.of(environment)
         self._ranks = Ranks.of(ranks)

@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reshard.checkpoint import Checkpoint
-from reshard.commit import roots
+from reshard.commit import protocol, roots
 from reshard.commit.protocol import pin, unpin
 from reshard.commit.retention import Removed, remove
 from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError
 from reshard.formats.checkpoint2.reader import open_folder
 from reshard.opening import is_damage, reason_of
 from reshard.options import explains_moved, retention_of
-from reshard.storage.location import locate_output
+from reshard.storage.location import locate_root
 from reshard.values.argument_types import Progress
 from reshard.values.arguments import checked
 from reshard.values.events import Observers, OnEvent
@@ -78,10 +78,12 @@ def prune(
     known = retention_of(keep, retention)
     if known is None:
         raise ArgumentError("`prune` needs `keep` or `retention`", hint="for example `keep=5`")
-    place = locate_output(root)
+    place = locate_root(root)
     if not roots.list_iterations(place):
         message = f"{show(str(place))} holds no iteration folder"
         raise CheckpointNotFoundError(message, path=str(place), hint=roots.missing_hint(place))
+    if not dry_run:
+        protocol.clean(place)
     return remove(
         place,
         known,

@@ -17,7 +17,7 @@ from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileEr
 from reshard.formats import registry
 from reshard.formats.checkpoint2.reader import open_folder
 from reshard.formats.health import last_healthy
-from reshard.storage.location import Location, locate_output
+from reshard.storage.location import Location, locate_root
 from reshard.values.argument_types import Progress
 from reshard.values.arguments import check, plain_integer
 from reshard.values.events import Observers, OnEvent
@@ -98,7 +98,7 @@ def rollback(
         200
     """
     check(rollback, on_event=on_event)
-    path = locate_output(root).absolute()
+    path = locate_root(root).absolute()
     if (iteration is None) is not healthy:
         raise ArgumentError(
             f"iteration {iteration}, healthy {healthy}: expected exactly one of them",

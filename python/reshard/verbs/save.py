@@ -19,7 +19,7 @@ import numpy as np
 
 from reshard.commit import roots
 from reshard.commit.save_log import SaveRecord
-from reshard.errors import ArgumentError, MismatchError
+from reshard.errors import ArgumentError, MismatchError, UnsupportedError
 from reshard.formats import state
 from reshard.formats.checkpoint1 import state as checkpoint1_state
 from reshard.formats.checkpoint2.common import CommonInfo
@@ -32,7 +32,7 @@ from reshard.ranks.collective import capture
 from reshard.ranks.distinct import gather_distinct
 from reshard.ranks.group import resolve, session
 from reshard.storage.host import boot_id
-from reshard.storage.location import locate_output
+from reshard.storage.location import Location, locate_root
 from reshard.values.argument_types import GroupLike, Progress, Seconds
 from reshard.values.arguments import check, plain_integer
 from reshard.values.events import Observers, OnEvent
@@ -284,6 +284,17 @@ class SaveRequest:
     progress: Progress | None = None
 
 
+def check_format(root: Location, options: SaveOptions) -> None:
+    """Refuse a format that lives by renames, in a bucket. Raises UnsupportedError."""
+    if root.objects is not None and save_format(options.format).traits.rank_folders:
+        raise UnsupportedError(
+            f"{show(str(root))} is in a bucket, and rank folders of Checkpoint 1.0 are published by renames, which a "
+            "bucket does not have",
+            path=str(root),
+            hint="leave `format` out, or save into a folder of a file system",
+        )
+
+
 def save_with(
     request: SaveRequest, options: SaveOptions | BaseException, group: Group, observers: Observers
 ) -> SaveReport | PendingSave[SaveReport] | None:
@@ -313,12 +324,13 @@ def save_with(
     if ready is not None and observers.functions:
         ready = _reports_copies(ready, observers, iteration, started)
     known = SaveOptions() if isinstance(options, BaseException) else options
-    task = SaveTask(locate_output(request.root).absolute(), iteration, request.timeout, known)
+    task = SaveTask(locate_root(request.root).absolute(), iteration, request.timeout, known)
     channel = session(group, f"save {iteration}"[:200])
 
     def draft() -> Draft[Any, Any, Any, Any]:
         if isinstance(options, BaseException):
             raise options
+        check_format(task.root, options)
         return _draft(replace(request, ready=ready), task, channel, observers)
 
     # The other ranks wait for this one: they must receive its error.

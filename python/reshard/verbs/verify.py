@@ -18,7 +18,7 @@ from reshard import _core, opening
 from reshard.checkpoint import Checkpoint
 from reshard.commit import manifest as manifests
 from reshard.commit import proofs
-from reshard.commit.roots import list_iterations, parse_iteration_folder
+from reshard.commit.roots import list_iterations, parse_iteration_folder, published
 from reshard.commit.scrub import Fault, fault_of, own_sums, scrub_folder
 from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError
 from reshard.formats.checkpoint1 import state as checkpoint1_state
@@ -183,7 +183,7 @@ def verify(
         (True, False, ['`w` holds 1 NaN; the first is at [1]'])
     """
     started = time.monotonic()
-    target = locate(path)
+    target = published(locate(path))
     if base is not None and loads_in != "peft":
         raise ArgumentError('`base` belongs to `loads_in="peft"`, which is not given')
     parts = {} if loads_in is None else parts_of(target, loads_in)
@@ -195,7 +195,9 @@ def verify(
     # A format that is given is that of the folder itself, or the error of opening it says what it can be.
     warnings: tuple[str, ...] = ()
     jobs: Sequence[_CheckpointJob | _SaveJob] = [_CheckpointJob(target, strategy, is_given=True, of_format=format)]
-    with (None if format else opening.root_of(target, strategy=strategy)) or contextlib.nullcontext() as root:
+    with target.store.remembering():
+        found = None if format else opening.root_of(target, strategy=strategy)
+    with found or contextlib.nullcontext() as root:
         saves = root.newest_first() if root is not None and root.is_ours else ()
         if root is not None and root.is_ours and not root.by_rank:
             warnings = (*root.order.warnings, *root.ignored())

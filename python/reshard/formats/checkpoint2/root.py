@@ -35,7 +35,8 @@ def newer_than(root: Location, iteration: int) -> tuple[int, ...]:
     listed = roots.list_iterations(root)
     if all(number <= iteration for number, _ in listed):
         return ()  # without reading the manifests
-    folders = tuple(_folder_facts(root, number, name) for number, name in listed)
+    known = roots.known_facts(root) or {}
+    folders = tuple(known.get(name) or _folder_facts(root, number, name) for number, name in listed)
     recorded = candidates.left_behind(folders, roots.read_tracker(root)[0])
     return tuple(one.iteration for one in folders if one.iteration > iteration and one.iteration not in recorded)
 
@@ -71,6 +72,7 @@ class IterationsRoot(Root):
         tracker, fault = roots.read_tracker(root)
         self._entries = root.entries()
         listed, repeated = roots.scan(root, self._entries)
+        self._known = roots.known_facts(root, self._entries) or {}
         wanted = tracker if exact is None else exact
         self._probable = next((name for one, name in listed if one == wanted), listed[-1][1] if listed else "")
         self._locked = self._lock()
@@ -82,7 +84,7 @@ class IterationsRoot(Root):
                 f"iteration {iteration} is read from {show(name)}: its replacement was interrupted, and the next save "
                 "moves it back"
                 for iteration, name in listed
-                if "/" in name
+                if "/" in name  # in the trash
             ]
             self.order = replace(order, warnings=(*order.warnings, *lines))
         except BaseException:
@@ -118,6 +120,8 @@ class IterationsRoot(Root):
             return None  # if it is opened, it raises again
 
     def _facts(self, iteration: int, name: str) -> candidates.Folder:
+        if name in self._known:
+            return self._known[name]
         if name != self._probable or self._locked is None or self._locked.manifest is None:
             return _folder_facts(self.path, iteration, name)
         return _folder(iteration, name, self.path, self._locked.manifest)

@@ -1,0 +1,58 @@
+"""What an object store can do beyond a `Store`: create an object that must not exist, and list objects in order."""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from reshard.storage.store import Stat, Store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+T = TypeVar("T")
+
+
+class ObjectStore(Store):
+    """A store of objects, without renames, locks and folders. It need not be writable (`is_read_only`)."""
+
+    @abc.abstractmethod
+    def put_new(self, path: str, data: bytes) -> tuple[Literal["created", "exists", "unknown"], Exception | None]:
+        """Create an object that must not exist, by one request: of several writers one succeeds.
+
+        Args:
+            path: the object.
+            data: its content.
+
+        Returns:
+            "created"; "exists", and this request has changed nothing; or "unknown", and the failure. After "exists" and
+            "unknown" read the object to learn what it is: an answer may have been lost.
+
+        Raises:
+            StorageError: the service refused it; nothing was created.
+        """
+
+    @abc.abstractmethod
+    def below(self, path: str, *, after: str = "", max_keys: int | None = None) -> list[tuple[str, Stat]]:
+        """The objects below a folder, at any depth, sorted by name.
+
+        Args:
+            path: the folder; it need not exist.
+            after: only names after this one, which are relative to the folder.
+            max_keys: at most so many.
+
+        Raises:
+            StorageError: the service failed.
+        """
+
+    def read_object(self, path: str, max_bytes: int) -> bytes:
+        """The content of an object, by one request. Arguments and errors are those of `read_small`."""
+        return self.read_small(path, max_bytes)
+
+    def remembered(self, path: str, make: Callable[[], T]) -> T:  # noqa: ARG002
+        """What `make` returns for a path; while a block of `remembering` lasts, what it has returned before."""
+        return make()
+
+    @abc.abstractmethod
+    def remove_files(self, paths: Sequence[str]) -> None:
+        """Remove objects, several at once; no error for those that do not exist. Raises StorageError."""

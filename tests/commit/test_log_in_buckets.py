@@ -1,0 +1,344 @@
+"""Saves into a bucket of a real S3 server: everything that a root on a disk does, kills, lost answers and races."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import signal
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from tests.helpers.small_saves import fork
+from tests.helpers.threads import in_threads
+from tests.servers.proxy import Fault, Proxy, before_server
+from tests.servers.s3 import BUCKET
+
+import reshard
+from reshard.cli import main
+from reshard.commit import claims, leases, log, log_claims, log_records, protocol, roots
+from reshard.commit.session import forget_all
+from reshard.errors import ArgumentError, ClaimedError, DestinationExistsError, UnsupportedError
+from reshard.storage.location import locate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.servers.s3 import S3Server
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def _no_grace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(leases, "GRACE_SECONDS", 0.0)
+    yield
+    protocol.release()
+
+
+@pytest.fixture
+def url(s3: S3Server) -> str:
+    """A root in the bucket that no other test uses."""
+    return f"s3://{BUCKET}/log-{os.getpid()}-{next(_numbers)}/run"
+
+
+@pytest.fixture
+def proxy(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    with before_server(s3.port) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        yield proxy
+
+
+def arrays(iteration: int) -> dict[str, np.ndarray]:
+    return {"w": np.arange(iteration, iteration + 300_000, dtype=np.float32).reshape(300, 1000), "b": np.ones(7)}
+
+
+def save(url: str, iteration: int, **how: Any) -> reshard.SaveReport:
+    report: reshard.SaveReport | None = reshard.save(url, iteration, arrays(iteration), **how)
+    assert report is not None
+    return report
+
+
+def check(url: str, iteration: int) -> None:
+    """A restart takes this iteration, and all of it is what was saved."""
+    with reshard.open(url) as opened:
+        assert opened.iteration == iteration
+        found = opened.load(verify="full")
+    expected = arrays(iteration)
+    assert {key: one.tobytes() for key, one in found.items()} == {key: one.tobytes() for key, one in expected.items()}
+
+
+def iterations(url: str) -> list[int]:
+    return [number for number, _ in roots.list_iterations(locate(url))]
+
+
+def run(*command: str) -> str:
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.output
+
+
+def test_a_run_saves_keeps_pins_goes_back_and_prunes(url: str, s3: S3Server) -> None:
+    for iteration in (100, 200, 300, 400):
+        report = save(url, iteration, keep=2, metrics={"loss": 1.0 / iteration})
+        assert report.warnings == ()
+        check(url, iteration)
+    assert iterations(url) == [300, 400]
+    left = {name.partition("/")[0] for name, _ in locate(url).store.below(url)}  # type: ignore[attr-defined]
+    assert {roots.parse_iteration_folder(name) for name in left if name.startswith("iteration")} == {300, 400}
+    assert reshard.open(f"{url}/iteration_00000300").iteration == 300
+    assert reshard.load(url, iteration=300).iteration == 300
+    assert reshard.verify(url).ok
+    assert reshard.verify(f"{url}/iteration_00000300").ok
+    reshard.pin(url, 300)
+    save(url, 500, keep=1)
+    assert iterations(url) == [300, 500]
+    assert reshard.rollback(url, 300).newer == (500,)
+    check(url, 300)
+    report = save(url, 301)
+    assert report.warnings == ()
+    check(url, 301)
+    reshard.unpin(url, 300)
+    assert reshard.prune(url, keep=1).iterations == (300,)
+    assert iterations(url) == [301, 500]
+    with pytest.raises(ArgumentError, match="is below 301, which the tracker"):
+        save(url, 300)
+    save(url, 301)
+    check(url, 301)
+    assert "iteration_00000301" in run("explain", url)
+    assert "selected" in run("inspect", url)
+    assert "not part of a checkpoint" not in run("inspect", url)
+    assert "iteration 301, complete" in run("watch", url, "--once")
+    assert "complete" in run("verify", url)
+
+
+def test_ranks_save_and_others_resume(url: str, s3: S3Server) -> None:
+    layout = {"mesh": {"tp": 2}, "rules": [{"match": "w", "cut": ["tp", None]}, {"match": "*"}]}
+    whole = arrays(7)
+
+    def save_rank(group: Any) -> Any:
+        part = slice(group.rank * 150, group.rank * 150 + 150)
+        return reshard.save(url, 7, {**whole, "w": whole["w"][part]}, layout=layout, group=group)
+
+    reports = in_threads(2, save_rank)
+    assert [report.iteration for report in reports] == [7, 7]
+    check(url, 7)
+    thirds = {"mesh": {"tp": 3}, "rules": [{"match": "w", "cut": ["tp", None]}, {"match": "*"}]}
+    loaded = in_threads(3, lambda group: reshard.load(url, layout=thirds, group=group))
+    np.testing.assert_array_equal(np.concatenate([one.state["w"] for one in loaded]), whole["w"])
+
+
+def test_a_checkpointer_saves_in_the_background_and_resumes(url: str, s3: S3Server) -> None:
+    torch = pytest.importorskip("torch")
+    from reshard.torch import Checkpointer
+
+    def train(until: int) -> tuple[int, float]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 8)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        with Checkpointer(url, save_every=2, keep=2, signals=()) as checkpointer:
+            first = checkpointer.resume(model=model, optimizer=optimizer).initial_step
+            for step in range(first + 1, until + 1):
+                loss = model(torch.ones(3, 8)).pow(2).sum()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                checkpointer.step(step)
+        return first, loss.item()
+
+    assert train(6)[0] == 0
+    forget_all()
+    first, loss = train(12)
+    assert first == 6
+    assert iterations(url) == [10, 12]
+    other = f"{url}-whole"
+    url, whole = other, url
+    assert train(12) == (0, loss)
+    assert reshard.diff(whole, other).equal
+
+
+def test_a_root_that_was_copied_from_a_disk_is_read_and_not_saved_into(url: str, s3: S3Server, tmp_path: Any) -> None:
+    reshard.save(tmp_path / "run", 3, arrays(3))
+    s3.upload(tmp_path / "run", url.removeprefix(f"s3://{BUCKET}/"))
+    check(url, 3)
+    with pytest.raises(DestinationExistsError, match="was copied from a disk"):
+        save(url, 4)
+    check(url, 3)
+
+
+def test_what_needs_renames_is_refused_by_name(url: str, s3: S3Server) -> None:
+    from reshard.torch import Checkpointer
+
+    with pytest.raises(UnsupportedError, match=r"rank folders of Checkpoint 1\.0 are published by renames"):
+        reshard.save(url, 1, arrays(1), format="checkpoint1")
+    with pytest.raises(UnsupportedError, match=r"rank folders of Checkpoint 1\.0 are published by renames"):
+        Checkpointer(url, format="checkpoint1")
+    with pytest.raises(UnsupportedError, match="`hf_every` and `exports` write into folders"):
+        Checkpointer(url, hf_every=2)
+
+
+def changes(proxy: Proxy, stop: int, pid: list[int]) -> None:
+    """Kill the process `pid` at the change with this number."""
+    seen = itertools.count()
+
+    def before(method: str, path: str) -> None:
+        if method in ("PUT", "POST", "DELETE") and pid and next(seen) == stop:
+            os.kill(pid[0], signal.SIGKILL)
+            raise ConnectionAbortedError  # the request does not arrive, or else it would later than what follows
+
+    proxy.before = before
+
+
+@pytest.mark.slow
+def test_killed_at_every_request_of_a_save(proxy: Proxy, url: str) -> None:
+    outcomes: list[int] = []
+    for number in range(200):
+        root = f"{url}{number}"
+        for iteration in (100, 200):
+            save(root, iteration)
+        protocol.release()
+        pid: list[int] = []
+        changes(proxy, number, pid)
+        child = fork(lambda root=root: save(root, 300, keep=2).iteration)  # type: ignore[misc]
+        pid.append(child.pid)
+        was_killed = child.result(60) is None
+        proxy.before = None
+        with reshard.open(root) as opened:
+            found = opened.iteration
+        assert found is not None
+        assert found in ((200, 300) if was_killed else (300,))
+        check(root, found)
+        outcomes.append(found)
+        assert set(iterations(root)) >= {200}
+        save(root, 400, keep=2)
+        check(root, 400)
+        assert len(iterations(root)) == 2
+        protocol.release()
+        if not was_killed:
+            break
+    assert len(outcomes) > 10
+    assert outcomes == sorted(outcomes)
+
+
+@pytest.mark.parametrize("kind", ["lost answer", "lost request"])
+def test_an_answer_is_lost_at_every_change_of_a_save(proxy: Proxy, url: str, kind: str) -> None:
+    save(url, 100)
+    iteration = 100
+    for number in itertools.count():
+        seen = itertools.count()
+        iteration += 1
+
+        def matches(method: str, path: str, seen: Any = seen, number: int = number) -> bool:
+            return method in ("PUT", "POST", "DELETE") and next(seen) == number
+
+        fault = Fault(matches, is_lost=True) if kind == "lost answer" else Fault(matches, 503, "SlowDown")
+        proxy.faults = [fault]
+        save(url, iteration, keep=2)
+        check(url, iteration)
+        assert len(iterations(url)) == 2
+        if fault.times:
+            break
+    proxy.faults = []
+    assert number > 8
+    root = locate(url)
+    kinds = [record.kind for n in range(1, log.head_of(root).n + 1) if (record := log.read(root, n))]  # type: ignore[union-attr]
+    assert kinds.count("commit") == iteration - 99, "each save once"
+    assert kinds.count("claim") == 1
+
+
+def race(url: str, name: int, n_rounds: int, barrier: Any, results: Any) -> None:
+    """Create records against another process; tells which numbers were won."""
+    root = locate(url)
+    for _ in range(n_rounds):
+        barrier.wait(60)
+        head = log.head_of(root)
+        made = log_records.claimed(log.next_record(head, "claim"), {"name": name})
+        barrier.wait(60)
+        if log.create(root, made):
+            results.put((name, made.n, made.id))
+        barrier.wait(60)
+
+
+@pytest.mark.parametrize("n_rounds", [25, pytest.param(1000, marks=pytest.mark.slow)])
+def test_of_two_writers_that_race_one_wins(url: str, s3: S3Server, n_rounds: int) -> None:
+    save(url, 1)
+    protocol.release()
+    before = log.head_of(locate(url))
+    assert before is not None
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(2), context.Queue()
+    racers = [context.Process(target=race, args=(url, name, n_rounds, barrier, results)) for name in range(2)]
+    for racer in racers:
+        racer.start()
+    won = [results.get(timeout=120) for _ in range(n_rounds)]
+    for racer in racers:
+        racer.join(60)
+        assert racer.exitcode == 0
+    assert results.empty()
+    assert sorted(n for _, n, _ in won) == list(range(before.n + 1, before.n + 1 + n_rounds)), "one winner each"
+    root = locate(url)
+    for name, n, id_ in won:
+        record = log.read(root, n)
+        if record is not None:  # not yet a stub
+            assert (record.id, record.owner["name"]) == (id_, name)
+    print(f"{n_rounds} races: {sum(name == 0 for name, *_ in won)} and {sum(name == 1 for name, *_ in won)} won")
+
+
+def test_a_process_of_this_host_that_is_alive_keeps_its_claim(url: str, s3: S3Server) -> None:
+    save(url, 1)
+
+    def other() -> str:
+        try:
+            save(url, 2)
+        except ClaimedError as error:
+            return error.message
+        return "saved"
+
+    assert "which is alive" in fork(other).result(60)
+    protocol.release()
+    assert fork(other).result(60) == "saved"
+    check(url, 2)
+
+
+def test_a_claim_of_another_host_is_watched(url: str, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = locate(url)
+    save(url, 1)
+    protocol.release()
+    elsewhere = {"host": "elsewhere", "boot_id": "x", "pid_namespace": "y", "pid": 1, "started": 1}
+    monkeypatch.setattr(log_claims, "_WATCH_SECONDS", 2.5)
+    monkeypatch.setattr(log_claims, "_LOOK_SECONDS", 0.2)
+    made = log_records.claimed(log.next_record(log.head_of(root), "claim"), elsewhere)
+    assert log.create(root, made)
+    stop = threading.Event()
+
+    def beat() -> None:
+        while not stop.wait(0.2):
+            (root / log_claims.WRITERS_FOLDER / str(made.n)).replace('{"host":"elsewhere","pid":1}')
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        with pytest.raises(ClaimedError, match="process `1` on host `elsewhere`"):
+            save(url, 2)
+    finally:
+        stop.set()
+        thread.join()
+    save(url, 2)
+    check(url, 2)
+
+
+def test_a_reader_of_a_bucket_keeps_what_it_has_opened(url: str, s3: S3Server) -> None:
+    for iteration in (1, 2):
+        save(url, iteration)
+    with reshard.open(f"{url}/iteration_00000001") as opened:
+        forget_all()
+        claims.release()
+        save(url, 3, keep=1)
+        assert iterations(url) == [3]
+        np.testing.assert_array_equal(opened.load()["w"], arrays(1)["w"])
+    save(url, 4, keep=1)
+    names = {name.partition("/")[0] for name, _ in locate(url).store.below(url)}  # type: ignore[attr-defined]
+    assert sorted(name[:18] for name in names if name.startswith("iteration")) == ["iteration_00000004"]
