@@ -85,10 +85,17 @@ class _Process:
         return changed
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Make forks cheap before many tests: hundreds of them fork ranks off this process of more than a GiB."""
-    if len(session.items) > 2000:
-        huge_pages.use()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """Make collections of garbage and forks cheap before many tests: this process has a GiB and more of what stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+        if len(session.items) > 2000:
+            huge_pages.use()
 
 
 _BEFORE = pytest.StashKey[_Process]()

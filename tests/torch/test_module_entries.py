@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from tests.helpers.cases import slow
 from tests.helpers.module_entries import Counted, Hooked, Overridden, inside, random_tree
 from tests.helpers.ranks import Job
 from tests.peers.required import required
@@ -112,7 +113,7 @@ def test_entries_in_a_start_from_other_weights(kind: Callable[[float], nn.Module
         assert torch.equal(found[name], one) if isinstance(one, torch.Tensor) else found[name] == one, name
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(5), *slow(range(5, 20))])
 def test_random_trees(seed: int, tmp_path: Path) -> None:
     make = random_tree(seed)
     first, second = make(1.0), make(2.0)
