@@ -3,8 +3,7 @@
     with Job(4, work) as job:
         job.outcomes()    # {"value": what work(group) returned}, {"error": "GroupError", ...} or None if it died
 
-The store is served by a thread of the tests for all jobs. With `own_server=True` a process of its own
-serves it, as launchers do it, whose id is `job.server`.
+The store is served by a process of its own, as launchers do it, whose id is `job.server`.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from tests.helpers.hosts import Host
 
 _PATIENCE_S = 60  # until a test that hangs is ended
-_SERVERS: list[c10d.TCPStore] = []  # the one of all jobs, once there was a job
 
 
 class Signal:
@@ -63,26 +61,14 @@ class Job:
     """Ranks that do `work(group)`; `store` is "tcp" or "file"; `hosts` has one of each rank, the first the store's."""
 
     def __init__(
-        self,
-        world_size: int,
-        work: Callable[[TorchGroup], Any],
-        store: str = "tcp",
-        hosts: Sequence[Host] = (),
-        *,
-        own_server: bool = False,
+        self, world_size: int, work: Callable[[TorchGroup], Any], store: str = "tcp", hosts: Sequence[Host] = ()
     ) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._ends: list[int] = []  # of pipes to the children
         self.pids: list[int] = []
         self._address, interface = (hosts[0].address, "cable") if hosts else ("127.0.0.1", "lo")
-        self.server: int | None = None
-        if hosts or own_server:
-            self.server, pipe = self._fork(self._serve, hosts[0] if hosts else None)
-            port = int(os.read(pipe, 100))
-        else:
-            if not _SERVERS:
-                _SERVERS.append(c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
-            port = _SERVERS[0].port
+        self.server, pipe = self._fork(self._serve, hosts[0] if hosts else None)
+        port = int(os.read(pipe, 100))
         self._pipes = []
         for rank in range(world_size):
             connect = functools.partial(self._connect, store, port, world_size)
@@ -96,7 +82,7 @@ class Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for pid in (*self.pids, *([] if self.server is None else [self.server])):
+        for pid in (*self.pids, self.server):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
@@ -169,8 +155,7 @@ class Job:
     def _connect(self, store: str, port: int, world_size: int) -> Any:
         if store == "file":
             return c10d.FileStore(f"{self._folder.name}/store", world_size)
-        served = c10d.TCPStore(self._address, port, world_size, is_master=False, wait_for_workers=False)
-        return c10d.PrefixStore(self._folder.name, served)
+        return c10d.TCPStore(self._address, port, world_size, is_master=False, wait_for_workers=False)
 
     @staticmethod
     def _be(
