@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.helpers.cases import slow
-from tests.transformers.trainers import Data, Observer, outcome, trainer
+from tests.transformers.trainers import SAVES, Data, Observer, outcome, plain, stopped, trainer
 from torch.utils.data import IterableDataset
 
 from reshard.errors import ArgumentError, UnsupportedError
@@ -21,22 +21,6 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-SAVES: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": None}
-
-
-def plain(root: Path, stop: int | None = None, **options: Any) -> Trainer:
-    """A trainer without the callback of this package, with the same seeds."""
-    made = trainer(root, -1 if stop is None else stop, callback=Observer(-1), **{**SAVES, **options})
-    made.args.output_dir = str(root)
-    return made
-
-
-def stopped(root: Path, step: int, **options: Any) -> Path:
-    """The checkpoint of a run of Trainer that stops after a step."""
-    with pytest.raises(KeyboardInterrupt):
-        plain(root, step, **{**options, "save_steps": step}).train()
-    return root / f"checkpoint-{step}"
 
 
 def compare(tmp_path: Path, step: int, crash: int | None = None, **options: Any) -> None:

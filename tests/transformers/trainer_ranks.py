@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from tests.transformers.test_trainer_checkpoints import plain, stopped
-from tests.transformers.trainers import outcome, trainer
+from tests.transformers.trainers import outcome, plain, stopped, trainer
 
 from reshard.errors import ReshardError
 

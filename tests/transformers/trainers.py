@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from torch.utils.data import Dataset
 from transformers import (
@@ -87,3 +88,20 @@ def outcome(made: Any) -> Any:
     stateful = [one.state() for one in made.callback_handler.callbacks if isinstance(one, EarlyStoppingCallback)]
     best = (made.state.best_metric, made.state.best_global_step)
     return logs, weights, moments, made.lr_scheduler.state_dict(), made.state.total_flos, stateful, best
+
+
+SAVES: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": None}
+
+
+def plain(root: Path, stop: int | None = None, **options: Any) -> Trainer:
+    """A trainer without the callback of this package, with the same seeds."""
+    made = trainer(root, -1 if stop is None else stop, callback=Observer(-1), **{**SAVES, **options})
+    made.args.output_dir = str(root)
+    return made
+
+
+def stopped(root: Path, step: int, **options: Any) -> Path:
+    """The checkpoint of a run of Trainer that stops after a step."""
+    with pytest.raises(KeyboardInterrupt):
+        plain(root, step, **{**options, "save_steps": step}).train()
+    return root / f"checkpoint-{step}"

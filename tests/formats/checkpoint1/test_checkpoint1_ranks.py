@@ -292,7 +292,7 @@ def test_integrated_by_all_ranks(tmp_path: Path) -> None:
             root = tmp_path / form
             options: dict[str, Any] = {
                 "format": form,
-                "integrated_save": True,
+                "exports": {"integrated": True},
                 "signals": (),
                 "commit": {"durable": False},
             }
