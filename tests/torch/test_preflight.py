@@ -504,7 +504,16 @@ HAVE_NOT_BUT_ALLOWED = {
     ("commit/folder_protocol.py", "overwrite"): "`begin(overwrite=False)` alone",
     ("commit/log_protocol.py", "overwrite"): "as above",
 }
-NOT_OF_A_CHECKPOINTER = ("mindspore/", "cli", "names", "interop.py", "verbs/convert", "verbs/selection", "conversion")
+NOT_OF_A_CHECKPOINTER = (
+    "mindspore/",
+    "cli",
+    "names",
+    "interop.py",
+    "verbs/convert",
+    "verbs/selection",
+    "conversion",
+    "quantised",
+)
 
 
 def parameters(*functions: Any) -> set[str]:

@@ -55,7 +55,7 @@ def reciprocal(value: np.float32, form: str) -> np.float32 | None:
 
     Example:
         >>> reciprocal(np.float32(896), "nvfp4"), reciprocal(np.float32(3 / 2688), "nvfp4-modelopt")
-        (np.float32(0.0011160714), np.float32(896.0))
+        (np.float32(0.0011160715), np.float32(896.0))
     """
     back = MODELOPT if form == COMPRESSED else COMPRESSED
     other = _other(value, form)

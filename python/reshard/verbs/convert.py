@@ -250,7 +250,9 @@ def convert(
             names=names,
             config=config,
             iteration=plain_integer(iteration),
-            dtype=None if dtype is None else dtype if dtype in NVFP4_FORMS else dtypes.parse_dtype(dtype),
+            dtype=dtype
+            if dtype is None or (isinstance(dtype, str) and dtype in NVFP4_FORMS)
+            else dtypes.parse_dtype(dtype),
             dtype_all=dtype_all,
             files=files_with_size(max_shard_size, files),
             commit=Commit.of(commit),

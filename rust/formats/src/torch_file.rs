@@ -718,7 +718,7 @@ pub fn format() -> Format {
     format_within(None)
 }
 
-/// As [`format`], of a file that is a range of another one: its first byte and its size.
+/// As [`format()`], of a file that is a range of another one: its first byte and its size.
 pub fn format_within(range: Option<(u64, u64)>) -> Format {
     Format::Listed(Arc::new(move |source| {
         let window = match range {

@@ -579,6 +579,7 @@ def test_ranks_without_collectives_that_saved_other_steps_are_refused(tmp_path: 
     def work(group: TorchGroup) -> None:
         for name, step in (("same", 7), ("differ", 7 + group.rank)):
             value = {"model": {"w": torch.ones(3)}, "step": step, "own": group.rank}
+            group.barrier(timeout=60)  # torch connects the ranks in a save: all begin it together
             dcp.save(value, checkpoint_id=str(tmp_path / name), use_collectives=False)
         group.barrier(timeout=60)  # gloo fails on a rank whose peer ends first
 
