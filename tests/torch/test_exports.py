@@ -213,8 +213,7 @@ def test_ranks_export_together(tmp_path: Path) -> None:
         called: list[int] = []
         options: dict[str, Any] = {
             "hf_every": 1,
-            "links": True,
-            "after_publish": lambda one: called.append(one.iteration),
+            "exports": {"links": True, "after_publish": lambda one: called.append(one.iteration)},
         }
         with Checkpointer(tmp_path / "run", save_every=1, signals=(), timeout=30, **options) as made:
             made.resume(model=model)

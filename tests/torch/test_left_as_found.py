@@ -133,6 +133,7 @@ def test_a_test_that_leaves_the_process_changed_fails(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "."],
         cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},  # conftest.py imports its helpers
         capture_output=True,
         text=True,
         check=False,
