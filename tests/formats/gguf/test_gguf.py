@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import struct
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -418,3 +419,9 @@ def test_rules_that_cannot_swap(rule: dict[str, Any], message: str) -> None:
     mapping = {"sizes": {"n": "n"}, "rules": [{"from": "w", "to": "v", **rule}]}
     with pytest.raises(NamesError, match=message):
         reshard.NameMap.from_mapping(mapping).resolve({"w": (8, 2)})
+
+
+def test_a_file_without_tensors_is_told_as_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "v.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 0))
+    with pytest.raises(CheckpointNotFoundError, match="is a GGUF file without tensors"):
+        reshard.open(tmp_path / "v.gguf")

@@ -83,7 +83,9 @@ def open_gguf(path: Location, method: _core.ReadMethod) -> CheckpointData:
                 stored = (*shape[:-1], shape[-1] // n_values * n_bytes)
                 blocks[name] = _Blocks(type_, type_number, n_bytes, shape, stored)
     if not heads:
-        raise CheckpointNotFoundError(f"{show(str(path))} holds no tensors: it is a vocabulary", path=str(path))
+        raise CheckpointNotFoundError(
+            f"{show(str(path))} is a GGUF file without tensors, such as a vocabulary of llama.cpp", path=str(path)
+        )
     _check_count(files, of_model, len(heads))
     config = names.config_of(of_model)
     n_heads, query = config.get("num_attention_heads"), heads.get("blk.0.attn_q.weight")
