@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,10 @@ from tests.helpers import huge_pages
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
+    from tests.servers.proxy import Proxy
     from tests.servers.s3 import S3Server
+
+    from reshard.storage.location import Location
 
 # A job that a shell starts in the background ignores Ctrl-C, and so would the processes that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -163,3 +167,33 @@ def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
     return s3_server
+
+
+@pytest.fixture(params=["s3", "gs", "az"])
+def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Location, Proxy]]:
+    """A folder of a bucket of each service, and the proxy before it."""
+    from tests.servers import doubles
+    from tests.servers.proxy import before_server
+    from tests.servers.s3 import BUCKET
+
+    from reshard.storage.location import locate
+
+    name = f"test-{uuid.uuid4().hex}"
+    if request.param == "s3":
+        server = request.getfixturevalue("s3")
+        with before_server(server.port) as proxy:
+            monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+            yield locate(f"s3://{BUCKET}/{name}"), proxy
+        return
+    for variable in [one for one in os.environ if one.startswith(("GOOGLE_", "AZURE_"))]:
+        monkeypatch.delenv(variable)
+    with (
+        doubles.running("google" if request.param == "gs" else "azure") as double,
+        before_server(double.port) as proxy,
+    ):
+        if request.param == "gs":
+            monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.endpoint)
+        else:
+            monkeypatch.setenv("AZURE_STORAGE_USE_EMULATOR", "true")
+            monkeypatch.setenv("AZURITE_BLOB_STORAGE_URL", proxy.endpoint)
+        yield locate(f"{request.param}://weights/{name}"), proxy

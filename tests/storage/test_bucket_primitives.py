@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import os
 import threading
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.servers import doubles
-from tests.servers.proxy import Fault, Proxy, before_server
+from tests.servers.proxy import Fault, Proxy
 from tests.servers.s3 import BUCKET, SECRET
 
 from reshard.errors import ReshardError, StorageError, UnsupportedError
@@ -19,37 +18,11 @@ from reshard.storage.location import Location, locate
 from reshard.storage.remote import RemoteStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from tests.servers.s3 import S3Server
 
 pytestmark = pytest.mark.skipif(not remote.is_available(), reason="the core was compiled without the feature `remote`")
-
-_numbers = itertools.count()
-
-
-@pytest.fixture(params=["s3", "gs", "az"])
-def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Location, Proxy]]:
-    """A folder of a bucket of each service, and the proxy before it."""
-    name = f"made-{os.getpid()}-{next(_numbers)}"
-    if request.param == "s3":
-        server = request.getfixturevalue("s3")
-        with before_server(server.port) as proxy:
-            monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
-            yield locate(f"s3://{BUCKET}/{name}"), proxy
-        return
-    for variable in [one for one in os.environ if one.startswith(("GOOGLE_", "AZURE_"))]:
-        monkeypatch.delenv(variable)
-    with (
-        doubles.running("google" if request.param == "gs" else "azure") as double,
-        before_server(double.port) as proxy,
-    ):
-        if request.param == "gs":
-            monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.endpoint)
-        else:
-            monkeypatch.setenv("AZURE_STORAGE_USE_EMULATOR", "true")
-            monkeypatch.setenv("AZURITE_BLOB_STORAGE_URL", proxy.endpoint)
-        yield locate(f"{request.param}://weights/{name}"), proxy
 
 
 def store_of(place: Location) -> RemoteStore:

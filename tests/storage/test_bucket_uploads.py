@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 from typing import TYPE_CHECKING
@@ -19,40 +18,14 @@ from reshard.storage import remote
 from reshard.storage.location import Location, locate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.servers.s3 import S3Server
 
 pytestmark = pytest.mark.skipif(not remote.is_available(), reason="the core was compiled without the feature `remote`")
 
-_numbers = itertools.count()
 _PART = 16 << 20
 _UPLOAD = re.compile(r"[?&](uploads|uploadId|comp=block)")
-
-
-@pytest.fixture(params=["s3", "gs", "az"])
-def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Location, Proxy]]:
-    """A folder of a bucket of each service, and the proxy before it."""
-    name = f"sent-{os.getpid()}-{next(_numbers)}"
-    if request.param == "s3":
-        server = request.getfixturevalue("s3")
-        with before_server(server.port) as proxy:
-            monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
-            yield locate(f"s3://{BUCKET}/{name}"), proxy
-        return
-    for variable in [one for one in os.environ if one.startswith(("GOOGLE_", "AZURE_"))]:
-        monkeypatch.delenv(variable)
-    with (
-        doubles.running("google" if request.param == "gs" else "azure") as double,
-        before_server(double.port) as proxy,
-    ):
-        if request.param == "gs":
-            monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.endpoint)
-        else:
-            monkeypatch.setenv("AZURE_STORAGE_USE_EMULATOR", "true")
-            monkeypatch.setenv("AZURITE_BLOB_STORAGE_URL", proxy.endpoint)
-        yield locate(f"{request.param}://weights/{name}"), proxy
 
 
 def tensors_of(n_bytes: int) -> dict[str, np.ndarray]:

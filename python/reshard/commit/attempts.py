@@ -17,13 +17,13 @@ from reshard.commit import filesystem
 from reshard.commit import manifest as manifests
 from reshard.commit.filesystem import MANIFEST_FILE
 from reshard.commit.manifest import CHECKSUMS_FILE, Manifest
-from reshard.errors import ArgumentError, DamagedFileError, ReshardError, StorageError
+from reshard.errors import ArgumentError, ClaimedError, DamagedFileError, ReshardError, StorageError
 from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from reshard.commit.session import RootSession
+    from reshard.commit.session import Claim, RootSession
     from reshard.storage.location import Location
     from reshard.storage.store import Entry
 
@@ -144,6 +144,31 @@ def check_sound(attempt: Attempt) -> None:
             path=str(attempt.staging),
             errno=errno.EIO,
             hint="abandon it and save again",
+        )
+
+
+def claim_of(attempt: Attempt) -> Claim:
+    """The claim of an attempt. A forked child has no claim, and a new claim has another generation.
+
+    Raises:
+        ClaimedError: this process does not hold it.
+    """
+    claim = attempt.session.claim
+    if claim is None or claim.generation != attempt.generation:
+        raise ClaimedError(
+            f"this process does not hold claim {attempt.generation} of {show(str(attempt.root))}, under which "
+            f"iteration {attempt.iteration} was begun",
+            path=str(attempt.root),
+            hint="seal and publish in the process that began, before it releases the root; a fork is another process",
+        )
+    return claim
+
+
+def check_sealed(attempt: Attempt, manifest: Manifest) -> None:
+    """Refuse an attempt that holds another manifest than was sealed. Raises DamagedFileError."""
+    if manifests.read_digest(attempt.staging) != manifest.digest:
+        raise DamagedFileError(
+            f"{show(str(attempt.staging))} holds another manifest than was sealed", path=str(attempt.staging)
         )
 
 

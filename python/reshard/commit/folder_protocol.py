@@ -30,7 +30,9 @@ from reshard.commit.attempts import (
     Attempt,
     Retired,
     check_above_tracker,
+    check_sealed,
     check_sound,
+    claim_of,
     forget_failed,
     mark_failed,
     n_bytes_of,
@@ -44,8 +46,6 @@ from reshard.commit.session import session_of
 from reshard.commit.staging import StagedName
 from reshard.commit.trash import STAGING_FOLDER, TRASH_FOLDER
 from reshard.errors import (
-    ClaimedError,
-    DamagedFileError,
     DestinationExistsError,
     ReshardError,
     StorageError,
@@ -139,7 +139,7 @@ def begin(
 def seal(attempt: Attempt, content: Content) -> Manifest:
     """See `protocol.seal`."""
     check_sound(attempt)
-    claims.check(_claim_of(attempt))
+    claims.check(claim_of(attempt))
     # Read again: another save of this process may have been published since the attempt began.
     return seal_files(attempt, content, roots.tracked_iteration(attempt.root))
 
@@ -147,16 +147,13 @@ def seal(attempt: Attempt, content: Content) -> Manifest:
 def publish(attempt: Attempt, manifest: Manifest, log_save: Callable[[], Sequence[Location]]) -> list[str]:
     """See `protocol.publish`."""
     check_sound(attempt)
-    claim = _claim_of(attempt)
+    claim = claim_of(attempt)
     root, durable = attempt.root, attempt.durable
     warnings: list[str] = []
     try:
         with claims.locked(root):
             claims.check(claim)
-            if manifests.read_digest(attempt.staging) != manifest.digest:
-                raise DamagedFileError(
-                    f"{show(str(attempt.staging))} holds another manifest than was sealed", path=str(attempt.staging)
-                )
+            check_sealed(attempt, manifest)
             if (attempt.folder / PINNED_FILE).exists():
                 warnings.append(
                     f"iteration {attempt.iteration} was pinned, and this save has replaced its content; it stays pinned"
@@ -316,22 +313,6 @@ def check_space(root: Location, planned_bytes: int, *, durable: bool) -> None:
             errno=errno.ENOSPC,
             hint="free some space: `reshard prune` removes old iterations. Nothing was changed",
         )
-
-
-# -- sealing
-
-
-def _claim_of(attempt: Attempt) -> Claim:
-    """The claim of the attempt. A forked child has no claim, and a new claim has another generation."""
-    claim = attempt.session.claim
-    if claim is None or claim.generation != attempt.generation:
-        raise ClaimedError(
-            f"this process does not hold claim {attempt.generation} of {show(str(attempt.root))}, under which "
-            f"iteration {attempt.iteration} was begun",
-            path=str(attempt.root),
-            hint="seal and publish in the process that began, before it releases the root; a fork is another process",
-        )
-    return claim
 
 
 # -- publishing

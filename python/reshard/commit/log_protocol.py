@@ -18,12 +18,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from reshard.commit import claims, leases, log, log_claims, log_records, proofs, roots
-from reshard.commit import manifest as manifests
 from reshard.commit.attempts import (
     Attempt,
     Retired,
     check_above_tracker,
+    check_sealed,
     check_sound,
+    claim_of,
     forget_failed,
     mark_failed,
     n_bytes_of,
@@ -34,8 +35,6 @@ from reshard.commit.log_records import LOG_FOLDER, Live, SupersededError
 from reshard.commit.session import session_of
 from reshard.errors import (
     CheckpointNotFoundError,
-    ClaimedError,
-    DamagedFileError,
     DestinationExistsError,
     ReshardError,
     StorageError,
@@ -116,18 +115,15 @@ def begin(
 def seal(attempt: Attempt, content: Content) -> Manifest:
     """See `protocol.seal`."""
     check_sound(attempt)
-    return seal_files(attempt, content, _head_of(_claim_of(attempt)).tracker)
+    return seal_files(attempt, content, _head_of(claim_of(attempt)).tracker)
 
 
 def publish(attempt: Attempt, manifest: Manifest, log_save: Callable[[], Sequence[Location]]) -> list[str]:
     """See `protocol.publish`."""
     check_sound(attempt)
-    claim, root = _claim_of(attempt), attempt.root
+    claim, root = claim_of(attempt), attempt.root
     warnings: list[str] = []
-    if manifests.read_digest(attempt.folder) != manifest.digest:
-        raise DamagedFileError(
-            f"{show(str(attempt.folder))} holds another manifest than was sealed", path=str(attempt.folder)
-        )
+    check_sealed(attempt, manifest)
     one = Live(attempt.iteration, attempt.folder.name, manifest.digest, passed_over=manifest.passed_over)
 
     def change(new: Record) -> Record | None:
@@ -200,18 +196,6 @@ def recover(root: Location, *, roll_forward: bool = True, durable: bool = True, 
 def obstacle(root: Location) -> ReshardError | None:
     """See `protocol.obstacle`."""
     return claims.living_claim(root)
-
-
-def _claim_of(attempt: Attempt) -> Claim:
-    claim = attempt.session.claim
-    if claim is None or claim.generation != attempt.generation:
-        raise ClaimedError(
-            f"this process does not hold claim {attempt.generation} of {show(str(attempt.root))}, under which "
-            f"iteration {attempt.iteration} was begun",
-            path=str(attempt.root),
-            hint="seal and publish in the process that began, before it releases the root; a fork is another process",
-        )
-    return claim
 
 
 def _head_of(claim: Claim) -> Record:
