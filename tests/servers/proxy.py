@@ -118,21 +118,28 @@ def before_server(port: int) -> Iterator[Proxy]:
             length = response.getheader("Content-Length")
             data = response.read() if length is None else b""
             self.send_header("Content-Length", str(len(data)) if length is None else length)
-            self.end_headers()
-            sent = 0
-            if data:
-                self.wfile.write(data)
-                sent = len(data)
-            while self.command != "HEAD" and (block := response.read(_BLOCK_BYTES)):
-                if fault is not None:
+            has_body = self.command != "HEAD"
+            block = data or (response.read(_BLOCK_BYTES) if has_body else b"")
+            sent, is_begun = 0, False
+            while True:
+                following = response.read(_BLOCK_BYTES) if has_body and fault is None else b""
+                if fault is None or data:
+                    sent += len(block)
+                if not following:  # before the client has the end of the answer, after which a test reads the log
+                    with proxy.lock:
+                        proxy.log.append((self.command, self.path, self.headers.get("Range"), sent))
+                if not is_begun:
+                    self.end_headers()
+                    is_begun = True
+                if fault is not None and not data:
                     self.wfile.write(block[: fault.keep_bytes])
                     self.close_connection = True
                     self.connection.close()
                     break
                 self.wfile.write(block)
-                sent += len(block)
-            with proxy.lock:
-                proxy.log.append((self.command, self.path, self.headers.get("Range"), sent))
+                if not following:
+                    break
+                block = following
 
         def _fail(self, fault: Fault) -> None:
             body = f"<Error><Code>{fault.code}</Code><Message>as intended</Message></Error>".encode()
