@@ -104,7 +104,7 @@ class Job:
             assert is_there, f"rank {rank} hangs:\n{self._stacks()}"
             said.append(json.loads(text) if text else None)
         crashes = [entry["crash"] for entry in said if entry is not None and "crash" in entry]
-        assert not crashes, crashes[0]
+        assert not crashes, "\n".join(crashes)
         return said
 
     def values(self) -> list[Any]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import shutil
+import sys
+import types
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 import torch
@@ -174,12 +176,43 @@ def test_files_of_the_optimizer_are_missing_or_mixed(tmp_path: Path, tree: Path)
         assert checkpoint.keys("optimizer")
 
 
+class StandIn:
+    """An object of DeepSpeed that a file holds, where DeepSpeed is not installed: its arguments and its state."""
+
+    args: tuple[Any, ...]
+
+    def __new__(cls, *args: Any) -> Self:
+        self = super().__new__(cls)
+        self.args = args
+        return self
+
+    def __reduce__(self) -> Any:
+        return type(self), self.args, vars(self)
+
+
+@pytest.fixture
+def classes_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The classes that the files name, so that a test can write the files anew."""
+    names = {
+        "deepspeed.runtime.fp16.loss_scaler": "LossScaler",
+        "deepspeed.runtime.zero.config": "ZeroStageEnum",
+        "deepspeed.utils.tensor_fragment": "fragment_address",
+    }
+    for path, name in names.items():
+        parts = path.split(".")
+        for n_parts in range(1, len(parts) + 1):
+            module = ".".join(parts[:n_parts])
+            monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
+        setattr(sys.modules[path], name, type(name, (StandIn,), {"__module__": path}))
+
+
 def edited(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
     state = torch.load(file, weights_only=False)
     change(state["optimizer_state_dict"])
     torch.save(state, file)
 
 
+@pytest.mark.usefixtures("classes_of_deepspeed")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -204,6 +237,7 @@ def test_descriptions_that_do_not_fit(tmp_path: Path, change: Callable[[dict[str
     refused(folder, message)
 
 
+@pytest.mark.usefixtures("classes_of_deepspeed")
 def test_experts_in_another_order_of_ranks_are_found(tmp_path: Path) -> None:
     """The fp32 weights are compared with those of the module: a rank with those of other experts is refused."""
     folder = changed_state(tmp_path, EXPERTS_OF_RANKS)
