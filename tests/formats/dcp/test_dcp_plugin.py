@@ -16,6 +16,7 @@ import torch
 import torch._dynamo  # what DTensor imports when it is first used: here once, instead of in every rank
 import torch.distributed as dist
 import torch.distributed.checkpoint
+from tests.helpers.mesh_files import as_rank
 from tests.helpers.ranks import Job
 from tests.peers.required import long
 from torch import nn
@@ -575,16 +576,16 @@ def test_a_save_in_another_process(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run/latest_checkpointed_iteration.txt").read_text()) == 3
 
 
-def test_ranks_without_collectives_that_saved_other_steps_are_refused(tmp_path: Path) -> None:
-    def work(group: TorchGroup) -> None:
-        for name, step in (("same", 7), ("differ", 7 + group.rank)):
-            value = {"model": {"w": torch.ones(3)}, "step": step, "own": group.rank}
-            group.barrier(timeout=60)  # torch connects the ranks in a save: all begin it together
-            dcp.save(value, checkpoint_id=str(tmp_path / name), use_collectives=False)
-        group.barrier(timeout=60)  # gloo fails on a rank whose peer ends first
+def save_alone(path: Path, rank: int, world_size: int, value: dict[str, Any]) -> None:
+    """What torch writes of a rank when the ranks do not exchange messages."""
+    with as_rank(rank, world_size):
+        dcp.save(value, checkpoint_id=path, use_collectives=False)
 
-    with Job(2, work) as job:
-        job.values()
+
+def test_ranks_without_collectives_that_saved_other_steps_are_refused(tmp_path: Path) -> None:
+    for rank in range(2):
+        for name, step in (("same", 7), ("differ", 7 + rank)):
+            save_alone(tmp_path / name, rank, 2, {"model": {"w": torch.ones(3)}, "step": step, "own": rank})
     with reshard.open(tmp_path / "same") as checkpoint:
         common = checkpoint.data.read_common()
         assert common is not None
@@ -611,15 +612,12 @@ def test_a_writer_keeps_its_folder_when_the_program_changes_its_own(
 
 
 def test_values_that_a_rank_lacks_are_those_in_which_the_others_agree(tmp_path: Path) -> None:
-    path = str(tmp_path / "saved")
-
-    def save_alone(group: TorchGroup) -> None:
-        value: dict[str, Any] = {"w": torch.ones(3), "own": group.rank}
-        if group.rank:
-            value |= {"agreed": {"lr": 0.5, "kind": Custom()}, "differs": group.rank}
-        group.barrier(timeout=60)  # torch connects the ranks in a save: all begin it together
-        dcp.save(value, checkpoint_id=path, use_collectives=False)
-        group.barrier(timeout=60)
+    path = tmp_path / "saved"
+    for rank in range(3):
+        value: dict[str, Any] = {"w": torch.ones(3), "own": rank}
+        if rank:
+            value |= {"agreed": {"lr": 0.5, "kind": Custom()}, "differs": rank}
+        save_alone(path, rank, 3, value)
 
     def found(group: TorchGroup) -> Any:
         names = ["own", "agreed.lr", "differs"]
@@ -635,8 +633,6 @@ def test_values_that_a_rank_lacks_are_those_in_which_the_others_agree(tmp_path: 
         group.barrier(timeout=60)
         return values
 
-    with Job(3, save_alone) as job:
-        job.values()
     with Job(4, found) as job:
         by_rank = job.values()
     message = "ranks saved different values of `{}`: {} on rank {}, {} on rank {}"
