@@ -186,3 +186,6 @@ class Job:
         text = json.dumps(said).encode()
         while text:
             text = text[os.write(out, text) :]
+        os.close(out)
+        if "value" in said:
+            signal.pause()  # gloo fails on a rank whose peer ends first, though all messages were sent: the job ends it
