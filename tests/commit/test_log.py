@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -278,6 +279,24 @@ def test_what_is_read_stays_until_it_is_closed() -> None:
     save(root, 3)
     assert not (reader / "manifest.json").exists()
     assert not [name for name, _ in store.below("run/readers")]
+
+
+def test_leases_are_written_again_while_they_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "_REFRESH_SECONDS", 0.01)
+    store = MemoryObjects()
+    root = Location(store, "run")
+    save(root, 1)
+    [one] = some(log.head_of(root)).live
+    held = [some(leases.take(root / one.name)) for _ in range(2)]
+    written = [name for name, _ in store.below("run/readers")]
+    assert len(written) == 2
+    store.remove_files([f"run/readers/{name}" for name in written])
+    deadline = time.monotonic() + 30
+    while {name for name, _ in store.below("run/readers")} != set(written):
+        assert time.monotonic() < deadline, "nobody has written the leases again"
+        time.sleep(0.01)
+    for lease in held:
+        lease.close()
 
 
 def test_what_goes_is_chosen_again_if_the_root_changes_meanwhile() -> None:

@@ -240,3 +240,4 @@ def test_the_line_of_a_save_is_synced_with_the_name_of_the_tracker(
     last = ([".tracked", SAVE_LOG_FILE], {"iteration_00000001", tmp_path.name})
     assert synced[-1:] == ([last] if durable else [])
     assert [record.iteration for record in read(locate(tmp_path))] == [1]
+    assert (tmp_path / SAVE_LOG_FILE).read_bytes().count(b"\n") == 1

@@ -98,6 +98,23 @@ def test_a_verified_checkpoint_is_read(root: Path, method: Any) -> None:
         assert_is(opened, 5, sealed.arrays_of(5))
 
 
+def test_equal_files_are_shared_out_and_each_is_compared_once(root: Path) -> None:
+    """Files of equal size: each rank compares its own, and all ranks together compare all."""
+    folder = root / "iteration_00000010"
+    for name in FILES.values():
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        found = []
+        for rank in range(4):
+            with reshard.open(folder) as opened:
+                try:
+                    opened.scrub(share=(rank, 4))
+                except DamagedFileError as error:
+                    found.append(str(error))
+        assert [name in text for text in found] == [True]
+        (folder / name).write_bytes(data)
+
+
 def test_a_tensor_in_no_description_is_read(tiny: Path) -> None:
     with reshard.open(tiny) as opened:
         assert_is(opened, 10, tiny_arrays(10))

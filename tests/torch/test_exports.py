@@ -40,7 +40,9 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
 
 
-def test_a_function_is_called_after_each_publication_and_may_fail(tmp_path: Path) -> None:
+def test_a_function_is_called_after_each_publication_and_may_fail(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     seen: list[Any] = []
 
     def hook(report: Any) -> None:
@@ -54,6 +56,7 @@ def test_a_function_is_called_after_each_publication_and_may_fail(tmp_path: Path
     report = run(tmp_path / "run", range(1, 3), exports={"after_publish": hook})
     assert seen == [(1, False), (2, False)]
     assert any("`after_publish` failed: RuntimeError: `no network`" in line for line in report.warnings)
+    assert "in hook" in caplog.text, "the traceback of the function is logged"
     assert reshard.load(tmp_path / "run").iteration == 2
     run(tmp_path / "run", range(3, 4), exports={"after_publish": hook}, async_save=False)
     assert seen[2:] == [(3, True)]

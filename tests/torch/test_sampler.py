@@ -214,6 +214,14 @@ def test_ten_billion_samples() -> None:
     assert all(type(index) is int for index in found[:10])
 
 
+def test_a_dataset_of_one_sample_goes_on() -> None:
+    sampler = make(1, 1)
+    sampler.step(3)
+    resumed = make(1, 1)
+    assert resumed.load_state_dict(sampler.state_dict()) == []
+    assert (resumed.epoch, resumed.consumed, list(resumed)) == (3, 0, [0])
+
+
 def test_set_epoch_goes_forward_only() -> None:
     sampler = make(20, 4)
     sampler.step(2)
