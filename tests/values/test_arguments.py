@@ -76,7 +76,6 @@ def public_functions() -> dict[str, Case]:
         "ModelLayout.from_strategy": (reshard.ModelLayout.from_strategy, {"path": "nothing"}),
         "ModelLayout.bind": (layout.bind, tensors),
         "ModelLayout.to_strategy": (layout.to_strategy, tensors),
-        "ModelLayout.settled": (layout.settled, tensors),
         "NameMap.from_mapping": (NameMap.from_mapping, {"mapping": {"rules": []}}),
         "NameMap.from_yaml": (NameMap.from_yaml, {"path": "n.yaml"}),
         "NameMap.preset": (NameMap.preset, {"name": "qwen3-mindspore"}),

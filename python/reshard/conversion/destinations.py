@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +15,7 @@ from reshard.commit.filling import filled_folder, is_staging
 from reshard.commit.publication import made_folder, published_folder
 from reshard.conversion.buckets import filled_bucket, left_in
 from reshard.conversion.shares import assign, committing, missing, place, read_record, write_record
-from reshard.errors import DestinationExistsError, UnsupportedError
-from reshard.layout import BoundLayout, ModelLayout, as_layout
+from reshard.errors import DestinationExistsError
 from reshard.storage.changes import make_folders, set_mode
 from reshard.storage.names import example_of
 from reshard.write.contents import FileContent, JointProgress, WholeTensor
@@ -28,11 +26,12 @@ if TYPE_CHECKING:
     import numpy as np
 
     from reshard import _core
-    from reshard.checkpoint import Checkpoint, LayoutLike
+    from reshard.checkpoint import Checkpoint
     from reshard.commit.attempts import ValueRecord
     from reshard.conversion.buckets import BucketFolder
     from reshard.conversion.known_files import KnownFiles
     from reshard.conversion.shares import Shared
+    from reshard.layout import BoundLayout
     from reshard.storage.location import Location
     from reshard.verbs.selection import NewNames
 
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
 SHARED_PREFIX = "share-"
 _SMALL_BYTES = 1 << 20  # of files that may be written several at a time
 _FILES_AT_ONCE = 1024  # after which progress is reported
-# Ranks of a destination. Planning takes up to 30 microseconds and 4 KiB for each: 4 s and half a GiB without progress.
-_MAX_RANKS = 1 << 17
 
 _log = logging.getLogger("reshard")
 
@@ -140,30 +137,6 @@ class Written:
     pending: list[int] = field(default_factory=list)
     not_expressible: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
-
-
-def bind(job: Job, layout: LayoutLike | None) -> BoundLayout:
-    """The layout bound to the source; None: whole tensors on one rank.
-
-    Raises:
-        LayoutError: it does not match the tensors, or one of its rules matches no tensor.
-        UnsupportedError: it has too many ranks.
-    """
-    layout = None if layout is None else as_layout(layout)
-    if layout is not None and (n_ranks := math.prod(layout.mesh.values())) > _MAX_RANKS:
-        raise UnsupportedError(
-            f"the layout has {n_ranks} ranks, each with its own file or folder; a conversion writes for at most "
-            f"{_MAX_RANKS}",
-            hint="check the sizes in `mesh` of the layout, or the devices in the strategy. Nothing was written",
-        )
-    bound = job.source.bind(ModelLayout.replicated() if layout is None else layout)
-    bound.refuse_unused(job.left_out)
-    return bound
-
-
-def settled_mapping(source: Checkpoint, layout: LayoutLike) -> dict[str, object]:
-    """The layout as a mapping that describes the tensors of the source, to be stored beside them."""
-    return as_layout(layout).settled({key: source.shape(key) for key in source.keys()}).to_mapping()  # noqa: SIM118
 
 
 def file_sizes(job: Job, files: list[File]) -> list[int]:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from reshard.checkpoint import Checkpoint, LayoutLike
+    from reshard.checkpoint import Checkpoint
     from reshard.conversion.destinations import Job, Written
     from reshard.conversion.known_files import Mark
+    from reshard.layout import BoundLayout
     from reshard.storage.location import Location
 
 
@@ -20,7 +21,8 @@ class Settings:
     """Options of a conversion that only some formats have. See `reshard.convert`.
 
     Attributes:
-        layout: the layout of the destination; None: whole tensors.
+        layout: how the tensors of the source lie in the destination. Without a layout one rank holds them whole, and
+            nothing is recorded.
         iteration: the iteration, or None.
         prefix: prefix of the file names, or None.
         max_bytes: largest size of a file in bytes, or None.
@@ -34,7 +36,7 @@ class Settings:
         with_extra: whether the state of the run is, as `writes_extra` of the writer says.
     """
 
-    layout: LayoutLike | None
+    layout: BoundLayout
     iteration: int | None
     prefix: str | None
     max_bytes: int | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from reshard import _core
@@ -14,7 +14,7 @@ from reshard.layout.resolve import Join, resolve
 from reshard.values.words import counted, nearest, show
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from reshard.layout.file import LayoutFile
     from reshard.layout.partition import Places, TensorLayout
@@ -25,26 +25,49 @@ _log = logging.getLogger("reshard")
 
 @dataclass(frozen=True, eq=False)
 class BoundLayout:
-    """A layout applied to the tensors of a checkpoint: the partition of every tensor is decided and fits its shape.
+    """How each tensor of a checkpoint lies on a mesh. Layouts have this form wherever the keys are known.
 
     Attributes:
         mesh: the core's mesh.
-        ranks: the global rank at each mesh point, row-major.
         layouts: the core's layout of each key, in the order of the tensors; of a joined key with its `flat` axes.
         tensor_layouts: the values from which `layouts` was made: shape, partition and place of each key.
         joins: keys that are one array.
         warnings: rules and places that match no key, and state that `add` does not divide.
         unused: rules and places that match no key and are not optional.
+        to_mapping: the same as rules, made when a checkpoint records it; it returns None if there is nothing to record.
     """
 
     mesh: _core.Mesh
-    ranks: list[int]
     layouts: dict[str, _core.Layout]
     tensor_layouts: dict[str, TensorLayout]
     joins: list[Join]
     warnings: list[str]
-    _join_of: dict[str, Join] = field(repr=False)
-    unused: list[Unused] = field(default_factory=list)
+    unused: list[Unused]
+    to_mapping: Callable[[], dict[str, object] | None] = field(repr=False)
+
+    @functools.cached_property
+    def ranks(self) -> list[int]:
+        """The global rank at each mesh point, row-major."""
+        return list(self.mesh.ranks)
+
+    @functools.cached_property
+    def _join_of(self) -> dict[str, Join]:
+        return {key: join for join in self.joins for key in join.keys}
+
+    def array_of(self, key: str) -> str:
+        """The name of the array that holds a key: that of its join, or the key itself."""
+        join = self._join_of.get(key)
+        return key if join is None else join.name
+
+    def only(self, arrays: Collection[str]) -> BoundLayout:
+        """The layout of some of its arrays, each as a whole."""
+        keys = [key for key in self.layouts if self.array_of(key) in arrays]
+        return replace(
+            self,
+            layouts={key: self.layouts[key] for key in keys},
+            tensor_layouts={key: self.tensor_layouts[key] for key in keys},
+            joins=[join for join in self.joins if join.name in arrays],
+        )
 
     def refuse_unused(self, left_out: Collection[str] = ()) -> None:
         """Refuse a layout with rules that have no effect. Called before something is written.
@@ -176,15 +199,22 @@ def bind(
 ) -> BoundLayout:
     """Apply a layout file to the tensors of a checkpoint. Arguments and errors as in `ModelLayout.bind`."""
     mesh = _core.Mesh(list(layout.mesh.items()), layout.ranks)
-    return bound_of(mesh, resolve(layout, tensors, optimizer_keys), strict=strict)
+    return bound_of(mesh, resolve(layout, tensors, optimizer_keys), layout.to_mapping, strict=strict)
 
 
-def bound_of(mesh: _core.Mesh, resolved: Resolved, *, strict: bool = False) -> BoundLayout:
+def bound_of(
+    mesh: _core.Mesh,
+    resolved: Resolved,
+    to_mapping: Callable[[], dict[str, object] | None] = lambda: None,
+    *,
+    strict: bool = False,
+) -> BoundLayout:
     """The geometry of resolved layouts.
 
     Args:
         mesh: the mesh on which they were resolved.
         resolved: the layouts.
+        to_mapping: the same as rules; not needed if no checkpoint records it.
         strict: whether a warning is an error.
 
     Raises:
@@ -203,16 +233,7 @@ def bound_of(mesh: _core.Mesh, resolved: Resolved, *, strict: bool = False) -> B
             with _naming(key):
                 geometry = made[layout] = _core.Layout(mesh, layout)
         layouts[key] = of_object[id(layout)] = geometry
-    return BoundLayout(
-        mesh,
-        list(mesh.ranks),
-        layouts,
-        resolved.layouts,
-        resolved.joins,
-        resolved.warnings,
-        {key: join for join in resolved.joins for key in join.keys},
-        resolved.unused,
-    )
+    return BoundLayout(mesh, layouts, resolved.layouts, resolved.joins, resolved.warnings, resolved.unused, to_mapping)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Self, TypeAlias
 
@@ -208,20 +208,6 @@ class ModelLayout(LayoutFile):
         return "".join([*notes, super().to_yaml()])
 
     @checked
-    def settled(self, tensors: Mapping[str, Sequence[int]]) -> ModelLayout:
-        """This layout with the partition of every tensor resolved. Only the layout of a strategy can be uncertain.
-
-        Args:
-            tensors: the global shape, in elements, of every tensor of the checkpoint.
-
-        Raises:
-            LayoutError, MismatchError, UnsupportedError: the strategy does not fit the tensors.
-        """
-        if self.strategy is None:
-            return self
-        return ModelLayout.from_mapping(layouts_of(self.strategy, tensors).mapping(), source=self.strategy.source)
-
-    @checked
     def to_strategy(self, tensors: Mapping[str, tuple[int, ...]], *, optimizer_keys: Collection[str] = ()) -> Strategy:
         """Convert the layout to a strategy of MindSpore Transformers for the tensors of a checkpoint.
 
@@ -266,10 +252,13 @@ class ModelLayout(LayoutFile):
         check_shapes("tensors", tensors)
         if self.strategy is not None:
             found = layouts_of(self.strategy, tensors)
-            return bound_of(_core.Mesh(list(found.mesh.items())), found.resolved(), strict=strict)
+            mesh = _core.Mesh(list(found.mesh.items()))
+            return bound_of(
+                mesh, found.resolved(), lambda: LayoutFile.from_mapping(found.mapping()).to_mapping(), strict=strict
+            )
         known = {key: self.known[key] for key in tensors if key in self.known}
         if known and all(key in known and known[key].shape == tuple(shape) for key, shape in tensors.items()):
-            return bound_of(_core.Mesh(list(self.mesh.items()), self.ranks), Resolved(known, [], []))
+            return bound_of(_core.Mesh(list(self.mesh.items()), self.ranks), Resolved(known, [], []), self.to_mapping)
         return bind(self, tensors, optimizer_keys=optimizer_keys, strict=strict)
 
 

@@ -173,7 +173,7 @@ def bind_together(
     unused = [one for one in bound.unused if not one.matches(followers)]
     texts = {one.text for one in bound.unused} - {one.text for one in unused}
     warnings = [text for text in bound.warnings if text not in texts]
-    return bound_of(bound.mesh, Resolved(ordered, bound.joins, warnings, unused))
+    return bound_of(bound.mesh, Resolved(ordered, bound.joins, warnings, unused), bound.to_mapping)
 
 
 def _bounds(one: Quantised, layout: TensorLayout, mesh: Mapping[str, int]) -> dict[int, list[tuple[int, bool, int]]]:

@@ -27,6 +27,7 @@ from reshard.errors import MismatchError, UnsupportedError
 from reshard.formats.base import StoredTensor
 from reshard.formats.huggingface.writer import HuggingFaceWriter
 from reshard.formats.registry import known_files
+from reshard.layout import ModelLayout
 from reshard.options import Commit
 from reshard.storage.changes import make_folders, temporary_folder
 from reshard.storage.location import locate, locate_output
@@ -225,7 +226,7 @@ def write_merged(
         )
         keys = sorted(tensors)
         settings = Settings(
-            layout=None,
+            layout=view.bind(ModelLayout.replicated()),
             iteration=None,
             prefix=None,
             max_bytes=None,

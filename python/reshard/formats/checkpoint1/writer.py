@@ -17,7 +17,6 @@ from reshard import _core, dtypes
 from reshard.conversion.destinations import (
     File,
     Written,
-    bind,
     check_folder_free,
     is_our_file,
     publish_folder,
@@ -41,7 +40,7 @@ from reshard.values.words import show
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
-    from reshard.checkpoint import Checkpoint, LayoutLike
+    from reshard.checkpoint import Checkpoint
     from reshard.commit.attempts import ValueRecord
     from reshard.conversion.destinations import Job
     from reshard.layout import BoundLayout
@@ -80,7 +79,7 @@ class Checkpoint1Writer(Writer):
 
 def _write(
     job: Job,
-    layout: LayoutLike | None,
+    bound: BoundLayout,
     *,
     prefix: str | None,
     iteration: int | None,
@@ -97,7 +96,6 @@ def _write(
     """
     names = _file_name(job, prefix, iteration)
     check_folder_free(job, functools.partial(_is_foreign, job, names=names))
-    bound = bind(job, layout)
     ranks = sorted(bound.ranks)
     if ranks != list(range(len(ranks))):
         raise ArgumentError(f"rank folders are numbered from 0, but the layout has rank {ranks[-1]} of {len(ranks)}")

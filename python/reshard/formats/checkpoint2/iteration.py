@@ -38,7 +38,6 @@ from reshard.write.contents import FileContent, WholeTensor
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
-    from typing import Any
 
     from reshard.layout import BoundLayout
     from reshard.storage.location import Location
@@ -96,7 +95,6 @@ def plan_layout(
     prefix: str | None = None,
     dedup: bool = True,
     strict: bool = False,
-    mapping: Mapping[str, Any] | None = None,
 ) -> IterationPlan:
     """Plan tensors that a layout partitions.
 
@@ -106,7 +104,6 @@ def plan_layout(
         prefix: first part of the names of the shard files.
         dedup: write each shard once instead of once for every rank that holds it.
         strict: refuse a tensor whose layout metadata.json cannot express.
-        mapping: the layout file as a mapping, kept in tiles.json.
 
     Raises:
         UnsupportedError: `strict`, and a tensor is not expressible; too many files.
@@ -148,7 +145,7 @@ def plan_layout(
         mesh,
         assigned,
         prefix,
-        builder.build(mapping) if len(builder) else None,
+        builder.build(bound.to_mapping()) if len(builder) else None,
         _holders(shards),
         reasons,
         warnings,

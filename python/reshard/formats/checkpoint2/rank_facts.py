@@ -302,7 +302,6 @@ def _by_layout(
         } | given
     shapes = global_shapes(layout, alone, given, optimizer_keys)
     bound = layout.bind(shapes, optimizer_keys=optimizer_keys)
-    layout = layout.settled(shapes)
     check_local_shapes(
         bound, {name: {rank: fact.shape for rank, fact in of_ranks.items()} for name, of_ranks in found.items()}
     )
@@ -313,7 +312,7 @@ def _by_layout(
     # The model first here too: otherwise members of joins would be last.
     keys_in_order = sorted(shapes, key=lambda key: parts[key] != "model")
     tensors = {key: WholeTensor(dtype_of[key], shapes[key], parts[key]) for key in keys_in_order}
-    return plan_layout(tensors, bound, prefix=prefix, dedup=dedup, strict=strict, mapping=layout.to_mapping())
+    return plan_layout(tensors, bound, prefix=prefix, dedup=dedup, strict=strict)
 
 
 def _shape_by(strategy: Strategy, key: str, local_shapes: Mapping[int, Shape]) -> Shape | None:

@@ -16,11 +16,9 @@ from reshard.commit.trash import STAGING_FOLDER, TRASH_FOLDER
 from reshard.conversion.destinations import (
     Written,
     as_files,
-    bind,
     file_sizes,
     produced,
     set_original_modes,
-    settled_mapping,
     whole_tensors,
 )
 from reshard.conversion.writer import Settings, Writer
@@ -41,10 +39,11 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from reshard.checkpoint import Checkpoint, LayoutLike
+    from reshard.checkpoint import Checkpoint
     from reshard.commit.attempts import Attempt, FileRecord
     from reshard.conversion.destinations import Job, Produce
     from reshard.formats.checkpoint2.iteration import IterationPlan
+    from reshard.layout import BoundLayout
     from reshard.storage.location import Location
     from reshard.verbs.selection import NewNames
 
@@ -122,7 +121,7 @@ def _common(job: Job) -> CommonInfo:
 
 def _write(
     job: Job,
-    layout: LayoutLike | None,
+    bound: BoundLayout,
     iteration: int,
     prefix: str | None,
     *,
@@ -139,14 +138,12 @@ def _write(
     checkpoint2.check_prefix(prefix)
     folder_name = roots.iteration_folder_name(iteration)
     _check_root_free(job, folder_name)
-    bound = bind(job, layout)
     plan = plan_layout(
         whole_tensors(job),
         bound,
         prefix=prefix,
         dedup=dedup,
         strict=strict_format,
-        mapping=None if layout is None else settled_mapping(job.source, layout),
     )
     if not dedup:
         check_copies(plan)

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 from reshard.conversion.destinations import (
     Written,
-    bind,
     check_folder_free,
     is_our_file,
     publish_folder,
@@ -68,8 +67,7 @@ class MegatronWriter(Writer):
         check_folder_free(job)
         iteration = settings.iteration if settings.iteration is not None else job.source.iteration
         sub = _RELEASE if iteration is None else f"iter_{iteration:07d}"
-        bound = bind(job, settings.layout)
-        planned = plan_folder(job, bound, settings.max_bytes, {})
+        planned = plan_folder(job, settings.layout, settings.max_bytes, {})
         files = [replace(file, name=f"{sub}/{file.name}") for file in planned.files]
         small: dict[str, bytes | str] = {
             f"{sub}/{_COMMON_FILE}": object_archive(
@@ -79,7 +77,7 @@ class MegatronWriter(Writer):
             f"{sub}/{_FORMAT_FILE}": json.dumps(_FORMAT),
             names.TRACKER_FILE: _RELEASE if iteration is None else str(iteration),
         }
-        path, warnings = job.target / sub, bound.warnings
+        path, warnings = job.target / sub, settings.layout.warnings
         return publish_folder(
             job, files, small, path=path, subfolders=[sub], is_ours=functools.partial(_is_ours, job), warnings=warnings
         )

@@ -14,7 +14,6 @@ from reshard import _core
 from reshard.conversion.destinations import (
     File,
     Written,
-    bind,
     check_folder_free,
     publish_folder,
 )
@@ -65,15 +64,14 @@ class DcpWriter(Writer):
                 "region of a tensor once"
             )
         check_folder_free(job)
-        bound = bind(job, settings.layout)
         values, paths, warnings = _state(job, settings) if settings.with_state else ({}, {}, [])
-        folder = plan_folder(job, bound, settings.max_bytes, values)
+        folder = plan_folder(job, settings.layout, settings.max_bytes, values)
         names: dict[str, Path] = {key: (key,) for key in folder.tensors}
         names |= {name: paths[name] for name in folder.objects}
         if state_keys := [key for key in job.source.keys("optimizer") if key in names and not is_optimizer(key)]:
             names[OPTIMIZER_ENTRY] = tuple(state_keys)
         data = encode(folder.tensors, folder.objects, names)
-        warnings = [*bound.warnings, *warnings, *folder.warnings]
+        warnings = [*settings.layout.warnings, *warnings, *folder.warnings]
         return publish_folder(job, folder.files, {METADATA_FILE: data}, warnings=warnings)
 
 

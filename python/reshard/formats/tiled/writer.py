@@ -11,13 +11,11 @@ from reshard.conversion.destinations import (
     File,
     Written,
     as_files,
-    bind,
     check_folder_free,
     file_sizes,
     is_our_file,
     n_bytes_of,
     publish_folder,
-    settled_mapping,
     whole_tensors,
     write_files,
 )
@@ -31,10 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from reshard import _core
-    from reshard.checkpoint import LayoutLike
     from reshard.commit.attempts import ValueRecord
     from reshard.conversion.destinations import Job
     from reshard.conversion.known_files import Mark
+    from reshard.layout import BoundLayout
     from reshard.storage.location import Location
 
 
@@ -55,12 +53,11 @@ class SafetensorsWriter(Writer):
         return _write(job, settings.layout)
 
 
-def _write(job: Job, layout: LayoutLike | None) -> Written:
+def _write(job: Job, bound: BoundLayout) -> Written:
     """Write one file, or one per rank with tiles.json."""
     if job.target.suffix == ".safetensors":
         return write_one_file(job)
     check_folder_free(job)
-    bound = bind(job, layout)
     tensors = whole_tensors(job)
     dtype_of = {key: tensor.dtype for key, tensor in tensors.items()}
     dtype_of |= {join.name: dtype_of[join.keys[0]] for join in bound.joins if join.keys[0] in dtype_of}
@@ -76,7 +73,7 @@ def _write(job: Job, layout: LayoutLike | None) -> Written:
 
     def finish(folder: Location) -> dict[str, ValueRecord]:
         if len(builder):
-            content = builder.build(None if layout is None else settled_mapping(job.source, layout))
+            content = builder.build(bound.to_mapping())
             tiles.write(folder / tiles.TILES_FILE, content, job.options.file_mode, durable=job.options.durable)
         return {}
 
