@@ -2,6 +2,7 @@
 //!
 //! Every operation is one of `f32`, in the order of `gguf.quants.dequantize`, so that the results are the same bits.
 
+use super::numbers::E4M3;
 use half::f16;
 
 /// A type of blocks.
@@ -17,13 +18,36 @@ pub enum Block {
     Q5_1,
     /// 32 values of 8 bits and a scale.
     Q8_0,
+    /// 256 values of 2 bits, with 16 scales and offsets of 4 bits.
+    Q2K,
+    /// 256 values of 3 bits, with 16 scales of 6 bits.
+    Q3K,
     /// 256 values of 4 bits, with 8 scales and offsets of 6 bits.
     Q4K,
     /// 256 values of 5 bits, with 8 scales and offsets of 6 bits.
     Q5K,
     /// 256 values of 6 bits, with 16 scales of 8 bits.
     Q6K,
+    /// 32 places in a table of 16 values, and a scale.
+    Iq4Nl,
+    /// 256 places in the same table, with 8 scales of 6 bits.
+    Iq4Xs,
+    /// 256 values of -1, 0 and 1, of which five are a byte, and a scale.
+    Tq1_0,
+    /// 256 values of 2 bits and a scale.
+    Tq2_0,
+    /// 32 values of E2M1, and a power of two as their scale.
+    Mxfp4,
+    /// 64 values of E2M1, with 4 scales of E4M3.
+    Nvfp4,
 }
+
+/// The values of `IQ4_NL` and `IQ4_XS`.
+const IQ4: [i8; 16] = [
+    -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113,
+];
+/// Twice the values of E2M1. Here none of them is a negative zero.
+const TWICE_E2M1: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
 /// Most values of a block.
 pub(super) const MOST_VALUES: usize = 256;
@@ -37,9 +61,17 @@ impl Block {
             6 => Self::Q5_0,
             7 => Self::Q5_1,
             8 => Self::Q8_0,
+            10 => Self::Q2K,
+            11 => Self::Q3K,
             12 => Self::Q4K,
             13 => Self::Q5K,
             14 => Self::Q6K,
+            20 => Self::Iq4Nl,
+            23 => Self::Iq4Xs,
+            34 => Self::Tq1_0,
+            35 => Self::Tq2_0,
+            39 => Self::Mxfp4,
+            40 => Self::Nvfp4,
             _ => return None,
         })
     }
@@ -47,22 +79,36 @@ impl Block {
     /// Values of a block.
     pub(super) fn n_values(self) -> usize {
         match self {
-            Self::Q4K | Self::Q5K | Self::Q6K => 256,
-            _ => 32,
+            Self::Q4_0
+            | Self::Q4_1
+            | Self::Q5_0
+            | Self::Q5_1
+            | Self::Q8_0
+            | Self::Iq4Nl
+            | Self::Mxfp4 => 32,
+            Self::Nvfp4 => 64,
+            _ => 256,
         }
     }
 
     /// Bytes of a block.
     pub(super) fn n_bytes(self) -> usize {
         match self {
-            Self::Q4_0 => 18,
+            Self::Q4_0 | Self::Iq4Nl => 18,
             Self::Q4_1 => 20,
             Self::Q5_0 => 22,
             Self::Q5_1 => 24,
             Self::Q8_0 => 34,
+            Self::Q2K => 84,
+            Self::Q3K => 110,
             Self::Q4K => 144,
             Self::Q5K => 176,
             Self::Q6K => 210,
+            Self::Iq4Xs => 136,
+            Self::Tq1_0 => 54,
+            Self::Tq2_0 => 66,
+            Self::Mxfp4 => 17,
+            Self::Nvfp4 => 36,
         }
     }
 
@@ -95,6 +141,43 @@ impl Block {
             Self::Q4K => k_values(&bytes[16..144], None, &bytes[..16], to),
             Self::Q5K => k_values(&bytes[48..176], Some(&bytes[16..48]), &bytes[..16], to),
             Self::Q6K => q6k(bytes, number(208), to),
+            Self::Q2K => q2k(bytes, number(80), number(82), to),
+            Self::Q3K => q3k(bytes, number(108), to),
+            Self::Iq4Nl => fill_named(to, &nibbles(&bytes[2..18]), &IQ4, number(0)),
+            Self::Iq4Xs => iq4xs(bytes, number(0), to),
+            Self::Tq1_0 => tq1(bytes, number(52), to),
+            Self::Tq2_0 => {
+                let d = number(64);
+                for (group, to) in to.chunks_exact_mut(32).enumerate() {
+                    for (value, code) in to.iter_mut().zip(&bytes[group / 4 * 32..]) {
+                        let code = code >> (2 * (group % 4)) & 3;
+                        *value = d * f32::from(code.cast_signed() - 1);
+                    }
+                }
+            }
+            Self::Mxfp4 => {
+                let d = match u32::from(bytes[0]) {
+                    exponent @ 0..2 => f32::from_bits(0x0020_0000 << exponent),
+                    exponent => f32::from_bits((exponent - 1) << 23),
+                };
+                fill_named(to, &nibbles(&bytes[1..17]), &TWICE_E2M1, d);
+            }
+            Self::Nvfp4 => {
+                for (group, to) in to[..64].chunks_exact_mut(16).enumerate() {
+                    let d = match bytes[group] {
+                        0x7f => 0.0,
+                        0xff => 240.0, // the package reads it as the next larger code
+                        code => E4M3[usize::from(code & 0x7f)] * 0.5,
+                    };
+                    let codes = &bytes[4 + group * 8..][..8];
+                    for (nibble, to) in to.chunks_exact_mut(8).enumerate() {
+                        for (value, code) in to.iter_mut().zip(codes) {
+                            let code = code >> (4 * nibble) & 15;
+                            *value = d * f32::from(TWICE_E2M1[usize::from(code)]);
+                        }
+                    }
+                }
+            }
         }
     }
 }
@@ -182,6 +265,67 @@ fn q6k(bytes: &[u8], d: f32, to: &mut [f32; MOST_VALUES]) {
             for (value, (low, high)) in to.iter_mut().zip(codes) {
                 let code = low >> of_low & 15 | (high >> of_high & 3) << 4;
                 *value = scale * f32::from(code.cast_signed() - 32);
+            }
+        }
+    }
+}
+
+/// Codes that are places in a table of values.
+fn fill_named(to: &mut [f32], codes: &[u8; 32], table: &[i8; 16], d: f32) {
+    for (value, code) in to.iter_mut().zip(codes) {
+        *value = d * f32::from(table[usize::from(code & 15)]);
+    }
+}
+
+fn q2k(bytes: &[u8], d: f32, dmin: f32, to: &mut [f32; MOST_VALUES]) {
+    let (scales, codes) = (&bytes[..16], &bytes[16..80]);
+    for (group, to) in to.chunks_exact_mut(16).enumerate() {
+        let scale = d * f32::from(scales[group] & 15);
+        let offset = dmin * f32::from(scales[group] >> 4);
+        let shift = 2 * (group / 2 % 4);
+        let codes = &codes[group / 8 * 32 + group % 2 * 16..][..16];
+        for (value, code) in to.iter_mut().zip(codes) {
+            *value = scale * f32::from(code >> shift & 3) - offset;
+        }
+    }
+}
+
+fn q3k(bytes: &[u8], d: f32, to: &mut [f32; MOST_VALUES]) {
+    let (bits, codes, scales) = (&bytes[..32], &bytes[32..96], &bytes[96..108]);
+    for (group, to) in to.chunks_exact_mut(16).enumerate() {
+        let low = scales[group % 8] >> (4 * (group / 8)) & 15;
+        let high = scales[8 + group % 4] >> (2 * (group / 4)) & 3;
+        let scale = d * f32::from((low | high << 4).cast_signed() - 32);
+        let (shift, bit) = (2 * (group / 2 % 4), group / 2);
+        let codes = &codes[group / 8 * 32 + group % 2 * 16..][..16];
+        let bits = &bits[group % 2 * 16..][..16];
+        for (value, (code, bits)) in to.iter_mut().zip(codes.iter().zip(bits)) {
+            // The third bit is 0 where 4 is subtracted.
+            let code = (code >> shift & 3 | (bits >> bit & 1) << 2).cast_signed() - 4;
+            *value = scale * f32::from(code);
+        }
+    }
+}
+
+fn iq4xs(bytes: &[u8], d: f32, to: &mut [f32; MOST_VALUES]) {
+    let high = u16::from_le_bytes([bytes[2], bytes[3]]);
+    for (group, to) in to.chunks_exact_mut(32).enumerate() {
+        let low = bytes[4 + group / 2] >> (4 * (group % 2)) & 15;
+        let high = (high >> (2 * group) & 3) as u8;
+        let scale = d * f32::from((low | high << 4).cast_signed() - 32);
+        fill_named(to, &nibbles(&bytes[8 + group * 16..][..16]), &IQ4, scale);
+    }
+}
+
+fn tq1(bytes: &[u8], d: f32, to: &mut [f32; MOST_VALUES]) {
+    let mut at = 0;
+    // The first digits of 32 bytes, their second ones, and so on; then those of 16 and of 4 bytes.
+    for (bytes, n_digits) in [(&bytes[..32], 5), (&bytes[32..48], 5), (&bytes[48..52], 4)] {
+        for digit in 0..n_digits {
+            for byte in bytes {
+                let code = (u16::from(byte.wrapping_mul([1, 3, 9, 27, 81][digit])) * 3) >> 8;
+                to[at] = d * f32::from(code as i8 - 1);
+                at += 1;
             }
         }
     }
