@@ -535,6 +535,13 @@ class Index:
     def files_again(self, numbers: Sequence[int]) -> Index:
         """Return an index of the same files without tensors: the files with these numbers become 0, 1, ..."""
 
+    def add_files_of(self, other: Index) -> int:
+        """Add all files of another index, without its tensors, and return the number that its first file gets here.
+
+        Raises:
+            ArgumentError: checksums are recorded of a file (`set_checksums_reader`).
+        """
+
     def set_checksums(
         self, file: int, n_bytes: int, header_bytes: int, header_checksum: int, checksums: bytes | None
     ) -> None:

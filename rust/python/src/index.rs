@@ -178,6 +178,10 @@ impl Index {
         Ok(Self::of(raise(py, self.index.files_again(&numbers))?))
     }
 
+    fn add_files_of(&mut self, py: Python<'_>, other: &Self) -> PyResult<u32> {
+        raise(py, self.index.add_files_of(&other.index))
+    }
+
     #[pyo3(signature = (path, *, follow_links=true, method="auto", within=None))]
     fn add_torch_file(
         &mut self,

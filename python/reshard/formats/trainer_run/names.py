@@ -9,12 +9,19 @@ rng_state[_<R>].pth    random states of each rank
 optimizer.bin, scheduler.bin, random_states_<R>.pkl    the same, of `Accelerator.save_state`, which saves no step
 ```
 
-Source: `trainer.py` of transformers 5; `utils/constants.py` of accelerate 1.
+With FSDP both save model and optimizer by the names of the parameters, as folders of DCP or as whole files:
+
+```text
+pytorch_model_fsdp_0/, optimizer_0/       SHARDED_STATE_DICT: `{"model": ...}` and `{"optimizer": ...}`
+pytorch_model_fsdp.bin, optimizer.bin     FULL_STATE_DICT
+```
+
+Source: `trainer.py` of transformers 5; `utils/constants.py` and `utils/fsdp_utils.py` of accelerate 1.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.formats.base import Traits
 
@@ -26,23 +33,51 @@ TRAITS = Traits("trainer-run", counters="trainer_state.json with a number of ste
 STATE_FILE = "trainer_state.json"
 OPTIMIZER_FILE = "optimizer.pt"
 SCHEDULER_FILE = "scheduler.pt"
-OF_ACCELERATE = ("optimizer.bin", "scheduler.bin", "random_states_0.pkl")
-SECOND_OPTIMIZER = "optimizer_1.bin"
 PREFIX = "optimizer."
 """What stands before the names of the state of the optimizer."""
+MODEL_PREFIX = "model."
+"""What stands before the names of the weights in a folder of DCP."""
+SHARDED_MODEL = "pytorch_model_fsdp_0"
+_RANDOM_OF_ACCELERATE = "random_states_0.pkl"
+_SHARDED_OPTIMIZER = "optimizer_0"
+_FULL_MODEL, _FULL_OPTIMIZER = "pytorch_model_fsdp.bin", "optimizer.bin"
+_SECOND = ("optimizer_1.bin", "optimizer_1")
+"""Of a second optimizer: which one the run has is not known."""
 
 
-def files(names: Collection[str]) -> tuple[str, str] | None:
-    """The files of the optimizer and of the scheduler among the names in a folder; None: it is of no run with one.
+class RunFiles(NamedTuple):
+    """The files and folders of a run.
+
+    Attributes:
+        optimizer, scheduler: their names.
+        model: of the weights that FSDP saved; None: they are in files of a model.
+        has_state: there is a `trainer_state.json`.
+    """
+
+    optimizer: str
+    scheduler: str
+    model: str | None = None
+    has_state: bool = True
+
+
+def files(names: Collection[str]) -> RunFiles | None:
+    """The files of a run among the names in a folder; None: it is of no run with one optimizer.
 
     Example:
         >>> files(["model.safetensors", "trainer_state.json", "optimizer.pt"])
-        ('optimizer.pt', 'scheduler.pt')
+        RunFiles(optimizer='optimizer.pt', scheduler='scheduler.pt', model=None, has_state=True)
+        >>> files(["trainer_state.json", "optimizer_0", "pytorch_model_fsdp_0"]).model
+        'pytorch_model_fsdp_0'
         >>> files(["model.safetensors", "optimizer.pt"]) is None
         True
     """
-    if {STATE_FILE, OPTIMIZER_FILE}.issubset(names):
-        return OPTIMIZER_FILE, SCHEDULER_FILE
-    optimizer, scheduler, random = OF_ACCELERATE
-    is_one = optimizer in names and random in names and SECOND_OPTIMIZER not in names
-    return (optimizer, scheduler) if is_one else None
+    has_state = STATE_FILE in names
+    if has_state and OPTIMIZER_FILE in names:
+        return RunFiles(OPTIMIZER_FILE, SCHEDULER_FILE)
+    if not (has_state or _RANDOM_OF_ACCELERATE in names) or any(name in names for name in _SECOND):
+        return None
+    optimizer = next((name for name in (_SHARDED_OPTIMIZER, _FULL_OPTIMIZER) if name in names), None)
+    model = next((name for name in (SHARDED_MODEL, _FULL_MODEL) if name in names), None)
+    if optimizer is None or (optimizer == _SHARDED_OPTIMIZER and model is None):
+        return None
+    return RunFiles(optimizer, SCHEDULER_FILE if has_state else "scheduler.bin", model, has_state)

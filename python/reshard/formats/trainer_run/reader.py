@@ -11,10 +11,12 @@ from reshard.errors import CheckpointNotFoundError, DamagedFileError
 from reshard.formats.base import CheckpointData, Match
 from reshard.formats.checkpoint2.common import CommonInfo
 from reshard.formats.dcp import run_state
+from reshard.formats.dcp.format import DCP
 from reshard.formats.huggingface.reader import HUGGINGFACE
 from reshard.formats.torch_file.format import TORCH_FILE
 from reshard.formats.trainer_run import names
 from reshard.formats.weight_files.format import WEIGHT_FILES
+from reshard.storage.location import locate
 from reshard.values.indexing import row_major
 from reshard.values.words import show
 
@@ -53,6 +55,10 @@ class _RunData(CheckpointData):
         """The values of the optimizer and of the scheduler, and `trainer_state`."""
         return {**self.values.by_name, **({"trainer_state": dict(self.state)} if self.state else {})}
 
+    def file_name(self, file: int) -> str:
+        """The path of a file in the folder: the files of the folders of DCP have the same names."""
+        return locate(self.index.file_path(file)).relative_to(self.path)
+
     def run_values(self, rank: int = 0) -> run_state.Values:  # noqa: ARG002
         """Those of the optimizer and of the scheduler."""
         return self.values
@@ -69,37 +75,71 @@ def open_folder(folder: Location, options: OpenOptions) -> CheckpointData:
     of_run = names.files(folder.names())
     if of_run is None:
         raise CheckpointNotFoundError(f"{show(str(folder))} holds no state of a run any more", path=str(folder))
-    found = next((one for one in (HUGGINGFACE, TORCH_FILE, WEIGHT_FILES) if one.detect(folder) is Match.YES), None)
-    if found is None:
-        raise CheckpointNotFoundError(
-            f"{show(str(folder))} holds the state of a run, and no weights",
-            path=str(folder),
-            hint="they are in another folder where FSDP or DeepSpeed saved them",
-        )
-    state, step = _state(folder / names.STATE_FILE) if of_run[0] == names.OPTIMIZER_FILE else ({}, None)
-    weights = found.open(folder, options)
+    state, step = _state(folder / names.STATE_FILE) if of_run.has_state else ({}, None)
+    weights = _weights(folder, of_run, options)
     index = weights.index
-    optimizer, scheduler = (folder / name for name in of_run)
-    tensors, _ = _core.read_torch_file(str(optimizer))
-    number = index.add_torch_file(str(optimizer), method=options.method)
-    for name, dtype, shape in tensors:
-        tile = _core.Tile((0,) * len(shape), shape, 0, row_major(shape))
-        index.add_tiles(names.PREFIX + name, dtype, shape, [_core.StoredArray(number, name, shape, [tile])])
-    objects = {"optimizer": _object_of(optimizer)}
+    if of_run.model == names.SHARDED_MODEL:
+        index = _core.Index()
+        _add(index, weights.index, names.MODEL_PREFIX)
+    optimizer, scheduler = folder / of_run.optimizer, folder / of_run.scheduler
+    values = _add_optimizer(index, optimizer, options)
     if scheduler.is_file():
-        objects["lr_scheduler"] = _object_of(scheduler)
+        of_scheduler = run_state.flat_values({"lr_scheduler": _object_of(scheduler)}, _is_tensor)
+        values = run_state.Values({**values.by_name, **of_scheduler.by_name}, {**values.paths, **of_scheduler.paths})
     kept = {one.name: getattr(weights, one.name) for one in fields(CheckpointData) if one.init}
     return _RunData(
         **kept
         | {
             "traits": names.TRAITS,
+            "path": folder,
+            "index": index,
             "iteration": step,
             "common": None if step is None else CommonInfo(step_num=step, global_step=step),
             "model_files": folder,  # as those of the weights
             "state": state,
-            "values": run_state.flat_values(objects, _is_tensor),
+            "values": values,
         }
     )
+
+
+def _weights(folder: Location, of_run: names.RunFiles, options: OpenOptions) -> CheckpointData:
+    """The weights: those that FSDP saved, from which Trainer resumes, else those of a model."""
+    if of_run.model is not None:
+        path = folder / of_run.model
+        format_ = DCP if of_run.model == names.SHARDED_MODEL else TORCH_FILE
+        return format_.open(path, options)
+    found = next((one for one in (HUGGINGFACE, TORCH_FILE, WEIGHT_FILES) if one.detect(folder) is Match.YES), None)
+    if found is None:
+        raise CheckpointNotFoundError(
+            f"{show(str(folder))} holds the state of a run, and no weights",
+            path=str(folder),
+            hint="they are in another folder where DeepSpeed saved them",
+        )
+    return found.open(folder, options)
+
+
+def _add_optimizer(index: _core.Index, path: Location, options: OpenOptions) -> run_state.Values:
+    """Add the state of the optimizer to an index; returns its other values."""
+    if path.is_folder():
+        data = DCP.open(path, options)
+        _add(index, data.index, "")
+        values = data.run_values()
+        assert values is not None  # folders of DCP name the state of a run
+        return run_state.Values(dict(values.by_name), values.paths)
+    tensors, _ = _core.read_torch_file(str(path))
+    number = index.add_torch_file(str(path), method=options.method)
+    for name, dtype, shape in tensors:
+        tile = _core.Tile((0,) * len(shape), shape, 0, row_major(shape))
+        index.add_tiles(names.PREFIX + name, dtype, shape, [_core.StoredArray(number, name, shape, [tile])])
+    return run_state.flat_values({"optimizer": _object_of(path)}, _is_tensor)
+
+
+def _add(index: _core.Index, other: _core.Index, prefix: str) -> None:
+    """Add the tensors of another index, under their names without a prefix."""
+    first = index.add_files_of(other)
+    for key in other.keys():  # noqa: SIM118  an index is no mapping
+        stored = [_core.StoredArray(one.file + first, one.name, one.shape, one.tiles) for one in other.stored(key)]
+        index.add_tiles(key.removeprefix(prefix), *other.info(key), stored)
 
 
 def _state(path: Location) -> tuple[dict[str, Any], int]:

@@ -68,6 +68,23 @@ impl fmt::Debug for FileSlot {
     }
 }
 
+impl FileSlot {
+    /// The same file, not open.
+    fn again(&self) -> Self {
+        Self {
+            path: self.path.clone(),
+            place: self.place.clone(),
+            open: Arc::clone(&self.open),
+            format: self.format.clone(),
+            checksums: self.checksums.clone(),
+            is_recorded: self.is_recorded,
+            stamp: Arc::clone(&self.stamp),
+            opened: Mutex::new(None),
+            ahead: Mutex::new(None),
+        }
+    }
+}
+
 impl Index {
     /// Adds a shard file and returns its number. The file is opened when it is needed.
     pub fn add_file(&mut self, path: PathBuf, follow_links: bool, method: Method) -> u32 {
@@ -121,20 +138,23 @@ impl Index {
         let mut index = Self::new();
         index.read_checksums.clone_from(&self.read_checksums);
         for &number in numbers {
-            let slot = self.slot(number)?;
-            index.files.push(FileSlot {
-                path: slot.path.clone(),
-                place: slot.place.clone(),
-                open: Arc::clone(&slot.open),
-                format: slot.format.clone(),
-                checksums: slot.checksums.clone(),
-                is_recorded: slot.is_recorded,
-                stamp: Arc::clone(&slot.stamp),
-                opened: Mutex::new(None),
-                ahead: Mutex::new(None),
-            });
+            index.files.push(self.slot(number)?.again());
         }
         Ok(index)
+    }
+
+    /// Adds the files of another index, without its tensors; returns the number of the first. They are opened again.
+    ///
+    /// # Errors
+    /// Checksums are recorded of a file: the function that reads them is for one index.
+    pub fn add_files_of(&mut self, other: &Self) -> Result<u32> {
+        if let Some(slot) = other.files.iter().find(|slot| slot.is_recorded) {
+            let message = format!("{} has recorded checksums", slot.path.display());
+            return Err(Error::new(Kind::Argument, message));
+        }
+        let first = self.files.len() as u32;
+        self.files.extend(other.files.iter().map(FileSlot::again));
+        Ok(first)
     }
 
     /// Sets the header of a safetensors file, which was read before its checksums are known. It is compared with them when
