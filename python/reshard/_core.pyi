@@ -879,6 +879,37 @@ class Plan:
             ArgumentError: the container does not fit the arrays.
         """
 
+    def write_part(
+        self,
+        path: str,
+        start: int,
+        end: int,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        container: Container | None = None,
+        buffers: Buffers | None = None,
+        threads: int | None = None,
+        durable: bool = True,
+        direct: bool = True,
+        mode: int = 0o640,
+        progress: Progress | None = None,
+    ) -> tuple[tuple[int, int], int, int, int, bytes, list[tuple[str, str]]]:
+        """Write a part of the file that `write` writes, under its name, which other processes fill at the same time.
+
+        Args:
+            path: the file.
+            start: where the part begins, in bytes of the arrays. Parts that follow each other there do so in the file.
+            end: where it ends; at `n_bytes` the last part does.
+            metadata: as in `write`; so are all others.
+
+        Returns:
+            First byte and end of the part in the file; bytes of the file, bytes and checksum of its header; of the part
+            the checksums of its chunks, and `not_finite`.
+
+        Raises:
+            ArgumentError: the container has sums of arrays, or does not fit them.
+        """
+
 @final
 class Loaded:
     """The memory of the arrays of a plan: the buffer of each, and its first byte there."""

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from tests.helpers.cases import slow
 from tests.helpers.ranks import Job
+from tests.servers.doubles import running
 
 import reshard
 from reshard.errors import ArgumentError, DamagedFileError, DestinationExistsError
@@ -156,8 +157,104 @@ def test_every_argument_of_a_conversion_is_compared_between_shares_or_marked() -
 def test_a_share_that_cannot_be_is_refused(tmp_path: Path, source: Path, share: Any) -> None:
     with pytest.raises(ArgumentError, match="share"):
         reshard.convert(source, tmp_path / "dst", share=share)
-    with pytest.raises(ArgumentError, match="one file"):
-        reshard.convert(source, tmp_path / "dst.safetensors", to="safetensors", share=(0, 2))
+
+
+def big_arrays() -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(6)
+    arrays = {f"w{i}": generator.standard_normal((1000 + i, 1024)).astype(np.float32) for i in range(5)}
+    arrays["w3"][-1, -1] = np.nan
+    arrays["w4"][:] = np.inf
+    arrays["w4"][1000, 5] = np.nan
+    return arrays | {"none": np.zeros((0, 3)), "b": np.arange(3)}
+
+
+BIG_TARGETS: list[dict[str, Any]] = [
+    {"to": "safetensors"},
+    {"to": "huggingface"},
+    {"to": "huggingface", "max_shard_size": "13MB"},
+    {
+        "to": "checkpoint2",
+        "layout": {"mesh": {"tp": 2}, "rules": [{"match": "w*", "cut": [None, "tp"]}, {"match": "*"}]},
+    },
+    {"to": "dcp", "max_shard_size": "3MB"},
+]
+
+
+@pytest.mark.parametrize(("options", "n"), [(one, 3 + i) for i, one in enumerate(BIG_TARGETS)], ids=str)
+def test_shares_are_ranges_of_large_files(tmp_path: Path, options: dict[str, Any], n: int) -> None:
+    source, end = tmp_path / "src.safetensors", ".safetensors" if options["to"] == "safetensors" else ""
+    reshard.save_file(big_arrays(), source)
+    whole, dst = tmp_path / f"whole{end}", tmp_path / f"shared{end}"
+    reshard.convert(source, whole, **options)
+    wanted = sum(file.stat().st_size for file in [whole, *whole.rglob("*")] if file.suffix in {*SUFFIXES, ".distcp"})
+    sizes = [reshard.convert(source, dst, share=(i, n), **options).n_bytes for i in reversed(range(n))][:-1]
+    if options["to"] != "dcp":  # of whole files
+        assert max(sizes) < 1.2 * wanted / n, (sizes, wanted)
+    files = [file.relative_to(whole) for file in [whole, *whole.rglob("*")] if file.is_file()]
+    same = [file for file in files if file.suffix in {*SUFFIXES, ".distcp", ".bin"} or (not file.suffix and end)]
+    assert same
+    for file in [*same, *(file for file in files if file.name == "not_finite.json")]:
+        assert (whole / file).read_bytes() == (dst / file).read_bytes(), file
+    assert debris(tmp_path) == []
+    assert reshard.verify(dst).ok
+
+
+def test_a_range_that_was_cut_short_is_written_again(tmp_path: Path) -> None:
+    source, dst = tmp_path / "src.safetensors", tmp_path / "dst.safetensors"
+    reshard.save_file(big_arrays(), source)
+    assert reshard.convert(source, dst, share=(2, 3)).pending == (0, 1)
+    assert reshard.convert(source, dst, share=(0, 3)).pending == (1,)
+    (shared,) = tmp_path.glob(".dst*")
+    os.truncate(shared / "dst.safetensors", 9)  # as if a host had lost what it had not synced
+    with pytest.raises(DamagedFileError, match=r"share 2 of 3 .* of its record"):
+        reshard.convert(source, dst, share=(1, 3))
+    assert not dst.exists()
+    assert [reshard.convert(source, dst, share=(i, 3)).pending for i in (0, 2, 1)] == [(1, 2), (1,), ()]
+    reshard.convert(source, tmp_path / "whole.safetensors")
+    assert (tmp_path / "whole.safetensors").read_bytes() == dst.read_bytes()
+
+
+def read_from_disk(source: Path, dst: Path, **options: Any) -> int:
+    """Bytes that a conversion reads from the disk."""
+    with source.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def n_read() -> int:
+        (line,) = (line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("read_bytes"))
+        return int(line.split()[1])
+
+    before = n_read()
+    reshard.convert(source, dst, **options)
+    return n_read() - before
+
+
+@pytest.mark.disk
+@pytest.mark.slow
+def test_shares_together_read_what_one_process_reads(tmp_path: Path) -> None:
+    source, n = tmp_path / "src.safetensors", 3
+    # The system reads up to 8 MiB ahead of each share.
+    reshard.save_file({f"w{i}": np.full((16384, 1024), i, np.float32) for i in range(6)}, source)
+    warm = reshard.convert(source, tmp_path / "warm.safetensors").n_bytes  # what else is read once
+    alone = read_from_disk(source, tmp_path / "whole.safetensors")
+    if alone < warm // 2:
+        pytest.skip("the source is not read from a disk here")
+    parts = [read_from_disk(source, tmp_path / "dst.safetensors", share=(i, n)) for i in range(n)]
+    assert sum(parts) < 1.1 * alone
+    assert max(parts) < 1.2 * alone / n
+    assert (tmp_path / "dst.safetensors").read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("n", [2, 5])
+def test_shares_read_their_ranges_from_a_server(tmp_path: Path, n: int) -> None:
+    reshard.save_file(big_arrays(), tmp_path / "src.safetensors")
+    with running("files") as server:
+        server.objects["src.safetensors"] = (tmp_path / "src.safetensors").read_bytes()
+        url, dst = f"{server.endpoint}/src.safetensors", tmp_path / "dst.safetensors"
+        for i in range(n):
+            reshard.convert(url, dst, share=(i, n), dtype="float16")
+    reshard.convert(tmp_path / "src.safetensors", tmp_path / "whole.safetensors", dtype="float16")
+    assert (tmp_path / "dst.safetensors").read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
 
 
 def test_ranks_of_a_group_each_write_their_share_and_all_learn_the_outcome(tmp_path: Path, source: Path) -> None:

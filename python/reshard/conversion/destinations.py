@@ -8,17 +8,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from reshard.commit.filling import filled_folder, is_staging
 from reshard.commit.publication import made_folder, published_folder
 from reshard.conversion.buckets import filled_bucket, left_in
-from reshard.conversion.shares import assign, committing, missing, place, read_record, write_record
+from reshard.conversion.shares import WrittenPart, committing, cut, missing, place, read_record, write_record
 from reshard.errors import DestinationExistsError
 from reshard.storage.changes import make_folders, set_mode
 from reshard.storage.names import example_of
 from reshard.write.contents import FileContent, JointProgress, WholeTensor
+from reshard.write.shard_files import WrittenFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from reshard.commit.attempts import ValueRecord
     from reshard.conversion.buckets import BucketFolder
     from reshard.conversion.known_files import KnownFiles
-    from reshard.conversion.shares import Shared
+    from reshard.conversion.shares import Part, Share, Shared
     from reshard.layout import BoundLayout
     from reshard.storage.location import Location
     from reshard.verbs.selection import NewNames
@@ -238,18 +239,58 @@ def produced(job: Job, published: Location, files: list[File], sizes: list[int])
         return
     share, gathered = job.shared.share, job.shared.folder
     make_folders(gathered, job.options.folder_mode)
-    own: Mapping[str, ValueRecord] | None = read_record(gathered, share)
+    own = read_record(gathered, share)
     if own is None:
-        chosen = [i for i, of in enumerate(assign(sizes, share.count)) if of == share.index]
-        own = written = write_files(job, gathered, [files[i] for i in chosen], [sizes[i] for i in chosen])
-        write_record(gathered, share, written, mode=job.options.file_mode, durable=job.options.durable)
-    report = Written(published, len(own), n_bytes_of(own), missing(gathered, share.count))
+        own = _write_share(job, gathered, files, sizes, share)
+        write_record(gathered, share, own, mode=job.options.file_mode, durable=job.options.durable)
+    n_bytes = sum(part.n_bytes for part in own.values())
+    report = Written(published, len(own), n_bytes, missing(gathered, share.count))
     if report.pending:
         yield report
         return
     with committing(gathered) as is_ours:
         names = [file.name for file in files]
         yield (lambda folder: place(gathered, folder, names, share.count)) if is_ours else report
+
+
+def _write_share(
+    job: Job, folder: Location, files: list[File], sizes: list[int], share: Share
+) -> dict[str, WrittenPart]:
+    """Write the files and the parts of files that belong to a share."""
+    # The sum of an array lies behind it in such a file: it follows from all of its bytes.
+    uncut = {i for i, file in enumerate(files) if file.container is not None and file.container[2]}
+    own = cut(sizes, share.count, uncut)[share.index]
+    whole = [part.file for part in own if part.is_whole]
+    progress = JointProgress(job.options.progress, sum(part.end - part.start for part in own))
+    of_whole = replace(job, options=replace(job.options, progress=progress.of_file(sum(sizes[i] for i in whole))))
+    written = write_files(of_whole, folder, [files[i] for i in whole], [sizes[i] for i in whole])
+    records = {name: WrittenPart(0, record.n_bytes, WrittenFile.of(record)) for name, record in written.items()}
+    for part in own:
+        if not part.is_whole:
+            report = progress.of_file(part.end - part.start)
+            records[files[part.file].name] = _write_part(job, folder, files[part.file], part, report)
+    job.source.check_unchanged()
+    return records
+
+
+def _write_part(job: Job, folder: Location, file: File, part: Part, progress: _core.Progress | None) -> WrittenPart:
+    options = job.options
+    if parent := file.name.rpartition("/")[0]:
+        make_folders(folder / parent, options.folder_mode)
+    (start, end), n_bytes, header_bytes, header_checksum, checksums, not_finite = job.plan(file.request).write_part(
+        str(folder / file.name),
+        part.start,
+        part.end,
+        metadata=options.metadata,
+        container=file.container,
+        buffers=options.buffers,
+        threads=options.threads,
+        durable=options.durable,
+        mode=options.file_mode,
+        progress=progress,
+    )
+    record = WrittenFile(n_bytes, header_bytes, header_checksum, checksums, tuple(not_finite))
+    return WrittenPart(start, end, record)
 
 
 def n_bytes_of(written: Mapping[str, ValueRecord]) -> int:

@@ -1,10 +1,11 @@
 """A conversion by several processes or machines: each writes a share of the files, and the last one publishes.
 
-The shares write into one folder on the file system of the destination. Its name is a digest of the source and the
-options, so only shares of the same conversion use it. Each writes its files and then `share-<i>.json`, the record of
-their sizes and checksums. No process waits for another: no claim is held and no message is sent. A share that was
-interrupted is written by calling it again; one with a record is not written again. The files are linked into the
-folder that is published, so that a crash during publication costs no work.
+The files of a conversion, one after the other, are cut into shares of as many bytes; a large file can belong to several
+shares. These write into one folder on the file system of the destination. Its name is a digest of the source and the
+options, so only shares of the same conversion use it. Each writes its files, or its ranges of them, and then
+`share-<i>.json`, the record of their sizes and checksums. No process waits for another: no claim is held and no message
+is sent. A share that was interrupted is written by calling it again; one with a record is not written again. The files
+are linked into the folder that is published, so that a crash during publication costs no work.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import base64
 import contextlib
 import hashlib
 import json
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.documents.strict_json import read_json
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
@@ -23,14 +25,14 @@ from reshard.storage.location import locate
 from reshard.write.shard_files import WrittenFile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from reshard import _core
     from reshard.checkpoint import Checkpoint
     from reshard.storage.location import Location
 
 _MAX_SHARES = 65536
 _MAX_RECORD_BYTES = 1 << 30
+_MIN_CUT_BYTES = 1 << 20  # smaller files belong to one share
 
 
 @dataclass(frozen=True)
@@ -86,40 +88,122 @@ def digest_of(source: Checkpoint, options: Mapping[str, Any]) -> str:
         source: the opened source.
         options: JSON-able.
     """
-    path = source.data.path
-    folder = path if path.is_folder() else path.parent
+    path, index = source.data.path, source.data.index
     files = [
-        (file.name, file.n_bytes, (folder / file.name).stat(follow_links=True).modified_ns) for file in source.files()
+        (file.name, file.n_bytes, locate(index.file_path(number)).stat(follow_links=True).modified_ns)
+        for number, file in enumerate(source.files())
     ]
     proof = None if source.manifest is None else source.manifest.digest
     text = json.dumps([str(path.resolved()), proof, files, options], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def assign(sizes: Sequence[int], n_shares: int) -> list[int]:
-    """The share that writes each file: large files first, each to the share with the fewest bytes so far.
+class Part(NamedTuple):
+    """What a share writes of a file.
+
+    Attributes:
+        file: the number of the file.
+        start: where it begins, in bytes of the arrays of the file.
+        end: where it ends.
+        is_whole: whether it is the whole file.
+    """
+
+    file: int
+    start: int
+    end: int
+    is_whole: bool
+
+
+def cut(sizes: Sequence[int], n_shares: int, whole: Collection[int] = ()) -> list[list[Part]]:
+    """The parts of files that each share writes: as many bytes for each, in the order of the files.
+
+    Args:
+        sizes: bytes of the arrays of each file.
+        n_shares: how many shares there are.
+        whole: numbers of files that have no parts. Small files have none either.
 
     Example:
-        >>> assign([10, 40, 30, 10], 2)
-        [1, 0, 1, 0]
+        >>> [[part.file for part in share] for share in cut([10, 40, 30, 10], 2)]
+        [[0, 1], [2, 3]]
+        >>> [[(part.start >> 20, part.end >> 20) for part in share] for share in cut([80 << 20], 2)]
+        [[(0, 40)], [(40, 80)]]
     """
-    loads = [0] * n_shares
-    chosen = [0] * len(sizes)
-    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        chosen[i] = min(range(n_shares), key=loads.__getitem__)
-        loads[chosen[i]] += sizes[i] + 1  # empty files are spread too
-    return chosen
+    shares: list[list[Part]] = [[] for _ in range(n_shares)]
+    total = sum(sizes) + len(sizes)  # empty files are spread, too
+    bounds = [total * index // n_shares for index in range(1, n_shares)]
+    start = 0
+    for number, size in enumerate(sizes):
+        if number in whole or size < _MIN_CUT_BYTES:
+            shares[bisect_right(bounds, start + size // 2)].append(Part(number, 0, size, is_whole=True))
+        else:
+            index, at = bisect_right(bounds, start), 0
+            while at < size:
+                end = size if index == len(bounds) else min(size, bounds[index] - start)
+                if end > at:
+                    shares[index].append(Part(number, at, end, is_whole=(at, end) == (0, size)))
+                index, at = index + 1, max(at, end)
+        start += size + 1
+    return shares
+
+
+@dataclass(frozen=True)
+class WrittenPart:
+    """The record of a part of a file.
+
+    Attributes:
+        start: its first byte in the file.
+        end: its end in the file.
+        file: the record of the file, with the checksums of this part only.
+    """
+
+    start: int
+    end: int
+    file: WrittenFile
+
+    @property
+    def n_bytes(self) -> int:
+        """Its bytes."""
+        return self.end - self.start
+
+    @property
+    def not_finite(self) -> Sequence[tuple[str, str]]:
+        """As of the file."""
+        return self.file.not_finite
+
+
+def joined(parts: Sequence[WrittenPart]) -> WrittenFile | None:
+    """The record of a file from those of its parts; None: they are not those of one file.
+
+    Args:
+        parts: the records, at least one.
+
+    Example:
+        >>> parts = [WrittenPart(0, 262144, WrittenFile(262150, 8, 7, b"abcd")),
+        ...          WrittenPart(262144, 262150, WrittenFile(262150, 8, 7, b"efgh"))]
+        >>> joined(parts).checksums, joined(parts[1:])
+        (b'abcdefgh', None)
+    """
+    ordered = sorted((part for part in parts if part.n_bytes or len(parts) == 1), key=lambda part: part.start)
+    alike = {(part.file.n_bytes, part.file.header_bytes, part.file.header_checksum) for part in ordered}
+    ends = [0, *(part.end for part in ordered)]
+    if len(alike) != 1 or ends[-1] != ordered[0].file.n_bytes or ends[:-1] != [part.start for part in ordered]:
+        return None
+    worst: dict[str, str] = {}
+    for name, kind in (one for part in ordered for one in part.file.not_finite):
+        worst[name] = kind if worst.get(name) != "nan" else "nan"
+    checksums = b"".join(part.file.checksums for part in ordered)
+    return replace(ordered[0].file, checksums=checksums, not_finite=tuple(worst.items()))
 
 
 def write_record(
-    folder: Location, share: Share, written: Mapping[str, _core.Written], *, mode: int, durable: bool
+    folder: Location, share: Share, written: Mapping[str, WrittenPart], *, mode: int, durable: bool
 ) -> None:
     """Record that a share was written.
 
     Args:
         folder: the folder of the shares.
         share: the share that is written.
-        written: the record of each of its files, which must have been synced.
+        written: the record of what it wrote of each file, which must have been synced.
         mode: permission bits of the record, less the umask.
         durable: whether the record is synced.
 
@@ -128,20 +212,22 @@ def write_record(
     """
     files = {
         name: [
-            one.n_bytes,
-            one.header_bytes,
-            one.header_checksum,
-            base64.b64encode(one.checksums).decode(),
-            one.not_finite,
+            part.start,
+            part.end,
+            part.file.n_bytes,
+            part.file.header_bytes,
+            part.file.header_checksum,
+            base64.b64encode(part.file.checksums).decode(),
+            part.file.not_finite,
         ]
-        for name, one in ((name, WrittenFile.of(record)) for name, record in written.items())
+        for name, part in written.items()
     }
-    text = json.dumps({"version": 1, "files": files})
+    text = json.dumps({"version": 2, "files": files})
     locate(folder / share.name).replace(text, mode, durable=durable)
 
 
-def read_record(folder: Location, share: Share) -> dict[str, WrittenFile] | None:
-    """The records of the files of a share; None: there is no record, or its files are missing.
+def read_record(folder: Location, share: Share) -> dict[str, WrittenPart] | None:
+    """The records of what a share wrote of its files; None: there is no record, or its files are missing.
 
     Raises:
         StorageError: the system failed.
@@ -149,16 +235,22 @@ def read_record(folder: Location, share: Share) -> dict[str, WrittenFile] | None
     try:
         content: Any = read_json(folder / share.name, _MAX_RECORD_BYTES)
         files = {
-            name: WrittenFile(
-                n_bytes,
-                header_bytes,
-                header_checksum,
-                base64.b64decode(checksums, validate=True),
-                tuple((key, kind) for key, kind in not_finite),
+            name: WrittenPart(
+                start,
+                end,
+                WrittenFile(
+                    n_bytes,
+                    header_bytes,
+                    header_checksum,
+                    base64.b64decode(checksums, validate=True),
+                    tuple((key, kind) for key, kind in not_finite),
+                ),
             )
-            for name, (n_bytes, header_bytes, header_checksum, checksums, not_finite) in content["files"].items()
+            for name, (start, end, n_bytes, header_bytes, header_checksum, checksums, not_finite) in content[
+                "files"
+            ].items()
         }
-        if all((folder / name).stat().n_bytes == one.n_bytes for name, one in files.items()):
+        if all(one.end <= (folder / name).stat().n_bytes <= one.file.n_bytes for name, one in files.items()):
             return files
     except StorageError:
         raise
@@ -204,27 +296,32 @@ def place(folder: Location, target: Location, names: Sequence[str], n_shares: in
         DamagedFileError: a share does not have the files of its record; it must be written again.
         StorageError: the system failed.
     """
-    records: dict[str, WrittenFile] = {}
-    for index in range(n_shares):
-        share = read_record(folder, Share(index, n_shares))
-        if share is None:
-            remove_file(folder / _name(index))
-            raise DamagedFileError(
-                f"share {index} of {n_shares} does not have the files of its record",
-                path=str(folder / _name(index)),
-                hint=f"write it again: `share=({index}, {n_shares})`",
-            )
-        records |= share
-    if set(records) != set(names):
-        odd = min(set(records) ^ set(names))
+    shares = [read_record(folder, Share(index, n_shares)) for index in range(n_shares)]
+    if None in shares:
+        lost = shares.index(None)
+        for index, share in enumerate(shares):
+            # A file that was cut short can have its size again, but not what other shares had written of it.
+            if share is None or any(part.n_bytes < part.file.n_bytes for part in share.values()):
+                remove_file(folder / _name(index))
         raise DamagedFileError(
-            f"the shares in {folder} and this conversion disagree on {odd}",
+            f"share {lost} of {n_shares} does not have the files of its record",
+            path=str(folder / _name(lost)),
+            hint=f"write it again: `share=({lost}, {n_shares})`, and so the others that are pending",
+        )
+    parts: dict[str, list[WrittenPart]] = {}
+    for name, part in (one for share in shares if share is not None for one in share.items()):
+        parts.setdefault(name, []).append(part)
+    records = {name: joined(of_file) for name, of_file in parts.items()}
+    odd = set(records) ^ set(names) | {name for name, record in records.items() if record is None}
+    if odd:
+        raise DamagedFileError(
+            f"the shares in {folder} and this conversion disagree on {min(odd)}",
             path=str(folder),
             hint="remove that folder and convert again",
         )
     for name in names:
         link_or_move(folder / name, target / name)
-    return records
+    return {name: record for name, record in records.items() if record is not None}
 
 
 def _name(index: int) -> str:

@@ -400,8 +400,6 @@ def _convert(
         )
         of_cast = _keep_dtypes(job, model_folder or source, all_tensors=asked.dtype_all)
         if share is not None:
-            if is_one_file:
-                raise ArgumentError(f"{target} is one file: there is nothing to share", path=str(target))
             resolved = replace(
                 asked,
                 to=writer.name,

@@ -41,7 +41,7 @@ pub use content::{Container, Sum};
 pub(crate) use content::{Content, header_of};
 pub use durable::{SyncResult, rename, sync_folder, sync_in_turn, sync_together};
 use pieces::{Bytes, PieceWriter};
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 use std::path::Path;
 use std::sync::OnceLock;
 pub(crate) use temporary::{TemporaryFile, write_hint};
@@ -200,11 +200,7 @@ pub fn write(
     buffers: &mut Buffers,
     control: &Control,
 ) -> Result<Written> {
-    let content = match &options.container {
-        None => Content::new(plan, &options.metadata),
-        Some(container) => Content::with_container(plan, container),
-    };
-    let content = content.map_err(|error| error.path(path))?;
+    let content = Content::of_options(plan, options).map_err(|error| error.path(path))?;
     if is_url(path) {
         let create = |n_bytes| begin_object(path, n_bytes, control);
         return write_content(&content, create, buffers, control);
@@ -228,14 +224,82 @@ pub fn write_to<S: Sink>(
     write_content(&content, create, buffers, control)
 }
 
+/// A part of a file that was written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WrittenPart {
+    /// The part. It begins with a chunk; it can be empty.
+    pub range: Range<u64>,
+    /// Bytes of the file.
+    pub n_bytes: u64,
+    /// Bytes of its header.
+    pub header_bytes: u64,
+    /// The checksum of its header.
+    pub header_checksum: u32,
+    /// The checksums of the chunks of the part.
+    pub chunks: Vec<u32>,
+    /// See [`Written`]: of the values in the part.
+    pub not_finite: Vec<(String, NotFinite)>,
+}
+
+/// Writes a part of the file that [`write()`] writes, under the name of the file, which other processes fill at the same
+/// time. The parts of a file are given by positions in the bytes of its arrays; those that follow each other there do so
+/// in the file.
+///
+/// # Errors
+/// As [`write()`]; what was written stays. The container has sums of arrays: such a file has no parts.
+pub fn write_part(
+    path: &Path,
+    plan: &Plan<'_>,
+    options: &Options,
+    part: Range<u64>,
+    buffers: &mut Buffers,
+    control: &Control,
+) -> Result<WrittenPart> {
+    let content = Content::of_options(plan, options).map_err(|error| error.path(path))?;
+    if is_url(path) || !content.container.sums.is_empty() || part.start > part.end {
+        let message = "only a local file without sums of its arrays is written in parts";
+        return Err(Error::new(Kind::Argument, message).path(path));
+    }
+    let range = content.position(part.start)..content.position(part.end);
+    let create = |_| temporary::FilePart::open(path, range.clone(), options);
+    let (chunks, not_finite, _) = write_range(&content, &range, create, buffers, control)?;
+    Ok(WrittenPart {
+        n_bytes: content.n_bytes(),
+        header_bytes: content.header_bytes(),
+        header_checksum: content.header_checksum(),
+        range,
+        chunks,
+        not_finite,
+    })
+}
+
 fn write_content<S: Sink>(
     content: &Content<'_>,
     create: impl FnOnce(u64) -> Result<S>,
     buffers: &mut Buffers,
     control: &Control,
 ) -> Result<Written> {
+    let all = 0..content.n_bytes();
+    let (chunks, not_finite, e_tag) = write_range(content, &all, create, buffers, control)?;
+    Ok(Written {
+        e_tag,
+        checksums: content.checksums(chunks)?,
+        not_finite,
+    })
+}
+
+/// The checksums of the chunks, the arrays that are not finite, and what [`Sink::publish`] returned.
+type WrittenRange = (Vec<u32>, Vec<(String, NotFinite)>, Option<String>);
+
+fn write_range<S: Sink>(
+    content: &Content<'_>,
+    range: &Range<u64>,
+    create: impl FnOnce(u64) -> Result<S>,
+    buffers: &mut Buffers,
+    control: &Control,
+) -> Result<WrittenRange> {
     verify_files(content.plan, control)?;
-    let n_bytes = content.n_bytes();
+    let n_bytes = range.end - range.start;
     let sink = create(n_bytes)?;
     let n_at_once = sink.n_at_once(buffers.memory_bytes())?;
     let (buffers, routes) = buffers.for_file(n_bytes, n_at_once)?;
@@ -243,21 +307,18 @@ fn write_content<S: Sink>(
     let finder = finder_of(content.plan.arrays(), &content.container.starts);
     let bytes = Bytes::Planned(content);
     let write = |window: Option<&dyn Early>| {
-        PieceWriter::new(&sink, bytes, n_bytes, routes, &finder, window, control).write(buffers)
+        let range = range.clone();
+        PieceWriter::new(&sink, bytes, range, routes, &finder, window, control).write(buffers)
     };
     let chunks = if has_remote(content.plan) {
-        let extents = content.extents();
+        let extents = content.extents(range);
         let window = Window::new(content.plan, &extents, Vec::new());
         window.run(control, || write(Some(&window)))?
     } else {
         write(None)?
     };
     let e_tag = sink.publish()?;
-    Ok(Written {
-        e_tag,
-        checksums: content.checksums(chunks)?,
-        not_finite: not_finite_of(content.plan.arrays(), &finder),
-    })
+    Ok((chunks, not_finite_of(content.plan.arrays(), &finder), e_tag))
 }
 
 /// Writes the image of a file from page-aligned memory. See [`write()`].
@@ -296,7 +357,7 @@ fn write_image_to(
         Finder::new(entries.map(|one| (one.dtype, header_bytes + one.start, one.end - one.start)));
     let bytes = Bytes::InMemory(image);
     let n_at_once = n_in_flight(n_bytes).min(sink.n_at_once(IMAGE_MEMORY_BYTES)?);
-    let pieces = PieceWriter::new(&sink, bytes, n_bytes, None, &finder, None, control);
+    let pieces = PieceWriter::new(&sink, bytes, 0..n_bytes, None, &finder, None, control);
     let chunks = pieces.write((0..n_at_once).map(|_| Buffer::default()).collect())?;
     let e_tag = sink.publish()?;
     let found = finder.found().into_iter();

@@ -3,7 +3,7 @@
 use crate::buffer::{Borrowed, Buffer, disjoint};
 use crate::errors::raise;
 use crate::run::{run, run_in_team};
-use crate::write::{Buffers, Written, write_plan};
+use crate::write::{Buffers, Written, with_buffers, write_plan};
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyIterator, PyList, PyString, PyTuple};
@@ -372,20 +372,87 @@ impl Plan {
         mode: u32,
         progress: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Written> {
-        let options = writer::Options {
-            metadata: metadata.unwrap_or_default().into_iter().collect(),
-            container: container.map(|(literals, starts, sums)| writer::Container {
-                literals: literals.as_bytes().to_vec(),
-                starts,
-                sums: sums
-                    .into_iter()
-                    .map(|(at, array)| writer::Sum { at, array })
-                    .collect(),
-            }),
-            durable,
-            direct,
-            mode,
-        };
+        let options = options_of(metadata, container, durable, direct, mode);
         write_plan(py, &path, &self.0, &options, buffers, threads, progress)
+    }
+
+    #[pyo3(signature = (path, start, end, *, metadata=None, container=None, buffers=None, threads=None, durable=true, direct=true, mode=0o640, progress=None))]
+    #[expect(clippy::too_many_arguments, reason = "the options of a file")]
+    fn write_part<'py>(
+        &self,
+        py: Python<'py>,
+        path: PathBuf,
+        start: u64,
+        end: u64,
+        metadata: Option<BTreeMap<String, String>>,
+        container: Option<Container<'_>>,
+        buffers: Option<&Buffers>,
+        threads: Option<i64>,
+        durable: bool,
+        direct: bool,
+        mode: u32,
+        progress: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<PartRecord<'py>> {
+        let options = options_of(metadata, container, durable, direct, mode);
+        let written = with_buffers(py, buffers, |buffers| {
+            let control = Control::default();
+            run(
+                py,
+                threads,
+                end.saturating_sub(start),
+                progress,
+                &control,
+                || writer::write_part(&path, &self.0, &options, start..end, buffers, &control),
+            )
+        })?;
+        let chunks: Vec<u8> = written
+            .chunks
+            .iter()
+            .flat_map(|one| one.to_le_bytes())
+            .collect();
+        let not_finite = written.not_finite.into_iter();
+        Ok((
+            (written.range.start, written.range.end),
+            written.n_bytes,
+            written.header_bytes,
+            written.header_checksum,
+            PyBytes::new(py, &chunks),
+            not_finite
+                .map(|(name, worst)| (name, worst.name()))
+                .collect(),
+        ))
+    }
+}
+
+/// The range, the bytes and the header of the file, and of the range the checksums and the arrays that are not finite.
+type PartRecord<'py> = (
+    (u64, u64),
+    u64,
+    u64,
+    u32,
+    Bound<'py, PyBytes>,
+    Vec<(String, &'static str)>,
+);
+
+fn options_of(
+    metadata: Option<BTreeMap<String, String>>,
+    container: Option<Container<'_>>,
+    durable: bool,
+    direct: bool,
+    mode: u32,
+) -> writer::Options {
+    writer::Options {
+        metadata: metadata.unwrap_or_default().into_iter().collect(),
+        container: container.map(|(literals, starts, sums)| writer::Container {
+            literals: literals.as_bytes().to_vec(),
+            starts,
+            sums: sums
+                .into_iter()
+                .map(|(at, array)| writer::Sum { at, array })
+                .collect(),
+        }),
+        durable,
+        direct,
+        mode,
     }
 }

@@ -121,15 +121,12 @@ impl Buffers {
     }
 }
 
-pub(crate) fn write_plan(
+/// Calls `write` with the buffers, or with new ones.
+pub(crate) fn with_buffers<T>(
     py: Python<'_>,
-    path: &Path,
-    plan: &CorePlan<'_>,
-    options: &writer::Options,
     buffers: Option<&Buffers>,
-    threads: Option<i64>,
-    progress: Option<&Bound<'_, PyAny>>,
-) -> PyResult<Written> {
+    write: impl FnOnce(&mut writer::Buffers) -> PyResult<T>,
+) -> PyResult<T> {
     let own;
     let buffers = if let Some(buffers) = buffers {
         buffers
@@ -148,31 +145,44 @@ pub(crate) fn write_plan(
             return raise(py, Err(Error::new(Kind::Argument, message)));
         }
     };
-    let buffers = &mut *buffers;
-    let control = Control::default();
-    if threads.is_some() {
-        // Counting the processors reads four files of the system.
-        n_threads(py, threads)?;
-    }
-    if writer::is_small(plan, options) && !reshard_core::source::is_url(path) {
-        // Passing a small file to a pool takes longer than writing it, and checkpoints can have thousands of them.
-        let report = |done: u64| {
-            progress.map_or(Ok(()), |call| {
-                call.call1((done, plan.n_bytes())).map(|_| ())
-            })
-        };
-        report(0)?;
-        let written = py.detach(|| writer::write(path, plan, options, buffers, &control));
-        let written = raise(py, written)?;
-        py.check_signals()?;
-        report(plan.n_bytes())?;
-        return Ok(Written(written));
-    }
-    // A write waits for the disk, so signals are handled for any size.
-    let written = run(py, threads, plan.n_bytes(), progress, &control, || {
-        writer::write(path, plan, options, buffers, &control)
-    })?;
-    Ok(Written(written))
+    write(&mut buffers)
+}
+
+pub(crate) fn write_plan(
+    py: Python<'_>,
+    path: &Path,
+    plan: &CorePlan<'_>,
+    options: &writer::Options,
+    buffers: Option<&Buffers>,
+    threads: Option<i64>,
+    progress: Option<&Bound<'_, PyAny>>,
+) -> PyResult<Written> {
+    with_buffers(py, buffers, |buffers| {
+        let control = Control::default();
+        if threads.is_some() {
+            // Counting the processors reads four files of the system.
+            n_threads(py, threads)?;
+        }
+        if writer::is_small(plan, options) && !reshard_core::source::is_url(path) {
+            // Passing a small file to a pool takes longer than writing it, and checkpoints can have thousands of them.
+            let report = |done: u64| {
+                progress.map_or(Ok(()), |call| {
+                    call.call1((done, plan.n_bytes())).map(|_| ())
+                })
+            };
+            report(0)?;
+            let written = py.detach(|| writer::write(path, plan, options, buffers, &control));
+            let written = raise(py, written)?;
+            py.check_signals()?;
+            report(plan.n_bytes())?;
+            return Ok(Written(written));
+        }
+        // A write waits for the disk, so signals are handled for any size.
+        let written = run(py, threads, plan.n_bytes(), progress, &control, || {
+            writer::write(path, plan, options, buffers, &control)
+        })?;
+        Ok(Written(written))
+    })
 }
 
 #[pyfunction]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, ClassVar
 
 from reshard import dtypes
@@ -15,6 +16,7 @@ from reshard.conversion.destinations import (
     file_sizes,
     is_our_file,
     n_bytes_of,
+    produced,
     publish_folder,
     whole_tensors,
     write_files,
@@ -23,6 +25,7 @@ from reshard.conversion.writer import Settings, Writer
 from reshard.errors import DestinationExistsError
 from reshard.formats.checkpoint2.iteration import describe_cut
 from reshard.formats.tiled import names as tiles
+from reshard.storage.changes import link_or_move, make_folders
 from reshard.write.contents import FileContent
 
 if TYPE_CHECKING:
@@ -96,12 +99,24 @@ def write_one_file(job: Job, container: _core.Container | None = None) -> Writte
         files = [File(job.target.name, job.whole_request(job.keys), container)]
         n_bytes = n_bytes_of(write_files(job, parent, files, file_sizes(job, files)))
         return Written(job.target, 1, n_bytes)
-    with (
-        made_folder(parent, mode=job.options.folder_mode, durable=durable),
-        published_file(job.target, replace=job.overwrite, durable=durable, keep_mode=job.options.keep_modes) as path,
-    ):
-        files = [File(path.name, job.whole_request(job.keys), container)]
-        n_bytes = n_bytes_of(write_files(job, parent, files, file_sizes(job, files)))
+    made = made_folder(parent, mode=job.options.folder_mode, durable=durable)
+    publishing = functools.partial(
+        published_file, job.target, replace=job.overwrite, durable=durable, keep_mode=job.options.keep_modes
+    )
+    if job.shared is None:
+        with made, publishing() as path:
+            files = [File(path.name, job.whole_request(job.keys), container)]
+            n_bytes = n_bytes_of(write_files(job, parent, files, file_sizes(job, files)))
+        return Written(job.target, 1, n_bytes)
+    files = [File(job.target.name, job.whole_request(job.keys), container)]
+    with made, produced(job, job.target, files, file_sizes(job, files)) as fill:
+        if isinstance(fill, Written):
+            return fill
+        placed = job.shared.folder / "placed"
+        make_folders(placed)
+        with publishing() as path:
+            n_bytes = n_bytes_of(fill(placed))
+            link_or_move(placed / job.target.name, path)
     return Written(job.target, 1, n_bytes)
 
 

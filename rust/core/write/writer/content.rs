@@ -1,12 +1,12 @@
 //! The content of a file: the arrays of a plan and the bytes between them.
 
-use super::{BAND_BYTES, DIRECT_BLOCK_BYTES, PIECE_BYTES};
+use super::{BAND_BYTES, DIRECT_BLOCK_BYTES, Options, PIECE_BYTES};
 use crate::bytes::memory::{Stores, finish_stores};
 use crate::bytes::tuning::Tuning;
 use crate::check::verify::Checks;
 use crate::control::Control;
 use crate::error::{Error, Kind, Result};
-use crate::files::checksum::{Checksums, crc32c};
+use crate::files::checksum::{CHUNK_BYTES, Checksums, crc32c};
 use crate::files::header;
 use crate::planning::extents::{Extents, Rules};
 use crate::planning::plan::{Array, Plan};
@@ -16,7 +16,7 @@ use crate::read::window::{Early, add_wanted, plan_extents};
 use crc_fast::{CrcAlgorithm, checksum};
 use rayon::prelude::*;
 use std::borrow::Cow;
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 
 /// In files of at least this size the data is page-aligned, for direct reads and maps.
 const PAGE_ALIGNED_FROM_BYTES: u64 = 1 << 20;
@@ -211,7 +211,15 @@ impl<'a> Content<'a> {
         Ok(Self::of(plan, Cow::Owned(container), header_bytes))
     }
 
-    pub(super) fn with_container(plan: &'a Plan<'a>, container: &'a Container) -> Result<Self> {
+    /// The content of a file that is written with these options.
+    pub(super) fn of_options(plan: &'a Plan<'a>, options: &'a Options) -> Result<Self> {
+        match &options.container {
+            None => Self::new(plan, &options.metadata),
+            Some(container) => Self::with_container(plan, container),
+        }
+    }
+
+    fn with_container(plan: &'a Plan<'a>, container: &'a Container) -> Result<Self> {
         container.check(plan)?;
         Ok(Self::of(plan, Cow::Borrowed(container), 0))
     }
@@ -235,8 +243,12 @@ impl<'a> Content<'a> {
     }
 
     pub(super) fn checksums(&self, chunks: Vec<u32>) -> Result<Checksums> {
-        let header = &self.container.literals[..self.header_bytes as usize];
-        Checksums::new(self.n_bytes(), self.header_bytes, crc32c(0, header), chunks)
+        let header_checksum = self.header_checksum();
+        Checksums::new(self.n_bytes(), self.header_bytes, header_checksum, chunks)
+    }
+
+    pub(super) fn header_checksum(&self) -> u32 {
+        crc32c(0, &self.container.literals[..self.header_bytes as usize])
     }
 }
 
@@ -289,21 +301,25 @@ impl Content<'_> {
         })
     }
 
-    /// The requests for remote sources, in pieces of the file.
-    pub(super) fn extents(&self) -> Extents {
-        let (rules, n_pieces) = (
-            Rules::default(),
-            self.n_bytes().div_ceil(PIECE_BYTES as u64),
-        );
+    /// The requests for remote sources, in the pieces of a range of the file.
+    pub(super) fn extents(&self, range: &Range<u64>) -> Extents {
+        let piece_bytes = PIECE_BYTES as u64;
+        let rules = Rules::default();
+        let n_pieces = (range.end - range.start).div_ceil(piece_bytes);
         let mut wanted = Vec::new();
         for (start, array) in &self.parts.arrays {
             let (start, unit) = (*start, array.unit_bytes());
-            let end = start + array.n_bytes();
-            for piece in start / PIECE_BYTES as u64..end.div_ceil(PIECE_BYTES as u64) {
-                let from = (piece * PIECE_BYTES as u64).max(start) - start;
-                let until = ((piece + 1) * PIECE_BYTES as u64).min(end) - start;
+            let end = (start + array.n_bytes()).min(range.end);
+            let from = start.max(range.start);
+            if from >= end {
+                continue;
+            }
+            let number = |at: u64| at - range.start;
+            for piece in number(from) / piece_bytes..number(end).div_ceil(piece_bytes) {
+                let at = range.start + piece * piece_bytes;
+                let until = (at + piece_bytes).min(end) - start;
                 let part: &Array = array;
-                let units = (part, from / unit, until.div_ceil(unit));
+                let units = (part, (at.max(from) - start) / unit, until.div_ceil(unit));
                 add_wanted(
                     self.plan,
                     piece as usize,
@@ -314,6 +330,18 @@ impl Content<'_> {
             }
         }
         plan_extents(self.plan, &self.checks, &wanted, n_pieces as usize, rules)
+    }
+
+    /// Where a part of the file begins that is given by a position in the bytes of its arrays: with a chunk.
+    pub(super) fn position(&self, array_bytes: u64) -> u64 {
+        let literals = self.container.literals.len() as u64;
+        if array_bytes == 0 {
+            return 0;
+        }
+        if array_bytes >= self.plan.n_bytes() {
+            return self.n_bytes();
+        }
+        (literals + array_bytes) / CHUNK_BYTES as u64 * CHUNK_BYTES as u64
     }
 
     /// Fills `to` with the bytes of the file from `at` on.

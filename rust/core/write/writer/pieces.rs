@@ -13,6 +13,7 @@ use crate::read::window::Early;
 use crate::write::route::{Route, Routes};
 use crc_fast::{CrcAlgorithm, checksum_combine};
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 
@@ -105,7 +106,8 @@ pub(super) enum Bytes<'a> {
 pub(super) struct PieceWriter<'a, S> {
     sink: &'a S,
     bytes: Bytes<'a>,
-    n_bytes: u64,
+    /// What is written of the file; it begins with a chunk.
+    range: Range<u64>,
     routes: Option<&'a Routes>,
     next: AtomicU64,
     checksums: Vec<AtomicU32>,
@@ -125,12 +127,13 @@ impl<'a, S: Sink> PieceWriter<'a, S> {
     pub(super) fn new(
         sink: &'a S,
         bytes: Bytes<'a>,
-        n_bytes: u64,
+        range: Range<u64>,
         routes: Option<&'a Routes>,
         finder: &'a Finder,
         window: Option<&'a dyn Early>,
         control: &'a Control,
     ) -> Self {
+        let n_bytes = range.end - range.start;
         let n_chunks = (n_bytes as usize).div_ceil(CHUNK_BYTES);
         // `current_num_threads` starts the threads of a pool; a single piece needs none.
         let n_at_once = if n_bytes > PIECE_BYTES as u64 {
@@ -141,9 +144,9 @@ impl<'a, S: Sink> PieceWriter<'a, S> {
         Self {
             sink,
             bytes,
-            n_bytes,
+            next: AtomicU64::new(range.start),
+            range,
             routes,
-            next: AtomicU64::new(0),
             checksums: (0..n_chunks).map(|_| AtomicU32::new(0)).collect(),
             finder,
             array_sums: match bytes {
@@ -219,20 +222,20 @@ impl<'a, S: Sink> PieceWriter<'a, S> {
     fn write_some(&self, buffer: &mut [u8]) -> Result<()> {
         loop {
             let at = self.next.fetch_add(PIECE_BYTES as u64, Ordering::Relaxed);
-            if at >= self.n_bytes {
+            if at >= self.range.end {
                 return Ok(());
             }
             let written = self.write_one(at, buffer);
             if written.is_err() {
                 // The other threads stop at their next piece.
-                self.next.store(self.n_bytes, Ordering::Relaxed);
+                self.next.store(self.range.end, Ordering::Relaxed);
                 return written;
             }
         }
     }
 
     fn write_one(&self, at: u64, buffer: &mut [u8]) -> Result<()> {
-        let len = (self.n_bytes - at).min(PIECE_BYTES as u64) as usize;
+        let len = (self.range.end - at).min(PIECE_BYTES as u64) as usize;
         let mut permit = Some(self.fill_permits.acquire());
         self.control.check().inspect_err(|_| self.fail_sums())?;
         let piece = match self.bytes {
@@ -244,7 +247,7 @@ impl<'a, S: Sink> PieceWriter<'a, S> {
             Bytes::Planned(content) => {
                 let piece = &mut buffer[..len];
                 let unfilled = OnDrop(|| self.fail_sums());
-                let number = (at / PIECE_BYTES as u64) as usize;
+                let number = ((at - self.range.start) / PIECE_BYTES as u64) as usize;
                 if let Some(window) = self.window {
                     window.wait_for(number, self.control)?;
                 }
@@ -310,7 +313,7 @@ impl<'a, S: Sink> PieceWriter<'a, S> {
 
     /// Computes the checksums of the chunks from `at` on, and looks for values that are not finite.
     fn sum_chunks(&self, at: u64, bytes: &[u8]) {
-        let checksums = &self.checksums[at as usize / CHUNK_BYTES..];
+        let checksums = &self.checksums[(at - self.range.start) as usize / CHUNK_BYTES..];
         let starts = (at..).step_by(CHUNK_BYTES);
         for ((chunk, checksum), start) in bytes.chunks(CHUNK_BYTES).zip(checksums).zip(starts) {
             checksum.store(crc32c(0, chunk), Ordering::Relaxed);

@@ -1,4 +1,5 @@
-//! A file under a temporary name, which gets its name when it is complete.
+//! A file under a temporary name, which gets its name when it is complete; and a part of a file that several processes
+//! write under its name.
 
 use super::durable::sync_folder;
 use super::{DIRECT_BLOCK_BYTES, Options, PIECE_BYTES, Sink};
@@ -9,6 +10,7 @@ use rustix::fs::{FallocateFlags, Mode, OFlags};
 use rustix::io::retry_on_intr;
 use std::fs::File;
 use std::hash::{BuildHasher, RandomState};
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -31,18 +33,27 @@ pub(crate) fn write_hint(errno: Option<i32>) -> &'static str {
     }
 }
 
-/// A file under a temporary name. It is removed on drop unless it was published.
-pub(crate) struct TemporaryFile {
+/// A file that is open for writing.
+struct Opened {
     path: PathBuf,
-    /// The name under which it is published.
-    target: PathBuf,
     buffered: File,
     direct: Option<File>,
+    is_durable: bool,
     /// Whether pieces may take either route.
     has_routes: bool,
-    is_durable: bool,
+}
+
+/// A file under a temporary name. It is removed on drop unless it was published.
+pub(crate) struct TemporaryFile {
+    opened: Opened,
+    /// The name under which it is published.
+    target: PathBuf,
     is_published: bool,
 }
+
+/// A range of a file under its name, which other processes fill, too. It stays as it is if it is not completed: to write
+/// it again writes the same bytes.
+pub(crate) struct FilePart(Opened);
 
 /// A hidden name that no other process uses, also on another host, and that does not end in `.safetensors`, so that
 /// readers ignore the file.
@@ -66,59 +77,95 @@ impl TemporaryFile {
             )
         })?;
         let temporary = path.with_file_name(temporary_name(&name.to_string_lossy()));
-        let flags =
-            OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-        // The type has 16 bits on macOS.
-        let mode = Mode::from_raw_mode(options.mode as rustix::fs::RawMode);
-        let opened = retry_on_intr(|| rustix::fs::open(&temporary, flags, mode));
-        let buffered =
-            opened.map_err(|errno| Error::io("cannot create", &temporary, &errno.into()))?;
-        let mut this = Self {
-            path: temporary,
+        let mut opened = Opened::new(&temporary, OFlags::CREATE | OFlags::EXCL, options)?;
+        // Small files too: a network file system may report a full disk when a file is closed, which goes unseen.
+        let reserved = opened.prepare(path, 0..n_bytes, options);
+        let this = Self {
+            opened,
             target: path.to_owned(),
-            buffered: File::from(buffered),
-            direct: None,
-            has_routes: false,
-            is_durable: options.durable,
             is_published: false,
         };
-        // Small files too: a network file system may report a full disk when a file is closed, which goes unseen.
-        let is_reserved = this.reserve(n_bytes)?;
+        reserved.map(|()| this)
+    }
+}
+
+impl FilePart {
+    /// Opens the file, or creates it.
+    pub(super) fn open(path: &Path, range: Range<u64>, options: &Options) -> Result<Self> {
+        let mut opened = Opened::new(path, OFlags::CREATE, options)?;
+        opened.prepare(path, range, options)?;
+        Ok(Self(opened))
+    }
+}
+
+impl Opened {
+    fn new(path: &Path, flags: OFlags, options: &Options) -> Result<Self> {
+        let flags = OFlags::WRONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | flags;
+        // The type has 16 bits on macOS.
+        let mode = Mode::from_raw_mode(options.mode as rustix::fs::RawMode);
+        let opened = retry_on_intr(|| rustix::fs::open(path, flags, mode));
+        let buffered = opened.map_err(|errno| Error::io("cannot create", path, &errno.into()))?;
+        Ok(Self {
+            path: path.to_owned(),
+            buffered: File::from(buffered),
+            direct: None,
+            is_durable: options.durable,
+            has_routes: false,
+        })
+    }
+
+    /// Reserves the space of a range, and opens the file for direct writes.
+    fn prepare(&mut self, target: &Path, range: Range<u64>, options: &Options) -> Result<()> {
+        let n_bytes = range.end - range.start;
+        let is_reserved = self.reserve(target, range)?;
         if options.direct && n_bytes >= PIECE_BYTES as u64 {
             let flags = OFlags::WRONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
             // tmpfs and some network file systems do not support it. Then all writes are buffered.
-            this.direct = open_direct(&this.path, flags);
+            self.direct = open_direct(&self.path, flags);
         }
         // Without reserved space, a full disk may only be seen when the page cache is written, after the last write.
-        this.has_routes = is_reserved && this.direct.is_some() && !options.durable;
-        Ok(this)
+        self.has_routes = is_reserved && self.direct.is_some() && !options.durable;
+        Ok(())
     }
 
     /// Reserves space: a full disk is an error before anything is written. False if the file system cannot do it.
-    fn reserve(&self, n_bytes: u64) -> Result<bool> {
+    fn reserve(&self, target: &Path, range: Range<u64>) -> Result<bool> {
+        let n_bytes = range.end - range.start;
         // A range must not be empty, and a file without bytes stays one.
         let (flags, len) = match n_bytes {
             0 => (FallocateFlags::KEEP_SIZE, 1),
             n => (FallocateFlags::empty(), n),
         };
-        match retry_on_intr(|| rustix::fs::fallocate(&self.buffered, flags, 0, len)) {
+        match retry_on_intr(|| rustix::fs::fallocate(&self.buffered, flags, range.start, len)) {
             Ok(()) => Ok(true),
             Err(
                 rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS | rustix::io::Errno::INVAL,
             ) => Ok(false),
             Err(errno) => Err(Error::io(
                 &format!("cannot reserve {n_bytes} bytes for"),
-                &self.target,
+                target,
                 &errno.into(),
             )
             .hint(write_hint(Some(errno.raw_os_error())))),
         }
     }
-}
 
-impl Sink for TemporaryFile {
-    fn has_routes(&self) -> bool {
-        self.has_routes
+    fn sync(&self) -> Result<()> {
+        if self.is_durable {
+            // After a failed sync the state of the pages is undefined. The file is removed and never synced again.
+            self.buffered
+                .sync_all()
+                .map_err(|error| Error::io("cannot sync", &self.path, &error))?;
+        }
+        Ok(())
+    }
+
+    fn sync_folder_of(&self, path: &Path) -> Result<()> {
+        if self.is_durable {
+            let folder = path.parent().filter(|p| !p.as_os_str().is_empty());
+            sync_folder(folder.unwrap_or(Path::new(".")))?;
+        }
+        Ok(())
     }
 
     fn write_at(&self, at: u64, bytes: &[u8], route: Route) -> Result<()> {
@@ -153,25 +200,39 @@ impl Sink for TemporaryFile {
         }
         Ok(())
     }
+}
+
+impl Sink for TemporaryFile {
+    fn has_routes(&self) -> bool {
+        self.opened.has_routes
+    }
+
+    fn write_at(&self, at: u64, bytes: &[u8], route: Route) -> Result<()> {
+        self.opened.write_at(at, bytes, route)
+    }
 
     fn publish(mut self) -> Result<Option<String>> {
-        if self.is_durable {
-            // After a failed sync the state of the pages is undefined. The file is removed and never synced again.
-            self.buffered
-                .sync_all()
-                .map_err(|error| Error::io("cannot sync", &self.path, &error))?;
-        }
-        std::fs::rename(&self.path, &self.target)
+        self.opened.sync()?;
+        std::fs::rename(&self.opened.path, &self.target)
             .map_err(|error| Error::io("cannot rename to", &self.target, &error))?;
         self.is_published = true;
-        if self.is_durable {
-            sync_folder(
-                self.target
-                    .parent()
-                    .filter(|p| !p.as_os_str().is_empty())
-                    .unwrap_or(Path::new(".")),
-            )?;
-        }
+        self.opened.sync_folder_of(&self.target)?;
+        Ok(None)
+    }
+}
+
+impl Sink for FilePart {
+    fn has_routes(&self) -> bool {
+        self.0.has_routes
+    }
+
+    fn write_at(&self, at: u64, bytes: &[u8], route: Route) -> Result<()> {
+        self.0.write_at(at, bytes, route)
+    }
+
+    fn publish(self) -> Result<Option<String>> {
+        self.0.sync()?;
+        self.0.sync_folder_of(&self.0.path)?;
         Ok(None)
     }
 }
@@ -180,7 +241,7 @@ impl Drop for TemporaryFile {
     fn drop(&mut self) {
         if !self.is_published {
             // The caller gets the first error; an error of the removal is ignored.
-            let _ = std::fs::remove_file(&self.path);
+            let _ = std::fs::remove_file(&self.opened.path);
         }
     }
 }
