@@ -60,8 +60,11 @@ class BoundLayout:
         return key if join is None else join.name
 
     def only(self, arrays: Collection[str]) -> BoundLayout:
-        """The layout of some of its arrays, each as a whole."""
-        keys = [key for key in self.layouts if self.array_of(key) in arrays]
+        """The layout of some of its arrays, in this order."""
+        keys_of: dict[str, list[str]] = {}
+        for key in self.layouts:
+            keys_of.setdefault(self.array_of(key), []).append(key)
+        keys = [key for array in arrays for key in keys_of.get(array, ())]
         return replace(
             self,
             layouts={key: self.layouts[key] for key in keys},

@@ -14,7 +14,6 @@ from reshard.layout import presets, tp_plan
 from reshard.layout.bind import BoundLayout, bind, bound_of
 from reshard.layout.file import LayoutFile
 from reshard.layout.like import CheckpointLike, mapping_like
-from reshard.layout.resolve import Resolved
 from reshard.layout.strategy import Strategy
 from reshard.layout.strategy_file import is_strategy
 from reshard.layout.strategy_folder import read_strategy
@@ -26,8 +25,6 @@ from reshard.values.arguments import check_described, check_path, check_shapes, 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reshard.layout.partition import TensorLayout
-
 
 @dataclass(frozen=True, eq=False)
 class ModelLayout(LayoutFile):
@@ -38,7 +35,6 @@ class ModelLayout(LayoutFile):
             of a tensor can depend on the shape of the tensor.
         uncertain: tensors whose partition does not follow from the strategy without their shapes. `to_yaml` writes the
             most probable partition.
-        known: layouts of tensors from which the rules were made. `bind` uses them for tensors of these shapes.
 
     Example:
         >>> layout = ModelLayout.from_mapping({
@@ -56,7 +52,6 @@ class ModelLayout(LayoutFile):
 
     strategy: Strategy | None = field(default=None, repr=False)
     uncertain: tuple[str, ...] = field(default=(), repr=False)
-    known: Mapping[str, TensorLayout] = field(default_factory=dict, repr=False)
 
     @classmethod
     @checked
@@ -256,9 +251,6 @@ class ModelLayout(LayoutFile):
             return bound_of(
                 mesh, found.resolved(), lambda: LayoutFile.from_mapping(found.mapping()).to_mapping(), strict=strict
             )
-        known = {key: self.known[key] for key in tensors if key in self.known}
-        if known and all(key in known and known[key].shape == tuple(shape) for key, shape in tensors.items()):
-            return bound_of(_core.Mesh(list(self.mesh.items()), self.ranks), Resolved(known, [], []), self.to_mapping)
         return bind(self, tensors, optimizer_keys=optimizer_keys, strict=strict)
 
 

@@ -1,10 +1,10 @@
-"""One layout file for all ranks, computed from the partitions of the tensors that each rank holds.
+"""One layout of all ranks, computed from the partitions of the tensors that each rank holds.
 
 Ranks first compare digests of their partitions. Of all ranks with the same partitions only the first sends them. Every
 rank then computes the same layout from the same input. The mesh is the coarsest one in which every mesh dim of a rank,
 and every set of ranks that holds a key, is a consecutive group of axes. Keys with the same partition are then combined
-into patterns. The result is resolved and compared with the input before it is returned, so a pattern can be longer
-than necessary but not wrong.
+into patterns, because a checkpoint records rules. These are resolved and compared with the input before the layout is
+returned, so a pattern can be longer than necessary but not wrong.
 
 If no layout file can describe the tensors, the reason is returned. This module uses neither torch nor tensor contents.
 """
@@ -14,21 +14,24 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
+from reshard import _core
 from reshard.errors import LayoutError, MismatchError
+from reshard.layout.bind import bound_of
 from reshard.layout.describe import NUMBER, Patterns, place_of, rule_of
-from reshard.layout.model import ModelLayout
+from reshard.layout.file import LayoutFile
 from reshard.layout.partition import Partition, trimmed
 from reshard.layout.patterns import glob_of
-from reshard.layout.resolve import resolve
+from reshard.layout.resolve import Resolved, resolve
 from reshard.torch.placements import DigitLayout, Row, digits_of, part_of
 from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
+    from reshard.layout.bind import BoundLayout
     from reshard.layout.partition import Place
     from reshard.torch.placements import Digit
 
@@ -40,17 +43,17 @@ def layout_of(
     model: Sequence[tuple[Mapping[str, DigitLayout], Sequence[int]]],
     optimizer: Sequence[tuple[Mapping[str, DigitLayout], Sequence[int]]] = (),
     aliases: Mapping[str, str] | None = None,
-) -> tuple[ModelLayout, None] | tuple[None, str]:
+) -> tuple[BoundLayout, None] | tuple[None, str]:
     """The layout in which all ranks hold their tensors, or the reason why there is none.
 
     Args:
         rows: each distinct row, and the ranks that have it.
         model: layouts of the model's tensors by key, and the ranks that hold tensors in these layouts.
         optimizer: the same for the state of the optimizer.
-        aliases: other names of keys, which a checkpoint may use instead. They are partitioned like their tensor.
+        aliases: other names of keys, which a checkpoint may use instead. The rules partition them like their tensor.
 
     Returns:
-        `(layout, None)`, which binds these keys without their names being matched again; or `(None, reason)`.
+        `(layout, None)`; or `(None, reason)`.
 
     Raises:
         MismatchError: ranks hold tensors of different shapes or partitions under one key.
@@ -139,7 +142,7 @@ class _LayoutBuilder:
     axes: dict[str, Digit] = field(default_factory=dict)  # the mesh: the span of each axis, outermost first
     places: dict[tuple[int, ...], Place | None] = field(default_factory=dict)  # by set of ranks
 
-    def layout(self) -> ModelLayout:
+    def layout(self) -> BoundLayout:
         held = {**self.model.layouts, **self.optimizer.layouts}
         for key, layout in held.items():
             if layout.reason:
@@ -249,11 +252,11 @@ class _LayoutBuilder:
         mapping: Mapping[str, object],
         shapes: Mapping[str, tuple[int, ...]],
         expected: Mapping[str, tuple[Partition, Place | None]],
-    ) -> ModelLayout | None:
-        """The layout of a mapping with the layouts of all keys; None: they are not the expected ones."""
+    ) -> BoundLayout | None:
+        """The layout of a mapping; None: its tensors do not lie as expected."""
         try:
-            layout = ModelLayout.from_mapping(mapping)
-            layouts = resolve(layout, shapes, self.optimizer.layouts.keys()).layouts
+            file = LayoutFile.from_mapping(mapping)
+            layouts = resolve(file, shapes, self.optimizer.layouts.keys()).layouts
         except LayoutError:
             return None
         for key, (partition, place) in expected.items():
@@ -262,7 +265,7 @@ class _LayoutBuilder:
                 return None
             if layouts[key].place != (() if place is None else (place,)):
                 return None
-        return replace(layout, known=layouts)
+        return bound_of(_core.Mesh(list(file.mesh.items()), file.ranks), Resolved(layouts, [], []), file.to_mapping)
 
 
 def _is_uneven(layout: DigitLayout, sizes: Collection[int]) -> bool:

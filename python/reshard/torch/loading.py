@@ -23,8 +23,10 @@ from reshard.formats.dcp.run_state import Live, RunState, model_of, translated
 from reshard.formats.left_out import LeftOut
 from reshard.formats.outputs import as_array, fill
 from reshard.formats.weight_sets import Known, advice, chosen, without_wrappers
-from reshard.layout import ModelLayout
+from reshard.layout import TensorLayout
+from reshard.layout.bind import bound_of
 from reshard.layout.patterns import Matcher
+from reshard.layout.resolve import Resolved
 from reshard.options import Strict
 from reshard.torch.objects import object_tensors
 from reshard.torch.optimizers import OptimizerRecord
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
     from reshard.checkpoint import Checkpoint
     from reshard.formats.dcp.run_state import Values
+    from reshard.layout import BoundLayout
     from reshard.options import InitFrom
     from reshard.torch.objects import Entry
     from reshard.torch.state import Described
@@ -701,11 +704,11 @@ class _Wanted:
         """The request for this rank's region of each tensor."""
         described = self.described
         placed = list(self.placed)
-        if described.reason is None:
-            layout = described.layout or ModelLayout.replicated()
-            shapes = {key: self._shape(key) for key in placed}
-            bound = layout.bind(shapes, optimizer_keys={key for key in placed if key in self.of_optimizer})
-            request = bound.request(0 if described.layout is None else rank, placed)
+        if described.bound is not None:
+            layouts = {key: self._layout(described.bound, key, name) for key, name in self.placed.items()}
+            request = bound_of(described.bound.mesh, Resolved(layouts, [], [])).request(rank, placed)
+        elif described.reason is None:
+            request = self.checkpoint.data.index.whole_request(placed)
         else:
             # There is no layout of all ranks. State of a parameter lies as the parameter; state of another shape than
             # its parameter's is whole.
@@ -726,6 +729,12 @@ class _Wanted:
                 raise UnsupportedError(f"{show(key)} is packed ({stored}), and cannot be trimmed", key=key)
             request.add_region(key, key, self.described.offsets[name], self._local(name))
         return request
+
+    def _layout(self, bound: BoundLayout, key: str, name: str) -> TensorLayout:
+        """How a tensor lies that is stored as `key` and belongs to `name`: as it does, or as that, or whole."""
+        shape = self._shape(key)
+        alike = [bound.tensor_layouts[one] for one in (key, name) if one in bound.tensor_layouts]
+        return next((one for one in alike if one.shape == shape), TensorLayout(shape, place=alike[-1].place))
 
     def _add(self, request: _core.Request, key: str, name: str) -> None:
         shape = self._shape(key)

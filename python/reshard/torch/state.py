@@ -21,6 +21,7 @@ from reshard.errors import ArgumentError, MismatchError, ReshardError, Unsupport
 from reshard.formats import state as state_format
 from reshard.formats.differing import MISSING, Fields, Gather, difference
 from reshard.formats.replicas import RankLocal
+from reshard.layout import ModelLayout
 from reshard.ranks.distinct import gather_distinct
 from reshard.ranks.group import resolve
 from reshard.torch.common_layout import layout_of
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from reshard.layout import ModelLayout
+    from reshard.layout import BoundLayout
     from reshard.ranks.distinct import RankValues
     from reshard.ranks.group import Group
     from reshard.torch.settings import Started
@@ -67,13 +68,13 @@ class Described:
         local: rank-local state tensors, with keys likewise: plain tensors in the state of a sharded parameter (DTensor)
             that have neither its shape nor a single element, and tensors inside of state that is made of others:
             quantized moments and their scales.
-        layout: the layout of all ranks; None with one rank, or for `reason`.
+        bound: the layout of all ranks; None with one rank, or for `reason`.
         shapes: global shape of each of this rank's tensors, in elements.
         offsets: global offset of each of this rank's shards, in elements.
         extra: state to save besides tensors: options and counters of optimizers, state of objects and modules, aliases.
         aliases: other names of tied tensors, and the key of each.
         reason: why several ranks have no layout; tensors are then saved by region.
-        save_layout: the layout for saving. Parameters and optimizer state are equal on all ranks that hold them, but
+        saved: the layout for saving. Parameters and optimizer state are equal on all ranks that hold them, but
             buffers, such as running means, may differ. Each buffer is saved by the first rank that holds it; if the
             copies of other ranks differ, they are saved as rank-local state. Of buffers that DDP broadcasts only the
             copy of the sending rank is saved.
@@ -87,19 +88,25 @@ class Described:
     model: dict[str, torch.Tensor]
     optimizer: dict[str, torch.Tensor]
     local: dict[str, torch.Tensor]
-    layout: ModelLayout | None
+    bound: BoundLayout | None
     shapes: dict[str, tuple[int, ...]]
     offsets: dict[str, tuple[int, ...]]
     extra: dict[str, Any]
     aliases: dict[str, str]
     reason: str | None
-    save_layout: ModelLayout | None
+    saved: BoundLayout | None
     rank: int
     world_size: int
     names: frozenset[str] = field(repr=False)
     all_aliases: Mapping[str, str] = field(repr=False)
     live: LiveState = field(repr=False)
     _kept: _RankLocalState = field(repr=False)
+
+    @property
+    def layout(self) -> ModelLayout | None:
+        """`bound` as rules, for `reshard.load` and the like; None as there."""
+        mapping = None if self.bound is None else self.bound.to_mapping()
+        return None if mapping is None else ModelLayout.from_mapping(mapping)
 
     def to_save(self) -> dict[str, torch.Tensor]:
         """The tensors that are saved, by key; not copies.
@@ -113,7 +120,7 @@ class Described:
         return model | self.optimizer | self.local
 
     def saving(self, tensors: Mapping[str, torch.Tensor] | None = None) -> dict[str, Any]:
-        """The arguments `model`, `optimizer`, `layout`, `shapes` and `rank_local` for `reshard.save`.
+        """The arguments `model`, `optimizer`, `layout` and `rank_local` for `reshard.save`.
 
         Args:
             tensors: copies of the tensors of `to_save`; None: the tensors themselves.
@@ -141,8 +148,7 @@ class Described:
         return {
             "model": parts[0],
             "optimizer": parts[1] or None,
-            "layout": self.save_layout,
-            "shapes": {key: self.shapes[key] for part in parts for key in part} if self.save_layout else None,
+            "layout": self.saved,
             "rank_local": RankLocal(
                 local,
                 {key: given[key] for key in self.model if key in kept.left - kept.received},
@@ -324,11 +330,11 @@ def describe(
     for value, ranks in models:
         for key in value.buffers:
             first[key] = min(first.get(key, ranks[0]), ranks[0])
-    layout, reason = layout_of(rows, of_model, of_optimizer, aliases)
-    save_layout = layout
-    if layout is not None and first:
-        save_layout, reason = layout_of(rows, _from_first(of_model, first), of_optimizer, aliases)
-        layout = layout if save_layout is not None else None
+    bound, reason = layout_of(rows, of_model, of_optimizer, aliases)
+    saved = bound
+    if bound is not None and first:
+        saved, reason = layout_of(rows, _from_first(of_model, first), of_optimizer, aliases)
+        bound = bound if saved is not None else None
     differing: dict[str, list[str]] = {}
     if len(states) > 1:
         sharded = {key for held, _ in of_model for key, one in held.items() if one.cuts or one.reason}
@@ -344,8 +350,8 @@ def describe(
         state=_states(states, own, members.rank),
         aliases=aliases,
         names=frozenset(key for held, _ in of_model for key in held),
-        layout=layout,
-        save_layout=save_layout,
+        bound=bound,
+        saved=saved,
         reason=reason,
         left=frozenset(key for key, rank in first.items() if rank != members.rank),
         local=local,
@@ -527,11 +533,11 @@ class _RankState:
         """The values that ranks compare and exchange."""
         distributed = {key for key, tensor in self.live.named.tensors.items() if hasattr(tensor, "device_mesh")}
         model = _ModelPart(
-            {key: lies.layout for key, lies in self.model.items()},
+            self._layouts(self.model),
             tuple(sorted(self.live.named.buffers - distributed - self.live.named.received)),
             tuple(sorted(self.live.named.received)),
         )
-        optimizer = {key: lies.layout for key, lies in self.optimizer.items()}
+        optimizer = self._layouts(self.optimizer)
         record = OptimizerRecord(self.record.groups, self.record.slots, plain=self.record.plain).to_value()
         packed = _Packed.of(record, "options of the optimizer")
         if packed is None:
@@ -555,6 +561,14 @@ class _RankState:
                 },
             },
         ]
+
+    def _layouts(self, parts: Mapping[str, LocalPart]) -> dict[str, DigitLayout]:
+        """How tensors are divided, in the shapes of `Described.shapes`."""
+        shapes = self.shapes
+        return {
+            key: lies.layout if lies.layout.shape == shapes[key] else replace(lies.layout, shape=shapes[key])
+            for key, lies in parts.items()
+        }
 
     def described(self, agreed: _Agreed, members: Group) -> Described:
         both = self.model | self.optimizer
@@ -601,13 +615,13 @@ class _RankState:
             model={key: lies.local for key, lies in self.model.items()},
             optimizer={key: lies.local for key, lies in self.optimizer.items() if key not in agreed.local},
             local={key: lies.local for key, lies in self.optimizer.items() if key in agreed.local},
-            layout=agreed.layout,
+            bound=agreed.bound,
             shapes=self.shapes,
             offsets={key: lies.offset for key, lies in both.items()},
             extra=extra,
             aliases=dict(self.live.named.aliases),
             reason=agreed.reason,
-            save_layout=agreed.save_layout,
+            saved=agreed.saved,
             rank=members.rank,
             world_size=members.world_size,
             names=agreed.names,
@@ -626,7 +640,7 @@ class _Agreed:
         state: state besides tensors, of parameters and of modules, by name.
         aliases: other names of tensors, and their keys.
         names: keys of the models of all ranks.
-        layout, save_layout, reason: as in `Described`.
+        bound, saved, reason: as in `Described`.
         left: keys of buffers that another rank saves.
         local: keys of rank-local state tensors.
         differing: names of parameters and modules whose state besides tensors differs between ranks; it is saved as
@@ -638,8 +652,8 @@ class _Agreed:
     state: dict[str, dict[str, Any]]
     aliases: dict[str, str]
     names: frozenset[str]
-    layout: ModelLayout | None = None
-    save_layout: ModelLayout | None = None
+    bound: BoundLayout | None = None
+    saved: BoundLayout | None = None
     reason: str | None = None
     left: frozenset[str] = frozenset()
     local: frozenset[str] = frozenset()

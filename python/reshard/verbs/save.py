@@ -8,6 +8,7 @@ runs them on all ranks.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import socket
 import time
@@ -46,6 +47,7 @@ from reshard.write.phases import RankInput, SaveTask
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from reshard.layout import BoundLayout
     from reshard.layout.model import LayoutLike
     from reshard.options import CommitLike, FilesLike, FormatLike, RetentionLike, VerifyLike
     from reshard.ranks.group import Group
@@ -168,9 +170,10 @@ def save(  # noqa: PLR0917  what is saved is often given by position
         extra: any other state by name: numbers, text, bytes, lists, tuples, mappings, arrays, tensors. A value wrapped
             in `reshard.per_rank` is kept for each rank. Of any other rank 0's is saved, and it is an error if another
             rank gives a different one.
-        layout: how the arrays are sharded: a `ModelLayout`, a layout file, its mapping, or a strategy file or folder.
-            Every rank gives its own shards, and global shapes follow from those of all ranks. None: in a world of one
-            all arrays are whole; else each array is a `Shard` with its offset, and only `tiles.json` describes it.
+        layout: how the arrays are sharded: a `ModelLayout`, a layout file, its mapping, or a strategy file or folder;
+            or what `bind` of a layout returns. Every rank gives its own shards, and global shapes follow from those of
+            all ranks. None: in a world of one all arrays are whole; else each array is a `Shard` with its offset, and
+            only `tiles.json` describes it.
         shapes: with a layout, global shapes by key, in elements: of flattened tensors, and of those that are joined
             into one array. Joined state is that of all parameters of the join, in their shapes; where only some have
             state, give those.
@@ -272,7 +275,7 @@ class SaveRequest:
     _: KW_ONLY
     common: CommonInfo | Mapping[str, object] | None = None
     extra: Mapping[str, object] | None = None
-    layout: LayoutLike | None = None
+    layout: LayoutLike | BoundLayout | None = None
     shapes: Mapping[str, Sequence[int]] | None = None
     rank_local: RankLocal | None = None
     metrics: Mapping[str, float] | None = None
@@ -367,9 +370,9 @@ def _draft(request: SaveRequest, task: SaveTask, channel: Group, observers: Obse
     is_alone = of.traits.rank_folders  # each rank has files of its own, which hold all that the rank needs
     layout = None
     if request.layout is not None:
-        from reshard.layout import as_layout  # noqa: PLC0415  slow to import
+        from reshard.layout import BoundLayout, as_layout  # noqa: PLC0415  slow to import
 
-        layout = as_layout(request.layout)
+        layout = request.layout if isinstance(request.layout, BoundLayout) else as_layout(request.layout)
     arrays = local_arrays(request.model, request.optimizer)
     if ready is not None:
         for name, given in [*(request.model or {}).items(), *(request.optimizer or {}).items()]:
@@ -387,7 +390,8 @@ def _draft(request: SaveRequest, task: SaveTask, channel: Group, observers: Obse
         arrays,
         {key: as_shape(shape, f"the shape of {show(str(key))}") for key, shape in (request.shapes or {}).items()},
         host=_host(),
-        options=_agreed(task, blocking=request.blocking) | {"layout": None if layout is None else _digest(str(layout))},
+        options=_agreed(task, blocking=request.blocking)
+        | {"layout": None if layout is None else _digest(json.dumps(layout.to_mapping()))},
         has_layout=layout is not None,
         may_differ=is_any_of(allowed) if allowed else None,
         state=_digests(extra) if channel.world_size > 1 else {},

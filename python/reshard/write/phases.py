@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from reshard.formats.checkpoint2.common import CommonInfo
     from reshard.formats.checkpoint2.rank_facts import RankFacts
     from reshard.formats.replicas import Copies, Replicas, State
-    from reshard.layout import ModelLayout
+    from reshard.layout import BoundLayout, ModelLayout
     from reshard.options import SaveOptions
     from reshard.storage.location import Location
     from reshard.write.arrays import LocalArrays
@@ -98,7 +98,8 @@ class RankInput(NamedTuple):
         world_size: how many ranks save.
         arrays: its arrays, by name.
         facts: what it reports of them.
-        layout: how they are partitioned; None: the arrays are shards that say it themselves.
+        layout: how they are partitioned: bound where this rank knows the tensors of all ranks, else the rules of the
+            caller, which are bound once all ranks have reported. None: the arrays are shards that say it themselves.
         common: the counters; rank 0's are saved.
         record: the line of the log, except for what is known at the end; rank 0's is written.
         copies: its copies of arrays of other ranks, and its state.
@@ -109,7 +110,7 @@ class RankInput(NamedTuple):
     world_size: int
     arrays: LocalArrays
     facts: RankFacts
-    layout: ModelLayout | None
+    layout: BoundLayout | ModelLayout | None
     common: CommonInfo
     record: SaveRecord
     copies: Copies

@@ -43,6 +43,7 @@ from reshard.formats.checkpoint2.rank_facts import (
     RankFacts,
     check_options,
     check_state,
+    layout_key,
     plan_iteration,
     plan_key,
 )
@@ -185,7 +186,7 @@ class Checkpoint1Draft(Draft[_Report, _Orders, _BegunMessage, _Weights]):
         check_state(facts)
         firsts = self._first_of_each_root(facts)
         rank_plan.check_world(views, os.fspath(task.root), is_shared=len(firsts) == 1)
-        key = [plan_key(facts), str(layout), os.fspath(task.root)]
+        key = [plan_key(facts), layout_key(facts, layout), os.fspath(task.root)]
         plan, shapes, strategy = _plans.get(key, lambda: self._plan_of_ranks(facts))
         assignment = ShardAssignment()
         if strategy is None:

@@ -25,9 +25,10 @@ from reshard.errors import (
     UnsupportedError,
 )
 from reshard.formats.checkpoint1.names import STRATEGY_FOLDER
+from reshard.layout.bind import BoundLayout
 from reshard.layout.strategy_file import is_strategy
 from reshard.layout.strategy_folder import read_strategy
-from reshard.layout.strategy_writer import write_stage_files
+from reshard.layout.strategy_writer import strategy_of, write_stage_files
 from reshard.storage.changes import remove_folder
 from reshard.values.words import listed, show
 
@@ -58,7 +59,7 @@ def strategy_folder(root: Location) -> Location:
     return root.parent / STRATEGY_FOLDER if root.name == _ROOT else root / STRATEGY_FOLDER
 
 
-def make(layout: ModelLayout, shapes: Shapes, root: Location) -> Strategies:
+def make(layout: BoundLayout | ModelLayout, shapes: Shapes, root: Location) -> Strategies:
     """The strategy of what is saved into a root.
 
     Args:
@@ -71,7 +72,11 @@ def make(layout: ModelLayout, shapes: Shapes, root: Location) -> Strategies:
     """
     tensors = {key: shape for key, (shape, _) in shapes.items()}
     states = [key for key, (_, is_state) in shapes.items() if is_state]
-    return Strategies(strategy_folder(root), layout.to_strategy(tensors, optimizer_keys=states), tensors)
+    if isinstance(layout, BoundLayout):
+        strategy = strategy_of(layout.only(tensors))
+    else:
+        strategy = layout.to_strategy(tensors, optimizer_keys=states)
+    return Strategies(strategy_folder(root), strategy, tensors)
 
 
 @dataclass(eq=False)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from reshard import dtypes
 from reshard.errors import ArgumentError, LayoutError, MismatchError
 from reshard.formats.checkpoint2.iteration import plan_boxes, plan_layout
+from reshard.layout.bind import BoundLayout
 from reshard.layout.invert import check_local_shapes, global_shapes, join_members
 from reshard.layout.strategy import box_of
 from reshard.values.counters import is_counter
@@ -171,7 +172,12 @@ def facts_of(
 
 
 def plan_iteration(
-    ranks: Sequence[RankFacts], layout: ModelLayout | None, *, prefix: str | None, dedup: bool, strict: bool
+    ranks: Sequence[RankFacts],
+    layout: BoundLayout | ModelLayout | None,
+    *,
+    prefix: str | None,
+    dedup: bool,
+    strict: bool,
 ) -> IterationPlan:
     """Plan which rank writes which arrays into which file.
 
@@ -272,15 +278,43 @@ def _by_boxes(
 
 
 def _by_layout(
-    found: Mapping[str, Mapping[int, Fact]], given: Mapping[str, Shape], n_ranks: int, layout: ModelLayout, *,
-    prefix: str | None, dedup: bool, strict: bool,
+    found: Mapping[str, Mapping[int, Fact]], given: Mapping[str, Shape], n_ranks: int,
+    layout: BoundLayout | ModelLayout, *, prefix: str | None, dedup: bool, strict: bool,
 ) -> IterationPlan:  # fmt: skip
-    ranks = sorted(layout.ranks or range(math.prod(layout.mesh.values())))
+    if isinstance(layout, BoundLayout) and not found.keys() <= set(map(layout.array_of, layout.layouts)):
+        from reshard.layout import ModelLayout  # noqa: PLC0415  slow to import
+
+        # The caller has added arrays, for which there may be a rule.
+        layout = ModelLayout.from_mapping(layout.to_mapping() or {})
+    if isinstance(layout, BoundLayout):
+        ranks = sorted(layout.ranks)
+    else:
+        ranks = sorted(layout.ranks or range(math.prod(layout.mesh.values())))
     if ranks != list(range(n_ranks)):
         raise LayoutError(
             f"the layout is one of {len(ranks)} ranks, from {ranks[0]} to {ranks[-1]}; {n_ranks} ranks save together",
             hint="every rank of the layout calls `save`, with what it holds",
         )
+    bound = layout.only(found) if isinstance(layout, BoundLayout) else _bound(layout, found, given)
+    for key in given.keys() & bound.tensor_layouts.keys():
+        if (expected := bound.tensor_layouts[key].shape) != given[key]:
+            raise MismatchError(
+                f"the global shape of {show(key)} is {given[key]}, the layout expects {expected}", key=key
+            )
+    check_local_shapes(
+        bound, {name: {rank: fact.shape for rank, fact in of_ranks.items()} for name, of_ranks in found.items()}
+    )
+    bound.refuse_unused()
+    facts = {key: next(iter(found[bound.array_of(key)].values())) for key in bound.layouts}
+    # The model first here too: otherwise members of joins would be last.
+    keys_in_order = sorted(facts, key=lambda key: facts[key].part != "model")
+    shapes = bound.tensor_layouts
+    tensors = {key: WholeTensor(facts[key].dtype, shapes[key].shape, facts[key].part) for key in keys_in_order}
+    return plan_layout(tensors, bound, prefix=prefix, dedup=dedup, strict=strict)
+
+
+def _bound(layout: ModelLayout, found: Mapping[str, Mapping[int, Fact]], given: Mapping[str, Shape]) -> BoundLayout:
+    """The layout of the tensors of all ranks, whose shapes follow from those of their parts."""
     parts: dict[str, Part] = {name: next(iter(of_ranks.values())).part for name, of_ranks in found.items()}
     given, members = _with_members(layout, found, parts, given)
     unknown = [key for key in given if key not in found and not any(key in keys for keys in members.values())]
@@ -300,19 +334,7 @@ def _by_layout(
         given = {
             name: shape for name, of_ranks in alone.items() if (shape := _shape_by(layout.strategy, name, of_ranks))
         } | given
-    shapes = global_shapes(layout, alone, given, optimizer_keys)
-    bound = layout.bind(shapes, optimizer_keys=optimizer_keys)
-    check_local_shapes(
-        bound, {name: {rank: fact.shape for rank, fact in of_ranks.items()} for name, of_ranks in found.items()}
-    )
-    bound.refuse_unused()
-    dtype_of = {name: next(iter(of_ranks.values())).dtype for name, of_ranks in found.items()}
-    for name, keys in members.items():
-        dtype_of |= dict.fromkeys(keys, dtype_of[name])
-    # The model first here too: otherwise members of joins would be last.
-    keys_in_order = sorted(shapes, key=lambda key: parts[key] != "model")
-    tensors = {key: WholeTensor(dtype_of[key], shapes[key], parts[key]) for key in keys_in_order}
-    return plan_layout(tensors, bound, prefix=prefix, dedup=dedup, strict=strict)
+    return layout.bind(global_shapes(layout, alone, given, optimizer_keys), optimizer_keys=optimizer_keys)
 
 
 def _shape_by(strategy: Strategy, key: str, local_shapes: Mapping[int, Shape]) -> Shape | None:
@@ -468,6 +490,12 @@ def differs_between_ranks(name: str) -> str:
         '`loop` in `extra` differs between ranks'
     """
     return f"{show(name)} in `extra` differs between ranks"
+
+
+def layout_key(ranks: Sequence[RankFacts], layout: BoundLayout | ModelLayout | None) -> list[Any]:
+    """What the plan of a save follows from besides `plan_key`: a digest of the rules, and the shapes if it is bound."""
+    shapes = [one.shape for one in layout.tensor_layouts.values()] if isinstance(layout, BoundLayout) else None
+    return [ranks[0].options.get("layout"), shapes]
 
 
 def plan_key(ranks: Sequence[RankFacts]) -> list[Any]:

@@ -28,6 +28,7 @@ from reshard.formats.checkpoint2.rank_facts import (
     RankFacts,
     check_options,
     check_state,
+    layout_key,
     plan_iteration,
     plan_key,
     planned_bytes,
@@ -126,7 +127,9 @@ class Checkpoint2Draft(Draft[RankFacts, _Orders, _BegunMessage, _Records]):
             replicas = Replicas.of(plan.holders if check_replicas else {}, reports)
             return _Plan(plan, planned_bytes(plan, reports), replicas)
 
-        plan = _plans.get([plan_key(reports), str(layout), [prefix, dedup, strict, check_replicas]], make)
+        plan = _plans.get(
+            [plan_key(reports), layout_key(reports, layout), [prefix, dedup, strict, check_replicas]], make
+        )
         orders = _Orders(plan.iteration.files, plan.replicas)
         session = find_session(self.task.root)
         return Checkpoint2Planned(orders, self.task, self.own, plan, None if session is None else session.resumed)
