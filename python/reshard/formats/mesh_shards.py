@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 _MAX_AXES = 16
+_MAX_SIZES = 256  # of one axis: lists in a file can contain each other
+_MAX_RANKS = 1 << 31
 
 
 class RankTensor(NamedTuple):
@@ -252,18 +254,24 @@ def _sizes(mesh: dict[str, object]) -> list[int] | None:
         arguments = tensor.arguments if isinstance(tensor, _core.Opaque) else None
         shape = arguments[2] if isinstance(arguments, tuple) and len(arguments) > 2 else None
         sizes = [_product(one) for one in shape] if isinstance(shape, tuple | list) else [0]
-    found = [size for size in sizes if size is not None and 0 < size < 1 << 31]
+    found = [size for size in sizes if size is not None and size < _MAX_RANKS]
     return found if len(found) == len(sizes) <= _MAX_AXES else None
 
 
-def _product(shape: object, depth: int = 0) -> int | None:
+def _product(shape: object) -> int | None:
     """The number of ranks of an axis, which can be made of several."""
-    if type(shape) is int:
-        return shape
-    if not isinstance(shape, tuple | list) or len(shape) > _MAX_AXES or depth > _MAX_AXES:
-        return None
-    sizes = [_product(one, depth + 1) for one in shape]
-    return None if None in sizes else math.prod(size for size in sizes if size is not None)
+    product, left = 1, [shape]
+    for _ in range(_MAX_SIZES):
+        if not left:
+            return product
+        one = left.pop()
+        if type(one) is int and 0 < one < _MAX_RANKS:
+            product *= one
+        elif isinstance(one, tuple | list) and len(one) <= _MAX_AXES:
+            left += one
+        else:
+            break
+    return None
 
 
 def _coordinate(mesh: dict[str, object], sizes: Sequence[int], rank: int) -> list[int] | None:

@@ -129,11 +129,17 @@ def _of_torchao(one: Quantised, shapes: dict[str, tuple[int, ...]]) -> Recipe | 
     kind, roles = values["type"], set(one.parts)
     if values.get("is_swizzled_scales") or len(one.shape) > 3:
         return None
+    if kind in ("MXTensor", "NVFP4Tensor") and not {"qdata", "scale"} <= roles:
+        return None
     if kind == "MXTensor" and type(block) is int and block > 0:
         if _elements(values) != "float4_e2m1fn_x2":
             return _torchao_scaled(one, shapes, (1, block))
+        if shapes["scale"] != (*one.shape[:-1], -(-one.shape[-1] // block)):
+            return None
         return Recipe("e2m1", (block, 0), tuple((role, _matrices(one, shapes[role])) for role in ("qdata", "scale")))
     if kind == "NVFP4Tensor" and roles <= {"qdata", "scale", "per_tensor_scale"} and block == 16:
+        if shapes["scale"] != (*one.shape[:-1], -(-one.shape[-1] // block)):
+            return None
         parts = [(role, _matrices(one, shapes[role])) for role in ("qdata", "scale")]
         if "per_tensor_scale" in roles:
             parts.append(("per_tensor_scale", (1,)))
@@ -151,7 +157,7 @@ def _torchao_scaled(one: Quantised, shapes: dict[str, tuple[int, ...]], block: t
     for role in ("scale", "zero_point"):
         if role in shapes:
             grid = _grid(one, shapes[role], block)
-            if math.prod(grid) != math.prod(shapes[role]):
+            if [n for n in grid if n != 1] != [n for n in shapes[role] if n != 1]:
                 return None
             parts.append((role, grid))
     return Recipe("scaled", (*block, 1.0), tuple(parts))

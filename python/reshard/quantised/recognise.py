@@ -111,7 +111,7 @@ class _Finder:
             self._fp8,
         )
         for key, (dtype, shape) in self.tensors.items():
-            if not shape or key in self.used:
+            if not shape or 0 in shape or key in self.used:
                 continue
             for kind in kinds:
                 one = kind(key, dtype, shape)
@@ -142,7 +142,7 @@ class _Finder:
             return
         end = next(end for end in ("_scale_inv", "_scale") if scaled[0] + end in self.tensors)
         for key, (dtype, shape) in self.tensors.items():
-            if key not in self.used and dtype in _FP8 and len(shape) > 1:
+            if key not in self.used and dtype in _FP8 and len(shape) > 1 and 0 not in shape:
                 self._missing(key + end, key, f"the scale of {show(key)} ({dtype})")
 
     # -- errors
@@ -321,13 +321,14 @@ class _Finder:
         parts["shape"] = self._part(key, name + "_shape", "shape", ("I64", "I32"), (2,))
         optional = {"zero_point": name + "_zero_point", "g_idx": name + "_g_idx"}
         parts |= {role: part for role, part in optional.items() if part in self.tensors}
-        rows, groups = shape[0], self.tensors[parts["scale"]][1][-1]
+        its = self.tensors[parts["scale"]][1]
+        rows, groups = shape[0], its[-1] if its else 0
         columns = self._integers(parts["shape"])
         if len(columns) != 2 or columns[0] != rows or not columns[1] or columns[1] > shape[1] * 32:
             self._fail(parts["shape"], f"{show(parts['shape'])} is {columns}, and {show(key)} has shape {shape}")
         self._part(key, parts["scale"], "scale", _SCALES, (rows, groups))
         bits = 4 if -(-columns[1] // 8) == shape[1] else 8
-        if -(-columns[1] * bits // 32) != shape[1] or columns[1] % groups:
+        if not groups or -(-columns[1] * bits // 32) != shape[1] or columns[1] % groups:
             self._fail(key, f"{show(key)} of shape {shape} packs no {columns} integers of 4 or 8 bits")
         return Quantised(name, "int-packed", columns, parts, is_whole=True, values={"bits": bits})
 
@@ -417,6 +418,8 @@ class _Finder:
     def _bitsandbytes(self, key: str, dtype: str, shape: tuple[int, ...]) -> Quantised | None:
         scb = key.removesuffix(".weight") + ".SCB"
         if dtype == "I8" and key.endswith(".weight") and (scb in self.tensors or self.of.method == "bitsandbytes"):
+            if len(shape) != 2:
+                self._fail(key, f"{show(key)} has shape {shape}, expected two dims")
             self._part(key, scb, "scale", ("F32",), shape[:1])
             order = key + "_format"
             parts = {"weight": key, "scale": scb, **({"format": order} if order in self.tensors else {})}
