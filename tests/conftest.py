@@ -12,6 +12,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 from tests.helpers import huge_pages
 
@@ -37,6 +38,10 @@ _MEMORY = Path("/dev/shm")
 if _MEMORY.is_dir() and os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free >= 8 << 30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
 
+
+# How long an example takes says nothing on a machine that does other work, too.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 # Without SIGCHLD, which torch handles from the first DataLoader with workers on.
 _SIGNALS = tuple(sorted(signal.valid_signals() - {signal.SIGCHLD}))
@@ -138,8 +143,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture
 def tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """The folder of a test: in memory, but on the disk for tests that are marked `slow` or `disk`."""
-    if not any(request.node.get_closest_marker(name) for name in ("slow", "disk")):
+    """The folder of a test: in memory, but on the disk for tests marked `disk`, or `slow` without `disk=False`."""
+    slow = request.node.get_closest_marker("slow")
+    on_disk = slow is not None and slow.kwargs.get("disk", True)
+    if not on_disk and request.node.get_closest_marker("disk") is None:
         yield tmp_path
         return
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:

@@ -77,6 +77,7 @@ def run(root: Path, stop: int = 0, *, accumulated: int = 1, batch: int = 4, **op
     return [*log, [p.tolist() for p in model.parameters()], schedule.get_last_lr()]
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize(
     ("accumulated", "stops", "options"),
     [
@@ -95,6 +96,7 @@ def test_resumed_is_uninterrupted(
         assert first + run(root, accumulated=accumulated, **options) == expected
 
 
+@pytest.mark.slow(disk=False)
 def test_other_batch_size_continues_at_the_same_sample(tmp_path: Path) -> None:
     expected = [index for ids, _ in run(tmp_path / "whole")[:-2] for index in ids]
     first = run(tmp_path / "run", 4)
@@ -148,6 +150,7 @@ def start(
     return decision, accelerate.unwrap_model(model), made.scheduler, seen
 
 
+@pytest.mark.slow(disk=False)
 def test_differences_are_refused_or_reported(tmp_path: Path) -> None:
     root = tmp_path / "run"
     start(root)

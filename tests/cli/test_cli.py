@@ -129,6 +129,7 @@ def test_long_keys_are_folded_at_dots(key: str, width: int, expected: str) -> No
 # -- demo
 
 
+@pytest.mark.slow(disk=False)
 def test_demo_from_start_to_end() -> None:
     before = set(Path("/tmp").glob("reshard-demo-*"))
     code, out, err = outcome("demo", "--size", 2, env={**os.environ, "TMPDIR": "/tmp"})
@@ -177,6 +178,7 @@ def test_demo_fails_when_a_byte_differs(monkeypatch: pytest.MonkeyPatch) -> None
     assert json.loads(run("demo", "--size", 1, "--json").stdout)["equal"] is False
 
 
+@pytest.mark.slow(disk=False)
 def test_demo_needs_no_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None; sys.argv = ['reshard', 'demo', '--size', '1']; "
@@ -203,6 +205,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("example", examples())
 def test_the_examples_of_the_help_run(
     example: str, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -216,6 +216,7 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     assert process.returncode == 141  # as if SIGPIPE had ended it
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize(
     "words",
     [["--help"], ["plan", "--help"], ["inspect", CKPT2], ["inspect", CKPT2, "--json"], ["diff", "a", "b", "--json"]],
@@ -228,6 +229,7 @@ def test_output_that_cannot_be_written(words: list[object]) -> None:
     assert len(err.splitlines()) == 2
 
 
+@pytest.mark.slow(disk=False)
 def test_messages_that_cannot_be_written_change_no_exit_code(tmp_path: Path) -> None:
     with Path("/dev/full").open("wb") as full:
         assert outcome("inspect", tmp_path, stderr=full)[:2] == (1, "")
@@ -244,6 +246,7 @@ def test_closed_streams_change_neither_files_nor_the_exit_code(tmp_path: Path, c
         assert (found.returncode, "Traceback" in found.stderr) == (0, False)
 
 
+@pytest.mark.slow(disk=False)
 def test_interrupt_leaves_nothing(tmp_path: Path) -> None:
     source = tmp_path / "big.safetensors"
     header = json.dumps({"w": {"dtype": "U8", "shape": [4 << 30], "data_offsets": [0, 4 << 30]}}).encode()
@@ -258,6 +261,7 @@ def test_interrupt_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["big.safetensors"]
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("module", ["click", "reshard.cli.inspect", "numpy", "reshard.cli.contents"])
 @pytest.mark.parametrize("becomes", ["KeyboardInterrupt", "ImportError"])
 @pytest.mark.parametrize("times", [1, 2])

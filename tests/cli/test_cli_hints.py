@@ -380,6 +380,7 @@ def test_calls_in_hints_have_the_arguments_that_they_name() -> None:
     assert len(found) > 10
 
 
+@pytest.mark.slow(disk=False)
 def test_hints_name_fields_of_options_that_there_are() -> None:
     groups = {one.__name__: one for one in Options.__subclasses__()}
     named = [(place, *match.groups()) for place, text in hints() for match in FIELD.finditer(text)]

@@ -130,6 +130,7 @@ def signature(root: Root) -> frozenset[str]:
     return frozenset(left | {f"tracker {tracker(root)}"})  # of one size, whatever it names
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize(
     ("abilities", "following"),
     [(None, 300), (None, 350), (IN_PLACE, 300)],
@@ -171,6 +172,7 @@ def check_killed_in_a_save(base: RootT, following: int) -> None:
     assert outcomes == sorted(outcomes), "once it is published it stays so"
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("abilities", [ALL, NO_EXCHANGE, IN_PLACE], ids=["exchange", "by way of the trash", "in place"])
 def test_killed_while_an_iteration_is_replaced(
     abilities: Abilities, base: Path, monkeypatch: pytest.MonkeyPatch
@@ -183,6 +185,7 @@ def test_killed_while_an_iteration_is_replaced_in_a_store_without_renames(in_mem
     check_killed_while_an_iteration_is_replaced(in_memory, IN_PLACE)
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("kill", [killed_at, killed_at_step], ids=["no more changes", "signal"])
 @pytest.mark.parametrize("seconds", [0.0, *slow([0.03])], ids=["first", "last"])
 def test_killed_while_a_thread_writes_the_descriptions(
@@ -333,6 +336,7 @@ def test_killed_in_the_recovery_of_a_store_without_renames(iteration: int, in_me
     assert len(seen) > 5
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("is_in_place", [False, True], ids=["rename", "in place"])
 def test_killed_in_retention(*, is_in_place: bool, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     restarted(partial(fill, base))

@@ -113,6 +113,7 @@ RULES = [
 ]
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_no_rule_removes_the_last_healthy_iteration(tmp_path: Path, rule: Retention) -> None:
     rng, has_pins = random.Random(str(rule)), RULES.index(rule) % 2 == 1
@@ -158,6 +159,7 @@ def _run(*words: str) -> str:
     return subprocess.run([sys.executable, "-m", "reshard", *words], capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("command", [["explain"], ["watch", "--once"], ["inspect"]])
 def test_commands_say_since_when_and_which_tensor(tmp_path: Path, command: list[str]) -> None:
     for number in range(1, 5):

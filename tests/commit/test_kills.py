@@ -562,6 +562,7 @@ class AsTheOriginal(Ours):
         group.barrier(timeout=TIMEOUT_S)
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize(
     ("how", "error", "message"),
     [

@@ -81,6 +81,7 @@ def run(*command: str) -> str:
     return result.output
 
 
+@pytest.mark.slow(disk=False)
 def test_a_run_saves_keeps_pins_goes_back_and_prunes(url: str, s3: S3Server) -> None:
     for iteration in (100, 200, 300, 400):
         report = save(url, iteration, keep=2, metrics={"loss": 1.0 / iteration})
@@ -131,6 +132,7 @@ def test_ranks_save_and_others_resume(url: str, s3: S3Server) -> None:
     np.testing.assert_array_equal(np.concatenate([one.state["w"] for one in loaded]), whole["w"])
 
 
+@pytest.mark.slow(disk=False)
 def test_a_checkpointer_saves_in_the_background_and_resumes(url: str, s3: S3Server) -> None:
     torch = pytest.importorskip("torch")
     from reshard.torch import Checkpointer
@@ -223,6 +225,7 @@ def test_killed_at_every_request_of_a_save(proxy: Proxy, url: str) -> None:
     assert outcomes == sorted(outcomes)
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("kind", ["lost answer", "lost request"])
 def test_an_answer_is_lost_at_every_change_of_a_save(proxy: Proxy, url: str, kind: str) -> None:
     save(url, 100)
@@ -287,6 +290,7 @@ def test_of_two_writers_that_race_one_wins(url: str, s3: S3Server, n_rounds: int
     print(f"{n_rounds} races: {sum(name == 0 for name, *_ in won)} and {sum(name == 1 for name, *_ in won)} won")
 
 
+@pytest.mark.slow(disk=False)
 def test_a_process_of_this_host_that_is_alive_keeps_its_claim(url: str, s3: S3Server) -> None:
     save(url, 1)
 
@@ -303,6 +307,7 @@ def test_a_process_of_this_host_that_is_alive_keeps_its_claim(url: str, s3: S3Se
     check(url, 2)
 
 
+@pytest.mark.slow(disk=False)
 def test_a_claim_of_another_host_is_watched(url: str, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     root = locate(url)
     save(url, 1)

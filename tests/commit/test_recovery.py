@@ -103,6 +103,7 @@ def test_a_roll_back_publishes_nothing_else(root: Path) -> None:
     assert all_held(root) == {(100, 0), (200, 1), (300, 0), (350, 1)}
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("damage", ["cut", "header", "common", "sums", "manifest", "missing", "another attempt"])
 def test_what_is_not_whole_is_not_published(damage: str, root: Path) -> None:
     in_child(partial(save, root, 100))

@@ -497,6 +497,7 @@ def test_retention_needs_no_claim(root: Path) -> None:
 # -- errors
 
 
+@pytest.mark.slow(disk=False)
 def test_an_error_at_any_change_is_a_warning(root: Path) -> None:
     fill(root, 100, 200, 300)
     protocol.release()

@@ -71,6 +71,7 @@ def resumed(root: Path, *, step: int = 0) -> Checkpointer:
     return checkpointer
 
 
+@pytest.mark.slow(disk=False)
 def test_two_checkpointers_of_a_process_do_not_save_into_one_root(tmp_path: Path) -> None:
     first = resumed(tmp_path / "run")
     first.step(1)

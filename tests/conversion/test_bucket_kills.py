@@ -116,6 +116,7 @@ def convert_in_child(
 _SOME = [pytest.param(one, marks=() if one == "several" else pytest.mark.slow) for one in CONVERSIONS]
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("conversion", _SOME)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_conversion_that_is_killed_leaves_the_whole_or_nothing_that_opens(
@@ -189,6 +190,7 @@ def test_lost_answers_change_nothing(proxy: Proxy, tmp_path: Path, conversion: s
     assert n_changes >= (1 if conversion == "one file" else 4)
 
 
+@pytest.mark.slow(disk=False)
 def test_every_answer_of_an_upload_in_parts_can_be_lost(proxy: Proxy, tmp_path: Path) -> None:
     tensors = {key: one.tobytes() for key, one in model(tmp_path / "model", 40_000).items()}
     for at in range(5):

@@ -77,6 +77,7 @@ def test_without_dedup_each_ranks_files_are_what_it_holds(single: Path, tmp_path
         assert_same(found, local_arrays(layout, BOTH, rank, list(OPTIMIZER)))
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("dedup", [True, False])
 @pytest.mark.parametrize("name", INEXPRESSIBLE)
 def test_what_metadata_json_cannot_say_is_in_tiles_json(
@@ -311,6 +312,7 @@ def test_one_file_a_rank(single: Path, tmp_path: Path, name: str) -> None:
 # -- there and back
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_there_and_back_is_the_identity(huggingface: Path, tmp_path: Path, name: str) -> None:
     """Through the layout, through another one, and back: NaN payloads and -0.0 too."""

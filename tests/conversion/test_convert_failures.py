@@ -393,6 +393,7 @@ def test_a_disk_that_cannot_be_written(source: Path, tmp_path: Path, name: str, 
         assert not list(disk.iterdir())
 
 
+@pytest.mark.slow(disk=False)
 def test_a_limit_of_file_sizes(tmp_path: Path) -> None:
     save_file({key: np.zeros((8, 40_000), np.float32) for key in "abc"}, tmp_path / "source.safetensors")
     code = """
@@ -483,6 +484,7 @@ def interrupt_after(monkeypatch: pytest.MonkeyPatch, n: int) -> list[str]:
     return calls
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("there", ["nothing", "an empty folder", "an earlier one"])
 @every_kind
 def test_an_interrupt_after_any_call_leaves_the_old_or_the_new(
@@ -563,6 +565,7 @@ def started(big: Path, target: Path, options: Any) -> subprocess.Popen[bytes]:
     return process
 
 
+@pytest.mark.slow(disk=False)
 @every_kind
 def test_ctrl_c_stops_at_once_and_leaves_nothing(big: Path, tmp_path: Path, name: str, options: Any) -> None:
     process = started(big, tmp_path / name, {**options, "commit": {"durable": False}})
@@ -578,6 +581,7 @@ def test_ctrl_c_stops_at_once_and_leaves_nothing(big: Path, tmp_path: Path, name
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow(disk=False)
 @every_kind
 def test_killed_it_leaves_no_destination(big: Path, source: Path, tmp_path: Path, name: str, options: Any) -> None:
     target = tmp_path / "there" / name

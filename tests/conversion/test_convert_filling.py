@@ -276,6 +276,7 @@ class KilledError(Exception):
     pass
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize(("old", "new"), PAIRS)
 def test_killed_between_two_moves_it_leaves_the_old_or_the_new_or_none(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str

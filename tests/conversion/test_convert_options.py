@@ -229,6 +229,7 @@ def test_many_small_rank_files_are_written_without_a_thread_for_each(tmp_path: P
         assert written["w"].tolist() == [2 * rank, 2 * rank + 1]
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("form", ["ranks", *slow(["file", "files", "replicas", "empty", "mixed"])])
 def test_many_tensors_are_written_as_few_are(form: str, tmp_path: Path) -> None:
     """More than one thread plans at a time, and in an order that is not that of the files."""

@@ -289,6 +289,7 @@ def converted(*arguments: object, **variables: str) -> subprocess.CompletedProce
     return subprocess.run(command, env=environment, capture_output=True, check=False, text=True)
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("variables", [LAUNCHERS[0], *slow(LAUNCHERS[1:])], ids=lambda one: next(iter(one)))
 def test_each_process_of_a_launcher_writes_its_share(tmp_path: Path, source: Path, variables: dict[str, str]) -> None:
     pending = []
@@ -300,12 +301,14 @@ def test_each_process_of_a_launcher_writes_its_share(tmp_path: Path, source: Pat
     assert content(tmp_path / "dst")
 
 
+@pytest.mark.slow(disk=False)
 def test_a_command_by_hand_in_the_environment_of_a_launcher_converts_all(tmp_path: Path, source: Path) -> None:
     done = converted(source, tmp_path / "dst", RANK="1", WORLD_SIZE="8")
     assert json.loads(done.stdout)["pending"] == []
     assert content(tmp_path / "dst")
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize(
     ("arguments", "variables", "message"),
     [

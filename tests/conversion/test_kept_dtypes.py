@@ -24,6 +24,7 @@ def is_cast(found: np.ndarray, right: np.ndarray) -> bool:
     return found.dtype == ml_dtypes.bfloat16 and bool((found == right.astype(ml_dtypes.bfloat16)).all())
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("seed", range(30))
 def test_a_plan_casts_all_but_these_tensors(seed: int, tmp_path: Path) -> None:
     """Whole tensors and parts of them, in one file or divided over two, against numpy."""

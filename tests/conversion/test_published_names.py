@@ -48,6 +48,7 @@ def equal(a: nn.Module, b: nn.Module) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("kind", KINDS)
 def test_folders_of_a_run_are_as_the_library_writes_them(kind: str, tmp_path: Path) -> None:
     model = model_of(kind)

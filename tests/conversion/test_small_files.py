@@ -169,6 +169,7 @@ def test_a_request_that_is_made_late_is_that_of_the_rank(source: Path) -> None:
             _core.Request.of_ranks([("d", layout)], [1, 0])
 
 
+@pytest.mark.slow(disk=False)
 @given(
     shapes=st.lists(st.lists(st.integers(1, 6), max_size=3).map(tuple), min_size=1, max_size=4),
     cut=st.integers(0, 2),

@@ -67,6 +67,7 @@ CONVERSIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("conversion", CONVERSIONS)
 def test_a_folder_in_a_bucket_is_byte_for_byte_that_of_a_disk(
     bucket: tuple[Location, Proxy], tmp_path: Path, conversion: str
@@ -89,6 +90,7 @@ def test_a_folder_in_a_bucket_is_byte_for_byte_that_of_a_disk(
     assert objects_of(folder) == files_of(tmp_path / "out") | {"notes.txt": b"mine"}
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("name", ["w.safetensors", "w.pt", "deep/er/w.bin"])
 def test_a_file_in_a_bucket_is_byte_for_byte_that_of_a_disk(
     bucket: tuple[Location, Proxy], tmp_path: Path, name: str
@@ -238,6 +240,7 @@ def test_one_of_two_conversions_writes(bucket: tuple[Location, Proxy], tmp_path:
     assert late <= {"model-00002-of-00004.safetensors"}
 
 
+@pytest.mark.slow(disk=False)
 def test_the_command_line_converts_into_a_bucket(s3: S3Server, tmp_path: Path) -> None:
     model(tmp_path / "model")
     url = f"s3://{BUCKET}/command-{os.getpid()}"
@@ -253,6 +256,7 @@ def test_the_command_line_converts_into_a_bucket(s3: S3Server, tmp_path: Path) -
     assert "is not empty" in done.stdout + done.stderr
 
 
+@pytest.mark.slow(disk=False)
 def test_memory_is_bounded_and_too_little_is_an_error(s3: S3Server, tmp_path: Path) -> None:
     url = f"s3://{BUCKET}/bounded-{os.getpid()}/w.safetensors"
     reshard.save_file({"w": np.zeros(400_000_000, np.uint8)}, tmp_path / "w.safetensors")

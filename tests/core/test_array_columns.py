@@ -150,7 +150,7 @@ SHAPES = st.lists(st.integers(0, 3), max_size=3).map(tuple)
 KINDS = st.tuples(st.sampled_from([np.float32, np.int8, ml_dtypes.bfloat16, np.complex64]), SHAPES)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(KINDS, max_size=12))
 def test_kinds_are_those_of_each_array(kinds: list[tuple[Any, tuple[int, ...]]]) -> None:
     arrays = [np.zeros(shape, dtype) for dtype, shape in kinds]
@@ -173,7 +173,7 @@ def test_equal_dtypes_that_are_two_objects_are_one_kind() -> None:
     assert list(arrays.kind_of) == [0, 0, 0, 1]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.permutations(range(9)), st.integers(0, 9), st.booleans())
 def test_another_order(order: list[int], n: int, are_copies: bool) -> None:  # noqa: FBT001
     names = [f"layer {number}" for number in range(9)]

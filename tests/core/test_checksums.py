@@ -110,6 +110,7 @@ def touched(path: Path, regions: list[tuple[str, tuple[int, ...], tuple[int, ...
     return chunks
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", REGIONS)
 def test_a_changed_bit_is_found_only_by_reads_of_its_chunk(tmp_path: Path, kind: str, method: Method) -> None:

@@ -73,6 +73,7 @@ def test_a_slice_reads_the_pages_that_it_needs(index: tuple[slice, slice], path:
     assert read_bytes <= 1.05 * needed_bytes + (256 << 10), (read_bytes, needed_bytes)
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("others", [True, False])
 def test_gaps_that_other_ranks_read_are_read(tmp_path: Path, *, others: bool) -> None:
     # 24 bands of 2 MiB, of which 8 are requested before the first is copied, in two pages of four of each row.

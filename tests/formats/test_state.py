@@ -214,7 +214,8 @@ def values() -> st.SearchStrategy[Any]:
     return st.recursive(hashables() | arrays | tensors, containers, max_leaves=8)
 
 
-@settings(max_examples=100, deadline=None)
+@pytest.mark.slow(disk=False)
+@settings(max_examples=100)
 @given(values())
 def test_any_value_comes_back(value: Any) -> None:
     check(value)

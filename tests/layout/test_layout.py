@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import reshard
@@ -597,7 +597,6 @@ def test_100_000_globs_over_a_model_take_seconds() -> None:
     assert len(bound.warnings) == 101
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.text("ab*?1", min_size=1, max_size=8), min_size=2, max_size=20),
     st.text("ab1", max_size=12),

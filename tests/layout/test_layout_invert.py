@@ -35,6 +35,7 @@ def must_be_told(mapping: Mapping, checkpoint: Checkpoint, key: str) -> bool:
     return rule.join is not None or checkpoint.shapes[key] != checkpoint.shapes[parameter]
 
 
+@pytest.mark.slow(disk=False)
 def test_shapes_are_found_again() -> None:
     @cases(150)
     @given(st.data())

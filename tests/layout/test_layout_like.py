@@ -348,7 +348,7 @@ def checkpoints(draw: st.DrawFn) -> Fake:
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(checkpoints())
 def test_whatever_is_stored_is_described(checkpoint: Fake) -> None:
     check(checkpoint)

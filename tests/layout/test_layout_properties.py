@@ -81,6 +81,7 @@ def test_tiles_of_all_ranks_cover_every_tensor(data: st.DataObject) -> None:
         assert covered.all()
 
 
+@pytest.mark.slow(disk=False)
 @cases(100)
 @given(st.data())
 def test_mesh_coordinates_and_holders_equal_the_oracle(data: st.DataObject) -> None:

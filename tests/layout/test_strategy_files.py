@@ -601,7 +601,8 @@ CONTENTS = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@pytest.mark.slow(disk=False)
+@settings(max_examples=150, derandomize=True)
 @given(CONTENTS)
 def test_what_is_written_is_read(content: StrategyFile) -> None:
     data = strategy_file._to_protobuf(content)
@@ -637,7 +638,7 @@ def test_a_mutated_file_is_read_or_refused() -> None:
     assert {check_parsed(mutated(seed)) for seed in range(3000)} == {True, False}
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=500, derandomize=True)
 @given(st.binary(max_size=200))
 def test_any_bytes_are_read_or_refused(content: bytes) -> None:
     check_parsed(b"\x08\x01\x12" + content)

@@ -87,10 +87,11 @@ def test_cuts_count_parts_as_metadata_json_does(root: str) -> None:
     assert nested or "named" in root
 
 
+@pytest.mark.slow(disk=False)
 def test_every_rank_has_what_the_rules_say() -> None:
     refused = checked = 0
 
-    @settings(max_examples=250, deadline=None, derandomize=True)
+    @settings(max_examples=250, derandomize=True)
     @given(cuts(), st.integers(0, 2))
     def check(cut: tuple[LayoutItem, tuple[int, ...]], before: int) -> None:
         nonlocal refused, checked
@@ -144,7 +145,7 @@ def test_neighbouring_free_axes_are_shared_as_one(
         assert (offset, local) == (box[1], expected.shape)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(st.data())
 def test_uneven_rows(data: st.DataObject) -> None:
     matrix = tuple(data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))

@@ -133,6 +133,7 @@ def check_resumes(folder: Path, *, stop: int, starts_at: int, **words: Any) -> N
     assert set(_metrics(folder / "torn")) == set(_metrics(folder / "whole"))  # the same iterations
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("package", PACKAGES)
 def test_within_an_epoch(tmp_path: Path, package: str) -> None:
     check_resumes(tmp_path, stop=17, starts_at=15, package=package)
@@ -162,6 +163,7 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("case", CASES)
 def test_resumes(tmp_path: Path, case: str) -> None:
     check_resumes(tmp_path, **CASES[case])
@@ -389,6 +391,7 @@ def test_the_scaler_and_the_datamodule_go_on(tmp_path: Path) -> None:
     assert whole[1]["scale"] != 65536.0  # it has changed
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize(
     ("kind", "saving", "options"),
     [

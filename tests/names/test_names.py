@@ -257,6 +257,7 @@ def test_a_template_gives_back_what_it_matches() -> None:
     assert [getattr(found.find(name), "value", None) for name in ("w2.1.3", "w3.1.3", "w3.1.4")] == ["two", "one", None]
 
 
+@pytest.mark.slow(disk=False)
 def test_many_tensors_in_many_files_are_renamed_in_seconds() -> None:
     """2,000 tensors, cut over 64 files."""
     parts = [f"{part}_proj.weight" for part in ("q", "k", "v", "o", "gate", "up", "down", "more")]

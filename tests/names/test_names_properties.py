@@ -222,6 +222,7 @@ def test_a_renamed_checkpoint_is_what_numpy_makes_of_it() -> None:
     assert set(seen) == KINDS
 
 
+@pytest.mark.slow(disk=False)
 @cases(100)
 @given(st.data())
 def test_printed_and_reversed_maps_are_the_same_map(data: st.DataObject) -> None:
@@ -256,6 +257,7 @@ def all_elements(tiles: list[Any], factors: dict[int, tuple[int, ...]]) -> dict[
     return {row: at for one in found for row, at in one.items()}
 
 
+@pytest.mark.slow(disk=False)
 @cases(400)
 @given(st.data())
 def test_tiles_move_there_and_back(data: st.DataObject) -> None:
@@ -310,6 +312,7 @@ def test_swapped_tiles_move_there_and_back(data: st.DataObject) -> None:
     assert all_elements(moved, part_map.factors_of_part()) == expected
 
 
+@pytest.mark.slow(disk=False)
 @cases(50)
 @given(st.data())
 def test_a_rule_that_swaps(data: st.DataObject) -> None:

@@ -67,7 +67,7 @@ def test_padding_is_zero_and_is_left_out_again(dim: int, ranks: int, dtype: str 
 N_EXAMPLES = int(os.environ.get("RESHARD_PAD_EXAMPLES", "15"))
 
 
-@settings(max_examples=N_EXAMPLES, deadline=None)
+@settings(max_examples=N_EXAMPLES)
 @given(data=st.data())
 def test_any_shape_layout_and_dtype_equals_numpy(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("pad")

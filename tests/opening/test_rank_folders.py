@@ -435,8 +435,9 @@ def models(draw: st.DrawFn) -> tuple[dict[str, Item], int]:
     return items, n_stages
 
 
+@pytest.mark.slow(disk=False)
 @given(models(), st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 def test_any_strategy_gives_the_whole_tensors(model: tuple[dict[str, Item], int], random: Any) -> None:
     """Cut by the plain formula, some of the copies lost, and put together again."""
     items, n_stages = model

@@ -316,6 +316,7 @@ def coarse_layouts(draw: Any) -> dict[str, Any]:
     return {"mesh": mesh, "rules": [{"match": "*"} | draw(st.sampled_from(rules))]}
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("method", ["map", "read"])
 def test_no_more_is_read_than_needed_where_runs_are_long(method: Method) -> None:
     tensor = content(DTYPES["F32"], (32, ROW), 7)

@@ -128,6 +128,7 @@ def test_weights_and_optimizer_state_come_from_one_set(tmp_path: Path) -> None:
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["pt", "dcp", "safetensors", "own"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)

@@ -140,6 +140,7 @@ def same(found: Array, expected: Array) -> None:
     assert not differ.any(), (int(differ.sum()), found[differ][:4], expected[differ][:4])
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("dtype", list(FLOAT))
 @pytest.mark.parametrize("kind", list(CONFIGS))
 def test_values_are_those_of_the_library(kind: str, dtype: str, tmp_path: Path) -> None:

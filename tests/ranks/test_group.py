@@ -37,6 +37,7 @@ def timed(do: Any) -> dict[str, Any]:
     return told | {"seconds": time.monotonic() - start}
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("store", ["tcp", "file"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_values_reach_all_ranks(world_size: int, store: str) -> None:
@@ -122,6 +123,7 @@ def test_agreeing_that_ranks_failed() -> None:
             assert told["after"] == [7, 7, 7]
 
 
+@pytest.mark.slow(disk=False)
 def test_a_rank_that_never_comes_is_named_and_meets_the_others_again() -> None:
     over = Signal()
 
@@ -176,6 +178,7 @@ def test_a_long_wait_says_which_rank_is_missing(late: int, monkeypatch: pytest.M
         assert "for rank 0 of 3: every rank has to call the same" in lines[1][0]
 
 
+@pytest.mark.slow(disk=False)
 def test_a_rank_killed_in_the_middle_of_a_message() -> None:
     def work(group: TorchGroup) -> Any:
         channel = session(group, "save")

@@ -81,6 +81,7 @@ def sent(value: object) -> Any:
     return json.loads(json.dumps(encode(value)))
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("of", MESSAGES, ids=str)
 def test_a_message_comes_back_as_it_was_sent(of: Any) -> None:
     @cases(40)

@@ -71,6 +71,7 @@ def test_an_object_is_created_once(bucket: tuple[Location, Proxy]) -> None:
     assert (folder / "other").read_small(10) == b"x"
 
 
+@pytest.mark.slow(disk=False)
 def test_one_of_several_writers_creates_an_object(bucket: tuple[Location, Proxy]) -> None:
     folder, _ = bucket
     store = store_of(folder)
@@ -137,6 +138,7 @@ def test_a_creation_that_meets_another_is_sent_again(bucket: tuple[Location, Pro
     assert [fault.times for fault in proxy.faults] == [0, 0]
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize(
     ("answer", "what", "hint"),
     [
@@ -171,6 +173,7 @@ def test_a_refused_write_is_one_clear_error(
     assert file.read_small(5) == b"x"
 
 
+@pytest.mark.slow(disk=False)
 def test_a_busy_service_is_asked_again_to_write_and_remove(bucket: tuple[Location, Proxy]) -> None:
     folder, proxy = bucket
     proxy.faults = [Fault(lambda method, _: method != "GET", status, "SlowDown") for status in (503, 429, 500)]

@@ -38,6 +38,7 @@ def sent(proxy: Proxy, what: str) -> int:
     return sum(re.search(what, f"{method} {path}") is not None for method, path, *_ in proxy.log)
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("n_bytes", [300, 5_000_000, 15_000_000, 30_000_000])
 def test_a_file_in_a_bucket_is_byte_for_byte_that_of_a_disk(
     bucket: tuple[Location, Proxy], tmp_path: Path, n_bytes: int
@@ -53,6 +54,7 @@ def test_a_file_in_a_bucket_is_byte_for_byte_that_of_a_disk(
     assert sent(proxy, "^PUT .*(partNumber|comp=block&)") == (0 if n_parts == 1 else 2 * n_parts)
 
 
+@pytest.mark.slow(disk=False)
 def test_a_part_that_fails_is_sent_again(bucket: tuple[Location, Proxy], tmp_path: Path) -> None:
     folder, proxy = bucket
     tensors = tensors_of(30_000_000)
@@ -72,6 +74,7 @@ def is_completion(method: str, path: str) -> bool:
     return (method == "POST" and "uploadId" in path) or "comp=blocklist" in path
 
 
+@pytest.mark.slow(disk=False)
 def test_a_completion_whose_answer_is_lost_has_happened(bucket: tuple[Location, Proxy], tmp_path: Path) -> None:
     folder, proxy = bucket
     tensors = tensors_of(30_000_000)
@@ -82,6 +85,7 @@ def test_a_completion_whose_answer_is_lost_has_happened(bucket: tuple[Location, 
     assert b"".join((folder / "w.safetensors").pieces()) == (tmp_path / "w.safetensors").read_bytes()
 
 
+@pytest.mark.slow(disk=False)
 def test_an_upload_that_fails_is_ended_and_leaves_nothing(bucket: tuple[Location, Proxy], tmp_path: Path) -> None:
     folder, proxy = bucket
     file = folder / "w.safetensors"

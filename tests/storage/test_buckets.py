@@ -59,6 +59,7 @@ def content(path: object) -> tuple[str, dict[str, tuple[str, bytes]]]:
         return opened.format, {key: (str(array.dtype), array.tobytes()) for key, array in arrays.items()}
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_every_format_is_read_from_a_bucket_as_from_a_folder(s3: S3Server, prefix: str, sample: str) -> None:
     url = s3.upload(DATA / sample, prefix)

@@ -83,6 +83,7 @@ def check_folder(found: Path, right: Path) -> None:
     assert first == second
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.filterwarnings("ignore")
 def test_folders_are_those_of_the_library(kind: str, tmp_path: Path) -> None:
@@ -164,6 +165,7 @@ MERGED: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("kind", MERGED)
 @pytest.mark.filterwarnings("ignore")
 def test_merged_weights_are_those_of_the_library(kind: str, tmp_path: Path) -> None:

@@ -233,6 +233,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("format", ["checkpoint2", "checkpoint1"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_state_comes_back_equal(tmp_path: Path, kind: str, format: Any) -> None:  # noqa: A002
@@ -372,6 +373,7 @@ def in_dicts(root: Path, saved: Any, live: Any, *, is_per_rank: bool, **options:
     return Checkpointer(root, signals=()).resume(model=layers(1), extra={"p": wrap(live)}, **options)
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("is_per_rank", [False, True])
 def test_a_dict_keeps_keys_that_the_checkpoint_lacks_or_is_refused(tmp_path: Path, *, is_per_rank: bool) -> None:
     saved = {"a": 1, "w": torch.ones(3), "deep": [{"m": torch.ones(1)}], "later": {"x": 2}, "new": 4}
@@ -516,6 +518,7 @@ def test_an_invalid_scheduler_is_named(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("has_generator", [False, True])
 @pytest.mark.parametrize("stop", [3, 4, 5, 9])
 def test_a_stateful_loader_goes_on_with_or_without_a_generator(

@@ -80,6 +80,7 @@ class Loop:
             return batches_and_draws(made, loader, step, last)
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("kind", ["plain", "batches", "generator", "stateful"])

@@ -70,6 +70,7 @@ def test_streams_and_private_state_of_ranks(tmp_path: Path) -> None:
         assert {one["error"] for one in job.outcomes() if one is not None} == {"MismatchError"}
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("is_local", [False, True])
 def test_the_state_of_all_ranks_is_read_only_for_objects_of_each_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_local: bool

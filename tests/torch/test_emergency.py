@@ -54,6 +54,7 @@ def test_signal_saves_and_ends(tmp_path: Path, n_ranks: int, options: str, signa
     assert run.lines | again.lines == expected.lines
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("steps", [(5, 5, 5), (5, 6, 9), (9, 5, 5), (30, 1, 2)])
 def test_ranks_meet_wherever_they_are(steps: tuple[int, ...]) -> None:
     """Rank 0 asks at the end of its step; no rank waits for another before its own step is that far."""

@@ -76,6 +76,7 @@ def makers(root: Path) -> dict[str, tuple[Callable[..., object], dict[str, Any]]
     }
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize(
     "name", ["Checkpointer", "ReshardCallback", "ReshardCheckpoint", "Writer", "Reader", "ElasticSampler", "EventLog"]
 )

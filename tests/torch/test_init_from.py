@@ -248,6 +248,7 @@ def test_a_file_of_torch_with_more_than_the_model_is_one_to_start_from(tmp_path:
         assert all(torch.equal(one[slot], other[slot]) for slot in one)
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("other", ["ema", "a"])
 @pytest.mark.parametrize("of_model", ["model", "state_dict", "model_state_dict", "z"])
 def test_an_average_beside_the_model_is_refused_whatever_the_entries_are_called(
@@ -396,6 +397,7 @@ def test_a_shape_that_cannot_grow_stays_an_error_and_can_be_skipped(tmp_path: Pa
     assert re.search(f"{shrinks}: it keeps its initial values", "\n".join(decision.warnings))
 
 
+@pytest.mark.slow(disk=False)
 def test_a_smaller_vocabulary_keeps_the_first_rows(tmp_path: Path) -> None:
     old, before = saved(tmp_path / "run", 9)
     hint = r'`strict=\{"shape": "trim"\}` leaves out the last rows'
@@ -488,6 +490,7 @@ def trained(root: Path, *parts: str, **options: Any) -> Any:
     return n_steps, decision.warnings
 
 
+@pytest.mark.slow(disk=False)
 def test_layers_are_frozen_and_unfrozen_between_two_runs(tmp_path: Path) -> None:
     skip = {"other_optimizer": "skip"}
     trained(tmp_path / "one", "head", "layer")

@@ -349,6 +349,7 @@ def test_batches_and_workers_may_change(tmp_path: Path) -> None:
     assert flat(first + rest) == whole
 
 
+@pytest.mark.slow(disk=False)
 def test_streams(tmp_path: Path) -> None:
     for kind in (Stream, Kept):
         root = tmp_path / kind.__name__
@@ -362,6 +363,7 @@ def test_streams(tmp_path: Path) -> None:
         run_some(tmp_path / "workers", StatefulDataLoader(Kept(), 4, num_workers=1), 2)
 
 
+@pytest.mark.slow(disk=False)
 def test_a_loader_in_use_is_refused_at_the_start_of_a_run(tmp_path: Path) -> None:
     for workers in (0, 1):
         loader = StatefulDataLoader(range(20), 4, num_workers=workers)

@@ -132,6 +132,7 @@ def test_random_trees(seed: int, tmp_path: Path) -> None:
         assert torch.equal(found[name], one) if isinstance(one, torch.Tensor) else found[name] == one, name
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp", "tp"])
 def test_entries_on_two_ranks(wrapper: str, tmp_path: Path) -> None:
     class Model(nn.ModuleDict):

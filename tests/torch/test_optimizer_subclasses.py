@@ -126,6 +126,7 @@ def test_state_of_a_class_of_ones_own(tmp_path: Path) -> None:
         assert "momentum:codes.0.weight" in saved
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("kind", KINDS)
 def test_torchao(kind: str, tmp_path: Path) -> None:
     required("torchao")

@@ -50,7 +50,7 @@ def test_is_a_permutation(n: int) -> None:
 
 
 @given(st.integers(TABLE_LEN + 1, 300_000), st.integers(0, 2**128), st.integers(0, 2**40))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_is_a_permutation_for_any_seed_and_epoch(n: int, seed: int, epoch: int) -> None:
     assert np.array_equal(np.sort(Permutation(n, seed, epoch).at(np.arange(n))), np.arange(n))
 

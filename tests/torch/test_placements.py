@@ -129,6 +129,7 @@ def test_random_placements_lie_as_torch_lays_them(world_size: int) -> None:
         assert ("ranks" in layout) == (ranks in ([1, 0], [5, 3, 1, 4, 2, 0]))
 
 
+@pytest.mark.slow(disk=False)
 def test_right_to_left_cuts_and_flattened_dims() -> None:
     """`_StridedShard` in every order of three dims, even sizes; a flattened dim cuts once, uneven sizes included."""
 
@@ -190,6 +191,7 @@ def test_fsdp_over_tensor_parallel(dp: int, tp: int) -> None:
     assert ("dp", "tp") in rules  # rows
 
 
+@pytest.mark.slow(disk=False)
 def test_placements_that_are_no_cut_by_axes_are_refused() -> None:
     def work(group: TorchGroup) -> list[str]:
         mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))

@@ -238,6 +238,7 @@ def test_state_that_the_first_step_made_and_that_cannot_be_saved_is_told_after_i
         made.step(2)
 
 
+@pytest.mark.slow(disk=False)
 def test_root_of_another_number_of_ranks_is_refused_by_resume(tmp_path: Path) -> None:
     def work(n_before: int, group: TorchGroup) -> str:
         del group
@@ -391,6 +392,7 @@ def of_words(words: dict[str, Any], last: int, **options: Any) -> Any:
     return decision
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("start", ["weights", "nothing", "another root"])
 def test_restart_by_a_configuration_goes_on_from_the_newest_checkpoint_of_the_run(tmp_path: Path, start: str) -> None:
     given = tmp_path / "given"
@@ -520,6 +522,7 @@ def parameters(*functions: Any) -> set[str]:
     return {name for function in functions for name in inspect.signature(function).parameters}
 
 
+@pytest.mark.slow(disk=False)
 def test_hints_name_arguments_that_a_checkpointer_has() -> None:
     have = parameters(Checkpointer, Checkpointer.resume, Checkpointer.step, Checkpointer.save)
     known = parameters(reshard.save, reshard.load, load_with, Wanted, describe, protocol.begin, reshard.open)

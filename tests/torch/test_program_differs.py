@@ -69,6 +69,7 @@ def test_a_scheduler_of_another_class_or_with_other_children_is_refused(tmp_path
     assert not hasattr(scheduler, "T_max")
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize(
     ("word", "make"),
     [
@@ -103,6 +104,7 @@ class Two(torch.nn.Module):  # type: ignore[name-defined,misc]
             self.head.weight = self.table.weight
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("how", ["resume", "init_from"])
 def test_two_tensors_that_are_one_in_the_run_must_be_equal(tmp_path: Path, how: str) -> None:
     def run(root: str, *, tied: bool, equal: bool, moments: bool = False, strict: bool = True) -> Any:
@@ -192,6 +194,7 @@ def run_program(root: Path, options: dict[str, Any], make: Any, n_steps: int = 0
     return told, optimizer.param_groups[0], scheduler
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_setting_that_differs_is_told_once_and_one_side_wins(name: str, tmp_path: Path) -> None:
     word, make = PROGRAMS[name]
@@ -227,6 +230,7 @@ def test_what_is_in_effect_is_recorded(tmp_path: Path) -> None:
     assert run_program(tmp_path, {"weight_decay": 0.2}, lambda o: S.StepLR(o, 6))[0] == []
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("kind", ["cosine", "lambda", "onecycle", "step"])
 def test_the_schedule_of_the_program_goes_on_at_the_saved_step(kind: str, tmp_path: Path) -> None:
     made: dict[str, Callable[[Any, int], Any]] = {
@@ -319,6 +323,7 @@ def saved_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("differences")
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.filterwarnings("ignore")  # of schedulers, when steps are counted
 @pytest.mark.parametrize("number", range(len(differences.ROWS)))
 def test_what_happens_for_each_difference_is_what_the_guide_says(number: int, saved_once: Path) -> None:

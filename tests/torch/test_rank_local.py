@@ -203,6 +203,7 @@ def test_plain_state_that_does_not_fit_begins_anew_where_that_is_asked_for(tmp_p
     assert any("the checkpoint lacks `absmax.0.weight`" in line for line in told)
 
 
+@pytest.mark.slow(disk=False)
 def test_state_of_a_part_so_small_that_it_is_one_number(tmp_path: Path) -> None:
     """Ranks agree which state each keeps, although that of one looks like a counter."""
 
@@ -284,6 +285,7 @@ def test_buffers_that_ddp_broadcasts_are_those_of_the_first_rank(tmp_path: Path)
     assert back[0][0] == back[1][0]
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("mode", [MODES[0], *slow([*MODES[1:], {"files": {"dedup": False}}])], ids=str)
 def test_plain_parameters_that_have_drifted_apart_are_refused(mode: dict[str, Any], tmp_path: Path) -> None:
     def work(group: TorchGroup) -> Any:
@@ -346,6 +348,7 @@ class Stateful:
         self.state = state["state"]
 
 
+@pytest.mark.slow(disk=False)
 def test_objects_and_samplers_that_differ_are_refused(tmp_path: Path) -> None:
     def work(group: TorchGroup) -> Any:
         told = []
@@ -441,6 +444,7 @@ def test_what_is_no_rank_local_state_is_refused(value: Any) -> None:
         apply(describe(nn.Linear(1, 1)), {}, rank_local=value)
 
 
+@pytest.mark.slow(disk=False)
 def test_rank_local_state_is_saved_without_a_checkpointer(tmp_path: Path) -> None:
     """`describe`, `reshard.save`, `reshard.load` and `apply` by themselves."""
 

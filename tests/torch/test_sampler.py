@@ -458,6 +458,7 @@ def test_the_generator_of_the_loader_spares_the_random_state() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
@@ -577,6 +578,7 @@ def _pace(sampler: ElasticSampler, batch: int, accumulated: int, *, workers: int
                     break
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
     ("batch", "accumulated", "lead", "word"),
@@ -606,6 +608,7 @@ def test_a_loop_that_reads_other_batches_than_steps_have_is_told_within_some_ste
     assert [line.split()[3] for line in found] == ([] if word is None else [word])
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("drop_last", [True, False])
 def test_a_right_loop_over_epochs_is_not_warned(drop_last: bool, caplog: pytest.LogCaptureFixture) -> None:  # noqa: FBT001
     sampler, data = ElasticSampler(101, 0, True, 8, 0, 1, drop_last=drop_last), list(range(101))

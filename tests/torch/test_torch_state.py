@@ -162,6 +162,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize(
     ("name", "into"),
     [(name, "fresh") for name in OPTIMIZERS]

@@ -182,6 +182,7 @@ def test_zero_redundancy_optimizer_and_back(tmp_path: Path) -> None:
         assert job.values() == saved
 
 
+@pytest.mark.slow(disk=False)
 def test_stages_of_a_pipeline_keep_one_record(tmp_path: Path) -> None:
     """Options and state besides tensors of every stage are saved, though only rank 0 writes them."""
 

@@ -235,6 +235,7 @@ def test_what_cannot_be_saved_at_all_raises_at_once(tmp_path: Path) -> None:
 # -- the end of the block
 
 
+@pytest.mark.slow(disk=False)
 def test_exception_saves_the_last_complete_step(tmp_path: Path) -> None:
     class StopError(Exception):
         pass

@@ -43,6 +43,7 @@ def compare(tmp_path: Path, step: int, crash: int | None = None, **options: Any)
     assert not list((tmp_path / "run.out").glob("checkpoint-*"))
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("step", [4, 10], ids=["within an epoch", "at its end"])
 @pytest.mark.parametrize(
     "options",
@@ -95,6 +96,7 @@ def test_a_stream(tmp_path: Path) -> None:
     assert outcome(ours)[1:] == outcome(expected)[1:]
 
 
+@pytest.mark.slow(disk=False)
 def test_what_trainer_would_leave_out_is_refused_before_the_first_step(tmp_path: Path) -> None:
     whole = stopped(tmp_path / "before", 3)
 
@@ -127,6 +129,7 @@ def test_what_trainer_would_leave_out_is_refused_before_the_first_step(tmp_path:
     refused("no number of steps")
 
 
+@pytest.mark.slow(disk=False)
 def test_two_starts_are_refused(tmp_path: Path) -> None:
     checkpoint = str(stopped(tmp_path / "before", 3))
     for options, word in (({"init_from": checkpoint}, "init_from"), ({"data": "new"}, 'data="new"')):

@@ -76,6 +76,7 @@ def test_resumed_is_uninterrupted(tmp_path: Path, crashes: tuple[int, ...], opti
     assert outcome(again)[1:] == expected[1:]
 
 
+@pytest.mark.slow(disk=False)
 def test_best_model_and_export(tmp_path: Path) -> None:
     root, hf = tmp_path / "run", tmp_path / "hf"
     callback = ReshardCallback(root, keep=1, hf=hf, signals=(), commit={"durable": False})
@@ -134,6 +135,7 @@ def test_the_root_of_the_callback_may_be_named(tmp_path: Path) -> None:
     assert made.state.global_step == 6
 
 
+@pytest.mark.slow(disk=False)
 def test_what_is_not_supported_is_refused(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     request.addfinalizer(partial(signal.signal, signal.SIGTERM, signal.getsignal(signal.SIGTERM)))  # of jit_checkpoint
     for options in ({"save_only_model": True}, {"auto_find_batch_size": True}, {"enable_jit_checkpoint": True}):

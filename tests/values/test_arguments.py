@@ -112,6 +112,7 @@ def strangers(function: Callable[..., Any], good: Mapping[str, object]) -> list[
     return found
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.filterwarnings("ignore")
 def test_wrong_arguments_of_public_functions_are_errors_of_the_tree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

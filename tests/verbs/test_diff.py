@@ -166,7 +166,7 @@ def test_part(tmp_path: Path) -> None:
 # -- memory
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(
     shape=st.lists(st.integers(0, 9), max_size=4).map(tuple),
     max_elements=st.integers(1, 100),
@@ -324,8 +324,9 @@ def test_the_command_with_a_tolerance(tmp_path: Path) -> None:
     assert CliRunner().invoke(main, ["diff", a, b, "--rtol", "-1"]).exit_code == 2
 
 
+@pytest.mark.slow(disk=False)
 @given(seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_small_tensors_that_are_compared_at_once_give_what_each_gives_alone(seed: int) -> None:
     rng = np.random.default_rng(seed)
     dtypes = [np.float32, np.float64, ml_dtypes.bfloat16, np.complex64, np.int64, np.uint64, np.uint8, np.bool_]

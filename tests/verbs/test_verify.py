@@ -100,6 +100,7 @@ CASES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("what", CASES)
 def test_other_damage(what: str, root: Path) -> None:
     CASES[what][0](root / "iteration_00000010")

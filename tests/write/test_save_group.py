@@ -65,6 +65,7 @@ def staged(root: Path) -> list[str]:
     return [entry.name for entry in (root / ".staging").iterdir()]
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_save_together(tmp_path: Path, world_size: int) -> None:
     layout = LAYOUT if world_size == 4 else TP2

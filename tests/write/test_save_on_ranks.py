@@ -135,6 +135,7 @@ def test_what_ranks_save_under_any_layout_is_the_checkpoint() -> None:
     assert len(KINDS - set(seen)) <= 5
 
 
+@pytest.mark.slow(disk=False)
 def test_boxes_without_a_layout() -> None:
     @cases(40)
     @given(st.data())

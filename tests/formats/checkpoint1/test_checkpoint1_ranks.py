@@ -82,6 +82,7 @@ def check(root: Path, iteration: int, suffix: str) -> None:
             assert np.array_equal(own[key], array), key
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("options", [{}, *slow([{"files": {"dedup": False}}, {"blocking": False}])], ids=str)
 def test_ranks_save_and_resume(tmp_path: Path, options: dict[str, Any]) -> None:
     root = tmp_path / "checkpoint"

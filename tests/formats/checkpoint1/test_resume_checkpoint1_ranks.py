@@ -142,6 +142,7 @@ def test_every_rank_looks_at_its_own_folder_alone(tmp_path: Path, monkeypatch: p
         assert sorted(opened) == [f"llama2_7b_rank_{rank}-20_2.safetensors" for rank in RANKS]
 
 
+@pytest.mark.slow(disk=False)
 def test_real_processes_that_do_not_share(tmp_path: Path) -> None:
     from tests.helpers.ranks import Job
 

@@ -254,7 +254,7 @@ def write_tree(
     return plan, tensors
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(model=models(), dedup=st.booleans(), prefix=st.sampled_from([None, "run-model"]))
 def test_release_190_reads_whatever_we_call_expressible(
     *,

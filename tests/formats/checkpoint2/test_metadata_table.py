@@ -118,7 +118,7 @@ def test_the_table_of_a_file_of_the_original_has_its_content(path: Path) -> None
     assert contents(from_table) == contents(from_text)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(model=models(), dedup=st.booleans())
 def test_the_table_of_any_file_has_its_content(
     *, model: tuple[Mesh, list[TensorRecord]], dedup: bool, tmp_path_factory: pytest.TempPathFactory
@@ -165,7 +165,7 @@ def test_tensors_that_share_a_long_list_of_holders_are_bounded() -> None:
         _core.Index.from_metadata_table(TABLE, table, "d")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(at=st.integers(0, 1 << 20), value=st.sampled_from([0, 1, 2, 0x7F, 0x80, 0xFF]), width=st.sampled_from([1, 4]))
 def test_an_altered_table_is_refused_or_read_without_a_crash(at: int, value: int, width: int) -> None:
     table = bytearray(table_of(sample(), "d"))

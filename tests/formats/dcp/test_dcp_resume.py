@@ -97,6 +97,7 @@ def save(state: dict[str, Any], path: Path) -> None:
         dcp.save(state, checkpoint_id=path)  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("how", ["flat", "nested", "app", "torchtitan", "torch.save"])
 def test_a_run_goes_on_from_what_torch_saved(how: str, tmp_path: Path) -> None:
     source, other = tmp_path / "theirs", Training()

@@ -128,6 +128,7 @@ class Model(torch.nn.Module):
         self.norm = torch.nn.LayerNorm(5)
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize(("world_size", "replicas"), [(4, 1), (4, 2), (3, 1)])
 def test_a_run_of_fsdp2(tmp_path: Path, world_size: int, replicas: int, caplog: pytest.LogCaptureFixture) -> None:
     actor = tmp_path / "global_step_7" / "actor"

@@ -221,6 +221,7 @@ class Case:
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "olmoe")
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_published_names_and_the_rows_of_rotated_heads(
     tmp_path: Path, model_type: str, caplog: pytest.LogCaptureFixture
@@ -247,6 +248,7 @@ def test_published_names_and_the_rows_of_rotated_heads(
             same(again[key], stored.read(key))
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize(("model_type", "of"), [("llama", "Q4_0"), ("mistral", "Q8_0"), ("qwen2", "F16"),
                                                 ("qwen3", "BF16"), ("qwen3_moe", "Q8_0")])  # fmt: skip
 def test_a_converted_model_is_the_one_that_transformers_loads(tmp_path: Path, model_type: str, of: str) -> None:

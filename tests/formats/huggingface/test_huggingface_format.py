@@ -289,6 +289,7 @@ def test_files_are_filled_in_order(sizes: list[int], limit: int, expected: Any) 
     ]
 
 
+@pytest.mark.slow(disk=False)
 @given(sizes=st.lists(st.integers(0, 20), max_size=30), limit=st.integers(1, 25))
 def test_every_tensor_has_one_file_within_the_limit(sizes: list[int], limit: int) -> None:
     found = huggingface.plan_shards([(str(i), size) for i, size in enumerate(sizes)], limit)

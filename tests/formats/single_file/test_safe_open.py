@@ -160,7 +160,8 @@ def _indices(draw: st.DrawFn) -> tuple[str, Any]:
     return name, draw(hnp.basic_indices(shape, allow_ellipsis=True, allow_newaxis=True) | wild.map(tuple))
 
 
-@settings(max_examples=400, deadline=None)
+@pytest.mark.slow(disk=False)
+@settings(max_examples=400)
 @given(_indices(), st.sampled_from(FRAMEWORKS))
 def test_any_basic_index(file: Path, case: tuple[str, Any], framework: Any) -> None:
     name, index = case

@@ -87,7 +87,7 @@ def test_strided_arrays(tmp_path: Path, dtype: str, view: Any) -> None:
     check(tmp_path / "x.safetensors", {"x": view(sample(np.dtype(dtype), (4, 5, 6)))})
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.data())
 def test_any_view_of_any_array(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(NUMPY_DTYPES))

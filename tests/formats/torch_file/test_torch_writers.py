@@ -331,7 +331,7 @@ def test_packed_dtypes_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     shapes=st.dictionaries(
         st.text("ab.é😀\"' ", min_size=1, max_size=8), st.lists(st.integers(0, 5), max_size=5), min_size=1, max_size=5
