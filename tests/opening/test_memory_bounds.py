@@ -168,11 +168,10 @@ import sys
 from reshard.layout import ModelLayout
 from reshard.storage.location import locate
 from reshard.formats.checkpoint2.iteration import plan_layout, write_descriptions
-from reshard.write.contents import WholeTensor
 n = int(sys.argv[1])
 layout = {"mesh": {"tp": n}, "rules": [{"match": "w", "cut": ["tp"]}, {"match": "*"}]}
-tensors = {"w": WholeTensor("F32", (n, 2), "model"), "norm": WholeTensor("F32", (2,), "model")}
-bound = ModelLayout.from_mapping(layout).bind({key: one.shape for key, one in tensors.items()})
+tensors = {"w": ("F32", "model"), "norm": ("F32", "model")}
+bound = ModelLayout.from_mapping(layout).bind({"w": (n, 2), "norm": (2,)})
 write_descriptions(plan_layout(tensors, bound), locate(sys.argv[2]), mode=0o666)
 """
 

@@ -18,7 +18,7 @@ from reshard.conversion.shares import WrittenPart, committing, cut, missing, pla
 from reshard.errors import DestinationExistsError
 from reshard.storage.changes import make_folders, set_mode
 from reshard.storage.names import example_of
-from reshard.write.contents import FileContent, JointProgress, WholeTensor
+from reshard.write.contents import DtypeAndPart, FileContent, JointProgress
 from reshard.write.shard_files import WrittenFile
 
 if TYPE_CHECKING:
@@ -298,13 +298,11 @@ def n_bytes_of(written: Mapping[str, ValueRecord]) -> int:
     return sum(one.n_bytes for one in written.values())
 
 
-def whole_tensors(job: Job) -> dict[str, WholeTensor]:
-    """Dtype, shape and part of the tensors that are written, after a cast. Checks casts and keys of all of them."""
+def dtypes_and_parts(job: Job) -> dict[str, DtypeAndPart]:
+    """Of the tensors that are written, after a cast. Checks casts and keys of all of them."""
     arrays = job.arrays(job.whole_request(job.keys))
     optimizer = set(job.source.keys("optimizer"))
-    return {
-        key: WholeTensor(dtype, shape, "optimizer" if key in optimizer else "model") for key, dtype, shape, _ in arrays
-    }
+    return {key: (dtype, "optimizer" if key in optimizer else "model") for key, dtype, _, _ in arrays}
 
 
 def as_files(bound: BoundLayout, files: Sequence[FileContent]) -> list[File]:

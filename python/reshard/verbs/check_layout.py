@@ -17,7 +17,6 @@ from reshard.layout.resolve import state_of
 from reshard.values.counters import is_counter
 from reshard.values.words import show
 from reshard.verbs.forecast import rank_bytes
-from reshard.write.contents import WholeTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -113,9 +112,9 @@ def check_layout(checkpoint: Checkpoint, layout: LayoutLike) -> LayoutCheck:
         (False, 'b')
     """
     known = as_layout(layout)
-    tensors = {key: WholeTensor(*checkpoint.data.index.info(key), checkpoint.data.part(key)) for key in checkpoint}
+    tensors = {key: checkpoint.data.index.info(key) for key in checkpoint}
     optimizer_keys = set(checkpoint.keys("optimizer"))
-    shapes = {key: tensor.shape for key, tensor in tensors.items()}
+    shapes = {key: tuple(shape) for key, (_, shape) in tensors.items()}
     uses = _Uses(known, tensors, optimizer_keys)
     faults: list[Fault] = []
     bound = None
@@ -142,14 +141,15 @@ def check_layout(checkpoint: Checkpoint, layout: LayoutLike) -> LayoutCheck:
         faults += [Fault(None, one.text, one.hint if n < _MAX_HINTS else None) for n, one in enumerate(unused)]
         texts = {one.text for one in bound.unused}
         warnings = [text for text in bound.warnings if text not in texts]
+    of_keys = {key: (dtype, checkpoint.data.part(key)) for key, (dtype, _) in tensors.items()}
     return LayoutCheck(
         mesh=dict(known.mesh) if bound is None else dict(bound.mesh.axes),
         n_tensors=len(tensors),
-        n_bytes=sum(dtypes.n_bytes(tensor.dtype, tensor.shape) for tensor in tensors.values()),
+        n_bytes=sum(dtypes.n_bytes(*info) for info in tensors.values()),
         rules=uses.rules,
         faults=tuple(faults),
         stopped=bool(shapes) and bound is None,
-        rank_bytes={} if bound is None or faults else dict(sorted(rank_bytes(bound, tensors).items())),
+        rank_bytes={} if bound is None or faults else dict(sorted(rank_bytes(bound, of_keys).items())),
         warnings=tuple(warnings),
     )
 
@@ -163,7 +163,9 @@ class _Uses:
         states: by parameter, its state of the optimizer.
     """
 
-    def __init__(self, layout: ModelLayout, tensors: Mapping[str, WholeTensor], optimizer_keys: set[str]) -> None:
+    def __init__(
+        self, layout: ModelLayout, tensors: Mapping[str, tuple[str, tuple[int, ...]]], optimizer_keys: set[str]
+    ) -> None:
         self.rules: tuple[RuleUse, ...] = ()
         self.unmatched: list[str] = []
         self.states: dict[str, list[str]] = {}
@@ -175,12 +177,12 @@ class _Uses:
             self.states.setdefault(parameter, []).append(key)
         matcher = Matcher([rule.match for rule in layout.rules])
         keys: list[list[str]] = [[] for _ in layout.rules]
-        for key, tensor in tensors.items():
-            if key in follows or is_counter(key, tensor.shape):
+        for key, (_, shape) in tensors.items():
+            if key in follows or is_counter(key, shape):
                 continue
             found = matcher.find(key)
             (self.unmatched if found is None else keys[found[0]]).append(key)
-        n_bytes = {key: dtypes.n_bytes(tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
+        n_bytes = {key: dtypes.n_bytes(*info) for key, info in tensors.items()}
         self.rules = tuple(
             RuleUse(rule.match, rule.partition, tuple(own), sum(n_bytes[key] for key in own), rule.optional)
             for rule, own in zip(layout.rules, keys, strict=True)

@@ -23,7 +23,6 @@ from reshard.storage.location import locate
 from reshard.values.argument_types import Part
 from reshard.verbs.convert import convert
 from reshard.verbs.verify import verify
-from reshard.write.contents import WholeTensor
 
 if TYPE_CHECKING:
     import os
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 
     from reshard.checkpoint import Checkpoint, LayoutLike
     from reshard.layout import BoundLayout
+    from reshard.write.contents import DtypeAndPart
 
 _MAX_PLANNED = 400_000  # arrays in the plans of all ranks
 _MIN_RANKS = 16  # that are planned
@@ -95,7 +95,7 @@ def forecast(checkpoint: Checkpoint, layout: LayoutLike, *, part: Part = "all") 
     """
     bound = checkpoint.bind(layout)
     keys = checkpoint.keys(part)
-    tensors = {key: WholeTensor(*checkpoint.data.index.info(key), checkpoint.data.part(key)) for key in keys}
+    tensors = {key: (checkpoint.data.index.info(key)[0], checkpoint.data.part(key)) for key in keys}
     planned = _planned_ranks(bound.ranks, len(keys))
     chosen = None if part == "all" else keys
     transfers: dict[int, dict[int, int]] = {}
@@ -108,7 +108,7 @@ def forecast(checkpoint: Checkpoint, layout: LayoutLike, *, part: Part = "all") 
     files, warnings = _files(checkpoint.data.index, bound, tensors)
     return Forecast(
         n_tensors=len(keys),
-        n_bytes=sum(dtypes.n_bytes(tensor.dtype, tensor.shape) for tensor in tensors.values()),
+        n_bytes=sum(dtypes.n_bytes(dtype, bound.layouts[key].shape) for key, (dtype, _) in tensors.items()),
         mesh=dict(bound.mesh.axes),
         sources=tuple(checkpoint.files()),
         rank_bytes={rank: exact.get(rank, computed.get(rank, 0)) for rank in sorted(bound.ranks)},
@@ -125,14 +125,14 @@ def _planned_ranks(ranks: list[int], n_tensors: int) -> list[int]:
     return [ordered[i * len(ordered) // n] for i in range(n)]
 
 
-def rank_bytes(bound: BoundLayout, tensors: Mapping[str, WholeTensor]) -> dict[int, int]:
+def rank_bytes(bound: BoundLayout, tensors: Mapping[str, DtypeAndPart]) -> dict[int, int]:
     """Bytes of each rank's arrays; of joined ones, as if each key were divided by itself."""
     bits: Counter[int] = Counter()
     layouts = {}  # equal ones are computed once
-    for key, tensor in tensors.items():
+    for key, (dtype, _) in tensors.items():
         layout = bound.layouts[key]
         layouts[id(layout)] = layout
-        bits[id(layout)] += dtypes.bits(tensor.dtype)
+        bits[id(layout)] += dtypes.bits(dtype)
     total = dict.fromkeys(bound.ranks, 0)
     for number, layout in layouts.items():
         for rank in layout.holders():
@@ -141,7 +141,7 @@ def rank_bytes(bound: BoundLayout, tensors: Mapping[str, WholeTensor]) -> dict[i
 
 
 def _files(
-    index: _core.Index, bound: BoundLayout, tensors: Mapping[str, WholeTensor]
+    index: _core.Index, bound: BoundLayout, tensors: Mapping[str, DtypeAndPart]
 ) -> tuple[tuple[FileInfo, ...] | None, tuple[str, ...]]:
     """The files that `convert` writes, with the bytes of their arrays, and its warnings."""
     mesh = dict(bound.mesh.axes)

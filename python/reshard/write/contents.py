@@ -1,9 +1,9 @@
-"""What goes into the files of a save or a conversion: tensors before they are partitioned, and the arrays of a file."""
+"""What goes into the files of a save or a conversion."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -12,20 +12,8 @@ if TYPE_CHECKING:
 
 Part = Literal["model", "optimizer"]
 
-
-@dataclass(frozen=True)
-class WholeTensor:
-    """The properties of a tensor before it is partitioned.
-
-    Attributes:
-        dtype: its safetensors name.
-        shape: the global shape, in elements.
-        part: "model" or "optimizer".
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    part: Part
+DtypeAndPart: TypeAlias = tuple[str, Part]
+"""What a layout does not say of a tensor: its dtype, by its safetensors name, and the part that it belongs to."""
 
 
 @dataclass(frozen=True)

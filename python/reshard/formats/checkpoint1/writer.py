@@ -18,10 +18,10 @@ from reshard.conversion.destinations import (
     File,
     Written,
     check_folder_free,
+    dtypes_and_parts,
     is_our_file,
     publish_folder,
     set_original_modes,
-    whole_tensors,
 )
 from reshard.conversion.writer import Settings, Writer
 from reshard.errors import ArgumentError, ReshardError, UnsupportedError
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from reshard.layout import BoundLayout
     from reshard.layout.strategy import Strategy
     from reshard.storage.location import Location
-    from reshard.write.contents import WholeTensor
+    from reshard.write.contents import DtypeAndPart
 
 _FILE = "net.safetensors"
 
@@ -101,7 +101,7 @@ def _write(
         raise ArgumentError(f"rank folders are numbered from 0, but the layout has rank {ranks[-1]} of {len(ranks)}")
     strategy = _strategy(job, bound)
     _check_counters(job)
-    tensors = whole_tensors(job)
+    tensors = dtypes_and_parts(job)
     if dedup:
         job = replace(job, options=replace(job.options, metadata=job.options.metadata | {"remove_redundancy": "True"}))
     assignment = _assignment(tensors, bound, strategy) if dedup else ShardAssignment()
@@ -192,10 +192,10 @@ def _name(names: FileName | None, rank: int) -> str:
 
 
 def _request(
-    job: Job, bound: BoundLayout, tensors: Mapping[str, WholeTensor], assignment: ShardAssignment, rank: int
+    job: Job, bound: BoundLayout, tensors: Mapping[str, DtypeAndPart], assignment: ShardAssignment, rank: int
 ) -> _core.Request:
     """A rank's arrays and the counters, wide elements first."""
-    dtype_of = {key: tensor.dtype for key, tensor in tensors.items()}
+    dtype_of = {key: dtype for key, (dtype, _) in tensors.items()}
     dtype_of |= {name: dtypes.name_of(array.dtype) for name, array in job.counters.items()}
     left_out = assignment.left_out(rank)
     request = _core.Request()
@@ -209,7 +209,7 @@ def _request(
     return request
 
 
-def _assignment(tensors: Mapping[str, WholeTensor], bound: BoundLayout, strategy: Strategy | None) -> ShardAssignment:
+def _assignment(tensors: Mapping[str, DtypeAndPart], bound: BoundLayout, strategy: Strategy | None) -> ShardAssignment:
     """Assign each shard to one rank. Tensors that the strategy does not list are written by every rank."""
     if strategy is None:
         return ShardAssignment()

@@ -30,16 +30,16 @@ from reshard.formats.checkpoint2.shards import (
     shards_of,
 )
 from reshard.formats.tiled import names as tiles
-from reshard.layout.partition import TensorLayout
 from reshard.ranks.collective import capture
 from reshard.values.indexing import Box, row_major
 from reshard.values.words import listed, show
-from reshard.write.contents import FileContent, WholeTensor
+from reshard.write.contents import DtypeAndPart, FileContent
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from reshard.layout import BoundLayout
+    from reshard.layout.partition import TensorLayout
     from reshard.storage.location import Location
 
 __all__ = [
@@ -89,7 +89,7 @@ class IterationPlan:
 
 
 def plan_layout(
-    tensors: Mapping[str, WholeTensor],
+    tensors: Mapping[str, DtypeAndPart],
     bound: BoundLayout,
     *,
     prefix: str | None = None,
@@ -113,8 +113,7 @@ def plan_layout(
     Example:
         >>> from reshard.layout import ModelLayout
         >>> layout = ModelLayout.from_mapping({"mesh": {"tp": 2}, "rules": [{"match": "*", "cut": ["tp"]}]})
-        >>> tensors = {"w": WholeTensor("F32", (4, 2), "model")}
-        >>> plan = plan_layout(tensors, layout.bind({"w": (4, 2)}))
+        >>> plan = plan_layout({"w": ("F32", "model")}, layout.bind({"w": (4, 2)}))
         >>> [(file.rank, file.arrays, file.name) for file in plan.files][1]
         (1, ('w',), 'model-0000001-0000002.safetensors')
     """
@@ -123,8 +122,8 @@ def plan_layout(
     layouts: dict[TensorLayout, TensorLayout] = {}  # equal ones are one object
     joined = {key for join in bound.joins for key in join.keys}
     records = Records.of(
-        TensorRecord(key, tensor.dtype, tensor.part, layouts.setdefault(layout, layout))
-        for key, tensor in tensors.items()
+        TensorRecord(key, dtype, part, layouts.setdefault(layout, layout))
+        for key, (dtype, part) in tensors.items()
         if key not in joined
         for layout in [bound.tensor_layouts[key]]
     )
@@ -133,12 +132,12 @@ def plan_layout(
     warnings = (*bound.warnings, *_inexpressible(reasons, strict=strict))
     shards: list[HeldGrid] = [*shards_of(records, mesh), *_joined_shards(tensors, bound)]
     assigned = assign(shards, bound.ranks, dedup=dedup)
-    dtype_of = {key: tensor.dtype for key, tensor in tensors.items()}
+    dtype_of = {key: dtype for key, (dtype, _) in tensors.items()}
     dtype_of |= {join.name: dtype_of[join.keys[0]] for join in bound.joins if join.keys[0] in dtype_of}
     files = _files(assigned, prefix, dtype_of)
     builder = tiles.Builder()
     for file in files if reasons else ():
-        describe_cut(builder, bound, tensors, file, reasons)
+        describe_cut(builder, bound, dtype_of, file, reasons)
     return IterationPlan(
         files,
         records.without(reasons),
@@ -155,7 +154,7 @@ def plan_layout(
 def plan_boxes(
     keys: Sequence[str],
     kind_of: Sequence[int],
-    kinds: Sequence[tuple[WholeTensor, Mapping[int, Box]]],
+    kinds: Sequence[tuple[RecordKind, Mapping[int, Box]]],
     n_ranks: int,
     *,
     prefix: str | None = None,
@@ -178,7 +177,8 @@ def plan_boxes(
         UnsupportedError, ArgumentError: as `plan_layout`.
 
     Example:
-        >>> kind = WholeTensor("F32", (4,), "model"), {0: ((0,), (1,)), 1: ((1,), (3,))}
+        >>> from reshard.layout import TensorLayout
+        >>> kind = RecordKind("F32", "model", TensorLayout((4,))), {0: ((0,), (1,)), 1: ((1,), (3,))}
         >>> plan = plan_boxes(["w"], [0], [kind], 2)
         >>> [file.rank for file in plan.files], list(plan.not_expressible)
         ([0, 1], ['w'])
@@ -186,10 +186,10 @@ def plan_boxes(
     checkpoint2.check_prefix(prefix)
     mesh = _core.Mesh([("dp", n_ranks)])
     held = [_by_box(boxes) for _, boxes in kinds]
-    of_kinds = [RecordKind(tensor.dtype, tensor.part, TensorLayout(tensor.shape)) for tensor, _ in kinds]
+    of_kinds = [kind for kind, _ in kinds]
     faults: list[str | None] = []
-    for (tensor, _), ranks_of, kind in zip(kinds, held, of_kinds, strict=True):
-        whole = ((0,) * len(tensor.shape), tensor.shape)
+    for kind, ranks_of in zip(of_kinds, held, strict=True):
+        whole = ((0,) * len(kind.layout.shape), kind.layout.shape)
         is_whole = set(ranks_of) == {whole} and len(ranks_of[whole]) == n_ranks
         not_whole = "each rank holds a box of it, and no layout says which"
         faults.append(inexpressible(kind, mesh) if is_whole else not_whole)
@@ -201,25 +201,25 @@ def plan_boxes(
         described = described.without(reasons)
     if n_ranks == 1:
         shards: list[HeldGrid] = []
-        is_model = [tensor.part == "model" for tensor, _ in kinds]
+        is_model = [kind.part == "model" for kind in of_kinds]
         model = keys if all(is_model) else [key for key, n in zip(keys, kind_of, strict=True) if is_model[n]]
         optimizer = () if all(is_model) else [key for key, n in zip(keys, kind_of, strict=True) if not is_model[n]]
         assigned = assigned_to_one({"model": model, "optimizer": optimizer})
     else:
         grids = [
             [
-                ({number: ranks}, math.prod(shape) * dtypes.bits(tensor.dtype))
+                ({number: ranks}, math.prod(shape) * dtypes.bits(kind.dtype))
                 for number, ((_, shape), ranks) in enumerate(ranks_of.items())
             ]
-            for (tensor, _), ranks_of in zip(kinds, held, strict=True)
+            for kind, ranks_of in zip(of_kinds, held, strict=True)
         ]
         shards = [
-            HeldGrid(key, kinds[kind][0].part, grid, n_bits)
+            HeldGrid(key, of_kinds[kind].part, grid, n_bits)
             for key, kind in zip(keys, kind_of, strict=True)
             for grid, n_bits in grids[kind]
         ]
         assigned = assign(shards, range(n_ranks), dedup=dedup)
-    of_dtypes = [tensor.dtype for tensor, _ in kinds]
+    of_dtypes = [kind.dtype for kind in of_kinds]
     is_one_width = len(set(map(dtypes.bits, of_dtypes))) <= 1
     of_keys = None if is_one_width else dict(zip(keys, map(of_dtypes.__getitem__, kind_of), strict=True))
     files = _files(assigned, prefix, of_keys)
@@ -228,11 +228,11 @@ def plan_boxes(
     for file in files if reasons else ():
         for key in file.arrays:
             if key in reasons:
-                tensor, boxes = kinds[numbers[key]]
+                (dtype, _, layout), boxes = kinds[numbers[key]]
                 offset, shape = boxes[file.rank]
                 own = (_core.Tile(offset, shape, 0, row_major(shape)),) if 0 not in shape else ()
                 stored = tiles.TiledArray(file.name, key, shape, own)
-                builder.add(key, tensor.dtype, tensor.shape, stored)
+                builder.add(key, dtype, layout.shape, stored)
     content = builder.build() if len(builder) else None
     _check_coverage(content)
     warnings = _inexpressible(reasons, strict=strict)
@@ -339,7 +339,7 @@ class Descriptions:
 def describe_cut(
     builder: tiles.Builder,
     bound: BoundLayout,
-    tensors: Mapping[str, WholeTensor],
+    dtype_of: Mapping[str, str],
     file: FileContent,
     described: Collection[str],
 ) -> None:
@@ -348,7 +348,7 @@ def describe_cut(
     Args:
         builder: makes tiles.json.
         bound: the layout, bound to the tensors.
-        tensors: the tensors that are written, by key.
+        dtype_of: the dtype of each.
         file: the content of the file.
         described: the keys that tiles.json describes.
     """
@@ -371,7 +371,7 @@ def describe_cut(
             # Flattened blocks that share a block which is not split may overlap in it.
             overlapping = bool(bound.tensor_layouts[key].partition.flat)
             stored = tiles.TiledArray(file.name, array, shape, tuple(own))
-            builder.add(key, tensors[key].dtype, tensors[key].shape, stored, overlapping=overlapping)
+            builder.add(key, dtype_of[key], bound.tensor_layouts[key].shape, stored, overlapping=overlapping)
 
 
 def _reasons(records: Records, mesh: _core.Mesh) -> dict[str, str]:
@@ -382,7 +382,7 @@ def _reasons(records: Records, mesh: _core.Mesh) -> dict[str, str]:
     return {key: reason for key, reason in found if reason is not None}
 
 
-def _joined_shards(tensors: Mapping[str, WholeTensor], bound: BoundLayout) -> list[HeldGrid]:
+def _joined_shards(tensors: Mapping[str, DtypeAndPart], bound: BoundLayout) -> list[HeldGrid]:
     """The distinct parts of joined arrays, and who holds each: found by what they consist of."""
     holders: dict[tuple[str, int, tuple[object, ...]], list[int]] = {}
     for rank in sorted(bound.ranks) if bound.joins else ():
@@ -396,7 +396,7 @@ def _joined_shards(tensors: Mapping[str, WholeTensor], bound: BoundLayout) -> li
     members = {join.name: join.keys for join in bound.joins}
     shards, numbers = [], dict.fromkeys(members, 0)
     for (name, n_elements, _), ranks in holders.items():
-        part = tensors[members[name][0]].part
+        _, part = tensors[members[name][0]]
         shards.append(HeldGrid(name, part, {numbers[name]: tuple(ranks)}, n_elements * 8))
         numbers[name] += 1
     return shards

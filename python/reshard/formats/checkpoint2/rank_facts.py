@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from reshard import dtypes
 from reshard.errors import ArgumentError, LayoutError, MismatchError
 from reshard.formats.checkpoint2.iteration import plan_boxes, plan_layout
+from reshard.formats.checkpoint2.shards import RecordKind
 from reshard.layout.bind import BoundLayout
 from reshard.layout.invert import check_local_shapes, global_shapes, join_members
+from reshard.layout.partition import TensorLayout
 from reshard.layout.strategy import box_of
 from reshard.values.counters import is_counter
 from reshard.values.words import ranks_named, show
 from reshard.write.columns import Columns
-from reshard.write.contents import Part, WholeTensor
+from reshard.write.contents import Part  # noqa: TC001  messages are decoded by their type hints
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -243,10 +245,10 @@ def _of_one(facts: Facts, *, prefix: str | None, dedup: bool, strict: bool) -> I
         order = sorted(range(len(names)), key=lambda number: not is_model[kind_of[number]])
         names = tuple(map(names.__getitem__, order))
         kind_of = tuple(map(kind_of.__getitem__, order))
-    kinds: list[tuple[WholeTensor, Mapping[int, Box]]] = []
+    kinds: list[tuple[RecordKind, Mapping[int, Box]]] = []
     for part, dtype, shape, offset, _ in facts.kinds:
         box = (0,) * len(shape) if offset is None else offset, shape
-        kinds.append((WholeTensor(dtype, shape, part), {0: box}))
+        kinds.append((RecordKind(dtype, part, TensorLayout(shape)), {0: box}))
     return plan_boxes(names, kind_of, kinds, 1, prefix=prefix, dedup=dedup, strict=strict)
 
 
@@ -255,7 +257,7 @@ def _by_boxes(
     prefix: str | None, dedup: bool, strict: bool,
 ) -> IterationPlan:  # fmt: skip
     numbers: dict[object, int] = {}
-    kinds: list[tuple[WholeTensor, Mapping[int, Box]]] = []
+    kinds: list[tuple[RecordKind, Mapping[int, Box]]] = []
     kind_of: list[int] = []
     for name, of_ranks in found.items():
         own: dict[int, Box] = {}
@@ -269,7 +271,7 @@ def _by_boxes(
             offset = (0,) * len(fact.shape) if fact.offset is None else fact.offset
             own[rank] = (offset, fact.shape)
         first = next(iter(of_ranks.values()))
-        whole = WholeTensor(first.dtype, shapes.get(name, first.shape), first.part)
+        whole = RecordKind(first.dtype, first.part, TensorLayout(shapes.get(name, first.shape)))
         number = numbers.setdefault((whole, tuple(own.items())), len(kinds))
         if number == len(kinds):
             kinds.append((whole, own))
@@ -308,8 +310,7 @@ def _by_layout(
     facts = {key: next(iter(found[bound.array_of(key)].values())) for key in bound.layouts}
     # The model first here too: otherwise members of joins would be last.
     keys_in_order = sorted(facts, key=lambda key: facts[key].part != "model")
-    shapes = bound.tensor_layouts
-    tensors = {key: WholeTensor(facts[key].dtype, shapes[key].shape, facts[key].part) for key in keys_in_order}
+    tensors = {key: (facts[key].dtype, facts[key].part) for key in keys_in_order}
     return plan_layout(tensors, bound, prefix=prefix, dedup=dedup, strict=strict)
 
 

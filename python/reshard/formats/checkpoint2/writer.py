@@ -16,10 +16,10 @@ from reshard.commit.trash import STAGING_FOLDER, TRASH_FOLDER
 from reshard.conversion.destinations import (
     Written,
     as_files,
+    dtypes_and_parts,
     file_sizes,
     produced,
     set_original_modes,
-    whole_tensors,
 )
 from reshard.conversion.writer import Settings, Writer
 from reshard.errors import DestinationExistsError, ReshardError, hints_without
@@ -139,7 +139,7 @@ def _write(
     folder_name = roots.iteration_folder_name(iteration)
     _check_root_free(job, folder_name)
     plan = plan_layout(
-        whole_tensors(job),
+        dtypes_and_parts(job),
         bound,
         prefix=prefix,
         dedup=dedup,

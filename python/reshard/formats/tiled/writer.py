@@ -13,12 +13,12 @@ from reshard.conversion.destinations import (
     Written,
     as_files,
     check_folder_free,
+    dtypes_and_parts,
     file_sizes,
     is_our_file,
     n_bytes_of,
     produced,
     publish_folder,
-    whole_tensors,
     write_files,
 )
 from reshard.conversion.writer import Settings, Writer
@@ -61,8 +61,8 @@ def _write(job: Job, bound: BoundLayout) -> Written:
     if job.target.suffix == ".safetensors":
         return write_one_file(job)
     check_folder_free(job)
-    tensors = whole_tensors(job)
-    dtype_of = {key: tensor.dtype for key, tensor in tensors.items()}
+    dtype_of = {key: dtype for key, (dtype, _) in dtypes_and_parts(job).items()}
+    keys = list(dtype_of)
     dtype_of |= {join.name: dtype_of[join.keys[0]] for join in bound.joins if join.keys[0] in dtype_of}
     builder = tiles.Builder()
     contents = []
@@ -71,7 +71,7 @@ def _write(job: Job, bound: BoundLayout) -> Written:
         if names:
             ordered = sorted(names, key=lambda name: dtypes.file_order(name, dtype_of[name]))
             file = FileContent(f"rank_{rank}.safetensors", rank, tuple(ordered))
-            describe_cut(builder, bound, tensors, file, tensors)
+            describe_cut(builder, bound, dtype_of, file, keys)
             contents.append(file)
 
     def finish(folder: Location) -> dict[str, ValueRecord]:
