@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from reshard.checkpoint import StoredShard as StoredShard
     from reshard.checkpoint import TensorInfo as TensorInfo
     from reshard.commit.event_log import EventLog as EventLog
-    from reshard.formats.checkpoint2.common import CommonInfo as CommonInfo
+    from reshard.documents.common_info import CommonInfo as CommonInfo
     from reshard.formats.state import PerRank as PerRank
     from reshard.formats.state import per_rank as per_rank
     from reshard.interop import load_file as load_file
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "reshard.checkpoint": ("Checkpoint", "StoredShard", "TensorInfo"),
     "reshard.values.events": ("Event",),
-    "reshard.formats.checkpoint2.common": ("CommonInfo",),
+    "reshard.documents.common_info": ("CommonInfo",),
     "reshard.commit.event_log": ("EventLog",),
     "reshard.formats.state": ("PerRank", "per_rank"),
     "reshard.interop": ("load_file", "safe_open", "save_file"),

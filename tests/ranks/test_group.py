@@ -510,6 +510,7 @@ LAUNCHERS: list[tuple[dict[str, str], str | None]] = [
     ({"SLURM_NTASKS": "8"}, None),  # inside an allocation, but not started by srun
     ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, "one of 8 processes (SLURM_NTASKS)"),
     ({"OMPI_COMM_WORLD_SIZE": "2"}, "one of 2 processes (OMPI_COMM_WORLD_SIZE)"),
+    ({"PMI_SIZE": "2", "PMI_RANK": "1"}, "one of 2 processes (PMI_SIZE)"),
 ]
 
 
@@ -517,7 +518,7 @@ LAUNCHERS: list[tuple[dict[str, str], str | None]] = [
 def test_what_the_launcher_says(
     environment: dict[str, str], message: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("WORLD_SIZE", "SLURM_NTASKS", "SLURM_PROCID", "OMPI_COMM_WORLD_SIZE"):
+    for name in ("WORLD_SIZE", "SLURM_NTASKS", "SLURM_PROCID", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.helpers.strategies import cases
 
+from reshard.documents.common_info import CommonInfo
 from reshard.errors import GroupError
 from reshard.formats.checkpoint1 import save as checkpoint1
 from reshard.formats.checkpoint1.agreement import FileFacts
 from reshard.formats.checkpoint1.candidates import RankFolder
 from reshard.formats.checkpoint2 import save as checkpoint2
-from reshard.formats.checkpoint2.common import CommonInfo
 from reshard.formats.checkpoint2.rank_facts import Fact, FactKind, Facts, RankFacts, plan_key
 from reshard.formats.checkpoint2.reader import Chosen
 from reshard.formats.replicas import Replicas

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.config import Config
+from reshard.documents.common_info import CommonInfo
 from reshard.errors import (
     ArgumentError,
     CheckpointNotFoundError,
@@ -20,7 +21,6 @@ from reshard.errors import (
     ReshardError,
     UnsupportedError,
 )
-from reshard.formats.checkpoint2.common import CommonInfo
 from reshard.resume import (
     BatchSchedule,
     CandidateFacts,

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from reshard._core import DeviceLayout
     from reshard.commit.candidates import Candidate, Order
     from reshard.commit.manifest import Manifest
+    from reshard.documents.common_info import CommonInfo
     from reshard.errors import ReshardError
-    from reshard.formats.checkpoint2.common import CommonInfo
     from reshard.formats.dcp.run_state import Values
     from reshard.layout.strategy import Strategy
     from reshard.quantised.kinds import Quantised

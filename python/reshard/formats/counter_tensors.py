@@ -19,7 +19,7 @@ from reshard.values.words import show
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from reshard.formats.checkpoint2.common import CommonInfo
+    from reshard.documents.common_info import CommonInfo
 
 NAMES = COUNTERS
 """Names of the counters."""
@@ -109,7 +109,7 @@ def common_of(arrays: Mapping[str, np.ndarray], source: str) -> CommonInfo:
 
 
 def _info(arrays: Mapping[str, np.ndarray]) -> CommonInfo:
-    from reshard.formats.checkpoint2.common import CommonInfo  # noqa: PLC0415  slow to import
+    from reshard.documents.common_info import CommonInfo  # noqa: PLC0415  slow to import
 
     values: dict[str, int | float] = {}
     for name in NAMES:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import os
 
     from reshard.checkpoint import Checkpoint, LayoutLike
-    from reshard.formats.checkpoint2.common import CommonInfo
+    from reshard.documents.common_info import CommonInfo
     from reshard.options import VerifyLike
     from reshard.resume import ResumeDecision
 

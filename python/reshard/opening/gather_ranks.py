@@ -15,6 +15,7 @@ from reshard.checkpoint import Checkpoint
 from reshard.commit import roots
 from reshard.commit.scrub import is_damage, reason_of
 from reshard.config import split_iteration
+from reshard.documents.common_info import CommonInfo  # noqa: TC001  messages are decoded by their type hints
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError
 from reshard.formats import counter_tensors, registry
 from reshard.formats.base import OpenOptions
@@ -23,7 +24,6 @@ from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1.agreement import FileFacts, faults_of
 from reshard.formats.checkpoint1.candidates import RankFolder, SaveOrder, name_of_rank, order_saves
 from reshard.formats.checkpoint1.reader import look_at, open_rank_files, rank_files
-from reshard.formats.checkpoint2.common import CommonInfo  # noqa: TC001  messages are decoded by their type hints
 from reshard.formats.full_weights import names as full_weights
 from reshard.ranks.collective import ALONE, capture
 from reshard.resume import (

@@ -16,12 +16,12 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from reshard import errors
 from reshard.errors import ArgumentError, GroupError, ReshardError
+from reshard.ranks.launcher import one_of_several
 from reshard.ranks.messages import decode, encode
 from reshard.ranks.torch_group import TorchGroup, TorchSession, torch_distributed, torch_group
 
@@ -133,7 +133,14 @@ def resolve(group: object = None, rank: int | None = None) -> Group:
         if distributed is not None and distributed.is_initialized():
             found = torch_group(distributed.group.WORLD)
         else:
-            _refuse_standalone_rank()
+            several = one_of_several()
+            if several is not None:
+                name, size = several
+                raise ArgumentError(
+                    f"the environment says that this is one of {size} processes ({name}), but nothing connects them",
+                    hint="call torch.distributed.init_process_group first, or pass `group=`; "
+                    "`group=reshard.ranks.group.SingleProcess()` if this process works alone",
+                )
             found = SingleProcess()
     elif distributed is not None and isinstance(group, distributed.ProcessGroup):
         found = torch_group(group)
@@ -366,21 +373,6 @@ def _is_group(group: object) -> bool:
     return all(isinstance(getattr(group, name, None), int) for name in ("rank", "world_size")) and all(
         callable(getattr(group, name, None)) for name in ("barrier", "gather", "broadcast")
     )
-
-
-def _refuse_standalone_rank() -> None:
-    """Refuse to run as a single process if the launcher started several."""
-    sizes = ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"]
-    if "SLURM_PROCID" in os.environ:
-        sizes.append("SLURM_NTASKS")
-    for name in sizes:
-        text = os.environ.get(name, "")
-        if text.isascii() and text.isdigit() and int(text[:18]) > 1:
-            raise ArgumentError(
-                f"the environment says that this is one of {text} processes ({name}), but nothing connects them",
-                hint="call torch.distributed.init_process_group first, or pass `group=`; "
-                "`group=reshard.ranks.group.SingleProcess()` if this process works alone",
-            )
 
 
 @dataclass(frozen=True)

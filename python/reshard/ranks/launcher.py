@@ -62,6 +62,16 @@ def launched() -> Launched | None:
     return found[0] if found else None
 
 
+def one_of_several() -> tuple[str, str] | None:
+    """The variable that says that a launcher started several processes, and its value; None: there is none."""
+    for rank, size in (_TORCHRUN, *_OTHERS):
+        # In a Slurm job every process has the size, and those that srun has started have a rank.
+        is_meant = size != "SLURM_NTASKS" or rank in os.environ
+        if is_meant and (_number(os.environ.get(size, "")) or 0) > 1:
+            return size, os.environ[size]
+    return None
+
+
 def known_variables() -> str:
     """The variables that are looked at, as words of a message."""
     return listed([f"{rank} and {size}" for rank, size in (_TORCHRUN, *_OTHERS)])

@@ -18,7 +18,7 @@ import numpy as np
 from reshard.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from reshard.formats.checkpoint2.common import CommonInfo
+    from reshard.documents.common_info import CommonInfo
 
 Arithmetic: TypeAlias = Literal["exact", "double", "float32"]
 

@@ -47,7 +47,7 @@ def decide(
 
     Example:
         >>> from reshard.config import Config
-        >>> from reshard.formats.checkpoint2.common import CommonInfo
+        >>> from reshard.documents.common_info import CommonInfo
         >>> from reshard.resume import CandidateFacts, Damaged, ResumeFacts, RunFacts
         >>> common = CommonInfo(step_num=400, global_step=400, epoch_num=1, global_batch_size=64)
         >>> candidates = (

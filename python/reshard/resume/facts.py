@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from reshard.formats.checkpoint2.common import CommonInfo
+from reshard.documents.common_info import CommonInfo
 
 if TYPE_CHECKING:
-    from reshard.formats.checkpoint2.common import CommonInfo
+    from reshard.documents.common_info import CommonInfo
     from reshard.resume.counters import EpochStep, Scaling
 
 Kind: TypeAlias = Literal["absent", "empty", "root", "rank_folders", "single", "pretrained", "other"]

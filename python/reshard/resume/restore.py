@@ -23,7 +23,7 @@ from reshard.resume.facts import CandidateFacts, Restored, ResumeDecision, Resum
 
 if TYPE_CHECKING:
     from reshard.config import Config
-    from reshard.formats.checkpoint2.common import CommonInfo
+    from reshard.documents.common_info import CommonInfo
 
 
 NO_OPTIMIZER = "the checkpoint holds no optimizer state: an optimizer would start with new state"

@@ -62,8 +62,8 @@ if TYPE_CHECKING:
 
     from reshard.checkpoint import LayoutLike
     from reshard.config import ConfigLike
+    from reshard.documents.common_info import CommonInfo
     from reshard.formats.base import StrategyLike
-    from reshard.formats.checkpoint2.common import CommonInfo
     from reshard.options import VerifyLike
 
 _log = logging.getLogger("reshard")

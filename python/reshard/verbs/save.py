@@ -20,10 +20,10 @@ import numpy as np
 
 from reshard.commit import roots
 from reshard.commit.save_log import SaveRecord
+from reshard.documents.common_info import CommonInfo
 from reshard.errors import ArgumentError, MismatchError, UnsupportedError
 from reshard.formats import state
 from reshard.formats.checkpoint1 import state as checkpoint1_state
-from reshard.formats.checkpoint2.common import CommonInfo
 from reshard.formats.checkpoint2.rank_facts import differs_between_ranks, facts_of
 from reshard.formats.differing import MISSING, Fields, difference
 from reshard.formats.registry import save_format

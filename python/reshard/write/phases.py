@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from reshard import _core
     from reshard.commit.save_log import SaveRecord
+    from reshard.documents.common_info import CommonInfo
     from reshard.formats.base import Traits
-    from reshard.formats.checkpoint2.common import CommonInfo
     from reshard.formats.checkpoint2.rank_facts import RankFacts
     from reshard.formats.replicas import Copies, Replicas, State
     from reshard.layout import BoundLayout, ModelLayout

@@ -12,10 +12,10 @@ import pytest
 from tests.helpers import original_reader
 
 from reshard.commit import roots
+from reshard.documents.common_info import CommonInfo
 from reshard.documents.strict_json import parse_json
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError
 from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.formats.checkpoint2.common import CommonInfo
 from reshard.storage.location import locate
 
 SAMPLES = Path(__file__).parents[2] / "data" / "mindspore"

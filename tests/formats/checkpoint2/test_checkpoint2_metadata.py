@@ -21,8 +21,8 @@ from tests.helpers import original_reader
 
 from reshard._core import Mesh
 from reshard.commit import roots
+from reshard.documents.common_info import CommonInfo
 from reshard.errors import ArgumentError, LayoutError, UnsupportedError
-from reshard.formats.checkpoint2.common import CommonInfo
 from reshard.formats.checkpoint2.metadata import inexpressible, write_metadata
 from reshard.formats.checkpoint2.shards import (
     FilePlan,

@@ -18,7 +18,7 @@ from reshard.values.words import listed, show
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from reshard.formats.checkpoint2.common import CommonInfo
+    from reshard.documents.common_info import CommonInfo
     from reshard.formats.rank_file import OpenedRankFile
     from reshard.layout.strategy import Strategy
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from reshard import dtypes
 from reshard.commit import claims, filesystem, folder_protocol, protocol
 from reshard.commit.session import Claim, find_session, session_of
+from reshard.documents.common_info import CommonInfo  # noqa: TC001  as the one before
 from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError, UnsupportedError
 from reshard.formats import counter_tensors, health
 from reshard.formats.checkpoint1 import health as checkpoint1_health
@@ -37,7 +38,6 @@ from reshard.formats.checkpoint1.save_plan import FolderView, Naming, ShardAssig
 from reshard.formats.checkpoint1.save_rank import RankSide, WrittenWeights, arrays_by_kind, folder_of, look
 from reshard.formats.checkpoint1.state import SAVE_KEY
 from reshard.formats.checkpoint1.strategies import Shapes  # noqa: TC001  messages are decoded by their type hints
-from reshard.formats.checkpoint2.common import CommonInfo  # noqa: TC001  as the one before
 from reshard.formats.checkpoint2.rank_facts import (
     LastMade,
     RankFacts,

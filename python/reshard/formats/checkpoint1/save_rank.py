@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from reshard.documents.common_info import CommonInfo
     from reshard.formats.checkpoint1.names import FileKind, FileName
     from reshard.formats.checkpoint1.save_plan import FolderView, Naming
     from reshard.formats.checkpoint1.strategies import Strategies
-    from reshard.formats.checkpoint2.common import CommonInfo
     from reshard.formats.replicas import State
     from reshard.write.arrays import LocalArray
     from reshard.write.phases import SaveTask

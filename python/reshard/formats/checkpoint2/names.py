@@ -2,7 +2,7 @@
 
     iteration_<at least 8 digits>/
         [<prefix>-]{model|opt}-<index>-<count>.safetensors         index and count of at least 7 digits
-        common.json                                                counters: `checkpoint2.common`
+        common.json                                                counters: `documents.common_info`
         metadata.json                                              shards: `checkpoint2.metadata`; one device has none
 
 `commit.roots` names the folders and the tracker. This package writes `.safetensors`, which MindSpore Transformers

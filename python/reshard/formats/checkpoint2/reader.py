@@ -21,11 +21,11 @@ from reshard.commit import manifest as manifests
 from reshard.commit import roots, writer_mark
 from reshard.commit.filesystem import MANIFEST_FILE
 from reshard.commit.log_records import epoch_of
+from reshard.documents.common_info import MAX_COMMON_BYTES, CommonInfo
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, MismatchError, ReshardError
 from reshard.formats import state_files
 from reshard.formats.base import CheckpointData, Shapes
 from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.formats.checkpoint2.common import MAX_COMMON_BYTES, CommonInfo
 from reshard.formats.checkpoint2.traits import CHECKPOINT2, TILED
 from reshard.formats.outputs import load_all
 from reshard.formats.own_files import MAX_METADATA_BYTES, opened_again, own_files, ranks_of_tensors

@@ -22,10 +22,10 @@ from reshard.conversion.destinations import (
     set_original_modes,
 )
 from reshard.conversion.writer import Settings, Writer
+from reshard.documents.common_info import CommonInfo
 from reshard.errors import DestinationExistsError, ReshardError, hints_without
 from reshard.formats import counter_tensors, health, run_names, state, state_files
 from reshard.formats.checkpoint2 import names as checkpoint2
-from reshard.formats.checkpoint2.common import CommonInfo
 from reshard.formats.checkpoint2.iteration import Descriptions, check_copies, plan_layout
 from reshard.formats.checkpoint2.traits import CHECKPOINT2
 from reshard.formats.run_names import TRAINER

@@ -44,8 +44,8 @@ from reshard.values.words import listed, show
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
+    from reshard.documents.common_info import CommonInfo
     from reshard.formats.base import PartName
-    from reshard.formats.checkpoint2.common import CommonInfo
     from reshard.storage.store import Lock
 
 _log = logging.getLogger("reshard")

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from reshard import _core
+from reshard.documents.common_info import CommonInfo
 from reshard.errors import MismatchError
 from reshard.formats import weight_sets
-from reshard.formats.checkpoint2.common import CommonInfo
 from reshard.formats.dcp.names import is_number, is_optimizer
 from reshard.formats.outputs import as_array
 from reshard.values.words import listed, show

@@ -21,8 +21,8 @@ from reshard.values.words import listed, show
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from reshard.documents.common_info import CommonInfo
     from reshard.formats.base import PartName
-    from reshard.formats.checkpoint2.common import CommonInfo
     from reshard.formats.mesh_shards import RankTensor
     from reshard.formats.rank_replicas import Replicas
     from reshard.storage.location import Location

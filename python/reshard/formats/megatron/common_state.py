@@ -10,8 +10,8 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from reshard import _core
+from reshard.documents.common_info import CommonInfo
 from reshard.errors import ArgumentError, DamagedFileError
-from reshard.formats.checkpoint2.common import CommonInfo
 from reshard.values.words import show
 
 if TYPE_CHECKING:

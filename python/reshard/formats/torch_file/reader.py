@@ -25,8 +25,8 @@ from reshard.values.words import listed, show
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from reshard.documents.common_info import CommonInfo
     from reshard.formats.base import PartName
-    from reshard.formats.checkpoint2.common import CommonInfo
     from reshard.storage.location import Location
 
 _log = logging.getLogger("reshard")

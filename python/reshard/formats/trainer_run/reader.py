@@ -6,10 +6,10 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from reshard import _core
+from reshard.documents.common_info import CommonInfo
 from reshard.documents.strict_json import read_json
 from reshard.errors import CheckpointNotFoundError, DamagedFileError
 from reshard.formats.base import CheckpointData, Match
-from reshard.formats.checkpoint2.common import CommonInfo
 from reshard.formats.dcp import run_state
 from reshard.formats.dcp.format import DCP
 from reshard.formats.huggingface.reader import HUGGINGFACE

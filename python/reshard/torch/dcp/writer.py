@@ -32,9 +32,9 @@ from torch.futures import Future
 from reshard import _core
 from reshard.commit import claims, protocol, roots
 from reshard.commit.save_log import SaveRecord
+from reshard.documents.common_info import CommonInfo
 from reshard.errors import ArgumentError, MismatchError, ReshardError, UnsupportedError
 from reshard.formats import state
-from reshard.formats.checkpoint2.common import CommonInfo
 from reshard.formats.checkpoint2.rank_facts import Facts, RankFacts
 from reshard.formats.checkpoint2.save import Checkpoint2Draft, Checkpoint2Prepared
 from reshard.formats.dcp.names import is_optimizer

@@ -1,4 +1,4 @@
-"""`common.json` of a Checkpoint 2.0 iteration: the counters of the training run.
+"""`CommonInfo`: the counters of a training run, as `common.json` of MindSpore Transformers has them.
 
 Files of all releases of MindSpore Transformers are read. Release 1.9.0 can read the files that are written. `resume`
 interprets the counters.
