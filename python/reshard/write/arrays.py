@@ -11,7 +11,7 @@ import math
 import operator
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,11 +21,11 @@ from reshard import _core, dtypes
 from reshard.errors import ArgumentError, MismatchError, UnsupportedError
 from reshard.values.tensor_memory import memory_of
 from reshard.values.words import show
+from reshard.write.columns import Columns
+from reshard.write.contents import Part  # noqa: TC001  messages are decoded by their type hints
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-
-    from reshard.write.contents import Part
 
 _MAX_NAME_BYTES = 1024
 # The names of the dtypes of ordinary numpy arrays.
@@ -67,14 +67,14 @@ class Shard:
                 )
 
 
-class ArrayKind(NamedTuple):
-    """What arrays have in common: a `LocalArray` without its name and its memory."""
+class FactKind(NamedTuple):
+    """What arrays have in common: a `Fact` without its name."""
 
     part: Part
     dtype: str
     shape: tuple[int, ...]
-    global_shape: tuple[int, ...] | None = None
     offset: tuple[int, ...] | None = None
+    may_differ: bool = False
 
     @property
     def n_bytes(self) -> int:
@@ -82,17 +82,54 @@ class ArrayKind(NamedTuple):
         return math.prod(self.shape) * dtypes.bits(self.dtype) // 8
 
 
-class LocalArray(NamedTuple):
-    """One array of this rank, ready to be written.
+class Fact(NamedTuple):
+    """One array of a rank, without its memory.
 
     Attributes:
         name: its key, or the name of a join.
         part: "model" or "optimizer".
         dtype: its safetensors name.
         shape: in elements.
-        array: the memory, in any dtype with elements of that width.
-        global_shape: that of a `Shard`, or None.
         offset: that of a `Shard`, or None.
+        may_differ: whether copies of it may differ between ranks.
+    """
+
+    name: str
+    part: Part
+    dtype: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...] | None = None
+    may_differ: bool = False
+
+
+@dataclass(frozen=True)
+class Facts(Columns[FactKind, Fact]):
+    """The arrays of a rank without their memory, which other ranks can have.
+
+    Example:
+        >>> facts = Facts.of([Fact("a", "model", "F32", (2,)), Fact("b", "model", "F32", (2,))])
+        >>> facts.names, len(facts.kinds), facts.kind_of
+        (('a', 'b'), 1, (0, 0))
+    """
+
+    kind = FactKind
+    row = Fact
+
+    names: tuple[str, ...] = ()
+    kinds: tuple[FactKind, ...] = ()
+    kind_of: tuple[int, ...] = ()
+
+
+class LocalArray(NamedTuple):
+    """One array of this rank, ready to be written.
+
+    Attributes:
+        name: as in `Fact`, and so are the others.
+        part: see there.
+        dtype: see there.
+        shape: see there.
+        array: the memory, in any dtype with elements of that width.
+        offset: see there.
     """
 
     name: str
@@ -100,7 +137,6 @@ class LocalArray(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     array: np.ndarray
-    global_shape: tuple[int, ...] | None = None
     offset: tuple[int, ...] | None = None
 
     def crc32c(self) -> int:
@@ -120,23 +156,21 @@ class LocalArrays(Mapping[str, LocalArray]):
         memory: the memory of each.
         kinds: what they have in common.
         kind_of: the number of the kind of each.
+        global_shapes: of those that are a `Shard`.
     """
 
     names: Sequence[str]
     memory: Sequence[np.ndarray]
-    kinds: Sequence[ArrayKind]
+    kinds: Sequence[FactKind]
     kind_of: Sequence[int]
+    global_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, arrays: Iterable[LocalArray]) -> LocalArrays:
         """Those of single arrays, each name once."""
-        numbers: dict[ArrayKind, int] = {}
-        names, memory, kind_of = [], [], []
-        for name, part, dtype, shape, array, global_shape, offset in arrays:
-            names.append(name)
-            memory.append(array)
-            kind_of.append(numbers.setdefault(ArrayKind(part, dtype, shape, global_shape, offset), len(numbers)))
-        return cls(names, memory, tuple(numbers), kind_of)
+        given = list(arrays)
+        facts = Facts.of(Fact(name, part, dtype, shape, offset) for name, part, dtype, shape, _, offset in given)
+        return cls(facts.names, [one.array for one in given], facts.kinds, facts.kind_of)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -146,8 +180,8 @@ class LocalArrays(Mapping[str, LocalArray]):
 
     def __getitem__(self, name: str) -> LocalArray:
         number = self._numbers[name]
-        part, dtype, shape, *place = self.kinds[self.kind_of[number]]
-        return LocalArray(name, part, dtype, shape, self.memory[number], *place)
+        part, dtype, shape, offset, _ = self.kinds[self.kind_of[number]]
+        return LocalArray(name, part, dtype, shape, self.memory[number], offset)
 
     @cached_property
     def _numbers(self) -> Mapping[str, int]:
@@ -160,6 +194,11 @@ class LocalArrays(Mapping[str, LocalArray]):
         if len(numbers) == len(self.names):
             return None
         return next(name for number, name in enumerate(self.names) if numbers[name] != number)
+
+    @property
+    def facts(self) -> Facts:
+        """The same without the memory."""
+        return Facts(tuple(self.names), tuple(self.kinds), tuple(self.kind_of))
 
     @cached_property
     def n_bytes(self) -> int:
@@ -198,7 +237,8 @@ def local_arrays(model: Mapping[str, object] | None, optimizer: Mapping[str, obj
     """
     names: list[str] = []
     memory: list[np.ndarray] = []
-    numbers: dict[ArrayKind, int] = {}
+    numbers: dict[FactKind, int] = {}
+    global_shapes: dict[str, tuple[int, ...]] = {}
     kind_of: list[int] = []
     most_distinct = 0  # plain names of one dict: those of a subclass of `str` may say themselves what they are equal to
     parts: tuple[tuple[Part, object], ...] = (("model", model), ("optimizer", optimizer))
@@ -215,7 +255,7 @@ def local_arrays(model: Mapping[str, object] | None, optimizer: Mapping[str, obj
         # No statement for each array: 100,000 of them take as long as to write the arrays.
         found = _core.array_kinds(values)
         if found is not None and all(dtype in _PLAIN for dtype, _ in found[0]):
-            own_kinds = [ArrayKind(part, _PLAIN[dtype], shape) for dtype, shape in found[0]]
+            own_kinds = [FactKind(part, _PLAIN[dtype], shape) for dtype, shape in found[0]]
             own_numbers = [numbers.setdefault(kind, len(numbers)) for kind in own_kinds]
             is_same = own_numbers == list(range(len(own_numbers)))
             kind_of += found[1] if is_same else map(own_numbers.__getitem__, found[1])
@@ -223,9 +263,11 @@ def local_arrays(model: Mapping[str, object] | None, optimizer: Mapping[str, obj
             continue
         for name, value in (given or {}).items():
             array, own = _array(name, value, part)
+            if isinstance(value, Shard):
+                global_shapes[str.__str__(name)] = value.global_shape
             memory.append(array)
             kind_of.append(numbers.setdefault(own, len(numbers)))
-    made = LocalArrays(names, memory, tuple(numbers), kind_of)
+    made = LocalArrays(names, memory, tuple(numbers), kind_of, global_shapes)
     if most_distinct < len(names) and (name := made.twin) is not None:
         raise _named_twice(made, name)
     return made
@@ -289,7 +331,7 @@ def as_shape(value: Sequence[object], what: str) -> tuple[int, ...]:
     return numbers
 
 
-def _array(name: str, value: object, part: Part) -> tuple[np.ndarray, ArrayKind]:
+def _array(name: str, value: object, part: Part) -> tuple[np.ndarray, FactKind]:
     shard = value if isinstance(value, Shard) else None
     try:
         array, dtype = as_array(value if shard is None else shard.array)
@@ -304,8 +346,7 @@ def _array(name: str, value: object, part: Part) -> tuple[np.ndarray, ArrayKind]
                 f"{shard.global_shape}",
                 key=name,
             )
-    place = (None, None) if shard is None else (shard.global_shape, shard.offset)
-    return array, ArrayKind(part, dtype, shape, *place)
+    return array, FactKind(part, dtype, shape, None if shard is None else shard.offset)
 
 
 def _of_tensor(tensor: Any, torch: Any) -> tuple[np.ndarray, str]:

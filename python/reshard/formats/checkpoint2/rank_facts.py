@@ -12,9 +12,8 @@ import itertools
 import math
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from reshard import dtypes
 from reshard.errors import ArgumentError, LayoutError, MismatchError
 from reshard.formats.checkpoint2.iteration import plan_boxes, plan_layout
 from reshard.formats.checkpoint2.shards import RecordKind
@@ -24,8 +23,7 @@ from reshard.layout.partition import TensorLayout
 from reshard.layout.strategy import box_of
 from reshard.values.counters import is_counter
 from reshard.values.words import ranks_named, show
-from reshard.write.columns import Columns
-from reshard.write.contents import Part  # noqa: TC001  messages are decoded by their type hints
+from reshard.write.arrays import Facts  # messages are decoded by their type hints
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -34,60 +32,13 @@ if TYPE_CHECKING:
     from reshard.layout import ModelLayout
     from reshard.layout.strategy import Strategy
     from reshard.values.indexing import Box
-    from reshard.write.arrays import LocalArrays
+    from reshard.write.arrays import Fact, LocalArrays
+    from reshard.write.contents import Part
 
 Shape = tuple[int, ...]
 T = TypeVar("T")
 
 _MAX_NAMED = 3
-
-
-class FactKind(NamedTuple):
-    """What a rank reports of several arrays: a `Fact` without its name."""
-
-    part: Part
-    dtype: str
-    shape: Shape
-    offset: Shape | None = None
-    may_differ: bool = False
-
-
-class Fact(NamedTuple):
-    """What a rank reports of one array.
-
-    Attributes:
-        name: its key, or the name of a join.
-        part: "model" or "optimizer".
-        dtype: its safetensors name.
-        shape: in elements.
-        offset: its first element in the tensor, where a `Shard` has it.
-        may_differ: whether copies of it may differ between ranks.
-    """
-
-    name: str
-    part: Part
-    dtype: str
-    shape: Shape
-    offset: Shape | None = None
-    may_differ: bool = False
-
-
-@dataclass(frozen=True)
-class Facts(Columns[FactKind, Fact]):
-    """What a rank reports of its arrays.
-
-    Example:
-        >>> facts = Facts.of([Fact("a", "model", "F32", (2,)), Fact("b", "model", "F32", (2,))])
-        >>> facts.names, len(facts.kinds), facts.kind_of
-        (('a', 'b'), 1, (0, 0))
-    """
-
-    kind = FactKind
-    row = Fact
-
-    names: tuple[str, ...] = ()
-    kinds: tuple[FactKind, ...] = ()
-    kind_of: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -141,35 +92,27 @@ def facts_of(
     if shapes and not has_layout:
         raise ArgumentError("`shapes` was given without `layout`", hint="give `reshard.Shard(array, shape, offset)`")
     given = dict(shapes)
-    # Of plain arrays there is nothing to check.
-    is_plain = [kind.global_shape is None and kind.offset is None for kind in arrays.kinds]
-    for name in () if all(is_plain) else arrays:
-        array = arrays[name]
-        if array.offset is not None and has_layout:
+    for name, global_shape in arrays.global_shapes.items():
+        offset = arrays[name].offset
+        if offset is not None and has_layout:
             raise ArgumentError(
-                f"{show(array.name)} is a shard with an offset, and the layout says where it lies",
-                key=array.name,
+                f"{show(name)} is a shard with an offset, and the layout says where it lies",
+                key=name,
                 hint="leave out the offset, or the layout",
             )
-        if array.global_shape is not None:
-            if array.offset is None and not has_layout:
-                raise ArgumentError(
-                    f"{show(array.name)} is a shard without an offset, and there is no layout to say where it lies",
-                    key=array.name,
-                    hint="write `reshard.Shard(array, global_shape, offset)`, or give `layout=`",
-                )
-            if given.setdefault(array.name, array.global_shape) != array.global_shape:
-                raise MismatchError(
-                    f"{show(array.name)} is of shape {given[array.name]} in `shapes`, and {array.global_shape} in its "
-                    "shard",
-                    key=array.name,
-                )
-    if may_differ is None:
-        kinds = tuple(FactKind(kind.part, kind.dtype, kind.shape, kind.offset) for kind in arrays.kinds)
-        facts = Facts(tuple(arrays.names), kinds, tuple(arrays.kind_of))
-    else:
-        of = arrays.values()
-        facts = Facts.of(Fact(one.name, one.part, one.dtype, one.shape, one.offset, may_differ(one.name)) for one in of)
+        if offset is None and not has_layout:
+            raise ArgumentError(
+                f"{show(name)} is a shard without an offset, and there is no layout to say where it lies",
+                key=name,
+                hint="write `reshard.Shard(array, global_shape, offset)`, or give `layout=`",
+            )
+        if given.setdefault(name, global_shape) != global_shape:
+            raise MismatchError(
+                f"{show(name)} is of shape {given[name]} in `shapes`, and {global_shape} in its shard", key=name
+            )
+    facts = arrays.facts
+    if may_differ is not None:
+        facts = Facts.of(fact._replace(may_differ=may_differ(fact.name)) for fact in facts)
     return RankFacts(host, dict(options), facts, given, dict(state), tuple(copies))
 
 
@@ -195,6 +138,7 @@ def plan_iteration(
             complete tensors, or the ranks disagree; the message names key and ranks.
 
     Example:
+        >>> from reshard.write.arrays import Fact
         >>> facts = RankFacts("host", {}, Facts.of([Fact("w", "model", "F32", (2, 3))]))
         >>> plan_iteration([facts], None, prefix=None, dedup=True, strict=False).files[0].name
         'model-0000000-0000001.safetensors'
@@ -526,6 +470,7 @@ def planned_bytes(plan: IterationPlan, ranks: Sequence[RankFacts]) -> int:
     """Bytes of all arrays that the plan writes.
 
     Example:
+        >>> from reshard.write.arrays import Fact
         >>> facts = [RankFacts("host", {}, Facts.of([Fact("w", "model", "F32", (2, 3))]))]
         >>> planned_bytes(plan_iteration(facts, None, prefix=None, dedup=True, strict=False), facts)
         24
@@ -533,7 +478,7 @@ def planned_bytes(plan: IterationPlan, ranks: Sequence[RankFacts]) -> int:
     n_bytes = 0
     for rank, facts in enumerate(ranks):
         arrays = facts.arrays
-        sizes = [math.prod(kind.shape) * dtypes.bits(kind.dtype) // 8 for kind in arrays.kinds]
+        sizes = [kind.n_bytes for kind in arrays.kinds]
         written = [file.arrays for file in plan.files if file.rank == rank]
         numbers: Iterable[int] = arrays.kind_of
         if sum(map(len, written)) < len(arrays.names):

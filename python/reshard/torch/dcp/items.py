@@ -13,10 +13,11 @@ from torch.distributed.checkpoint.planner import WriteItemType
 
 from reshard import dtypes
 from reshard.errors import ArgumentError, MismatchError, UnsupportedError
-from reshard.formats.checkpoint2.rank_facts import Fact, Facts, RankFacts
+from reshard.formats.checkpoint2.rank_facts import RankFacts
 from reshard.formats.dcp.names import is_optimizer
 from reshard.formats.replicas import Replicas
 from reshard.values.words import show
+from reshard.write.arrays import Fact, Facts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

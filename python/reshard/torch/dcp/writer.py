@@ -35,7 +35,7 @@ from reshard.commit.save_log import SaveRecord
 from reshard.documents.common_info import CommonInfo
 from reshard.errors import ArgumentError, MismatchError, ReshardError, UnsupportedError
 from reshard.formats import state
-from reshard.formats.checkpoint2.rank_facts import Facts, RankFacts
+from reshard.formats.checkpoint2.rank_facts import RankFacts
 from reshard.formats.checkpoint2.save import Checkpoint2Draft, Checkpoint2Prepared
 from reshard.formats.dcp.names import is_optimizer
 from reshard.formats.replicas import Copies, is_any_of
@@ -49,7 +49,7 @@ from reshard.torch.tensors import inner_tensors
 from reshard.values.arguments import check
 from reshard.values.events import Observers, OnEvent
 from reshard.values.words import listed, show
-from reshard.write.arrays import Shard, local_arrays
+from reshard.write.arrays import Facts, Shard, local_arrays
 from reshard.write.collective_save import log_once, save_failed
 from reshard.write.phases import RankInput, SaveTask
 from reshard.write.shard_files import shard_file
