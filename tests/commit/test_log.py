@@ -191,6 +191,18 @@ def test_a_store_in_which_several_writers_win_is_refused(monkeypatch: pytest.Mon
     assert not root.store.objects  # type: ignore[attr-defined]
 
 
+def test_objects_of_a_probe_are_removed_by_later_claims_only() -> None:
+    """Another process may be probing the same new root while the first claim is made."""
+    store = MemoryObjects()
+    root = Location(store, "run")
+    store.put("run/.probe/of_another", b"")
+    save(root, 1)
+    assert [name for name, _ in store.below("run/.probe")] == ["of_another"]
+    claims.release(root)
+    save(Location(other_connection(store), "run"), 2)
+    assert not [name for name, _ in store.below("run/.probe")]
+
+
 def test_the_newest_is_found_by_two_requests_whatever_the_number_of_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     root = Location(MemoryObjects(), "run")
     save(root, 1)

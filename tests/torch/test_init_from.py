@@ -97,6 +97,7 @@ def test_the_first_start_loads_the_weights_and_a_restart_goes_on_with_the_run(tm
         assert (decision.initial_step, decision.fresh, decision.restored) == (0, False, ("weights",))
         assert decision.init_from == str(tmp_path / "pretrained")
         assert any("holds no checkpoint: the run starts from" in reason for reason in decision.reasons)
+        assert any("the run starts from the weights of" in reason for reason in decision.reasons)
         train(model, optimizer)
         made.step(1)
         made.save(blocking=True)
@@ -125,6 +126,7 @@ def test_after_a_crash_all_state_comes_from_the_run_itself(tmp_path: Path) -> No
             assert (decision.initial_step, progress["n"], scheduler.last_epoch) == (n_done, n_done, n_done)
             assert same(model, pretrained) is (not n_done)
             if not n_done:
+                assert any("the weights and the state of the optimizer of" in reason for reason in decision.reasons)
                 train(model, optimizer, 3)
                 for _ in range(3):
                     scheduler.step()
@@ -159,6 +161,8 @@ def test_names_include_and_exclude_choose_tensors_by_the_names_of_the_model(tmp_
     for word in ("include", "exclude"):
         with pytest.raises(ArgumentError, match=f"`{word}` of `init_from` has `haed"):
             resumed(tmp_path / "x", Model(), init_from={**mapping, "include": ["*"], word: ["haed.*"]})
+        with pytest.raises(ArgumentError, match="`include` or `exclude` of `init_from`: `re:\\(` does not compile"):
+            resumed(tmp_path / "x", Model(), init_from={**mapping, word: ["re:("]})
     with pytest.raises(ArgumentError, match="`exclude` is a field of `InitFrom`"):
         resumed(tmp_path / "x", Model(), init_from="w", exclude=["head.*"])
     with pytest.raises(CheckpointNotFoundError, match="init_from names it"):

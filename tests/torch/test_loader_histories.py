@@ -5,6 +5,7 @@ The environment variable `RESHARD_LOADER_HISTORIES` sets the number of histories
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ from reshard import PerRank
 from reshard.errors import ArgumentError, MismatchError
 from reshard.torch import Checkpointer, ElasticSampler
 from reshard.torch.loaders import followed
+from reshard.torch.orders import Rest, Split
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -300,6 +302,36 @@ def run_some(root: Path, data: Any, n: int, sampler: Any = None, save: bool = Tr
     return seen
 
 
+class Counted:
+    """A dataset with state: how often it was read."""
+
+    def __init__(self) -> None:
+        self.n_reads = 0
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> int:
+        self.n_reads += 1
+        return index + 100 * self.n_reads
+
+    def state_dict(self) -> Any:
+        return {"n_reads": self.n_reads}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.n_reads = state["n_reads"]
+
+
+def test_the_state_of_a_dataset_comes_back(tmp_path: Path) -> None:
+    def data() -> Any:
+        return StatefulDataLoader(Counted(), 4, sampler=RandomSampler(range(20), generator=torch.Generator()))
+
+    seen = run_some(tmp_path, data(), 2) + run_some(tmp_path, data(), 3)
+    read = [number for batch in seen for number in batch]
+    assert [number // 100 for number in read] == list(range(1, 21))
+    assert sorted(number % 100 for number in read) == list(range(20))
+
+
 def test_an_order_that_cannot_be_found_again_is_refused(tmp_path: Path) -> None:
     def secret() -> Any:
         return StatefulDataLoader(range(20), 4, sampler=Secret())
@@ -412,6 +444,23 @@ def by_ranks(root: Path, n_ranks: int, make: Callable[[int, int], Any], n: int =
 
 def distributed(rank: int, n_ranks: int) -> Any:
     return StatefulDataLoader(range(96), 4, sampler=DistributedSampler(data_of(96), n_ranks, rank, seed=3))
+
+
+def test_parts_of_the_rest_of_an_epoch_have_as_many_batches() -> None:
+    sizes, both = (None, 1, 2, 3), (False, True)
+    for n, world_size, size, of_loader, of_sampler in itertools.product(range(1, 11), range(1, 4), sizes, both, both):
+        made = [DistributedSampler(data_of(n), world_size, rank, False, 0, of_sampler) for rank in range(world_size)]
+        for start in range(n):
+            rest = Rest(start, size, of_loader)
+            parts = [rest.items(one) for one in made]
+            assert [rest.n_items(one) for one in made] == [len(part) for part in parts]
+            whole = {len(part) // (size or 1) for part in parts}
+            assert len(whole if of_loader else {-(-len(part) // (size or 1)) for part in parts}) == 1
+            seen = [item for part in parts for item in part]
+            assert len(seen) == rest.n_divided(Split.of(made[0]))
+            if not of_loader and not of_sampler:
+                assert set(range(start, n)) <= set(seen)
+                assert len(seen) - (n - start) < world_size
 
 
 @pytest.mark.slow

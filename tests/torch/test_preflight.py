@@ -406,7 +406,8 @@ def test_restart_by_a_configuration_goes_on_from_the_newest_checkpoint_of_the_ru
         assert first.reasons[0].endswith(f"holds no checkpoint: the run starts from {given}")
     again = of_words(words, 12)
     assert (again.initial_step, again.iteration) == (6, 6)
-    assert again.reasons[0].startswith(f"the run goes on from its own newest checkpoint, in {tmp_path}/out/checkpoint")
+    own = f"the run goes on from its own newest checkpoint, in {tmp_path}/out/checkpoint"
+    assert again.reasons[0] == own + ("" if start == "nothing" else f"; {given} is not loaded again")
     assert of_words(words, 12).initial_step == 12
 
 
