@@ -233,6 +233,50 @@ def test_other_batches_of_a_rest_that_was_divided_are_refused() -> None:
         states = [one.state_dict() for _, one in made]
 
 
+@pytest.mark.parametrize(("name", "changed"), [("n_samples", {"n": 50}), ("seed", {"seed": 6}), ("shuffle", {})])
+def test_another_order_on_other_ranks_is_told_by_what_differs(name: str, changed: dict[str, int]) -> None:
+    options: dict[str, Any] = {"shuffle": False, "seed": 5, "drop_last": False}
+    made = ranks_of(40, 2, 4, options, epoch=0, drop_batch=False)
+    for loader, _ in made:
+        next(iter(loader))
+    states = [one.state_dict() for _, one in made]
+    options |= {"shuffle": name == "shuffle", "seed": changed.get("seed", 5)}
+    [(_, other)] = ranks_of(changed.get("n", 40), 1, 4, options, epoch=0, drop_batch=False)
+    with pytest.raises(MismatchError, match=f"`{name}` of the `DistributedSampler` was"):
+        other.fitted(None, states, is_same=False)
+
+
+def test_after_an_epoch_other_ranks_begin_the_next_one() -> None:
+    options = {"shuffle": True, "seed": 5, "drop_last": False}
+    made = ranks_of(12, 2, 3, options, epoch=0, drop_batch=False)
+    assert [len(list(loader)) for loader, _ in made] == [2, 2]
+    states = [one.state_dict() for _, one in made]
+    seen = []
+    for loader, one in ranks_of(12, 3, 2, options, epoch=1, drop_batch=False):
+        state, messages = one.fitted(None, states, is_same=False)
+        one.load_state_dict(state)
+        assert (messages, one.n_passes) == ([], 1)
+        seen += [index for batch in loader for index in batch.tolist()]
+    assert sorted(seen) == list(range(12))
+
+
+@pytest.mark.parametrize(("n_read", "epoch"), [([3], 0), ([5], 1), ([5, 2], 1), ([5, 5], 2)])
+def test_a_run_goes_on_in_the_epoch_of_its_loader(n_read: list[int], epoch: int, tmp_path: Path) -> None:
+    def run(n_read: list[int]) -> int:
+        data: Any = StatefulDataLoader(range(20), 4)
+        with Checkpointer(tmp_path, signals=(), async_save=False, commit={"durable": False}) as made:
+            decision = made.resume(model=torch.nn.Linear(1, 1), sampler=data)
+            for n, total in zip(n_read, itertools.accumulate(n_read), strict=True):
+                assert len(list(itertools.islice(data, n if n < 5 else None))) == n
+                made.step(total)
+            if n_read:
+                made.save(sum(n_read))
+        return decision.initial_epoch
+
+    assert run(n_read) == 0
+    assert run([]) == epoch
+
+
 @pytest.mark.parametrize("number", range(max(N_HISTORIES, 12)))
 def test_an_epoch_on_several_numbers_of_ranks_has_each_sample_once(number: int) -> None:
     other_ranks(number)
