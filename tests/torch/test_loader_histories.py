@@ -376,6 +376,18 @@ def test_the_state_of_a_dataset_comes_back(tmp_path: Path) -> None:
     assert sorted(number % 100 for number in read) == list(range(20))
 
 
+class Unsized(Sampler[int]):
+    """A sampler that does not know its length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(20))
+
+
+def test_a_sampler_without_a_length_goes_on(tmp_path: Path) -> None:
+    parts = [run_some(tmp_path, StatefulDataLoader(range(20), 4, sampler=Unsized()), n) for n in (2, 9)]
+    assert [[batch[0] for batch in part] for part in parts] == [[0, 4], [8, 12, 16]]
+
+
 def test_an_order_that_cannot_be_found_again_is_refused(tmp_path: Path) -> None:
     def secret() -> Any:
         return StatefulDataLoader(range(20), 4, sampler=Secret())

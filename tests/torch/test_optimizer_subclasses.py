@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 import reshard
 from reshard.errors import MismatchError, ReshardError
 from reshard.torch import Checkpointer
+from reshard.torch.optimizers import StateUpdate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -133,6 +134,18 @@ def test_torchao(kind: str, tmp_path: Path) -> None:
     found = check(tmp_path, torchao(kind))
     assert found["exp_avg.0.weight"][0].startswith("OptimState")
     assert not isinstance(found["exp_avg.1.weight"][0], str)  # too small
+
+
+@pytest.mark.parametrize(
+    ("group", "of_steps"), [({}, "cpu"), ({"capturable": True}, "meta"), ({"fused": True}, "meta")]
+)
+def test_new_state_is_on_the_device_of_the_parameter_and_steps_as_the_options_say(
+    group: dict[str, Any], of_steps: str
+) -> None:
+    live: Any = None
+    update = StateUpdate(live, torch.empty(2, device="meta"), group)
+    made = [update._new_state(slot, torch.zeros(())).device.type for slot in ("step", "exp_avg")]
+    assert made == [of_steps, "meta"]
 
 
 def test_other_classes_and_options_are_refused(tmp_path: Path) -> None:

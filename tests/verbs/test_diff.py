@@ -93,6 +93,15 @@ def test_packed_elements_are_counted(dtype: str, bits: int, tmp_path: Path) -> N
         assert [(one.n_different, one.max_abs) for one in report.differences] == [(expected, None)]
 
 
+@pytest.mark.parametrize("packed", ["a", "b"])
+def test_packed_elements_are_not_compared_with_those_of_another_dtype(packed: str, tmp_path: Path) -> None:
+    for name in "ab":
+        dtype, array = ("F4", np.zeros(400, np.uint8)) if name == packed else ("F8_E4M3", np.zeros((2, 400), np.uint8))
+        _core.write_arrays(str(tmp_path / f"{name}.safetensors"), [("w", dtype, (2, 400), array)])
+    (found,) = reshard.diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors").differences
+    assert (found.kind, found.n_different, found.max_abs) == ("dtype", None, None)
+
+
 # -- what is there
 
 
