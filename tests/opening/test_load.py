@@ -334,6 +334,12 @@ def test_each_rank_gets_its_part(world_size: int, root: Path) -> None:
         assert got.decision.is_resharded is (world_size != 2)
 
 
+def test_a_rank_that_the_group_does_not_give_is_refused(root: Path) -> None:
+    outcomes = in_threads(2, lambda group: reshard.load(root, TP2, rank=0, group=group, timeout=60))
+    assert all(isinstance(one, ReshardError) for one in outcomes)
+    assert "`rank` is 0, but this process is rank 1 of 2" in str(outcomes[1])
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_damage_on_one_rank_takes_the_older_one_on_all(rank: int, root: Path) -> None:
     """The bit lies in a file that only this rank reads."""

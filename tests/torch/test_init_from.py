@@ -171,6 +171,17 @@ def test_names_include_and_exclude_choose_tensors_by_the_names_of_the_model(tmp_
         resumed(tmp_path / "x", Model(), init_from={"include": ["*"]})
 
 
+def test_a_tied_weight_is_loaded_under_its_other_name_alone(tmp_path: Path) -> None:
+    tied = nn.ModuleDict({"embed": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False)})
+    tied["head"].weight = tied["embed"].weight
+    with Checkpointer(tmp_path / "tied", signals=()) as made:
+        made.resume(model=tied)
+        made.step(1, save=True)
+    head = nn.ModuleDict({"head": nn.Linear(3, 5, bias=False)})
+    resumed(tmp_path / "tied", head, strict=False)
+    assert torch.equal(head["head"].weight, tied["embed"].weight)
+
+
 def test_a_name_map_that_does_not_exist_is_no_damage_of_the_checkpoint(tmp_path: Path) -> None:
     reshard.torch.save_file(Model().state_dict(), tmp_path / "w.safetensors")
     init = InitFrom(tmp_path / "w.safetensors", names=tmp_path / "absent.yaml")

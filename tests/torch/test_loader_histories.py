@@ -505,7 +505,10 @@ def distributed(rank: int, n_ranks: int) -> Any:
 def test_parts_of_the_rest_of_an_epoch_have_as_many_batches() -> None:
     sizes, both = (None, 1, 2, 3), (False, True)
     for n, world_size, size, of_loader, of_sampler in itertools.product(range(1, 11), range(1, 4), sizes, both, both):
-        made = [DistributedSampler(data_of(n), world_size, rank, False, 0, of_sampler) for rank in range(world_size)]
+        made: list[Any] = [
+            DistributedSampler(data_of(n), world_size, rank, shuffle=False, drop_last=of_sampler)
+            for rank in range(world_size)
+        ]
         for start in range(n):
             rest = Rest(start, size, of_loader)
             parts = [rest.items(one) for one in made]
@@ -513,7 +516,9 @@ def test_parts_of_the_rest_of_an_epoch_have_as_many_batches() -> None:
             whole = {len(part) // (size or 1) for part in parts}
             assert len(whole if of_loader else {-(-len(part) // (size or 1)) for part in parts}) == 1
             seen = [item for part in parts for item in part]
-            assert len(seen) == rest.n_divided(Split.of(made[0]))
+            split = Split.of(made[0])
+            assert split is not None
+            assert len(seen) == rest.n_divided(split)
             if not of_loader and not of_sampler:
                 assert set(range(start, n)) <= set(seen)
                 assert len(seen) - (n - start) < world_size

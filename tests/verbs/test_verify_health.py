@@ -283,6 +283,14 @@ def test_shards_that_must_agree_are_compared_whatever_their_cuts(tmp_path: Path,
         assert not found
 
 
+def test_weights_as_wide_as_those_of_the_optimizer_are_not_compared_with_them(tmp_path: Path) -> None:
+    def widen(model: Any, optimizer: Any) -> None:
+        model["fc.bias"] = optimizer["fp32_param.fc.bias"] + 1
+
+    _save(tmp_path, 1, widen)
+    assert _findings(tmp_path) == []
+
+
 def test_infinities_on_purpose_are_no_finding(tmp_path: Path) -> None:
     def change(model: Any, _: Any) -> None:
         model["frozen"][1] = -np.inf
