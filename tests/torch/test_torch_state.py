@@ -409,6 +409,15 @@ def test_tied_tensors_are_stored_once_under_whatever_name() -> None:
     assert torch.equal(loose.head.weight, model.embed.weight)
 
 
+def test_state_of_a_parameter_that_no_record_names_is_not_taken_for_that_of_a_frozen_one() -> None:
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(requires_grad=False)
+    optimizer = torch.optim.SGD([model.weight], lr=0.1)
+    arrays = {"weight": np.zeros((2, 2), np.float32), "bias": np.zeros(2, np.float32)}
+    with pytest.raises(MismatchError, match=r"the run does not have `exp_avg.bias`"):
+        apply(describe(model, optimizer), arrays | {"exp_avg.bias": np.zeros(2, np.float32)}, None)
+
+
 def test_what_has_no_names_is_refused() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ArgumentError, match="holds a parameter of shape \\(3,\\) that the model does not have"):

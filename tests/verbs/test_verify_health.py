@@ -135,6 +135,19 @@ def test_a_healthy_root_has_no_findings(tmp_path: Path) -> None:
     assert reshard.verify(tmp_path).checkpoints[0].health is None
 
 
+def test_what_agrees_is_read_once(tmp_path: Path) -> None:
+    _save(tmp_path, 1)
+    sizes = {file.stat().st_size for file in (tmp_path / "iteration_00000001").iterdir()}
+    totals = []
+    for health in (False, True):
+        seen: list[tuple[int, int]] = []
+        reshard.verify(tmp_path, health=health, progress=lambda done, total, seen=seen: seen.append((done, total)))  # type: ignore[misc]
+        assert seen[-1][0] == seen[-1][1]
+        assert seen[0][0] in sizes
+        totals.append(seen[-1][1])
+    assert totals[0] == totals[1]
+
+
 def _nan(model: Any, optimizer: Any) -> None:
     model["fc.weight"][2, 1:3] = np.nan
     optimizer["fp32_param.fc.weight"][2, 1:3] = np.nan
