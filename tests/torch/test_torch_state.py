@@ -411,7 +411,7 @@ def test_tied_tensors_are_stored_once_under_whatever_name() -> None:
 
 def test_state_of_a_parameter_that_no_record_names_is_not_taken_for_that_of_a_frozen_one() -> None:
     model = nn.Linear(2, 2)
-    model.bias.requires_grad_(requires_grad=False)
+    model.bias.requires_grad = False
     optimizer = torch.optim.SGD([model.weight], lr=0.1)
     arrays = {"weight": np.zeros((2, 2), np.float32), "bias": np.zeros(2, np.float32)}
     with pytest.raises(MismatchError, match=r"the run does not have `exp_avg.bias`"):

@@ -170,31 +170,6 @@ def derive(root_seed: int, iteration: int, coordinate: Mapping[str, int], *, rea
     return RngReport((), ("python", "numpy", "torch", *names), reason)
 
 
-def own_generators(loader: Any) -> list[torch.Generator]:
-    """The generators of a data loader and its samplers, each once. The global stream is not one of them.
-
-    Args:
-        loader: a data loader of torch.
-
-    Example:
-        >>> own = torch.Generator()
-        >>> own_generators(torch.utils.data.DataLoader([1, 2], shuffle=True, generator=own)) == [own]
-        True
-    """
-    found: list[torch.Generator] = []
-    waiting, seen = [loader], set()
-    while waiting:
-        one = waiting.pop(0)
-        if one is None or id(one) in seen:
-            continue
-        seen.add(id(one))
-        generator = getattr(one, "generator", None)
-        if isinstance(generator, torch.Generator) and all(generator is not known for known in found):
-            found.append(generator)
-        waiting += [getattr(one, name, None) for name in ("sampler", "batch_sampler")]
-    return [one for one in found if one is not torch.default_generator]
-
-
 @dataclass(frozen=True)
 class HostStreams:
     """The states of the global streams of the host: Python's `random`, numpy, torch on the CPU."""
