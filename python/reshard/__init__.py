@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from reshard.options import Files as Files
     from reshard.options import InitFrom as InitFrom
     from reshard.options import Interrupts as Interrupts
+    from reshard.options import Mirror as Mirror
     from reshard.options import Ranks as Ranks
     from reshard.options import Reading as Reading
     from reshard.options import Retention as Retention
@@ -91,6 +92,7 @@ _NAMES = {
         "Files",
         "InitFrom",
         "Interrupts",
+        "Mirror",
         "Ranks",
         "Reading",
         "Retention",

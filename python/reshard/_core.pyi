@@ -79,6 +79,7 @@ __all__ = [
     "reordered",
     "scrub",
     "set_bucket_options",
+    "set_cache",
     "shown_url",
     "sync_together",
     "upload_file",
@@ -1455,10 +1456,19 @@ def put_new_object(url: str, content: bytes) -> tuple[str, Exception | None]:
         StorageError: the service refused it; nothing was created.
     """
 
-def upload_file(path: str, url: str) -> str | None:
+def upload_file(
+    path: str, url: str, *, checksums: tuple[int, bytes] | None = None, progress: Progress | None = None
+) -> str | None:
     """Write an object with the content of a local file; a large one in parts. Returns its ETag.
 
+    Args:
+        path: the file.
+        url: the object.
+        checksums: the size of the file, and the crc32c of each chunk, which is compared before it is sent.
+        progress: called as `progress(done_bytes, total_bytes)`. An error of it ends the upload, and is raised.
+
     Raises:
+        DamagedFileError: the file differs from its checksums.
         StorageError: the file cannot be read, or the service failed.
     """
 
@@ -1480,11 +1490,20 @@ def set_bucket_options(
     anonymous: bool = False,
     allow_http: bool = False,
     retry_s: float | None = None,
+    cache: tuple[str, int] | None = None,
 ) -> None:
-    """Set how a bucket is reached in this process.
+    """Set how a bucket is reached in this process. `cache` is as in `set_cache`, for this bucket.
 
     Raises:
         ArgumentError: it has other options already.
+        StorageError: the folder of the cache cannot be made.
+    """
+
+def set_cache(cache: tuple[str, int] | None) -> None:
+    """Keep what is read of buckets in a folder of this host: the folder, and the most bytes in it; None: nowhere.
+
+    Raises:
+        StorageError: the folder cannot be made.
     """
 
 def shown_url(url: str) -> str:

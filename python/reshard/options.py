@@ -392,6 +392,57 @@ class Interrupts(Options):
     max_failures: Count = 3
 
 
+@dataclass(frozen=True, repr=False)
+class Mirror(Options):
+    """Where a `Checkpointer` copies its saves to in the background, see docs/guides/buckets.md. A URL is short for it.
+
+    Attributes:
+        url: a folder of a bucket, such as "s3://bucket/run". It is the second root of the same run: the run resumes
+            from whichever of the two has the newest complete save.
+        every: copy each n-th save. Default 1: each. With `save_every` in steps, those of the saves at a multiple of
+            `every * save_every`. Choose more where the bucket is slower than the saves.
+        keep: how many newest copies are kept in the bucket. Default 5; None: all. Older ones are removed once one that
+            stays was read back. Pinned ones stay.
+        wait_s: how long `close` and the end of the process wait for copies, in seconds. Default 600. What is not copied
+            by then is named in a warning, and copied by the next run.
+
+    Raises:
+        ArgumentError: a value has the wrong type, or a number is below 1.
+
+    Example:
+        >>> Mirror("s3://bucket/run", every=4, keep=2)
+        Mirror(url='s3://bucket/run', every=4, keep=2)
+    """
+
+    keyword: ClassVar[str] = "mirror"
+
+    url: str = ""
+    every: Count = 1
+    keep: int | None = 5
+    wait_s: Seconds = 600.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.keep is not None and (type(self.keep) is not int or self.keep < 1):
+            raise ArgumentError(f"`keep` of `mirror` is a number of copies from 1 on, not {self.keep!r}")
+
+    @classmethod
+    def of(cls, value: Self | Mapping[str, object] | str | None) -> Self:
+        """As `Options.of`; a URL is short for `Mirror(url)`.
+
+        Raises:
+            ArgumentError: as `Options.of`, or the URL is missing.
+
+        Example:
+            >>> Mirror.of("s3://bucket/run")
+            Mirror(url='s3://bucket/run')
+        """
+        made = cls(value) if isinstance(value, str) else super().of(value)
+        if not made.url:
+            raise ArgumentError("`mirror` has no `url`", hint='for example `mirror="s3://bucket/run"`')
+        return made
+
+
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Exports(Options):
     """What a `Checkpointer` makes of each save besides the checkpoint, and besides the folders of `hf_every`.
@@ -749,6 +800,7 @@ VerifyLike: TypeAlias = Verify | Mapping[str, object] | VerifyMode
 CommitLike: TypeAlias = Commit | Mapping[str, object]
 FilesLike: TypeAlias = Files | Mapping[str, object]
 ExportsLike: TypeAlias = Exports | Mapping[str, object]
+MirrorLike: TypeAlias = str | Mirror | Mapping[str, object]
 RanksLike: TypeAlias = Ranks | Mapping[str, object]
 EnvironmentLike: TypeAlias = Environment | Mapping[str, object]
 InitFromLike: TypeAlias = str | os.PathLike[str] | InitFrom | Mapping[str, object]
@@ -978,8 +1030,8 @@ def comparable(value: object) -> object:
 # -- keywords of earlier releases
 
 _GROUPS: tuple[type[Options], ...] = (
-    Retention, Verify, Commit, Files, Checkpoint1Options, Interrupts, Exports, Ranks, Environment, Select, Reading,
-    InitFrom, Strict, Settings,
+    Retention, Verify, Commit, Files, Checkpoint1Options, Interrupts, Exports, Mirror, Ranks, Environment, Select,
+    Reading, InitFrom, Strict, Settings,
 )  # fmt: skip
 _RENAMED = {
     "keep_best": "best",

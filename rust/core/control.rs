@@ -31,7 +31,8 @@ impl Control {
         self.fetched_bytes.fetch_add(n_bytes, Ordering::Relaxed);
     }
 
-    pub(crate) fn advance(&self, n_bytes: u64) {
+    /// Counts bytes as done.
+    pub fn advance(&self, n_bytes: u64) {
         self.done_bytes.fetch_add(n_bytes, Ordering::Relaxed);
     }
 

@@ -417,7 +417,7 @@ def test_other_ranks_look_only_at_what_they_use(root: Path, monkeypatch: pytest.
 
 def test_a_rank_that_sees_another_checkpoint_waits_and_then_fails(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It never loads what rank 0 has not chosen. Here the folder is replaced once rank 0 has opened it."""
-    from reshard.opening.gather import gather as real
+    from reshard.opening.gather import gather_both as real
     from reshard.verbs import load as module
 
     monkeypatch.setattr(module, "_VISIBLE_SECONDS", 0.05)
@@ -427,7 +427,7 @@ def test_a_rank_that_sees_another_checkpoint_waits_and_then_fails(root: Path, mo
         sealed.seal(root / "iteration_00000010", 10, generation=2)
         return facts
 
-    monkeypatch.setattr(module, "gather", late)
+    monkeypatch.setattr(module, "gather_both", late)
     for error in in_threads(2, lambda group: reshard.load(root, TP2, group=group, timeout=60)):
         assert isinstance(error, MismatchError)
         assert "does not see" in str(error)

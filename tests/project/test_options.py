@@ -19,6 +19,7 @@ from reshard import (
     Exports,
     Files,
     Interrupts,
+    Mirror,
     Ranks,
     Reading,
     Retention,
@@ -55,6 +56,7 @@ def test_every_option_has_one_home() -> None:
         Checkpoint1Options,
         Interrupts,
         Exports,
+        Mirror,
         Ranks,
         Environment,
         Select,
@@ -65,7 +67,8 @@ def test_every_option_has_one_home() -> None:
     }
     assert known == set(GROUPS)
     names = [field.name for group in GROUPS for field in dataclasses.fields(group)]
-    assert [name for name in set(names) if names.count(name) > 1] == ["entry"]  # the same choice in two functions
+    # The same choice in two functions, and in two roots.
+    assert sorted(name for name in set(names) if names.count(name) > 1) == ["entry", "keep"]
     for function in (reshard.save, reshard.load, reshard.convert, reshard.prune):
         parameters = inspect.signature(function).parameters
         taken = {f.name for one in GROUPS if one.keyword in parameters for f in dataclasses.fields(one)}
@@ -150,11 +153,16 @@ def test_a_wrong_type_is_refused_by_the_constructor(group: type[Options]) -> Non
         if field.name in {"model_files", "config"}:  # a path of any name; any value of JSON
             continue
         for value in (object(), 1.5, b"x"):
-            if field.name == "grace_s" and value == 1.5:
+            if field.name in ("grace_s", "wait_s") and value == 1.5:
                 continue
             with pytest.raises(ArgumentError, match=field.name):
                 group(**{field.name: value})
-    for value in (5, [1], *(["durable"] if group is not InitFrom else []), object()):  # a path is short for `InitFrom`
+    for value in (
+        5,
+        [1],
+        *(["durable"] if group not in (InitFrom, Mirror) else []),
+        object(),
+    ):  # a path is short for them
         with pytest.raises(ArgumentError, match=f"`{group.keyword}`"):
             group.of(value)  # type: ignore[arg-type]
 

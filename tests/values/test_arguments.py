@@ -145,6 +145,7 @@ PARSED = {
         "RanksLike",
         "FormatLike",
         "InitFromLike",
+        "MirrorLike",
         "RetentionLike",
         "SettingsLike",
         "StrictLike",

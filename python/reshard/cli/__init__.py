@@ -19,7 +19,7 @@ from reshard.cli.inspect import inspect
 from reshard.cli.layout import layout
 from reshard.cli.merge import merge
 from reshard.cli.names import names
-from reshard.cli.output import quiet_option
+from reshard.cli.output import SIZE, quiet_option
 from reshard.cli.plan import plan
 from reshard.cli.program import Program
 from reshard.cli.prune import pin, prune, unpin
@@ -28,15 +28,23 @@ from reshard.cli.split import split
 from reshard.cli.strategy import strategy
 from reshard.cli.verify import verify
 from reshard.cli.watch import watch
+from reshard.errors import ReshardError
 from reshard.storage.host import open_standard_streams
+from reshard.storage.remote import use_cache
 
 __all__ = ["main"]
 
 
 @click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, message="reshard %(version)s")
+@click.option(
+    "--cache",
+    metavar="DIR",
+    help="Keep what is read of buckets in this folder, for all commands and programs of this host that name it.",
+)
+@click.option("--cache-size", type=SIZE, default="50GB", show_default=True, help="The most bytes in the cache.")
 @quiet_option
-def main() -> None:
+def main(cache: str | None, cache_size: int) -> None:
     """Read, convert and watch the checkpoints of large-model training.
 
     `reshard COMMAND --help` describes a command.
@@ -58,6 +66,7 @@ def main() -> None:
       reshard verify output/checkpoint
       reshard rollback output/checkpoint 400
       reshard demo
+      reshard --cache /local/cache verify s3://bucket/run
 
     Sizes are written as 4GiB or 4G (2**30 bytes), 500MB (10**6 bytes), or a number of bytes.
 
@@ -68,6 +77,11 @@ def main() -> None:
     Exit codes: 0 success, 1 refused or damaged, 2 usage error, 74 the output could not be written, 130 interrupted.
     """
     open_standard_streams()
+    if cache is not None:
+        try:
+            use_cache(cache, cache_size)
+        except ReshardError as error:
+            raise click.UsageError(error.message) from None
 
 
 for _commands in (

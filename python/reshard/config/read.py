@@ -23,13 +23,13 @@ from reshard.config.words import (
 from reshard.documents.fields import At, and_words, found, is_list
 from reshard.documents.strict_yaml import at_path
 from reshard.errors import ArgumentError
-from reshard.options import Commit, Files, InitFrom, Interrupts, Options, Retention, Verify
+from reshard.options import Commit, Files, InitFrom, Interrupts, Mirror, Options, Retention, Verify
 from reshard.values.words import nearest, show
 
 _NEAR = 0.84  # similarity to a known key from which a key counts as misspelt
 _DEFAULT_STEPS_OF_SECTION = 1000  # the default of MindSpore Transformers in its section `checkpoint`
 _GROUPS: dict[str, type[Options]] = {
-    one.keyword: one for one in (Retention, Verify, Commit, Files, Interrupts, InitFrom)
+    one.keyword: one for one in (Retention, Verify, Commit, Files, Interrupts, Mirror, InitFrom)
 }
 _SHARED = ("keep", "prefix", "dedup")  # fields of options that MindSpore configuration keys set as well
 

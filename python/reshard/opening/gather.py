@@ -11,6 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from reshard.checkpoint import Checkpoint
+from reshard.commit import manifest as manifests
+from reshard.commit import roots
 from reshard.commit.scrub import is_damage, reason_of
 from reshard.config import split_iteration
 from reshard.errors import CheckpointNotFoundError, EmptyRootError, ReshardError, UnsupportedError
@@ -105,6 +107,87 @@ def gather(
             candidate = CandidateFacts(str(path), iteration, "named by its path", state=Damaged(reason_of(error)))
             return replace(facts, kind=kind, candidates=(candidate,))
         return replace(facts, kind="other", there=what_is_there(path).text)
+
+
+def gather_both(
+    config: Config,
+    copies: str | None,
+    run: RunFacts | None = None,
+    *,
+    method: _core.ReadMethod = "auto",
+    faults: Mapping[str, str] | None = None,
+    opened: dict[str, Checkpoint] | None = None,
+) -> ResumeFacts:
+    """As `gather`, of a run whose saves are copied into a second root: the candidates of both, the newest first.
+
+    Of a save that is in both roots, that of the first is tried first. One that either root refuses, because a run went
+    back behind it, is refused in both.
+
+    Args:
+        config: names the first root.
+        copies: the second root; None: there is none.
+        run: see `gather`, and so are the other arguments.
+        method: see `gather`.
+        faults: see `gather`.
+        opened: see `gather`.
+
+    Raises:
+        StorageError, UnsupportedError, CheckpointNotFoundError: as `gather`.
+
+    Example:
+        >>> from reshard.config import Config
+        >>> gather_both(Config(load_path="not/there", resume=True), "nor/there").kind
+        'absent'
+    """
+    found = {} if opened is None else opened
+    own = gather(config, run, method=method, faults=faults, opened=found)
+    if copies is not None and own.kind in ("root", "absent", "empty"):
+        taken = next((one.iteration for one in evaluate(config, own) if one.taken), None)
+        there = roots.list_iterations(locate(copies)) if locate(copies).is_folder() else []
+        if there and (taken is None or there[-1][0] > taken):
+            other = gather(replace(config, load_path=copies), run, method=method, faults=faults, opened=found)
+            own = _merged(own, other) if own.kind == "root" and other.kind == "root" else other
+    chosen = {one.path for one in evaluate(config, own) if one.taken}
+    for path in [path for path in found if opened is None or path not in chosen]:
+        found.pop(path).close()
+    return own
+
+
+def _merged(own: ResumeFacts, other: ResumeFacts) -> ResumeFacts:
+    """The candidates of two roots of a run in one order."""
+    from reshard.formats.checkpoint2.root import left_behind  # noqa: PLC0415  slow to import
+
+    root = locate(own.path)
+    gone = left_behind(root) - {number for number, _ in roots.list_iterations(root)}
+    refused = [one for facts in (own, other) for one in facts.candidates if isinstance(one.state, Refused)]
+    digests = {one.iteration: _digest(one) for one in refused}
+
+    def tried(facts: ResumeFacts, *, is_own: bool) -> list[CandidateFacts]:
+        found = []
+        for one in facts.candidates:
+            if isinstance(one.state, Refused):
+                continue
+            digest = digests.get(one.iteration)
+            if (digest is not None and digest == _digest(one)) or (not is_own and one.iteration in gone):
+                refused.append(replace(one, state=Refused("skipped by a run that went back")))
+            else:
+                found.append(one)
+        return found
+
+    first, second = tried(own, is_own=True), tried(other, is_own=False)
+    candidates: list[CandidateFacts] = []
+    while first and second:
+        is_first = (first[0].iteration or 0) >= (second[0].iteration or 0)
+        candidates.append((first if is_first else second).pop(0))
+    return replace(own, candidates=(*candidates, *first, *second, *refused), warnings=(*own.warnings, *other.warnings))
+
+
+def _digest(one: CandidateFacts) -> str | None:
+    """The digest of the manifest of a candidate, which its copies have, too."""
+    try:
+        return manifests.read_digest(roots.published(locate(one.path)))
+    except ReshardError:
+        return None
 
 
 def format_of(config: Config, path: Location) -> str | None:

@@ -10,21 +10,23 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import os  # noqa: TC003  types of fields
+import time
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal, TypeAlias, cast
 
 from reshard import _core
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, StorageError, UnsupportedError
 from reshard.storage.objects import ObjectStore, T
 from reshard.storage.store import Abilities, Entry, HeldFile, Lock, Stat, check_file, failing, ignore, join
-from reshard.values.argument_types import Seconds
-from reshard.values.arguments import check_fields
+from reshard.values.argument_types import Seconds, Size
+from reshard.values.arguments import check_fields, parse_size
 from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-    from pathlib import Path
 
     from reshard.storage.store import Kind
 
@@ -35,6 +37,11 @@ _PIECE_BYTES = 4 << 20
 _MAX_KEPT_BYTES = 1 << 20
 _BUFFER_BYTES = 1 << 20
 _SECOND_NS = 1_000_000_000
+_CREATE_PAUSES = (
+    0.1,
+    1.0,
+    5.0,
+)  # before an object whose creation was not confirmed, and that is not there, is created again
 
 
 def is_available() -> bool:
@@ -84,6 +91,10 @@ class BucketOptions:
         anonymous: send requests without a signature, as public buckets accept them. Default False.
         allow_http: send requests without TLS if the endpoint begins with `http://`. Default: AWS_ALLOW_HTTP, or False.
         retry_s: how long a request is tried again that fails for a passing reason, in seconds. Default 60.
+        cache: a folder of this host in which what is read is kept, for all processes of the host. Default: none. It is
+            safe to remove at any time.
+        cache_size: the most bytes in it, or text such as "50GB"; what was not read for the longest time is removed.
+            Default "50GB".
 
     Raises:
         ArgumentError: a value has the wrong type.
@@ -98,9 +109,12 @@ class BucketOptions:
     anonymous: bool = False
     allow_http: bool = False
     retry_s: Seconds | None = None
+    cache: str | os.PathLike[str] | None = None
+    cache_size: Size = "50GB"
 
     def __post_init__(self) -> None:
         check_fields(self)
+        parse_size(self.cache_size)
 
 
 class RemoteStore(ObjectStore):
@@ -317,15 +331,21 @@ class RemoteStore(ObjectStore):
         announce: Callable[[str], None] = ignore,
     ) -> None:
         """See `Store.create`. After a lost answer the object is read: content that no other has is this one's."""
-        outcome, reason = self.put_new(path, data)
-        if outcome == "unknown":
+        for pause_s in (*_CREATE_PAUSES, None):
+            outcome, reason = self.put_new(path, data)
+            if outcome != "unknown":
+                break
             try:
                 found = self.read_small(path, len(data))
             except DamagedFileError:  # larger: that of another writer
                 found = None
             except CheckpointNotFoundError:
-                raise reason or StorageError(f"creating {show(path)}", path=path) from None
+                if pause_s is None:
+                    raise reason or StorageError(f"creating {show(path)}", path=path) from None
+                time.sleep(pause_s)
+                continue
             outcome = "created" if found == data else "exists"
+            break
         if outcome == "exists":
             raise FileExistsError(errno.EEXIST, "it exists", path)
 
@@ -338,22 +358,32 @@ class RemoteStore(ObjectStore):
         with _changing("writing", path):
             _core.put_object(path, file.getvalue())
 
-    def upload(self, file: Path, path: str) -> str:
-        """Write an object with the content of a local file; a large one in parts.
+    def upload(
+        self,
+        file: Path,
+        path: str,
+        *,
+        checksums: tuple[int, bytes] | None = None,
+        progress: _core.Progress | None = None,
+    ) -> str:
+        """Write an object with the content of a local file; a large one in parts, four at once.
 
         Args:
             file: the local file.
             path: the object, which is replaced.
+            checksums: the size that the file must have, and the checksums of its chunks, compared with what is sent.
+            progress: called as `progress(done_bytes, total_bytes)`; an error of it ends the upload.
 
         Returns:
             Its ETag.
 
         Raises:
+            DamagedFileError: the file differs from its checksums.
             StorageError: the file cannot be read, or the service failed.
         """
         self._check_writable(path)
         with _changing("writing", path):
-            return _core.upload_file(str(file), path) or ""
+            return _core.upload_file(str(file), path, checksums=checksums, progress=progress) or ""
 
     def append_line(self, path: str, line: bytes, mode: int = 0o666, *, durable: bool) -> None:
         """See `Store.append_line`: the object is replaced."""
@@ -487,8 +517,29 @@ def remote_store(url: str, options: BucketOptions | None = None) -> tuple[Remote
             anonymous=options.anonymous,
             allow_http=options.allow_http,
             retry_s=options.retry_s,
+            cache=None if options.cache is None else _cache(options.cache, options.cache_size),
         )
     return RemoteStore(root), path
+
+
+def use_cache(folder: str | os.PathLike[str] | None, size: str | int = "50GB") -> None:
+    """Keep what this process reads of buckets in a folder of this host, as `BucketOptions.cache` does for one bucket.
+
+    Args:
+        folder: the folder; None: nothing is kept.
+        size: the most bytes in it.
+
+    Raises:
+        ArgumentError: the size is none.
+        StorageError: the folder cannot be made.
+    """
+    if is_available():
+        with failing("making", str(folder)):
+            _core.set_cache(None if folder is None else _cache(folder, size))
+
+
+def _cache(folder: str | os.PathLike[str], size: str | int) -> tuple[str, int]:
+    return str(Path(folder).absolute()), parse_size(size)
 
 
 class _Kept:

@@ -35,6 +35,7 @@ from reshard.options import (
     Exports,
     InitFrom,
     Interrupts,
+    Mirror,
     Options,
     Ranks,
     Retention,
@@ -84,6 +85,7 @@ from reshard.values.arguments import checked
 from reshard.values.events import Observers, OnEvent
 from reshard.values.words import show
 from reshard.verbs.load import Wanted, load_with, pass_over, resumed
+from reshard.verbs.mirror import Copier, copies_root
 from reshard.verbs.save import check_format, check_save_options
 from reshard.verbs.start import initial, own_config, start_of, with_init
 
@@ -103,6 +105,7 @@ if TYPE_CHECKING:
         FilesLike,
         FormatLike,
         InitFromLike,
+        MirrorLike,
         RanksLike,
         RetentionLike,
         SettingsLike,
@@ -178,6 +181,9 @@ class Checkpointer:
         model_files: a folder whose files (configuration, tokenizer) `hf_every` copies, instead of writing the
             configuration of the model.
         exports: what else is made of each save: an `Exports` or a mapping of its fields.
+        mirror: a folder of a bucket, such as "s3://bucket/run", into which saves are copied in the background; or a
+            `Mirror` or a mapping of its fields. `resume` takes the newest complete save of the two, and claims both.
+            A step never waits for a copy; `close` does. See docs/guides/buckets.md.
         leave_out_frozen: do not save parameters for which no gradient is computed (`requires_grad=False`). The program
             must make them again at each start: the base model from `from_pretrained` or `init_from`, quantised in the
             same way. A save records a digest of each, and `resume` refuses a model with other values. A parameter
@@ -239,6 +245,7 @@ class Checkpointer:
         merge: bool = False,
         model_files: str | os.PathLike[str] | None = None,
         exports: ExportsLike | None = None,
+        mirror: MirrorLike | None = None,
         leave_out_frozen: bool = False,
         save_at_end: bool = False,
         on_event: OnEvent | None = None,
@@ -252,7 +259,8 @@ class Checkpointer:
         timeout: Seconds = 1800.0,
         threads: int | None = None,
     ) -> None:
-        given = locals() | {"exports": Exports.of(exports)}
+        copied = None if mirror is None else Mirror.of(mirror)
+        given = locals() | {"exports": Exports.of(exports), "mirror": copied}
         self._given = {name: comparable(one) for name, one in given.items() if name not in _OF_EACH_RANK}
         self._root = locate_root(root).absolute()  # the program may change its working folder
         self._every_steps, self._every_s = interval(save_every)
@@ -291,6 +299,12 @@ class Checkpointer:
             raise ArgumentError("`model_files` belongs to `hf_every`, which is not given")
         if merge and hf_every is None:
             raise ArgumentError("`merge` belongs to `hf_every`, which is not given")
+        if copied is not None and save_format(self._options.format).traits.rank_folders:
+            raise UnsupportedError(
+                "`mirror` copies iterations of Checkpoint 2.0, and `format` is another one", hint="leave `mirror` out"
+            )
+        self._mirror = copied
+        self._copies = None if copied is None else copies_root(self._root, copied)
         if leave_out_frozen:
             _check_partial(self._options, self._exports)
         self._leave_out_frozen = leave_out_frozen
@@ -514,7 +528,7 @@ class Checkpointer:
         def load(config: Config) -> tuple[ResumeDecision, Read | None]:
             return load_with(
                 read,
-                Wanted(config=config, run=facts, allow_fresh=allow_fresh),
+                Wanted(config=config, run=facts, allow_fresh=allow_fresh, copies=self._copies_of(config)),
                 group=members,
                 scrub=mode == "full",
                 threads=self._options.threads,
@@ -528,6 +542,10 @@ class Checkpointer:
             notes += decision.warnings
             decision, found = load(self._config)
         elif reason is not None:
+            decision = replace(decision, reasons=(reason, *decision.reasons))
+        if self._is_copy(decision):
+            pass_over(self._root, decision.iteration or 0)  # what is newer on the disk is damaged
+            reason = f"the newest complete save is the copy in {self._copies}"
             decision = replace(decision, reasons=(reason, *decision.reasons))
         base: str | None = None
         if found is None:
@@ -774,13 +792,14 @@ class Checkpointer:
             every = self._every_steps or 1
             first = (run.last // every + 1) * every
             is_below = is_back or first < run.above
-            self._together(
-                lambda: (
+
+            def claim_roots() -> None:
+                if self._group.rank == 0:
                     claim(saver, self, step=first, is_below=is_below, takeover=self._options.commit.takeover)
-                    if self._group.rank == 0
-                    else None
-                )
-            )
+                if saver.copier is not None:
+                    saver.copier.start()
+
+            self._together(claim_roots)
         if self._interrupts.save_on_exception:
             run.watch()
         saver.begin()
@@ -803,7 +822,26 @@ class Checkpointer:
             observers=self._observers,
             record=self._record,
             max_failures=self._interrupts.max_failures,
+            copier=self._copier(),
+            has_mirror=self._mirror is not None,
         )
+
+    def _copier(self) -> Copier | None:
+        if self._mirror is None or self._group.rank:
+            return None
+        takeover = self._options.commit.takeover
+        return Copier(
+            self._root, self._mirror, save_every=self._every_steps, observers=self._observers, takeover=takeover
+        )
+
+    def _copies_of(self, config: Config) -> str | None:
+        """The second root of what a configuration loads: of the run itself, that of its copies."""
+        if self._copies is None or not config.load_path:
+            return None
+        return str(self._copies) if locate(config.load_path).resolved() == self._root.resolved() else None
+
+    def _is_copy(self, decision: ResumeDecision) -> bool:
+        return decision.path is not None and locate(decision.path).parent == self._copies
 
     @property
     def _has_interval(self) -> bool:
@@ -812,7 +850,7 @@ class Checkpointer:
     def _saves_where_it_loads(self, decision: ResumeDecision) -> bool:
         if decision.path is None:
             return False
-        return locate(decision.path).resolved().parent == self._root.resolved()
+        return locate(decision.path).resolved().parent == self._root.resolved() or self._is_copy(decision)
 
     # -------------------------------------------------------------------------------------------------------- saving
 
@@ -922,11 +960,20 @@ class Checkpointer:
     def close(self) -> None:
         """Wait for the save in the background, and restore the previous signal handlers. Nothing is saved afterwards.
 
+        With `mirror`, rank 0 then waits for the copies, and a warning says what is not copied within `Mirror.wait_s`.
+
         Raises:
             ReshardError: that save failed.
         """
         self._let_go()
-        self.wait()
+        try:
+            self.wait()
+        finally:
+            self._close_copier()
+
+    def _close_copier(self, seconds: float | None = None) -> None:
+        if self._saver is not None and self._saver.copier is not None:
+            self._saver.copier.close(seconds)
 
     def __repr__(self) -> str:
         where = f"<reshard.torch.Checkpointer {self._root}"
@@ -952,6 +999,7 @@ class Checkpointer:
             self._let_go()
             if self._saver is not None:
                 self._saver.wait_after_error(self._interrupts.grace_s)
+            self._close_copier(self._interrupts.grace_s)
         except Exception as other:  # noqa: BLE001  what ended the block matters more
             _log.error("closing the checkpointer: %s", other)
 

@@ -50,6 +50,7 @@ def save_and_exit(saver: Saver, signals: Signals, step: int, why: str, seconds: 
             saver.save(step, blocking=True, timeout=max(deadline - time.monotonic(), EXIT_GRACE_S))
         except ReshardError as error:
             exit_process(saver.group, signals, f"iteration {step} is not saved: {error}", error)
+    saver.finish_copies(max(deadline - time.monotonic(), EXIT_GRACE_S))
     exit_process(saver.group, signals, f"iteration {step} is saved")
 
 

@@ -48,10 +48,12 @@ if TYPE_CHECKING:
     from reshard.torch.staging import Staged
     from reshard.torch.state import Described
     from reshard.values.events import Observers
+    from reshard.verbs.mirror import Copier
     from reshard.verbs.save import SaveReport
 
 _log = logging.getLogger("reshard")
 
+_COPY_GRACE_S = 30.0  # of ranks that wait for rank 0, beyond what it waits for its copies
 # Errors in the call or in the tensors would occur at the next save too.
 _HOPELESS = (ArgumentError, CoverageError, LayoutError, MismatchError, UnsupportedError)
 
@@ -73,6 +75,8 @@ class Saver:
         max_failures: as in `Interrupts`.
         is_reserved: whether memory for the copies of tensors was reserved.
         frozen: the parameters that are left out; None: all are saved.
+        copier: on rank 0, copies saves into the bucket of `mirror`; None on other ranks, or without it.
+        has_mirror: whether rank 0 has one.
     """
 
     run: Run
@@ -92,6 +96,8 @@ class Saver:
     max_failures: int = 3
     is_reserved: bool = False
     frozen: Frozen | None = None
+    copier: Copier | None = None
+    has_mirror: bool = False
     _staging: Staging = field(default_factory=Staging)
     _hooks: list[Any] = field(default_factory=list)
 
@@ -236,6 +242,17 @@ class Saver:
             else:
                 return
 
+    def finish_copies(self, seconds: float) -> None:
+        """Wait for the copies of `mirror` before the process ends, all ranks for rank 0. Raises nothing."""
+        if not self.has_mirror:
+            return
+        copier = self.copier
+        try:
+            ranks = Collective(session(self.group, "copies"), seconds + _COPY_GRACE_S)
+            ranks.each(lambda: None if copier is None else list(copier.close(seconds)))
+        except ReshardError as error:
+            _log.warning("waiting for copies: %s", error.message)
+
     def close(self) -> None:
         """Remove the hooks from the optimizers."""
         for hook in self._hooks:
@@ -243,7 +260,9 @@ class Saver:
         self._hooks = []
 
     def _after(self, report: SaveReport) -> list[str]:
-        """Export a save that has succeeded. Returns warnings."""
+        """Export a save that has succeeded, and let it be copied. Returns warnings."""
+        if self.copier is not None:
+            self.copier.saved(report.iteration)
         if self.options.checkpoint1.only_save_strategy:
             return []
         return export(

@@ -34,7 +34,7 @@ _NAME = re.compile("[a-z][a-z0-9_]{0,31}")
 _MAX_WARNED = 1024
 
 # What an operator looks for in the log of a run: these events of rank 0 are logged at the level INFO.
-_LOGGED = frozenset(("published", "pruned", "resumed", "rolled_back"))
+_LOGGED = frozenset(("published", "pruned", "resumed", "rolled_back", "mirrored"))
 
 _log = logging.getLogger("reshard")
 _warned: set[tuple[str, str]] = set()  # functions and classes of exceptions that were logged
@@ -45,8 +45,8 @@ class Event:
     """Something that happened in a run. Raises `ArgumentError` for invalid values.
 
     Attributes:
-        kind: "begun", "copied", "writing", "written", "published", "failed", "pruned", "skipped", "resumed" or
-            "rolled_back"; later versions may have more.
+        kind: "begun", "copied", "writing", "written", "published", "failed", "pruned", "skipped", "resumed",
+            "rolled_back", "mirrored" or "not_mirrored"; later versions may have more.
         iteration: the iteration; None: the event is about none.
         time: when it happened, with a time zone.
         rank: the rank that reports it.

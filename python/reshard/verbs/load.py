@@ -40,7 +40,7 @@ from reshard.formats import registry
 from reshard.formats.checkpoint1.reader import open_rank_files, strategy_for
 from reshard.formats.left_out import LeftOut
 from reshard.layout import ModelLayout, as_layout
-from reshard.opening.gather import format_of, gather
+from reshard.opening.gather import format_of, gather_both
 from reshard.opening.gather_ranks import SavesRoot, gather_saves, is_deduplicated, open_own, path_of, saves_root
 from reshard.options import Reading, Verify, explains_moved
 from reshard.ranks.collective import Collective, capture
@@ -270,6 +270,7 @@ class Wanted:
         compatible: compute the counters as MindSpore Transformers does.
         allow_fresh: start without a checkpoint if no checkpoint is complete.
         method: how files are read, see `Reading`.
+        copies: a second root, into which the saves of the first are copied: the newest of both is taken.
     """
 
     root: str | os.PathLike[str] | None = None
@@ -281,6 +282,7 @@ class Wanted:
     compatible: bool = False
     allow_fresh: bool = False
     method: ReadMethod = "auto"
+    copies: str | None = None
 
 
 def resumed(observers: Observers, decision: ResumeDecision, started: float) -> None:
@@ -354,7 +356,7 @@ def load_with(
         asked, cut, own = _asked(wanted.root, wanted.config, wanted.iteration), wanted.strategy, wanted.own_file
         if asked.auto_trans:
             cut, own = wanted.strategy or asked.strategy or None, None
-        return _Terms(asked, known, wanted.compatible, wanted.allow_fresh, wanted.method, cut, own)
+        return _Terms(asked, known, wanted.compatible, wanted.allow_fresh, wanted.method, cut, own, wanted.copies)
 
     states: dict[str, str] = {}  # of folders, before their contents were read
     is_replaced = False  # whether the folder was saved again while it was read
@@ -497,6 +499,7 @@ class _Terms:
     method: ReadMethod
     strategy: StrategyLike | None
     own_file: int | None
+    copies: str | None
 
 
 @dataclass(frozen=True)
@@ -527,7 +530,7 @@ def _choose(
         tree = saves_root(terms.config, ranks.world_size)
         if tree is not None:
             return _Choice(tree)
-        facts = gather(terms.config, terms.run, method=terms.method, faults=faults, opened=opened)
+        facts = gather_both(terms.config, terms.copies, terms.run, method=terms.method, faults=faults, opened=opened)
         path = _decide(terms, facts).path
         is_sent = path is not None and ranks.world_size > 1
         return _Choice(None, facts, opening.chosen(opened[str(path)]) if is_sent else None)

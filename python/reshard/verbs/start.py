@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from reshard.config import split_iteration
 from reshard.errors import ArgumentError, CheckpointNotFoundError, ConfigError, ReshardError, UnsupportedError
 from reshard.names import as_names, config_beside
-from reshard.opening.gather import gather
+from reshard.opening.gather import gather_both
 from reshard.options import InitFrom
 from reshard.resume import decide
 from reshard.storage.location import locate
@@ -141,7 +141,9 @@ def _prefixes(names: object) -> Mapping[str, str] | None:
     return prefixes
 
 
-def start_of(config: Config, root: str | os.PathLike[str], facts: RunFacts) -> tuple[bool, str | None]:
+def start_of(
+    config: Config, root: str | os.PathLike[str], facts: RunFacts, copies: str | None = None
+) -> tuple[bool, str | None]:
     """What a run that saves into `root` starts from: its own newest checkpoint, or what its configuration loads.
 
     A configuration names what the first start loads, such as pretrained weights. The same configuration is used for
@@ -152,6 +154,7 @@ def start_of(config: Config, root: str | os.PathLike[str], facts: RunFacts) -> t
         config: what is to be loaded.
         root: where the run saves.
         facts: the run.
+        copies: a second root, into which the saves of the first are copied.
 
     Returns:
         Whether it starts from its own checkpoint (see `own_config`), and why; None where there is no choice.
@@ -176,20 +179,20 @@ def start_of(config: Config, root: str | os.PathLike[str], facts: RunFacts) -> t
     if is_same and config.init_from is None and (config.resume or iteration is not None):
         return False, None
     own = own_config(config, root)
-    if gather(own, facts).kind not in ("root", "rank_folders"):
+    if gather_both(own, copies, facts).kind not in ("root", "rank_folders"):
         return False, f"{root} holds no checkpoint: the run starts from {given}" if given and not is_same else None
     if config.resume:
-        own_step, given_step = _step_of(own, facts), _step_of(config, facts)
+        own_step, given_step = _step_of(own, facts, copies), _step_of(config, facts)
         if own_step is not None and given_step is not None and own_step <= given_step:
             return False, f"{given} is at step {given_step}, and {root} not beyond that"
     not_again = f"; {given} is not loaded again" if given and not is_same else ""
     return True, f"the run goes on from its own newest checkpoint, in {root}{not_again}"
 
 
-def _step_of(config: Config, facts: RunFacts) -> int | None:
+def _step_of(config: Config, facts: RunFacts, copies: str | None = None) -> int | None:
     """The step that a configuration resumes from; None: from nothing, or it fails."""
     try:
-        decision = decide(config, gather(config, facts))
+        decision = decide(config, gather_both(config, copies, facts))
     except (ReshardError, OSError):
         return None
     return None if decision.fresh else decision.initial_step

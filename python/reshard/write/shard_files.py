@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from reshard import _core
 from reshard.errors import DamagedFileError
+from reshard.storage.location import locate
 from reshard.values.words import show
 from reshard.write import background
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["ShardFile", "ShardFileMaker", "WrittenFile", "read_back", "reserved_bytes", "shard_file"]
 
 _BUFFERS_BYTES = 32 << 20
+_OBJECT_BUFFERS_BYTES = 256 << 20  # the parts of an object stay in memory until they are answered
 _TOUCHED_FROM_BYTES = 16 << 20  # for smaller files the start of a thread costs more
 _MAX_NAMED = 1000  # arrays of a file that are not finite
 _HEADER_BYTES = 512  # at most of an array in a header, without its name
@@ -99,7 +101,7 @@ def shard_file(
         if ready is not None:
             ready()
         # Arrays that must be copied to be written are copied here, a file at a time.
-        with _buffers() as buffers:
+        with _buffers(is_object=locate(path).objects is not None) as buffers:
             return _core.write_arrays(
                 path, arrays.tensors(), metadata=metadata, buffers=buffers, threads=threads, **options
             )
@@ -142,8 +144,11 @@ _idle: list[_core.Buffers] = []
 
 
 @contextlib.contextmanager
-def _buffers() -> Iterator[_core.Buffers]:
+def _buffers(*, is_object: bool = False) -> Iterator[_core.Buffers]:
     """Buffers for one file. They are kept from save to save: touching new memory costs more than filling it."""
+    if is_object:
+        yield _core.Buffers(_OBJECT_BUFFERS_BYTES)
+        return
     buffers = _idle.pop() if _idle else _core.Buffers(_BUFFERS_BYTES)
     try:
         yield buffers

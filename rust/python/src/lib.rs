@@ -36,7 +36,7 @@ mod _core {
     #[pymodule_export]
     use super::remote::{
         RemoteObject, object_names, object_status, objects_below, put_new_object, put_object,
-        read_small_object, remote_counts, remove_objects, set_bucket_options, shown_url,
+        read_small_object, remote_counts, remove_objects, set_bucket_options, set_cache, shown_url,
         upload_file,
     };
     #[pymodule_export]

@@ -5,12 +5,13 @@ use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use reshard_core::Result;
+use reshard_core::checksum::Checksums;
 use reshard_core::control::Control;
 use reshard_remote::folder::{self, Found};
 use reshard_remote::object::{self, Object};
 use reshard_remote::upload;
 use reshard_remote::write::{self, PutNew};
-use reshard_remote::{Address, Options};
+use reshard_remote::{Address, Cache, Options};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -24,6 +25,15 @@ fn wait<T: Send + 'static>(
     py: Python<'_>,
     work: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> PyResult<T> {
+    wait_and(py, work, |_| Ok(()))
+}
+
+/// As [`wait`], and calls `tick` meanwhile, whose error is returned at once.
+fn wait_and<T: Send + 'static>(
+    py: Python<'_>,
+    work: impl FnOnce() -> Result<T> + Send + 'static,
+    mut tick: impl FnMut(Python<'_>) -> PyResult<()>,
+) -> PyResult<T> {
     let (sender, receiver) = channel();
     let started = std::thread::Builder::new()
         .name("reshard-request".to_owned())
@@ -36,7 +46,10 @@ fn wait<T: Send + 'static>(
         receiver = back;
         match found {
             Ok(result) => return raise(py, result),
-            Err(RecvTimeoutError::Timeout) => py.check_signals()?,
+            Err(RecvTimeoutError::Timeout) => {
+                py.check_signals()?;
+                tick(py)?;
+            }
             Err(RecvTimeoutError::Disconnected) => {
                 return Err(PyRuntimeError::new_err("a request ended without a result"));
             }
@@ -137,11 +150,27 @@ pub(crate) fn put_object(py: Python<'_>, url: &str, content: &[u8]) -> PyResult<
 }
 
 #[pyfunction]
-pub(crate) fn upload_file(py: Python<'_>, path: PathBuf, url: &str) -> PyResult<Option<String>> {
+#[pyo3(signature = (path, url, *, checksums=None, progress=None))]
+pub(crate) fn upload_file(
+    py: Python<'_>,
+    path: PathBuf,
+    url: &str,
+    checksums: Option<(u64, Vec<u8>)>,
+    progress: Option<&Bound<'_, PyAny>>,
+) -> PyResult<Option<String>> {
     let address = address(py, url)?;
-    wait(py, move || {
-        upload::send_file(&path, &address, &Control::default())
-    })
+    // The header is part of the first chunks.
+    let checksums = checksums.map(|(n_bytes, sums)| Checksums::from_bytes(n_bytes, 0, 0, &sums));
+    let checksums = raise(py, checksums.transpose())?;
+    let total = std::fs::metadata(&path).map_or(0, |found| found.len());
+    let control = Arc::new(Control::default());
+    let report = |py: Python<'_>| match progress {
+        Some(call) => call.call1((control.done_bytes(), total)).map(drop),
+        None => py.check_signals(),
+    };
+    let own = Arc::clone(&control);
+    let work = move || upload::send_file(&path, &address, checksums.as_ref(), &own);
+    wait_and(py, work, report).inspect_err(|_| control.cancel())
 }
 
 /// `"created"`, `"exists"`, or `"unknown"` and why.
@@ -191,7 +220,10 @@ pub(crate) fn objects_below(
 }
 
 #[pyfunction]
-#[pyo3(signature = (url, *, endpoint=None, region=None, anonymous=false, allow_http=false, retry_s=None))]
+#[pyo3(signature = (
+    url, *, endpoint=None, region=None, anonymous=false, allow_http=false, retry_s=None, cache=None
+))]
+#[expect(clippy::too_many_arguments, reason = "the options of a bucket")]
 pub(crate) fn set_bucket_options(
     py: Python<'_>,
     url: &str,
@@ -200,6 +232,7 @@ pub(crate) fn set_bucket_options(
     anonymous: bool,
     allow_http: bool,
     retry_s: Option<f64>,
+    cache: Option<(PathBuf, u64)>,
 ) -> PyResult<()> {
     let retry_for = retry_s.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
     let options = Options {
@@ -208,11 +241,28 @@ pub(crate) fn set_bucket_options(
         anonymous,
         allow_http,
         retry_for,
+        cache: cache_of(py, cache)?,
     };
     raise(
         py,
         reshard_remote::set_options(&address(py, url)?, &options),
     )
+}
+
+fn cache_of(py: Python<'_>, given: Option<(PathBuf, u64)>) -> PyResult<Option<Cache>> {
+    let cache = given.map(|(folder, max_bytes)| Cache { folder, max_bytes });
+    if let Some(cache) = &cache {
+        raise(py, reshard_remote::cache::prepare(cache))?;
+    }
+    Ok(cache)
+}
+
+/// Keeps what is read of buckets in a folder, `(folder, max_bytes)`; `None`: nowhere.
+#[pyfunction]
+#[pyo3(signature = (cache))]
+pub(crate) fn set_cache(py: Python<'_>, cache: Option<(PathBuf, u64)>) -> PyResult<()> {
+    reshard_remote::set_cache(cache_of(py, cache)?);
+    Ok(())
 }
 
 /// Requests, fetched bytes and wanted bytes of this process.

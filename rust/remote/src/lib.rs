@@ -17,6 +17,8 @@ mod service;
 
 mod client;
 
+pub mod cache;
+
 pub mod object;
 
 pub mod folder;
@@ -26,7 +28,8 @@ pub mod write;
 pub mod upload;
 
 pub use address::Address;
-pub use options::{Options, set_options};
+pub use cache::Cache;
+pub use options::{Options, set_cache, set_options};
 
 /// Lets the core open and write objects by their URL.
 pub fn install() {

@@ -1,8 +1,10 @@
 //! One object as a source of bytes: its size and its `ETag` are fixed when it is opened, and every request names the `ETag`.
 
 use crate::address::Address;
+use crate::cache::Cached;
 use crate::client::{Client, runtime};
 use crate::failure::{Doing, explain, is_beyond, replaced};
+use crate::options::cache_of;
 use crate::service::ForObject;
 use bytes::Bytes;
 use futures_util::{StreamExt, TryStreamExt, future};
@@ -50,6 +52,7 @@ pub struct Object {
     version: Version,
     head: Bytes,
     blocks: Mutex<Vec<(u64, Bytes)>>,
+    cached: Option<Cached>,
 }
 
 /// What all answers must have in common.
@@ -112,8 +115,10 @@ impl Object {
             explain(Doing::Opening, address, error, client.retry_for())
         };
         let key = key_of(address)?;
+        let cache = cache_of(address);
         let first = GetOptions {
-            range: Some(GetRange::Bounded(0..HEAD_BYTES)),
+            range: cache.is_none().then_some(GetRange::Bounded(0..HEAD_BYTES)),
+            head: cache.is_some(),
             ..options()
         };
         let fetched = runtime()?.block_on(async {
@@ -134,7 +139,13 @@ impl Object {
                 }
                 Ok(found) => {
                     let meta = found.meta.clone();
-                    Ok((meta, found.bytes().await?))
+                    let is_look = cache.is_some();
+                    let head = if is_look {
+                        Bytes::new()
+                    } else {
+                        found.bytes().await?
+                    };
+                    Ok((meta, head))
                 }
                 Err(error) => Err(error),
             }
@@ -151,7 +162,16 @@ impl Object {
                 .path(Path::new(&address.shown()))
                 .hint("a replaced file could not be noticed: download it"));
         }
+        // A weak `ETag` does not say that all bytes are the same.
+        let strong = version
+            .e_tag
+            .as_deref()
+            .filter(|tag| !tag.starts_with("W/"));
+        let cached = cache
+            .zip(strong)
+            .map(|(cache, e_tag)| Cached::new(&cache, &address.shown(), e_tag, meta.size));
         Ok(Self {
+            cached,
             address: address.clone(),
             n_bytes: meta.size,
             blocks: Mutex::default(),
@@ -192,6 +212,19 @@ impl Object {
             to.copy_from_slice(&block[from..from + to.len()]);
             return Ok(());
         }
+        self.read_range(start, to)
+    }
+
+    /// A range, from the cache or fetched.
+    fn read_range(&self, start: u64, to: &mut [u8]) -> Result<()> {
+        match &self.cached {
+            Some(cached) => cached.read_at(start, to, &|at, part| self.fetch_range(at, part)),
+            None => self.fetch_range(start, to),
+        }
+    }
+
+    /// A range, by several requests at once.
+    fn fetch_range(&self, start: u64, to: &mut [u8]) -> Result<()> {
         let client = self.client.here()?;
         let parts = (start..)
             .step_by(REQUEST_BYTES)
@@ -207,8 +240,7 @@ impl Object {
             return Ok(block.clone());
         }
         let mut block = vec![0; (self.n_bytes - start).min(BLOCK_BYTES) as usize];
-        let client = self.client.here()?;
-        runtime()?.block_on(self.fetch(&client, start, &mut block))?;
+        self.read_range(start, &mut block)?;
         let block = Bytes::from(block);
         let mut blocks = lock();
         if blocks.len() == N_BLOCKS {

@@ -1,6 +1,7 @@
 //! Options of a bucket that hold for the process. What is not set is found as the SDK of the cloud finds it.
 
 use crate::address::Address;
+use crate::cache::Cache;
 use reshard_core::{Error, Kind, Result};
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -19,6 +20,22 @@ pub struct Options {
     pub allow_http: bool,
     /// How long a request that fails for a passing reason is tried again.
     pub retry_for: Option<Duration>,
+    /// Where what is read is kept.
+    pub cache: Option<Cache>,
+}
+
+/// Where what is read is kept of buckets whose options say nothing else.
+static CACHE: Mutex<Option<Cache>> = Mutex::new(None);
+
+/// Sets where this process keeps what it reads of buckets; `None`: nowhere.
+pub fn set_cache(cache: Option<Cache>) {
+    *CACHE.lock().unwrap_or_else(PoisonError::into_inner) = cache;
+}
+
+/// Where what is read of an address is kept.
+pub(crate) fn cache_of(address: &Address) -> Option<Cache> {
+    let of_process = CACHE.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    options_of(address).cache.or(of_process)
 }
 
 static OF_BUCKETS: Mutex<Option<HashMap<String, Options>>> = Mutex::new(None);

@@ -15,14 +15,16 @@ use futures_util::future::{Either, select};
 use object_store::multipart::{MultipartStore, PartId};
 use object_store::path::Path as Key;
 use object_store::{GetOptions, MultipartId, PutOptions, PutPayload};
+use reshard_core::checksum::{CHUNK_BYTES, Checksums};
 use reshard_core::control::Control;
 use reshard_core::writer::ObjectSink;
 use reshard_core::{Error, Kind, Result};
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::Read;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::pin::pin;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -35,6 +37,8 @@ const LARGE_BYTES: u64 = 150 << 30;
 const MAX_PARTS: u64 = 10_000;
 /// A thread of the writer has memory for one piece.
 const PIECE_BYTES: u64 = 4 << 20;
+/// Parts of a local file that are sent at once.
+const FILE_PARTS_AT_ONCE: u64 = 4;
 /// How often it is asked whether the run was cancelled, while a request runs.
 const TICK: Duration = Duration::from_millis(50);
 
@@ -97,22 +101,79 @@ pub fn begin<'a>(
 
 /// Writes an object with the content of a local file. Returns its `ETag`.
 ///
+/// # Arguments
+/// * `checksums` - those of its chunks; each is compared before it is sent.
+///
 /// # Errors
-/// As [`begin`], or the file cannot be read.
-pub fn send_file(path: &Path, address: &Address, control: &Control) -> Result<Option<String>> {
+/// As [`begin`], or the file cannot be read. [`Kind::Damaged`]: it differs from its checksums.
+pub fn send_file(
+    path: &Path,
+    address: &Address,
+    checksums: Option<&Checksums>,
+    control: &Control,
+) -> Result<Option<String>> {
     let failed = |error: std::io::Error| Error::io("reading", path, &error);
-    let mut file = File::open(path).map_err(failed)?;
+    let file = File::open(path).map_err(failed)?;
     let n_bytes = file.metadata().map_err(failed)?.len();
-    let upload = Box::new(Upload::begin(address, n_bytes, control)?);
-    let mut piece = vec![0; n_bytes.min(PIECE_BYTES) as usize];
-    let mut at = 0;
-    while at < n_bytes {
-        let n = (n_bytes - at).min(PIECE_BYTES);
-        let piece = &mut piece[..n as usize];
-        file.read_exact(piece).map_err(failed)?;
-        upload.write_at(at, piece)?;
-        at += n;
+    let changed =
+        |what: String| Error::new(Kind::Damaged, format!("{}: {what}", path.display())).path(path);
+    if let Some(expected) = checksums.map(Checksums::n_bytes)
+        && expected != n_bytes
+    {
+        return Err(changed(format!(
+            "it has {n_bytes} bytes, expected {expected}"
+        )));
     }
+    let upload = Box::new(Upload::begin(address, n_bytes, control)?);
+    let part_bytes = upload.part_bytes;
+    let n_parts = n_bytes.div_ceil(part_bytes);
+    let next = AtomicU64::new(0);
+    let send_part = |number: u64, piece: &mut [u8]| -> Result<()> {
+        let mut at = number * part_bytes;
+        let end = n_bytes.min(at + part_bytes);
+        while at < end {
+            let n = (end - at).min(PIECE_BYTES);
+            let piece = &mut piece[..n as usize];
+            file.read_exact_at(piece, at).map_err(failed)?;
+            for (chunk, bytes) in (at / CHUNK_BYTES as u64..).zip(piece.chunks(CHUNK_BYTES)) {
+                if checksums.is_some_and(|known| !known.matches(chunk as usize, bytes)) {
+                    let begin = chunk * CHUNK_BYTES as u64;
+                    let end = begin + bytes.len() as u64;
+                    return Err(changed(format!("bytes {begin} to {end} were altered")));
+                }
+            }
+            upload.write_at(at, piece)?;
+            control.advance(n);
+            at += n;
+        }
+        Ok(())
+    };
+    let work = || -> Result<()> {
+        let mut piece = vec![0; n_bytes.min(PIECE_BYTES) as usize];
+        loop {
+            let number = next.fetch_add(1, Ordering::Relaxed);
+            if number >= n_parts {
+                return Ok(());
+            }
+            if let Err(error) = send_part(number, &mut piece) {
+                next.store(n_parts, Ordering::Relaxed); // the others send no more
+                return Err(error);
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (1..n_parts.min(FILE_PARTS_AT_ONCE))
+            .map(|_| scope.spawn(work))
+            .collect();
+        let mut outcome = work();
+        for thread in threads {
+            let other = thread
+                .join()
+                .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            outcome = outcome.and(other);
+        }
+        outcome
+    })?;
     upload.publish()
 }
 

@@ -35,10 +35,17 @@ def newer_than(root: Location, iteration: int) -> tuple[int, ...]:
     listed = roots.list_iterations(root)
     if all(number <= iteration for number, _ in listed):
         return ()  # without reading the manifests
+    recorded = left_behind(root)
+    return tuple(number for number, _ in listed if number > iteration and number not in recorded)
+
+
+def left_behind(root: Location) -> frozenset[int]:
+    """Iterations that a later save has recorded as skipped, whether they are there or not. Raises as `newer_than`."""
     known = roots.known_facts(root) or {}
-    folders = tuple(known.get(name) or _folder_facts(root, number, name) for number, name in listed)
-    recorded = candidates.left_behind(folders, roots.read_tracker(root)[0])
-    return tuple(one.iteration for one in folders if one.iteration > iteration and one.iteration not in recorded)
+    folders = tuple(
+        known.get(name) or _folder_facts(root, number, name) for number, name in roots.list_iterations(root)
+    )
+    return frozenset(candidates.left_behind(folders, roots.read_tracker(root)[0]))
 
 
 class IterationsRoot(Root):

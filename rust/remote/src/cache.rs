@@ -1,0 +1,277 @@
+//! What was read of objects, kept in a folder of this host: it is fetched once for all processes of the host.
+//!
+//! A version of an object is a folder, and each of its blocks a file: the bytes, and a crc32c of each 256 KiB of them. A
+//! file that is not complete or does not match counts as missing. Who fetches a block holds a lock on its file, and
+//! writes it in place; others wait, and find it. A folder that cannot be written only means that nothing is kept.
+
+use reshard_core::checksum::{CHUNK_BYTES, crc32c};
+use reshard_core::{Error, Kind, Result};
+use std::fs::{self, File, OpenOptions};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, SystemTime};
+
+/// Bytes of a block: of complete chunks.
+const BLOCK_BYTES: u64 = 4 << 20;
+/// Blocks whose locks are held at once.
+const BLOCKS_AT_ONCE: u64 = 8;
+/// How often the time of a block that is read is renewed.
+const TOUCH_EVERY: Duration = Duration::from_secs(60);
+/// The size is looked at when this part of it was written.
+const SWEEP_PART: u64 = 16;
+const SWEEP_LOCK: &str = ".sweep";
+
+/// Bytes that this process has written since it looked at the size. One for all folders: most programs have one.
+static WRITTEN: AtomicU64 = AtomicU64::new(u64::MAX / 2);
+
+/// A folder, and how many bytes may be in it.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Cache {
+    /// Made if it is missing.
+    pub folder: PathBuf,
+    /// It holds a little more while several processes write into it.
+    pub max_bytes: u64,
+}
+
+/// The blocks of one version of an object.
+#[derive(Debug)]
+pub(crate) struct Cached {
+    cache: Cache,
+    folder: PathBuf,
+    n_bytes: u64,
+}
+
+impl Cached {
+    /// Those of an object with this URL, `ETag` and size.
+    pub(crate) fn new(cache: &Cache, url: &str, e_tag: &str, n_bytes: u64) -> Self {
+        let name = name_of(&[url.as_bytes(), e_tag.as_bytes(), &n_bytes.to_le_bytes()]);
+        Self {
+            folder: cache.folder.join(name),
+            cache: cache.clone(),
+            n_bytes,
+        }
+    }
+
+    /// Fills a buffer from a position; `fetch` fetches ranges that are not here.
+    pub(crate) fn read_at(
+        &self,
+        start: u64,
+        to: &mut [u8],
+        fetch: &dyn Fn(u64, &mut [u8]) -> Result<()>,
+    ) -> Result<()> {
+        let end = start + to.len() as u64;
+        let blocks = start / BLOCK_BYTES..end.div_ceil(BLOCK_BYTES);
+        let mut at = blocks.start;
+        while at < blocks.end {
+            let part = part_of(at, start, to);
+            if self
+                .open(at, false)
+                .is_some_and(|file| self.read(&file, at, part))
+            {
+                at += 1;
+                continue;
+            }
+            let mut files = Vec::new();
+            for number in at..blocks.end.min(at + BLOCKS_AT_ONCE) {
+                let file = self.open(number, true).filter(|file| file.lock().is_ok());
+                // Another process may have fetched it meanwhile.
+                let part = part_of(number, start, to);
+                if file
+                    .as_ref()
+                    .is_some_and(|file| self.read(file, number, part))
+                {
+                    break;
+                }
+                files.push(file);
+            }
+            if files.is_empty() {
+                at += 1;
+                continue;
+            }
+            let first = at * BLOCK_BYTES;
+            let n = (files.len() as u64 * BLOCK_BYTES).min(self.n_bytes - first);
+            let mut bytes = vec![0; n as usize];
+            fetch(first, &mut bytes)?;
+            for (file, block) in files.iter().zip(bytes.chunks(BLOCK_BYTES as usize)) {
+                let begin = start.max(at * BLOCK_BYTES);
+                let stop = end.min(at * BLOCK_BYTES + block.len() as u64);
+                let from = (begin - at * BLOCK_BYTES) as usize;
+                let (here, len) = ((begin - start) as usize, (stop - begin) as usize);
+                to[here..here + len].copy_from_slice(&block[from..from + len]);
+                if let Some(file) = file {
+                    self.write(file, block);
+                }
+                at += 1;
+            }
+        }
+        Ok(())
+    }
+
+    fn open(&self, number: u64, creates: bool) -> Option<File> {
+        if creates {
+            fs::create_dir_all(&self.folder).ok()?;
+        }
+        let path = self.folder.join(number.to_string());
+        let mut options = OpenOptions::new();
+        options.read(true).write(creates).create(creates);
+        options.open(path).ok()
+    }
+
+    fn block_bytes(&self, number: u64) -> u64 {
+        BLOCK_BYTES.min(self.n_bytes - number * BLOCK_BYTES)
+    }
+
+    /// Reads a part of a block. Returns whether it is there and as it was written.
+    fn read(&self, file: &File, number: u64, (begin, to): (u64, &mut [u8])) -> bool {
+        self.read_checked(file, number, begin, to).unwrap_or(false)
+    }
+
+    fn read_checked(
+        &self,
+        file: &File,
+        number: u64,
+        begin: u64,
+        to: &mut [u8],
+    ) -> std::io::Result<bool> {
+        let n_bytes = self.block_bytes(number);
+        let n_chunks = n_bytes.div_ceil(CHUNK_BYTES as u64);
+        let found = file.metadata()?;
+        if found.len() != n_bytes + 4 * n_chunks {
+            return Ok(false);
+        }
+        let mut sums = vec![0; 4 * n_chunks as usize];
+        file.read_exact_at(&mut sums, n_bytes)?;
+        let from = begin - number * BLOCK_BYTES;
+        let end = from + to.len() as u64;
+        let mut chunk = vec![0; CHUNK_BYTES.min(n_bytes as usize)];
+        for at in from / CHUNK_BYTES as u64..end.div_ceil(CHUNK_BYTES as u64) {
+            let first = at * CHUNK_BYTES as u64;
+            let chunk = &mut chunk[..(n_bytes - first).min(CHUNK_BYTES as u64) as usize];
+            file.read_exact_at(chunk, first)?;
+            if crc32c(0, chunk).to_le_bytes() != sums[4 * at as usize..4 * at as usize + 4] {
+                return Ok(false);
+            }
+            let (begin, stop) = (from.max(first), end.min(first + chunk.len() as u64));
+            to[(begin - from) as usize..(stop - from) as usize]
+                .copy_from_slice(&chunk[(begin - first) as usize..(stop - first) as usize]);
+        }
+        let is_old = found
+            .modified()?
+            .elapsed()
+            .is_ok_and(|age| age > TOUCH_EVERY);
+        if is_old {
+            let _ = file.set_modified(SystemTime::now()); // one that is only read stays old
+        }
+        Ok(true)
+    }
+
+    /// Writes a block. One that cannot be written, such as on a full disk, is not kept.
+    fn write(&self, file: &File, block: &[u8]) {
+        let sums = block
+            .chunks(CHUNK_BYTES)
+            .flat_map(|chunk| crc32c(0, chunk).to_le_bytes());
+        let sums: Vec<u8> = sums.collect();
+        let written = file
+            .set_len(0)
+            .and_then(|()| file.write_all_at(block, 0))
+            .and_then(|()| file.write_all_at(&sums, block.len() as u64));
+        if written.is_err() {
+            let _ = file.set_len(0);
+        }
+        let n = (block.len() + sums.len()) as u64;
+        let limit = self.cache.max_bytes / SWEEP_PART;
+        if WRITTEN.fetch_add(n, Ordering::Relaxed) >= limit {
+            WRITTEN.store(0, Ordering::Relaxed);
+            sweep(&self.cache);
+        }
+    }
+}
+
+/// The part of a buffer that begins at `start` which is in a block, and where it begins in the object.
+fn part_of(number: u64, start: u64, to: &mut [u8]) -> (u64, &mut [u8]) {
+    let end = start + to.len() as u64;
+    let begin = start.max(number * BLOCK_BYTES);
+    let stop = end.min((number + 1) * BLOCK_BYTES);
+    (
+        begin,
+        &mut to[(begin - start) as usize..(stop - start) as usize],
+    )
+}
+
+/// Removes what was not read for the longest time, until there is room for what is written before the next call.
+fn sweep(cache: &Cache) {
+    let lock = OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .open(cache.folder.join(SWEEP_LOCK));
+    let Ok(lock) = lock else { return };
+    if lock.try_lock().is_err() {
+        return; // another process does
+    }
+    let mut blocks = Vec::new();
+    for folder in entries(&cache.folder) {
+        for block in entries(&folder) {
+            if let Ok(found) = block.metadata()
+                && found.is_file()
+                && is_block(&block)
+            {
+                let read_at = found.modified().unwrap_or(SystemTime::UNIX_EPOCH);
+                blocks.push((read_at, found.len(), block));
+            }
+        }
+    }
+    blocks.sort();
+    let mut total: u64 = blocks.iter().map(|(_, n_bytes, _)| n_bytes).sum();
+    let wanted = cache.max_bytes - cache.max_bytes / SWEEP_PART;
+    for (_, n_bytes, block) in blocks {
+        if total <= wanted {
+            break;
+        }
+        if fs::remove_file(&block).is_ok() {
+            total -= n_bytes;
+            let _ = block.parent().map(fs::remove_dir); // if it is empty now
+        }
+    }
+}
+
+fn entries(folder: &Path) -> Vec<PathBuf> {
+    let found = fs::read_dir(folder).into_iter().flatten().flatten();
+    found.map(|entry| entry.path()).collect()
+}
+
+/// Whether a file has the name of a block in the folder of a version: no other file is ever removed.
+fn is_block(path: &Path) -> bool {
+    let name = |path: &Path| path.file_name()?.to_str().map(str::to_owned);
+    let is_number = |name: String| name.bytes().all(|byte| byte.is_ascii_digit());
+    let is_version =
+        |name: String| name.len() == 32 && name.bytes().all(|byte| byte.is_ascii_hexdigit());
+    name(path).is_some_and(is_number) && path.parent().and_then(name).is_some_and(is_version)
+}
+
+/// FNV-1a of 128 bits of several parts, as 32 hex digits.
+fn name_of(parts: &[&[u8]]) -> String {
+    let mut hash: u128 = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;
+    for part in parts {
+        for byte in part.len().to_le_bytes().iter().chain(part.iter()) {
+            hash =
+                (hash ^ u128::from(*byte)).wrapping_mul(0x0000_0000_0100_0000_0000_0000_0000_013b);
+        }
+    }
+    format!("{hash:032x}")
+}
+
+/// Checks that a folder can be a cache, and makes it.
+///
+/// # Errors
+/// [`Kind::Io`]: it cannot be made.
+pub fn prepare(cache: &Cache) -> Result<()> {
+    fs::create_dir_all(&cache.folder).map_err(|error| {
+        Error::new(
+            Kind::Io,
+            format!("making the cache {}: {error}", cache.folder.display()),
+        )
+        .path(&cache.folder)
+    })
+}
