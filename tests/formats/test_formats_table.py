@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import struct
 import tarfile
 from pathlib import Path
@@ -97,6 +98,17 @@ SAMPLES: Mapping[str, tuple[Callable[[Path], Path], str | None, str]] = {
 }
 
 
+# The test in which a run goes on from a checkpoint of a format, with its optimizer.
+RUNS: Mapping[str, str] = {
+    "dcp": "formats/dcp/test_dcp_resume.py::test_a_run_goes_on_from_what_torch_saved",
+    "fsdp-ranks": "formats/fsdp_ranks/test_fsdp_ranks.py::test_a_run_without_ranks_goes_on_from_them",
+    "checkpoint2": "torch/test_checkpointer.py::test_resumed_run_is_the_same_run",
+    "checkpoint1": "formats/checkpoint1/test_checkpoint1_ranks.py::test_ranks_save_and_resume",
+    "torch": "formats/dcp/test_dcp_resume.py::test_a_run_goes_on_from_what_torch_saved",
+    "trainer-run": "formats/trainer_run/test_trainer_run.py::test_a_run_goes_on_from_it",
+}
+
+
 def name_of(one: Format) -> str:
     return "tiled" if one is TILED else one.traits.name
 
@@ -132,8 +144,38 @@ def row_of(name: str, folder: Path) -> list[str]:
     assert verified.exit_code == 0, verified.output
     words = "structure" if "unverified" in verified.output else "checksums"
     assert any((ROOT / "tests").rglob(f"test_{tests}.py"))
-    goes_on = "a run" if of.traits.counters is not None else "weights"
-    return [f"`{name}`", "yes", "yes", "no" if writer is None else f"`{writer}`", "yes", goes_on, words, f"`{tests}`"]
+    taken = goes_on(of, name, path, chosen, folder)
+    return [f"`{name}`", "yes", "yes", "no" if writer is None else f"`{writer}`", "yes", taken, words, f"`{tests}`"]
+
+
+def goes_on(of: Format, name: str, path: Path, chosen: dict[str, Any], folder: Path) -> str:
+    """What a run takes over: its weights, which a run starts from here; and as the named test shows, all of it."""
+    import torch
+
+    from reshard.torch import Checkpointer, as_tensor
+
+    with reshard.open(path, **chosen) as checkpoint:
+        keys = checkpoint.data.weights() or {key: key for key in checkpoint.keys("model")}
+        stored = {name: as_tensor(checkpoint.read(key)) for name, key in keys.items()}
+    model = torch.nn.Module()
+    for key, tensor in stored.items():
+        *modules, last = key.split(".")
+        owner = model
+        for module in modules:
+            if module not in dict(owner.named_children()):
+                owner.add_module(module, torch.nn.Module())
+            owner = owner.get_submodule(module)
+        owner.register_buffer(last, torch.zeros_like(tensor))
+    with Checkpointer(folder / "run of the row", signals=()) as checkpointer:
+        decision = checkpointer.resume(model=model, init_from={"path": path, **chosen})
+    assert decision.initial_step == 0
+    assert all(torch.equal(tensor, stored[key]) for key, tensor in model.state_dict().items())
+    if name not in RUNS:
+        return "weights" if of.traits.counters is None else "weights, counters"
+    file, _, function = RUNS[name].partition("::")
+    tree = ast.parse((ROOT / "tests" / file).read_text())
+    assert any(isinstance(one, ast.FunctionDef) and one.name == function for one in tree.body), RUNS[name]
+    return f"a run: `{function}`"
 
 
 def rows_of_the_page() -> dict[str, list[str]]:

@@ -57,3 +57,20 @@ def test_no_file_imports_a_file_of_tests() -> None:
 )
 def test_an_import_of_a_file_of_tests_is_found(text: str, expected: list[str]) -> None:
     assert imported_tests(text) == expected
+
+
+def unknown_tests(pages: dict[str, str], texts: list[str]) -> dict[str, list[str]]:
+    """The tests that pages name by their functions, and that no file has."""
+    known = {name for text in texts for name in re.findall(r"^def (test_\w+)\(", text, re.MULTILINE)}
+    named = {page: re.findall(r"`(test_[a-z0-9_]+)`", text) for page, text in pages.items()}
+    return {page: found for page, names in named.items() if (found := [name for name in names if name not in known])}
+
+
+def test_the_tests_that_pages_name_exist() -> None:
+    pages = {path.name: path.read_text() for path in (TESTS.parent / "docs").rglob("*.md")}
+    assert unknown_tests(pages, [path.read_text() for path in FILES.values()]) == {}
+
+
+def test_a_test_that_only_a_page_has_is_found() -> None:
+    pages = {"a.md": "`test_one` and `test_two`", "b.md": "`test_one`, `test_<name>.py`"}
+    assert unknown_tests(pages, ["def test_one(path: Path) -> None:\n"]) == {"a.md": ["test_two"]}

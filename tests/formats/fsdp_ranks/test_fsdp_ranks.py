@@ -167,6 +167,23 @@ def test_a_run_of_fsdp2(tmp_path: Path, world_size: int, replicas: int, caplog: 
     assert f"did you mean `{actor}`?" in run("inspect", tmp_path / "global_step_7").stderr
 
 
+def test_a_run_without_ranks_goes_on_from_them(tmp_path: Path) -> None:
+    actor = tmp_path / "global_step_7" / "actor"
+    expected = save_fsdp2(actor, 2, Model)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    config = {"load_checkpoint": str(actor), "resume_training": True}
+    with reshard.torch.Checkpointer.from_config(config, root=tmp_path / "run", signals=()) as checkpointer:
+        decision = checkpointer.resume(model=model, optimizer=optimizer, scheduler=scheduler)
+    assert decision.initial_step == 7
+    assert all(torch.equal(tensor, expected["model"][key]) for key, tensor in model.state_dict().items())
+    found, saved = optimizer.state_dict(), expected["optimizer"]
+    assert found["param_groups"][0]["lr"] == saved["param_groups"][0]["lr"]
+    for number, state in saved["state"].items():
+        assert all(torch.equal(found["state"][number][slot], value) for slot, value in state.items())
+
+
 def test_missing_files_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_fsdp2(tmp_path / "a", 4, Model)
     (tmp_path / "a" / "optim_world_size_4_rank_2.pt").unlink()
