@@ -873,8 +873,8 @@ def files_with_size(max_shard_size: str | int | None, files: FilesLike | None) -
     return replace(known, max_shard_size=max_shard_size)
 
 
-def format_of(value: FormatLike) -> tuple[str, Checkpoint1Options]:
-    """The name of the format that `format=` means, and the options of Checkpoint 1.0.
+def format_of(value: FormatLike) -> tuple[str, Options | None]:
+    """The name of the format that `format=` means, and the format's own options; None: it has none.
 
     Args:
         value: the name of a format, a `Checkpoint1Options`, or a mapping of `name` and the fields of the options.
@@ -884,12 +884,12 @@ def format_of(value: FormatLike) -> tuple[str, Checkpoint1Options]:
 
     Example:
         >>> format_of("checkpoint2"), format_of({"name": "checkpoint1", "sink_size": 2})
-        (('checkpoint2', Checkpoint1Options()), ('checkpoint1', Checkpoint1Options(sink_size=2)))
+        (('checkpoint2', None), ('checkpoint1', Checkpoint1Options(sink_size=2)))
     """
     if isinstance(value, Checkpoint1Options):
         return value.name, value
     if not isinstance(value, Mapping):
-        return _format_name(value), Checkpoint1Options()
+        value = {"name": value}
     options = {key: one for key, one in value.items() if key != "name"}
     if "name" not in value:
         raise ArgumentError(
@@ -897,9 +897,11 @@ def format_of(value: FormatLike) -> tuple[str, Checkpoint1Options]:
             hint=f"for example `format={{'name': '{Checkpoint1Options.name}', 'sink_size': 2}}`",
         )
     name = _format_name(value["name"])
-    if options and name != Checkpoint1Options.name:
+    if name == Checkpoint1Options.name:
+        return name, Checkpoint1Options.of(options)
+    if options:
         raise ArgumentError(f"`format`: {show(name)} has no options, found {show(str(next(iter(options))))}")
-    return name, Checkpoint1Options.of(options)
+    return name, None
 
 
 def _format_name(value: object) -> str:
@@ -921,7 +923,7 @@ class SaveOptions:
         commit: how the save is published.
         files: which files hold the tensors.
         format: the name of the format.
-        checkpoint1: the options of Checkpoint 1.0; the defaults for other formats.
+        of_format: the options that only this format has; None: it has none.
         threads: threads of the copies; None: all processors.
     """
 
@@ -930,7 +932,7 @@ class SaveOptions:
     commit: Commit = Commit()
     files: Files = Files()
     format: str = "checkpoint2"
-    checkpoint1: Checkpoint1Options = Checkpoint1Options()
+    of_format: Options | None = None
     threads: int | None = dataclasses.field(default=None, metadata=MAY_DIFFER)
 
     @property
@@ -964,7 +966,7 @@ class SaveOptions:
         Raises:
             ArgumentError: an option has a value that is not accepted, or does not go with another one.
         """
-        name, checkpoint1 = format_of(format)
+        name, of_format = format_of(format)
         known = Files.of(files)
         for one in ("max_shard_size", "model_files", "modes"):
             if getattr(known, one) is not None:
@@ -975,7 +977,7 @@ class SaveOptions:
             Commit.of(commit),
             known,
             name,
-            checkpoint1,
+            of_format,
             threads,
         )
 

@@ -142,7 +142,7 @@ def dry_run(
             f"Checkpoint 1.0 cannot describe how the tensors are partitioned: {described.reason}",
             hint='save with `format="checkpoint2"`',
         )
-    if saver.options.checkpoint1.only_save_strategy and saver.group.world_size == 1:
+    if saver.checkpoint1 is not None and saver.checkpoint1.only_save_strategy and saver.group.world_size == 1:
         raise ArgumentError("`only_save_strategy` writes how tensors are cut over ranks, and there is one rank")
     saving = described.saving({name: _placeholder(tensor) for name, tensor in described.to_save().items()})
     request = SaveRequest(

@@ -24,6 +24,7 @@ from reshard.formats import state
 from reshard.formats.left_out import NAME as LEFT_OUT
 from reshard.formats.registry import save_format
 from reshard.formats.state import per_rank
+from reshard.options import Checkpoint1Options
 from reshard.ranks.collective import Collective
 from reshard.ranks.group import log_error_of_all, session
 from reshard.resume.parts import object_name
@@ -263,7 +264,7 @@ class Saver:
         """Export a save that has succeeded, and let it be copied. Returns warnings."""
         if self.copier is not None:
             self.copier.saved(report.iteration)
-        if self.options.checkpoint1.only_save_strategy:
+        if self.checkpoint1 is not None and self.checkpoint1.only_save_strategy:
             return []
         return export(
             self.exports,
@@ -283,6 +284,12 @@ class Saver:
         """Whether each rank saves into its own folder."""
         return save_format(self.options.format).traits.rank_folders
 
+    @property
+    def checkpoint1(self) -> Checkpoint1Options | None:
+        """The options of Checkpoint 1.0; None: another format is saved."""
+        own = self.options.of_format
+        return own if isinstance(own, Checkpoint1Options) else None
+
     def options_of(self, described: Described, saving: Mapping[str, Any], *, rollback: bool) -> SaveOptions:
         """The options of one save: those of Checkpoint 1.0 also follow from the run.
 
@@ -292,16 +299,16 @@ class Saver:
             rollback: as in `Commit`.
         """
         commit = replace(self.options.commit, rollback=rollback, takeover=False)
-        if not self.has_rank_folders:
+        options, sampler = self.checkpoint1, self.run.sampler
+        if options is None:
             return replace(self.options, commit=commit)
-        options, sampler = self.options.checkpoint1, self.run.sampler
         if isinstance(sampler, ElasticSampler):
             options = replace(options, steps_per_epoch=sampler.steps_per_epoch)
         if options.save_trainable_params is True:
             live = described.live.named.tensors
             trained = [key for key in saving["model"] if live[key].requires_grad]
             options = replace(options, save_trainable_params=trained)
-        return replace(self.options, commit=commit, checkpoint1=options)
+        return replace(self.options, commit=commit, of_format=options)
 
     def beside_tensors(self, described: Described, step: int, *, interrupted: bool) -> dict[str, Any]:
         """The state that is saved besides the tensors.
@@ -355,7 +362,7 @@ class Saver:
         common: dict[str, Any] = {"step_num": step, "global_step": step}
         if isinstance(run.sampler, ElasticSampler):
             # The epoch of the completed step, from 1.
-            if self.options.checkpoint1.sink_size is None:  # else the counted epochs are data sinks
+            if self.checkpoint1 is None or self.checkpoint1.sink_size is None:  # else the counted epochs are data sinks
                 common["epoch_num"] = run.sampler.epoch + (run.sampler.consumed > 0)
             common["global_batch_size"] = run.sampler.global_batch_size
         if run.healthy is not None:

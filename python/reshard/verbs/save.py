@@ -366,7 +366,7 @@ def _draft(request: SaveRequest, task: SaveTask, channel: Group, observers: Obse
         background.finish_previous(task.timeout, task.root)
     roots.iteration_folder_name(task.iteration)
     of = save_format(options.format)
-    _check_options(options, request.model)
+    of.check_options(options, request.model)
     is_alone = of.traits.rank_folders  # each rank has files of its own, which hold all that the rank needs
     layout = None
     if request.layout is not None:
@@ -470,17 +470,7 @@ def check_save_options(options: SaveOptions) -> None:
     Example:
         >>> check_save_options(SaveOptions())
     """
-    _check_options(options, None)
-
-
-def _check_options(options: SaveOptions, model: Mapping[str, object] | None) -> None:
-    """Refuse options that do not fit the format or the model; None: the model is not known yet."""
-    save_format(options.format).check_options(options, {} if model is None else model)
-    if model is not None and options.checkpoint1.save_trainable_params is True:
-        raise ArgumentError(
-            "`save_trainable_params` is True, and `save` needs the names of the weights that are trained",
-            hint='for example `format=Checkpoint1Options(save_trainable_params=["head.weight"])`',
-        )
+    save_format(options.format).check_options(options, {})
 
 
 def _common_info(common: CommonInfo | Mapping[str, object] | None, iteration: int) -> CommonInfo:

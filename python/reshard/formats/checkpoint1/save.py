@@ -48,6 +48,7 @@ from reshard.formats.checkpoint2.rank_facts import (
     plan_key,
 )
 from reshard.formats.replicas import Replicas, is_any_of
+from reshard.options import Checkpoint1Options
 from reshard.storage import mounts
 from reshard.values.words import show
 from reshard.write.phases import Begun, Draft, Messages, Planned, Prepared, Publication, Published, Written
@@ -135,6 +136,11 @@ class _Runs:
     )
 
 
+def _own(options: SaveOptions) -> Checkpoint1Options:
+    """The options of this format."""
+    return options.of_format if isinstance(options.of_format, Checkpoint1Options) else Checkpoint1Options()
+
+
 class Checkpoint1Draft(Draft[_Report, _Orders, _BegunMessage, _Weights]):
     """What one rank has to save in Checkpoint 1.0."""
 
@@ -144,14 +150,19 @@ class Checkpoint1Draft(Draft[_Report, _Orders, _BegunMessage, _Weights]):
     def __init__(self, task: SaveTask, own: RankInput) -> None:
         """As `Draft`."""
         super().__init__(task, own)
-        self._options = task.options.checkpoint1
+        self._options = _own(task.options)
+        if self._options.save_trainable_params is True:
+            raise ArgumentError(
+                "`save_trainable_params` is True, and `save` needs the names of the weights that are trained",
+                hint='for example `format=Checkpoint1Options(save_trainable_params=["head.weight"])`',
+            )
         self.confirms = not self._options.only_save_strategy
         self._prefix = rank_plan.check_prefix(task.options.files.prefix)
 
     @staticmethod
     def check_options(options: SaveOptions, model: Mapping[str, object]) -> None:
         """Refuse a prefix, sizes and names that cannot be, and retention of Checkpoint 2.0."""
-        own, retention = options.checkpoint1, options.retention
+        own, retention = _own(options), options.retention
         rank_plan.check_prefix(options.files.prefix)
         rank_plan.position(1, sink_size=own.sink_size, steps_per_epoch=own.steps_per_epoch)
         unknown = sorted((own.trained_names or frozenset()) - model.keys())
@@ -293,7 +304,7 @@ class Checkpoint1Planned(Planned[_Orders, _BegunMessage, _Weights]):
             task.root, takeover=options.commit.takeover, durable=task.durable, folder_mode=task.folder_mode
         )
         folder_protocol.check_space(task.root, self._n_bytes(), durable=task.durable)
-        if options.checkpoint1.only_save_strategy:
+        if _own(options).only_save_strategy:
             return Checkpoint1Begun(_BegunMessage(options.verify.after_save, ()), self, claim)
         runs = session_of(task.root).of(_Runs)
         runs.numbers[naming.prefix] = naming.run or 0
@@ -324,7 +335,7 @@ class Checkpoint1Planned(Planned[_Orders, _BegunMessage, _Weights]):
 
     def _n_bytes(self) -> int:
         """What is written into the root of this host."""
-        own, facts, n_bytes = self.task.options.checkpoint1, self.facts, 0
+        own, facts, n_bytes = _own(self.task.options), self.facts, 0
         for rank, one in enumerate(facts):
             if not own.only_save_strategy and (self.is_one_root or one.host == facts[0].host):
                 left_out = self.orders.assignment.left_out(rank)
@@ -361,7 +372,7 @@ class Checkpoint1Begun(Begun[_BegunMessage, _Weights]):
         planned, task = self.planned, self.planned.task
         path = task.root
         rows = sorted((file.name, file.n_bytes, file.digest) for of_rank in written for file in of_rank)
-        only_strategy = task.options.checkpoint1.only_save_strategy
+        only_strategy = _own(task.options).only_save_strategy
         if planned.strategy is not None:
             planned.strategy.write(task.file_mode, task.folder_mode, durable=task.durable)
             if only_strategy:
