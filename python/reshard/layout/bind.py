@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING
 
 from reshard import _core
 from reshard.errors import ArgumentError, KeyNotFoundError, LayoutError
-from reshard.layout.resolve import Join, resolve
 from reshard.values.words import counted, nearest, show
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-    from reshard.layout.file import LayoutFile
     from reshard.layout.partition import Places, TensorLayout
-    from reshard.layout.resolve import Resolved, Unused
+    from reshard.layout.resolve import Join, Resolved, Unused
 
 _log = logging.getLogger("reshard")
 
@@ -191,18 +189,6 @@ class BoundLayout:
                         hint="ask for all keys of a join, or for none",
                     )
                 yield join.name, members, join
-
-
-def bind(
-    layout: LayoutFile,
-    tensors: Mapping[str, tuple[int, ...]],
-    *,
-    optimizer_keys: Collection[str] = (),
-    strict: bool = False,
-) -> BoundLayout:
-    """Apply a layout file to the tensors of a checkpoint. Arguments and errors as in `ModelLayout.bind`."""
-    mesh = _core.Mesh(list(layout.mesh.items()), layout.ranks)
-    return bound_of(mesh, resolve(layout, tensors, optimizer_keys), layout.to_mapping, strict=strict)
 
 
 def bound_of(

@@ -11,9 +11,10 @@ from reshard import _core
 from reshard.documents.strict_yaml import quote, read_yaml
 from reshard.errors import ArgumentError
 from reshard.layout import presets, tp_plan
-from reshard.layout.bind import BoundLayout, bind, bound_of
+from reshard.layout.bind import BoundLayout, bound_of
 from reshard.layout.file import LayoutFile
 from reshard.layout.like import CheckpointLike, mapping_like
+from reshard.layout.resolve import resolve
 from reshard.layout.strategy import Strategy
 from reshard.layout.strategy_file import is_strategy
 from reshard.layout.strategy_folder import read_strategy
@@ -251,7 +252,8 @@ class ModelLayout(LayoutFile):
             return bound_of(
                 mesh, found.resolved(), lambda: LayoutFile.from_mapping(found.mapping()).to_mapping(), strict=strict
             )
-        return bind(self, tensors, optimizer_keys=optimizer_keys, strict=strict)
+        mesh = _core.Mesh(list(self.mesh.items()), self.ranks)
+        return bound_of(mesh, resolve(self, tensors, optimizer_keys), self.to_mapping, strict=strict)
 
 
 LayoutLike: TypeAlias = ModelLayout | str | os.PathLike[str] | Mapping[str, object]

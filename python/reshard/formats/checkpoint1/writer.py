@@ -63,29 +63,14 @@ class Checkpoint1Writer(Writer):
 
     def write(self, job: Job, settings: Settings) -> Written:
         """Write the folders. By default, replicas are written on each rank."""
-        return _write(
-            job,
-            settings.layout,
-            prefix=settings.prefix,
-            iteration=settings.iteration,
-            dedup=settings.dedup is True,
-            original_modes=settings.original_modes,
-        )
+        return _write(job, settings)
 
     def apart(self, source: Checkpoint) -> Collection[str]:  # noqa: ARG002
         """All counters: they are in the file of every rank."""
         return OF_NO_PARAMETER
 
 
-def _write(
-    job: Job,
-    bound: BoundLayout,
-    *,
-    prefix: str | None,
-    iteration: int | None,
-    dedup: bool,
-    original_modes: bool,
-) -> Written:
+def _write(job: Job, settings: Settings) -> Written:
     """Write rank folders. With `dedup` each shard is written once per stage, which the files record.
 
     Raises:
@@ -94,7 +79,8 @@ def _write(
         UnsupportedError: a strategy cannot express the layout of a tensor.
         DestinationExistsError, LayoutError, StorageError: as `convert`.
     """
-    names = _file_name(job, prefix, iteration)
+    bound = settings.layout
+    names = _file_name(job, settings.prefix, settings.iteration)
     check_folder_free(job, functools.partial(_is_foreign, job, names=names))
     ranks = sorted(bound.ranks)
     if ranks != list(range(len(ranks))):
@@ -102,9 +88,9 @@ def _write(
     strategy = _strategy(job, bound)
     _check_counters(job)
     tensors = dtypes_and_parts(job)
-    if dedup:
+    if settings.dedup:
         job = replace(job, options=replace(job.options, metadata=job.options.metadata | {"remove_redundancy": "True"}))
-    assignment = _assignment(tensors, bound, strategy) if dedup else ShardAssignment()
+    assignment = _assignment(tensors, bound, strategy) if settings.dedup else ShardAssignment()
     subfolders = [checkpoint1.rank_folder_name(rank) for rank in ranks]
 
     def finish(folder: Location) -> dict[str, ValueRecord]:
@@ -116,7 +102,7 @@ def _write(
             for rank, name in zip(ranks, subfolders, strict=True):
                 meta = Meta(names.epoch, names.step, names.of_rank(rank).name)
                 checkpoint1.write_meta(folder / name, meta, mode, durable=durable)
-        if original_modes:
+        if settings.original_modes:
             for name in subfolders:
                 set_original_modes(folder / name)
         return {}

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from reshard.commit.attempts import Attempt, FileRecord
     from reshard.conversion.destinations import Job, Produce
     from reshard.formats.checkpoint2.iteration import IterationPlan
-    from reshard.layout import BoundLayout
     from reshard.storage.location import Location
     from reshard.verbs.selection import NewNames
 
@@ -68,16 +67,7 @@ class Checkpoint2Writer(Writer):
         """Write the iteration. By default each shard is written once."""
         job.source.common = common = _common(job)
         numbers = (settings.iteration, job.source.iteration, common.step_num, common.global_step, 0)
-        return _write(
-            job,
-            settings.layout,
-            next(number for number in numbers if number is not None),
-            settings.prefix,
-            dedup=settings.dedup is not False,
-            strict_format=settings.strict_format,
-            original_modes=settings.original_modes,
-            with_state=settings.with_extra,
-        )
+        return _write(job, settings, next(number for number in numbers if number is not None))
 
     def writes_extra(self, job: Job) -> bool:
         """The state of another iteration. It does not depend on the layout.
@@ -119,31 +109,22 @@ def _common(job: Job) -> CommonInfo:
     return replace(common, **{name: getattr(stored, name) for name in missing})
 
 
-def _write(
-    job: Job,
-    bound: BoundLayout,
-    iteration: int,
-    prefix: str | None,
-    *,
-    dedup: bool,
-    strict_format: bool,
-    original_modes: bool,
-    with_state: bool,
-) -> Written:
+def _write(job: Job, settings: Settings, iteration: int) -> Written:
     """Write one iteration into the root `job.target`, and update the tracker.
 
     Raises:
         DestinationExistsError, LayoutError, UnsupportedError, StorageError: as `convert`.
     """
-    checkpoint2.check_prefix(prefix)
+    bound, dedup = settings.layout, settings.dedup is not False
+    checkpoint2.check_prefix(settings.prefix)
     folder_name = roots.iteration_folder_name(iteration)
     _check_root_free(job, folder_name)
     plan = plan_layout(
         dtypes_and_parts(job),
         bound,
-        prefix=prefix,
+        prefix=settings.prefix,
         dedup=dedup,
-        strict=strict_format,
+        strict=settings.strict_format,
     )
     if not dedup:
         check_copies(plan)
@@ -154,28 +135,11 @@ def _write(
     with produced(job, job.target / folder_name, files, sizes) as fill:
         if isinstance(fill, Written):
             return fill
-        return _publish(
-            job,
-            iteration,
-            plan,
-            sum(sizes),
-            fill,
-            n_ranks=len(bound.ranks),
-            original_modes=original_modes,
-            with_state=with_state,
-        )
+        return _publish(job, settings, plan, fill, iteration=iteration, planned_bytes=sum(sizes))
 
 
 def _publish(
-    job: Job,
-    iteration: int,
-    plan: IterationPlan,
-    planned_bytes: int,
-    fill: Produce,
-    *,
-    n_ranks: int,
-    original_modes: bool,
-    with_state: bool,
+    job: Job, settings: Settings, plan: IterationPlan, fill: Produce, *, iteration: int, planned_bytes: int
 ) -> Written:
     folder_name = roots.iteration_folder_name(iteration)
     warnings = list(plan.warnings)
@@ -207,17 +171,17 @@ def _publish(
             common.write(attempt.staging / checkpoint2.COMMON_FILE, options.file_mode, durable=False)
             rank_of = {file.name: file.rank for file in plan.files}
             records: dict[str, tuple[FileRecord, int]] = {name: (one, rank_of[name]) for name, one in written.items()}
-            of_state = _write_state(job, attempt.staging, records) if with_state else []
+            of_state = _write_state(job, attempt.staging, records) if settings.with_extra else []
             sealed = protocol.seal(
                 attempt,
                 records,
-                world_size=n_ranks,
+                world_size=len(settings.layout.ranks),
                 unsynced=[*described, *of_state, *own_files],
                 known=described,
                 ckpt_status=status,
                 file_mode=options.file_mode,
             )
-            if original_modes:
+            if settings.original_modes:
                 set_original_modes(attempt.staging)
             if attempt.previous_tracker is not None and attempt.previous_tracker > iteration:
                 # This is not a rollback: a newer iteration that the tracker names stays valid.
@@ -231,7 +195,7 @@ def _publish(
                 if not existed:
                     _remove_published(attempt)
             raise
-        if original_modes:
+        if settings.original_modes:
             if is_new:
                 set_mode(job.target, 0o750)
             set_mode(job.target / roots.TRACKER_FILE, 0o640)
