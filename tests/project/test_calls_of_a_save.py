@@ -72,10 +72,10 @@ def test_a_save_lists_the_root_once_and_parses_each_manifest_once(tmp_path: Path
 
 
 def test_what_a_save_calls_does_not_grow(tmp_path: Path) -> None:
-    """Measured: 1,858 calls in 50 files; what they are for is in docs/architecture.md."""
+    """Measured: 1,902 calls in 51 files; what they are for is in docs/architecture.md."""
     saved(tmp_path / "run", 3)
     calls = calls_of(lambda: reshard.save(tmp_path / "run", 4, state(4), keep=5))
-    assert sum(calls.functions.values()) <= 1_950
+    assert sum(calls.functions.values()) <= 1_930
     assert len(calls.files) <= 51
 
 

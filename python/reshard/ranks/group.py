@@ -16,12 +16,13 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from reshard import errors
 from reshard.errors import ArgumentError, GroupError, ReshardError
-from reshard.ranks.launcher import one_of_several
+from reshard.ranks.launcher import VARIABLES
 from reshard.ranks.messages import decode, encode
 from reshard.ranks.torch_group import TorchGroup, TorchSession, torch_distributed, torch_group
 
@@ -133,14 +134,7 @@ def resolve(group: object = None, rank: int | None = None) -> Group:
         if distributed is not None and distributed.is_initialized():
             found = torch_group(distributed.group.WORLD)
         else:
-            several = one_of_several()
-            if several is not None:
-                name, size = several
-                raise ArgumentError(
-                    f"the environment says that this is one of {size} processes ({name}), but nothing connects them",
-                    hint="call torch.distributed.init_process_group first, or pass `group=`; "
-                    "`group=reshard.ranks.group.SingleProcess()` if this process works alone",
-                )
+            _refuse_standalone_rank()
             found = SingleProcess()
     elif distributed is not None and isinstance(group, distributed.ProcessGroup):
         found = torch_group(group)
@@ -373,6 +367,20 @@ def _is_group(group: object) -> bool:
     return all(isinstance(getattr(group, name, None), int) for name in ("rank", "world_size")) and all(
         callable(getattr(group, name, None)) for name in ("barrier", "gather", "broadcast")
     )
+
+
+def _refuse_standalone_rank() -> None:
+    """Refuse to run as a single process if the launcher started several."""
+    for rank, size in VARIABLES:
+        text = os.environ.get(size, "")
+        # In a Slurm job every process has the size, and those that srun has started have a rank.
+        is_meant = size != "SLURM_NTASKS" or rank in os.environ
+        if is_meant and text.isascii() and text.isdigit() and int(text[:18]) > 1:
+            raise ArgumentError(
+                f"the environment says that this is one of {text} processes ({size}), but nothing connects them",
+                hint="call torch.distributed.init_process_group first, or pass `group=`; "
+                "`group=reshard.ranks.group.SingleProcess()` if this process works alone",
+            )
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,13 @@ class Launched(NamedTuple):
 
 
 _TORCHRUN = ("RANK", "WORLD_SIZE")
-_OTHERS = (
+VARIABLES = (
+    _TORCHRUN,
     ("SLURM_PROCID", "SLURM_NTASKS"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("PMI_RANK", "PMI_SIZE"),
 )
+"""The variables of each launcher: that of the rank, and that of the number of processes."""
 
 
 def launched() -> Launched | None:
@@ -52,7 +54,7 @@ def launched() -> Launched | None:
     own = _said(_TORCHRUN)
     if own is not None:
         return own
-    found = [one for one in map(_said, _OTHERS) if one is not None]
+    found = [one for one in map(_said, VARIABLES) if one is not None]
     if len({(one.rank, one.size) for one in found}) > 1:
         said = " and ".join(f"rank {one.rank} of {one.size} ({', '.join(one.names)})" for one in found)
         raise ArgumentError(
@@ -62,19 +64,9 @@ def launched() -> Launched | None:
     return found[0] if found else None
 
 
-def one_of_several() -> tuple[str, str] | None:
-    """The variable that says that a launcher started several processes, and its value; None: there is none."""
-    for rank, size in (_TORCHRUN, *_OTHERS):
-        # In a Slurm job every process has the size, and those that srun has started have a rank.
-        is_meant = size != "SLURM_NTASKS" or rank in os.environ
-        if is_meant and (_number(os.environ.get(size, "")) or 0) > 1:
-            return size, os.environ[size]
-    return None
-
-
 def known_variables() -> str:
     """The variables that are looked at, as words of a message."""
-    return listed([f"{rank} and {size}" for rank, size in (_TORCHRUN, *_OTHERS)])
+    return listed([f"{rank} and {size}" for rank, size in VARIABLES])
 
 
 def _said(names: tuple[str, str]) -> Launched | None:

@@ -63,7 +63,7 @@ def make(layout: BoundLayout | ModelLayout, shapes: Shapes, root: Location) -> S
     """The strategy of what is saved into a root.
 
     Args:
-        layout: how the tensors are partitioned.
+        layout: how the tensors are partitioned. Rules are bound here, because a rank of another host gets shapes alone.
         shapes: the tensors.
         root: the checkpoint root.
 
