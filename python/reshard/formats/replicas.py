@@ -74,7 +74,8 @@ class Replicas:
         """The replicas of a plan, and the further copies that ranks have reported.
 
         Example:
-            >>> from reshard.formats.checkpoint2.rank_facts import Fact, Facts, RankFacts
+            >>> from reshard.formats.checkpoint2.rank_facts import RankFacts
+            >>> from reshard.write.arrays import Fact, Facts
             >>> facts = [RankFacts("host", {}, Facts.of([Fact("w", "model", "F32", (2,))]))] * 2
             >>> Replicas.of({"w": [(0, 1)], "v": [(0,), (1,)]}, facts).rows
             ((('w',), ((0, 1),), False),)
