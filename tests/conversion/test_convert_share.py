@@ -147,7 +147,7 @@ def test_shares_that_differ_in_an_option_do_not_meet(
 
 
 def test_every_argument_of_a_conversion_is_compared_between_shares_or_marked() -> None:
-    of_the_call = {"src", "dst", "share", "group", "timeout", "max_shard_size"}
+    of_the_call = {"src", "dst", "share", "group", "on", "timeout", "max_shard_size"}
     options = dataclasses.fields(ConvertOptions)
     assert {one.name for one in options} == inspect.signature(reshard.convert).parameters.keys() - of_the_call
     assert {one.name for one in options if one.metadata} == {"config", "memory", "threads", "progress"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,9 +29,40 @@ from reshard.ranks.launcher import known_variables, launched
 from reshard.values.words import counted, listed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
+
+    from reshard.ranks.places import Place, ShareRun
 
 F = TypeVar("F", bound="Callable[..., object]")
+
+
+class Where(click.ParamType[str]):
+    """Where work is done: "ranks", or a cluster of Ray."""
+
+    name = "where"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:  # noqa: ARG002
+        """As in the help."""
+        return "ranks|ray[://ADDRESS]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The same text."""
+        if value not in ("ranks", "ray") and not (value.startswith("ray://") and len(value) > len("ray://")):
+            self.fail(f"{value!r} is not ranks, ray or ray://HOST:PORT", param, ctx)
+        return str(value)
+
+
+@contextlib.contextmanager
+def place_of(on: str | None) -> Iterator[Place | None]:
+    """The cluster of Ray that an option `--on` names; None: it names none."""
+    if on is None or on == "ranks":
+        yield None
+        return
+    from reshard.ray import Ray
+
+    with contextlib.redirect_stdout(sys.stderr):  # Ray prints there that a worker died
+        yield Ray("auto" if on == "ray" else on)
+
 
 OPTIONS: dict[str, Callable[[Any], Any]] = {
     "part": click.option(
@@ -194,8 +226,9 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
     ),
     "on": click.option(
         "--on",
-        type=click.Choice(["ranks"]),
-        help="ranks: of the processes that torchrun, srun or mpirun started, each writes its share, as with --share.",
+        type=Where(),
+        help="ranks: of the processes that torchrun, srun or mpirun started, each writes its share, as with --share. "
+        "ray: the workers of the Ray cluster of this host write the shares; ray://HOST:10001: of another cluster.",
     ),
 }
 """Each option of `reshard.convert` on the command line, by the name of its argument, or of its field of an option."""
@@ -223,7 +256,7 @@ def run_conversion(
         no_sync: do not sync files to disk.
         as_json: print the report as JSON.
         share: "I/N", or None.
-        on: "ranks": the share is that of this rank; or None.
+        on: "ranks": the share is that of this rank; "ray" or "ray://ADDRESS"; or None.
         given: the other arguments of `reshard.convert`.
     """
     given["share"] = _share(share, on)
@@ -236,9 +269,10 @@ def run_conversion(
         for group in (reshard.Select, reshard.Files)
     }
     commit = reshard.Commit(durable=not no_sync, private=given.pop("private"))
-    is_first = on is None or given["share"] is None or given["share"][0] == 0
-    with collected_warnings() as logged, progress_bar() if is_first else contextlib.nullcontext() as progress:
-        report = reshard.convert(src, dst, commit=commit, progress=progress, **groups, **given)
+    is_first = given["share"] is None or given["share"][0] == 0 or on is None
+    bar = progress_bar() if is_first else contextlib.nullcontext()
+    with collected_warnings() as logged, bar as progress, place_of(on) as place:
+        report = reshard.convert(src, dst, commit=commit, on=place, progress=progress, **groups, **given)
     # What is in the report was often logged as well, with where it came from before it.
     warnings = [*report.warnings, *(line for line in logged if not any(known in line for known in report.warnings))]
     if as_json:
@@ -253,9 +287,24 @@ def run_conversion(
         f"{report.to}, {counted(report.n_tensors, 'tensor')}, {counted(report.n_files, 'file')}, "
         f"{size(report.n_bytes)} in {report.seconds:.1f} s, {rate(report.n_bytes, report.seconds)}"
     )
+    print_shares(report.shares)
     warn(*warnings)
     if report.not_expressible:
         echo(f"hint: `reshard inspect {shown(dst)}` marks them", err=True)
+
+
+def print_shares(shares: Sequence[ShareRun]) -> None:
+    """Print what each worker did, and which shares were begun again."""
+    workers: dict[tuple[str, int], list[ShareRun]] = {}
+    for one in shares:
+        workers.setdefault((one.host, one.process), []).append(one)
+    for (host, process), own in sorted(workers.items()):
+        n_bytes, seconds = sum(one.n_bytes for one in own), sum(one.seconds for one in own)
+        speed = rate(n_bytes, seconds)
+        echo(f"  {shown(host)}, process {process}: {counted(len(own), 'share')}, {size(n_bytes)}, {speed}")
+    for one in shares:
+        for reason in one.retried:
+            echo(f"  share {one.share} was begun again: {shown(reason)}")
 
 
 def _renames(given: tuple[str, ...]) -> dict[str, str] | None:
@@ -293,7 +342,9 @@ def _share(share: str | None, on: str | None) -> tuple[int, int] | None:
     if on is None:
         return None if share is None else _parsed(share)
     if share is not None:
-        raise click.UsageError("--share and --on exclude each other: with --on, each rank has its share")
+        raise click.UsageError("--share and --on exclude each other: with --on, each rank or worker has its shares")
+    if on != "ranks":
+        return None
     found = launched()
     if found is None:
         raise click.UsageError(

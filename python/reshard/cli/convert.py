@@ -45,5 +45,6 @@ def convert(src: str, dst: str, **given: Any) -> None:
       reshard convert mcore/ back/ --names mindspore:reverse --config hf/
       reshard convert output/checkpoint hf/ --share 0/4      # a quarter of the work, on the first of four machines
       srun reshard convert output/checkpoint hf/ --on ranks  # each of the processes that Slurm starts writes its share
+      reshard convert output/checkpoint hf/ --on ray         # the workers of a Ray cluster write the shares
     """
     run_conversion(src, dst, **given)

@@ -15,9 +15,10 @@ from reshard.commit.filling import filled_folder, is_staging
 from reshard.commit.publication import made_folder, published_folder
 from reshard.conversion.buckets import filled_bucket, left_in
 from reshard.conversion.shares import WrittenPart, committing, cut, missing, place, read_record, write_record
-from reshard.errors import DestinationExistsError
-from reshard.storage.changes import make_folders, set_mode
+from reshard.errors import CheckpointNotFoundError, DestinationExistsError
+from reshard.storage.changes import make_folders, remove_folder, set_mode
 from reshard.storage.names import example_of
+from reshard.values.words import show
 from reshard.write.contents import DtypeAndPart, FileContent, JointProgress
 from reshard.write.shard_files import WrittenFile
 
@@ -238,19 +239,42 @@ def produced(job: Job, published: Location, files: list[File], sizes: list[int])
         yield lambda folder: write_files(job, folder, files, sizes)
         return
     share, gathered = job.shared.share, job.shared.folder
-    make_folders(gathered, job.options.folder_mode)
+    names = [file.name for file in files]
+    if job.shared.spread is not None:
+        with _removed_on_error(gathered), made_folder(gathered, mode=job.options.folder_mode, durable=False):
+            job.shared.spread(sum(sizes))
+            with committing(gathered) as is_ours:
+                report = Written(published, len(files), sum(sizes))
+                yield (lambda folder: place(gathered, folder, names, share.count)) if is_ours else report
+        return
+    if not job.shared.is_sent:
+        make_folders(gathered, job.options.folder_mode)
+    elif not gathered.is_folder():
+        raise CheckpointNotFoundError(
+            f"{show(str(gathered))} is not there, which the process that started the conversion has made: this host "
+            "sees another destination or another source",
+            path=str(gathered),
+        )
     own = read_record(gathered, share)
     if own is None:
         own = _write_share(job, gathered, files, sizes, share)
         write_record(gathered, share, own, mode=job.options.file_mode, durable=job.options.durable)
     n_bytes = sum(part.n_bytes for part in own.values())
     report = Written(published, len(own), n_bytes, missing(gathered, share.count))
-    if report.pending:
+    if report.pending or job.shared.is_sent:
         yield report
         return
     with committing(gathered) as is_ours:
-        names = [file.name for file in files]
         yield (lambda folder: place(gathered, folder, names, share.count)) if is_ours else report
+
+
+@contextlib.contextmanager
+def _removed_on_error(folder: Location) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        remove_folder(folder)
+        raise
 
 
 def _write_share(

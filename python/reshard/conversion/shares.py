@@ -25,7 +25,7 @@ from reshard.storage.location import locate
 from reshard.write.shard_files import WrittenFile
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from reshard.checkpoint import Checkpoint
     from reshard.storage.location import Location
@@ -75,10 +75,14 @@ class Shared:
     Attributes:
         share: the share.
         folder: the folder into which all shares write their files.
+        spread: None, or what lets other processes write all shares, given the bytes of the files; this one publishes.
+        is_sent: whether another process has made the folder and publishes; this one only writes the share.
     """
 
     share: Share
     folder: Location
+    spread: Callable[[int], object] | None = None
+    is_sent: bool = False
 
 
 def digest_of(source: Checkpoint, options: Mapping[str, Any]) -> str:

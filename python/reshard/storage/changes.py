@@ -55,6 +55,15 @@ def remove_file(path: str | os.PathLike[str]) -> bool:
     return True
 
 
+def enter_folder(path: str | os.PathLike[str]) -> bool:
+    """Make a folder that of relative paths in this process. Never raises: returns whether it is."""
+    try:
+        os.chdir(path)
+    except OSError:
+        return False
+    return True
+
+
 def remove_folder(path: str | os.PathLike[str]) -> None:
     """Remove a folder with everything in it. Never raises: what cannot be removed stays."""
     shutil.rmtree(path, ignore_errors=True)

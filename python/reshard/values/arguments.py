@@ -23,7 +23,18 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, ParamSpec, Self, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from reshard.errors import ArgumentError, StorageError
-from reshard.values.argument_types import AnyText, Count, Described, Device, GroupLike, Patterns, Rows, Seconds, Size
+from reshard.values.argument_types import (
+    AnyText,
+    Count,
+    Described,
+    Device,
+    GroupLike,
+    Patterns,
+    PlaceLike,
+    Rows,
+    Seconds,
+    Size,
+)
 from reshard.values.words import check_text, show
 
 P = ParamSpec("P")
@@ -350,6 +361,11 @@ def _object(name: str, value: object) -> None:
         raise _wrong(name, value, "an object with the methods that its documentation names") from None
 
 
+def _place(name: str, value: object) -> None:
+    if value is not None and not all(callable(getattr(value, method, None)) for method in ("n_shares", "run")):
+        raise _wrong(name, value, "where work is done, such as `reshard.ray.Ray()`")
+
+
 def _pair_of_integers(name: str, value: object) -> None:
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise _wrong(name, value, "two whole numbers, as in (0, 4)")
@@ -410,6 +426,7 @@ _CHECKS: dict[frozenset[Any], Check] = {
     frozenset([Device]): _device,
     frozenset([GroupLike]): _object,
     frozenset([Patterns]): _patterns,
+    frozenset([PlaceLike]): _place,
     frozenset([Rows]): _rows,
     frozenset([Seconds]): check_seconds,
     frozenset([Size]): _size,

@@ -7,6 +7,7 @@ destination, within the memory budget, into a staging folder that is published a
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections import Counter
@@ -54,9 +55,10 @@ from reshard.quantised.stored import described
 from reshard.quantised.together import check_together
 from reshard.ranks.collective import Collective
 from reshard.ranks.group import SingleProcess, resolve, session
+from reshard.ranks.places import do_shares
 from reshard.ranks.said_once import held_back, release
 from reshard.storage.location import Location, locate, locate_destination
-from reshard.values.argument_types import AnyText, GroupLike, Part, Progress, Seconds, Size
+from reshard.values.argument_types import AnyText, GroupLike, Part, PlaceLike, Progress, Seconds, Size
 from reshard.values.arguments import checked, parse_size, plain_integer
 from reshard.values.words import hub_hint, listed, show
 from reshard.verbs.selection import NewSizes, of_prefixes
@@ -72,6 +74,7 @@ if TYPE_CHECKING:
     from reshard.names import ConfigLike, NameMap, NamesLike
     from reshard.options import CommitLike, Files, FilesLike
     from reshard.quantised.kinds import Quantised
+    from reshard.ranks.places import Place, ShareRun
 
 # Ranks of a destination. Planning takes up to 30 microseconds and 4 KiB for each: 4 s and half a GiB without progress.
 _MAX_RANKS = 1 << 17
@@ -89,6 +92,7 @@ class ConvertReport:
         n_bytes: bytes of the shard files.
         seconds: how long it took.
         pending: shares that other processes must still write before the files are published.
+        shares: with `on`, where each share was written.
         not_expressible: keys whose layout metadata.json cannot express, with the reason; MindSpore Transformers does
             not see them.
         warnings: problems that did not stop the conversion.
@@ -103,6 +107,7 @@ class ConvertReport:
     pending: tuple[int, ...] = ()
     not_expressible: dict[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    shares: tuple[ShareRun, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +163,7 @@ def convert(
     threads: int | None = None,
     share: tuple[int, int] | None = None,
     group: GroupLike = None,
+    on: PlaceLike = None,
     timeout: Seconds = 3600.0,
     progress: Progress | None = None,
 ) -> ConvertReport:
@@ -214,6 +220,8 @@ def convert(
             destination, and publish if it was the last. A share that was interrupted is written again.
         group: a `reshard.ranks.group.Group` or a process group of torch.distributed, all ranks of which call this: each
             writes its share, and all return when it is published.
+        on: where the conversion is done, such as a `reshard.ray.Ray`: its processes write the shares, and this one
+            publishes. If it fails, nothing is left.
         timeout: seconds that ranks of a group wait for each other.
         progress: called as `progress(done_bytes, total_bytes)`.
 
@@ -239,8 +247,8 @@ def convert(
         >>> reshard.open(dst).iteration
         7
     """
-    if group is not None and share is not None:
-        raise ArgumentError("`share` and `group` exclude each other: a group has a share for each rank")
+    if sum(one is not None for one in (group, share, on)) > 1:
+        raise ArgumentError("`share`, `group` and `on` exclude each other: each says who writes which share")
     started = time.monotonic()
     with _all_ranks(group, timeout) as share_of_rank:
         asked = ConvertOptions(
@@ -264,7 +272,7 @@ def convert(
             threads=threads,
             progress=progress,
         )
-        report = _convert(src, dst, asked, share or share_of_rank)
+        report = _convert(src, dst, asked, share or share_of_rank, on=on)  # type: ignore[arg-type]  # checked by its type
     # The shares of other ranks are written by now.
     pending = () if share_of_rank else report.pending
     return replace(report, seconds=time.monotonic() - started, pending=pending)
@@ -275,6 +283,9 @@ def _convert(
     dst: str | os.PathLike[str],
     asked: ConvertOptions,
     share: tuple[int, int] | None,
+    *,
+    on: Place | None = None,
+    is_sent: bool = False,
 ) -> ConvertReport:
     chosen, files, commit = asked.select, asked.files, asked.commit
     if commit.rollback or commit.takeover:
@@ -287,7 +298,7 @@ def _convert(
     }
     _check_options(writer, target, asked.layout, of_format, is_private=commit.private)
     if not target.is_local:
-        _check_bucket(writer, target, asked, is_shared=share is not None)
+        _check_bucket(writer, target, asked, is_shared=share is not None or on is not None)
     for one in several or [source]:
         _check_apart(one, target)
     is_one_file = writer.is_one_file(target)
@@ -399,6 +410,16 @@ def _convert(
             names=selection.names,
         )
         of_cast = _keep_dtypes(job, model_folder or source, all_tensors=asked.dtype_all)
+        runs: list[ShareRun] = []
+        spread = None
+        if on is not None:
+            share = 0, on.n_shares(sum(file.n_bytes for file in whole.files()))
+            sent = replace(asked, progress=None, threads=asked.threads or on.cpus)
+            work = functools.partial(_sent_share, src, dst, sent, share[1])
+
+            def spread(n_bytes: int) -> None:
+                runs.extend(do_shares(on, work, share[1], n_bytes, asked.progress)[1])
+
         if share is not None:
             resolved = replace(
                 asked,
@@ -413,7 +434,8 @@ def _convert(
                     model_files=None if model_folder is None else model_folder.resolved(),
                 ),
             )
-            job = replace(job, shared=_shared(job, Share(*share), resolved, in_root=writer.in_root))
+            shared = _shared(job, Share(*share), resolved, in_root=writer.in_root)
+            job = replace(job, shared=replace(shared, spread=spread, is_sent=is_sent))
         is_all = part_written == "all"
         with_extra = is_all and writer.writes_extra(job)
         settings = Settings(
@@ -454,7 +476,19 @@ def _convert(
         pending=tuple(written.pending),
         not_expressible=written.not_expressible,
         warnings=tuple(warnings),
+        shares=tuple(runs),
     )
+
+
+def _sent_share(
+    src: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    dst: str | os.PathLike[str],
+    asked: ConvertOptions,
+    n_shares: int,
+    index: int,
+) -> tuple[int, None]:
+    """Write a share of a conversion that another process has begun."""
+    return _convert(src, dst, asked, (index, n_shares), is_sent=True).n_bytes, None
 
 
 def _bound(job: Job, layout: ModelLayout | None) -> BoundLayout:

@@ -1,0 +1,96 @@
+"""Where work is done that is divided into shares.
+
+The caller has a function of the number of a share. A place calls it for every number, in some process on some host, and
+again in another one if that process died. What it returns comes back to the caller, who makes one result of all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reshard.values.argument_types import Progress
+
+
+@dataclass(frozen=True)
+class ShareRun:
+    """Where a share was done.
+
+    Attributes:
+        share: its number, from 0.
+        host: the host.
+        process: the number of the process there.
+        n_bytes: bytes that it wrote or compared.
+        seconds: how long it took.
+        retried: why earlier attempts ended, one text for each.
+    """
+
+    share: int
+    host: str
+    process: int
+    n_bytes: int
+    seconds: float
+    retried: tuple[str, ...] = ()
+
+
+class Place(Protocol):
+    """Processes that do the shares of some work, such as `reshard.ray.Ray`."""
+
+    @property
+    def cpus(self) -> int:
+        """Processors of each of them."""
+
+    def n_shares(self, n_bytes: int) -> int:
+        """Into how many shares work on so many bytes is divided."""
+
+    def run(
+        self, work: Callable[[int], tuple[int, Any]], n_shares: int, done: Callable[[ShareRun], object]
+    ) -> list[Any]:
+        """Do all shares.
+
+        Args:
+            work: does a share, given by its number. It returns the bytes that it worked on, and a result. It
+                and the results can be pickled.
+            n_shares: how many there are.
+            done: called after each share, in this process.
+
+        Returns:
+            The results, in the order of the shares.
+
+        Raises:
+            ReshardError: of a share, with the name of its host. No share is being done any more.
+        """
+
+
+def do_shares(
+    on: Place, work: Callable[[int], tuple[int, Any]], n_shares: int, n_bytes: int, progress: Progress | None
+) -> tuple[list[Any], list[ShareRun]]:
+    """Do all shares of some work, with one progress.
+
+    Args:
+        on: where.
+        work: does a share, see `Place.run`.
+        n_shares: how many there are.
+        n_bytes: of all shares.
+        progress: called as `progress(done_bytes, total_bytes)`.
+
+    Returns:
+        The results, and where each share was done, in the order of the shares.
+
+    Raises:
+        ReshardError: as `Place.run`.
+    """
+    runs: list[ShareRun] = []
+
+    def done(run: ShareRun) -> None:
+        runs.append(run)
+        if progress is not None:
+            progress(min(n_bytes, sum(one.n_bytes for one in runs)), n_bytes)
+
+    if progress is not None:
+        progress(0, n_bytes)
+    results = on.run(work, n_shares, done)
+    return results, sorted(runs, key=lambda run: run.share)

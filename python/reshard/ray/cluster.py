@@ -1,0 +1,205 @@
+"""Shares of some work as tasks of a Ray cluster.
+
+Ray starts a worker for each task on a host that has the processors. A task whose worker was killed, or whose host has
+vanished, is begun again wherever there is room. Errors of the package are results of a task: they are not tried again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reshard import _core
+from reshard.errors import ArgumentError, GroupError, ReshardError, UnsupportedError
+from reshard.ranks.places import ShareRun
+from reshard.storage.changes import enter_folder
+from reshard.values.words import show
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_SHARE_BYTES = 1 << 30  # the bar moves and work is lost in such steps
+_MIN_SHARE_BYTES = 16 << 20  # a smaller share takes less time than to open the source again
+_MAX_SHARES = 4096
+_SHARES_OF_SLOT = 4  # so that all workers end at about the same time
+_TICK_S = 1.0
+_CONNECT_S = 10.0
+_END_S = 30.0  # for workers that are being killed
+
+
+@dataclass(frozen=True)
+class _Done:
+    """What a task returns."""
+
+    host: str
+    process: int
+    seconds: float
+    n_bytes: int = 0
+    result: object = None
+    error: ReshardError | None = None
+
+
+@dataclass(frozen=True)
+class Ray:
+    """The workers of a Ray cluster, for `on=` of `reshard.convert`, `verify` and `diff`.
+
+    This process reads what is to be done, starts the tasks, and makes one result of theirs. All hosts must see the
+    files under the same paths, and have the same version of this package.
+
+    Attributes:
+        address: of the cluster, as `ray.init` takes it: "auto" is the one that runs on this host or that `RAY_ADDRESS`
+            names, "ray://HOST:10001" connects as a client. Not used if `ray.init` was called before.
+        cpus: processors of each task; also its threads, if `threads` is not given.
+        retries: how often a share is begun again whose worker died.
+
+    Example:
+        >>> Ray("ray://head:10001", cpus=4).n_shares(100 << 30)  # doctest: +SKIP
+        100
+    """
+
+    address: str = "auto"
+    cpus: int = 1
+    retries: int = 3
+
+    def __post_init__(self) -> None:
+        if type(self.cpus) is not int or self.cpus < 1:
+            raise ArgumentError(f"`cpus` is {self.cpus!r}, expected a whole number from 1 on")
+
+    def n_shares(self, n_bytes: int) -> int:
+        """See `Place.n_shares`."""
+        with self._connected() as ray:
+            n_slots = max(1, int(ray.cluster_resources().get("CPU", 0)) // self.cpus)
+        wanted = max(_SHARES_OF_SLOT * n_slots, n_bytes // _SHARE_BYTES)
+        return int(max(1, min(wanted, n_bytes // _MIN_SHARE_BYTES, _MAX_SHARES)))
+
+    def run(
+        self, work: Callable[[int], tuple[int, Any]], n_shares: int, done: Callable[[ShareRun], object]
+    ) -> list[Any]:
+        """See `Place.run`."""
+        results: dict[int, Any] = {}
+        ended: dict[int, list[str]] = {share: [] for share in range(n_shares)}
+        with self._connected() as ray:
+            task = ray.remote(num_cpus=self.cpus, max_retries=0, scheduling_strategy="SPREAD")(_do_share)
+            begin = functools.partial(task.remote, work, folder=str(Path.cwd()), version=_core.__version__)
+            running: dict[Any, int] = {}
+            try:
+                for share in range(n_shares):
+                    running[begin(share)] = share
+                while running:
+                    self._check_hosts(ray)
+                    for reference in ray.wait(list(running), num_returns=1, timeout=_TICK_S)[0]:
+                        share = running.pop(reference)
+                        try:
+                            one: _Done = ray.get(reference)
+                        except ray.exceptions.RayTaskError as error:
+                            if isinstance(error.cause, ImportError):
+                                raise self._not_installed(error.cause) from None
+                            raise
+                        except ray.exceptions.RayError as error:
+                            ended[share].append(_first_line(error))
+                            if len(ended[share]) > self.retries:
+                                raise _failed_often(share, n_shares, ended[share]) from None
+                            running[begin(share)] = share
+                            continue
+                        if one.error is not None:
+                            raise _of_host(one.error, one.host)
+                        results[share] = one.result
+                        retried = tuple(ended[share])
+                        done(ShareRun(share, one.host, one.process, one.n_bytes, one.seconds, retried))
+            finally:
+                for reference in running:
+                    with contextlib.suppress(ray.exceptions.RayError, ValueError):
+                        ray.cancel(reference, force=True)
+                if running:
+                    ray.wait(list(running), num_returns=len(running), timeout=_END_S)
+        return [results[share] for share in range(n_shares)]
+
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[Any]:
+        try:
+            import ray  # noqa: PLC0415  not needed otherwise
+        except ImportError as error:
+            raise UnsupportedError(
+                f"Ray cannot be imported: {error}", hint="pip install 'reshard[ray]', the version of the cluster"
+            ) from None
+        if ray.is_initialized():
+            yield ray
+            return
+        try:
+            self._check_address()
+            ray.init(address=self.address, logging_level=logging.ERROR, log_to_driver=False)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise GroupError(
+                f"there is no Ray cluster at {show(self._where)}: {_first_line(error)}",
+                hint="start Ray on this host, or give the address of a cluster",
+            ) from None
+        try:
+            yield ray
+        finally:
+            ray.shutdown()
+
+    @property
+    def _where(self) -> str:
+        return os.environ.get("RAY_ADDRESS", "auto") if self.address == "auto" else self.address
+
+    def _check_address(self) -> None:
+        """Connect once: Ray tries for minutes. Raises OSError."""
+        host, _, port = self._where.removeprefix("ray://").rpartition(":")
+        if host and port.isdigit():
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+
+    def _check_hosts(self, ray: Any) -> None:
+        """Refuse to wait for ever: Ray waits until a host has the processors."""
+        most = max((node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]), default=0)
+        if most < self.cpus:
+            raise GroupError(
+                f"no host of the Ray cluster has {self.cpus} processors for a task; the largest has {most:.0f}",
+                hint="ask for fewer processors, or add a larger host to the cluster",
+            )
+
+    def _not_installed(self, error: ImportError) -> UnsupportedError:
+        return UnsupportedError(
+            f"a worker of the Ray cluster cannot import what it needs: {error}",
+            hint="install reshard on all hosts of the cluster",
+        )
+
+
+def _do_share(work: Callable[[int], tuple[int, Any]], share: int, *, folder: str, version: str) -> _Done:
+    """Do a share, in a worker."""
+    host, process, begun = socket.gethostname(), os.getpid(), time.monotonic()
+    try:
+        if version != _core.__version__:
+            raise UnsupportedError(
+                f"this host has reshard {_core.__version__}, and the process that started the work {version}",
+                hint="install the same version on all hosts",
+            )
+        enter_folder(folder)  # relative paths are those of the caller
+        n_bytes, result = work(share)
+    except ReshardError as error:
+        return _Done(host, process, time.monotonic() - begun, error=error)
+    return _Done(host, process, time.monotonic() - begun, n_bytes, result)
+
+
+def _of_host(error: ReshardError, host: str) -> ReshardError:
+    hint = error.hint
+    if isinstance(error, FileNotFoundError):
+        hint = "all hosts must see the source and the destination under the same paths"
+    return type(error)(f"on host {show(host)}: {error.message}", path=error.path, key=error.key, hint=hint)
+
+
+def _failed_often(share: int, n_shares: int, ended: list[str]) -> GroupError:
+    return GroupError(
+        f"share {share} of {n_shares} was begun {len(ended)} times, and each time its worker died: {ended[-1]}",
+        hint="the logs of Ray say why; a worker that uses too much memory is killed by the system",
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -1,0 +1,150 @@
+"""Conversions by the workers of a real cluster of Ray. They are skipped where Ray is not installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import reshard
+
+pytest.importorskip("ray", reason="pip install 'reshard[ray]'")
+
+from tests.helpers.ray_cluster import RayCluster, running
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    with running(3) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    arrays = {f"w{i}": np.random.default_rng(i).standard_normal((8192, 1024)).astype(np.float32) for i in range(8)}
+    reshard.save_file(arrays | {"b": np.arange(3)}, tmp_path / "src.safetensors")
+    return tmp_path / "src.safetensors"
+
+
+def start(cluster: RayCluster, *arguments: object, verb: str = "convert") -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "reshard", verb, *map(str, arguments), "--on", "ray", "--json"]
+    return subprocess.Popen(command, env=cluster.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def ended(process: subprocess.Popen[str], code: int = 0) -> Any:
+    output, errors = process.communicate(timeout=240)
+    assert process.returncode == code, output + errors
+    return json.loads(output) if code == 0 else output + errors
+
+
+def wait_for_worker(cluster: RayCluster, node: subprocess.Popen[bytes] | None = None) -> int:
+    end = time.monotonic() + 120
+    while not (found := cluster.workers(node)):
+        assert time.monotonic() < end, "no worker does a share"
+        time.sleep(0.002)
+    return found[0]
+
+
+LAYOUT: dict[str, Any] = {"mesh": {"tp": 2}, "rules": [{"match": "w*", "cut": [None, "tp"]}, {"match": "*"}]}
+
+
+def content(path: Path) -> dict[str, bytes]:
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    kept = (file for file in files if file.suffix in {".safetensors", ".bin"} or file.name.endswith(".index.json"))
+    return {str(file.relative_to(path)): file.read_bytes() for file in kept}
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "root"])
+def test_a_cluster_publishes_what_one_process_does(
+    cluster: RayCluster, source: Path, tmp_path: Path, kind: str
+) -> None:
+    name = {"file": "{}.safetensors", "folder": "{}", "root": "{}"}[kind]
+    layout = tmp_path / "tp2.json"
+    layout.write_text(json.dumps(LAYOUT))
+    options = ["--layout", layout, "--iteration", 4] if kind == "root" else []
+    alone, dst = tmp_path / name.format("alone"), tmp_path / name.format("dst")
+    given: dict[str, Any] = {"layout": LAYOUT, "iteration": 4} if kind == "root" else {}
+    reshard.convert(source, alone, **given)
+    before = set(tmp_path.iterdir())
+    report = ended(start(cluster, source, dst, *options))
+    assert content(dst) == content(alone)
+    assert set(tmp_path.iterdir()) - before == {dst}
+    assert reshard.verify(dst).ok
+    shares = report["shares"]
+    assert [one["share"] for one in shares] == list(range(12))  # four for each host
+    assert len({one["process"] for one in shares}) > 1
+    sizes = [one["n_bytes"] for one in shares]
+    assert sum(sizes) == report["n_bytes"] if kind != "root" else sum(sizes) <= report["n_bytes"]
+    assert max(sizes) < 1.2 * sum(sizes) / len(sizes)
+    assert all(one["retried"] == [] for one in shares)
+
+
+def test_a_share_whose_worker_is_killed_is_written_again(cluster: RayCluster, source: Path, tmp_path: Path) -> None:
+    dst = tmp_path / "dst.safetensors"
+    conversion = start(cluster, source, dst)
+    os.kill(wait_for_worker(cluster), signal.SIGKILL)
+    report = ended(conversion)
+    assert [len(one["retried"]) for one in report["shares"] if one["retried"]] == [1]
+    reshard.convert(source, tmp_path / "alone.safetensors")
+    assert dst.read_bytes() == (tmp_path / "alone.safetensors").read_bytes()
+    assert {path.name for path in tmp_path.iterdir()} == {"src.safetensors", "dst.safetensors", "alone.safetensors"}
+
+
+def test_a_host_that_vanishes_is_replaced_by_others(cluster: RayCluster, source: Path, tmp_path: Path) -> None:
+    extra = cluster.start("--num-cpus=1")
+    conversion = start(cluster, source, tmp_path / "dst")
+    wait_for_worker(cluster, extra)
+    cluster.stop(extra)
+    report = ended(conversion)
+    assert sum(len(one["retried"]) for one in report["shares"]) >= 1
+    reshard.convert(source, tmp_path / "alone")
+    assert content(tmp_path / "dst") == content(tmp_path / "alone")
+    assert {path.name for path in tmp_path.iterdir()} == {"src.safetensors", "dst", "alone"}
+
+
+def test_an_interrupt_leaves_nothing_and_ends_the_workers(cluster: RayCluster, source: Path, tmp_path: Path) -> None:
+    conversion = start(cluster, source, tmp_path / "new" / "dst")
+    wait_for_worker(cluster)
+    conversion.send_signal(signal.SIGINT)
+    assert "interrupted" in ended(conversion, 130)
+    assert cluster.workers() == []
+    assert [path.name for path in tmp_path.iterdir()] == ["src.safetensors"]
+
+
+def test_a_host_that_does_not_see_the_path_is_named(cluster: RayCluster, source: Path, tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("mounts need root")
+    hidden = f'hostname elsewhere && mount -t tmpfs none {tmp_path} && exec "$@"'
+    extra = cluster.start("--num-cpus=8", before=["unshare", "--mount", "--uts", "sh", "-c", hidden, "sh"])
+    try:
+        message = ended(start(cluster, source, tmp_path / "dst"), 1)
+    finally:
+        cluster.stop(extra)
+    assert "on host `elsewhere`: there is nothing at" in message
+    assert "all hosts must see the source and the destination under the same paths" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["src.safetensors"]
+
+
+def test_without_a_cluster_the_error_says_how_to_start_one(source: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "reshard", "convert", str(source), str(tmp_path / "dst"), "--on"]
+    environment = os.environ | {"RAY_ADDRESS": "127.0.0.1:1"}
+    done = subprocess.run([*command, "nowhere"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "'nowhere' is not ranks, ray or ray://HOST:PORT" in done.stderr
+    done = subprocess.run([*command, "ray"], env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 1, done.stderr
+    assert "there is no Ray cluster" in done.stderr
+    assert "give the address of a cluster" in done.stderr
