@@ -1,4 +1,4 @@
-"""Conversions by the workers of a real cluster of Ray. They are skipped where Ray is not installed."""
+"""Conversions and comparisons by the workers of a real cluster of Ray. They are skipped where Ray is not installed."""
 
 from __future__ import annotations
 
@@ -136,6 +136,44 @@ def test_a_host_that_does_not_see_the_path_is_named(cluster: RayCluster, source:
     assert "on host `elsewhere`: there is nothing at" in message
     assert "all hosts must see the source and the destination under the same paths" in message
     assert [path.name for path in tmp_path.iterdir()] == ["src.safetensors"]
+
+
+def printed(cluster: RayCluster, verb: str, *arguments: object) -> tuple[int, Any]:
+    command = [sys.executable, "-m", "reshard", verb, *map(str, arguments), "--json"]
+    done = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, check=False, timeout=240)
+    report = json.loads(done.stdout)
+    report.pop("seconds", None)
+    return done.returncode, report
+
+
+def test_a_cluster_finds_the_faults_and_differences_that_one_process_finds(
+    cluster: RayCluster, source: Path, tmp_path: Path
+) -> None:
+    layout = LAYOUT | {"mesh": {"tp": 4}}
+    reshard.convert(source, tmp_path / "run", layout=layout, iteration=1)
+    whole = printed(cluster, "verify", tmp_path / "run")
+    assert whole[0] == 0
+    assert printed(cluster, "verify", tmp_path / "run", "--on", "ray") == whole
+    same = printed(cluster, "diff", source, tmp_path / "run")
+    assert same[0] == 0
+    assert printed(cluster, "diff", source, tmp_path / "run", "--on", "ray") == same
+    for number, at in ((0, 9 << 20), (2, 5 << 20), (2, 30 << 20)):
+        with next((tmp_path / "run").glob(f"*/*000000{number}-0000004.safetensors")).open("r+b") as file:
+            file.seek(at)
+            file.write(b"damage")
+    (tmp_path / "run" / "iteration_00000001" / "common.json").write_text("{}")
+    damaged = printed(cluster, "verify", tmp_path / "run")
+    assert damaged[0] == 1
+    assert len(damaged[1]["checkpoints"][0]["faults"]) == 4
+    assert printed(cluster, "verify", tmp_path / "run", "--on", "ray") == damaged
+    arrays = {f"w{i}": np.random.default_rng(i).standard_normal((8192, 1024)).astype(np.float32) for i in (0, 1, 3)}
+    arrays["w1"][5:4000:7] += 0.25
+    reshard.save_file(arrays | {"b": np.arange(4), "c": np.arange(3)}, tmp_path / "other.safetensors")
+    for options in ([], ["--sort", "change"], ["--atol", "0.25"]):
+        different = printed(cluster, "diff", source, tmp_path / "other.safetensors", *options)
+        assert different[0] == 1
+        assert len(different[1]["differences"]) == 8
+        assert printed(cluster, "diff", source, tmp_path / "other.safetensors", *options, "--on", "ray") == different
 
 
 def test_without_a_cluster_the_error_says_how_to_start_one(source: Path, tmp_path: Path) -> None:

@@ -41,14 +41,17 @@ class Where(click.ParamType[str]):
 
     name = "where"
 
+    def __init__(self, *, has_ranks: bool) -> None:
+        self._names = ("ranks", "ray") if has_ranks else ("ray",)
+
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:  # noqa: ARG002
         """As in the help."""
-        return "ranks|ray[://ADDRESS]"
+        return f"{'|'.join(self._names)}[://ADDRESS]"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """The same text."""
-        if value not in ("ranks", "ray") and not (value.startswith("ray://") and len(value) > len("ray://")):
-            self.fail(f"{value!r} is not ranks, ray or ray://HOST:PORT", param, ctx)
+        if value not in self._names and not (value.startswith("ray://") and len(value) > len("ray://")):
+            self.fail(f"{value!r} is not {', '.join(self._names)} or ray://HOST:PORT", param, ctx)
         return str(value)
 
 
@@ -226,12 +229,19 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
     ),
     "on": click.option(
         "--on",
-        type=Where(),
+        type=Where(has_ranks=True),
         help="ranks: of the processes that torchrun, srun or mpirun started, each writes its share, as with --share. "
         "ray: the workers of the Ray cluster of this host write the shares; ray://HOST:10001: of another cluster.",
     ),
 }
 """Each option of `reshard.convert` on the command line, by the name of its argument, or of its field of an option."""
+
+
+ON_RAY = click.option(
+    "--on",
+    type=Where(has_ranks=False),
+    help="ray: the workers of the Ray cluster of this host compare the bytes; ray://HOST:10001: of another cluster.",
+)
 
 
 def options(*names: str) -> Callable[[F], F]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import reshard
+from reshard.cli.conversion import ON_RAY, place_of
 from reshard.cli.output import (
     FORMAT_HELP,
     PATH,
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
     metavar="PATTERN",
     help="Keys that hold infinities on purpose, such as masks. May be given several times.",
 )
+@ON_RAY
 @command
 def verify(
     path: str,
@@ -86,6 +88,7 @@ def verify(
     health: bool,
     since: int | None,
     may_be_infinite: tuple[str, ...],
+    on: str | None,
     as_json: bool,
 ) -> None:
     """Compare every byte of a checkpoint with its checksums, and print the files, tensors and bytes that differ.
@@ -114,7 +117,7 @@ def verify(
     Exit codes: 0 no fault, 1 damaged, unreadable or not what the library loads, 2 usage error, 4 undamaged, but
     --health found wrong values.
     """
-    with collected_warnings() as logged, progress_bar() as progress:
+    with collected_warnings() as logged, progress_bar() as progress, place_of(on) as place:
         report = reshard.verify(
             path,
             strategy=strategy,
@@ -127,6 +130,7 @@ def verify(
             progress=progress,
             loads_in=loads_in,
             base=base,
+            on=place,
         )
     asked = report.loads_in
     warnings = [*report.warnings, *(asked.warnings if asked else ()), *logged]

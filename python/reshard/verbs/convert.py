@@ -272,7 +272,7 @@ def convert(
             threads=threads,
             progress=progress,
         )
-        report = _convert(src, dst, asked, share or share_of_rank, on=on)  # type: ignore[arg-type]  # checked by its type
+        report = _convert(src, dst, asked, share or share_of_rank, on=on)
     # The shares of other ranks are written by now.
     pending = () if share_of_rank else report.pending
     return replace(report, seconds=time.monotonic() - started, pending=pending)

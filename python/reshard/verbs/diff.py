@@ -9,6 +9,7 @@ A tensor that differs has norms and a relative change. A tolerance separates dif
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -19,18 +20,21 @@ import ml_dtypes
 import numpy as np
 
 from reshard import _core, dtypes, opening
+from reshard.conversion.shares import cut
 from reshard.errors import ArgumentError
-from reshard.values.argument_types import Part, Progress, Size
+from reshard.ranks.places import do_shares
+from reshard.values.argument_types import Part, PlaceLike, Progress, Size
 from reshard.values.arguments import checked, parse_size
 from reshard.values.indexing import boxes
 from reshard.values.words import show
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from reshard.checkpoint import Checkpoint
     from reshard.opening import StrategyLike
+    from reshard.ranks.places import Place
 
 Sort = Literal["stored", "change"]
 Tolerance = tuple[float, float]
@@ -136,6 +140,7 @@ def diff(
     format_b: str | None = None,
     memory: Size = "256MiB",
     threads: int | None = None,
+    on: PlaceLike = None,
     progress: Progress | None = None,
 ) -> DiffReport:
     """Compare the tensors of two checkpoints.
@@ -160,6 +165,7 @@ def diff(
         rtol: the relative tolerance; None: 0 if `atol` is given.
         memory: size of the buffers, such as "256MiB", or bytes. Other memory use does not depend on the model.
         threads: number of threads that copy.
+        on: where the tensors are compared, such as a `reshard.ray.Ray`.
         progress: called as `progress(done_bytes, total_bytes)`.
 
     Returns:
@@ -184,15 +190,21 @@ def diff(
     if not isinstance(sort, str) or sort not in ("stored", "change"):
         raise ArgumentError(f'`sort` is {show(str(sort))}, expected "stored" or "change"')
     max_bytes = parse_size(memory)
-    with (
-        opening.open(a, strategy=strategy_a, format=format_a) as left,
-        opening.open(b, strategy=strategy_b, format=format_b) as right,
-    ):
+    asked = _Asked(a, b, part, strategy_a, strategy_b, format_a, format_b, tolerance, max_bytes)
+    with asked.opened() as (left, right):
+        compare: Callable[[list[_Pair]], dict[str, TensorDifference]] | None = None
+        if on is not None:
+            compare = functools.partial(_compared_on, on, asked, threads=threads, progress=progress)
         report = diff_opened(
-            left, right, part=part, tolerance=tolerance, max_bytes=max_bytes, threads=threads, progress=progress
+            left,
+            right,
+            part=part,
+            tolerance=tolerance,
+            max_bytes=max_bytes,
+            threads=threads,
+            progress=progress,
+            compare=compare,
         )
-        left.check_unchanged()
-        right.check_unchanged()
     if sort == "stored":
         return report
     order = sorted(report.differences, key=lambda one: math.inf if one.change is None else one.change, reverse=True)
@@ -216,6 +228,7 @@ def diff_opened(
     max_bytes: int,
     threads: int | None = None,
     progress: Progress | None = None,
+    compare: Callable[[list[_Pair]], dict[str, TensorDifference]] | None = None,
 ) -> DiffReport:
     """Compare the tensors of two opened checkpoints, as `diff`.
 
@@ -227,6 +240,7 @@ def diff_opened(
         max_bytes: size of the buffers, in bytes.
         threads: number of threads that copy.
         progress: called as `progress(done_bytes, total_bytes)`.
+        compare: finds the differences of tensors that are in both, by key; None: this process does.
 
     Raises:
         DamagedFileError, CoverageError, StorageError: a checkpoint cannot be read.
@@ -244,21 +258,88 @@ def diff_opened(
     left._check_placed(*common)  # noqa: SLF001  the check of a read
     right._check_placed(*common)  # noqa: SLF001
     pairs = [_Pair(key, left._info(key), right._info(key), tolerance) for key in common]  # noqa: SLF001  without files
-    n_bytes = sum(sum(pair.n_bytes) for pair in pairs if pair.is_comparable)
-    comparison = _Comparison(left, right, half_bytes, threads)
-    done = 0
-    for batch in _batches([pair for pair in pairs if pair.is_comparable], half_bytes):
-        comparison.compare(batch)
-        done += sum(box.n_bytes[0] + box.n_bytes[1] for box in batch)
-        if progress is not None:
-            progress(done, n_bytes)
-    found = {pair.key: difference for pair in pairs if (difference := pair.difference()) is not None}
+    n_bytes = _comparable_bytes(pairs)
+    if compare is None:
+        found = _compared(left, right, pairs, half_bytes=half_bytes, threads=threads, progress=progress)
+    else:
+        found = compare(pairs)
     unmatched = set(keys) - other
     found |= {key: _unmatched(left, key, is_a=True) for key in keys if key in unmatched}
     differences = [found[key] for key in keys if key in found]
     known = set(keys)
     differences += [_unmatched(right, key, is_a=False) for key in right.keys(part) if key not in known]
     return DiffReport(str(left.path), str(right.path), len(keys) - len(found), n_bytes, tuple(differences))
+
+
+def _comparable_bytes(pairs: Sequence[_Pair]) -> int:
+    return sum(sum(pair.n_bytes) for pair in pairs if pair.is_comparable)
+
+
+def _compared(
+    left: Checkpoint,
+    right: Checkpoint,
+    pairs: list[_Pair],
+    *,
+    half_bytes: int,
+    threads: int | None,
+    progress: Progress | None = None,
+) -> dict[str, TensorDifference]:
+    """The differences of tensors that are in both, by key."""
+    n_bytes, done = _comparable_bytes(pairs), 0
+    comparison = _Comparison(left, right, half_bytes, threads)
+    for batch in _batches([pair for pair in pairs if pair.is_comparable], half_bytes):
+        comparison.compare(batch)
+        done += sum(box.n_bytes[0] + box.n_bytes[1] for box in batch)
+        if progress is not None:
+            progress(done, n_bytes)
+    return {pair.key: difference for pair in pairs if (difference := pair.difference()) is not None}
+
+
+class _Asked(NamedTuple):
+    """What `diff` is asked for, as another process needs it."""
+
+    a: str | os.PathLike[str]
+    b: str | os.PathLike[str]
+    part: Part
+    strategy_a: StrategyLike | None
+    strategy_b: StrategyLike | None
+    format_a: str | None
+    format_b: str | None
+    tolerance: Tolerance | None
+    max_bytes: int
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[tuple[Checkpoint, Checkpoint]]:
+        """Both checkpoints. Raises MismatchError: one of them was changed in the block."""
+        with (
+            opening.open(self.a, strategy=self.strategy_a, format=self.format_a) as left,
+            opening.open(self.b, strategy=self.strategy_b, format=self.format_b) as right,
+        ):
+            yield left, right
+            left.check_unchanged()
+            right.check_unchanged()
+
+
+def _compared_on(
+    on: Place, asked: _Asked, pairs: list[_Pair], *, threads: int | None, progress: Progress | None
+) -> dict[str, TensorDifference]:
+    """As `_compared`, by the processes of a place: each compares some of the tensors, whole."""
+    sizes = [sum(pair.n_bytes) if pair.is_comparable else 0 for pair in pairs]
+    n_shares = on.n_shares(sum(sizes))
+    shares = [[pairs[part.file].key for part in share] for share in cut(sizes, n_shares, range(len(sizes)))]
+    work = functools.partial(_sent_keys, asked=asked, shares=shares, threads=threads or on.cpus)
+    results, _ = do_shares(on, work, n_shares, sum(sizes), progress)
+    return {one.key: one for share in results for one in share}
+
+
+def _sent_keys(
+    index: int, *, asked: _Asked, shares: list[list[str]], threads: int
+) -> tuple[int, list[TensorDifference]]:
+    """Compare the tensors of a share of a comparison that another process has begun."""
+    with asked.opened() as (left, right):
+        pairs = [_Pair(key, left._info(key), right._info(key), asked.tolerance) for key in shares[index]]  # noqa: SLF001  without files
+        found = _compared(left, right, pairs, half_bytes=max(asked.max_bytes // 2, 1), threads=threads)
+    return _comparable_bytes(pairs), list(found.values())
 
 
 def _unmatched(opened: Checkpoint, key: str, *, is_a: bool) -> TensorDifference:

@@ -10,6 +10,7 @@ On request the values of the tensors are looked at as well (`verbs.health`), in 
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
@@ -19,14 +20,16 @@ from reshard.checkpoint import Checkpoint
 from reshard.commit import manifest as manifests
 from reshard.commit import proofs
 from reshard.commit.roots import list_iterations, parse_iteration_folder, published
-from reshard.commit.scrub import Fault, fault_of, own_sums, scrub_folder
-from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError
+from reshard.commit.scrub import Fault, fault_of, own_sums, scrub_folder, scrub_plain
+from reshard.conversion.shares import cut
+from reshard.errors import ArgumentError, CheckpointNotFoundError, MismatchError, ReshardError
 from reshard.formats.checkpoint1 import state as checkpoint1_state
 from reshard.formats.left_out import LeftOut
 from reshard.formats.rank_file import add_rank_file
 from reshard.formats.replicas import is_any_of
+from reshard.ranks.places import do_shares
 from reshard.storage.location import Location, locate
-from reshard.values.argument_types import Patterns, Progress
+from reshard.values.argument_types import Patterns, PlaceLike, Progress
 from reshard.values.arguments import checked
 from reshard.values.words import show
 from reshard.verbs import health as healths
@@ -36,12 +39,13 @@ from reshard.verbs.loads_in import loads_in as compare_with
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from reshard.commit.candidates import Candidate
     from reshard.commit.manifest import Manifest
     from reshard.formats.base import Root
     from reshard.opening import StrategyLike
+    from reshard.ranks.places import Place
     from reshard.storage.store import Lock
 
 __all__ = ["Fault", "HealthFinding", "VerifiedCheckpoint", "VerifyReport", "verify"]
@@ -133,6 +137,7 @@ def verify(
     progress: Progress | None = None,
     loads_in: Library | None = None,
     base: str | os.PathLike[str] | None = None,
+    on: PlaceLike = None,
 ) -> VerifyReport:
     """Compare every byte of a checkpoint, or of all iterations of a root, with the manifest.
 
@@ -159,6 +164,7 @@ def verify(
             makes of the folder's config, without memory for its weights.
         base: for `loads_in="peft"`, the folder with the config.json of the base model. Default: what
             adapter_config.json names, a folder or a model in the cache of the Hub.
+        on: where the shard files are compared, such as a `reshard.ray.Ray`; not with `health`.
 
     Returns:
         All faults, and the files that could not be read, for example for lack of permission. Without a manifest only
@@ -184,6 +190,8 @@ def verify(
     """
     started = time.monotonic()
     target = published(locate(path))
+    if on is not None and (health or since is not None):
+        raise ArgumentError("`on` and `health` exclude each other: values are looked at by one process")
     if base is not None and loads_in != "peft":
         raise ArgumentError('`base` belongs to `loads_in="peft"`, which is not given')
     parts = {} if loads_in is None else parts_of(target, loads_in)
@@ -226,7 +234,8 @@ def verify(
     results = []
     for number, job in enumerate(jobs):
         looks = _Looks(may_be, since if number == 0 else None) if health or since is not None else None
-        results.append(job.run(meter, looks, direct=direct, threads=threads))
+        scrub = functools.partial(scrub_folder if on is None else functools.partial(_scrub_on, on), direct=direct)
+        results.append(job.run(meter, looks, functools.partial(scrub, threads=threads), threads=threads))
     checkpoints = tuple(one for one in results if one is not None)
     if not checkpoints:  # a job has removed them all, and has saved newer ones before
         return verify(
@@ -241,8 +250,60 @@ def verify(
             progress=progress,
             loads_in=loads_in,
             base=base,
+            on=on,
         )
     return VerifyReport(str(target), checkpoints, time.monotonic() - started, warnings, asked)
+
+
+def _scrub_on(
+    on: Place,
+    folder: Location,
+    manifest: Manifest,
+    names: Collection[str] | None,
+    *,
+    direct: bool,
+    values: None,
+    threads: int | None,
+    advance: Callable[[int], object],
+) -> list[Fault]:
+    """As `scrub_folder`, by the processes of a place: each compares some of the shard files."""
+    del values  # nothing looks at them
+    sizes = {
+        name: size for name, size in manifest.sizes if name in manifest.shards and (names is None or name in names)
+    }
+    faults = scrub_plain(folder, manifest) if names is None else []
+    if not sizes:
+        return faults
+    order, n_bytes = list(sizes), sum(sizes.values())
+    n_shares = min(on.n_shares(n_bytes), len(order))
+    own = [[order[part.file] for part in share] for share in cut([*sizes.values()], n_shares, range(len(order)))]
+    work = functools.partial(
+        _sent_scrub, path=str(folder), digest=manifest.digest, own=own, direct=direct, threads=threads or on.cpus
+    )
+    done = 0
+
+    def report(done_bytes: int, _: int) -> None:
+        nonlocal done
+        advance(done_bytes - done)
+        done = done_bytes
+
+    results, _ = do_shares(on, work, n_shares, n_bytes, report)
+    for fault in (one for share in results for one in share):
+        if fault.file in sizes or not any(one.file == fault.file for one in faults):
+            faults.append(fault)
+    return faults
+
+
+def _sent_scrub(
+    index: int, *, path: str, digest: str, own: list[list[str]], direct: bool, threads: int
+) -> tuple[int, list[Fault]]:
+    """Compare the files of a share with the manifest that another process has read."""
+    folder = locate(path)
+    manifest = manifests.read(folder)
+    if manifest.digest != digest:
+        raise MismatchError(f"{show(path)} holds another save here than where the comparison began", path=path)
+    faults = scrub_folder(folder, manifest, own[index], direct=direct, threads=threads)
+    return sum(manifest.shards[name].n_bytes for name in own[index]), faults
 
 
 def _check_since(target: Location, since: int, folders: Sequence[Location]) -> None:
@@ -325,7 +386,7 @@ class _CheckpointJob:
         return sum(self.manifest.shards[name].n_bytes for name in self.names)
 
     def run(
-        self, meter: Meter, looks: _Looks | None, *, direct: bool, threads: int | None
+        self, meter: Meter, looks: _Looks | None, scrub: Callable[..., list[Fault]], *, threads: int | None
     ) -> VerifiedCheckpoint | None:
         """Compare the files; None: a job has removed the iteration since it was found."""
         folder = self.path if self.path.is_folder() else self.path.parent
@@ -337,7 +398,7 @@ class _CheckpointJob:
                 ):
                     if lock is not None:
                         self._read_manifest()  # the iteration may have been saved again since
-                    result = self._compare(lock, meter, looks, direct=direct, threads=threads)
+                    result = self._compare(lock, meter, looks, scrub, threads=threads)
                     if lock is None or n_left == 0 or lock.is_current():
                         break
         except CheckpointNotFoundError:
@@ -347,7 +408,13 @@ class _CheckpointJob:
         return result if self.is_given or not result.faults or self.path.exists() else None
 
     def _compare(
-        self, lock: Lock | None, meter: Meter, looks: _Looks | None, *, direct: bool, threads: int | None
+        self,
+        lock: Lock | None,
+        meter: Meter,
+        looks: _Looks | None,
+        scrub: Callable[..., list[Fault]],
+        *,
+        threads: int | None,
     ) -> VerifiedCheckpoint:
         self.faults = []
         health: tuple[HealthFinding, ...] | None = None
@@ -364,14 +431,8 @@ class _CheckpointJob:
                 except ReshardError as error:
                     not_recorded = error.message
             names = None if self.path.is_folder() else self.names
-            self.faults += scrub_folder(
-                folder,
-                self.manifest,
-                names,
-                direct=direct,
-                values=None if look is None else look.values,
-                threads=threads,
-                advance=meter.advance,
+            self.faults += scrub(
+                folder, self.manifest, names, values=None if look is None else look.values, advance=meter.advance
             )
             unread = {fault.file for fault in self.faults if not fault.is_damage}
             sizes = [
@@ -443,10 +504,10 @@ class _SaveJob:
         self.root, self.save = root, save
 
     def run(
-        self, meter: Meter, looks: _Looks | None, *, direct: bool, threads: int | None
+        self, meter: Meter, looks: _Looks | None, scrub: Callable[..., list[Fault]], *, threads: int | None
     ) -> VerifiedCheckpoint | None:
         """Compare the files; None: a job has removed the save since it was found."""
-        del direct  # there are no checksums beside the files
+        del scrub  # there are no checksums beside the files
         health: tuple[HealthFinding, ...] | None = None
         faults: list[Fault] = []
         compared: list[int] = []
