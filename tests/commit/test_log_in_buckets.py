@@ -162,6 +162,22 @@ def test_a_checkpointer_saves_in_the_background_and_resumes(url: str, s3: S3Serv
     assert reshard.diff(whole, other).equal
 
 
+def test_few_requests_are_sent(proxy: Proxy, url: str) -> None:
+    """Names and sizes are asked for by lists of folders, not one by one."""
+
+    def requests(act: Any) -> int:
+        before = len(proxy.log)
+        act()
+        return len(proxy.log) - before
+
+    for iteration in (1, 2, 3, 4):
+        n_requests = requests(lambda iteration=iteration: save(url, iteration, keep=3))
+        assert n_requests <= 80, iteration
+    assert requests(lambda: reshard.load(url)) <= 30
+    looks = [path for method, path, *_ in proxy.log if method == "HEAD"]
+    assert len(looks) <= 40
+
+
 def test_a_root_that_was_copied_from_a_disk_is_read_and_not_saved_into(url: str, s3: S3Server, tmp_path: Any) -> None:
     reshard.save(tmp_path / "run", 3, arrays(3))
     s3.upload(tmp_path / "run", url.removeprefix(f"s3://{BUCKET}/"))

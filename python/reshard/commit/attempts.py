@@ -300,5 +300,5 @@ def check_above_tracker(root: Location, iteration: int, tracker: int | None) -> 
 def n_bytes_of(folder: Location) -> int:
     """Bytes of the files of a folder; 0 if it cannot be listed."""
     with contextlib.suppress(ReshardError):
-        return sum((folder / name).stat().n_bytes for name in folder.names())
+        return sum(n_bytes for _, _, n_bytes in folder.sizes())
     return 0

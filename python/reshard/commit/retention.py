@@ -433,10 +433,11 @@ def remove(
     warnings: list[str] = []
 
     def decide(entries: Sequence[Entry] | None = None) -> _Decision:
-        facts, tracker = _look(path, judge, known, faults, entries=entries, cache=manifests_read)
-        best = _best(path, facts, *retention.best) if retention.best else []
-        gone, kept = plan(facts, retention, tracker=tracker, best=best)
-        first = to_verify(facts, gone, kept, tracker=tracker)
+        with path.store.remembering():  # each decision looks anew
+            facts, tracker = _look(path, judge, known, faults, entries=entries, cache=manifests_read)
+            best = _best(path, facts, *retention.best) if retention.best else []
+            gone, kept = plan(facts, retention, tracker=tracker, best=best)
+            first = to_verify(facts, gone, kept, tracker=tracker)
         counted = {one.iteration for one in _counted(facts, tracker) if one.is_verified}
         return _Decision(gone, kept, first, has_verified=bool(counted & kept.keys()))
 

@@ -527,10 +527,15 @@ def _choose(
         ranks.fail(terms)
 
     def look(_: list[None]) -> _Choice:
-        tree = saves_root(terms.config, ranks.world_size)
-        if tree is not None:
-            return _Choice(tree)
-        facts = gather_both(terms.config, terms.copies, terms.run, method=terms.method, faults=faults, opened=opened)
+        with contextlib.ExitStack() as stack:
+            for one in {locate(path).store for path in (terms.config.load_path, terms.copies) if path}:
+                stack.enter_context(one.remembering())
+            tree = saves_root(terms.config, ranks.world_size)
+            if tree is not None:
+                return _Choice(tree)
+            facts = gather_both(
+                terms.config, terms.copies, terms.run, method=terms.method, faults=faults, opened=opened
+            )
         path = _decide(terms, facts).path
         is_sent = path is not None and ranks.world_size > 1
         return _Choice(None, facts, opening.chosen(opened[str(path)]) if is_sent else None)
@@ -638,8 +643,9 @@ def _is_look(wanted: Wanted) -> bool:
 def _note(path: Location) -> None:
     """Note which newer iterations were skipped, for the first save after this load."""
     number = roots.parse_iteration_folder(path.name)
-    if number is not None and roots.is_root(path.parent):
-        pass_over(path.parent, number)
+    with path.store.remembering():
+        if number is not None and roots.is_root(path.parent):
+            pass_over(path.parent, number)
 
 
 def pass_over(root: str | os.PathLike[str], number: int) -> None:

@@ -177,9 +177,10 @@ class Checkpoint2Planned(Planned[_Orders, _BegunMessage, _Records]):
             if options.retention is not None and not reads_back:
                 from reshard.commit import retention  # noqa: PLC0415  slow to import, and many saves have none
 
-                reads_back = retention.must_read_back(
-                    task.root, task.iteration, options.retention.keep, entries=attempt.entries, cache=cache
-                )
+                with task.root.store.remembering():
+                    reads_back = retention.must_read_back(
+                        task.root, task.iteration, options.retention.keep, entries=attempt.entries, cache=cache
+                    )
             descriptions = Descriptions(self.plan.iteration, attempt.staging, mode=task.file_mode)
             begun = Checkpoint2Begun(
                 _BegunMessage(str(attempt.staging), reads_back), self, attempt, descriptions, cache
@@ -360,7 +361,8 @@ class Checkpoint2Publication(Publication):
             from reshard.commit import proofs  # noqa: PLC0415
 
             try:
-                proofs.write(folder, manifest, proofs.state_of(folder, manifest), None)
+                with folder.store.remembering():
+                    proofs.write(folder, manifest, proofs.state_of(folder, manifest), None)
             except ReshardError as error:
                 warnings.append(f"that the save was read back is not recorded: {error.message}")
         if task.options.retention is not None:
