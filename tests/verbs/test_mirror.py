@@ -340,7 +340,8 @@ def test_killed_at_any_request_of_a_copy(proxy: Proxy, url: str, tmp_path: Path,
             newest = opened.iteration or 0
         assert newest in ((300, 400, 500) if was_killed else (500,))
         check(copies, newest)
-        assert mirror_all(tmp_path / "run", copies) == [400, 500]
+        # Killed before retention, the next copy removes what is no longer kept.
+        assert mirror_all(tmp_path / "run", copies) in ([400, 500], [300, 400, 500])
         check(copies, 500)
         left = {name.partition("/")[0] for name, _ in locate(copies).store.below(copies)}  # type: ignore[attr-defined]
         head = log.head_of(locate(copies))
