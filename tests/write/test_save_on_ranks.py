@@ -344,6 +344,58 @@ def test_ranks_that_write_nothing(tmp_path: Path) -> None:
     assert original_reader.read_tree(tmp_path)["global_step"] == 8
 
 
+BOUND = reshard.ModelLayout.from_mapping(
+    {"mesh": {"tp": 2}, "rules": [{"match": "f*", "flat": ["tp"], "optional": True}, {"match": "*", "cut": ["tp"]}]}
+)
+WHOLE = {"w": np.arange(8.0).reshape(4, 2), "a": np.arange(4.0)}
+
+
+def saved_bound(root: Path, layout: Any, model: Any) -> list[Any]:
+    """Two ranks save under a layout that is bound already: what the call of each returned, or its error."""
+    return in_threads(
+        2,
+        lambda group: reshard.save(
+            root, 1, model(group.rank), layout=layout, group=group, commit={"durable": False}, timeout=9
+        ),
+    )
+
+
+def test_a_bound_layout_saves_what_its_rules_save(tmp_path: Path) -> None:
+    bound = BOUND.bind({"more": (6,), "a": (4,), "w": (4, 2)})  # of more tensors, in another order
+    for name, layout in (("rules", BOUND), ("bound", bound)):
+        saved_bound(
+            tmp_path / name, layout, lambda rank: {key: one[rank * 2 :][: len(one) // 2] for key, one in WHOLE.items()}
+        )
+    with reshard.open(tmp_path / "rules") as rules, reshard.open(tmp_path / "bound") as found:
+        assert as_bytes(found.load()) == as_bytes(rules.load()) == as_bytes(WHOLE)
+    names = [sorted((tmp_path / name / "iteration_00000001").iterdir()) for name in ("rules", "bound")]
+    assert [one.name for one in names[0]] == [one.name for one in names[1]]
+    texts = [(tmp_path / name / "iteration_00000001" / "metadata.json").read_bytes() for name in ("rules", "bound")]
+    assert texts[0] == texts[1]
+
+
+def test_arrays_beside_a_bound_layout_lie_by_its_rules(tmp_path: Path) -> None:
+    saved_bound(
+        tmp_path, BOUND.bind({"w": (4, 2)}), lambda rank: {"w": WHOLE["w"][rank * 2 :][:2], "new": ZEROS + rank}
+    )
+    with reshard.open(tmp_path) as found:
+        assert as_bytes(found.load()) == as_bytes({"w": WHOLE["w"], "new": np.array([0.0, 0.0, 1.0, 1.0])})
+
+
+def test_a_shard_of_another_tensor_than_the_bound_one_is_refused(tmp_path: Path) -> None:
+    shard = reshard.Shard(np.zeros((2, 2)), (5, 2))
+    for one in saved_bound(tmp_path, BOUND.bind({"w": (4, 2)}), lambda _: {"w": shard}):
+        assert isinstance(one, MismatchError)
+        assert "the global shape of `w` is (5, 2), the layout expects (4, 2)" in str(one)
+
+
+def test_a_plan_does_not_serve_other_shapes_of_equal_arrays(tmp_path: Path) -> None:
+    for shape in ((2, 3), (3, 2)):  # each rank holds 3 of 6 elements of both
+        saved_bound(tmp_path / str(shape), BOUND.bind({"f": shape}), lambda rank: {"f": np.arange(3.0) + 3 * rank})
+        with reshard.open(tmp_path / str(shape)) as found:
+            assert as_bytes(found.load()) == as_bytes({"f": np.arange(6.0).reshape(shape)})
+
+
 def test_a_plan_serves_until_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from reshard.formats.checkpoint2 import save as module
 
