@@ -183,7 +183,8 @@ def load(
     # An error of one rank's options is sent as a value, because the other ranks are waiting.
     options = capture(lambda: (Reading.of(reading), Verify.of(verify)))
     known, compared = options if isinstance(options, tuple) else (Reading(), Verify())
-    # Read before a checkpoint is: a missing layout file is no fault of a checkpoint.
+    # Read before a checkpoint is: a missing layout file is no fault of a checkpoint. It is bound to the tensors of each
+    # checkpoint that is tried.
     own_layout = capture(lambda: None if layout is None else as_layout(layout))
 
     def check() -> None:

@@ -45,7 +45,8 @@ class MergeRules:
         Args:
             n_ranks: the number of tensor-parallel ranks.
             is_gated: whether `linear_fc1` has gate and up rows.
-            given: a layout whose rules are tried first, or None.
+            given: a layout whose rules are tried first, or None. It is not bound, because the global shape of a tensor
+                follows from its rule and the part of a rank.
 
         Raises:
             LayoutError: the given layout has another mesh.
