@@ -441,7 +441,7 @@ class _Finder:
         ):
             self._fail(states[0], f"{show(states[0])} has no `blocksize` or `shape`")
         n = math.prod(logical)
-        if dtype != "U8" or math.prod(shape) != -(-n // 2):
+        if dtype != "U8" or math.prod(shape) != -(-n // 2) or sum(extent != 1 for extent in shape) > 1:
             self._fail(
                 key, f"{show(key)} is {dtype} of shape {shape}, and its state says {n} values of 4 bits, two a byte"
             )

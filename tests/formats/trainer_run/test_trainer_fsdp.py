@@ -128,3 +128,29 @@ def test_what_lacks_is_named(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "two" / "optimizer_0", tmp_path / "two" / "optimizer_1")
     with pytest.raises(CheckpointNotFoundError):
         reshard.open(tmp_path / "two")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_model_and_optimizer_come_into_the_callback(form: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from reshard.transformers import ReshardCallback
+
+    rows = [{"input_ids": (ids := (torch.arange(8) + n) % 16), "labels": ids} for n in range(4)]
+    found: list[str] = []
+
+    class See(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_step_begin(self, *_: Any, model: Any, optimizer: Any, **__: Any) -> None:
+            for name, parameter in model.named_parameters():
+                assert np.array_equal(parameter.detach().numpy(), expected()[name]), name
+                for slot, value in optimizer.optimizer.state[parameter].items():
+                    assert np.array_equal(value.numpy(), expected()[f"optimizer.{name}.{slot}"]), (name, slot)
+                    found.append(name)
+
+    init = InitFrom(SAVED / form, format="trainer-run", fresh_optimizer=False)
+    args = transformers.TrainingArguments(
+        str(tmp_path / "out"), max_steps=1, per_device_train_batch_size=2, report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    callbacks = [ReshardCallback(tmp_path / "root", init_from=init), See()]
+    transformers.Trainer(Training().model, args, train_dataset=rows, callbacks=callbacks).train()
+    assert len(found) == 3 * 16
