@@ -3,7 +3,7 @@
 
 use proptest::prelude::*;
 use reshard_core::control::Control;
-use reshard_core::copy::{fill, fill_tuned};
+use reshard_core::copy::fill;
 use reshard_core::dtype::Dtype;
 use reshard_core::index::Index;
 use reshard_core::layout::{Block, DimPartition, Layout, Partition, Uneven};
@@ -16,7 +16,6 @@ use reshard_core::source::Method;
 use reshard_core::stored::StoredTensor;
 use reshard_core::team::Team;
 use reshard_core::tile::Tile;
-use reshard_core::tuning::Tuning;
 use reshard_core::writer::{self, Buffers, Options};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -265,7 +264,7 @@ proptest! {
         let size = (dtype.bits() / 8) as usize;
         let whole = content(from.shape().iter().product::<u64>() as usize * size);
         let folder = tempfile::tempdir().unwrap();
-        for (way, method) in [Method::Map, Method::Read, Method::Auto, Method::Auto].into_iter().enumerate() {
+        for (method, stores) in [(Method::Map, Stores::Fresh), (Method::Read, Stores::Streaming), (Method::Auto, Stores::Plain), (Method::Auto, Stores::Streaming)] {
             let mut index = Index::new();
             let mut files = Vec::new();
             for position in 0..from.mesh().n_points() {
@@ -296,8 +295,7 @@ proptest! {
                 // The complete buffer, padding included, is overwritten.
                 let mut found = vec![0xA5; expected.len()];
                 let control = Control::default();
-                let tuning = Tuning::forced(way);
-                fill_tuned(&plan, vec![&mut found], Stores::Streaming, &control, &Team::current(), &tuning).unwrap();
+                fill(&plan, vec![&mut found], stores, &control, &Team::current()).unwrap();
                 prop_assert_eq!(control.done_bytes(), expected.len() as u64);
                 prop_assert_eq!(&found, &expected);
             }

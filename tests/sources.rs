@@ -3,7 +3,7 @@
 
 use reshard_core::checksum::Checksums;
 use reshard_core::control::Control;
-use reshard_core::copy::{fill, fill_tuned};
+use reshard_core::copy::fill;
 use reshard_core::dtype::Dtype;
 use reshard_core::error::{Error, Kind, Result};
 use reshard_core::header::Header;
@@ -16,7 +16,6 @@ use reshard_core::route::Route;
 use reshard_core::shard_file::Format;
 use reshard_core::source::{Method, Ranges, Source};
 use reshard_core::team::Team;
-use reshard_core::tuning::Tuning;
 use reshard_core::verify::{scrub, verify};
 use reshard_core::writer::{self, Buffers, Options, Sink};
 use std::path::{Path, PathBuf};
@@ -199,7 +198,7 @@ fn a_plan_over_ranges_copies_what_a_plan_over_a_local_file_copies() {
 }
 
 #[test]
-fn every_way_of_copying_copies_the_same_bytes_and_finds_damage() {
+fn every_kind_of_memory_gets_the_same_bytes_and_damage_is_found() {
     let (bytes, checksums) = shard_file();
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.safetensors");
@@ -207,7 +206,7 @@ fn every_way_of_copying_copies_the_same_bytes_and_finds_damage() {
     let object = Object::new(bytes.clone(), false);
     let expected = index_over(move || Ok(object.source()), None);
     let expected = filled(&expected.plan(&request(), None, false).unwrap()).unwrap();
-    let copied = |number, stores, checksums: Option<Checksums>, path: &Path| {
+    let copied = |stores, checksums: Option<Checksums>, path: &Path| {
         let path = path.to_owned();
         let index = index_over(move || Source::open(&path, false, Method::Auto), checksums);
         let plan = index.plan(&request(), None, true).unwrap();
@@ -218,14 +217,7 @@ fn every_way_of_copying_copies_the_same_bytes_and_finds_damage() {
             .map(|array| vec![0xAA; array.n_bytes() as usize + 1])
             .collect();
         let to = out.iter_mut().map(|to| &mut to[1..]).collect();
-        fill_tuned(
-            &plan,
-            to,
-            stores,
-            &Control::default(),
-            &Team::current(),
-            &Tuning::forced(number),
-        )?;
+        fill(&plan, to, stores, &Control::default(), &Team::current())?;
         Ok::<_, Error>(
             out.into_iter()
                 .map(|to| to[1..].to_vec())
@@ -237,42 +229,28 @@ fn every_way_of_copying_copies_the_same_bytes_and_finds_damage() {
     damaged[last - 300_000] ^= 4;
     let damaged_path = folder.path().join("damaged.safetensors");
     std::fs::write(&damaged_path, &damaged).unwrap();
-    for number in 0..4 {
-        for stores in [Stores::Fresh, Stores::Plain, Stores::Streaming] {
-            for checksums in [None, Some(checksums.clone())] {
-                let found = copied(number, stores, checksums, &path).unwrap();
-                assert!(found == expected, "way {number}, {stores:?}");
-            }
-            let error = copied(number, stores, Some(checksums.clone()), &damaged_path).unwrap_err();
-            assert_eq!(
-                error.kind(),
-                Kind::Damaged,
-                "way {number}, {stores:?}: {error}"
-            );
+    for stores in [Stores::Fresh, Stores::Plain, Stores::Streaming] {
+        for checksums in [None, Some(checksums.clone())] {
+            let found = copied(stores, checksums, &path).unwrap();
+            assert!(found == expected, "{stores:?}");
         }
+        let error = copied(stores, Some(checksums.clone()), &damaged_path).unwrap_err();
+        assert_eq!(error.kind(), Kind::Damaged, "{stores:?}: {error}");
     }
     // Memory of the caller.
     with_plan(|plan| {
-        let copied = |number| {
+        let copied = |stores| {
             let mut out: Vec<Vec<u8>> = plan
                 .arrays()
                 .iter()
                 .map(|array| vec![0xAA; array.n_bytes() as usize])
                 .collect();
             let to = out.iter_mut().map(Vec::as_mut_slice).collect();
-            let tuning = Tuning::forced(number);
-            fill_tuned(
-                plan,
-                to,
-                Stores::Streaming,
-                &Control::default(),
-                &Team::current(),
-                &tuning,
-            )
-            .unwrap();
+            fill(plan, to, stores, &Control::default(), &Team::current()).unwrap();
             out
         };
-        assert!(copied(0) == copied(1) && copied(0)[0] == expected[0]);
+        assert!(copied(Stores::Fresh) == copied(Stores::Streaming));
+        assert!(copied(Stores::Fresh)[0] == expected[0]);
     });
 }
 

@@ -49,7 +49,6 @@ __all__ = [
     "add_quantised",
     "are_plain",
     "array_kinds",
-    "copy_ways",
     "crc32c",
     "decode_strategy",
     "decode_torch_object",
@@ -220,12 +219,6 @@ def dtype_bits(dtype: str) -> int:
 
 def default_threads() -> int:
     """Return the number of threads that are used where `threads` is None."""
-
-def copy_ways() -> list[tuple[str, str, int, bool]]:
-    """Return what the process measured of its copies: what was copied, how, picoseconds per byte, whether it is used.
-
-    Before the first load, save or conversion of 128 MiB the list is empty.
-    """
 
 class _Block(Protocol):
     """A block of a fused dim: its size in elements, and whether it is divided."""
@@ -666,7 +659,7 @@ class Index:
             For each key, in the order of `keys`, the number of its kind; and for each kind the number of its first key.
         """
 
-    def left_out(self, file: int) -> list[str]:
+    def not_taken(self, file: int) -> list[str]:
         """Return the names of the tensors of a file that the index does not take from it."""
 
     def keys(self) -> list[str]:

@@ -32,7 +32,6 @@ pub mod bytes {
 
     pub mod cast;
     pub mod team;
-    pub mod tuning;
 
     pub mod strided;
 }
@@ -95,7 +94,7 @@ pub mod write {
     pub mod snapshot;
 }
 
-pub use bytes::{cast, memory, strided, team, tuning};
+pub use bytes::{cast, memory, strided, team};
 pub use check::{finite, verify};
 pub use error::{Error, Kind, Result};
 pub use files::{checksum, header, listed, local_array, shard_file, source};

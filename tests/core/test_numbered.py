@@ -65,8 +65,8 @@ def test_what_an_index_leaves_out(tmp_path: Path) -> None:
     index = _core.Index()
     a, b = (index.add_file(str(tmp_path / f"{name}.safetensors")) for name in "ab")
     index.add_wholes([("u", a), ("w", a)])
-    assert index.left_out(a) == ["v"]
-    assert index.left_out(b) == ["w", "x"]
+    assert index.not_taken(a) == ["v"]
+    assert index.not_taken(b) == ["w", "x"]
     index.add_wholes([("x", b), ("v", a)])
-    assert index.left_out(a) == []
-    assert index.left_out(b) == ["w"]
+    assert index.not_taken(a) == []
+    assert index.not_taken(b) == ["w"]

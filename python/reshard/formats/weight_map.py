@@ -140,7 +140,7 @@ def add_unlisted(
     files = {locate(index.file_path(file)).name: file for file in range(index.n_files)}
     added = []
     for name, file in files.items():
-        for key in index.left_out(file):
+        for key in index.not_taken(file):
             if key not in index:
                 index.add_whole(key, file)
                 added.append(key)

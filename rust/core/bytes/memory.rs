@@ -10,7 +10,7 @@
 //!
 //! Page faults cost more than the copy itself. New destinations are therefore mapped on 2 MiB boundaries with the
 //! advice to use huge pages, and the threads that fill them touch them first. Non-temporal stores avoid the read of
-//! each line before it is overwritten. Whether that is faster depends on the processor: `tuning` measures it.
+//! each line before it is overwritten.
 
 use crate::error::{Error, Kind, Result};
 use memmap2::{MmapMut, MmapOptions};

@@ -1,7 +1,6 @@
 //! Strided boxes: their geometry, and copies of them between two slices.
 
 use crate::bytes::memory::{copy_run, prefetch};
-use crate::bytes::tuning::Way;
 use crate::error::Result;
 use smallvec::SmallVec;
 
@@ -158,8 +157,8 @@ pub(crate) fn source_run(dims: &[Dim]) -> u64 {
     )
 }
 
-/// Copies a strided box; both slices begin at its first element.
-pub(crate) fn copy_box(from: &[u8], to: &mut [u8], dims: &[Dim], unit_bytes: u64, way: Way) {
+/// Copies a strided box; both slices begin at its first element. With `streams` long runs use non-temporal stores.
+pub(crate) fn copy_box(from: &[u8], to: &mut [u8], dims: &[Dim], unit_bytes: u64, streams: bool) {
     let (outer, run) = match dims.split_last() {
         Some((inner, outer)) if inner.src == 1 && inner.dst == 1 => (outer, inner.len),
         _ => (dims, 1),
@@ -170,9 +169,8 @@ pub(crate) fn copy_box(from: &[u8], to: &mut [u8], dims: &[Dim], unit_bytes: u64
         let step = outer
             .last()
             .map_or(0, |dim| (dim.src * unit_bytes) as usize);
-        let is_prefetched = way.prefetches
-            && step > run_bytes
-            && (MIN_PREFETCHED_BYTES..=PREFETCH_BYTES).contains(&run_bytes);
+        let is_prefetched =
+            step > run_bytes && (MIN_PREFETCHED_BYTES..=PREFETCH_BYTES).contains(&run_bytes);
         let ahead = if is_prefetched {
             PREFETCH_BYTES / run_bytes * step
         } else {
@@ -188,7 +186,7 @@ pub(crate) fn copy_box(from: &[u8], to: &mut [u8], dims: &[Dim], unit_bytes: u64
             copy_run(
                 &mut to[dst..dst + run_bytes],
                 &from[src..src + run_bytes],
-                way.streams,
+                streams,
             );
         });
         return;

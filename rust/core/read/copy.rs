@@ -18,7 +18,6 @@ use crate::bytes::cast::cast;
 use crate::bytes::memory::{Stores, finish_stores};
 use crate::bytes::strided::restrict;
 use crate::bytes::team::Team;
-use crate::bytes::tuning::Tuning;
 use crate::check::verify::{Checks, verifies_files, verify_files};
 use crate::control::Control;
 use crate::error::{Error, Kind, Result};
@@ -42,21 +41,6 @@ pub fn fill(
     control: &Control,
     team: &Team<'_>,
 ) -> Result<()> {
-    fill_tuned(plan, out, stores, control, team, Tuning::of_process())
-}
-
-/// As [`fill`], with other choices than those of the process.
-///
-/// # Errors
-/// As [`fill`].
-pub fn fill_tuned(
-    plan: &Plan<'_>,
-    out: Vec<&mut [u8]>,
-    stores: Stores,
-    control: &Control,
-    team: &Team<'_>,
-    tuning: &Tuning,
-) -> Result<()> {
     if out.len() != plan.arrays().len() {
         return Err(Error::new(
             Kind::Argument,
@@ -75,10 +59,9 @@ pub fn fill_tuned(
     }
     if has_remote(plan) {
         // On the pool, so that the calling thread handles signals while bands wait for requests.
-        return team.install(|| fill_remote(plan, &checks, spans, stores, control, tuning));
+        return team.install(|| fill_remote(plan, &checks, spans, stores, control));
     }
     let (bands, _) = split(plan, &checks, spans);
-    let measures = tuning.measures(plan.n_bytes());
     let pieces = bands
         .iter()
         .map(|band| band.iter().map(Band::piece).collect());
@@ -94,9 +77,6 @@ pub fn fill_tuned(
             control,
             faulted: &Faulted::default(),
             window: None,
-            tuning,
-            // A copy that waits for the disk is no sample.
-            measures: measures && !readahead.is_cold(),
         };
         fill_band(run, band)
     })
@@ -115,14 +95,13 @@ fn fill_band(run: Run<'_>, band: Vec<Band<'_>>) -> Result<()> {
     Ok(())
 }
 
-/// As [`fill_tuned`], where sources are on other hosts: the ranges that the bands need are requested early.
+/// As [`fill`], where sources are on other hosts: the ranges that the bands need are requested early.
 fn fill_remote(
     plan: &Plan<'_>,
     checks: &Checks,
     spans: Vec<Span<'_>>,
     stores: Stores,
     control: &Control,
-    tuning: &Tuning,
 ) -> Result<()> {
     let rules = Rules::default();
     let (spans, mut direct) = take_direct(plan, checks, spans, rules);
@@ -152,8 +131,6 @@ fn fill_remote(
                 control,
                 faulted: &Faulted::default(),
                 window: Some(&window),
-                tuning,
-                measures: false,
             };
             fill_band(run, band)?;
             window.finish(number);

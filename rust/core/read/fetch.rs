@@ -2,11 +2,7 @@
 //! Where checksums are known, the bytes are verified before they are copied.
 
 use crate::bytes::memory::{Stores, copy_run};
-use crate::bytes::strided::{
-    Dim, MIN_PREFETCHED_BYTES, PREFETCH_BYTES, copy_box, is_one_run, source_run, src_span, widest,
-    without,
-};
-use crate::bytes::tuning::{Case, DEFAULT_WAY, Fetch, Tuning, Way};
+use crate::bytes::strided::{Dim, copy_box, is_one_run, source_run, src_span, widest, without};
 use crate::check::verify::{Checks, ResidentRange, read_chunks, verify_chunks};
 use crate::control::Control;
 use crate::error::Result;
@@ -25,7 +21,7 @@ use std::time::{Duration, Instant};
 const LONG_RUN_BYTES: u64 = 4096;
 /// Runs with gaps between them are read instead of mapped up to this size.
 const SCATTERED_RUN_BYTES: u64 = 256 << 10;
-/// Runs of a mapped file are read from this size on, where that is faster than a copy out of the map.
+/// Runs of a mapped file are read from this size on, if memory in use is filled.
 const LONG_READ_BYTES: u64 = 64 << 10;
 /// The range of a larger copy is unmapped by the thread that copied it, if it took at least [`SLOW_TO_MAP`] to map it.
 const RELEASED_BYTES: u64 = 256 << 10;
@@ -52,9 +48,6 @@ pub(crate) struct Run<'a> {
     pub(crate) faulted: &'a Faulted,
     /// What was fetched early from remote sources.
     pub(crate) window: Option<&'a dyn Early>,
-    pub(crate) tuning: &'a Tuning,
-    /// Whether the copies are measured.
-    pub(crate) measures: bool,
 }
 
 impl Run<'_> {
@@ -164,8 +157,6 @@ pub(crate) struct BoxCopy<'a> {
     /// The part of a mapped, verified source that is already faulted in.
     resident: Option<ResidentRange<'a>>,
     to: &'a mut [u8],
-    /// How the current box is copied.
-    way: Way,
 }
 
 impl<'a> BoxCopy<'a> {
@@ -183,7 +174,6 @@ impl<'a> BoxCopy<'a> {
             unit_bytes,
             resident: None,
             to,
-            way: DEFAULT_WAY,
         }
     }
 
@@ -191,42 +181,25 @@ impl<'a> BoxCopy<'a> {
     pub(crate) fn copy(&mut self, dims: &[Dim], src: u64, dst: u64) -> Result<()> {
         let n: u64 = dims.iter().map(|dim| dim.len).product();
         let (start, span) = self.source_range(dims, src);
-        let (measures, source) = (self.run.measures, self.source);
-        // A copy that waits for the disk is no sample.
-        let run = source_run(dims) * self.unit_bytes;
-        let may_measure = || {
-            measures
-                && (is_one_run(dims)
-                    || (MIN_PREFETCHED_BYTES as u64..=PREFETCH_BYTES as u64).contains(&run))
-                && match source {
-                    PlanSource::Memory(_) => true,
-                    PlanSource::File(_, file) => file.source().is_resident(start, span),
-                }
-        };
-        let case = self.case(dims);
-        let (tuning, stores) = (self.run.tuning, self.run.stores);
-        let picked = tuning.pick(case, stores, n * self.unit_bytes, may_measure);
-        self.way = picked.way;
         self.run.faulted.was_slow.set(false);
-        if self.way.descends && self.is_borrowable() {
+        if self.descends(dims) {
             self.copy_descending(dims, src, dst)?;
         } else {
-            self.copy_by_way(dims, src, dst)?;
+            self.copy_ascending(dims, src, dst)?;
         }
         if self.run.faulted.was_slow.get()
             && n * self.unit_bytes >= RELEASED_BYTES
-            && let PlanSource::File(_, file) = source
+            && let PlanSource::File(_, file) = self.source
         {
             file.source().release(start, span);
         }
-        picked.finish();
         Ok(())
     }
 
     /// Copies a box in parts, the last one first; parts of a run end with chunks of the file.
     fn copy_descending(&mut self, dims: &[Dim], src: u64, dst: u64) -> Result<()> {
         let Some(&outer) = dims.first() else {
-            return self.copy_by_way(dims, src, dst);
+            return self.copy_ascending(dims, src, dst);
         };
         let n = (CHUNK_BYTES as u64 / (outer.dst * self.unit_bytes)).max(1);
         let (start, _) = self.source_range(dims, src);
@@ -241,7 +214,7 @@ impl<'a> BoxCopy<'a> {
             let begin = ((end + first_at - 1) / n * n).saturating_sub(first_at);
             let mut part = dims.to_vec();
             part[0].len = end - begin;
-            self.copy_by_way(&part, src + begin * outer.src, dst + begin * outer.dst)?;
+            self.copy_ascending(&part, src + begin * outer.src, dst + begin * outer.dst)?;
             end = begin;
         }
         Ok(())
@@ -255,43 +228,41 @@ impl<'a> BoxCopy<'a> {
         }
     }
 
-    fn case(&self, dims: &[Dim]) -> Case {
-        match self.source {
-            _ if !is_one_run(dims) => Case::Strided,
-            PlanSource::Memory(_) => Case::Memory,
+    /// Whether the last part of a copy is the first one. The system clears a new page before it is written, and what it
+    /// cleared last is still in the cache. Plain runs gain nothing by it: each part is mapped by a call of its own.
+    fn descends(&self, dims: &[Dim]) -> bool {
+        let is_verified = match self.source {
+            PlanSource::Memory(_) => false,
             PlanSource::File(_, file) => {
-                match self.run.checks.checksums(self.copy_op.source, file) {
-                    Some(_) => Case::VerifiedRun,
-                    None => Case::Run,
-                }
+                let checksums = self.run.checks.checksums(self.copy_op.source, file);
+                checksums.is_some()
             }
-        }
+        };
+        self.run.stores == Stores::Fresh
+            && (is_verified || !is_one_run(dims))
+            && self.is_borrowable()
     }
 
-    /// Whether a run of a mapped file is read into its destination, instead of copied out of the map.
+    /// Whether long runs use non-temporal stores.
+    fn streams(&self) -> bool {
+        self.run.stores == Stores::Streaming
+    }
+
+    /// Whether a run of a mapped file that is not verified is read into its destination, instead of copied out of the
+    /// map: into memory that is in use already, and read again soon.
     fn is_read(&self, file: &ShardFile, span: u64) -> bool {
-        self.way.fetch == Fetch::Read
+        self.run.stores == Stores::Plain
             && span >= LONG_READ_BYTES
             && file.source().is_mapped()
             && file.source().may_read()
     }
 
-    fn copy_by_way(&mut self, dims: &[Dim], src: u64, dst: u64) -> Result<()> {
+    fn copy_ascending(&mut self, dims: &[Dim], src: u64, dst: u64) -> Result<()> {
         if let PlanSource::File(_, file) = self.source
             && let Some(checksums) = self.run.checks.checksums(self.copy_op.source, file)
         {
             // If rows are so far apart that complete chunks between them are skipped, each part faults in its own
             // range.
-            let (start, span) = self.source_range(dims, src);
-            if is_one_run(dims) && self.is_read(file, span) {
-                return self.verified_run(
-                    file,
-                    checksums,
-                    start,
-                    (dst * self.unit_bytes) as usize,
-                    span,
-                );
-            }
             let is_dense = dims
                 .iter()
                 .all(|dim| dim.len == 1 || dim.src * self.unit_bytes < CHUNK_BYTES as u64);
@@ -383,7 +354,8 @@ impl<'a> BoxCopy<'a> {
         } = self.run;
         if is_one_run(dims) {
             let at = (dst * self.unit_bytes) as usize;
-            let to = (&mut self.to[at..at + span as usize], self.way.streams);
+            let streams = self.streams();
+            let to = (&mut self.to[at..at + span as usize], streams);
             if checks.copy_run(self.copy_op.source, mapped, checksums, start, to, control)? {
                 return Ok(());
             }
@@ -506,7 +478,8 @@ impl<'a> BoxCopy<'a> {
 
     /// Copies a box to unit `dst` of the slice; `from` begins at the first element of the box.
     fn copy_from(&mut self, from: &[u8], dims: &[Dim], dst: u64) {
+        let streams = self.streams();
         let to = &mut self.to[(dst * self.unit_bytes) as usize..];
-        copy_box(from, to, dims, self.unit_bytes, self.way);
+        copy_box(from, to, dims, self.unit_bytes, streams);
     }
 }

@@ -58,8 +58,6 @@ pub(crate) struct Readahead<'a> {
     spreads: Vec<OnceLock<Vec<Spread>>>,
     /// Whether other processes read the gaps.
     is_shared: AtomicBool,
-    /// Whether pages were not in the page cache.
-    is_cold: AtomicBool,
 }
 
 impl<'a> Readahead<'a> {
@@ -72,7 +70,6 @@ impl<'a> Readahead<'a> {
             spreads: bands.iter().map(|_| OnceLock::new()).collect(),
             is_shared: AtomicBool::new(false),
             bands,
-            is_cold: AtomicBool::new(false),
         };
         for band in 0..N_AHEAD.min(readahead.bands.len()) {
             readahead.request(band);
@@ -88,11 +85,6 @@ impl<'a> Readahead<'a> {
             }
             self.request(band + N_AHEAD);
         }
-    }
-
-    /// Whether pages have been read from the disk.
-    pub(crate) fn is_cold(&self) -> bool {
-        self.is_cold.load(Ordering::Relaxed)
     }
 
     /// Whether at least half of the pages in the gaps of a band were read, though this process did not request them.
@@ -147,7 +139,6 @@ impl<'a> Readahead<'a> {
                 if file.source().is_resident(start, end - start) {
                     continue;
                 }
-                self.is_cold.store(true, Ordering::Relaxed);
                 file.source().will_need(start, end - start);
                 let n_requested_pages = n_pages(start, end);
                 match spreads.last_mut() {

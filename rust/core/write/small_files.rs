@@ -10,7 +10,6 @@
 //! Some hundred files have one plan, so that a chunk of a source is verified once for all of them.
 
 use crate::bytes::memory::Stores;
-use crate::bytes::tuning::Tuning;
 use crate::check::verify::{Checks, verifies_files};
 use crate::control::Control;
 use crate::error::{Error, Result};
@@ -146,8 +145,6 @@ impl Task<'_> {
                 control: self.control,
                 window: None,
                 faulted: &Faulted::default(), // of a short time: the pages must still be there
-                tuning: Tuning::of_process(),
-                measures: false,
             };
             let mut opened = Vec::new();
             for &(name, requested) in some {

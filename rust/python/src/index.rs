@@ -463,8 +463,8 @@ impl Index {
         raise(py, py.detach(|| self.index.alike()))
     }
 
-    fn left_out(&self, py: Python<'_>, file: u32) -> PyResult<Vec<String>> {
-        raise(py, py.detach(|| self.index.left_out(file)))
+    fn not_taken(&self, py: Python<'_>, file: u32) -> PyResult<Vec<String>> {
+        raise(py, py.detach(|| self.index.not_taken(file)))
     }
 
     fn add_wholes(&mut self, py: Python<'_>, tensors: Vec<(PyBackedStr, u32)>) -> PyResult<()> {

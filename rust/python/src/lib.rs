@@ -43,7 +43,7 @@ mod _core {
     use super::{
         arrays::{ArrayColumns, array_kinds, reordered},
         buffer::Buffer,
-        copy_ways, default_threads, dtype_bits,
+        default_threads, dtype_bits,
         geometry::{Layout, Mesh, Request},
         gguf::read_gguf,
         index::Index,
@@ -83,13 +83,4 @@ fn dtype_bits(dtype: values::DtypeName) -> u64 {
 #[pyfunction]
 fn default_threads() -> usize {
     run::default_threads()
-}
-
-#[pyfunction]
-fn copy_ways() -> Vec<(String, String, u64, bool)> {
-    let measured = reshard_core::tuning::Tuning::of_process().report();
-    let lines = measured.into_iter();
-    lines
-        .map(|line| (line.case, line.way, line.picoseconds_per_byte, line.is_used))
-        .collect()
 }

@@ -43,7 +43,7 @@ impl Index {
     }
 
     /// The names of the tensors of a file that the index does not take from it. Opens the file.
-    pub fn left_out(&self, file: u32) -> Result<Vec<String>> {
+    pub fn not_taken(&self, file: u32) -> Result<Vec<String>> {
         let opened = self.open(file)?;
         let table = opened.table();
         let names = (0..table.len()).map(|i| table.entry(i).name);

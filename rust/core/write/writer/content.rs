@@ -2,7 +2,6 @@
 
 use super::{BAND_BYTES, DIRECT_BLOCK_BYTES, Options, PIECE_BYTES};
 use crate::bytes::memory::{Stores, finish_stores};
-use crate::bytes::tuning::Tuning;
 use crate::check::verify::Checks;
 use crate::control::Control;
 use crate::error::{Error, Kind, Result};
@@ -276,9 +275,6 @@ impl Content<'_> {
         control: &Control,
     ) -> Result<()> {
         control.check()?;
-        let tuning = Tuning::of_process();
-        // Not `plan.n_bytes()`, which adds the bytes of all arrays for each band.
-        let n_bytes = self.parts.bytes_before.last().copied().unwrap_or(0);
         let run = Run {
             plan: self.plan,
             checks: &self.checks,
@@ -286,8 +282,6 @@ impl Content<'_> {
             control,
             faulted: &Faulted::default(),
             window,
-            tuning,
-            measures: tuning.measures(n_bytes),
         };
         let filled = self.fill_parts(&self.parts, run, at, to);
         finish_stores();
