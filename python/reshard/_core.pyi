@@ -2,6 +2,10 @@
 
 Offsets, shapes and strides are in elements unless a name ends in `_bytes`. A dtype is given by its safetensors name
 ("BF16", "F8_E4M3", ...).
+
+Records are named tuples, or classes where a file can have a million of them. What comes by column, such as `Index.alike`,
+`number_groups` and `array_kinds`, is a tuple of lists: a record for each tensor would take longer than the call. A word out
+of a few is a `Literal`, the type that the modules above have for it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,21 +24,29 @@ __all__ = [
     "ArrayColumns",
     "ArrayCounts",
     "ArrayPart",
+    "ArrayStack",
     "Buffer",
     "Buffers",
+    "ChangedFile",
+    "DcpObject",
     "DeviceLayout",
     "Expression",
     "FileArray",
+    "FileState",
     "FileTensor",
+    "GgufTensor",
     "Index",
     "IndexPattern",
     "Layout",
     "Loaded",
     "Mesh",
     "MetadataEncoder",
+    "ObjectStatus",
     "Opaque",
+    "OpenedDcp",
     "Patterns",
     "Plan",
+    "PlannedArray",
     "RemoteObject",
     "Request",
     "Snapshot",
@@ -42,7 +54,11 @@ __all__ = [
     "StoredArray",
     "StoredRange",
     "StoredRegion",
+    "StrategyItem",
+    "StrategyLayoutItem",
     "Tile",
+    "TorchShard",
+    "TorchTensor",
     "ValueCounts",
     "Written",
     "__version__",
@@ -213,6 +229,196 @@ class DeviceLayout(NamedTuple):
     tensor_map: Sequence[Sequence[int]]
     alias_name: Sequence[str]
     rank_list: Sequence[int]
+
+class PlannedArray(NamedTuple):
+    """An array that a plan makes.
+
+    Attributes:
+        name: its name in the request.
+        dtype: its dtype, after a cast.
+        shape: its shape.
+        n_bytes: its size in bytes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    n_bytes: int
+
+class ArrayStack(NamedTuple):
+    """Arrays of one dtype and shape that lie at equal distances in a buffer.
+
+    Attributes:
+        buffer: the memory.
+        start: first byte of the first array.
+        step_bytes: bytes from an array to the next one.
+        dtype: their dtype.
+        shape: their shape.
+        numbers: their numbers in the plan.
+    """
+
+    buffer: Buffer
+    start: int
+    step_bytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    numbers: Sequence[int]
+
+class FileState(NamedTuple):
+    """By what a file is told from its later content.
+
+    Attributes:
+        n_bytes: its size in bytes.
+        modified_ns: time of the last modification, in nanoseconds since 1970.
+        inode: its inode number.
+    """
+
+    n_bytes: int
+    modified_ns: int
+    inode: int
+
+class ChangedFile(NamedTuple):
+    """A file that is not what it was when it was first opened.
+
+    Attributes:
+        path: its path.
+        opened: its state when it was opened.
+        now: its state now; None: it was removed.
+    """
+
+    path: str
+    opened: FileState
+    now: FileState | None
+
+class TorchTensor(NamedTuple):
+    """A tensor of a file of `torch.save`.
+
+    Attributes:
+        name: its path in the object.
+        dtype: its dtype.
+        shape: its shape.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+class TorchShard(NamedTuple):
+    """A DTensor of a file of `torch.save`. Its local tensor is the tensor of this name in an index of the file.
+
+    Attributes:
+        name: its path in the object.
+        dtype: its dtype.
+        local: shape of the local tensor.
+        shape: shape of the whole tensor.
+        spec: the object that says how it is divided.
+    """
+
+    name: str
+    dtype: str
+    local: tuple[int, ...]
+    shape: tuple[int, ...]
+    spec: object
+
+class DcpObject(NamedTuple):
+    """A value in a folder of `torch.distributed.checkpoint` that is no tensor.
+
+    Attributes:
+        name: its flattened name.
+        file: path of the data file that holds it.
+        start: its first byte there.
+        n_bytes: its size in bytes.
+        transforms: what its bytes went through, for `read_torch_object`.
+    """
+
+    name: str
+    file: str
+    start: int
+    n_bytes: int
+    transforms: list[str]
+
+class OpenedDcp(NamedTuple):
+    """What a folder of `torch.distributed.checkpoint` holds.
+
+    Attributes:
+        tensors: the index of its tensors.
+        objects: its other values.
+        unsupported: name of each tensor that cannot be read, and why.
+        files: name of each data file, and the bytes that it has at least.
+    """
+
+    tensors: Index
+    objects: list[DcpObject]
+    unsupported: list[tuple[str, str]]
+    files: list[tuple[str, int]]
+
+class GgufTensor(NamedTuple):
+    """A tensor of a GGUF file.
+
+    Attributes:
+        name: its name.
+        type: name of its type, as "Q4_K".
+        type_number: number of its type.
+        n_values: values of a block.
+        n_bytes: bytes of a block.
+        shape: its shape in elements.
+    """
+
+    name: str
+    type: str
+    type_number: int
+    n_values: int
+    n_bytes: int
+    shape: tuple[int, ...]
+
+class StrategyItem(NamedTuple):
+    """An operator of a strategy file, with the names of the file.
+
+    Attributes:
+        node_name: its name.
+        stage: its stage.
+        parallel_strategy: how each of its inputs is divided.
+    """
+
+    node_name: str
+    stage: int
+    parallel_strategy: list[list[int]]
+
+class StrategyLayoutItem(NamedTuple):
+    """A parameter of a strategy file, with the names of the file; what the file declares as repeated is a list of lists.
+
+    Attributes:
+        param_name: its name.
+        dev_matrix: sizes of the device axes.
+        tensor_map: for each dim the axis that divides it.
+        param_split_shape: shapes of the parts of a fused dim.
+        indices_offset: their first indices.
+        field: size of an embedding table that is divided by fields.
+        opt_weight_shard_step: distance of the ranks that divide it further.
+        opt_weight_shard_size: number of these ranks.
+    """
+
+    param_name: str
+    dev_matrix: list[list[int]]
+    tensor_map: list[list[int]]
+    param_split_shape: list[list[int]]
+    indices_offset: list[list[int]]
+    field: int
+    opt_weight_shard_step: int
+    opt_weight_shard_size: int
+
+class ObjectStatus(NamedTuple):
+    """What a bucket says of a name.
+
+    Attributes:
+        n_bytes: its size in bytes; None: it is a folder.
+        e_tag: its ETag; empty for a folder.
+        modified: time of the last change, in seconds since 1970.
+    """
+
+    n_bytes: int | None
+    e_tag: str
+    modified: int
 
 def dtype_bits(dtype: str) -> int:
     """Return the bits of one element of a dtype. An unknown name raises UnsupportedError."""
@@ -508,19 +714,13 @@ class Index:
             within: the first byte and the number of bytes, where it lies in another file; None: the whole file.
         """
 
-    def changed_file(
-        self, *, in_place: bool = False
-    ) -> tuple[str, tuple[int, int, int], tuple[int, int, int] | None] | None:
+    def changed_file(self, *, in_place: bool = False) -> ChangedFile | None:
         """The first file without checksums that is not what it was when it was first opened; None if there is none.
 
         A file that was removed with its folder is no change: what was opened is read as it was.
 
         Args:
             in_place: examine only the files that are open, whatever their paths name now.
-
-        Returns:
-            Its path, its state when it was opened, and its state now, or None if it was removed. A state is the size in
-            bytes, the time of the last modification in nanoseconds since 1970, and the inode number.
 
         Raises:
             StorageError: a file cannot be examined.
@@ -743,10 +943,8 @@ class Index:
             The record of each file; None for a file that is not small and was not written.
         """
 
-    def request_arrays(
-        self, request: Request, *, dtype: str | None = None
-    ) -> list[tuple[str, str, tuple[int, ...], int]]:
-        """Return `(name, dtype, shape, bytes)` of each array of a request, as those of a plan, without a plan.
+    def request_arrays(self, request: Request, *, dtype: str | None = None) -> list[PlannedArray]:
+        """Return the arrays of a request, as those of a plan, without a plan.
 
         Args:
             request: the requested arrays.
@@ -805,8 +1003,8 @@ class Plan:
     """All copies from stored tiles to the arrays of one request. Executing a plan fails only for I/O and damage."""
 
     @property
-    def arrays(self) -> list[tuple[str, str, tuple[int, ...], int]]:
-        """`(name, dtype, shape, n_bytes)` of each array."""
+    def arrays(self) -> list[PlannedArray]:
+        """Its arrays, in the order of the request."""
 
     @property
     def n_bytes(self) -> int:
@@ -912,8 +1110,8 @@ class Loaded:
     def __getitem__(self, number: int, /) -> tuple[Buffer, int]: ...
     def __iter__(self) -> Iterator[tuple[Buffer, int]]: ...
     @property
-    def stacks(self) -> list[tuple[Buffer, int, int, str, tuple[int, ...], Sequence[int]]]:
-        """The same by kind: buffer, first byte, distance in bytes, dtype and shape, and the numbers of the arrays."""
+    def stacks(self) -> list[ArrayStack]:
+        """The same by kind."""
 
 @final
 class Written:
@@ -932,7 +1130,7 @@ class Written:
         """The ETag of an object in a bucket; None for a local file."""
 
     @property
-    def not_finite(self) -> list[tuple[str, str]]:
+    def not_finite(self) -> list[tuple[str, Literal["nan", "inf"]]]:
         """Names of the arrays with values that are not finite; of each "nan", or "inf" if none of its values is NaN."""
 
 @final
@@ -985,15 +1183,6 @@ class Snapshot:
 
     def close(self) -> None:
         """Return the memory to the pool."""
-
-StrategyItem: TypeAlias = tuple[str, int, list[list[int]]]
-"""An operator of a strategy file: node_name, stage, parallel_strategy."""
-
-StrategyLayoutItem: TypeAlias = tuple[
-    str, list[list[int]], list[list[int]], list[list[int]], list[list[int]], int, int, int
-]
-"""A parameter of a strategy file: param_name, dev_matrix, tensor_map, param_split_shape and indices_offset as lists of
-messages, field, opt_weight_shard_step, opt_weight_shard_size."""
 
 MetadataKind: TypeAlias = tuple[str, Sequence[int], int, int]
 """dtype in the spelling of the file, global shape, number of the grid, number of the list of cells."""
@@ -1296,37 +1485,19 @@ def add_quantised(
         UnsupportedError: a part has a dtype that the recipe lacks.
     """
 
-def read_gguf(path: str) -> tuple[dict[str, int | float | str], list[tuple[str, str, int, int, int, list[int]]]]:
-    """The header of a GGUF file: its values without arrays and long texts, and its tensors.
+def read_gguf(path: str) -> tuple[dict[str, int | float | str], list[GgufTensor]]:
+    """The header of a GGUF file: its values by key, without arrays and long texts, and its tensors."""
 
-    Returns:
-        The values by key; of each tensor its name, the name and the number of its type, the values and bytes of a block,
-        and its shape in elements.
-    """
-
-def read_torch_file(
-    path: str, *, follow_links: bool = True
-) -> tuple[list[tuple[str, str, tuple[int, ...]]], list[tuple[str, object]]]:
-    """`(path, dtype, shape)` of each tensor of a file of `torch.save`, and `(path, value)` of everything else."""
+def read_torch_file(path: str, *, follow_links: bool = True) -> tuple[list[TorchTensor], list[tuple[str, object]]]:
+    """The tensors of a file of `torch.save`, and `(path, value)` of everything else."""
 
 def read_torch_shards(
     path: str, *, follow_links: bool = True
-) -> tuple[
-    list[tuple[str, str, tuple[int, ...]]],
-    list[tuple[str, str, tuple[int, ...], tuple[int, ...], object]],
-    list[tuple[str, object]],
-]:
-    """The tensors and other values of a file of `torch.save`, as `read_torch_file`; and its DTensors between them.
+) -> tuple[list[TorchTensor], list[TorchShard], list[tuple[str, object]]]:
+    """The tensors of a file of `torch.save`, its DTensors, and its other values, as `read_torch_file`."""
 
-    Returns:
-        Tensors; `(path, dtype, local shape, global shape, spec)` of each DTensor, whose local tensor is the tensor of
-        this name in the index; and the other values.
-    """
-
-def read_torch_content(
-    path: str, *, follow_links: bool = True
-) -> tuple[list[tuple[str, str, tuple[int, ...]]], object]:
-    """`(path, dtype, shape)` of each tensor of a file of `torch.save`, and its object without the content of tensors.
+def read_torch_content(path: str, *, follow_links: bool = True) -> tuple[list[TorchTensor], object]:
+    """The tensors of a file of `torch.save`, and its object without their content.
 
     One `Opaque` without arguments stands for all tensors that are made by the function of its name.
     """
@@ -1337,19 +1508,10 @@ def read_torch_object(path: str, start: int, n_bytes: int, *, transforms: Sequen
 def decode_torch_object(data: bytes) -> object:
     """The object of `torch.save` in these bytes."""
 
-def open_dcp(
-    folder: str, data: bytes, *, method: ReadMethod = "auto"
-) -> tuple[Index, list[tuple[str, str, int, int, list[str]]], list[tuple[str, str]], list[tuple[str, int]]]:
-    """The index of a folder of `torch.distributed.checkpoint` whose `.metadata` has this content.
+def open_dcp(folder: str, data: bytes, *, method: ReadMethod = "auto") -> OpenedDcp:
+    """Open a folder of `torch.distributed.checkpoint` whose `.metadata` has this content."""
 
-    Returns:
-        The index; `(name, file, first byte, bytes, transforms)` of what is no tensor; `(name, reason)` of tensors that
-        cannot be read; `(name, bytes)` of each data file, which it has at least.
-    """
-
-def open_dcp_ranks(
-    folder: str, descriptions: Sequence[tuple[str, bytes]], *, method: ReadMethod = "auto"
-) -> tuple[Index, list[tuple[str, str, int, int, list[str]]], list[tuple[str, str]], list[tuple[str, int]]]:
+def open_dcp_ranks(folder: str, descriptions: Sequence[tuple[str, bytes]], *, method: ReadMethod = "auto") -> OpenedDcp:
     """As `open_dcp`, for a folder with a description of each rank, given as `(name, content)`."""
 
 def read_dcp_paths(data: bytes) -> list[tuple[str, tuple[str | int, ...]]]:
@@ -1383,8 +1545,8 @@ class RemoteObject:
             StorageError: it cannot be read.
         """
 
-def object_status(url: str) -> tuple[int | None, str, int] | None:
-    """Size, ETag and time of the last change (seconds since 1970) of an object; the size is None for a folder.
+def object_status(url: str) -> ObjectStatus | None:
+    """What is at a name.
 
     Returns:
         None if there is neither an object nor a folder.
@@ -1394,8 +1556,8 @@ def object_status(url: str) -> tuple[int | None, str, int] | None:
         StorageError: the service cannot be asked.
     """
 
-def object_names(url: str, max_pages: int | None = None) -> tuple[list[tuple[str, tuple[int | None, str, int]]], bool]:
-    """The names in a folder of a bucket, sorted, each with what `object_status` returns.
+def object_names(url: str, max_pages: int | None = None) -> tuple[list[tuple[str, ObjectStatus]], bool]:
+    """The names in a folder of a bucket, sorted.
 
     Args:
         url: the folder.
@@ -1418,10 +1580,8 @@ def read_small_object(url: str, max_bytes: int) -> bytes | None:
         StorageError: it cannot be read.
     """
 
-def objects_below(
-    url: str, *, after: str = "", max_keys: int | None = None
-) -> list[tuple[str, tuple[int | None, str, int]]]:
-    """The objects below a folder, at any depth, sorted by name, each with what `object_status` returns.
+def objects_below(url: str, *, after: str = "", max_keys: int | None = None) -> list[tuple[str, ObjectStatus]]:
+    """The objects below a folder, at any depth, sorted by name.
 
     Args:
         url: the folder; it need not exist.
@@ -1439,7 +1599,7 @@ def put_object(url: str, content: bytes) -> None:
         StorageError: the service did not confirm it; the object is the old one or the new one.
     """
 
-def put_new_object(url: str, content: bytes) -> tuple[str, Exception | None]:
+def put_new_object(url: str, content: bytes) -> tuple[Literal["created", "exists", "unknown"], Exception | None]:
     """Create an object that must not exist. A request whose answer is lost is not sent again.
 
     Returns:

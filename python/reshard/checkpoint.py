@@ -130,7 +130,7 @@ class _Keys(Sequence[str]):
         return map(self._index.key, range(self._n))
 
 
-def _state(state: tuple[int, int, int]) -> str:
+def _state(state: _core.FileState) -> str:
     """The state of a file in words."""
     n_bytes, modified_ns, inode = state
     seconds, ns = divmod(modified_ns, 1_000_000_000)
@@ -254,11 +254,11 @@ class Checkpoint:
         change = self._index.changed_file(in_place=in_place)
         if change is None:
             return
-        path, opened, now = change
         raise MismatchError(
-            f"{show(str(path))} changed while it was read: when it was opened it had {_state(opened)}; "
-            f"now {'it is gone' if now is None else f'it has {_state(now)}'}. What was read may be a mixture of both",
-            path=str(path),
+            f"{show(change.path)} changed while it was read: when it was opened it had {_state(change.opened)}; "
+            f"now {'it is gone' if change.now is None else f'it has {_state(change.now)}'}. What was read may be a "
+            "mixture of both",
+            path=change.path,
             hint=UNCHANGED_HINT,
         )
 

@@ -114,8 +114,8 @@ class Job:
         self.source.data.check(self.keys)
         return self.source.data.index.request_sizes(request, dtype=self.options.dtype)
 
-    def arrays(self, request: _core.Request) -> list[tuple[str, str, tuple[int, ...], int]]:
-        """`(name, dtype, shape, bytes)` of each array of a request for some of the tensors that are written.
+    def arrays(self, request: _core.Request) -> list[_core.PlannedArray]:
+        """The arrays of a request for some of the tensors that are written.
 
         Raises:
             MismatchError: ranks hold different bytes of a tensor that the strategy of rank folders does not list.

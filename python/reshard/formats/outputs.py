@@ -57,7 +57,7 @@ def as_arrays(names: Sequence[str], loaded: _core.Loaded) -> dict[str, np.ndarra
 
 def load_all(plan: _core.Plan) -> dict[str, np.ndarray]:
     """Execute a plan into new arrays, by name. Raises DamagedFileError and StorageError as the plan does."""
-    return as_arrays([name for name, *_ in plan.arrays], plan.load())
+    return as_arrays([array.name for array in plan.arrays], plan.load())
 
 
 def keeps_order(box: IndexedRegion) -> bool:
@@ -129,9 +129,7 @@ def check_out(key: str, out: np.ndarray, dtype: str, shape: tuple[int, ...]) -> 
         raise ArgumentError(f"`out` for `{key}` must be writable and C-contiguous", key=key)
 
 
-def check_outs(
-    out: Mapping[str, np.ndarray], names: list[str], arrays: list[tuple[str, str, tuple[int, ...], int]]
-) -> None:
+def check_outs(out: Mapping[str, np.ndarray], names: list[str], arrays: list[_core.PlannedArray]) -> None:
     """Check that given arrays are exactly those of a plan, by name, shape and dtype.
 
     Args:

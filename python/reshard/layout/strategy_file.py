@@ -260,8 +260,8 @@ def _from_protobuf(data: bytes, path: str) -> StrategyFile:
         ) from None
     at = At(path, {}, (), "strategy", DamagedFileError)
     layouts: dict[str, LayoutItem] = {}
-    for n, (name, matrix, tensor_map, split, offset, *numbers) in enumerate(items):
-        where = at / "parallel_layout_item" / n
+    for n, item in enumerate(items):
+        where, name = at / "parallel_layout_item" / n, item.param_name
         _check_name(where, name)
         if name in layouts:
             raise where.error(
@@ -271,13 +271,13 @@ def _from_protobuf(data: bytes, path: str) -> StrategyFile:
         layouts[name] = _checked(
             where / name,
             LayoutItem(
-                dev_matrix=_one(where / name / "dev_matrix", matrix),
-                tensor_map=tuple(map(tuple, tensor_map)),
-                param_split_shape=_one(where / name / "param_split_shape", split, optional=True),
-                indices_offset=_one(where / name / "indices_offset", offset, optional=True),
-                field=numbers[0],
-                opt_weight_shard_step=numbers[1],
-                opt_weight_shard_size=numbers[2],
+                dev_matrix=_one(where / name / "dev_matrix", item.dev_matrix),
+                tensor_map=tuple(map(tuple, item.tensor_map)),
+                param_split_shape=_one(where / name / "param_split_shape", item.param_split_shape, optional=True),
+                indices_offset=_one(where / name / "indices_offset", item.indices_offset, optional=True),
+                field=item.field,
+                opt_weight_shard_step=item.opt_weight_shard_step,
+                opt_weight_shard_size=item.opt_weight_shard_size,
             ),
         )
     operator_items = []
@@ -297,9 +297,12 @@ def _one(at: At, messages: list[list[int]], *, optional: bool = False) -> tuple[
 def _to_protobuf(content: StrategyFile) -> bytes:
     return _core.encode_strategy(
         content.current_stage,
-        [(item.node_name, item.stage, [list(dims) for dims in item.parallel_strategy]) for item in content.operators],
         [
-            (
+            _core.StrategyItem(item.node_name, item.stage, [list(dims) for dims in item.parallel_strategy])
+            for item in content.operators
+        ],
+        [
+            _core.StrategyLayoutItem(
                 name,
                 [list(item.dev_matrix)],
                 [list(axes) for axes in item.tensor_map],

@@ -15,7 +15,7 @@ import time
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, BinaryIO, Literal, cast
 
 from reshard import _core
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, StorageError, UnsupportedError
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 
     from reshard.storage.store import Kind
-
-_Status: TypeAlias = tuple[int | None, str, int]
-"""Size (None for a folder), ETag, and time of the last change in seconds since 1970."""
 
 _PIECE_BYTES = 4 << 20
 _MAX_KEPT_BYTES = 1 << 20
@@ -147,13 +144,11 @@ class RemoteStore(ObjectStore):
         found = self._status(path)
         if found is None:
             raise CheckpointNotFoundError(f"there is no file or folder {show(path)}", path=path)
-        n_bytes, e_tag, modified = found
-        if n_bytes is None:
+        if found.n_bytes is None:
             return Stat("folder", 0, path, 0, 0, 0)
-        modified_ns = modified * _SECOND_NS
-        return Stat("file", n_bytes, e_tag, modified_ns, modified_ns, 0)
+        return _stat_of_object(found)
 
-    def _status(self, path: str) -> _Status | None:
+    def _status(self, path: str) -> _core.ObjectStatus | None:
         if self.lacks(path):
             return None
         remembered = _remembered.get()
@@ -179,7 +174,7 @@ class RemoteStore(ObjectStore):
                 found = dict(_core.object_names(path)[0])
         elif not found and path != self.root:
             raise CheckpointNotFoundError(f"there is no folder {show(path)}", path=path)
-        return [(name, "folder" if one[0] is None else "file", one[0] or 0) for name, one in found.items()]
+        return [(name, "folder" if one.n_bytes is None else "file", one.n_bytes or 0) for name, one in found.items()]
 
     @contextlib.contextmanager
     def remembering(self, *, contents: bool = False) -> Iterator[None]:
@@ -216,7 +211,7 @@ class RemoteStore(ObjectStore):
             return None
         if path not in remembered.contents:
             found = self._status(path)
-            if found is None or found[0] is None or found[0] > _MAX_KEPT_BYTES:
+            if found is None or found.n_bytes is None or found.n_bytes > _MAX_KEPT_BYTES:
                 return None
             with failing("reading", path):
                 content = _core.read_small_object(path, _MAX_KEPT_BYTES)
@@ -293,17 +288,13 @@ class RemoteStore(ObjectStore):
         """See `ObjectStore.put_new`. A request whose answer is lost is not sent again."""
         self._check_writable(path)
         with _changing("creating", path):
-            outcome, reason = _core.put_new_object(path, data)
-        return outcome, reason  # type: ignore[return-value]
+            return _core.put_new_object(path, data)
 
     def below(self, path: str, *, after: str = "", max_keys: int | None = None) -> list[tuple[str, Stat]]:
         """See `ObjectStore.below`."""
         with failing("listing", path):
             found = _core.objects_below(path, after=after, max_keys=max_keys)
-        return [
-            (name, Stat("file", n_bytes or 0, e_tag, modified * _SECOND_NS, modified * _SECOND_NS, 0))
-            for name, (n_bytes, e_tag, modified) in found
-        ]
+        return [(name, _stat_of_object(one)) for name, one in found]
 
     def remembered(self, path: str, make: Callable[[], T]) -> T:
         """See `ObjectStore.remembered`."""
@@ -457,7 +448,7 @@ class RemoteStore(ObjectStore):
     def touched_ns(self, path: str) -> int | None:
         """See `Store.touched_ns`."""
         found = self._status(path)
-        return None if found is None else found[2] * _SECOND_NS
+        return None if found is None else found.modified * _SECOND_NS
 
     # -- properties of the store
 
@@ -559,8 +550,8 @@ class _Remembered:
     def __init__(self, *, keeps_contents: bool) -> None:
         self.keeps_contents = keeps_contents
         self.contents: dict[str, bytes] = {}
-        self.statuses: dict[str, _Status | None] = {}
-        self._folders: dict[str, dict[str, _Status] | None] = {}
+        self.statuses: dict[str, _core.ObjectStatus | None] = {}
+        self._folders: dict[str, dict[str, _core.ObjectStatus] | None] = {}
         self.made: dict[str, object] = {}
 
     def forget(self) -> None:
@@ -570,7 +561,7 @@ class _Remembered:
         self._folders.clear()
         self.made.clear()
 
-    def folder(self, path: str) -> dict[str, _Status] | None:
+    def folder(self, path: str) -> dict[str, _core.ObjectStatus] | None:
         """The entries of a folder; empty if there is none; None: they are more than one page."""
         if path not in self._folders:
             try:
@@ -600,7 +591,12 @@ def _changing(doing: str, path: str) -> Iterator[None]:
             remembered.forget()
 
 
-def _look(path: str) -> _Status | None:
+def _stat_of_object(found: _core.ObjectStatus) -> Stat:
+    modified_ns = found.modified * _SECOND_NS
+    return Stat("file", found.n_bytes or 0, found.e_tag, modified_ns, modified_ns, 0)
+
+
+def _look(path: str) -> _core.ObjectStatus | None:
     with failing("looking at", path):
         return _core.object_status(path)
 

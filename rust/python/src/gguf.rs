@@ -1,21 +1,19 @@
 //! The header of a GGUF file as Python objects.
 
 use crate::errors::raise;
+use crate::records::GGUF_TENSOR;
 use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyTuple};
 use reshard_core::source::{Method, Source};
 use reshard_formats::gguf::{Value, read};
 use std::path::PathBuf;
-
-/// Name, type and its number, values and bytes of a block, shape in elements.
-type Tensor = (String, &'static str, u32, u64, u64, Vec<u64>);
 
 #[pyfunction]
 pub(crate) fn read_gguf(
     py: Python<'_>,
     path: PathBuf,
-) -> PyResult<(Bound<'_, PyDict>, Vec<Tensor>)> {
+) -> PyResult<(Bound<'_, PyDict>, Vec<Bound<'_, PyTuple>>)> {
     let found = py.detach(|| read(&Source::open(&path, true, Method::Auto)?));
     let found = raise(py, found)?;
     let values = PyDict::new(py);
@@ -31,8 +29,9 @@ pub(crate) fn read_gguf(
     }
     let tensors = found.tensors.into_iter().map(|tensor| {
         let of = tensor.of;
-        let shape = tensor.shape;
-        (tensor.name, of.name, of.id, of.n_values, of.n_bytes, shape)
+        let shape = PyTuple::new(py, tensor.shape)?;
+        let values = (tensor.name, of.name, of.id, of.n_values, of.n_bytes, shape);
+        GGUF_TENSOR.of(py, values)
     });
-    Ok((values, tensors.collect()))
+    Ok((values, tensors.collect::<PyResult<_>>()?))
 }

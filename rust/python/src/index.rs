@@ -2,9 +2,10 @@
 
 use crate::errors::{of_python, raise};
 use crate::geometry::{Layout, Request};
-use crate::plan::{ArrayInfo, Plan, array_infos};
+use crate::plan::{Plan, array_infos};
 use crate::records::{
-    DEVICE_LAYOUT, FileArray, FileTensor, STORED_ARRAY, STORED_REGION, tile_list,
+    CHANGED_FILE, DEVICE_LAYOUT, FILE_STATE, FileArray, FileTensor, STORED_ARRAY, STORED_REGION,
+    tile_list,
 };
 use crate::run::{n_threads, run};
 use crate::values::{DtypeName, dtype_of};
@@ -16,7 +17,7 @@ use pyo3::types::{PyString, PyTuple};
 use reshard_core::checksum::Checksums;
 use reshard_core::control::Control;
 use reshard_core::dtype::n_elements;
-use reshard_core::index::{CHUNK_TENSORS, ReadChecksums, drop_large};
+use reshard_core::index::{CHUNK_TENSORS, Change, ReadChecksums, drop_large};
 use reshard_core::region::{Region, flat_range_boxes, row_major_strides};
 use reshard_core::request::Requested;
 use reshard_core::shard_file::{Format, ShardFile};
@@ -30,12 +31,6 @@ use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-
-/// Size in bytes, modification time in nanoseconds, inode number.
-type FileState = (u64, i64, u64);
-
-/// A path, the state of the file when it was opened, and its state now.
-type Change = (OsString, FileState, Option<FileState>);
 
 type TileArguments = (Vec<u64>, Vec<u64>, u64, Vec<u64>);
 
@@ -272,13 +267,20 @@ impl Index {
     }
 
     #[pyo3(signature = (*, in_place=false))]
-    fn changed_file(&self, py: Python<'_>, in_place: bool) -> PyResult<Option<Change>> {
+    fn changed_file<'py>(
+        &self,
+        py: Python<'py>,
+        in_place: bool,
+    ) -> PyResult<Option<Bound<'py, PyTuple>>> {
         let changed = py.detach(|| self.index.changed_file(in_place));
-        let facts = |stamp: Stamp| (stamp.n_bytes, stamp.modified_ns, stamp.inode);
-        Ok(raise(py, changed)?.map(|change| {
+        let state =
+            |stamp: Stamp| FILE_STATE.of(py, (stamp.n_bytes, stamp.modified_ns, stamp.inode));
+        let record = |change: Change<'_>| {
             let path = change.path.as_os_str().to_owned();
-            (path, facts(change.opened), change.now.map(facts))
-        }))
+            let now = change.now.map(state).transpose()?;
+            CHANGED_FILE.of(py, (path, state(change.opened)?, now))
+        };
+        raise(py, changed)?.map(record).transpose()
     }
 
     fn file_metadata(
@@ -656,7 +658,7 @@ impl Index {
         py: Python<'py>,
         request: &Request,
         dtype: Option<DtypeName>,
-    ) -> PyResult<Vec<ArrayInfo<'py>>> {
+    ) -> PyResult<Vec<Bound<'py, PyTuple>>> {
         let dtype = dtype_of(dtype);
         let sizes = raise(
             py,

@@ -2,6 +2,7 @@
 
 use crate::buffer::{Borrowed, Buffer, disjoint};
 use crate::errors::raise;
+use crate::records::{ARRAY_STACK, PLANNED_ARRAY};
 use crate::run::{run, run_in_team};
 use crate::write::{Buffers, Written, with_buffers, write_plan};
 use pyo3::exceptions::PyIndexError;
@@ -25,32 +26,14 @@ const ALIGN_BYTES: u64 = 64;
 /// As many small arrays with one dtype and shape have memory of their own, in which they lie at equal distances.
 const MIN_STACK: usize = 16;
 
-/// Buffer, first byte, distance in bytes, dtype and shape, numbers of the arrays.
-type StackInfo<'py> = (
-    Bound<'py, Buffer>,
-    u64,
-    u64,
-    Bound<'py, PyString>,
-    Bound<'py, PyTuple>,
-    Bound<'py, PyAny>,
-);
-
 /// Literal bytes, the start of each array, and `(position, array)` of each CRC-32.
 type Container<'py> = (Bound<'py, PyBytes>, Vec<u64>, Vec<(u64, usize)>);
-
-/// Name, dtype, shape and bytes of an array.
-pub(crate) type ArrayInfo<'py> = (
-    Bound<'py, PyString>,
-    Bound<'py, PyString>,
-    Bound<'py, PyTuple>,
-    u64,
-);
 
 /// The arrays as Python takes them. Arrays that follow each other often have one dtype and one shape, made once.
 pub(crate) fn array_infos<'py, 'a>(
     py: Python<'py>,
     arrays: impl Iterator<Item = (&'a str, Dtype, &'a [u64], u64)>,
-) -> PyResult<Vec<ArrayInfo<'py>>> {
+) -> PyResult<Vec<Bound<'py, PyTuple>>> {
     let mut last: Option<(Dtype, &[u64], Bound<'py, PyString>, Bound<'py, PyTuple>)> = None;
     arrays
         .map(|(name, dtype, shape, n_bytes)| {
@@ -65,7 +48,7 @@ pub(crate) fn array_infos<'py, 'a>(
                 ),
             });
             let name = PyString::new(py, name);
-            Ok((name, dtype_name.clone(), tuple.clone(), n_bytes))
+            PLANNED_ARRAY.of(py, (name, dtype_name, tuple, n_bytes))
         })
         .collect()
 }
@@ -178,7 +161,7 @@ impl Loaded {
 
     /// Arrays with one dtype and shape that lie at equal distances in one buffer.
     #[getter]
-    fn stacks<'py>(&self, py: Python<'py>) -> PyResult<Vec<StackInfo<'py>>> {
+    fn stacks<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyTuple>>> {
         let range = py.import("builtins")?.getattr("range")?;
         let mut found = Vec::new();
         for Stack {
@@ -206,7 +189,8 @@ impl Loaded {
                 let (memory, start) = self.places[first];
                 let buffer = self.buffers[memory].bind(py).clone();
                 let dtype = PyString::intern(py, dtype.name());
-                found.push((buffer, start, *step, dtype, shape.clone(), stack));
+                let values = (buffer, start, *step, dtype, &shape, stack);
+                found.push(ARRAY_STACK.of(py, values)?);
                 rest = after;
             }
         }
@@ -220,7 +204,7 @@ pub(crate) struct Plan(pub(crate) CorePlan<'static>);
 #[pymethods]
 impl Plan {
     #[getter]
-    fn arrays<'py>(&self, py: Python<'py>) -> PyResult<Vec<ArrayInfo<'py>>> {
+    fn arrays<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyTuple>>> {
         let arrays = self.0.arrays().iter();
         let arrays = arrays.map(|a| (a.name.as_str(), a.dtype, a.shape.as_slice(), a.n_bytes()));
         array_infos(py, arrays)

@@ -1,5 +1,8 @@
-//! The records that Python receives. Those that Python makes too are named tuples, which it can unpack and write as JSON.
-//! Those of which a file can have a million are classes of their own: an instance costs less than a tuple.
+//! The records that Python receives. Most are named tuples, which it can unpack, compare and write as JSON. Those of which
+//! a file can have a million are classes of their own: an instance costs less than a tuple.
+//!
+//! What comes by column (`alike`, `number_groups`, `array_kinds`) stays a tuple of lists, and pairs stay pairs: a record
+//! for each tensor would take longer than the call.
 
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -47,6 +50,65 @@ pub(crate) static DEVICE_LAYOUT: Record = Record::new(
     "DeviceLayout",
     &["device_matrix", "tensor_map", "alias_name", "rank_list"],
 );
+
+/// An array of a plan.
+pub(crate) static PLANNED_ARRAY: Record =
+    Record::new("PlannedArray", &["name", "dtype", "shape", "n_bytes"]);
+/// Arrays of one kind that lie at equal distances in a buffer.
+pub(crate) static ARRAY_STACK: Record = Record::new(
+    "ArrayStack",
+    &["buffer", "start", "step_bytes", "dtype", "shape", "numbers"],
+);
+/// What tells a file from its later content.
+pub(crate) static FILE_STATE: Record =
+    Record::new("FileState", &["n_bytes", "modified_ns", "inode"]);
+/// A file that is not what it was.
+pub(crate) static CHANGED_FILE: Record = Record::new("ChangedFile", &["path", "opened", "now"]);
+/// A tensor of a file of `torch.save`.
+pub(crate) static TORCH_TENSOR: Record = Record::new("TorchTensor", &["name", "dtype", "shape"]);
+/// A `DTensor` of a file of `torch.save`.
+pub(crate) static TORCH_SHARD: Record =
+    Record::new("TorchShard", &["name", "dtype", "local", "shape", "spec"]);
+/// A value of a folder of `torch.distributed.checkpoint` that is no tensor.
+pub(crate) static DCP_OBJECT: Record = Record::new(
+    "DcpObject",
+    &["name", "file", "start", "n_bytes", "transforms"],
+);
+/// What a folder of `torch.distributed.checkpoint` holds.
+pub(crate) static OPENED_DCP: Record =
+    Record::new("OpenedDcp", &["tensors", "objects", "unsupported", "files"]);
+/// A tensor of a GGUF file.
+pub(crate) static GGUF_TENSOR: Record = Record::new(
+    "GgufTensor",
+    &[
+        "name",
+        "type",
+        "type_number",
+        "n_values",
+        "n_bytes",
+        "shape",
+    ],
+);
+/// An operator of a strategy file.
+pub(crate) static STRATEGY_ITEM: Record =
+    Record::new("StrategyItem", &["node_name", "stage", "parallel_strategy"]);
+/// A parameter of a strategy file.
+pub(crate) static STRATEGY_LAYOUT_ITEM: Record = Record::new(
+    "StrategyLayoutItem",
+    &[
+        "param_name",
+        "dev_matrix",
+        "tensor_map",
+        "param_split_shape",
+        "indices_offset",
+        "field",
+        "opt_weight_shard_step",
+        "opt_weight_shard_size",
+    ],
+);
+/// What a bucket says of a name.
+pub(crate) static OBJECT_STATUS: Record =
+    Record::new("ObjectStatus", &["n_bytes", "e_tag", "modified"]);
 
 /// `tuple.__new__`: it makes an instance of a subclass without running Python code.
 static NEW: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
@@ -97,6 +159,18 @@ pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
         &ARRAY_COUNTS,
         &ARRAY_PART,
         &DEVICE_LAYOUT,
+        &PLANNED_ARRAY,
+        &ARRAY_STACK,
+        &FILE_STATE,
+        &CHANGED_FILE,
+        &TORCH_TENSOR,
+        &TORCH_SHARD,
+        &DCP_OBJECT,
+        &OPENED_DCP,
+        &GGUF_TENSOR,
+        &STRATEGY_ITEM,
+        &STRATEGY_LAYOUT_ITEM,
+        &OBJECT_STATUS,
     ] {
         module.add(record.name, record.class(module.py())?)?;
     }

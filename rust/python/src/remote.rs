@@ -1,9 +1,10 @@
 //! Objects in buckets and behind HTTP.
 
 use crate::errors::raise;
+use crate::records::OBJECT_STATUS;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
+use pyo3::types::{PyBytes, PyTuple};
 use reshard_core::Result;
 use reshard_core::checksum::Checksums;
 use reshard_core::control::Control;
@@ -95,41 +96,52 @@ impl RemoteObject {
     }
 }
 
-/// Size, `ETag` and time of the last change of an object; the size is `None` for a folder.
-type Status = (Option<u64>, String, i64);
-
 #[pyfunction]
-pub(crate) fn object_status(py: Python<'_>, url: &str) -> PyResult<Option<Status>> {
+pub(crate) fn object_status<'py>(
+    py: Python<'py>,
+    url: &str,
+) -> PyResult<Option<Bound<'py, PyTuple>>> {
     let address = address(py, url)?;
     let found = wait(py, move || folder::stat(&address))?;
-    Ok(found.map(status_of))
+    found.map(|found| status_of(py, found)).transpose()
 }
 
-fn status_of(found: Found) -> Status {
-    match found {
+/// The size is `None` for a folder.
+fn status_of(py: Python<'_>, found: Found) -> PyResult<Bound<'_, PyTuple>> {
+    let values = match found {
         Found::Object {
             n_bytes,
             e_tag,
             modified,
         } => (Some(n_bytes), e_tag.unwrap_or_default(), modified),
         Found::Folder => (None, String::new(), 0),
-    }
+    };
+    OBJECT_STATUS.of(py, values)
+}
+
+type Named<'py> = (String, Bound<'py, PyTuple>);
+
+fn named(
+    py: Python<'_>,
+    found: impl IntoIterator<Item = (String, Found)>,
+) -> PyResult<Vec<Named<'_>>> {
+    let found = found.into_iter();
+    found
+        .map(|(name, found)| Ok((name, status_of(py, found)?)))
+        .collect()
 }
 
 #[pyfunction]
 #[pyo3(signature = (url, max_pages=None))]
-pub(crate) fn object_names(
-    py: Python<'_>,
+pub(crate) fn object_names<'py>(
+    py: Python<'py>,
     url: &str,
     max_pages: Option<usize>,
-) -> PyResult<(Vec<(String, Status)>, bool)> {
+) -> PyResult<(Vec<Named<'py>>, bool)> {
     let address = address(py, url)?;
     let max_pages = max_pages.unwrap_or(usize::MAX);
     let (found, is_complete) = wait(py, move || folder::entries(&address, max_pages))?;
-    let found = found
-        .into_iter()
-        .map(|(name, found)| (name, status_of(found)));
-    Ok((found.collect(), is_complete))
+    Ok((named(py, found)?, is_complete))
 }
 
 #[pyfunction]
@@ -205,18 +217,15 @@ pub(crate) fn remove_objects(py: Python<'_>, urls: Vec<String>) -> PyResult<()> 
 
 #[pyfunction]
 #[pyo3(signature = (url, *, after="", max_keys=None))]
-pub(crate) fn objects_below(
-    py: Python<'_>,
+pub(crate) fn objects_below<'py>(
+    py: Python<'py>,
     url: &str,
     after: &str,
     max_keys: Option<usize>,
-) -> PyResult<Vec<(String, Status)>> {
+) -> PyResult<Vec<Named<'py>>> {
     let (address, after) = (address(py, url)?, after.to_owned());
     let found = wait(py, move || folder::below(&address, &after, max_keys))?;
-    let found = found
-        .into_iter()
-        .map(|(name, found)| (name, status_of(found)));
-    Ok(found.collect())
+    named(py, found)
 }
 
 #[pyfunction]

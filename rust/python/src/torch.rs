@@ -3,6 +3,7 @@
 
 use crate::errors::raise;
 use crate::index::{Index, parse_method};
+use crate::records::{DCP_OBJECT, OPENED_DCP, TORCH_SHARD, TORCH_TENSOR};
 use pyo3::exceptions::PyRecursionError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyComplex, PyDict, PyFrozenSet, PyList, PyTuple};
@@ -13,7 +14,7 @@ use reshard_formats::dcp::folder::{self, Folder};
 use reshard_formats::dcp::{Step, paths};
 use reshard_formats::objects::{Elements, Object, Objects, read_file, read_range, too_many_values};
 use reshard_formats::pickle::{Id, Record};
-use reshard_formats::torch_file::{Leaf, TorchFile};
+use reshard_formats::torch_file::{Leaf, Tensor, TorchFile};
 use reshard_formats::zip::Window;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -240,7 +241,14 @@ fn root_of<'py>(py: Python<'py>, file: &TorchFile) -> PyResult<Bound<'py, PyAny>
     Ok(objects.remove(0))
 }
 
-type TensorTuple<'py> = (String, &'static str, Bound<'py, PyTuple>);
+fn torch_tensor<'py>(
+    py: Python<'py>,
+    name: String,
+    tensor: &Tensor,
+) -> PyResult<Bound<'py, PyTuple>> {
+    let shape = PyTuple::new(py, &tensor.shape)?;
+    TORCH_TENSOR.of(py, (name, tensor.dtype.name(), shape))
+}
 
 /// Tensors and other values of a file of `torch.save`, by path.
 #[pyfunction]
@@ -249,7 +257,7 @@ pub(crate) fn read_torch_file(
     py: Python<'_>,
     path: PathBuf,
     follow_links: bool,
-) -> PyResult<(Vec<TensorTuple<'_>>, Vec<(String, Bound<'_, PyAny>)>)> {
+) -> PyResult<(Vec<Bound<'_, PyTuple>>, Vec<(String, Bound<'_, PyAny>)>)> {
     let read = py.detach(|| read_file(&path, follow_links));
     let (file, leaves) = raise(py, read)?;
     let mut tensors = Vec::new();
@@ -257,7 +265,7 @@ pub(crate) fn read_torch_file(
     for (name, leaf) in leaves {
         match leaf {
             Leaf::Tensor(tensor) => {
-                tensors.push((name, tensor.dtype.name(), PyTuple::new(py, tensor.shape)?));
+                tensors.push(torch_tensor(py, name, &tensor)?);
             }
             Leaf::Sharded(_) => return raise(py, Err(no_whole(&path, &name))),
             Leaf::Other(id) => {
@@ -279,16 +287,9 @@ fn no_whole(path: &Path, name: &str) -> Error {
         .key(name)
 }
 
-type ShardTuple<'py> = (
-    String,
-    &'static str,
-    Bound<'py, PyTuple>,
-    Bound<'py, PyTuple>,
-    Bound<'py, PyAny>,
-);
 type RankTuples<'py> = (
-    Vec<TensorTuple<'py>>,
-    Vec<ShardTuple<'py>>,
+    Vec<Bound<'py, PyTuple>>,
+    Vec<Bound<'py, PyTuple>>,
     Vec<(String, Bound<'py, PyAny>)>,
 );
 
@@ -307,7 +308,7 @@ pub(crate) fn read_torch_shards(
     for (name, leaf) in leaves {
         match leaf {
             Leaf::Tensor(tensor) => {
-                tensors.push((name, tensor.dtype.name(), PyTuple::new(py, tensor.shape)?));
+                tensors.push(torch_tensor(py, name, &tensor)?);
             }
             Leaf::Sharded(sharded) => {
                 ids.push(sharded.spec);
@@ -331,7 +332,7 @@ pub(crate) fn read_torch_shards(
         } else if let Some((name, local, shape)) = next_shards.next() {
             let dtype = local.dtype.name();
             let (local, whole) = (PyTuple::new(py, local.shape)?, PyTuple::new(py, shape)?);
-            sharded.push((name, dtype, local, whole, object));
+            sharded.push(TORCH_SHARD.of(py, (name, dtype, local, whole, object))?);
         }
     }
     Ok((tensors, sharded, others))
@@ -344,14 +345,14 @@ pub(crate) fn read_torch_content(
     py: Python<'_>,
     path: PathBuf,
     follow_links: bool,
-) -> PyResult<(Vec<TensorTuple<'_>>, Bound<'_, PyAny>)> {
+) -> PyResult<(Vec<Bound<'_, PyTuple>>, Bound<'_, PyAny>)> {
     let read = py.detach(|| read_file(&path, follow_links));
     let (file, leaves) = raise(py, read)?;
     let mut tensors = Vec::new();
     for (name, leaf) in leaves {
         match leaf {
             Leaf::Tensor(tensor) => {
-                tensors.push((name, tensor.dtype.name(), PyTuple::new(py, tensor.shape)?));
+                tensors.push(torch_tensor(py, name, &tensor)?);
             }
             Leaf::Sharded(_) => return raise(py, Err(no_whole(&path, &name))),
             Leaf::Other(_) => {}
@@ -390,24 +391,15 @@ pub(crate) fn decode_torch_object<'py>(
     root_of(py, &file)
 }
 
-/// `name, path, start, n_bytes, transforms`
-type ObjectTuple = (String, String, u64, u64, Vec<String>);
-type OpenedDcp = (
-    Index,
-    Vec<ObjectTuple>,
-    Vec<(String, String)>,
-    Vec<(String, u64)>,
-);
-
 /// The index of a folder of `torch.distributed.checkpoint`, and what its `.metadata` says beside the tensors.
 #[pyfunction]
 #[pyo3(signature = (folder, data, *, method="auto"))]
-pub(crate) fn open_dcp(
-    py: Python<'_>,
+pub(crate) fn open_dcp<'py>(
+    py: Python<'py>,
     folder: PathBuf,
     data: &[u8],
     method: &str,
-) -> PyResult<OpenedDcp> {
+) -> PyResult<Bound<'py, PyTuple>> {
     let method = raise(py, parse_method(method))?;
     opened(py, py.detach(|| folder::open(&folder, data, method)))
 }
@@ -415,27 +407,26 @@ pub(crate) fn open_dcp(
 /// The same for a folder with a description of each rank, given as `(name, content)`.
 #[pyfunction]
 #[pyo3(signature = (folder, descriptions, *, method="auto"))]
-pub(crate) fn open_dcp_ranks(
-    py: Python<'_>,
+pub(crate) fn open_dcp_ranks<'py>(
+    py: Python<'py>,
     folder: PathBuf,
     descriptions: Vec<(String, Vec<u8>)>,
     method: &str,
-) -> PyResult<OpenedDcp> {
+) -> PyResult<Bound<'py, PyTuple>> {
     let method = raise(py, parse_method(method))?;
     let found = py.detach(|| folder::open_ranks(&folder, &descriptions, method));
     opened(py, found)
 }
 
-fn opened(py: Python<'_>, folder: reshard_core::Result<Folder>) -> PyResult<OpenedDcp> {
+fn opened(py: Python<'_>, folder: reshard_core::Result<Folder>) -> PyResult<Bound<'_, PyTuple>> {
     let folder = raise(py, folder)?;
-    let objects = folder.objects.into_iter();
-    let objects = objects.map(|one| (one.name, one.file, one.start, one.n_bytes, one.transforms));
-    Ok((
-        Index::of(folder.index),
-        objects.collect(),
-        folder.unsupported,
-        folder.files,
-    ))
+    let objects = folder.objects.into_iter().map(|one| {
+        let values = (one.name, one.file, one.start, one.n_bytes, one.transforms);
+        DCP_OBJECT.of(py, values)
+    });
+    let objects = objects.collect::<PyResult<Vec<_>>>()?;
+    let index = Bound::new(py, Index::of(folder.index))?;
+    OPENED_DCP.of(py, (index, objects, folder.unsupported, folder.files))
 }
 
 /// The path of each flattened name that a `.metadata` has: keys and positions.

@@ -51,9 +51,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("reshard")
 
 # name, file, first byte, bytes, transforms
-_Object = tuple[str, str, int, int, list[str]]
 # the ranks that have a value, each with its own one
-_Held = list[tuple[int, _Object]]
+_Held = list[tuple[int, _core.DcpObject]]
 
 
 class _Decoded(Mapping[str, object]):
@@ -86,7 +85,7 @@ class _DcpData(CheckpointData):
         is_view: the tensors can have other names than the stored arrays.
     """
 
-    objects: Sequence[Sequence[_Object]] = ((),)
+    objects: Sequence[Sequence[_core.DcpObject]] = ((),)
     by_rank: Sequence[_core.Index] = ()
     compared: set[str] = field(default_factory=set)
     descriptions: Sequence[str] = ()
@@ -123,20 +122,21 @@ class _DcpData(CheckpointData):
         held: dict[str, _Held] = {}
         for saved_by, objects in enumerate(self.objects):
             for one in objects:
-                held.setdefault(one[0], []).append((saved_by, one))
-        own = {one[0]: [(rank, one)] for one in (self.objects[rank] if rank < len(self.objects) else ())}
+                held.setdefault(one.name, []).append((saved_by, one))
+        own = {one.name: [(rank, one)] for one in (self.objects[rank] if rank < len(self.objects) else ())}
         return _Decoded(held | own, self._agreed)
 
     def _agreed(self, held: _Held) -> object:
-        name = held[0][1][0]
+        name = held[0][1].name
         return agreed(name, ((rank, self._read(one)) for rank, one in held), str(self.path))
 
-    def _read(self, one: _Object) -> object:
-        name, file, start, n_bytes, transforms = one
+    def _read(self, one: _core.DcpObject) -> object:
         try:
-            return _core.read_torch_object(str(self.place / file), start, n_bytes, transforms=transforms)
+            return _core.read_torch_object(
+                str(self.place / one.file), one.start, one.n_bytes, transforms=one.transforms
+            )
         except ReshardError as error:
-            error.message = f"{show(name)}: {error.message}"
+            error.message = f"{show(one.name)}: {error.message}"
             raise
 
     def world_size(self) -> int | None:
@@ -150,14 +150,14 @@ class _DcpData(CheckpointData):
         Raises:
             MismatchError: without collectives, ranks saved different steps.
         """
-        objects = {one[0]: one for objects in reversed(self.objects) for one in objects}
+        objects = {one.name: one for objects in reversed(self.objects) for one in objects}
 
-        def common(own: Mapping[str, _Object]) -> CommonInfo | None:
+        def common(own: Mapping[str, _core.DcpObject]) -> CommonInfo | None:
             return run_state.common_of(self.index, own, lambda name: self._read(own[name]), self.iteration)
 
         found = common(objects)
         for rank, of_rank in enumerate(self.objects if len(self.objects) > 1 else ()):
-            other = common(objects | {one[0]: one for one in of_rank})
+            other = common(objects | {one.name: one for one in of_rank})
             if found is not None and other is not None and other.global_step != found.global_step:
                 raise MismatchError(
                     f"{show(str(self.path))}: rank {rank} saved step {other.global_step}, and another rank step "
@@ -298,8 +298,8 @@ def _open_ranks(folder: Location, by_rank: Mapping[int, str], method: _core.Read
         index=index,
         method=method,
         iteration=step_of(folder.name),
-        objects=[objects for _, objects, *_ in opened],
-        by_rank=[own for own, *_ in opened],
+        objects=[one.objects for one in opened],
+        by_rank=[one.tensors for one in opened],
         descriptions=[name for name, _ in texts],
     )
 
@@ -327,13 +327,13 @@ def _holds_safetensors(index: _core.Index) -> bool:
 
 
 def _safetensors_index(
-    folder: Location, described: _core.Index, objects: Sequence[_Object], method: _core.ReadMethod
+    folder: Location, described: _core.Index, objects: Sequence[_core.DcpObject], method: _core.ReadMethod
 ) -> _core.Index:
     """The index of data files that are safetensors files."""
     if objects:
         raise UnsupportedError(
-            f"{show(str(folder))}: {show(objects[0][0])} is no tensor, and torch's writer puts such values in front of "
-            "the header of a safetensors file: the files cannot be read",
+            f"{show(str(folder))}: {show(objects[0].name)} is no tensor, and torch's writer puts such values in front "
+            "of the header of a safetensors file: the files cannot be read",
             path=str(folder),
             hint="save again with `SerializationFormat.TORCH_SAVE`",
         )

@@ -71,17 +71,17 @@ def open_gguf(path: Location, method: _core.ReadMethod) -> CheckpointData:
         values, tensors = _core.read_gguf(str(file))
         of_model = {**values, **of_model}  # the first part has those of the model
         number = index.add_gguf_file(str(file), method=method)
-        for name, type_, type_number, n_values, n_bytes, extents in tensors:
-            shape = tuple(extents)
+        for one in tensors:
+            name, shape = one.name, one.shape
             if name in heads:
                 raise DamagedFileError(
                     f"{show(str(file))} and a part before it both hold {show(name)}", path=str(file), key=name
                 )
             heads[name] = shape
             index.add_whole(name, number)
-            if n_values > 1:
-                stored = (*shape[:-1], shape[-1] // n_values * n_bytes)
-                blocks[name] = _Blocks(type_, type_number, n_bytes, shape, stored)
+            if one.n_values > 1:
+                stored = (*shape[:-1], shape[-1] // one.n_values * one.n_bytes)
+                blocks[name] = _Blocks(one.type, one.type_number, one.n_bytes, shape, stored)
     if not heads:
         raise CheckpointNotFoundError(
             f"{show(str(path))} is a GGUF file without tensors, such as a vocabulary of llama.cpp", path=str(path)

@@ -71,7 +71,7 @@ class Style:
 
     file_name: Callable[[int, int], str]
     index_file: str
-    container: Callable[[str, Sequence[tuple[str, str, tuple[int, ...], int]]], _core.Container] | None = None
+    container: Callable[[str, Sequence[_core.PlannedArray]], _core.Container] | None = None
 
 
 def write_folder(job: Job, settings: Settings, style: Style) -> Written:

@@ -103,7 +103,7 @@ def open_rank_files(
     """
     found = {numbers: name for name in folder.names() if (numbers := names.numbers_of_rank(name)) is not None}
     iteration = names.iteration_of(folder.name)
-    opened: dict[tuple[int, ...], tuple[int, dict[str, Any], list[tuple[str, str, tuple[int, ...]]]]] = {}
+    opened: dict[tuple[int, ...], tuple[int, dict[str, Any], list[_core.TorchTensor]]] = {}
     for numbers, name in sorted(found.items()):
         file = folder / name / names.MODEL_FILE
         if not file.exists():
@@ -117,7 +117,7 @@ def open_rank_files(
         state = {key: value for key, value in whole.items() if not _MODEL.fullmatch(key)}
         iteration = iteration_in(state, file, iteration)
         number = index.add_torch_file(str(file), follow_links=False, method=method)
-        opened[numbers] = number, state, [one for one in tensors if _CHUNK.fullmatch(one[0])]
+        opened[numbers] = number, state, [one for one in tensors if _CHUNK.fullmatch(one.name)]
     states = [state for _, state, _ in opened.values()]
     sizes, positions = _positions(folder, list(found), states[0])
     tensors_at = {positions[numbers]: tensors for numbers, (_, _, tensors) in opened.items()}
@@ -165,7 +165,7 @@ def _positions(
     return sizes, at
 
 
-_Tensors = list[tuple[str, str, tuple[int, ...]]]
+_Tensors = list[_core.TorchTensor]
 
 
 def _named(

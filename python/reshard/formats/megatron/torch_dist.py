@@ -34,19 +34,17 @@ _BACKEND = ("torch_dist", 1)
 _MAX_CONFIG_BYTES = 1 << 16
 _BUCKET = re.compile(r"(.*\.)?optimizer\.distributed\.dp_group_idx_[0-9]+\.gbuf_idx_.*\.bucket_idx_[0-9]+\..*")
 
-_Object = tuple[str, str, int, int, list[str]]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TorchDistData(CheckpointData):
     """A `torch_dist` folder.
 
     Attributes:
-        objects: `(name, file, first byte, bytes, transforms)` of each value that is no tensor, but the common state.
+        objects: each value that is no tensor, but the common state.
         state: the common state.
     """
 
-    objects: Sequence[_Object] = ()
+    objects: Sequence[_core.DcpObject] = ()
     state: Mapping[str, Any] = field(default_factory=dict)
 
     def part(self, key: str) -> PartName:
@@ -61,7 +59,7 @@ class TorchDistData(CheckpointData):
 
     def extra_state(self, rank: int) -> dict[str, Any]:  # noqa: ARG002  every value has a name of its own
         """The common state, and the objects of single ranks by their names, such as `rng_state/shard_0.1_2.2`."""
-        return {**self.state, **{one[0]: _read(self.place, one) for one in self.objects}}
+        return {**self.state, **{one.name: _read(self.place, one) for one in self.objects}}
 
 
 def open_torch_dist(folder: Location, method: _core.ReadMethod) -> CheckpointData:
@@ -108,7 +106,7 @@ def open_torch_dist(folder: Location, method: _core.ReadMethod) -> CheckpointDat
         method=method,
         iteration=iteration,
         common=counters_of(state, iteration),
-        objects=[one for one in objects if not one[0].startswith(names.COMMON_OBJECT)],
+        objects=[one for one in objects if not one.name.startswith(names.COMMON_OBJECT)],
         state=state,
     )
 
@@ -133,9 +131,9 @@ def _check_backend(folder: Location) -> None:
         )
 
 
-def _common_state(folder: Location, objects: Sequence[_Object]) -> tuple[dict[str, Any], Location]:
+def _common_state(folder: Location, objects: Sequence[_core.DcpObject]) -> tuple[dict[str, Any], Location]:
     """The common state and the file that holds it: `common.pt`, or an item from release 0.19 on."""
-    found = next((one for one in objects if one[0].startswith(names.COMMON_OBJECT)), None)
+    found = next((one for one in objects if one.name.startswith(names.COMMON_OBJECT)), None)
     if found is not None:
         file = folder / found[1]
         value = _read(folder, found)
@@ -152,6 +150,6 @@ def _common_state(folder: Location, objects: Sequence[_Object]) -> tuple[dict[st
     return plain(_core.read_torch_object(str(file), 0, n_bytes), file), file
 
 
-def _read(folder: Location, one: _Object) -> object:
+def _read(folder: Location, one: _core.DcpObject) -> object:
     _, file, start, n_bytes, transforms = one
     return _core.read_torch_object(str(folder / file), start, n_bytes, transforms=transforms)

@@ -50,7 +50,7 @@ class TorchWriter(Writer):
         return write_one_file(job, _container(job.target.name, job.arrays(job.whole_request(job.keys))))
 
 
-def _container(file_name: str, arrays: Sequence[tuple[str, str, tuple[int, ...], int]]) -> _core.Container:
+def _container(file_name: str, arrays: Sequence[_core.PlannedArray]) -> _core.Container:
     for key, dtype, _, _ in arrays:
         torch_dtype(key, dtype)
     return state_dict(file_name.rpartition(".")[0], arrays)

@@ -229,7 +229,7 @@ class Reader(StorageReader):
         if not targets:
             return
         plan = checkpoint.plan(request, verify=self.verify, keys=keys)
-        stored = [dtype for _, dtype, _, _ in plan.arrays]
+        stored = [array.dtype for array in plan.arrays]
         taken: set[int] = set()  # tied tensors: two copies into one memory are not run at once
         direct: list[int] = []
         for number, target in enumerate(targets):
@@ -242,7 +242,7 @@ class Reader(StorageReader):
         if direct:
             fill(plan.only(direct), [from_tensor(targets[number])[0] for number in direct], self.threads)
         others = sorted(set(range(len(targets))).difference(direct))
-        for batch in _batches(others, [n_bytes for *_, n_bytes in plan.arrays]):
+        for batch in _batches(others, [array.n_bytes for array in plan.arrays]):
             arrays = [np.empty(tuple(targets[number].shape), dtypes.numpy_dtype(stored[number])) for number in batch]
             fill(plan.only(batch), arrays, self.threads)
             for number, array in zip(batch, arrays, strict=True):
