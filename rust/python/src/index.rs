@@ -16,9 +16,8 @@ use pyo3::pybacked::{PyBackedBytes, PyBackedStr};
 use pyo3::types::{PyString, PyTuple};
 use reshard_core::checksum::Checksums;
 use reshard_core::control::Control;
-use reshard_core::dtype::n_elements;
-use reshard_core::index::{CHUNK_TENSORS, Change, ReadChecksums, drop_large};
-use reshard_core::region::{Region, flat_range_boxes, row_major_strides};
+use reshard_core::index::{CHUNK_TENSORS, Change, ReadChecksums, StoredRange, drop_large};
+use reshard_core::region::Region;
 use reshard_core::request::Requested;
 use reshard_core::shard_file::{Format, ShardFile};
 use reshard_core::source::{Method, Stamp};
@@ -416,36 +415,17 @@ impl Index {
         shape: Vec<u64>,
         ranges: Vec<(u64, u64, u32, String, u64, u64)>,
     ) -> PyResult<()> {
-        let add = || {
-            let n = n_elements(&shape)
-                .ok_or_else(|| Error::new(Kind::Argument, "the shape is too large"))?;
-            let strides = row_major_strides(&shape);
-            let mut stored = Vec::with_capacity(ranges.len());
-            for (start, end, file, name, n_stored, at) in ranges {
-                if start > end || end > n || at.checked_add(end - start).is_none() {
-                    let message = format!("elements {start} to {end} of {n}");
-                    return Err(Error::new(Kind::Argument, message));
-                }
-                let tile = |global: Region| {
-                    let first = global.offset().iter().zip(&strides);
-                    let first: u64 = first.map(|(offset, stride)| offset * stride).sum();
-                    Tile {
-                        global,
-                        local_offset: at + (first - start),
-                        local_strides: strides.clone(),
-                    }
-                };
-                let boxes = flat_range_boxes(&shape, start, end).into_iter();
-                let shape = vec![n_stored];
-                stored.push((
-                    StoredTensor { file, name, shape },
-                    boxes.map(tile).collect(),
-                ));
-            }
-            self.index
-                .add_tiles(key, dtype.0, shape, BTreeMap::new(), stored, false)
-        };
-        raise(py, add().map_err(|error| error.key(key)))
+        let ranges = ranges.into_iter();
+        let ranges = ranges.map(|(start, end, file, name, n, at)| StoredRange {
+            start,
+            end,
+            file,
+            name,
+            n,
+            at,
+        });
+        let added = self.index.add_ranges(key, dtype.0, shape, ranges.collect());
+        raise(py, added)
     }
 
     fn __len__(&self) -> usize {
