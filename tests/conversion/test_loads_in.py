@@ -16,7 +16,9 @@ from tests.peers.required import required
 import reshard
 from reshard.cli import main
 from reshard.errors import ArgumentError, CheckpointNotFoundError, MismatchError, UnsupportedError
+from reshard.storage.location import locate
 from reshard.torch import load_file, save_file
+from reshard.verbs.loads_in import _diffusers_files
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -246,6 +248,20 @@ def test_verify_finds_what_peft_does_not_load(tmp_path: Path) -> None:
     code, report = verified(tmp_path / "lora", "peft")
     assert (code, report["error"], report["hint"][-13:]) == (1, "UnsupportedError", "--base FOLDER")
     assert verified(tmp_path / "lora", "peft", "--base", str(tmp_path / "moved"))[0] == 0
+
+
+def test_diffusers_loads_a_single_file_and_else_those_of_the_index(tmp_path: Path) -> None:
+    folder, name = locate(tmp_path), "diffusion_pytorch_model.safetensors"
+    with pytest.raises(CheckpointNotFoundError, match=f"holds no {name}, which diffusers loads"):
+        _diffusers_files(folder)
+    (tmp_path / f"{name}.index.json").write_text(
+        json.dumps({"weight_map": {"b": "2.safetensors", "a": "1.safetensors"}})
+    )
+    for number in (1, 2):
+        (tmp_path / f"{number}.safetensors").write_bytes(b"")
+    assert [file.name for file in _diffusers_files(folder)] == ["1.safetensors", "2.safetensors"]
+    (tmp_path / name).write_bytes(b"")
+    assert [file.name for file in _diffusers_files(folder)] == [name]
 
 
 @pytest.mark.filterwarnings("ignore")
