@@ -110,6 +110,14 @@ def test_a_folder_whose_config_does_not_fit_is_not_published(tmp_path: Path) -> 
     assert not (tmp_path / "run_hf" / "iteration_00000001").exists()
 
 
+def test_a_conversion_of_live_names_publishes_them(tmp_path: Path) -> None:
+    model = model_of("Mixtral")
+    model.save_pretrained(tmp_path / "hub")
+    reshard.save(tmp_path / "run", 1, model.state_dict())
+    reshard.convert(tmp_path / "run", tmp_path / "out", to="huggingface", files={"model_files": tmp_path / "hub"})
+    assert stored(tmp_path / "out") == stored(tmp_path / "hub")
+
+
 def test_one_name_of_tied_weights_is_enough(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(**SMALL, tie_word_embeddings=True)
     model = transformers.LlamaForCausalLM(config)

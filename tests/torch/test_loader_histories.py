@@ -31,7 +31,7 @@ from reshard import PerRank
 from reshard.errors import ArgumentError, MismatchError
 from reshard.torch import Checkpointer, ElasticSampler
 from reshard.torch.loaders import followed
-from reshard.torch.orders import Rest, Split
+from reshard.torch.orders import Rest, Split, set_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -374,6 +374,15 @@ def test_the_state_of_a_dataset_comes_back(tmp_path: Path) -> None:
     read = [number for batch in seen for number in batch]
     assert [number // 100 for number in read] == list(range(1, 21))
     assert sorted(number % 100 for number in read) == list(range(20))
+
+
+def test_a_generator_that_is_made_at_the_first_use_is_made_with_its_state() -> None:
+    class Lazy:
+        generator: Any = None
+
+    made, saved = Lazy(), torch.Generator().manual_seed(3)
+    set_value(made, "generator", saved.get_state().numpy())
+    assert torch.equal(torch.rand(3, generator=made.generator), torch.rand(3, generator=saved))
 
 
 class Unsized(Sampler[int]):

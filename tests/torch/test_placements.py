@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch._dynamo  # what DTensor imports when it is first used: here once, instead of in every rank
 from tests.helpers.cases import slow
+from tests.helpers.mesh_files import as_rank
 from tests.helpers.ranks import Job
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -312,6 +313,21 @@ def test_one_name_for_two_tensors_is_refused() -> None:
     known = [({"w": DigitLayout((4,))}, [0, 1]), ({"w": DigitLayout((5,))}, [2, 3])]
     with pytest.raises(MismatchError, match=r"`w` is of shape \(4,\) on rank 0 and of shape \(5,\) on rank 2\nhint"):
         layout_of([(row, [0, 1, 2, 3])], known)
+    known = [({"w": DigitLayout((4,))}, [0, 1]), ({"w": DigitLayout((4,), ((((2, 1),),),))}, [2, 3])]
+    with pytest.raises(
+        MismatchError, match=r"`w` is of shape \(4,\) on rank 0 and .*, dim 0 split by 2 on rank 2\nhint"
+    ):
+        layout_of([(row, [0, 1, 2, 3])], known)
+
+
+def test_a_replicated_tensor_is_not_divided() -> None:
+    with as_rank(1, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        for tensor in (torch.zeros(3, 4), torch.zeros(())):
+            replicated = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+            part = local_part(replicated, row_of([replicated], 2), "w")
+            assert part is not None
+            assert part.layout == DigitLayout(tuple(tensor.shape))
 
 
 def test_state_that_is_not_cut_like_its_parameter_has_rules_of_its_own() -> None:

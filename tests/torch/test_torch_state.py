@@ -418,6 +418,19 @@ def test_state_of_a_parameter_that_no_record_names_is_not_taken_for_that_of_a_fr
         apply(describe(model, optimizer), arrays | {"exp_avg.bias": np.zeros(2, np.float32)}, None)
 
 
+def test_parameters_that_only_one_of_both_runs_trains_may_begin_anew() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam([model.weight])
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    arrays, extra = through_files(describe(model, optimizer))
+    both = torch.optim.Adam(model.parameters())
+    with pytest.raises(MismatchError, match="it was not trained"):
+        apply(describe(model, both), arrays, extra)
+    report = apply(describe(model, both), arrays, extra, strict={"other_optimizer": "skip"})
+    assert any("`bias` has no saved optimizer state" in line for line in report.changed)
+
+
 def test_what_has_no_names_is_refused() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ArgumentError, match="holds a parameter of shape \\(3,\\) that the model does not have"):

@@ -337,6 +337,18 @@ def test_a_save_in_a_thread_and_one_after_the_other(tmp_path: Path) -> None:
         assert reshard.open(tmp_path / f"run/iteration_{n:08d}").read("w").tolist() == [n] * 1000
 
 
+def test_a_planner_is_told_of_each_tensor_that_was_loaded(tmp_path: Path) -> None:
+    told = []
+
+    class Watching(DefaultLoadPlanner):
+        def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+            told.append((read_item.storage_index.fqn, tensor.tolist()))
+
+    save({"a": torch.ones(2), "b": torch.zeros(1)}, tmp_path / "run")
+    load({"a": torch.zeros(2), "b": torch.ones(1)}, tmp_path / "run", planner=Watching())
+    assert sorted(told) == [("a", [1.0, 1.0]), ("b", [0.0])]
+
+
 def test_a_reader_loads_what_others_wrote(tmp_path: Path) -> None:
     reshard.save_file({"w": np.arange(6, dtype=np.float32)}, tmp_path / "model.safetensors")
     target = {"w": torch.zeros(6)}
