@@ -32,6 +32,7 @@ from reshard.errors import ArgumentError, MismatchError
 from reshard.torch import Checkpointer, ElasticSampler
 from reshard.torch.loaders import followed
 from reshard.torch.orders import Rest, Split, set_value
+from reshard.torch.passes import has_workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -383,6 +384,11 @@ def test_a_generator_that_is_made_at_the_first_use_is_made_with_its_state() -> N
     made, saved = Lazy(), torch.Generator().manual_seed(3)
     set_value(made, "generator", saved.get_state().numpy())
     assert torch.equal(torch.rand(3, generator=made.generator), torch.rand(3, generator=saved))
+
+
+def test_persistent_workers_run_after_the_first_loop_began() -> None:
+    assert not has_workers(DataLoader(data_of(4), num_workers=1, persistent_workers=True))
+    assert not has_workers(DataLoader(data_of(4)))
 
 
 class Unsized(Sampler[int]):
