@@ -7,7 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.peers.required import required
@@ -50,6 +51,15 @@ def finished(ranks: list[subprocess.Popen[str]]) -> dict[int, str]:
     said = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert all(rank.returncode == 0 for rank in ranks), said
     return losses(said[0])
+
+
+def test_a_folder_that_is_given_takes_the_place_of_that_of_the_manager() -> None:
+    from reshard.torch.dcp.torchtitan import CheckpointManager
+
+    manager: Any = SimpleNamespace(folder="own")
+    of_step = CheckpointManager._create_checkpoint_id
+    assert of_step(manager, 5) == "own/iteration_00000005"
+    assert of_step(manager, 5, "given") == "given/iteration_00000005"
 
 
 def test_killed_and_resumed_is_never_interrupted(tmp_path: Path) -> None:

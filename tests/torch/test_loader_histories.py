@@ -32,7 +32,7 @@ from reshard.errors import ArgumentError, MismatchError
 from reshard.torch import Checkpointer, ElasticSampler
 from reshard.torch.loaders import followed
 from reshard.torch.orders import Rest, Split, set_value
-from reshard.torch.passes import has_workers
+from reshard.torch.passes import Passes, has_workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -389,6 +389,28 @@ def test_a_generator_that_is_made_at_the_first_use_is_made_with_its_state() -> N
 def test_persistent_workers_run_after_the_first_loop_began() -> None:
     assert not has_workers(DataLoader(data_of(4), num_workers=1, persistent_workers=True))
     assert not has_workers(DataLoader(data_of(4)))
+
+
+def test_batches_that_a_pass_leaves_out_are_not_read() -> None:
+    data: Any = Counted()
+    passes = Passes(DataLoader(data, 4))
+    passes.skip(3)
+    assert len(list(passes.batches())) == 2
+    assert data.n_reads == 8
+
+
+def test_a_generator_that_each_pass_seeds_is_found_again() -> None:
+    def made() -> Passes:
+        own = torch.Generator()
+        return Passes(DataLoader(data_of(20), 4, sampler=RandomSampler(data_of(20), generator=own)), seeded=own)
+
+    first, again = made(), made()
+    loop = first.batches()
+    seen = [next(loop).tolist() for _ in range(2)]
+    state = first.state(len(seen))
+    rest = [batch.tolist() for batch in loop]
+    again.load(state)
+    assert [batch.tolist() for batch in again.batches()] == rest
 
 
 class Unsized(Sampler[int]):
