@@ -509,6 +509,7 @@ def run_worlds(seeds: range, monkeypatch: pytest.MonkeyPatch) -> list[World]:
     return worlds
 
 
+@pytest.mark.slow(disk=False)
 def test_two_writers_retention_and_readers_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     worlds = run_worlds(range(40), monkeypatch)
     assert any(world.acknowledged for world in worlds)

@@ -116,6 +116,7 @@ def test_a_run_saves_keeps_pins_goes_back_and_prunes(url: str, s3: S3Server) -> 
     assert "complete" in run("verify", url)
 
 
+@pytest.mark.slow(disk=False)
 def test_ranks_save_and_others_resume(url: str, s3: S3Server) -> None:
     layout = {"mesh": {"tp": 2}, "rules": [{"match": "w", "cut": ["tp", None]}, {"match": "*"}]}
     whole = arrays(7)

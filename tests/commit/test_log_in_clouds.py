@@ -30,7 +30,8 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def _no_grace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _no_grace(bucket: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Claims are released while the service, that of `bucket`, still runs."""
     monkeypatch.setattr(leases, "GRACE_SECONDS", 0.0)
     yield
     protocol.release()
@@ -104,6 +105,7 @@ def test_ranks_save_and_others_resume(bucket: tuple[Location, Proxy]) -> None:
     check(root, 7)
 
 
+@pytest.mark.slow(disk=False)
 def test_a_checkpointer_saves_in_the_background_and_resumes(bucket: tuple[Location, Proxy]) -> None:
     torch = pytest.importorskip("torch")
     from reshard.torch import Checkpointer
@@ -148,6 +150,7 @@ def test_a_process_of_this_host_that_is_alive_keeps_its_claim(bucket: tuple[Loca
     check(root, 2)
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("kind", ["lost answer", "lost request"])
 def test_an_answer_is_lost_at_every_change_of_a_save(bucket: tuple[Location, Proxy], kind: str) -> None:
     root, proxy = bucket

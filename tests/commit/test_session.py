@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import shutil
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -51,6 +53,20 @@ def test_a_folder_that_was_moved_or_replaced_begins_anew(tmp_path: Path) -> None
     session_of(locate(tmp_path / "old")).resumed = PassedOver(1, (2,))
     (tmp_path / "old").rename(tmp_path / "new")
     assert session_of(locate(tmp_path / "new")).resumed is None
+
+
+def test_a_heartbeat_ends_before_its_file_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would touch another file that gets the same file descriptor."""
+    monkeypatch.setattr(claims, "_BEAT_SECONDS", 0.01)
+    protocol.claim_root(locate(tmp_path / "run"), durable=False)
+    forget_all()
+    others = [tmp_path / f"other {number}" for number in range(50)]
+    with contextlib.ExitStack() as opened:
+        for other in others:
+            opened.enter_context(other.open("w"))
+        before = [other.stat().st_mtime_ns for other in others]
+        time.sleep(0.1)
+        assert [other.stat().st_mtime_ns for other in others] == before
 
 
 def test_a_fork_has_no_claim_of_its_parent(tmp_path: Path) -> None:

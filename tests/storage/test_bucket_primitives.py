@@ -116,7 +116,9 @@ def test_a_lost_answer_is_told_and_not_sent_again(bucket: tuple[Location, Proxy]
 
 
 @pytest.mark.parametrize("status", [500, 503])
-def test_a_failure_of_the_service_leaves_a_creation_unknown(bucket: tuple[Location, Proxy], status: int) -> None:
+def test_a_failure_of_the_service_leaves_a_creation_unknown(
+    bucket: tuple[Location, Proxy], status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, proxy = bucket
     store, path = store_of(folder), str(folder / "record")
     proxy.faults.append(Fault(is_put, status, "SlowDown"))
@@ -125,10 +127,14 @@ def test_a_failure_of_the_service_leaves_a_creation_unknown(bucket: tuple[Locati
     assert str(status) in str(reason)
     assert locate(path).kind() is None
     assert store.put_new(path, b"ours") == ("created", None)
-    # Where nothing is found, the failure is raised.
-    proxy.faults.append(Fault(is_put, status, "SlowDown"))
+    # Where nothing is found, it is sent again, and in the end the failure is raised.
+    monkeypatch.setattr(remote, "_CREATE_PAUSES", (0.0, 0.0))
+    proxy.faults.append(Fault(is_put, status, "SlowDown", times=2))
+    (folder / "created").create(b"ours")
+    assert (folder / "created").read_small(10) == b"ours"
+    proxy.faults.append(Fault(is_put, status, "SlowDown", times=3))
     with pytest.raises(StorageError, match=str(status)):
-        (folder / "created").create(b"ours")
+        (folder / "not created").create(b"ours")
 
 
 def test_a_creation_that_meets_another_is_sent_again(bucket: tuple[Location, Proxy]) -> None:

@@ -249,6 +249,7 @@ def test_a_copy_that_fails_is_tried_again_with_the_next(proxy: Proxy, url: str, 
     assert "AccessDenied" in str(failed.fields["reason"])
 
 
+@pytest.mark.slow(disk=False)
 def test_a_step_never_waits_for_a_copy(proxy: Proxy, url: str, tmp_path: Path, caplog: Any) -> None:
     caplog.set_level(logging.INFO, "reshard")
     begun, go_on = threading.Event(), threading.Event()
@@ -321,6 +322,7 @@ def mirror_all(root: Path, url: str) -> list[int]:
     return copied(url)
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("points", [range(1, 60, 6), pytest.param(range(200), marks=pytest.mark.slow)])
 def test_killed_at_any_request_of_a_copy(proxy: Proxy, url: str, tmp_path: Path, points: range) -> None:
     save(tmp_path / "run", 100, 200, 300)

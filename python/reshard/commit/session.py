@@ -181,6 +181,9 @@ def forget_all() -> None:
     _lock = threading.Lock()
     for session in _sessions.values():
         if session.claim is not None:
+            if session.claim.beat.is_alive():  # not in a child; it must not touch another file with the same descriptor
+                session.claim.stop.set()
+                session.claim.beat.join()
             session.claim.file.close()
             session.claim = None
     _sessions.clear()

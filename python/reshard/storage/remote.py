@@ -34,11 +34,7 @@ _PIECE_BYTES = 4 << 20
 _MAX_KEPT_BYTES = 1 << 20
 _BUFFER_BYTES = 1 << 20
 _SECOND_NS = 1_000_000_000
-_CREATE_PAUSES = (
-    0.1,
-    1.0,
-    5.0,
-)  # before an object whose creation was not confirmed, and that is not there, is created again
+_CREATE_PAUSES = (0.1, 1.0, 5.0)  # seconds, before an object that was not created is sent again
 
 
 def is_available() -> bool:
