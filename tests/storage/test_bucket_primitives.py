@@ -137,6 +137,26 @@ def test_a_failure_of_the_service_leaves_a_creation_unknown(
         (folder / "not created").create(b"ours")
 
 
+def test_a_creation_that_is_carried_out_late_is_known(
+    bucket: tuple[Location, Proxy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first request has no answer and is carried out after a look: the second finds what the first has made."""
+    folder, proxy = bucket
+    monkeypatch.setattr(remote, "_CREATE_PAUSES", (0.0,))
+    requests: list[str] = []
+
+    def late(method: str, path: str) -> None:
+        if is_put(method, path):
+            requests.append(path)
+            if len(requests) == 2:
+                (folder / "record").replace(b"ours")
+
+    proxy.before = late
+    proxy.faults.append(Fault(is_put, 503, "SlowDown"))
+    (folder / "record").create(b"ours")
+    assert len(requests) == 3
+
+
 def test_a_creation_that_meets_another_is_sent_again(bucket: tuple[Location, Proxy]) -> None:
     folder, proxy = bucket
     proxy.faults = [Fault(is_put, 409, "ConditionalRequestConflict", times=2), Fault(is_put, 429, "SlowDown")]

@@ -24,11 +24,19 @@ from reshard.commit import leases, log, protocol, roots
 from reshard.commit.copies import copy_iteration
 from reshard.commit.session import forget_all
 from reshard.config import Config
-from reshard.errors import ArgumentError, ClaimedError, DamagedFileError, DestinationExistsError, UnsupportedError
+from reshard.errors import (
+    ArgumentError,
+    ClaimedError,
+    DamagedFileError,
+    DestinationExistsError,
+    StorageError,
+    UnsupportedError,
+)
 from reshard.opening.gather import gather_both
 from reshard.resume import evaluate
 from reshard.storage.location import locate
 from reshard.values.events import Observers
+from reshard.verbs import mirror
 from reshard.verbs.mirror import Copier
 
 if TYPE_CHECKING:
@@ -36,6 +44,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.servers.s3 import S3Server
+
+    from reshard.storage.location import Location
 
 torch = pytest.importorskip("torch")
 
@@ -207,6 +217,60 @@ def test_the_record_of_a_run_that_went_back_holds_for_copies(url: str, tmp_path:
     facts = gather_both(Config(load_path=str(root), resume=True), url)
     taken = next(one for one in evaluate(Config(load_path=str(root), resume=True), facts) if one.taken)
     assert taken.path == str(root / "iteration_00000003")
+
+
+def test_a_start_from_weights_goes_on_where_only_the_bucket_has_saves(url: str, tmp_path: Path) -> None:
+    train(tmp_path / "a", url, 6)
+    weights = {"weight": np.zeros((8, 8), np.float32), "bias": np.zeros(8, np.float32)}
+    reshard.save_file(weights, tmp_path / "w.safetensors")
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    with Checkpointer(tmp_path / "b", mirror=url, signals=(), save_every=2) as checkpointer:
+        decision = checkpointer.resume(model=model, optimizer=optimizer, init_from=str(tmp_path / "w.safetensors"))
+    assert decision.iteration == 6
+    assert decision.path.startswith(f"{url}/iteration_00000006")
+    assert roots.read_tracker(locate(url))[0] == 6
+
+
+def test_after_a_rollback_no_copy_of_what_was_left_is_taken(url: str, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    save(root, 8, 10)
+    one = copier(root, url)
+    one.start()
+    assert one.close() == ()
+    shutil.rmtree(root / "iteration_00000010")  # as retention does
+    save(root, 11, 12)
+    reshard.rollback(root, 8)
+    forget_all()
+    config = Config(load_path=str(root), resume=True)
+    taken = next(one for one in evaluate(config, gather_both(config, url)) if one.taken)
+    assert taken.path == str(root / "iteration_00000008")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no thread"), StorageError("a bad sector", path="{root}/x")])
+def test_after_an_error_of_one_save_the_others_are_copied(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    root = tmp_path / "run"
+    save(root, 1, 2)
+    is_local = isinstance(error, StorageError)
+
+    def fail(folder: Location, *given: Any, **how: Any) -> Any:
+        if folder.name == "iteration_00000001" and failing:
+            raise StorageError("a bad sector", path=f"{folder}/x") if is_local else error
+        return copy_iteration(folder, *given, **how)
+
+    failing = True
+    monkeypatch.setattr(mirror, "copy_iteration", fail)
+    one = copier(root, url)
+    one.start()
+    _until(lambda: bool(copied(url)) if is_local else not one._is_wanted)
+    assert copied(url) == ([2] if is_local else [])
+    save(root, 3)
+    one.saved(3)
+    failing = is_local
+    assert one.close() == ()
+    assert copied(url) == ([2, 3] if is_local else [1, 2, 3])
 
 
 def test_a_damaged_save_is_not_copied_and_newer_ones_are(

@@ -124,7 +124,10 @@ def _keep(lease: Lease) -> None:
         if _refreshing is None:
             _wake.clear()
             _refreshing = threading.Thread(target=_refresh, name="reshard-leases", daemon=True)
-            _refreshing.start()
+            try:
+                _refreshing.start()
+            except RuntimeError:  # at the end of the process: what is read now is read before the lease expires
+                _refreshing = None
 
 
 def _refresh() -> None:

@@ -241,11 +241,16 @@ def produced(job: Job, published: Location, files: list[File], sizes: list[int])
     share, gathered = job.shared.share, job.shared.folder
     names = [file.name for file in files]
     if job.shared.spread is not None:
-        with _removed_on_error(gathered), made_folder(gathered, mode=job.options.folder_mode, durable=False):
-            job.shared.spread(sum(sizes))
-            with committing(gathered) as is_ours:
-                report = Written(published, len(files), sum(sizes))
-                yield (lambda folder: place(gathered, folder, names, share.count)) if is_ours else report
+        with made_folder(gathered, mode=job.options.folder_mode, durable=False), committing(gathered) as is_ours:
+            if not is_ours:
+                raise DestinationExistsError(
+                    f"another process does this conversion, in {show(str(gathered))}",
+                    path=str(gathered),
+                    hint="wait for it, or end it",
+                )
+            with _removed_on_error(gathered):
+                job.shared.spread(sum(sizes))
+                yield lambda folder: place(gathered, folder, names, share.count)
         return
     if not job.shared.is_sent:
         make_folders(gathered, job.options.folder_mode)

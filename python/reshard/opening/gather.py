@@ -158,8 +158,12 @@ def _merged(own: ResumeFacts, other: ResumeFacts) -> ResumeFacts:
     from reshard.formats.checkpoint2.root import left_behind  # noqa: PLC0415  slow to import
 
     root = locate(own.path)
-    gone = left_behind(root) - {number for number, _ in roots.list_iterations(root)}
+    there = {number for number, _ in roots.list_iterations(root)}
+    gone = left_behind(root) - there
     refused = [one for facts in (own, other) for one in facts.candidates if isinstance(one.state, Refused)]
+    tracker = roots.read_tracker(root)[0]
+    # Above the tracker, after a rollback: copies up to there are of the line that was left, too.
+    last = max((one.iteration or 0 for one in refused if one.iteration in there), default=0)
     digests = {one.iteration: _digest(one) for one in refused}
 
     def tried(facts: ResumeFacts, *, is_own: bool) -> list[CandidateFacts]:
@@ -168,7 +172,8 @@ def _merged(own: ResumeFacts, other: ResumeFacts) -> ResumeFacts:
             if isinstance(one.state, Refused):
                 continue
             digest = digests.get(one.iteration)
-            if (digest is not None and digest == _digest(one)) or (not is_own and one.iteration in gone):
+            is_behind = one.iteration in gone or (tracker is not None and tracker < (one.iteration or 0) <= last)
+            if (digest is not None and digest == _digest(one)) or (not is_own and is_behind):
                 refused.append(replace(one, state=Refused("skipped by a run that went back")))
             else:
                 found.append(one)

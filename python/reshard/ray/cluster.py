@@ -71,6 +71,10 @@ class Ray:
     def __post_init__(self) -> None:
         if type(self.cpus) is not int or self.cpus < 1:
             raise ArgumentError(f"`cpus` is {self.cpus!r}, expected a whole number from 1 on")
+        if type(self.retries) is not int or self.retries < 0:
+            raise ArgumentError(f"`retries` is {self.retries!r}, expected a whole number from 0 on")
+        if not isinstance(self.address, str) or not self.address:
+            raise ArgumentError(f"`address` is {self.address!r}, expected that of a cluster, such as 'auto'")
 
     def n_shares(self, n_bytes: int) -> int:
         """See `Place.n_shares`."""
@@ -87,7 +91,8 @@ class Ray:
         ended: dict[int, list[str]] = {share: [] for share in range(n_shares)}
         with self._connected() as ray:
             task = ray.remote(num_cpus=self.cpus, max_retries=0, scheduling_strategy="SPREAD")(_do_share)
-            begin = functools.partial(task.remote, work, folder=str(Path.cwd()), version=_core.__version__)
+            # The work of all shares, once for all tasks.
+            begin = functools.partial(task.remote, ray.put(work), folder=str(Path.cwd()), version=_core.__version__)
             running: dict[Any, int] = {}
             try:
                 for share in range(n_shares):

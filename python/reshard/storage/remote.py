@@ -318,10 +318,12 @@ class RemoteStore(ObjectStore):
         announce: Callable[[str], None] = ignore,
     ) -> None:
         """See `Store.create`. After a lost answer the object is read: content that no other has is this one's."""
+        is_sent_again = False
         for pause_s in (*_CREATE_PAUSES, None):
             outcome, reason = self.put_new(path, data)
-            if outcome != "unknown":
+            if outcome == "created" or (outcome == "exists" and not is_sent_again):
                 break
+            is_sent_again = True  # an earlier request may be carried out late
             try:
                 found = self.read_small(path, len(data))
             except DamagedFileError:  # larger: that of another writer

@@ -658,8 +658,9 @@ class Checkpointer:
         if self._options.commit.rollback:
             return False, None
         known = replace(facts, world_size=self._group.world_size)
+        copies = None if self._copies is None else str(self._copies)
         is_own, reason = self._together(
-            lambda: start_of(self._config, self._root, known) if self._group.rank == 0 else None
+            lambda: start_of(self._config, self._root, known, copies) if self._group.rank == 0 else None
         )[0]
         return is_own, reason
 

@@ -842,7 +842,10 @@ def open_source(
 
 
 def _shared(job: Job, share: Share, asked: ConvertOptions, *, in_root: bool) -> Shared:
-    shapes = [(key, job.source.shape(key)) for key in job.keys]
+    # With dtypes: which tensors a cast leaves follows from the libraries of a host.
+    shapes = [
+        (key, one.dtype, one.shape) for key, one in zip(job.keys, job.arrays(job.whole_request(job.keys)), strict=True)
+    ]
     digest = digest_of(
         job.source, {"asked": agreed(asked), "n": share.count, "tensors": shapes, "to": str(job.target.resolved())}
     )

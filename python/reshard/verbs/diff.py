@@ -20,8 +20,8 @@ import ml_dtypes
 import numpy as np
 
 from reshard import _core, dtypes, opening
-from reshard.conversion.shares import cut
-from reshard.errors import ArgumentError
+from reshard.conversion.shares import cut, digest_of
+from reshard.errors import ArgumentError, MismatchError
 from reshard.ranks.places import do_shares
 from reshard.values.argument_types import Part, PlaceLike, Progress, Size
 from reshard.values.arguments import checked, parse_size
@@ -194,7 +194,8 @@ def diff(
     with asked.opened() as (left, right):
         compare: Callable[[list[_Pair]], dict[str, TensorDifference]] | None = None
         if on is not None:
-            compare = functools.partial(_compared_on, on, asked, threads=threads, progress=progress)
+            sent = asked._replace(digests=_digests(left, right))
+            compare = functools.partial(_compared_on, on, sent, threads=threads, progress=progress)
         report = diff_opened(
             left,
             right,
@@ -307,6 +308,7 @@ class _Asked(NamedTuple):
     format_b: str | None
     tolerance: Tolerance | None
     max_bytes: int
+    digests: tuple[str, str] | None = None
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[tuple[Checkpoint, Checkpoint]]:
@@ -315,9 +317,20 @@ class _Asked(NamedTuple):
             opening.open(self.a, strategy=self.strategy_a, format=self.format_a) as left,
             opening.open(self.b, strategy=self.strategy_b, format=self.format_b) as right,
         ):
+            if self.digests not in (None, _digests(left, right)):
+                raise MismatchError(
+                    f"{show(str(left.path))} or {show(str(right.path))} is not what it is where the comparison began",
+                    path=str(left.path),
+                    hint="all hosts must see the same files under the same paths",
+                )
             yield left, right
             left.check_unchanged()
             right.check_unchanged()
+
+
+def _digests(left: Checkpoint, right: Checkpoint) -> tuple[str, str]:
+    """What tells both from other checkpoints at their paths."""
+    return digest_of(left, {}), digest_of(right, {})
 
 
 def _compared_on(
@@ -325,7 +338,7 @@ def _compared_on(
 ) -> dict[str, TensorDifference]:
     """As `_compared`, by the processes of a place: each compares some of the tensors, whole."""
     sizes = [sum(pair.n_bytes) if pair.is_comparable else 0 for pair in pairs]
-    n_shares = on.n_shares(sum(sizes))
+    n_shares = max(1, min(on.n_shares(sum(sizes)), len(pairs)))
     shares = [[pairs[part.file].key for part in share] for share in cut(sizes, n_shares, range(len(sizes)))]
     work = functools.partial(_sent_keys, asked=asked, shares=shares, threads=threads or on.cpus)
     results, _ = do_shares(on, work, n_shares, sum(sizes), progress)

@@ -126,11 +126,12 @@ class Copier:
         """Say that a save was published. Returns at once."""
         self._n_saves += 1
         with self._changed:
+            self._given_up.discard(iteration)  # that was another save
             if self._is_due(iteration) or (self._save_every is None and self._n_saves % self._mirror.every == 0):
                 self._told.add(iteration)
             self._is_wanted = True
             self._changed.notify_all()
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
             self._begin()
 
     def close(self, seconds: float | None = None) -> tuple[int, ...]:
@@ -161,15 +162,16 @@ class Copier:
         session = find_session(self.copies)
         if session is not None:
             session.leave(self)
-        if self._left:
+        not_copied = tuple(sorted({*self._left, *self._told}))
+        if not_copied:
             _log.warning(
                 "%s of %s not copied to %s: %s; the next run with this `mirror` copies what is left",
-                counted(len(self._left), "save"),
+                counted(len(not_copied), "save"),
                 self.root,
                 self.copies,
-                listed(map(str, self._left)),
+                listed(map(str, not_copied)),
             )
-        return self._left
+        return not_copied
 
     # -- in the thread
 
@@ -184,30 +186,42 @@ class Copier:
                 self._changed.wait_for(lambda: self._is_wanted)
 
     def _copy_due(self) -> None:
-        """Copy what is due, oldest first, until nothing is left or a copy fails."""
-        iteration: int | None = None
-        while True:
+        """Copy what is due, oldest first, until nothing is left or the bucket fails."""
+        passed: set[int] = set()  # saves that cannot be read now: newer ones do not wait for them
+        while not self._is_stopped:
             try:
                 due = self._due()
-                self._left = tuple(iteration for iteration, _, _ in due)
-                if not due or self._is_stopped:
-                    return
-                iteration, name, is_back = due[0]
-                self._copy(self.root / name, rollback=is_back)
-            except _StoppedError:
+            except Exception as error:  # noqa: BLE001  the thread goes on
+                self._tell_failure(None, error, is_final=False)
                 return
-            except (ReshardError, OSError) as error:
-                is_of_the_save_itself = iteration is not None and is_of_the_save(error, self.root)
-                self._tell_failure(iteration, error, is_final=is_of_the_save_itself)
-                if iteration is None or not is_of_the_save_itself:
-                    return
-                self._given_up.add(iteration)
-            else:
+            self._left = tuple(iteration for iteration, _, _ in due)
+            iteration, name, is_back = next((one for one in due if one[0] not in passed), (None, "", False))
+            if iteration is None:
+                return
+            with self._changed:
+                was_told = iteration in self._told
                 self._told.discard(iteration)
-            iteration = None
+            try:
+                self._copy(self.root / name, rollback=is_back)
+            except Exception as error:  # noqa: BLE001  the thread goes on
+                with self._changed:
+                    is_final = is_of_the_save(error, self.root) and iteration not in self._told  # saved again meanwhile
+                    if is_final:
+                        self._given_up.add(iteration)
+                    elif was_told:
+                        self._told.add(iteration)
+                if isinstance(error, _StoppedError):
+                    return
+                self._tell_failure(iteration, error, is_final=is_final)
+                is_local = str(getattr(error, "path", "")).startswith(f"{self.root}/")
+                if not (is_final or is_local or isinstance(error, UnsupportedError)):
+                    return
+                passed.add(iteration)
 
     def _due(self) -> list[tuple[int, str, bool]]:
         """Iteration and folder of what is to be copied, ascending, and whether the tracker of the copies moves down."""
+        with self._changed:
+            told = set(self._told)  # before the root is listed: a save that comes later is not missed
         head = log.head_of(self.copies)
         digests = {} if head is None else {one.iteration: one.digest for one in head.live}
         newest = -1 if head is None or head.tracker is None else head.tracker
@@ -216,13 +230,12 @@ class Copier:
             # One whose replacement was interrupted lies in the trash until the next save.
             there = {iteration: name for iteration, name in there.items() if "/" not in name}
             tracker = found.order.tracker
-        for iteration in sorted(self._told - there.keys()):
+        for iteration in sorted(told - there.keys()):
             self._told.discard(iteration)
-            self._given_up.add(iteration)
             self._tell_failure(iteration, "retention has removed it before", is_final=True)
         due = []
         for iteration, name in sorted(there.items()):
-            is_told = iteration in self._told
+            is_told = iteration in told
             if tracker is None or iteration > tracker or iteration in self._given_up:
                 continue
             # What an earlier process has saved is copied if it is newer than all copies: they can be of another host.

@@ -22,7 +22,14 @@ from reshard.commit import proofs
 from reshard.commit.roots import list_iterations, parse_iteration_folder, published
 from reshard.commit.scrub import Fault, fault_of, own_sums, scrub_folder, scrub_plain
 from reshard.conversion.shares import cut
-from reshard.errors import ArgumentError, CheckpointNotFoundError, MismatchError, ReshardError
+from reshard.errors import (
+    ArgumentError,
+    CheckpointNotFoundError,
+    GroupError,
+    MismatchError,
+    ReshardError,
+    UnsupportedError,
+)
 from reshard.formats.checkpoint1 import state as checkpoint1_state
 from reshard.formats.left_out import LeftOut
 from reshard.formats.rank_file import add_rank_file
@@ -230,6 +237,12 @@ def verify(
 
     if not jobs:
         raise CheckpointNotFoundError(f"{show(str(target))} holds no iteration folder", path=str(target))
+    if on is not None and not any(isinstance(job, _CheckpointJob) and job.manifest is not None for job in jobs):
+        raise UnsupportedError(
+            f"{show(str(target))} has no manifest, and `on` divides the files of one",
+            path=str(target),
+            hint="leave `on` out",
+        )
     meter = Meter(grow, advance)
     results = []
     for number, job in enumerate(jobs):
@@ -278,7 +291,12 @@ def _scrub_on(
     n_shares = min(on.n_shares(n_bytes), len(order))
     own = [[order[part.file] for part in share] for share in cut([*sizes.values()], n_shares, range(len(order)))]
     work = functools.partial(
-        _sent_scrub, path=str(folder), digest=manifest.digest, own=own, direct=direct, threads=threads or on.cpus
+        _sent_scrub,
+        path=str(folder.absolute()),
+        digest=manifest.digest,
+        own=own,
+        direct=direct,
+        threads=threads or on.cpus,
     )
     done = 0
 
@@ -287,7 +305,12 @@ def _scrub_on(
         advance(done_bytes - done)
         done = done_bytes
 
-    results, _ = do_shares(on, work, n_shares, n_bytes, report)
+    try:
+        results, _ = do_shares(on, work, n_shares, n_bytes, report)
+    except CheckpointNotFoundError as error:
+        if not folder.exists():  # a job has removed it
+            raise
+        raise GroupError(error.message, hint=error.hint) from None
     for fault in (one for share in results for one in share):
         if fault.file in sizes or not any(one.file == fault.file for one in faults):
             faults.append(fault)
