@@ -214,6 +214,20 @@ def test_a_range_that_was_cut_short_is_written_again(tmp_path: Path) -> None:
     assert (tmp_path / "whole.safetensors").read_bytes() == dst.read_bytes()
 
 
+def test_a_file_that_was_made_anew_has_no_ranges_of_other_shares(tmp_path: Path) -> None:
+    source, dst = tmp_path / "src.safetensors", tmp_path / "dst.safetensors"
+    reshard.save_file(big_arrays(), source)
+    assert [reshard.convert(source, dst, share=(i, 3)).pending for i in (0, 1)] == [(1, 2), (2,)]
+    (shared,) = tmp_path.glob(".dst*")
+    (shared / "dst.safetensors").unlink()  # as by a removal of the folder that was cut off
+    with pytest.raises(DamagedFileError, match=r"share 0 of 3 .* of its record"):
+        reshard.convert(source, dst, share=(2, 3))  # which gives the file its whole size
+    assert not dst.exists()
+    assert [reshard.convert(source, dst, share=(i, 3)).pending for i in (0, 1, 2)][-1] == ()
+    reshard.convert(source, tmp_path / "whole.safetensors")
+    assert (tmp_path / "whole.safetensors").read_bytes() == dst.read_bytes()
+
+
 def read_from_disk(source: Path, dst: Path, **options: Any) -> int:
     """Bytes that a conversion reads from the disk."""
     with source.open("rb") as file:

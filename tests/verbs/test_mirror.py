@@ -228,6 +228,7 @@ def test_a_start_from_weights_goes_on_where_only_the_bucket_has_saves(url: str, 
     with Checkpointer(tmp_path / "b", mirror=url, signals=(), save_every=2) as checkpointer:
         decision = checkpointer.resume(model=model, optimizer=optimizer, init_from=str(tmp_path / "w.safetensors"))
     assert decision.iteration == 6
+    assert decision.path is not None
     assert decision.path.startswith(f"{url}/iteration_00000006")
     assert roots.read_tracker(locate(url))[0] == 6
 
@@ -245,6 +246,22 @@ def test_after_a_rollback_no_copy_of_what_was_left_is_taken(url: str, tmp_path: 
     config = Config(load_path=str(root), resume=True)
     taken = next(one for one in evaluate(config, gather_both(config, url)) if one.taken)
     assert taken.path == str(root / "iteration_00000008")
+
+
+def test_after_a_rollback_the_copy_of_a_damaged_save_is_taken(url: str, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    save(root, 2, 4, 6, 8)
+    one = copier(root, url)
+    one.start()
+    assert one.close() == ()
+    reshard.rollback(root, 4)
+    shard = next((root / "iteration_00000004").glob("*.safetensors"))
+    shard.chmod(0o600)
+    os.truncate(shard, 100)
+    forget_all()
+    config = Config(load_path=str(root), resume=True)
+    taken = next(one for one in evaluate(config, gather_both(config, url)) if one.taken)
+    assert taken.path.startswith(f"{url}/iteration_00000004")
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no thread"), StorageError("a bad sector", path="{root}/x")])

@@ -223,10 +223,11 @@ def write_record(
             part.file.header_checksum,
             base64.b64encode(part.file.checksums).decode(),
             part.file.not_finite,
+            _inode(folder / name, part),
         ]
         for name, part in written.items()
     }
-    text = json.dumps({"version": 2, "files": files})
+    text = json.dumps({"version": 3, "files": files})
     locate(folder / share.name).replace(text, mode, durable=durable)
 
 
@@ -238,29 +239,30 @@ def read_record(folder: Location, share: Share) -> dict[str, WrittenPart] | None
     """
     try:
         content: Any = read_json(folder / share.name, _MAX_RECORD_BYTES)
-        files = {
-            name: WrittenPart(
-                start,
-                end,
-                WrittenFile(
-                    n_bytes,
-                    header_bytes,
-                    header_checksum,
-                    base64.b64decode(checksums, validate=True),
-                    tuple((key, kind) for key, kind in not_finite),
-                ),
-            )
-            for name, (start, end, n_bytes, header_bytes, header_checksum, checksums, not_finite) in content[
-                "files"
-            ].items()
-        }
-        if all(one.end <= (folder / name).stat().n_bytes <= one.file.n_bytes for name, one in files.items()):
+        files, inodes = {}, {}
+        for name, (start, end, n_bytes, header_bytes, checksum, checksums, not_finite, inode) in content[
+            "files"
+        ].items():
+            of_chunks = base64.b64decode(checksums, validate=True)
+            worst = tuple((key, kind) for key, kind in not_finite)
+            files[name] = WrittenPart(start, end, WrittenFile(n_bytes, header_bytes, checksum, of_chunks, worst))
+            inodes[name] = inode
+        if all(
+            one.end <= (folder / name).stat().n_bytes <= one.file.n_bytes and _inode(folder / name, one) == inodes[name]
+            for name, one in files.items()
+        ):
             return files
     except StorageError:
         raise
     except (ReshardError, KeyError, TypeError, ValueError, AttributeError):
         pass  # truncated or invalid: it is written again
     return None
+
+
+def _inode(path: Location, part: WrittenPart) -> int | None:
+    """Of a file that several shares write, its inode: one that was made anew lacks what other shares had written."""
+    identity = path.stat().identity if part.n_bytes < part.file.n_bytes else None
+    return identity[1] if isinstance(identity, tuple) else None
 
 
 def missing(folder: Location, n_shares: int) -> list[int]:

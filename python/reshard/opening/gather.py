@@ -109,6 +109,9 @@ def gather(
         return replace(facts, kind="other", there=what_is_there(path).text)
 
 
+_WENT_BACK = "skipped by a run that went back"
+
+
 def gather_both(
     config: Config,
     copies: str | None,
@@ -145,8 +148,22 @@ def gather_both(
         taken = next((one.iteration for one in evaluate(config, own) if one.taken), None)
         there = roots.list_iterations(locate(copies)) if locate(copies).is_folder() else []
         if there and (taken is None or there[-1][0] > taken):
-            other = gather(replace(config, load_path=copies), run, method=method, faults=faults, opened=found)
-            own = _merged(own, other) if own.kind == "root" and other.kind == "root" else other
+            refused = dict(faults or {})
+            while True:
+                other = gather(replace(config, load_path=copies), run, method=method, faults=refused, opened=found)
+                if own.kind != "root" or other.kind != "root":
+                    own = other
+                    break
+                both = _merged(own, other)
+                # `gather` opens copies up to the first that can be used: of those that are refused, it opens the next.
+                skipped = {one.path for one in both.candidates if isinstance(one.state, Refused)}
+                new = [
+                    one.path for one in other.candidates if one.path in found and one.path in skipped - refused.keys()
+                ]
+                if not new:
+                    own = both
+                    break
+                refused |= dict.fromkeys(new, _WENT_BACK)
     chosen = {one.path for one in evaluate(config, own) if one.taken}
     for path in [path for path in found if opened is None or path not in chosen]:
         found.pop(path).close()
@@ -174,7 +191,7 @@ def _merged(own: ResumeFacts, other: ResumeFacts) -> ResumeFacts:
             digest = digests.get(one.iteration)
             is_behind = one.iteration in gone or (tracker is not None and tracker < (one.iteration or 0) <= last)
             if (digest is not None and digest == _digest(one)) or (not is_own and is_behind):
-                refused.append(replace(one, state=Refused("skipped by a run that went back")))
+                refused.append(replace(one, state=Refused(_WENT_BACK)))
             else:
                 found.append(one)
         return found
