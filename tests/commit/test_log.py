@@ -232,7 +232,6 @@ def test_a_claim_that_was_replaced_meanwhile_removes_nothing_of_the_next(monkeyp
     save(root, 1)
     claims.release(root)
     real = MemoryObjects.entries
-    monkeypatch.setattr(claims, "_making", contextlib.nullcontext())  # processes do not share it
 
     def entries(self: MemoryObjects, path: str) -> Any:
         if self is store:  # the process was paused before it looked for what is left
@@ -497,7 +496,6 @@ class World:
 
 
 def run_worlds(seeds: range, monkeypatch: pytest.MonkeyPatch) -> list[World]:
-    monkeypatch.setattr(claims, "_making", contextlib.nullcontext())  # processes do not share it
     worlds = []
     for seed in seeds:
         monkeypatch.setattr(log, "_RETRY_SECONDS", (2.0, 0.0)[seed // 2 % 2])

@@ -46,10 +46,6 @@ _CLAIM_FILE = re.compile("epoch_([0-9]{1,18})")
 _log = logging.getLogger("reshard")
 
 
-# Held while a claim is made or released.
-_making = threading.Lock()
-
-
 # -- the lock
 
 
@@ -91,7 +87,7 @@ def hold(root: Location, *, takeover: bool = False, durable: bool = True, folder
         StorageError: the system failed, or the lock was not free in time.
     """
     session = session_of(root)
-    with _making:
+    with session.claiming:  # of this root only: a bucket that does not answer stops no save on a disk
         if session.claim is not None:
             try:
                 check(session.claim)
@@ -186,9 +182,11 @@ def living_claim(root: Location) -> ClaimedError | None:
 def release(root: Location | None = None) -> None:
     """Release the claim on a root, or all claims of this process, so that others can claim it. Never raises."""
     asked = sessions() if root is None else [find_session(root)]
-    with _making:
-        for session in asked:
-            if session is not None and session.claim is not None:
+    for session in asked:
+        if session is None:
+            continue
+        with session.claiming:
+            if session.claim is not None:
                 with contextlib.suppress(OSError, ReshardError):
                     check(session.claim)
                     # The generation stays in use: no later claim gets it, so that a late writer detects that it was
@@ -205,12 +203,6 @@ def _drop(session: RootSession) -> None:
         claim.file.close()
 
 
-def _forget() -> None:
-    global _making  # noqa: PLW0603  the parent may have held it at the fork
-    _making = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget)
 # Registered at import, so that exit functions that are registered later, such as the wait for saves, run before it.
 process_end.call_at_end(release, process_end.CLAIMS)
 

@@ -71,6 +71,7 @@ class RootSession:
     Attributes:
         root: the checkpoint root.
         claim: the claim of this process on it, or None.
+        claiming: held while the claim is made or released.
         resumed: from what this process resumed although newer iterations exist, until a save has recorded it; None: it
             goes on from the newest.
 
@@ -87,6 +88,7 @@ class RootSession:
     def __init__(self, root: Location) -> None:
         self.root = root
         self.claim: Claim | None = None
+        self.claiming = threading.Lock()
         self.resumed: PassedOver | None = None
         self._owner: weakref.ref[object] | None = None
         self._notes: dict[type, object] = {}
