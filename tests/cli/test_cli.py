@@ -190,11 +190,18 @@ def test_demo_needs_no_torch() -> None:
 # -- help
 
 
+def is_example(line: str) -> bool:
+    return line.startswith("reshard ") and "s3://" not in line and "--on ray" not in line
+
+
 def examples() -> list[str]:
-    """The lines of all help texts that show a command, without the comment behind it."""
+    """The lines of all help texts that show a command, without the comment behind it; not those that need others.
+
+    Commands with a bucket or a cluster are run by tests/storage and tests/ray.
+    """
     commands = [main, *(command for _, command in all_commands())]
     lines = [line.strip() for command in commands for line in (command.help or "").splitlines()]
-    return list(dict.fromkeys(re.split(r" {2,}# ", line)[0] for line in lines if line.startswith("reshard ")))
+    return list(dict.fromkeys(re.split(r" {2,}# ", line)[0] for line in lines if is_example(line)))
 
 
 @pytest.fixture(scope="session")

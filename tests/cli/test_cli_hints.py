@@ -268,7 +268,7 @@ def arguments() -> set[str]:
     """The arguments of all public functions, and of the public methods of public classes."""
     public = [getattr(reshard, name) for name in reshard.__all__]
     public += [layout.write_strategy, layout.merge_strategies, demo, BoundLayout, Checkpointer]
-    names: set[str] = set()
+    names = set(inspect.signature(Checkpointer).parameters)
     for one in public:
         members = [one]
         if inspect.isclass(one):
