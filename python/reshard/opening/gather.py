@@ -148,26 +148,27 @@ def gather_both(
         taken = next((one.iteration for one in evaluate(config, own) if one.taken), None)
         there = roots.list_iterations(locate(copies)) if locate(copies).is_folder() else []
         if there and (taken is None or there[-1][0] > taken):
-            refused = dict(faults or {})
-            while True:
-                other = gather(replace(config, load_path=copies), run, method=method, faults=refused, opened=found)
-                if own.kind != "root" or other.kind != "root":
-                    own = other
-                    break
-                both = _merged(own, other)
-                # `gather` opens copies up to the first that can be used: of those that are refused, it opens the next.
-                skipped = {one.path for one in both.candidates if isinstance(one.state, Refused)}
-                new = [
-                    one.path for one in other.candidates if one.path in found and one.path in skipped - refused.keys()
-                ]
-                if not new:
-                    own = both
-                    break
-                refused |= dict.fromkeys(new, _WENT_BACK)
+            of_copies = replace(config, load_path=copies)
+            other = gather(of_copies, run, method=method, faults=faults, opened=found)
+            if own.kind == other.kind == "root":
+                # `gather` opens copies up to the first that can be used: instead of a refused one it opens the next.
+                refused = dict(faults or {})
+                while new := _refused_of(both := _merged(own, other), other) & found.keys() - refused.keys():
+                    refused |= dict.fromkeys(new, _WENT_BACK)
+                    other = gather(of_copies, run, method=method, faults=refused, opened=found)
+                own = both
+            else:
+                own = other
     chosen = {one.path for one in evaluate(config, own) if one.taken}
     for path in [path for path in found if opened is None or path not in chosen]:
         found.pop(path).close()
     return own
+
+
+def _refused_of(both: ResumeFacts, other: ResumeFacts) -> set[str]:
+    """The paths of the second root that are refused when both are looked at together."""
+    refused = {one.path for one in both.candidates if isinstance(one.state, Refused)}
+    return refused & {one.path for one in other.candidates}
 
 
 def _merged(own: ResumeFacts, other: ResumeFacts) -> ResumeFacts:

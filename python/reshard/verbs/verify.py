@@ -239,7 +239,7 @@ def verify(
         raise CheckpointNotFoundError(f"{show(str(target))} holds no iteration folder", path=str(target))
     if on is not None and not any(isinstance(job, _CheckpointJob) and job.manifest is not None for job in jobs):
         raise UnsupportedError(
-            f"{show(str(target))} has no manifest, and `on` divides the files of one",
+            f"{show(str(target))} has no manifest: `on` divides the files that a manifest lists between processes",
             path=str(target),
             hint="leave `on` out",
         )
