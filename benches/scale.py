@@ -31,13 +31,14 @@ from reshard.checkpoint import Checkpoint
 from reshard.commit import protocol
 from reshard.commit.manifest import CHUNK_BYTES
 from reshard.formats.checkpoint2.iteration import write_descriptions
-from reshard.formats.checkpoint2.rank_facts import RankFacts, plan_iteration, plan_key
+from reshard.formats.checkpoint2.planning import plan_iteration
 from reshard.layout import ModelLayout
 from reshard.ranks import messages
 from reshard.ranks.collective import Collective
 from reshard.ranks.group import SingleProcess
 from reshard.storage.location import locate
 from reshard.write.arrays import Fact, Facts
+from reshard.write.rank_facts import RankFacts, plan_key
 from reshard.write.shard_files import WrittenFile
 
 if TYPE_CHECKING:

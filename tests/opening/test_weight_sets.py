@@ -13,7 +13,7 @@ from torch import nn
 import reshard
 import reshard.torch
 from reshard.errors import ArgumentError, MismatchError
-from reshard.formats.dcp.run_state import Live, Values, translated
+from reshard.formats.run_state import Live, Values, translated
 from reshard.options import InitFrom
 from reshard.torch import Checkpointer
 

@@ -17,7 +17,6 @@ from reshard.formats.checkpoint1 import save as checkpoint1
 from reshard.formats.checkpoint1.agreement import FileFacts
 from reshard.formats.checkpoint1.candidates import RankFolder
 from reshard.formats.checkpoint2 import save as checkpoint2
-from reshard.formats.checkpoint2.rank_facts import RankFacts, plan_key
 from reshard.formats.checkpoint2.reader import Chosen
 from reshard.formats.replicas import Replicas
 from reshard.opening import gather_ranks
@@ -29,6 +28,7 @@ from reshard.torch.placements import DigitLayout, Row
 from reshard.verbs import load
 from reshard.write.arrays import Fact, FactKind, Facts
 from reshard.write.phases import Messages, Published
+from reshard.write.rank_facts import RankFacts, plan_key
 from reshard.write.shard_files import WrittenFile
 
 MESSAGES: list[Any] = [

@@ -502,8 +502,9 @@ HAVE_NOT_BUT_ALLOWED = {
     ("verbs/load.py", "strategy"): "as above",
     ("formats/checkpoint1/save.py", "layout"): "a checkpointer refuses that before",
     ("formats/checkpoint2/writer.py", "overwrite"): "conversion alone",
-    ("formats/checkpoint2/rank_facts.py", "layout"): "a checkpointer gives shards, or a layout",
-    ("formats/checkpoint2/rank_facts.py", "shapes"): "a checkpointer gives all shapes",
+    ("formats/checkpoint2/planning.py", "layout"): "a checkpointer gives shards, or a layout",
+    ("formats/checkpoint2/planning.py", "shapes"): "a checkpointer gives all shapes",
+    ("write/rank_facts.py", "layout"): "a checkpointer gives shards, or a layout",
     ("commit/folder_protocol.py", "overwrite"): "`begin(overwrite=False)` alone",
     ("commit/log_protocol.py", "overwrite"): "as above",
 }

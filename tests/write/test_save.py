@@ -40,12 +40,12 @@ from reshard.errors import (
     StorageError,
     UnsupportedError,
 )
-from reshard.formats.checkpoint2.rank_facts import LastMade
 from reshard.storage.location import locate
 from reshard.torch import Checkpointer
 from reshard.write import shard_files
 from reshard.write.arrays import local_arrays as own_arrays
 from reshard.write.collective_save import log_once
+from reshard.write.rank_facts import LastMade
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -30,8 +30,9 @@ from reshard.errors import (
     MismatchError,
     ReshardError,
 )
-from reshard.formats.checkpoint2.rank_facts import LastMade, plan_iteration
+from reshard.formats.checkpoint2.planning import plan_iteration
 from reshard.formats.replicas import RankLocal
+from reshard.write.rank_facts import LastMade
 
 __all__ = ["no_claim_outlives_a_test"]  # a fixture
 

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
     from reshard.checkpoint import Checkpoint
     from reshard.conversion.destinations import Job, Written
     from reshard.conversion.known_files import Mark
     from reshard.layout import BoundLayout
     from reshard.storage.location import Location
+    from reshard.write.contents import DtypeAndPart, FileContent
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,14 @@ class Writer(ABC):
             ReshardError: that state cannot be read.
         """
         return False
+
+    def planned(
+        self,
+        tensors: Mapping[str, DtypeAndPart],  # noqa: ARG002
+        layout: BoundLayout,  # noqa: ARG002
+    ) -> tuple[Sequence[FileContent], Sequence[str]] | None:
+        """The files in which it writes tensors with a layout, and warnings; None: that is not known before."""
+        return None
 
     def apart(self, source: Checkpoint) -> Collection[str]:  # noqa: ARG002
         """Names of counters that are not written as ordinary tensors."""

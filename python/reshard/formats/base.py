@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from reshard.commit.manifest import Manifest
     from reshard.documents.common_info import CommonInfo
     from reshard.errors import ReshardError
-    from reshard.formats.dcp.run_state import Values
+    from reshard.formats.run_state import Values
     from reshard.layout.strategy import Strategy
     from reshard.quantised.kinds import Quantised
     from reshard.storage.store import Lock

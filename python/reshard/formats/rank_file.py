@@ -7,6 +7,7 @@ several parts (records of a `.ckpt` file that exceed the size of one). Only this
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reshard._core import StoredArray
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from reshard import _core
+
+
+_OF_RANK = re.compile(r"_world_size_([0-9]{1,9})_rank_[0-9]{1,9}\.")
 
 
 class OpenedRankFile(NamedTuple):
@@ -126,6 +130,17 @@ def kind_of(path: str | os.PathLike[str], *, follow_links: bool = False) -> Lite
         return "ckpt"
     is_named_ckpt = locate(path).suffix == ckpt.SUFFIX and not ckpt.is_safetensors_head(head)
     return "ckpt" if is_named_ckpt else "safetensors"
+
+
+def is_of_one_rank(name: str) -> bool:
+    """Whether a file is called as one of several that the ranks of a run wrote, each with its part of the state.
+
+    Example:
+        >>> is_of_one_rank("model_world_size_2_rank_0.pt"), is_of_one_rank("model_world_size_1_rank_0.pt")
+        (True, False)
+    """
+    found = _OF_RANK.search(name)
+    return found is not None and int(found[1]) > 1
 
 
 def placed(rank_file: OpenedRankFile, key: str, offset: Sequence[int]) -> list[StoredArray]:

@@ -65,6 +65,8 @@ FORMATS: tuple[Format, ...] = (
     SINGLE_FILE,
 )
 
+SEVERAL_FILES = WEIGHT_FILES
+"""The format of a list of files that is opened as one checkpoint."""
 HIDDEN_FILES = frozenset(name for one in FORMATS for name in one.hidden_files)
 """Files whose names begin with a dot, and that belong to a checkpoint."""
 

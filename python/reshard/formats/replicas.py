@@ -28,9 +28,9 @@ from reshard.write.arrays import local_arrays
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from reshard.formats.checkpoint2.rank_facts import RankFacts
     from reshard.ranks.group import Group
     from reshard.write.arrays import LocalArray, LocalArrays
+    from reshard.write.rank_facts import RankFacts
 
 State: TypeAlias = "tuple[str, Mapping[str, np.ndarray]] | None"
 """Text and arrays of a rank's state files; None: it has none."""
@@ -74,8 +74,8 @@ class Replicas:
         """The replicas of a plan, and the further copies that ranks have reported.
 
         Example:
-            >>> from reshard.formats.checkpoint2.rank_facts import RankFacts
             >>> from reshard.write.arrays import Fact, Facts
+            >>> from reshard.write.rank_facts import RankFacts
             >>> facts = [RankFacts("host", {}, Facts.of([Fact("w", "model", "F32", (2,))]))] * 2
             >>> Replicas.of({"w": [(0, 1)], "v": [(0,), (1,)]}, facts).rows
             ((('w',), ((0, 1),), False),)

@@ -36,21 +36,21 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reshard.commit.candidates import Order
+    from reshard.commit.folder_facts import marks as marks
+    from reshard.commit.folder_facts import newer_than as newer_than
     from reshard.commit.scrub import is_damage as is_damage
     from reshard.commit.scrub import reason_of as reason_of
     from reshard.formats.base import Root
     from reshard.formats.checkpoint2.reader import Chosen as Chosen
     from reshard.formats.checkpoint2.reader import chosen as chosen
-    from reshard.formats.checkpoint2.reader import marks as marks
     from reshard.formats.checkpoint2.reader import open_chosen as open_chosen
-    from reshard.formats.checkpoint2.root import newer_than as newer_than
     from reshard.names import NamesLike
 
 _names, __getattr__ = exports(
     __name__,
     {
-        "reshard.formats.checkpoint2.reader": ["Chosen", "chosen", "marks", "open_chosen"],
-        "reshard.formats.checkpoint2.root": ["newer_than"],
+        "reshard.formats.checkpoint2.reader": ["Chosen", "chosen", "open_chosen"],
+        "reshard.commit.folder_facts": ["marks", "newer_than"],
         "reshard.commit.scrub": ["is_damage", "reason_of"],
     },
 )
@@ -144,15 +144,13 @@ def _open_files(
     name: str | None,
 ) -> Checkpoint:
     """Open the files that a list or a pattern names."""
-    from reshard.formats.weight_files import names, reader  # noqa: PLC0415  slow to import
-
-    if strategy is not None or name not in (None, names.TRAITS.name):
+    if strategy is not None or name not in (None, registry.SEVERAL_FILES.traits.name):
         raise ArgumentError(
             f"{counted(len(files), 'file')} of weights {'are' if len(files) > 1 else 'is'} opened as one checkpoint: "
             "`strategy` and `format` have no meaning there",
             path=str(target),
         )
-    return Checkpoint(reader.open_files(files, target, method))
+    return Checkpoint(registry.SEVERAL_FILES.open_files(files, target, method))
 
 
 def _open_again(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from reshard.checkpoint import Checkpoint
 from reshard.commit import manifest as manifests
 from reshard.commit import roots
+from reshard.commit.folder_facts import left_behind
 from reshard.commit.scrub import is_damage, reason_of
 from reshard.config import split_iteration
 from reshard.errors import CheckpointNotFoundError, EmptyRootError, ReshardError, UnsupportedError
@@ -173,8 +174,6 @@ def _refused_of(both: ResumeFacts, other: ResumeFacts) -> set[str]:
 
 def _merged(own: ResumeFacts, other: ResumeFacts) -> ResumeFacts:
     """The candidates of two roots of a run in one order."""
-    from reshard.formats.checkpoint2.root import left_behind  # noqa: PLC0415  slow to import
-
     root = locate(own.path)
     there = {number for number, _ in roots.list_iterations(root)}
     gone = left_behind(root) - there

@@ -9,9 +9,8 @@ import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import ReshardError
-from reshard.formats import registry
+from reshard.formats import registry, torch_head
 from reshard.formats.base import Match
-from reshard.formats.torch_file import names as torch_file
 from reshard.opening.near import near
 from reshard.values.words import listed, show
 
@@ -254,7 +253,7 @@ def _look(file: Location) -> str | None:
         return "a tar archive: unpack it"
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 32:
         return "safetensors"
-    if torch_file.is_head(head):
+    if torch_head.is_head(head):
         return "a torch file"
     return "a pickle" if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05") else None
 

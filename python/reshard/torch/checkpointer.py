@@ -28,7 +28,6 @@ from reshard.commit import protocol
 from reshard.commit.session import find_session
 from reshard.config import Config, as_config
 from reshard.errors import ArgumentError, ClaimedError, GroupError, ReshardError, UnsupportedError
-from reshard.formats.checkpoint2.rank_facts import check_same
 from reshard.formats.registry import save_format
 from reshard.options import (
     Environment,
@@ -88,6 +87,7 @@ from reshard.verbs.load import Wanted, load_with, pass_over, resumed
 from reshard.verbs.mirror import Copier, copies_root
 from reshard.verbs.save import check_format, check_save_options
 from reshard.verbs.start import initial, own_config, start_of, with_init
+from reshard.write.rank_facts import check_same
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -18,10 +18,9 @@ from reshard import _core, dtypes
 from reshard.errors import ArgumentError, MismatchError, UnsupportedError
 from reshard.formats import counter_tensors
 from reshard.formats.base import StoredTensor
-from reshard.formats.dcp.names import is_number, is_optimizer
-from reshard.formats.dcp.run_state import Live, RunState, model_of, translated
 from reshard.formats.left_out import LeftOut
 from reshard.formats.outputs import as_array, fill
+from reshard.formats.run_state import Live, RunState, is_number, is_optimizer, model_of, translated
 from reshard.formats.weight_sets import Known, advice, chosen, without_wrappers
 from reshard.layout import TensorLayout
 from reshard.layout.bind import bound_of
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from reshard.checkpoint import Checkpoint
-    from reshard.formats.dcp.run_state import Values
+    from reshard.formats.run_state import Values
     from reshard.layout import BoundLayout
     from reshard.options import InitFrom
     from reshard.torch.objects import Entry

@@ -25,8 +25,7 @@ from reshard.conversion.library_names import published_names
 from reshard.conversion.writer import Settings
 from reshard.errors import MismatchError, UnsupportedError
 from reshard.formats.base import StoredTensor
-from reshard.formats.huggingface.writer import HuggingFaceWriter
-from reshard.formats.registry import known_files
+from reshard.formats.registry import known_files, writer_for
 from reshard.layout import ModelLayout
 from reshard.options import Commit
 from reshard.storage.changes import make_folders, temporary_folder
@@ -196,6 +195,7 @@ def write_merged(
         MismatchError: the checkpoint lacks a tensor, or the merged tensors are not those of `merge.model`.
     """
     chosen, target = commit or Commit(), locate_output(out)
+    writer = writer_for(None, target, has_layout=False)
     names = published_names(merge.model)
     make_folders(target.parent)
     with (
@@ -214,7 +214,7 @@ def write_merged(
                 key, one.dtype, one.shape, one.stored, overlapping=True, factors=one.factors or None
             )
         options = FileOptions(
-            metadata={**HuggingFaceWriter.metadata, **writer_mark.MARK},
+            metadata={**writer.metadata, **writer_mark.MARK},
             dtype=None,
             buffers=_core.Buffers(_MEMORY_BYTES),
             threads=threads,
@@ -240,7 +240,7 @@ def write_merged(
             with_extra=False,
         )
         job = Job(view, keys, target, options, overwrite=True, known_files=known_files(), is_renamed=True)
-        HuggingFaceWriter().write(job, settings)
+        writer.write(job, settings)
     return len(keys)
 
 

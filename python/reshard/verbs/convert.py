@@ -36,8 +36,8 @@ from reshard.formats.base import StoredTensor
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1.reader import open_rank_files, strategy_for
 from reshard.formats.left_out import LeftOut
+from reshard.formats.rank_file import is_of_one_rank
 from reshard.formats.registry import check_destination, known_files, writer_for, writers
-from reshard.formats.torch_file.names import is_of_one_rank
 from reshard.formats.weight_sets import WRAPPERS, alike, model_start
 from reshard.layout import ModelLayout, as_layout
 from reshard.layout.patterns import Matcher

@@ -16,7 +16,7 @@ import numpy as np
 
 from reshard import _core, dtypes
 from reshard.checkpoint import FileInfo
-from reshard.formats.checkpoint2.iteration import plan_layout
+from reshard.formats.registry import writer_for
 from reshard.options import Commit
 from reshard.storage.changes import temporary_folder
 from reshard.storage.location import locate
@@ -148,11 +148,12 @@ def _files(
     n_shards = sum(math.prod(mesh[axis] for axis in bound.tensor_layouts[key].partition.axes) for key in tensors)
     if n_shards > _MAX_SHARDS:
         return None, ()
-    plan = plan_layout(tensors, bound)
-    requests = bound.requests_of([(file.rank, file.arrays) for file in plan.files])
-    sizes = index.request_bytes(requests)
-    files = tuple(FileInfo(file.name, n_bytes) for file, n_bytes in zip(plan.files, sizes, strict=True))
-    return files, plan.warnings
+    planned = writer_for(None, locate("."), has_layout=True).planned(tensors, bound)
+    if planned is None:
+        return None, ()
+    files, warnings = planned
+    sizes = index.request_bytes(bound.requests_of([(file.rank, file.arrays) for file in files]))
+    return tuple(FileInfo(file.name, n_bytes) for file, n_bytes in zip(files, sizes, strict=True)), tuple(warnings)
 
 
 # -- the speed of this machine

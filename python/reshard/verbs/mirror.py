@@ -12,14 +12,13 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from reshard.commit import log, process_end, protocol, retention
+from reshard import opening
+from reshard.commit import log, process_end, protocol, retention, roots
 from reshard.commit import manifest as manifests
+from reshard.commit.candidates import Order
 from reshard.commit.copies import copy_iteration, is_of_the_save
 from reshard.commit.session import find_session, session_of
 from reshard.errors import ReshardError, UnsupportedError
-from reshard.formats.base import OpenOptions
-from reshard.formats.checkpoint2.root import IterationsRoot
-from reshard.formats.checkpoint2.save import original_fault
 from reshard.options import Retention
 from reshard.storage.location import locate
 from reshard.storage.remote import RemoteStore
@@ -225,18 +224,19 @@ class Copier:
         head = log.head_of(self.copies)
         digests = {} if head is None else {one.iteration: one.digest for one in head.live}
         newest = -1 if head is None or head.tracker is None else head.tracker
-        with IterationsRoot(self.root, OpenOptions()) as found:
-            there = {one.iteration: one.name for one in found.order.candidates if one.iteration is not None}
-            # One whose replacement was interrupted lies in the trash until the next save.
-            there = {iteration: name for iteration, name in there.items() if "/" not in name}
-            tracker = found.order.tracker
+        roots.list_iterations(self.root)  # refuses a folder that is not there, as on a disk that was unmounted
+        order = opening.iterations(self.root) or Order(())
+        # One whose replacement was interrupted lies in the trash until the next save.
+        there = {
+            one.iteration: one.name for one in order.candidates if one.iteration is not None and "/" not in one.name
+        }
         for iteration in sorted(told - there.keys()):
             self._told.discard(iteration)
             self._tell_failure(iteration, "retention has removed it before", is_final=True)
         due = []
         for iteration, name in sorted(there.items()):
             is_told = iteration in told
-            if tracker is None or iteration > tracker or iteration in self._given_up:
+            if order.tracker is None or iteration > order.tracker or iteration in self._given_up:
                 continue
             # What an earlier process has saved is copied if it is newer than all copies: they can be of another host.
             if not is_told and (iteration <= newest or not self._is_due(iteration)):
@@ -266,7 +266,7 @@ class Copier:
         removed = retention.remove(
             self.copies,
             Retention(keep=self._mirror.keep),
-            original_fault=original_fault,
+            original_fault=lambda _: "it has no manifest",
             progress=lambda *_: self._advance(0),
         )
         for line in removed.warnings:

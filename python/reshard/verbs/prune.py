@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reshard.checkpoint import Checkpoint
+from reshard import opening
 from reshard.commit import protocol, roots
 from reshard.commit.protocol import pin, unpin
 from reshard.commit.retention import Removed, remove
 from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError
-from reshard.formats.checkpoint2.reader import open_folder
-from reshard.opening import is_damage, reason_of
 from reshard.options import explains_moved, retention_of
 from reshard.storage.location import locate_root
 from reshard.values.argument_types import Progress
@@ -97,9 +95,9 @@ def prune(
 def _fault(folder: Location) -> str | None:
     """Why an iteration folder without a manifest is not a complete checkpoint; None if it is."""
     try:
-        Checkpoint(open_folder(folder, "auto")).close()
+        opening.open(folder).close()
     except ReshardError as error:
-        if not is_damage(error):
+        if not opening.is_damage(error):
             raise
-        return reason_of(error)
+        return opening.reason_of(error)
     return None

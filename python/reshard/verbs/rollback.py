@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard import opening
-from reshard.checkpoint import Checkpoint
 from reshard.commit import claims, protocol, roots
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, StorageError, hints_without
 from reshard.formats import registry
-from reshard.formats.checkpoint2.reader import open_folder
 from reshard.formats.health import last_healthy
 from reshard.storage.location import Location, locate_root
 from reshard.values.argument_types import Progress
@@ -157,7 +155,7 @@ def _not_found(root: Location, iteration: int) -> CheckpointNotFoundError:
 def _check(folder: Location, *, verify: bool, threads: int | None = None, progress: Progress | None = None) -> bool:
     """Refuse an iteration that is not complete; whether all its bytes were compared."""
     if not verify:
-        Checkpoint(open_folder(folder, "auto")).close()
+        opening.open(folder).close()
         return False
     report = verify_checkpoint(folder, threads=threads, progress=progress)
     for one in report.checkpoints:

@@ -24,7 +24,6 @@ from reshard.documents.common_info import CommonInfo
 from reshard.errors import ArgumentError, MismatchError, UnsupportedError
 from reshard.formats import state
 from reshard.formats.checkpoint1 import state as checkpoint1_state
-from reshard.formats.checkpoint2.rank_facts import differs_between_ranks, facts_of
 from reshard.formats.differing import MISSING, Fields, difference
 from reshard.formats.registry import save_format
 from reshard.formats.replicas import Copies, RankLocal, is_any_of
@@ -43,6 +42,7 @@ from reshard.write.arrays import Shard, as_shape, local_arrays
 from reshard.write.background import PendingSave
 from reshard.write.collective_save import SaveReport, save_collectively, save_failed
 from reshard.write.phases import RankInput, SaveTask
+from reshard.write.rank_facts import differs_between_ranks, facts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

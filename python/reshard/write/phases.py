@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from reshard.commit.save_log import SaveRecord
     from reshard.documents.common_info import CommonInfo
     from reshard.formats.base import Traits
-    from reshard.formats.checkpoint2.rank_facts import RankFacts
     from reshard.formats.replicas import Copies, Replicas, State
     from reshard.layout import BoundLayout, ModelLayout
     from reshard.options import SaveOptions
     from reshard.storage.location import Location
     from reshard.write.arrays import LocalArrays
+    from reshard.write.rank_facts import RankFacts
     from reshard.write.shard_files import ShardFileMaker
 
 

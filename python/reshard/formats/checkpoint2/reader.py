@@ -20,7 +20,6 @@ from reshard._core import DeviceLayout
 from reshard.commit import manifest as manifests
 from reshard.commit import roots, writer_mark
 from reshard.commit.filesystem import MANIFEST_FILE
-from reshard.commit.log_records import epoch_of
 from reshard.documents.common_info import MAX_COMMON_BYTES, CommonInfo
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, MismatchError, ReshardError
 from reshard.formats import state_files
@@ -282,13 +281,6 @@ def _check_parts(data: FolderData) -> None:
             raise DamagedFileError(
                 f"`{key}` is both in model and in optimizer files of {data.path}", path=str(data.path), key=key
             )
-
-
-def marks(folder: Location) -> tuple[bool, bool]:
-    """Whether the tracker has ever named an iteration folder, and whether the folder is pinned."""
-    known = roots.known_facts(folder.parent) if folder.objects is not None and epoch_of(folder.name) else None
-    is_tracked = (folder / manifests.TRACKED_FILE).exists() if known is None else folder.name in known
-    return is_tracked, roots.is_pinned(folder)
 
 
 # -- the manifest

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from reshard.commit import candidates, roots
-from reshard.commit import manifest as manifests
+from reshard.commit.folder_facts import facts_of
 from reshard.errors import ReshardError
 from reshard.formats.base import Root
 from reshard.formats.checkpoint2.reader import LockedManifest, open_folder
@@ -15,37 +15,8 @@ from reshard.values.words import show
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reshard.commit.manifest import Manifest
     from reshard.formats.base import CheckpointData, OpenOptions
     from reshard.storage.location import Location
-
-
-def newer_than(root: Location, iteration: int) -> tuple[int, ...]:
-    """Iterations above the selected one, ascending, which are skipped; without those that a save has already recorded.
-
-    Raises:
-        CheckpointNotFoundError: there is no such folder.
-        StorageError: it cannot be listed.
-
-    Example:
-        >>> from reshard.storage.location import locate
-        >>> newer_than(locate("output/checkpoint"), 300)
-        (400,)
-    """
-    listed = roots.list_iterations(root)
-    if all(number <= iteration for number, _ in listed):
-        return ()  # without reading the manifests
-    recorded = left_behind(root)
-    return tuple(number for number, _ in listed if number > iteration and number not in recorded)
-
-
-def left_behind(root: Location) -> frozenset[int]:
-    """Iterations that a later save has recorded as skipped, whether they are there or not. Raises as `newer_than`."""
-    known = roots.known_facts(root) or {}
-    folders = tuple(
-        known.get(name) or _folder_facts(root, number, name) for number, name in roots.list_iterations(root)
-    )
-    return frozenset(candidates.left_behind(folders, roots.read_tracker(root)[0]))
 
 
 class IterationsRoot(Root):
@@ -129,21 +100,5 @@ class IterationsRoot(Root):
     def _facts(self, iteration: int, name: str) -> candidates.Folder:
         if name in self._known:
             return self._known[name]
-        if name != self._probable or self._locked is None or self._locked.manifest is None:
-            return _folder_facts(self.path, iteration, name)
-        return _folder(iteration, name, self.path, self._locked.manifest)
-
-
-def _folder_facts(root: Location, iteration: int, name: str) -> candidates.Folder:
-    try:
-        head = manifests.read_head(root / name)
-    except ReshardError:
-        return candidates.Folder(iteration, name, (root / name / manifests.TRACKED_FILE).exists())
-    return _folder(iteration, name, root, head)
-
-
-def _folder(iteration: int, name: str, root: Location, head: manifests.Head | Manifest) -> candidates.Folder:
-    is_tracked = (root / name / manifests.TRACKED_FILE).exists()
-    return candidates.Folder(
-        iteration, name, is_tracked, head.generation, head.previous_tracker, tuple(head.passed_over)
-    )
+        manifest = None if name != self._probable or self._locked is None else self._locked.manifest
+        return facts_of(self.path, iteration, name, manifest)

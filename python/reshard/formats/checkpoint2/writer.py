@@ -35,7 +35,7 @@ from reshard.write.arrays import local_arrays
 from reshard.write.shard_files import WrittenFile
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     import numpy as np
 
@@ -43,8 +43,10 @@ if TYPE_CHECKING:
     from reshard.commit.attempts import Attempt, FileRecord
     from reshard.conversion.destinations import Job, Produce
     from reshard.formats.checkpoint2.iteration import IterationPlan
+    from reshard.layout import BoundLayout
     from reshard.storage.location import Location
     from reshard.verbs.selection import NewNames
+    from reshard.write.contents import DtypeAndPart, FileContent
 
 # Entries of a root that are not checkpoints, but files of the save protocol.
 _BOOKKEEPING = {STAGING_FOLDER, TRASH_FOLDER, WRITERS_FOLDER, LOCK_FILE}
@@ -84,6 +86,13 @@ class Checkpoint2Writer(Writer):
         if job.options.dtype is None and not job.is_renamed:
             return True
         return not state_files.has_rank_local(data.path, data.manifest)
+
+    def planned(
+        self, tensors: Mapping[str, DtypeAndPart], layout: BoundLayout
+    ) -> tuple[Sequence[FileContent], Sequence[str]]:
+        """The shard files, each shard once."""
+        plan = plan_layout(tensors, layout)
+        return plan.files, plan.warnings
 
     def apart(self, source: Checkpoint) -> Collection[str]:
         """Counters of other formats, which go into common.json. `global_step` stays a tensor, as in MindSpore."""

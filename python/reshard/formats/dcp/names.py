@@ -37,19 +37,6 @@ Only tensors whose names do not say so are listed. torch looks up the path of an
 _STEP = re.compile(r"step-([0-9]{1,18})")
 _RANK = re.compile(r"__([0-9]{1,9})\.metadata")
 _FILE = re.compile(r"__([0-9]{1,9})_[0-9]+\.distcp|shard-([0-9]{5,9})-model-[0-9]+-of-[0-9]+\.safetensors")
-_MAX_DIGITS = 18
-_OPTIMIZER = frozenset(
-    (
-        "optim",
-        "optim_state",
-        "optim_state_dict",
-        "optimizer",
-        "optimizer_state",
-        "optimizer_state_dict",
-        "optimizer_states",  # of Lightning
-        "optimizers",
-    )
-)
 
 
 def step_of(name: str) -> int | None:
@@ -85,26 +72,6 @@ def rank_of_file(name: str) -> int | None:
     if match is None:
         return None
     return int(match[1]) if match[2] is None else int(match[2]) - 1
-
-
-def is_number(text: str) -> bool:
-    """Whether a part of a name is the position of a value, such as that of a parameter group.
-
-    Example:
-        >>> is_number("10"), is_number("lr"), is_number("²")
-        (True, False, False)
-    """
-    return text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS
-
-
-def is_optimizer(key: str) -> bool:
-    """Whether a name belongs to the state of an optimizer: its first or second part says so.
-
-    Example:
-        >>> is_optimizer("optimizer.state.w.exp_avg"), is_optimizer("app.optim.state.w"), is_optimizer("layers.0.w")
-        (True, True, False)
-    """
-    return not _OPTIMIZER.isdisjoint(key.split(".", 2)[:2])
 
 
 def data_file(rank: int, number: int) -> str:

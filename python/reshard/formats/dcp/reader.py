@@ -22,15 +22,15 @@ from reshard.errors import (
     ReshardError,
     UnsupportedError,
 )
+from reshard.formats import run_state
 from reshard.formats.base import CheckpointData
-from reshard.formats.dcp import run_state, sharded_files
+from reshard.formats.dcp import sharded_files
 from reshard.formats.dcp.data_files import check_data_files
 from reshard.formats.dcp.names import (
     DATA_SUFFIX,
     MAX_METADATA_BYTES,
     METADATA_FILE,
     OPTIMIZER_ENTRY,
-    is_optimizer,
     is_ours,
     rank_of_file,
     rank_of_metadata,
@@ -94,7 +94,7 @@ class _DcpData(CheckpointData):
 
     def part(self, key: str) -> PartName:
         """By the name: trainers save the state of an optimizer below `optimizer` or `optim`. Or as recorded."""
-        if is_optimizer(key):
+        if run_state.is_optimizer(key):
             return "optimizer"
         recorded = self.recorded()
         stored = (

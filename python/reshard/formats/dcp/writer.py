@@ -21,8 +21,9 @@ from reshard.conversion.writer import Settings, Writer
 from reshard.errors import ArgumentError, UnsupportedError
 from reshard.formats import state
 from reshard.formats.dcp.metadata import Chunk, Place, Tensor, encode
-from reshard.formats.dcp.names import DATA_SUFFIX, METADATA_FILE, OPTIMIZER_ENTRY, data_file, is_optimizer, is_ours
+from reshard.formats.dcp.names import DATA_SUFFIX, METADATA_FILE, OPTIMIZER_ENTRY, data_file, is_ours
 from reshard.formats.huggingface.names import plan_shards
+from reshard.formats.run_state import is_optimizer
 from reshard.formats.torch_file.archive import Composer, object_archive, tensor_archive
 from reshard.formats.torch_file.encode import NotPlainError, torch_dtype
 from reshard.values.words import listed, show

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from reshard import _core
 from reshard.errors import CheckpointNotFoundError, DamagedFileError
-from reshard.formats import mesh_shards
+from reshard.formats import mesh_shards, run_state
 from reshard.formats.base import CheckpointData
-from reshard.formats.dcp import run_state
 from reshard.formats.fsdp_ranks import names
 from reshard.formats.outputs import load_all
 from reshard.formats.rank_values import agreed

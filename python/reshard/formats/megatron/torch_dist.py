@@ -17,9 +17,10 @@ from reshard.documents.strict_json import read_json
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, UnsupportedError
 from reshard.formats.base import CheckpointData
 from reshard.formats.dcp.data_files import check_data_files
-from reshard.formats.dcp.names import MAX_METADATA_BYTES, METADATA_FILE, is_optimizer
+from reshard.formats.dcp.names import MAX_METADATA_BYTES, METADATA_FILE
 from reshard.formats.megatron import names
 from reshard.formats.megatron.common_state import counters_of, iteration_in, plain
+from reshard.formats.run_state import is_optimizer
 from reshard.values.words import listed, show
 
 if TYPE_CHECKING:

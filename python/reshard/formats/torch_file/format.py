@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from reshard.formats import torch_head
 from reshard.formats.base import Format, Match
 from reshard.formats.torch_file import names
 
@@ -25,7 +26,7 @@ class TorchFile(Format):
                 if any((path / name).is_file() for name in (names.INDEX_FILE, names.SINGLE_FILE))
                 else Match.NO
             )
-        return Match.YES if names.is_head(path.read_head(names.HEAD_BYTES, follow_links=True)) else Match.NO
+        return Match.YES if torch_head.is_head(path.read_head(torch_head.HEAD_BYTES, follow_links=True)) else Match.NO
 
     def open(self, path: Location, options: OpenOptions) -> CheckpointData:
         """The tensors of a file, or those of the one file of a folder, or of the files that its index lists."""

@@ -15,10 +15,9 @@ import numpy as np
 
 from reshard import _core
 from reshard.errors import CoverageError, UnsupportedError
-from reshard.formats import mesh_shards, weight_map
+from reshard.formats import mesh_shards, run_state, torch_head, weight_map
 from reshard.formats.base import CheckpointData
-from reshard.formats.dcp import run_state
-from reshard.formats.dcp.names import is_optimizer
+from reshard.formats.run_state import is_optimizer
 from reshard.formats.torch_file import names
 from reshard.values.words import listed, show
 
@@ -109,7 +108,9 @@ def open_file(path: Location, file: Location, method: _core.ReadMethod) -> Check
             hint=_OF_RANK_HINT,
         ) from None
     return _FileData(
-        traits=names.TRAITS._replace(has_sums=names.is_zip(file.read_head(names.HEAD_BYTES, follow_links=True))),
+        traits=names.TRAITS._replace(
+            has_sums=torch_head.is_zip(file.read_head(torch_head.HEAD_BYTES, follow_links=True))
+        ),
         path=path,
         file=file,
         index=index,

@@ -9,8 +9,8 @@ from reshard import _core
 from reshard.documents.common_info import CommonInfo
 from reshard.documents.strict_json import read_json
 from reshard.errors import CheckpointNotFoundError, DamagedFileError
+from reshard.formats import run_state
 from reshard.formats.base import CheckpointData, Match
-from reshard.formats.dcp import run_state
 from reshard.formats.dcp.format import DCP
 from reshard.formats.huggingface.reader import HUGGINGFACE
 from reshard.formats.torch_file.format import TORCH_FILE

@@ -10,6 +10,9 @@ from reshard.formats.torch_file.format import TORCH_FILE
 from reshard.formats.weight_files import names
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reshard import _core
     from reshard.formats.base import CheckpointData, OpenOptions
     from reshard.storage.location import Location
 
@@ -38,6 +41,12 @@ class WeightFiles(Format):
         if (path / names.PIPELINE_FILE).is_file():
             return reader.open_pipeline(path, options)
         return reader.open_folder(path, options.method)
+
+    def open_files(self, files: Sequence[Location], path: Location, method: _core.ReadMethod) -> CheckpointData:
+        """The tensors of several files as one checkpoint. See `reader.open_files`."""
+        from reshard.formats.weight_files import reader  # noqa: PLC0415  slow to import
+
+        return reader.open_files(files, path, method)
 
 
 WEIGHT_FILES = WeightFiles()

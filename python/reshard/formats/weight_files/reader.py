@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 from reshard import _core
 from reshard.documents.strict_json import read_json
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, UnsupportedError
-from reshard.formats import mesh_shards
+from reshard.formats import mesh_shards, torch_head
 from reshard.formats import weight_map as maps
 from reshard.formats.aliases import add_aliases
 from reshard.formats.base import CheckpointData, Match
 from reshard.formats.huggingface.reader import HUGGINGFACE
 from reshard.formats.rank_file import check_no_int4
-from reshard.formats.torch_file import names as torch_file
 from reshard.formats.torch_file.format import TORCH_FILE
 from reshard.formats.weight_files import names
 from reshard.storage.location import locate
@@ -231,7 +230,7 @@ def _index_of(files: Sequence[Location], method: _core.ReadMethod) -> tuple[_cor
 
 def _tensors_of(index: _core.Index, file: int, path: str, rank: int) -> tuple[list[mesh_shards.RankTensor], bool]:
     """The tensors of a file, and whether some of them are shards of a device mesh."""
-    if not torch_file.is_head(locate(path).read_head(torch_file.HEAD_BYTES, follow_links=True)):
+    if not torch_head.is_head(locate(path).read_head(torch_head.HEAD_BYTES, follow_links=True)):
         names_there = [(one.name, one.dtype, one.shape) for one in index.file_tensors(file)]
         return [
             mesh_shards.RankTensor(rank, file, path, name, name, dtype, shape) for name, dtype, shape in names_there
@@ -242,8 +241,8 @@ def _tensors_of(index: _core.Index, file: int, path: str, rank: int) -> tuple[li
 
 def _add(index: _core.Index, file: str, method: _core.ReadMethod) -> int:
     """Add a file, by its first bytes. Files of a hub cache are links, which are followed."""
-    head = locate(file).read_head(torch_file.HEAD_BYTES, follow_links=True)
-    add = index.add_torch_file if torch_file.is_head(head) else index.add_file
+    head = locate(file).read_head(torch_head.HEAD_BYTES, follow_links=True)
+    add = index.add_torch_file if torch_head.is_head(head) else index.add_file
     return add(file, method=method)
 
 

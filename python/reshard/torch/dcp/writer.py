@@ -35,10 +35,9 @@ from reshard.commit.save_log import SaveRecord
 from reshard.documents.common_info import CommonInfo
 from reshard.errors import ArgumentError, MismatchError, ReshardError, UnsupportedError
 from reshard.formats import state
-from reshard.formats.checkpoint2.rank_facts import RankFacts
 from reshard.formats.checkpoint2.save import Checkpoint2Draft, Checkpoint2Prepared
-from reshard.formats.dcp.names import is_optimizer
 from reshard.formats.replicas import Copies, is_any_of
+from reshard.formats.run_state import is_optimizer
 from reshard.formats.state_loader import TorchSaved
 from reshard.options import SaveOptions
 from reshard.storage.host import boot_id
@@ -52,6 +51,7 @@ from reshard.values.words import listed, show
 from reshard.write.arrays import Facts, Shard, local_arrays
 from reshard.write.collective_save import log_once, save_failed
 from reshard.write.phases import RankInput, SaveTask
+from reshard.write.rank_facts import RankFacts
 from reshard.write.shard_files import shard_file
 
 if TYPE_CHECKING:

@@ -21,7 +21,6 @@ from reshard import _core
 from reshard.documents.common_info import CommonInfo
 from reshard.errors import MismatchError
 from reshard.formats import weight_sets
-from reshard.formats.dcp.names import is_number, is_optimizer
 from reshard.formats.outputs import as_array
 from reshard.values.words import listed, show
 
@@ -36,6 +35,19 @@ _OTHER_NAMES = {"scheduler": ("scheduler", "lr_scheduler", "lr_schedulers", "sch
 _OF_TRAINER = ("train_state", "dataloader", "data_loader", "trainer")
 _STEPS = ("step", "global_step", "iteration")
 _MAX_STEP = 1 << 62
+_MAX_DIGITS = 18
+_OPTIMIZER = frozenset(
+    (
+        "optim",
+        "optim_state",
+        "optim_state_dict",
+        "optimizer",
+        "optimizer_state",
+        "optimizer_state_dict",
+        "optimizer_states",  # of Lightning
+        "optimizers",
+    )
+)
 _log = logging.getLogger("reshard")
 
 
@@ -276,6 +288,26 @@ def _around(model: weight_sets.WeightSet, values: Values) -> str:
     path = next((values.paths.get(key, ()) for key in model.names), ())
     starts = ("".join(f"{step}." for step in path[:n]) for n in range(len(path), 0, -1))
     return next(filter(model.start.startswith, starts), "")
+
+
+def is_number(text: str) -> bool:
+    """Whether a part of a name is the position of a value, such as that of a parameter group.
+
+    Example:
+        >>> is_number("10"), is_number("lr"), is_number("²")
+        (True, False, False)
+    """
+    return text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS
+
+
+def is_optimizer(key: str) -> bool:
+    """Whether a name belongs to the state of an optimizer: its first or second part says so.
+
+    Example:
+        >>> is_optimizer("optimizer.state.w.exp_avg"), is_optimizer("app.optim.state.w"), is_optimizer("layers.0.w")
+        (True, True, False)
+    """
+    return not _OPTIMIZER.isdisjoint(key.split(".", 2)[:2])
 
 
 def state_of(key: str) -> tuple[str, str] | None:

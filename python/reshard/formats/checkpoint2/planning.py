@@ -1,18 +1,14 @@
-"""What each rank reports of its arrays, and the plan of an iteration that follows from the reports of all ranks.
+"""The plan of an iteration, which follows from the facts that all ranks report. All functions are pure.
 
-The facts of a rank are a message: names, dtypes and shapes, never contents. Rank 0 gathers them, finds the global
-shapes (given, or computed from local shapes by the layout), checks that every rank has the arrays that it should have,
-and plans. All functions are pure. Where ranks disagree, the error names the key and the ranks.
+Rank 0 finds the global shapes (given, or computed from local shapes by the layout), checks that every rank has the
+arrays that it should have, and plans. Where ranks disagree, the error names the key and the ranks.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
-from array import array
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ArgumentError, LayoutError, MismatchError
 from reshard.formats.checkpoint2.iteration import plan_boxes, plan_layout
@@ -22,98 +18,20 @@ from reshard.layout.invert import check_local_shapes, global_shapes, join_member
 from reshard.layout.partition import TensorLayout
 from reshard.layout.strategy import box_of
 from reshard.values.counters import is_counter
-from reshard.values.words import ranks_named, show
-from reshard.write.arrays import Facts  # messages are decoded by their type hints
+from reshard.values.words import show
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from reshard.formats.checkpoint2.iteration import IterationPlan
     from reshard.layout import ModelLayout
     from reshard.layout.strategy import Strategy
     from reshard.values.indexing import Box
-    from reshard.write.arrays import Fact, LocalArrays
+    from reshard.write.arrays import Fact, Facts
     from reshard.write.contents import Part
-
-Shape = tuple[int, ...]
-T = TypeVar("T")
+    from reshard.write.rank_facts import RankFacts, Shape
 
 _MAX_NAMED = 3
-
-
-@dataclass(frozen=True)
-class RankFacts:
-    """What one rank reports.
-
-    Attributes:
-        host: the machine; different ones need a folder that they share.
-        options: what must be the same on all ranks, by name.
-        arrays: its arrays.
-        shapes: the global shapes that the caller gave.
-        state: a digest of each value of `extra` that all ranks share.
-        copies: names of arrays of which it has copies that another rank saves.
-    """
-
-    host: str
-    options: dict[str, Any]
-    arrays: Facts
-    shapes: dict[str, Shape] = field(default_factory=dict)
-    state: dict[str, str] = field(default_factory=dict)
-    copies: tuple[str, ...] = ()
-
-
-def facts_of(
-    arrays: LocalArrays,
-    shapes: Mapping[str, Shape],
-    *,
-    host: str,
-    options: Mapping[str, object],
-    has_layout: bool,
-    may_differ: Callable[[str], bool] | None,
-    state: Mapping[str, str],
-    copies: Iterable[str],
-) -> RankFacts:
-    """The facts of this rank.
-
-    Args:
-        arrays: what it gave.
-        shapes: the global shapes that the caller gave.
-        host: the machine.
-        options: what must be the same on all ranks.
-        has_layout: whether a layout gives the offsets of arrays; else their shards do.
-        may_differ: whether copies of an array may differ between ranks, by its name; None: of no array.
-        state: a digest of each value of `extra` that all ranks share.
-        copies: names of arrays of which it has copies that another rank saves.
-
-    Raises:
-        ArgumentError: an array has an offset besides a layout, or neither.
-        MismatchError: a shard and `shapes` have different shapes.
-    """
-    if shapes and not has_layout:
-        raise ArgumentError("`shapes` was given without `layout`", hint="give `reshard.Shard(array, shape, offset)`")
-    given = dict(shapes)
-    for name, global_shape in arrays.global_shapes.items():
-        offset = arrays[name].offset
-        if offset is not None and has_layout:
-            raise ArgumentError(
-                f"{show(name)} is a shard with an offset, and the layout says where it lies",
-                key=name,
-                hint="leave out the offset, or the layout",
-            )
-        if offset is None and not has_layout:
-            raise ArgumentError(
-                f"{show(name)} is a shard without an offset, and there is no layout to say where it lies",
-                key=name,
-                hint="write `reshard.Shard(array, global_shape, offset)`, or give `layout=`",
-            )
-        if given.setdefault(name, global_shape) != global_shape:
-            raise MismatchError(
-                f"{show(name)} is of shape {given[name]} in `shapes`, and {global_shape} in its shard", key=name
-            )
-    facts = arrays.facts
-    if may_differ is not None:
-        facts = Facts.of(fact._replace(may_differ=may_differ(fact.name)) for fact in facts)
-    return RankFacts(host, dict(options), facts, given, dict(state), tuple(copies))
 
 
 def plan_iteration(
@@ -138,7 +56,8 @@ def plan_iteration(
             complete tensors, or the ranks disagree; the message names key and ranks.
 
     Example:
-        >>> from reshard.write.arrays import Fact
+        >>> from reshard.write.arrays import Fact, Facts
+        >>> from reshard.write.rank_facts import RankFacts
         >>> facts = RankFacts("host", {}, Facts.of([Fact("w", "model", "F32", (2, 3))]))
         >>> plan_iteration([facts], None, prefix=None, dedup=True, strict=False).files[0].name
         'model-0000000-0000001.safetensors'
@@ -340,55 +259,6 @@ def _slots(
     return slots
 
 
-class LastMade(Generic[T]):
-    """A cache of the last value, since a run saves the same tensors repeatedly. It compares what a value is made of.
-
-    Example:
-        >>> plans = LastMade[list[int]]()
-        >>> plans.get({"n": 2}, lambda: [1, 2]) is plans.get({"n": 2}, lambda: [])
-        True
-    """
-
-    def __init__(self) -> None:
-        self._last: tuple[Any, T] | None = None
-
-    def get(self, made_of: Any, make: Callable[[], T]) -> T:
-        """The value that follows from `made_of`, a plain value; `make` is called if the last one was another."""
-        last = self._last
-        if last is None or last[0] != made_of:
-            last = self._last = (made_of, make())
-        return last[1]
-
-
-def check_options(ranks: Sequence[RankFacts]) -> None:
-    """Refuse ranks with different options. Raises ArgumentError, which names the option and the ranks."""
-    check_same([facts.options for facts in ranks], "all ranks save the same")
-
-
-def check_same(options: Sequence[Mapping[str, Any]], why: str) -> None:
-    """Refuse ranks with different options.
-
-    Args:
-        options: those of rank 0, 1, 2, ... by name.
-        why: the end of the message.
-
-    Raises:
-        ArgumentError: an option differs; the message names it, the ranks and both values.
-
-    Example:
-        >>> check_same([{"save_every": 5}, {"save_every": 6}], "all ranks save at the same steps")
-        Traceback (most recent call last):
-        reshard.errors.ArgumentError: `save_every` is 5 on rank 0 and 6 on rank 1; all ranks save at the same steps
-    """
-    for rank, other in enumerate(options):
-        if other == options[0]:
-            continue
-        name = next(name for name in {**options[0], **other} if options[0].get(name) != other.get(name))
-        raise ArgumentError(
-            f"`{name}` is {options[0].get(name)!r:.200} on rank 0 and {other.get(name)!r:.200} on rank {rank}; {why}"
-        )
-
-
 def _check_same(name: str, values: Mapping[int, str], text: str) -> None:
     (first, value), *others = values.items()
     for rank, other in others:
@@ -399,78 +269,18 @@ def _check_same(name: str, values: Mapping[int, str], text: str) -> None:
             )
 
 
-def check_state(ranks: Sequence[RankFacts]) -> None:
-    """Refuse values of `extra` that all ranks share and that differ. Raises MismatchError.
-
-    Rank 0's are saved, so it may be the only one that gives a value.
-
-    Example:
-        >>> check_state([RankFacts("host", {}, (), state={"loop": "1f"}), RankFacts("host", {}, ())])
-    """
-    ranks_of: dict[str, dict[str, list[int]]] = {}
-    for rank, facts in enumerate(ranks):
-        for name, digest in facts.state.items():
-            ranks_of.setdefault(name, {}).setdefault(digest, []).append(rank)
-    hint = (
-        "wrap it in `reshard.per_rank(...)` to keep each rank's (a Checkpointer takes objects so in "
-        "`resume(extra={...})`), or give it on rank 0 alone"
-    )
-    for name, of_name in ranks_of.items():
-        if name not in ranks[0].state:
-            with_it = [rank for ranks_with in of_name.values() for rank in ranks_with]
-            raise MismatchError(
-                f"`extra` has {show(name)} on {ranks_named(sorted(with_it))} and not on rank 0, whose values are saved",
-                key=name,
-                hint=hint,
-            )
-        if len(of_name) > 1:
-            raise MismatchError(differs_between_ranks(name), key=name, hint=hint)
-
-
-def differs_between_ranks(name: str) -> str:
-    """The message of `check_state` for a value of `extra`, to which a caller adds what differs.
-
-    Example:
-        >>> differs_between_ranks("loop")
-        '`loop` in `extra` differs between ranks'
-    """
-    return f"{show(name)} in `extra` differs between ranks"
-
-
 def layout_key(ranks: Sequence[RankFacts], layout: BoundLayout | ModelLayout | None) -> list[Any]:
     """What the plan of a save follows from besides `plan_key`: a digest of the rules, and the shapes if it is bound."""
     shapes = [one.shape for one in layout.tensor_layouts.values()] if isinstance(layout, BoundLayout) else None
     return [ranks[0].options.get("layout"), shapes]
 
 
-def plan_key(ranks: Sequence[RankFacts]) -> list[Any]:
-    """What the plan of a save follows from, as plain values: the facts of all ranks without host, options and state.
-
-    Ranks that follow each other and have the same facts are counted. The names of several ranks, which can be millions,
-    are represented by digests.
-    """
-    if len(ranks) == 1:
-        one = ranks[0]
-        return [one.arrays.names, one.arrays.kind_of, one.arrays.kinds, list(one.shapes.items()), one.copies]
-    key: list[Any] = []
-    for number, one in enumerate(ranks):
-        if number > 0 and one is ranks[number - 1]:
-            key[-1][-1] += 1
-            continue
-        facts = one.arrays
-        digest = hashlib.blake2b("".join(facts.names).encode("utf-8", "surrogatepass"))
-        for column in (map(len, facts.names), facts.kind_of):
-            digest.update(array("Q", column).tobytes())
-        kinds = [list(kind) for kind in facts.kinds]
-        key.append([len(facts.names), digest.hexdigest(), kinds, list(one.shapes.items()), one.copies, 1])
-    return key
-
-
 def planned_bytes(plan: IterationPlan, ranks: Sequence[RankFacts]) -> int:
     """Bytes of all arrays that the plan writes.
 
     Example:
-        >>> from reshard.write.arrays import Fact
+        >>> from reshard.write.arrays import Fact, Facts
+        >>> from reshard.write.rank_facts import RankFacts
         >>> facts = [RankFacts("host", {}, Facts.of([Fact("w", "model", "F32", (2, 3))]))]
         >>> planned_bytes(plan_iteration(facts, None, prefix=None, dedup=True, strict=False), facts)
         24
