@@ -27,7 +27,7 @@ MODULES = sorted(
 
 
 # Their examples read `output/checkpoint`, which is also open as `checkpoint`, `ranks` and `full`.
-READ_A_CHECKPOINT = {"reshard.formats.checkpoint2.root"}
+READ_A_CHECKPOINT = {"reshard.commit.folder_facts", "reshard.formats.checkpoint2.root"}
 
 
 @pytest.fixture(scope="session")

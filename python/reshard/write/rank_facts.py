@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from reshard.errors import ArgumentError, MismatchError
+from reshard.layout.bind import BoundLayout
 from reshard.values.words import ranks_named, show
 from reshard.write.arrays import Facts  # messages are decoded by their type hints
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from reshard.layout import ModelLayout
     from reshard.write.arrays import LocalArrays
 
 Shape = tuple[int, ...]
@@ -184,6 +186,12 @@ def differs_between_ranks(name: str) -> str:
         '`loop` in `extra` differs between ranks'
     """
     return f"{show(name)} in `extra` differs between ranks"
+
+
+def layout_key(ranks: Sequence[RankFacts], layout: BoundLayout | ModelLayout | None) -> list[Any]:
+    """What the plan of a save follows from besides `plan_key`: a digest of the rules, and the shapes if it is bound."""
+    shapes = [one.shape for one in layout.tensor_layouts.values()] if isinstance(layout, BoundLayout) else None
+    return [ranks[0].options.get("layout"), shapes]
 
 
 def plan_key(ranks: Sequence[RankFacts]) -> list[Any]:

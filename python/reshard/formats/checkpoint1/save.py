@@ -38,13 +38,13 @@ from reshard.formats.checkpoint1.save_plan import FolderView, Naming, ShardAssig
 from reshard.formats.checkpoint1.save_rank import RankSide, WrittenWeights, arrays_by_kind, folder_of, look
 from reshard.formats.checkpoint1.state import SAVE_KEY
 from reshard.formats.checkpoint1.strategies import Shapes  # noqa: TC001  messages are decoded by their type hints
-from reshard.formats.checkpoint2.planning import layout_key, plan_iteration
+from reshard.formats.checkpoint2.planning import plan_iteration
 from reshard.formats.replicas import Replicas, is_any_of
 from reshard.options import Checkpoint1Options
 from reshard.storage import mounts
 from reshard.values.words import show
 from reshard.write.phases import Begun, Draft, Messages, Planned, Prepared, Publication, Published, Written
-from reshard.write.rank_facts import LastMade, RankFacts, check_options, check_state, plan_key
+from reshard.write.rank_facts import LastMade, RankFacts, check_options, check_state, layout_key, plan_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

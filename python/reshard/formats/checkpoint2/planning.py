@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from reshard.errors import ArgumentError, LayoutError, MismatchError
 from reshard.formats.checkpoint2.iteration import plan_boxes, plan_layout
@@ -267,12 +267,6 @@ def _check_same(name: str, values: Mapping[int, str], text: str) -> None:
                 f"{show(name)} is {text.format(value)} on rank {first} and {text.format(other)} on rank {rank}",
                 key=name,
             )
-
-
-def layout_key(ranks: Sequence[RankFacts], layout: BoundLayout | ModelLayout | None) -> list[Any]:
-    """What the plan of a save follows from besides `plan_key`: a digest of the rules, and the shapes if it is bound."""
-    shapes = [one.shape for one in layout.tensor_layouts.values()] if isinstance(layout, BoundLayout) else None
-    return [ranks[0].options.get("layout"), shapes]
 
 
 def planned_bytes(plan: IterationPlan, ranks: Sequence[RankFacts]) -> int:

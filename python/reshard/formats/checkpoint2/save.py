@@ -23,7 +23,7 @@ from reshard.formats import health
 from reshard.formats import state as state_files
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.iteration import NOT_EXPRESSED, Descriptions, check_copies
-from reshard.formats.checkpoint2.planning import layout_key, plan_iteration, planned_bytes
+from reshard.formats.checkpoint2.planning import plan_iteration, planned_bytes
 from reshard.formats.checkpoint2.traits import CHECKPOINT2
 from reshard.formats.replicas import Replicas, is_any_of
 from reshard.storage import mounts
@@ -34,7 +34,7 @@ from reshard.values.words import show
 from reshard.write.arrays import local_arrays
 from reshard.write.contents import FileContent, JointProgress
 from reshard.write.phases import Begun, Draft, Messages, Planned, Prepared, Publication, Published, Written
-from reshard.write.rank_facts import LastMade, RankFacts, check_options, check_state, plan_key
+from reshard.write.rank_facts import LastMade, RankFacts, check_options, check_state, layout_key, plan_key
 from reshard.write.shard_files import WrittenFile, read_back
 
 if TYPE_CHECKING:
