@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 from tests.helpers.small_saves import fork
-from tests.servers.proxy import Proxy, before_server
+from tests.servers.proxy import Fault, Proxy, before_server
 from tests.servers.s3 import BUCKET
 
 import reshard
 from reshard.cli import main
-from reshard.errors import ArgumentError
+from reshard.errors import ArgumentError, StorageError
 from reshard.storage.remote import use_cache
 
 if TYPE_CHECKING:
@@ -102,6 +103,37 @@ def test_processes_of_a_host_fetch_each_byte_once(proxy: Proxy, file: Any, tmp_p
     children = [fork(load) for _ in range(4)]
     assert [child.result(120) for child in children] == [True] * 4
     assert fetched(proxy) == (tmp_path / "m.safetensors").stat().st_size
+
+
+def test_a_fork_does_not_keep_others_from_what_was_not_fetched(proxy: Proxy, file: Any) -> None:
+    """A process that is forked while a block is fetched shares the lock of the block, and may run for days."""
+    url, tensors = file
+    forks: list[Any] = []
+
+    def is_fetch(method: str, path: str) -> bool:
+        return method == "GET" and path.endswith("/m.safetensors")
+
+    def fork_once(method: str, path: str) -> None:
+        with proxy.lock:
+            if is_fetch(method, path) and not forks:
+                forks.append(fork(signal.pause))
+
+    def load() -> bool:
+        check(url, tensors)
+        return True
+
+    proxy.before = fork_once
+    proxy.faults = [Fault(is_fetch, 403, "AccessDenied", times=99)]
+    try:
+        with pytest.raises(StorageError, match="AccessDenied"):
+            reshard.load_file(url)
+        assert len(forks) == 1
+        proxy.faults = []
+        assert fork(load).result(60) is True
+    finally:
+        for one in forks:
+            os.kill(one.pid, signal.SIGKILL)
+            assert one.result() is None
 
 
 @pytest.mark.parametrize("damage", ["a byte", "cut off", "empty"])

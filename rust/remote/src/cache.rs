@@ -3,14 +3,18 @@
 //! A version of an object is a folder, and each of its blocks a file: the bytes, and a crc32c of each 256 KiB of them. A
 //! file that is not complete or does not match counts as missing. Who fetches a block holds a lock on its file, and
 //! writes it in place; others wait, and find it. A folder that cannot be written only means that nothing is kept.
+//!
+//! A process that is forked meanwhile shares the lock, though it does not fetch. So a lock is released by name, not by
+//! closing the file, and nobody waits for one longer than 90 seconds.
 
 use reshard_core::checksum::{CHUNK_BYTES, crc32c};
 use reshard_core::{Error, Kind, Result};
-use std::fs::{self, File, OpenOptions};
-use std::os::unix::fs::FileExt;
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, SystemTime};
+use std::thread;
+use std::time::{Duration, Instant, SystemTime};
 
 /// Bytes of a block: of complete chunks.
 const BLOCK_BYTES: u64 = 4 << 20;
@@ -21,6 +25,10 @@ const TOUCH_EVERY: Duration = Duration::from_secs(60);
 /// The size is looked at when this part of it was written.
 const SWEEP_PART: u64 = 16;
 const SWEEP_LOCK: &str = ".sweep";
+/// For a block that another process fetches. Requests are repeated for a minute.
+const WAIT: Duration = Duration::from_secs(90);
+/// The longest pause between two looks at a lock.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 /// Bytes that this process has written since it looked at the size. One for all folders: most programs have one.
 static WRITTEN: AtomicU64 = AtomicU64::new(u64::MAX / 2);
@@ -40,6 +48,16 @@ pub(crate) struct Cached {
     cache: Cache,
     folder: PathBuf,
     n_bytes: u64,
+    wait: Duration,
+}
+
+/// A file whose lock this process holds, also if a fork of it has the file open, too.
+struct Locked(File);
+
+impl Drop for Locked {
+    fn drop(&mut self) {
+        let _ = self.0.unlock(); // of all processes that share it
+    }
 }
 
 impl Cached {
@@ -50,6 +68,7 @@ impl Cached {
             folder: cache.folder.join(name),
             cache: cache.clone(),
             n_bytes,
+            wait: WAIT,
         }
     }
 
@@ -73,13 +92,14 @@ impl Cached {
                 continue;
             }
             let mut files = Vec::new();
+            let deadline = Instant::now() + self.wait;
             for number in at..blocks.end.min(at + BLOCKS_AT_ONCE) {
-                let file = self.open(number, true).filter(|file| file.lock().is_ok());
+                let file = self.lock(number, deadline);
                 // Another process may have fetched it meanwhile.
                 let part = part_of(number, start, to);
                 if file
                     .as_ref()
-                    .is_some_and(|file| self.read(file, number, part))
+                    .is_some_and(|file| self.read(&file.0, number, part))
                 {
                     break;
                 }
@@ -100,7 +120,7 @@ impl Cached {
                 let (here, len) = ((begin - start) as usize, (stop - begin) as usize);
                 to[here..here + len].copy_from_slice(&block[from..from + len]);
                 if let Some(file) = file {
-                    self.write(file, block);
+                    self.write(&file.0, block);
                 }
                 at += 1;
             }
@@ -116,6 +136,29 @@ impl Cached {
         let mut options = OpenOptions::new();
         options.read(true).write(creates).create(creates);
         options.open(path).ok()
+    }
+
+    /// The file of a block, locked. None: it cannot be written, or another process holds the lock for too long.
+    fn lock(&self, number: u64, deadline: Instant) -> Option<Locked> {
+        let file = self.open(number, true)?;
+        let mut pause = Duration::from_millis(1);
+        loop {
+            match file.try_lock() {
+                Ok(()) => return Some(Locked(file)),
+                Err(TryLockError::Error(_)) => return None,
+                Err(TryLockError::WouldBlock) if Instant::now() < deadline => thread::sleep(pause),
+                Err(TryLockError::WouldBlock) => break,
+            }
+            pause = LOOK_EVERY.min(pause * 2);
+        }
+        // Such as of a fork of a process that was killed. The next reader makes another file, and does not wait.
+        let path = self.folder.join(number.to_string());
+        if let (Ok(held), Ok(found)) = (file.metadata(), fs::metadata(&path))
+            && (held.dev(), held.ino()) == (found.dev(), found.ino())
+        {
+            let _ = fs::remove_file(path);
+        }
+        None
     }
 
     fn block_bytes(&self, number: u64) -> u64 {
@@ -210,6 +253,7 @@ fn sweep(cache: &Cache) {
     if lock.try_lock().is_err() {
         return; // another process does
     }
+    let _lock = Locked(lock);
     let mut blocks = Vec::new();
     for folder in entries(&cache.folder) {
         for block in entries(&folder) {
@@ -274,4 +318,112 @@ pub fn prepare(cache: &Cache) -> Result<()> {
         )
         .path(&cache.folder)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::env::temp_dir;
+    use std::process;
+    use std::sync::atomic::AtomicUsize;
+    use std::sync::mpsc::channel;
+
+    const N_BYTES: u64 = 2 * BLOCK_BYTES + 1000;
+
+    fn cached(wait: Duration) -> Cached {
+        static NUMBERS: AtomicUsize = AtomicUsize::new(0);
+        let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
+        let folder = temp_dir().join(format!("reshard-cache-{}-{number}", process::id()));
+        let cache = Cache {
+            folder,
+            max_bytes: 1 << 30,
+        };
+        Cached {
+            wait,
+            ..Cached::new(&cache, "s3://bucket/a", "e", N_BYTES)
+        }
+    }
+
+    /// What is at a position of the object.
+    fn byte_at(at: u64) -> u8 {
+        (at.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8
+    }
+
+    #[expect(clippy::unnecessary_wraps, reason = "the type that `read_at` takes")]
+    fn fetch(start: u64, to: &mut [u8]) -> Result<()> {
+        for (byte, at) in to.iter_mut().zip(start..) {
+            *byte = byte_at(at);
+        }
+        Ok(())
+    }
+
+    fn check(cached: &Cached, fetch: &dyn Fn(u64, &mut [u8]) -> Result<()>) {
+        let mut found = vec![0; 1 << 20];
+        let start = BLOCK_BYTES - 1000;
+        cached.read_at(start, &mut found, fetch).unwrap();
+        assert!(
+            found
+                .iter()
+                .zip(start..)
+                .all(|(byte, at)| *byte == byte_at(at))
+        );
+    }
+
+    fn never(_: u64, _: &mut [u8]) -> Result<()> {
+        panic!("it is in the cache")
+    }
+
+    fn soon() -> Instant {
+        Instant::now() + Duration::from_millis(50)
+    }
+
+    #[test]
+    fn a_lock_is_released_though_a_fork_has_the_file() {
+        let cached = cached(WAIT);
+        let failed = cached.read_at(0, &mut [0; 10], &|_, _| {
+            Err(Error::new(Kind::Io, "the service failed"))
+        });
+        assert!(failed.is_err());
+        let locked = cached.lock(1, soon()).unwrap();
+        // A descriptor of the same opened file: that is what a fork has.
+        let of_the_fork = locked.0.try_clone().unwrap();
+        drop(locked);
+        assert!(cached.lock(1, Instant::now()).is_some());
+        check(&cached, &fetch);
+        check(&cached, &never);
+        drop(of_the_fork);
+        fs::remove_dir_all(&cached.cache.folder).unwrap();
+    }
+
+    #[test]
+    fn a_lock_that_is_never_released_is_waited_for_once() {
+        let cached = cached(Duration::from_millis(50));
+        // As of processes that were killed, with forks that go on.
+        let locked: Vec<_> = (0..3).map(|number| cached.lock(number, soon())).collect();
+        check(&cached, &fetch);
+        check(&cached, &fetch);
+        check(&cached, &never);
+        drop(locked);
+        check(&cached, &never);
+        fs::remove_dir_all(&cached.cache.folder).unwrap();
+    }
+
+    #[test]
+    fn who_waits_finds_what_another_has_fetched() {
+        let cached = cached(WAIT);
+        let (begun, is_begun) = channel();
+        thread::scope(|scope| {
+            let (cached, begun) = (&cached, begun);
+            scope.spawn(move || {
+                check(cached, &|at, to| {
+                    begun.send(()).unwrap();
+                    thread::sleep(Duration::from_millis(100));
+                    fetch(at, to)
+                });
+            });
+            is_begun.recv().unwrap();
+            check(cached, &never);
+        });
+        fs::remove_dir_all(&cached.cache.folder).unwrap();
+    }
 }
