@@ -29,8 +29,11 @@ import reshard
 from reshard import opening
 from reshard.checkpoint import Checkpoint
 from reshard.commit import protocol
-from reshard.commit.manifest import CHUNK_BYTES
+from reshard.commit.filesystem import MANIFEST_FILE
+from reshard.commit.manifest import CHECKSUMS_FILE, CHUNK_BYTES
+from reshard.commit.writer_mark import SPELT
 from reshard.formats.checkpoint2.iteration import write_descriptions
+from reshard.formats.checkpoint2.names import METADATA_TABLE_FILE
 from reshard.formats.checkpoint2.planning import plan_iteration
 from reshard.layout import ModelLayout
 from reshard.ranks import messages
@@ -89,6 +92,18 @@ def write_tree(root: Path, n_ranks: int, n_tensors: int) -> None:
     reshard.save_file({key(i): tensor(i, n_ranks) for i in range(n_tensors)}, source)
     reshard.convert(source, root, layout=layout_of(n_ranks), commit={"durable": False})
     source.unlink()
+
+
+def make_as_of_others(root: Path) -> None:
+    """Leave of a tree what MindSpore Transformers writes: no manifest, no table, no mark in the shard files."""
+    folder = next(root.glob("iteration_*"))
+    for name in (MANIFEST_FILE, CHECKSUMS_FILE, METADATA_TABLE_FILE):
+        (folder / name).unlink(missing_ok=True)
+    for path in folder.glob("*.safetensors"):
+        with path.open("r+b") as file:
+            start = file.read(4096).index(SPELT)
+            file.seek(start)
+            file.write(SPELT.swapcase())
 
 
 def open_and_load(root: Path, n_ranks: int, n_tensors: int) -> Figures:
@@ -366,6 +381,8 @@ def main() -> None:
             shape = f"{n_ranks} ranks x {options.tensors} tensors"
             report(f"open and load a rank of TP8, {shape} (s)", open_and_load, root, *sizes)
             report(f"coordinator of a save, {shape} (s)", coordinate, None, *sizes)
+            make_as_of_others(root)
+            report(f"the same tree without manifest, {shape} (s)", open_and_load, root, *sizes)
             large = folder / f"large{n_ranks}"
             write_large(large, n_ranks, int(options.file_gb * 1e9))
             for n_parts, is_first in ((8, 1), (n_ranks, 1), (8, 0), (n_ranks, 0)):

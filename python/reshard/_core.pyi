@@ -900,9 +900,12 @@ class Index:
         """Open every file and compare it with the index. Return `(file, name)` of the tensors that the index does not list."""
 
     def check_headers(self) -> list[tuple[int, str]]:
-        """Like `check`; but if the checksums of all files are set, and the tensors of `metadata.json` fill each of them,
-        the headers are only compared with their checksums, and nothing is parsed or kept.
+        """Like `check`; but of a file that the tensors of `metadata.json` fill, by their sizes and the length of the header,
+        the header is not parsed. If the checksums of the file are set, the header is compared with its checksum.
         """
+
+    def headers_with(self, text: bytes) -> list[int]:
+        """Return the safetensors files whose headers hold a text. No header is parsed; unreadable files are left out."""
 
     def plan(self, request: Request, *, dtype: str | None = None, verify: bool = True) -> Plan:
         """Plan the copies from stored tiles to the requested arrays.

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 KEY = "reshard"
 MARK = {KEY: _core.__version__}
 """The entry of the `__metadata__` of a safetensors file."""
+SPELT = f'"{KEY}"'.encode()
+"""Its name in the text of the header."""
 
 
 def is_marked(index: _core.Index, file: int) -> bool:

@@ -6,7 +6,7 @@
 use crate::control::Control;
 use crate::error::{Error, Result};
 use crate::files::checksum::{Checksums, crc32c};
-use crate::files::header::{Entry, Header};
+use crate::files::header::{Entry, Header, MAX_HEADER_BYTES};
 use crate::files::listed::Listed;
 use crate::files::local_array::LocalArray;
 use crate::files::source::Source;
@@ -270,6 +270,48 @@ pub(crate) fn verify_header(source: &Source, checksums: &Checksums) -> Result<()
     } else {
         Err(header_differs(source))
     }
+}
+
+/// Bytes of the data of a safetensors file, from the length of its header alone; `None` if the file is shorter.
+///
+/// # Errors
+/// The file cannot be read.
+pub(crate) fn data_bytes(source: &Source) -> Result<Option<u64>> {
+    let mut length = [0; 8];
+    if source.n_bytes() < 8 {
+        return Ok(None);
+    }
+    source.read_at(0, &mut length)?;
+    Ok((source.n_bytes() - 8).checked_sub(u64::from_le_bytes(length)))
+}
+
+/// Whether the header of a safetensors file holds a text, which is searched as it is spelt.
+///
+/// # Errors
+/// The file cannot be read.
+pub(crate) fn header_has(source: &Source, text: &[u8]) -> Result<bool> {
+    let Some(n_data) = data_bytes(source)? else {
+        return Ok(false);
+    };
+    let end = (source.n_bytes() - n_data).min(8 + MAX_HEADER_BYTES);
+    let overlap = text.len().saturating_sub(1) as u64;
+    let (mut at, mut piece) = (8, Vec::new());
+    while at < end {
+        // Pieces overlap, so that one of them holds the whole text.
+        let n = (end - at).min(PIECE_BYTES + overlap);
+        piece.resize(n as usize, 0);
+        source.read_at(at, &mut piece)?;
+        // Comparing a number first is several times faster than comparing slices.
+        let start = text.first_chunk::<8>();
+        if piece
+            .windows(text.len())
+            .any(|window| start.is_none_or(|start| window.starts_with(start)) && window == text)
+        {
+            return Ok(true);
+        }
+        at += PIECE_BYTES.min(n);
+    }
+    Ok(false)
 }
 
 fn check_size(source: &Source, checksums: &Checksums) -> Result<()> {

@@ -546,6 +546,13 @@ impl Index {
         })
     }
 
+    fn headers_with(&self, py: Python<'_>, text: &[u8]) -> PyResult<Vec<u32>> {
+        let control = Control::default();
+        run(py, None, 0, None, &control, || {
+            Ok(self.index.headers_with(text))
+        })
+    }
+
     #[pyo3(signature = (request, *, dtype=None, verify=true))]
     fn plan(
         &self,

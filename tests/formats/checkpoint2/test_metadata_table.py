@@ -21,7 +21,8 @@ from tests.formats.checkpoint2.records import models
 import reshard
 from reshard import _core
 from reshard.commit import manifest as manifests
-from reshard.errors import DamagedFileError, ReshardError
+from reshard.commit import writer_mark
+from reshard.errors import DamagedFileError, MismatchError, ReshardError
 from reshard.formats.checkpoint2 import metadata, reader
 from reshard.formats.checkpoint2.metadata import write_metadata
 from reshard.formats.checkpoint2.shards import Records, assign, shards_of
@@ -265,6 +266,104 @@ def test_files_that_hold_more_than_is_described_are_parsed(folder: Path) -> None
     path = Path(index.file_path(1))
     save_file({**load_file(path), "more": np.zeros(2, np.uint8)}, path)
     assert opened().check_headers() == [(1, "more")]
+
+
+@pytest.fixture
+def original(folder: Path) -> Path:
+    """The iteration as others would have written it: without a manifest, a table and a mark."""
+    for name in ("manifest.json", "checksums.bin", TABLE, ".tracked"):
+        (folder / name).unlink(missing_ok=True)
+    for path in folder.glob("*.safetensors"):
+        save_file(load_file(path), path)
+        path.write_bytes(path.read_bytes().replace(writer_mark.SPELT, b'"another"'))
+    return folder
+
+
+def is_checked(folder: Path, n_parsed: int, monkeypatch: pytest.MonkeyPatch) -> object:
+    """The tensors of a folder when that many headers are parsed at once, or the fault."""
+    monkeypatch.setattr(reader, "_MAX_PARSED", n_parsed)
+    try:
+        with reshard.open(folder) as checkpoint:
+            return {key: array.tobytes() for key, array in checkpoint.load().items()}
+    except ReshardError as error:
+        return type(error), error.message
+
+
+@pytest.mark.parametrize("case", ["as it is", "extra", "equal extra", "shorter", "longer", "dtype", "missing", "empty"])
+def test_files_are_checked_alike_whether_all_headers_are_parsed_or_few(
+    case: str, original: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = sorted(original.glob("*.safetensors"))
+    data = paths[-1].read_bytes()
+    if case == "extra":
+        save_file({**load_file(paths[-1]), "global_step": np.array([7], np.int32)}, paths[-1])
+    elif case == "equal extra":
+        for path in paths:
+            save_file({**load_file(path), "global_step": np.array([7], np.int32)}, path)
+    elif case == "shorter":
+        paths[-1].write_bytes(data[:-1])
+    elif case == "longer":
+        paths[-1].write_bytes(data + b"?")
+    elif case == "dtype":
+        arrays = load_file(paths[-1])
+        save_file({key: array.view(np.uint8) for key, array in arrays.items()}, paths[-1])
+    elif case == "missing":
+        paths[-1].unlink()
+    elif case == "empty":
+        paths[-1].write_bytes(b"")
+    found = is_checked(original, 1, monkeypatch)
+    assert found == is_checked(original, 10**6, monkeypatch)
+    assert isinstance(found, dict) == (case in ("as it is", "extra", "equal extra"))
+    assert case != "as it is" or {key: array.tobytes() for key, array in ARRAYS.items()} == found
+
+
+def test_headers_of_full_files_are_parsed_when_they_are_used(original: Path) -> None:
+    path = max(original.glob("*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[8:9] = b"?"
+    path.write_bytes(data)
+    with reshard.open(original) as checkpoint:
+        assert len(checkpoint.keys()) == len(ARRAYS)
+        with pytest.raises(DamagedFileError, match=path.name):
+            checkpoint.load()
+    assert path.name in str(reshard.verify(original))
+
+
+def test_a_full_file_that_is_replaced_before_it_is_used_is_noticed(original: Path) -> None:
+    path = max(original.glob("*.safetensors"))
+    with reshard.open(original) as checkpoint:
+        other = path.with_suffix(".other")
+        other.write_bytes(path.read_bytes())
+        other.replace(path)
+        with pytest.raises(MismatchError, match=f"{path.name}. changed while it was read"):
+            checkpoint.load()
+
+
+@pytest.mark.parametrize("marked", [0, -1])
+def test_one_marked_file_of_many_makes_an_unfinished_save(marked: int, original: Path) -> None:
+    path = sorted(original.glob("*.safetensors"))[marked]
+    save_file(load_file(path), path, metadata=writer_mark.MARK)
+    with pytest.raises(DamagedFileError, match=f"This package wrote .{path.name}"):
+        reshard.open(original)
+
+
+@pytest.mark.parametrize("text", [b'"reshard"', b'"k"'])
+@pytest.mark.parametrize("at", [0, (256 << 10) - 9, (256 << 10) - 1, 256 << 10, 300_000, None])
+def test_a_text_is_found_wherever_it_lies_in_a_header(text: bytes, at: int | None, tmp_path: Path) -> None:
+    header = bytearray(b" " * (600 << 10))
+    if at is not None:
+        header[at : at + len(text)] = text
+    index = _core.Index()
+    for name, data in (
+        ("in", len(header).to_bytes(8, "little") + header + b"data"),
+        ("data", (4).to_bytes(8, "little") + b"    " + header),
+        ("short", b"\0"),
+        ("endless", bytes([255]) * 8 + text),
+    ):
+        (tmp_path / name).write_bytes(data)
+        index.add_file(str(tmp_path / name))
+    index.add_file(str(tmp_path / "missing"))
+    assert index.headers_with(text) == ([] if at is None else [0])
 
 
 def test_a_tensor_that_a_table_lists_twice_is_refused() -> None:

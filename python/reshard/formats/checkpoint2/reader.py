@@ -240,11 +240,13 @@ def _open_locked(
         )
     used = None if known is None else {file for *_, files in known.unlisted for file in files}
     index, rest = _index(folder, described, manifest, method, used)
+    has_metadata = described.has_metadata
+    described = replace(described, metadata=None, table=None)  # they can have hundreds of MB
     if manifest is not None:
         manifests.set_checksums(index, folder, manifest)
     if described.tiles is not None:
         _add_tiles(index, folder, described.tiles)
-    is_checkpoint2 = described.has_metadata or described.common is not None or described.tiles is None
+    is_checkpoint2 = has_metadata or described.common is not None or described.tiles is None
     if known is not None:
         unlisted = known.unlisted
     else:
@@ -402,7 +404,14 @@ def _read_description(folder: Location, manifest: Manifest | None) -> _Descripti
 
 
 def _digest_of(read: Mapping[str, bytes]) -> str:
-    return manifests.digest_of(b"".join(f"{name} {len(data)}\n".encode() + data for name, data in read.items()))
+    """The digest of the checksums of all chunks: metadata.json can have hundreds of MB."""
+    digest = manifests.new_digest()
+    for name, data in read.items():
+        digest.update(f"{name} {len(data)}\n".encode())
+        for start in range(0, len(data), manifests.CHUNK_BYTES):
+            chunk = memoryview(data)[start : start + manifests.CHUNK_BYTES]
+            digest.update(_core.crc32c(chunk).to_bytes(4, "little"))
+    return digest.hexdigest()
 
 
 def _read_table(folder: Location, manifest: Manifest) -> bytes | None:
@@ -505,7 +514,9 @@ def _warn_of_unlisted_files(folder: Location, manifest: Manifest) -> None:
 
 
 def _refuse_unfinished(index: _core.Index, folder: Location, locked: LockedManifest) -> None:
-    for file in range(index.n_files):
+    # Parsing every header takes long for many files, and few hold the name of the mark.
+    may_be_ours = range(index.n_files) if index.n_files <= _MAX_PARSED else index.headers_with(writer_mark.SPELT)
+    for file in may_be_ours:
         try:
             is_ours = writer_mark.is_marked(index, file)
         except ReshardError:

@@ -3,7 +3,7 @@
 use super::Index;
 use crate::error::{Error, Kind, Result};
 use crate::files::checksum::Checksums;
-use crate::files::shard_file::{Format, ReadHeader, ShardFile};
+use crate::files::shard_file::{Format, ReadHeader, ShardFile, data_bytes};
 use crate::files::source::{LocalPath, Method, Source, Stamp, closed};
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -69,6 +69,19 @@ impl fmt::Debug for FileSlot {
 }
 
 impl FileSlot {
+    /// Bytes of the data of a file of which nothing is recorded, from the length of its header; `None` if they are not
+    /// known. The file counts as opened: a later change of it is noticed.
+    pub(super) fn data_bytes(&self) -> Result<Option<u64>> {
+        if self.is_recorded || !matches!(self.format, Format::Safetensors) {
+            return Ok(None);
+        }
+        let source = (self.open)()?;
+        if let Some(stamp) = source.stamp() {
+            self.stamp.get_or_init(|| stamp);
+        }
+        data_bytes(&source)
+    }
+
     /// The same file, not open.
     fn again(&self) -> Self {
         Self {

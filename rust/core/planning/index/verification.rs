@@ -3,7 +3,7 @@
 use super::files::FileSlot;
 use super::{CHUNK_TENSORS, Index};
 use crate::error::{Error, Kind, Result};
-use crate::files::shard_file::verify_header;
+use crate::files::shard_file::{Format, header_has, verify_header};
 use crate::geometry::dtype::Dtype;
 use crate::geometry::layout::Cuts;
 use crate::geometry::region::Dims;
@@ -29,6 +29,11 @@ impl Index {
     /// Opens every file that holds a tensor and compares it with the index. Returns `(file, name)` of unlisted tensors.
     pub fn check(&self) -> Result<Vec<(u32, String)>> {
         self.check_coverage()?;
+        self.check_files(|_| true)
+    }
+
+    /// Opens the files that are to be checked and hold a tensor, and compares them with the index.
+    fn check_files(&self, is_checked: impl Fn(u32) -> bool) -> Result<Vec<(u32, String)>> {
         // Their entries come from their headers, so opening them is the only check.
         for whole in &self.whole_files {
             self.open(whole.file)?;
@@ -37,7 +42,7 @@ impl Index {
             (0..self.files.len()).map(|_| Vec::new()).collect();
         for stored in &self.tensors {
             if let Some(files) = stored.only_cell() {
-                for &file in files {
+                for &file in files.iter().filter(|&&file| is_checked(file)) {
                     let shape = Cow::Borrowed(&*stored.shape);
                     expected[file as usize].push((stored, &stored.key, shape));
                 }
@@ -46,17 +51,23 @@ impl Index {
             match &stored.form {
                 Form::Grid(grid) => {
                     for cell in 0..grid.n_cells() {
+                        let mut files = grid.files(cell, u64::MAX);
+                        files.retain(|&file| is_checked(file));
+                        if files.is_empty() {
+                            continue;
+                        }
                         let region = grid.region(cell);
                         let shape: Vec<u64> =
                             grid.order.iter().map(|&d| region.shape()[d]).collect();
-                        for file in grid.files(cell, u64::MAX) {
+                        for file in files {
                             let shape = Cow::Owned(shape.clone());
                             expected[file as usize].push((stored, &stored.key, shape));
                         }
                     }
                 }
                 Form::Tiles(tiles) => {
-                    for tensor in tiles.tensors.iter().filter(|one| one.file != ZEROS) {
+                    let stored_in = |file| file != ZEROS && is_checked(file);
+                    for tensor in tiles.tensors.iter().filter(|one| stored_in(one.file)) {
                         let shape = Cow::Borrowed(&*tensor.shape);
                         expected[tensor.file as usize].push((stored, &tensor.name, shape));
                     }
@@ -104,31 +115,45 @@ impl Index {
         Ok(unlisted.into_iter().flatten().collect())
     }
 
-    /// Like [`Self::check`], but the header of a file is not parsed if its checksum is known and the described tensors
-    /// fill the file, so that it holds no others: its bytes are read and compared with the checksum, and nothing is
-    /// kept. `dtype_of` gives the described dtype of a key, or `None`.
+    /// Like [`Self::check`], but a header is not parsed if the described tensors fill the file, so that it holds no
+    /// others. If its checksum is known, its bytes are read and compared with it, and nothing is kept. `dtype_of` gives
+    /// the described dtype of a key, or `None`.
     ///
     /// That such a file holds the described tensors is checked when it is opened.
     pub fn check_headers(
         &self,
         dtype_of: impl Fn(&str) -> Option<Dtype>,
     ) -> Result<Vec<(u32, String)>> {
-        let described = self.described_bytes(dtype_of);
-        let is_filled = |(slot, described): (&FileSlot, &Option<u64>)| {
-            let checksums = slot.checksums.get();
-            checksums.is_some_and(|one| *described == Some(one.n_bytes() - one.header_bytes()))
-        };
-        if !self.files.iter().zip(&described).all(is_filled) {
-            return self.check();
-        }
         self.check_coverage()?;
-        self.files
-            .par_iter()
-            .try_for_each(|slot| match slot.checksums.get() {
-                Some(checksums) => verify_header(&(slot.open)()?, checksums),
-                None => Ok(()),
-            })?;
-        Ok(Vec::new())
+        let described = self.described_bytes(dtype_of);
+        let is_filled = |(slot, described): (&FileSlot, &Option<u64>)| match slot.checksums.get() {
+            Some(one) if *described == Some(one.n_bytes() - one.header_bytes()) => {
+                verify_header(&(slot.open)()?, one).map(|()| true)
+            }
+            Some(_) => Ok(false),
+            // A file that cannot be read is opened again, which says why.
+            None => Ok(described.is_some() && slot.data_bytes().ok().flatten() == *described),
+        };
+        let files = self.files.par_iter().zip(&described);
+        let filled: Vec<bool> = files.map(is_filled).collect::<Result<_>>()?;
+        if filled.contains(&false) {
+            self.check_files(|file| !filled[file as usize])
+        } else {
+            Ok(Vec::new())
+        }
+    }
+
+    /// The safetensors files whose headers hold a text. Nothing is parsed, and a file that cannot be read is left out.
+    pub fn headers_with(&self, text: &[u8]) -> Vec<u32> {
+        let has_text = |slot: &FileSlot| {
+            matches!(slot.format, Format::Safetensors)
+                && (slot.open)().is_ok_and(|source| header_has(&source, text).unwrap_or(false))
+        };
+        let found = self.files.par_iter().map(has_text).collect::<Vec<_>>();
+        (0..)
+            .zip(found)
+            .filter_map(|(file, found)| found.then_some(file))
+            .collect()
     }
 
     /// For each file the bytes of its described tensors; `None` if that is not known.
