@@ -39,9 +39,16 @@ if _MEMORY.is_dir() and os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMOR
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
 
 
-# How long an example takes says nothing on a machine that does other work, too.
-hypothesis.settings.register_profile("no deadline", deadline=None)
-hypothesis.settings.load_profile("no deadline")
+# The same cases on each run, unless RESHARD_CASES_FACTOR asks for others. How long one takes says nothing on a
+# machine that does other work, too.
+hypothesis.settings.register_profile(
+    "repeatable",
+    derandomize="RESHARD_CASES_FACTOR" not in os.environ,
+    database=None,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("repeatable")
 
 # Without SIGCHLD, which torch handles from the first DataLoader with workers on.
 _SIGNALS = tuple(sorted(signal.valid_signals() - {signal.SIGCHLD}))

@@ -71,8 +71,6 @@ def cases(n: int) -> settings:
     factor = os.environ.get("RESHARD_CASES_FACTOR")
     return settings(
         max_examples=max(1, int(n * float(factor or 1))),
-        derandomize=factor is None,
-        database=None,
         print_blob=False,
         phases=(Phase.explicit, Phase.generate, Phase.shrink),
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],

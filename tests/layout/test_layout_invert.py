@@ -52,7 +52,10 @@ def test_shapes_are_found_again() -> None:
         check_local_shapes(bound, given_shapes)
         for join in bound.joins:
             slot = join.name[: join.name.index("joined.")]
-            of_slot = [k for k in found if (k in checkpoint.optimizer_keys) == bool(slot)]
+            of_parameters = {
+                k: parameter_of(k, checkpoint.shapes, checkpoint.optimizer_keys) is not None for k in found
+            }
+            of_slot = [k for k, of_parameter in of_parameters.items() if of_parameter == bool(slot)]
             assert set(join.keys) <= set(join_members(layout, join.name[len(slot) :], of_slot, slot))
 
     check()

@@ -602,7 +602,7 @@ CONTENTS = st.builds(
 
 
 @pytest.mark.slow(disk=False)
-@settings(max_examples=150, derandomize=True)
+@settings(max_examples=150)
 @given(CONTENTS)
 def test_what_is_written_is_read(content: StrategyFile) -> None:
     data = strategy_file._to_protobuf(content)
@@ -638,7 +638,7 @@ def test_a_mutated_file_is_read_or_refused() -> None:
     assert {check_parsed(mutated(seed)) for seed in range(3000)} == {True, False}
 
 
-@settings(max_examples=500, derandomize=True)
+@settings(max_examples=500)
 @given(st.binary(max_size=200))
 def test_any_bytes_are_read_or_refused(content: bytes) -> None:
     check_parsed(b"\x08\x01\x12" + content)

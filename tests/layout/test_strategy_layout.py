@@ -261,7 +261,7 @@ def test_which_paths_are_strategies(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=100, derandomize=True)
+@settings(max_examples=100)
 @given(st.lists(cuts(sizes=(2, 4)), min_size=1, max_size=3), st.integers(1, 3))
 def test_a_bound_strategy_gives_every_rank_what_the_rules_say(found: list[Any], n_stages: int) -> None:
     # The matrices of a stage have one product: powers of two, made equal by an outermost axis.
@@ -346,7 +346,7 @@ def test_layouts_go_there_and_back(tmp_path_factory: pytest.TempPathFactory) -> 
     said = refused = 0
     folder = tmp_path_factory.mktemp("strategy")
 
-    @settings(max_examples=120, derandomize=True)
+    @settings(max_examples=120)
     @given(layouts())
     def check(drawn: tuple[ModelLayout, dict[str, tuple[int, ...]]]) -> None:
         nonlocal said, refused

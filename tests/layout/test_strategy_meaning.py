@@ -89,12 +89,12 @@ def test_cuts_count_parts_as_metadata_json_does(root: str) -> None:
 
 @pytest.mark.slow(disk=False)
 def test_every_rank_has_what_the_rules_say() -> None:
-    refused = checked = 0
+    checked = 0
 
-    @settings(max_examples=250, derandomize=True)
+    @settings(max_examples=250)
     @given(cuts(), st.integers(0, 2))
     def check(cut: tuple[LayoutItem, tuple[int, ...]], before: int) -> None:
-        nonlocal refused, checked
+        nonlocal checked
         item, shape = cut
         n = math.prod(item.dev_matrix)
         other = LayoutItem((n,), ((-1,),))
@@ -105,7 +105,6 @@ def test_every_rank_has_what_the_rules_say() -> None:
                 box = box_of(strategy, "w", before * n + position, expected.shape)
             except UnsupportedError:
                 assert math.prod(item.dev_matrix) % 3 == 0, "powers of two can always be shared"
-                refused += 1
                 return
             assert box is not None
             assert box[0] == shape
@@ -116,7 +115,6 @@ def test_every_rank_has_what_the_rules_say() -> None:
 
     check()
     assert checked > 200
-    assert 0 < refused < checked / 20
 
 
 @pytest.mark.parametrize(
@@ -145,7 +143,7 @@ def test_neighbouring_free_axes_are_shared_as_one(
         assert (offset, local) == (box[1], expected.shape)
 
 
-@settings(max_examples=60, derandomize=True)
+@settings(max_examples=60)
 @given(st.data())
 def test_uneven_rows(data: st.DataObject) -> None:
     matrix = tuple(data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from tests.helpers import ckpt_files, original_reader
@@ -437,7 +437,7 @@ def models(draw: st.DrawFn) -> tuple[dict[str, Item], int]:
 
 @pytest.mark.slow(disk=False)
 @given(models(), st.randoms(use_true_random=False))
-@settings(max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 def test_any_strategy_gives_the_whole_tensors(model: tuple[dict[str, Item], int], random: Any) -> None:
     """Cut by the plain formula, some of the copies lost, and put together again."""
     items, n_stages = model

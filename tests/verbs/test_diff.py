@@ -175,7 +175,7 @@ def test_part(tmp_path: Path) -> None:
 # -- memory
 
 
-@settings(max_examples=200, derandomize=True)
+@settings(max_examples=200)
 @given(
     shape=st.lists(st.integers(0, 9), max_size=4).map(tuple),
     max_elements=st.integers(1, 100),

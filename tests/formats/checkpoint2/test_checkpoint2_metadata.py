@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from tests.formats.checkpoint2.records import NUMPY, models, record_of
@@ -254,7 +254,7 @@ def write_tree(
     return plan, tensors
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(model=models(), dedup=st.booleans(), prefix=st.sampled_from([None, "run-model"]))
 def test_release_190_reads_whatever_we_call_expressible(
     *,

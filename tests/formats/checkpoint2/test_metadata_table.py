@@ -13,7 +13,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from tests.formats.checkpoint2.records import models
@@ -119,7 +119,7 @@ def test_the_table_of_a_file_of_the_original_has_its_content(path: Path) -> None
     assert contents(from_table) == contents(from_text)
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 @given(model=models(), dedup=st.booleans())
 def test_the_table_of_any_file_has_its_content(
     *, model: tuple[Mesh, list[TensorRecord]], dedup: bool, tmp_path_factory: pytest.TempPathFactory

@@ -134,7 +134,7 @@ def test_a_scalar_of_an_older_writer(tmp_path: Path) -> None:
 # -- files made here
 
 
-@settings(max_examples=60, derandomize=True)
+@settings(max_examples=60)
 @given(
     arrays=st.dictionaries(
         st.text(st.characters(exclude_categories=("Cc", "Cs")), min_size=1, max_size=12),
