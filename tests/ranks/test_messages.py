@@ -36,7 +36,7 @@ MESSAGES: list[Any] = [
     *(Chosen, CommonInfo, FileFacts, DigitLayout, Published, RankFacts, RankFolder, Replicas, Row, WrittenFile),
     *(gather_ranks._Found, gather_ranks._Report, load._Choice, load._Outcome),
     *(distinct._Entry, *state._PARTS),
-    group._ErrorRecord,
+    group.ErrorRecord,
 ]
 
 TEXT = st.text('aZ0.é"\0\n', max_size=3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import sys
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -41,30 +42,43 @@ class Where(click.ParamType[str]):
 
     name = "where"
 
-    def __init__(self, *, has_ranks: bool) -> None:
-        self._names = ("ranks", "ray") if has_ranks else ("ray",)
-
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:  # noqa: ARG002
         """As in the help."""
-        return f"{'|'.join(self._names)}[://ADDRESS]"
+        return "ranks|ray[://ADDRESS]"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """The same text."""
-        if value not in self._names and not (value.startswith("ray://") and len(value) > len("ray://")):
-            self.fail(f"{value!r} is not {', '.join(self._names)} or ray://HOST:PORT", param, ctx)
+        if value not in ("ranks", "ray") and not (value.startswith("ray://") and len(value) > len("ray://")):
+            self.fail(f"{value!r} is not ranks, ray or ray://HOST:PORT", param, ctx)
         return str(value)
 
 
 @contextlib.contextmanager
-def place_of(on: str | None) -> Iterator[Place | None]:
-    """The cluster of Ray that an option `--on` names; None: it names none."""
-    if on is None or on == "ranks":
+def place_of(on: str | None, timeout: float) -> Iterator[Place | None]:
+    """The place that an option `--on` names; None: it names none. Of several ranks, rank 0 prints what all know."""
+    if on is None:
         yield None
         return
-    from reshard.ray import Ray
+    if on != "ranks":
+        from reshard.ray import Ray
 
-    with contextlib.redirect_stdout(sys.stderr):  # Ray prints there that a worker died
-        yield Ray("auto" if on == "ray" else on)
+        with contextlib.redirect_stdout(sys.stderr):  # Ray prints there that a worker died
+            yield Ray("auto" if on == "ray" else on)
+        return
+    from reshard.ranks.led import launched_ranks
+
+    ranks = launched_ranks(timeout)
+    if ranks.group.rank == 0:
+        yield ranks
+        return
+    context = click.get_current_context()
+    nowhere = io.StringIO()
+    context.with_resource(contextlib.redirect_stdout(nowhere))
+    try:
+        yield ranks
+    finally:
+        if ranks.is_told:
+            context.with_resource(contextlib.redirect_stderr(nowhere))
 
 
 OPTIONS: dict[str, Callable[[Any], Any]] = {
@@ -229,7 +243,7 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
     ),
     "on": click.option(
         "--on",
-        type=Where(has_ranks=True),
+        type=Where(),
         help="ranks: of the processes that torchrun, srun or mpirun started, each writes its share, as with --share. "
         "ray: the workers of the Ray cluster of this host write the shares; ray://HOST:10001: of another cluster.",
     ),
@@ -237,11 +251,26 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
 """Each option of `reshard.convert` on the command line, by the name of its argument, or of its field of an option."""
 
 
-ON_RAY = click.option(
-    "--on",
-    type=Where(has_ranks=False),
-    help="ray: the workers of the Ray cluster of this host compare the bytes; ray://HOST:10001: of another cluster.",
-)
+def compared_on(function: F) -> F:
+    """Add the options of a command that compares: where, and how long ranks wait."""
+    for option in (
+        click.option(
+            "--timeout",
+            type=click.FloatRange(min=0, min_open=True),
+            default=3600.0,
+            show_default=True,
+            metavar="SECONDS",
+            help="With --on ranks: how long the ranks wait for each other. They compare 1 GiB each at a time.",
+        ),
+        click.option(
+            "--on",
+            type=Where(),
+            help="ranks: the processes that torchrun, srun or mpirun started compare the bytes, and rank 0 prints the "
+            "result. ray: the workers of the Ray cluster of this host do; ray://HOST:10001: of another cluster.",
+        ),
+    ):
+        function = option(function)
+    return function
 
 
 def options(*names: str) -> Callable[[F], F]:
@@ -281,7 +310,7 @@ def run_conversion(
     commit = reshard.Commit(durable=not no_sync, private=given.pop("private"))
     is_first = given["share"] is None or given["share"][0] == 0 or on is None
     bar = progress_bar() if is_first else contextlib.nullcontext()
-    with collected_warnings() as logged, bar as progress, place_of(on) as place:
+    with collected_warnings() as logged, bar as progress, place_of(None if on == "ranks" else on, 0) as place:
         report = reshard.convert(src, dst, commit=commit, on=place, progress=progress, **groups, **given)
     # What is in the report was often logged as well, with where it came from before it.
     warnings = [*report.warnings, *(line for line in logged if not any(known in line for known in report.warnings))]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import reshard
-from reshard.cli.conversion import ON_RAY, options, place_of
+from reshard.cli.conversion import compared_on, options, place_of
 from reshard.cli.output import (
     PATH,
     collected_warnings,
@@ -53,10 +53,10 @@ _MAX_ROWS = 60
 @click.option("--format-a", metavar="NAME", help="Which checkpoint of A, if A is a folder with several formats.")
 @click.option("--format-b", metavar="NAME", help="The same for B.")
 @options("memory", "threads")
-@ON_RAY
+@compared_on
 @click.option("--all", "everything", is_flag=True, help="List every tensor that differs, also within the tolerance.")
 @functools.partial(command, refused=2)
-def diff(a: str, b: str, *, everything: bool, on: str | None, as_json: bool, **options: Any) -> None:
+def diff(a: str, b: str, *, everything: bool, on: str | None, timeout: float, as_json: bool, **options: Any) -> None:
     """Compare the tensors of A and B: keys, shapes, dtypes, and every bit.
 
     A and B are checkpoints in any formats that reshard reads, in any layouts; see `reshard inspect --help`. Files that
@@ -77,7 +77,7 @@ def diff(a: str, b: str, *, everything: bool, on: str | None, as_json: bool, **o
     Exit codes: 0 equal or within the tolerance, 1 different, 2 refused or usage error.
     """
     tolerance = options["atol"] if options["rtol"] is None else options["rtol"]
-    with collected_warnings() as logged, progress_bar() as progress, place_of(on) as place:
+    with collected_warnings() as logged, place_of(on, timeout) as place, progress_bar() as progress:
         report = reshard.diff(a, b, on=place, progress=progress, **options)
     if as_json:
         echo_json(

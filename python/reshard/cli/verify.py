@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import reshard
-from reshard.cli.conversion import ON_RAY, place_of
+from reshard.cli.conversion import compared_on, place_of
 from reshard.cli.output import (
     FORMAT_HELP,
     PATH,
@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     metavar="PATTERN",
     help="Keys that hold infinities on purpose, such as masks. May be given several times.",
 )
-@ON_RAY
+@compared_on
 @command
 def verify(
     path: str,
@@ -89,6 +89,7 @@ def verify(
     since: int | None,
     may_be_infinite: tuple[str, ...],
     on: str | None,
+    timeout: float,
     as_json: bool,
 ) -> None:
     """Compare every byte of a checkpoint with its checksums, and print the files, tensors and bytes that differ.
@@ -117,7 +118,7 @@ def verify(
     Exit codes: 0 no fault, 1 damaged, unreadable or not what the library loads, 2 usage error, 4 undamaged, but
     --health found wrong values.
     """
-    with collected_warnings() as logged, progress_bar() as progress, place_of(on) as place:
+    with collected_warnings() as logged, place_of(on, timeout) as place, progress_bar() as progress:
         report = reshard.verify(
             path,
             strategy=strategy,

@@ -233,7 +233,7 @@ def decide(group: Group, outcome: Any, choose: Callable[[list[Any]], Any], timeo
     # Both steps are in one session: a rank that waits in the second receives the name of a rank missing in the first.
     channel: Group = group.session("agree") if isinstance(group, TorchGroup) else group
     failure = outcome if isinstance(outcome, BaseException) else None
-    own = {"value": outcome} if failure is None else {"error": encode(_ErrorRecord.of(failure))}
+    own = {"value": outcome} if failure is None else {"error": encode(ErrorRecord.of(failure))}
     with _interrupt_stays(failure):
         reports = channel.gather(own, timeout=timeout)
     if reports is None:
@@ -293,7 +293,7 @@ def log_error_of_all(rank: int, error: BaseException, message: str, *arguments: 
 
 def _failed(error: BaseException) -> dict[str, Any]:
     """What rank 0 tells the others of an error of its own."""
-    return {"failed": encode({0: _ErrorRecord.of(error)})}
+    return {"failed": encode({0: ErrorRecord.of(error)})}
 
 
 def _told(channel: Group, verdict: dict[str, Any] | None, failure: BaseException | None, timeout: float) -> Any:
@@ -308,7 +308,7 @@ def _told(channel: Group, verdict: dict[str, Any] | None, failure: BaseException
     with _interrupt_stays(failure):
         told: dict[str, Any] = channel.broadcast(verdict, timeout=max(timeout, 0.0))
         if "failed" in told:
-            raise _joint_error(decode(dict[int, _ErrorRecord], told["failed"])) from failure
+            raise joint_error(decode(dict[int, ErrorRecord], told["failed"])) from failure
     return told["value"]
 
 
@@ -384,7 +384,7 @@ def _refuse_standalone_rank() -> None:
 
 
 @dataclass(frozen=True)
-class _ErrorRecord:
+class ErrorRecord:
     """An exception of a rank.
 
     Attributes:
@@ -398,7 +398,7 @@ class _ErrorRecord:
     facts: dict[str, str | int | bool]
 
     @classmethod
-    def of(cls, error: BaseException) -> _ErrorRecord:
+    def of(cls, error: BaseException) -> ErrorRecord:
         if not isinstance(error, ReshardError):
             return cls(None, f"{type(error).__name__}: {error}"[:_MAX_MESSAGE], {})
         facts = {
@@ -409,7 +409,7 @@ class _ErrorRecord:
         return cls(type(error).__name__, error.message[:_MAX_MESSAGE], facts)
 
 
-def _joint_error(records: Mapping[int, _ErrorRecord]) -> ReshardError:
+def joint_error(records: Mapping[int, ErrorRecord]) -> ReshardError:
     """One error for the errors of several ranks."""
     named = [f"rank {rank}: {record.message}" for rank, record in list(records.items())[:_MAX_NAMED]]
     if len(records) > _MAX_NAMED:

@@ -7,12 +7,34 @@ again in another one if that process died. What it returns comes back to the cal
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reshard.values.argument_types import Progress
+
+
+M = TypeVar("M")
+
+
+@dataclass(frozen=True)
+class Work(Generic[M]):
+    """Some work that is divided into shares.
+
+    Attributes:
+        do: called as `do(message, share)`. It returns the bytes that it worked on, and a result.
+        message: what it has to know. It can be pickled; for ranks it is a message (`ranks.messages`).
+        result: the type of a result.
+    """
+
+    do: Callable[[M, int], tuple[int, Any]]
+    message: M
+    result: Any = Any
+
+    def __call__(self, share: int) -> tuple[int, Any]:
+        """Do a share."""
+        return self.do(self.message, share)
 
 
 @dataclass(frozen=True)
@@ -37,23 +59,20 @@ class ShareRun:
 
 
 class Place(Protocol):
-    """Processes that do the shares of some work, such as `reshard.ray.Ray`."""
+    """Processes that do the shares of some work: `reshard.ray.Ray`, or `reshard.ranks.led.LedRanks`."""
 
     @property
-    def cpus(self) -> int:
-        """Processors of each of them."""
+    def cpus(self) -> int | None:
+        """Processors of each of them; None: all that it may use."""
 
     def n_shares(self, n_bytes: int) -> int:
         """Into how many shares work on so many bytes is divided."""
 
-    def run(
-        self, work: Callable[[int], tuple[int, Any]], n_shares: int, done: Callable[[ShareRun], object]
-    ) -> list[Any]:
+    def run(self, work: Work[Any], n_shares: int, done: Callable[[ShareRun], object]) -> list[Any]:
         """Do all shares.
 
         Args:
-            work: does a share, given by its number. It returns the bytes that it worked on, and a result. It
-                and the results can be pickled.
+            work: does a share, given by its number. It and the results can be pickled.
             n_shares: how many there are.
             done: called after each share, in this process.
 
@@ -66,7 +85,7 @@ class Place(Protocol):
 
 
 def do_shares(
-    on: Place, work: Callable[[int], tuple[int, Any]], n_shares: int, n_bytes: int, progress: Progress | None
+    on: Place, work: Work[Any], n_shares: int, n_bytes: int, progress: Progress | None
 ) -> tuple[list[Any], list[ShareRun]]:
     """Do all shares of some work, with one progress.
 

@@ -79,7 +79,24 @@ class TorchGroup:
             )
         # Older torch cannot open a second connection. No request here waits, so sharing one is only slower.
         own = store.clone() if hasattr(store, "clone") else store
-        self._store: Store = distributed.PrefixStore(f"reshard/{process_group.group_name}", own)
+        self._use(distributed.PrefixStore(f"reshard/{process_group.group_name}", own))
+
+    @classmethod
+    def over(cls, store: Store, rank: int, world_size: int) -> TorchGroup:
+        """The ranks that share a store which nothing else uses.
+
+        Args:
+            store: the store.
+            rank: of this process, from 0.
+            world_size: how many there are.
+        """
+        group = cls.__new__(cls)
+        group.rank, group.world_size = rank, world_size
+        group._use(store)  # noqa: SLF001  its own
+        return group
+
+    def _use(self, store: Store) -> None:
+        self._store = store
         self._joined: collections.deque[str] = collections.deque(maxlen=1024)
         self._pid = os.getpid()
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard import _core
 from reshard.errors import ArgumentError, GroupError, ReshardError, UnsupportedError
-from reshard.ranks.places import ShareRun
+from reshard.ranks.places import ShareRun, Work
 from reshard.storage.changes import enter_folder
 from reshard.values.words import show
 
@@ -83,9 +83,7 @@ class Ray:
         wanted = max(_SHARES_OF_SLOT * n_slots, n_bytes // _SHARE_BYTES)
         return int(max(1, min(wanted, n_bytes // _MIN_SHARE_BYTES, _MAX_SHARES)))
 
-    def run(
-        self, work: Callable[[int], tuple[int, Any]], n_shares: int, done: Callable[[ShareRun], object]
-    ) -> list[Any]:
+    def run(self, work: Work[Any], n_shares: int, done: Callable[[ShareRun], object]) -> list[Any]:
         """See `Place.run`."""
         results: dict[int, Any] = {}
         ended: dict[int, list[str]] = {share: [] for share in range(n_shares)}
@@ -176,7 +174,7 @@ class Ray:
         )
 
 
-def _do_share(work: Callable[[int], tuple[int, Any]], share: int, *, folder: str, version: str) -> _Done:
+def _do_share(work: Work[Any], share: int, *, folder: str, version: str) -> _Done:
     """Do a share, in a worker."""
     host, process, begun = socket.gethostname(), os.getpid(), time.monotonic()
     try:

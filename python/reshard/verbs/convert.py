@@ -7,12 +7,11 @@ destination, within the memory budget, into a staging folder that is published a
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from reshard import _core, dtypes, opening
 from reshard.checkpoint import Checkpoint
@@ -55,7 +54,8 @@ from reshard.quantised.stored import described
 from reshard.quantised.together import check_together
 from reshard.ranks.collective import Collective
 from reshard.ranks.group import SingleProcess, resolve, session
-from reshard.ranks.places import do_shares
+from reshard.ranks.led import LedRanks
+from reshard.ranks.places import Work, do_shares
 from reshard.ranks.said_once import held_back, release
 from reshard.storage.location import Location, locate, locate_destination
 from reshard.values.argument_types import AnyText, GroupLike, Part, PlaceLike, Progress, Seconds, Size
@@ -249,6 +249,8 @@ def convert(
     """
     if sum(one is not None for one in (group, share, on)) > 1:
         raise ArgumentError("`share`, `group` and `on` exclude each other: each says who writes which share")
+    if isinstance(on, LedRanks):
+        raise ArgumentError("the ranks of a conversion are given as `group`, not as `on`")
     started = time.monotonic()
     with _all_ranks(group, timeout) as share_of_rank:
         asked = ConvertOptions(
@@ -415,7 +417,7 @@ def _convert(
         if on is not None:
             share = 0, on.n_shares(sum(file.n_bytes for file in whole.files()))
             sent = replace(asked, progress=None, threads=asked.threads or on.cpus)
-            work = functools.partial(_sent_share, src, dst, sent, share[1])
+            work = Work(_sent_share, _Sent(src, dst, sent, share[1]))
 
             def spread(n_bytes: int) -> None:
                 runs.extend(do_shares(on, work, share[1], n_bytes, asked.progress)[1])
@@ -480,15 +482,18 @@ def _convert(
     )
 
 
-def _sent_share(
-    src: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-    dst: str | os.PathLike[str],
-    asked: ConvertOptions,
-    n_shares: int,
-    index: int,
-) -> tuple[int, None]:
+class _Sent(NamedTuple):
+    """A conversion, as another process needs it."""
+
+    src: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+    dst: str | os.PathLike[str]
+    asked: ConvertOptions
+    n_shares: int
+
+
+def _sent_share(sent: _Sent, index: int) -> tuple[int, None]:
     """Write a share of a conversion that another process has begun."""
-    return _convert(src, dst, asked, (index, n_shares), is_sent=True).n_bytes, None
+    return _convert(sent.src, sent.dst, sent.asked, (index, sent.n_shares), is_sent=True).n_bytes, None
 
 
 def _bound(job: Job, layout: ModelLayout | None) -> BoundLayout:

@@ -22,7 +22,8 @@ import numpy as np
 from reshard import _core, dtypes, opening
 from reshard.conversion.shares import cut, digest_of
 from reshard.errors import ArgumentError, MismatchError
-from reshard.ranks.places import do_shares
+from reshard.ranks.led import LedRanks
+from reshard.ranks.places import Work, do_shares
 from reshard.values.argument_types import Part, PlaceLike, Progress, Size
 from reshard.values.arguments import checked, parse_size
 from reshard.values.indexing import boxes
@@ -165,7 +166,8 @@ def diff(
         rtol: the relative tolerance; None: 0 if `atol` is given.
         memory: size of the buffers, such as "256MiB", or bytes. Other memory use does not depend on the model.
         threads: number of threads that copy.
-        on: where the tensors are compared, such as a `reshard.ray.Ray`.
+        on: where the tensors are compared: a `reshard.ray.Ray`, or `reshard.ranks.led.LedRanks`, all of which call
+            this.
         progress: called as `progress(done_bytes, total_bytes)`.
 
     Returns:
@@ -191,25 +193,32 @@ def diff(
         raise ArgumentError(f'`sort` is {show(str(sort))}, expected "stored" or "change"')
     max_bytes = parse_size(memory)
     asked = _Asked(a, b, part, strategy_a, strategy_b, format_a, format_b, tolerance, max_bytes)
-    with asked.opened() as (left, right):
-        compare: Callable[[list[_Pair]], dict[str, TensorDifference]] | None = None
-        if on is not None:
-            sent = asked._replace(digests=_digests(left, right))
-            compare = functools.partial(_compared_on, on, sent, threads=threads, progress=progress)
-        report = diff_opened(
-            left,
-            right,
-            part=part,
-            tolerance=tolerance,
-            max_bytes=max_bytes,
-            threads=threads,
-            progress=progress,
-            compare=compare,
-        )
+    lead = functools.partial(_diff, asked, threads=threads, on=on, progress=progress)
+    work = functools.partial(_comparing, asked)
+    report = on.led(lead, work, _Keys, DiffReport) if isinstance(on, LedRanks) else lead()
     if sort == "stored":
         return report
     order = sorted(report.differences, key=lambda one: math.inf if one.change is None else one.change, reverse=True)
     return dataclasses.replace(report, differences=tuple(sorted(order, key=lambda one: one.change is not None)))
+
+
+def _diff(asked: _Asked, *, threads: int | None, on: Place | None, progress: Progress | None) -> DiffReport:
+    with asked.opened() as (left, right):
+        compare: Callable[[list[_Pair]], dict[str, TensorDifference]] | None = None
+        if on is not None:
+            compare = functools.partial(
+                _compared_on, on, asked, _digests(left, right), threads=threads, progress=progress
+            )
+        return diff_opened(
+            left,
+            right,
+            part=asked.part,
+            tolerance=asked.tolerance,
+            max_bytes=asked.max_bytes,
+            threads=threads,
+            progress=progress,
+            compare=compare,
+        )
 
 
 def _tolerance(atol: float | None, rtol: float | None) -> Tolerance | None:
@@ -308,16 +317,15 @@ class _Asked(NamedTuple):
     format_b: str | None
     tolerance: Tolerance | None
     max_bytes: int
-    digests: tuple[str, str] | None = None
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[tuple[Checkpoint, Checkpoint]]:
+    def opened(self, digests: tuple[str, str] | None = None) -> Iterator[tuple[Checkpoint, Checkpoint]]:
         """Both checkpoints. Raises MismatchError: one of them was changed in the block."""
         with (
             opening.open(self.a, strategy=self.strategy_a, format=self.format_a) as left,
             opening.open(self.b, strategy=self.strategy_b, format=self.format_b) as right,
         ):
-            if self.digests not in (None, _digests(left, right)):
+            if digests not in (None, _digests(left, right)):
                 raise MismatchError(
                     f"{show(str(left.path))} or {show(str(right.path))} is not what it is where the comparison began",
                     path=str(left.path),
@@ -334,24 +342,47 @@ def _digests(left: Checkpoint, right: Checkpoint) -> tuple[str, str]:
 
 
 def _compared_on(
-    on: Place, asked: _Asked, pairs: list[_Pair], *, threads: int | None, progress: Progress | None
+    on: Place,
+    asked: _Asked,
+    digests: tuple[str, str],
+    pairs: list[_Pair],
+    *,
+    threads: int | None,
+    progress: Progress | None,
 ) -> dict[str, TensorDifference]:
     """As `_compared`, by the processes of a place: each compares some of the tensors, whole."""
     sizes = [sum(pair.n_bytes) if pair.is_comparable else 0 for pair in pairs]
     n_shares = max(1, min(on.n_shares(sum(sizes)), len(pairs)))
     shares = [[pairs[part.file].key for part in share] for share in cut(sizes, n_shares, range(len(sizes)))]
-    work = functools.partial(_sent_keys, asked=asked, shares=shares, threads=threads or on.cpus)
+    work = _comparing(asked, _Keys(digests, shares, threads or on.cpus))
     results, _ = do_shares(on, work, n_shares, sum(sizes), progress)
     return {one.key: one for share in results for one in share}
 
 
-def _sent_keys(
-    index: int, *, asked: _Asked, shares: list[list[str]], threads: int
-) -> tuple[int, list[TensorDifference]]:
-    """Compare the tensors of a share of a comparison that another process has begun."""
-    with asked.opened() as (left, right):
-        pairs = [_Pair(key, left._info(key), right._info(key), asked.tolerance) for key in shares[index]]  # noqa: SLF001  without files
-        found = _compared(left, right, pairs, half_bytes=max(asked.max_bytes // 2, 1), threads=threads)
+@dataclass(frozen=True)
+class _Keys:
+    """Tensors that several processes compare, once one of them has opened both checkpoints.
+
+    Attributes:
+        digests: what tells the checkpoints from others at their paths.
+        shares: the tensors of each share.
+        threads: of each process.
+    """
+
+    digests: tuple[str, str]
+    shares: list[list[str]]
+    threads: int | None
+
+
+def _comparing(asked: _Asked, sent: _Keys) -> Work[_Keys]:
+    return Work(functools.partial(_sent_keys, asked), sent, list[TensorDifference])
+
+
+def _sent_keys(asked: _Asked, sent: _Keys, index: int) -> tuple[int, list[TensorDifference]]:
+    """Compare the tensors of a share."""
+    with asked.opened(sent.digests) as (left, right):
+        pairs = [_Pair(key, left._info(key), right._info(key), asked.tolerance) for key in sent.shares[index]]  # noqa: SLF001  without files
+        found = _compared(left, right, pairs, half_bytes=max(asked.max_bytes // 2, 1), threads=sent.threads)
     return _comparable_bytes(pairs), list(found.values())
 
 

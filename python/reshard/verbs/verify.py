@@ -34,7 +34,8 @@ from reshard.formats.checkpoint1 import state as checkpoint1_state
 from reshard.formats.left_out import LeftOut
 from reshard.formats.rank_file import add_rank_file
 from reshard.formats.replicas import is_any_of
-from reshard.ranks.places import do_shares
+from reshard.ranks.led import LedRanks
+from reshard.ranks.places import Work, do_shares
 from reshard.storage.location import Location, locate
 from reshard.values.argument_types import Patterns, PlaceLike, Progress
 from reshard.values.arguments import checked
@@ -171,7 +172,8 @@ def verify(
             makes of the folder's config, without memory for its weights.
         base: for `loads_in="peft"`, the folder with the config.json of the base model. Default: what
             adapter_config.json names, a folder or a model in the cache of the Hub.
-        on: where the shard files are compared, such as a `reshard.ray.Ray`; not with `health`.
+        on: where the shard files are compared: a `reshard.ray.Ray`, or `reshard.ranks.led.LedRanks`, all of which call
+            this; not with `health`.
 
     Returns:
         All faults, and the files that could not be read, for example for lack of permission. Without a manifest only
@@ -195,10 +197,43 @@ def verify(
         >>> report.ok, report.healthy, [str(one) for one in report.checkpoints[0].health]
         (True, False, ['`w` holds 1 NaN; the first is at [1]'])
     """
-    started = time.monotonic()
-    target = published(locate(path))
     if on is not None and (health or since is not None):
         raise ArgumentError("`on` and `health` exclude each other: values are looked at by one process")
+    lead = functools.partial(
+        _verify,
+        path,
+        strategy=strategy,
+        format=format,
+        health=health,
+        since=since,
+        may_be_infinite=may_be_infinite,
+        direct=direct,
+        threads=threads,
+        progress=progress,
+        loads_in=loads_in,
+        base=base,
+        on=on,
+    )
+    return on.led(lead, _scrubbing, _Scrub, VerifyReport) if isinstance(on, LedRanks) else lead()
+
+
+def _verify(
+    path: str | os.PathLike[str],
+    *,
+    strategy: StrategyLike | None,
+    format: str | None,  # noqa: A002
+    health: bool,
+    since: int | None,
+    may_be_infinite: Patterns,
+    direct: bool,
+    threads: int | None,
+    progress: Progress | None,
+    loads_in: Library | None,
+    base: str | os.PathLike[str] | None,
+    on: Place | None,
+) -> VerifyReport:
+    started = time.monotonic()
+    target = published(locate(path))
     if base is not None and loads_in != "peft":
         raise ArgumentError('`base` belongs to `loads_in="peft"`, which is not given')
     parts = {} if loads_in is None else parts_of(target, loads_in)
@@ -237,7 +272,8 @@ def verify(
 
     if not jobs:
         raise CheckpointNotFoundError(f"{show(str(target))} holds no iteration folder", path=str(target))
-    if on is not None and not any(isinstance(job, _CheckpointJob) and job.manifest is not None for job in jobs):
+    is_divided = any(isinstance(job, _CheckpointJob) and job.manifest is not None for job in jobs)
+    if on is not None and not is_divided and target.exists():
         raise UnsupportedError(
             f"{show(str(target))} has no manifest: `on` divides the files that a manifest lists between processes",
             path=str(target),
@@ -251,7 +287,7 @@ def verify(
         results.append(job.run(meter, looks, functools.partial(scrub, threads=threads), threads=threads))
     checkpoints = tuple(one for one in results if one is not None)
     if not checkpoints:  # a job has removed them all, and has saved newer ones before
-        return verify(
+        return _verify(
             path,
             strategy=strategy,
             format=format,
@@ -290,14 +326,7 @@ def _scrub_on(
     order, n_bytes = list(sizes), sum(sizes.values())
     n_shares = min(on.n_shares(n_bytes), len(order))
     own = [[order[part.file] for part in share] for share in cut([*sizes.values()], n_shares, range(len(order)))]
-    work = functools.partial(
-        _sent_scrub,
-        path=str(folder.absolute()),
-        digest=manifest.digest,
-        own=own,
-        direct=direct,
-        threads=threads or on.cpus,
-    )
+    work = _scrubbing(_Scrub(str(folder.absolute()), manifest.digest, own, direct, threads or on.cpus))
     done = 0
 
     def report(done_bytes: int, _: int) -> None:
@@ -317,16 +346,32 @@ def _scrub_on(
     return faults
 
 
-def _sent_scrub(
-    index: int, *, path: str, digest: str, own: list[list[str]], direct: bool, threads: int
-) -> tuple[int, list[Fault]]:
-    """Compare the files of a share with the manifest that another process has read."""
-    folder = locate(path)
+@dataclass(frozen=True)
+class _Scrub:
+    """Files that several processes compare with the manifest that one of them has read."""
+
+    path: str
+    digest: str
+    own: list[list[str]]
+    direct: bool
+    threads: int | None
+
+
+def _scrubbing(sent: _Scrub) -> Work[_Scrub]:
+    return Work(_sent_scrub, sent, list[Fault])
+
+
+def _sent_scrub(sent: _Scrub, index: int) -> tuple[int, list[Fault]]:
+    """Compare the files of a share."""
+    folder = locate(sent.path)
     manifest = manifests.read(folder)
-    if manifest.digest != digest:
-        raise MismatchError(f"{show(path)} holds another save here than where the comparison began", path=path)
-    faults = scrub_folder(folder, manifest, own[index], direct=direct, threads=threads)
-    return sum(manifest.shards[name].n_bytes for name in own[index]), faults
+    if manifest.digest != sent.digest:
+        raise MismatchError(
+            f"{show(sent.path)} holds another save here than where the comparison began", path=sent.path
+        )
+    own = sent.own[index]
+    faults = scrub_folder(folder, manifest, own, direct=sent.direct, threads=sent.threads)
+    return sum(manifest.shards[name].n_bytes for name in own), faults
 
 
 def _check_since(target: Location, since: int, folders: Sequence[Location]) -> None:

@@ -1,0 +1,215 @@
+"""Shares of some work by the ranks that a launcher has started: rank 0 leads, and the others do what it gives out.
+
+All ranks make the same call. Rank 0 reads what is to be done, and gives each rank one share after another, as messages.
+At the end it sends its report, or its error, to all of them. The ranks meet at the rendezvous store of
+torch.distributed: torchrun serves it, and else rank 0 does, at MASTER_ADDR and MASTER_PORT.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import socket
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from reshard.errors import ArgumentError, GroupError, ReshardError, UnsupportedError
+from reshard.ranks.group import ErrorRecord, joint_error, session, tell
+from reshard.ranks.launcher import known_variables, launched
+from reshard.ranks.messages import decode, encode
+from reshard.ranks.places import ShareRun, Work
+from reshard.ranks.torch_group import TorchGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reshard.ranks.group import Group
+
+R = TypeVar("R")
+
+_SHARE_BYTES = 1 << 30  # the bar moves in such steps
+_CONNECT_S = 60.0
+_TORCHRUN_SERVES = "TORCHELASTIC_USE_AGENT_STORE"
+
+
+@dataclass(frozen=True)
+class _Order:
+    """What rank 0 gives out: one share for each rank, as far as there are."""
+
+    message: Any
+    first_share: int
+    n_shares: int
+
+
+@dataclass(frozen=True)
+class _Done:
+    """What a rank did of an order."""
+
+    host: str
+    process: int
+    seconds: float = 0.0
+    n_bytes: int = 0
+    result: Any = None
+    error: ErrorRecord | None = None
+
+
+@dataclass
+class LedRanks:
+    """The ranks of a group, for `on=` of `reshard.verify` and `reshard.diff`. All of them make the same call.
+
+    All hosts must see the files under the same paths. Rank 0 records and logs what there is to record, and all ranks
+    return its report or raise its error.
+
+    Args:
+        group: a `reshard.ranks.group.Group`.
+        timeout: seconds that ranks wait for each other at each share.
+
+    Attributes:
+        is_told: whether the error that this rank has raised is that of rank 0, which knows it, too.
+
+    Example:
+        >>> import numpy as np, reshard
+        >>> from reshard.ranks.group import SingleProcess
+        >>> _ = reshard.save("led_run", 1, {"w": np.eye(2)})
+        >>> reshard.verify("led_run", on=LedRanks(SingleProcess())).ok
+        True
+    """
+
+    group: Group
+    timeout: float = 3600.0
+    is_told: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._channel = session(self.group, "shares of rank 0")
+
+    @property
+    def cpus(self) -> None:
+        """See `Place.cpus`."""
+        return None
+
+    def n_shares(self, n_bytes: int) -> int:
+        """See `Place.n_shares`."""
+        return self.group.world_size * max(1, n_bytes // (_SHARE_BYTES * self.group.world_size))
+
+    def run(self, work: Work[Any], n_shares: int, done: Callable[[ShareRun], object]) -> list[Any]:
+        """See `Place.run`. Called on rank 0 only; the others are in `led`."""
+        message, results = encode(work.message), []
+        for first in range(0, n_shares, self.group.world_size):
+            order = _Order(message, first, n_shares)
+            tell(self._channel, {"order": encode(order)}, self.timeout)
+            own = self._do(work, order)
+            reports = self._channel.gather(encode(own), timeout=self.timeout)
+            all_done = [decode(_Done, one) for one in reports or []]
+            failed = {rank: one.error for rank, one in enumerate(all_done) if one.error is not None}
+            if failed:
+                error = joint_error(failed)
+                if isinstance(error, FileNotFoundError):
+                    error.hint = "all hosts must see the files under the same paths"
+                raise error
+            for share, one in enumerate(all_done[: n_shares - first], first):
+                results.append(decode(work.result, one.result))
+                done(ShareRun(share, one.host, one.process, one.n_bytes, one.seconds))
+        return results
+
+    def led(self, lead: Callable[[], R], work: Callable[[Any], Work[Any]], message: type, report: type[R]) -> R:
+        """Let rank 0 call a function, which may call `run`.
+
+        Args:
+            lead: called on rank 0.
+            work: what is done with a message of rank 0 on the other ranks.
+            message: the type of such a message.
+            report: the type of what `lead` returns.
+
+        Returns:
+            What `lead` has returned, on every rank.
+
+        Raises:
+            ReshardError: that of rank 0, on every rank.
+            GroupError: a rank did not answer in time; the message names it.
+        """
+        if self.group.rank == 0:
+            try:
+                made = lead()
+            except BaseException as error:
+                with contextlib.suppress(ReshardError, KeyboardInterrupt):
+                    tell(self._channel, error, self.timeout)
+                raise
+            tell(self._channel, {"report": encode(made)}, self.timeout)
+            return made
+        while True:
+            try:
+                told = tell(self._channel, None, self.timeout)
+            except GroupError as error:
+                self.is_told = not error.ranks
+                raise
+            except ReshardError:
+                self.is_told = True
+                raise
+            if "report" in told:
+                made = decode(report, told["report"])
+                self.is_told = True
+                return made
+            order = decode(_Order, told["order"])
+            self._channel.gather(encode(self._do(work(decode(message, order.message)), order)), timeout=self.timeout)
+
+    def _do(self, work: Work[Any], order: _Order) -> _Done:
+        host, process, begun = socket.gethostname(), os.getpid(), time.monotonic()
+        share = order.first_share + self.group.rank
+        if share >= order.n_shares:
+            return _Done(host, process)
+        try:
+            n_bytes, result = work(share)
+        except Exception as error:  # noqa: BLE001  rank 0 waits for it
+            return _Done(host, process, error=ErrorRecord.of(error))
+        return _Done(host, process, time.monotonic() - begun, n_bytes, encode(result))
+
+
+def launched_ranks(timeout: float) -> LedRanks:
+    """The ranks that a launcher has started, of which this process is one.
+
+    Args:
+        timeout: seconds that ranks wait for each other.
+
+    Raises:
+        ArgumentError: no launcher says which rank this is, or where rank 0 is.
+        GroupError: rank 0 cannot be reached.
+        UnsupportedError: torch is not installed.
+    """
+    found = launched()
+    if found is None:
+        raise ArgumentError(
+            f"no launcher has started this process: none of {known_variables()} are set",
+            hint="start it with torchrun, srun or mpirun",
+        )
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not address or not (port.isascii() and port.isdigit()):
+        raise ArgumentError(
+            f"rank {found.rank} of {found.size} does not know where rank 0 is: MASTER_ADDR is {address!r} and "
+            f"MASTER_PORT is {port!r}",
+            hint="set both on all ranks, to the host of rank 0 and to a free port there; torchrun sets them itself",
+        )
+    try:
+        distributed: Any = importlib.import_module("torch.distributed")  # takes seconds, and is not needed otherwise
+    except ImportError as error:
+        raise UnsupportedError(
+            f"ranks meet at a store of torch.distributed, and torch cannot be imported: {error}",
+            hint="pip install torch, or give each process its share",
+        ) from None
+    serves = found.rank == 0 and os.environ.get(_TORCHRUN_SERVES) != "True"
+    wait = timedelta(seconds=min(timeout, _CONNECT_S))
+    try:
+        store = distributed.TCPStore(address, int(port), found.size, serves, timeout=wait, wait_for_workers=False)
+    except (RuntimeError, ValueError, OverflowError) as error:
+        what = "cannot serve the store of the ranks" if serves else "cannot reach rank 0"
+        raise GroupError(
+            f"rank {found.rank} of {found.size} {what} at {address}:{port}: {str(error).partition(chr(10))[0]}",
+            hint="MASTER_ADDR and MASTER_PORT are the host of rank 0 and a free port there, the same on all ranks",
+            ranks=(0,),
+        ) from None
+    # torchrun keeps the store when it starts the ranks again.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    own = distributed.PrefixStore(f"reshard/shares/{attempt}", store)
+    return LedRanks(TorchGroup.over(own, found.rank, found.size), timeout)

@@ -1,0 +1,204 @@
+"""Shares of a comparison by ranks: rank 0 leads, prints one result, and all end with the same code."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import socket
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from tests.helpers.ranks import Job
+from torch._C import _distributed_c10d as c10d
+
+import reshard
+from reshard.cli import main
+from reshard.commit import manifest as manifests
+from reshard.commit.scrub import scrub_folder
+from reshard.errors import ArgumentError
+from reshard.ranks.group import SingleProcess
+from reshard.ranks.led import LedRanks
+from reshard.verbs import verify as verifications
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from reshard.ranks.torch_group import TorchGroup
+
+LAYOUT: dict[str, Any] = {"mesh": {"tp": 4}, "rules": [{"match": "w*", "cut": ["tp"]}, {"match": "*"}]}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    arrays = {f"w{i}": np.random.default_rng(i).standard_normal((8, 5)).astype(np.float32) for i in range(6)}
+    reshard.save_file(arrays | {"b": np.arange(3)}, tmp_path / "src.safetensors")
+    reshard.convert(tmp_path / "src.safetensors", tmp_path / "run", layout=LAYOUT, iteration=4)
+    return tmp_path / "run"
+
+
+def damage(run: Path) -> None:
+    for number in (0, 2):
+        with next(run.glob(f"*/*000000{number}-0000004.safetensors")).open("r+b") as file:
+            file.seek(-3, os.SEEK_END)
+            file.write(b"\x7f")
+
+
+def command(*words: object) -> Callable[[TorchGroup], Any]:
+    """The command line on a rank, as a process that a launcher has started."""
+
+    def start(group: TorchGroup) -> Any:
+        os.environ.update(RANK=str(group.rank), WORLD_SIZE=str(group.world_size), MASTER_ADDR="127.0.0.1")
+        out, errors = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors), pytest.raises(SystemExit) as end:
+            main([*map(str, words), "--on", "ranks"])
+        sys.stdout.flush()
+        return [end.value.code, out.getvalue(), errors.getvalue()]
+
+    return start
+
+
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch) -> c10d.TCPStore:
+    """The store that the agent of torchrun serves."""
+    store = c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    return store
+
+
+def on_ranks(*words: object, n_ranks: int = 3) -> list[Any]:
+    with Job(n_ranks, command(*words)) as job:
+        return job.values()
+
+
+def reports(said: list[Any], code: int) -> Any:
+    assert [one[0] for one in said] == [code] * len(said), said
+    assert [one[1:] for one in said[1:]] == [["", ""]] * (len(said) - 1), said
+    report = json.loads(said[0][1])
+    report.pop("seconds", None)
+    return report
+
+
+@pytest.mark.slow(disk=False)
+def test_ranks_print_one_report_and_end_with_one_code(torchrun: c10d.TCPStore, run: Path) -> None:
+    whole = reports(on_ranks("verify", run, "--json"), 0)
+    assert whole["checkpoints"][0]["n_files"] == 7
+    damage(run)
+    damaged = reports(on_ranks("verify", run, "--json"), 1)
+    alone = reshard.verify(run)
+    assert [one["file"] for one in damaged["checkpoints"][0]["faults"]] == [
+        fault.file for fault in alone.checkpoints[0].faults
+    ]
+    assert len(alone.checkpoints[0].faults) == 2
+    missing = reports(on_ranks("verify", run / "none", "--json"), 1)
+    assert missing["message"] == f"there is nothing at `{run / 'none'}`"
+
+
+@pytest.mark.slow(disk=False)
+def test_ranks_compare_tensors_as_one_process_does(torchrun: c10d.TCPStore, run: Path) -> None:
+    source = run.parent / "src.safetensors"
+    assert reports(on_ranks("diff", source, run, "--json"), 0)["n_equal"] == 7
+    other = reshard.load_file(source) | {"w3": np.ones((8, 5), np.float32), "b": np.arange(4)}
+    reshard.save_file(other, run.parent / "other.safetensors")
+    found = reports(on_ranks("diff", run.parent / "other.safetensors", run, "--json"), 1)
+    alone = reshard.diff(run.parent / "other.safetensors", run)
+    assert [(one["key"], one["max_abs"]) for one in found["differences"]] == [
+        (one.key, one.max_abs) for one in alone.differences
+    ]
+    assert len(alone.differences) == 2
+    assert reports(on_ranks("diff", source, run.parent / "none", "--json"), 2)["error"] == "EmptyRootError"
+
+
+def test_every_rank_compares_its_part_of_the_bytes(run: Path) -> None:
+    def work(group: TorchGroup) -> Any:
+        own: list[int] = []
+        scrub = scrub_folder
+
+        def noted(folder: Any, manifest: Any, names: Any = None, **given: Any) -> Any:
+            own.extend(manifest.shards[name].n_bytes for name in names)
+            return scrub(folder, manifest, names, **given)
+
+        vars(verifications)["scrub_folder"] = noted
+        report = reshard.verify(run, on=LedRanks(group))
+        return [sum(own), report.n_bytes, report.ok]
+
+    with Job(4, work) as job:
+        said = job.values()
+    assert [one[1:] for one in said] == [[said[0][1], True]] * 4
+    sizes = [one[0] for one in said]
+    assert min(sizes) > 0
+    assert sum(sizes) == sum(file.stat().st_size for file in run.glob("*/*.safetensors"))
+
+
+@pytest.mark.slow(disk=False)
+@pytest.mark.parametrize("dies", [0, 2])
+def test_a_rank_that_is_killed_is_named_on_all_others(run: Path, dies: int) -> None:
+    def work(group: TorchGroup) -> Any:
+        if group.rank == dies:
+            vars(verifications)["scrub_folder"] = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        return reshard.verify(run, on=LedRanks(group, timeout=5)).ok
+
+    with Job(3, work) as job:
+        said = job.outcomes()
+    assert said[dies] is None
+    for one in (one for rank, one in enumerate(said) if rank != dies):
+        assert one is not None
+        assert one["error"] == "GroupError"
+        assert f"no answer of rank {dies} of 3 within 5 s" in one["text"]
+
+
+def test_a_rank_that_sees_another_save_is_an_error_on_all(run: Path) -> None:
+    reshard.save(run.parent / "other", 4, {"w": np.zeros(3)})
+
+    def work(group: TorchGroup) -> Any:
+        if group.rank == 1:
+            read = manifests.read
+            manifests.read = lambda folder: read(folder.parent.parent / "other" / folder.name)
+        return reshard.verify(run, on=LedRanks(group)).ok
+
+    with Job(2, work) as job:
+        said = job.outcomes()
+    assert [one and one["error"] for one in said] == ["MismatchError"] * 2
+    assert all(one and "rank 1: " in one["text"] and "holds another save here" in one["text"] for one in said)
+
+
+def test_rank_0_serves_the_store_where_the_launcher_does_not(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
+    assert reports(on_ranks("verify", run, "--json", n_ranks=2), 0)["ok"]
+
+
+@pytest.mark.slow(disk=False)
+def test_a_rank_that_nobody_started_or_that_does_not_know_rank_0_is_refused(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from click.testing import CliRunner
+
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    result = CliRunner().invoke(main, ["verify", str(run), "--on", "ranks"])
+    assert result.exit_code == 1
+    assert "no launcher has started this process" in result.output
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = CliRunner().invoke(main, ["diff", str(run), str(run), "--on", "ranks"])
+    assert result.exit_code == 2
+    assert "rank 1 of 2 does not know where rank 0 is: MASTER_ADDR is '' and MASTER_PORT is ''" in result.output
+    with socket.socket() as taken:  # nobody listens
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        result = CliRunner().invoke(main, ["verify", str(run), "--on", "ranks", "--timeout", "1"])
+    assert result.exit_code == 1
+    assert "rank 1 of 2 cannot reach rank 0 at 127.0.0.1:" in result.output
+
+
+def test_ranks_of_a_conversion_are_a_group(run: Path) -> None:
+    with pytest.raises(ArgumentError, match="given as `group`"):
+        reshard.convert(run, run.parent / "dst", on=LedRanks(SingleProcess()))
