@@ -202,11 +202,11 @@ def test_rank_files_that_are_removed_meanwhile(tmp_path: Path, monkeypatch: pyte
         reshard.save(tmp_path, step, {"w": np.zeros(4)}, format="checkpoint1")
     [first] = (tmp_path / "rank_0").glob("*_1.safetensors")
 
-    def removed(*args: Any) -> Any:
+    def removed(*args: Any, **options: Any) -> Any:
         first.unlink(missing_ok=True)
-        return add_rank_file(*args)
+        return add_rank_file(*args, **options)
 
-    monkeypatch.setattr("reshard.verbs.verify.add_rank_file", removed)
+    monkeypatch.setattr("reshard.formats.checkpoint1.reader.add_rank_file", removed)
     assert [one.iteration for one in reshard.verify(tmp_path).checkpoints] == [2]
 
 

@@ -19,6 +19,7 @@ from reshard.cli.output import warn
 from reshard.commit.scrub import is_damage
 from reshard.errors import LayoutError, MismatchError, ReshardError
 from reshard.formats import counter_tensors, health
+from reshard.formats.base import RankRoot
 from reshard.formats.left_out import LeftOut
 from reshard.layout import Partition
 from reshard.storage.location import locate
@@ -248,7 +249,7 @@ def _rank_saves(path: str, taken: Checkpoint, *, everything: bool) -> list[RankS
     from reshard.opening import root_of
 
     with root_of(path, strategy=taken.strategy) or contextlib.nullcontext() as root:
-        if root is None or not root.by_rank:
+        if not isinstance(root, RankRoot):
             return None
         opened, skipped = {locate(path) / file.name for file in taken.files()}, dict(taken.skipped)
         found: list[RankSaveState] = []

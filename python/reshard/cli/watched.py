@@ -18,6 +18,7 @@ from reshard.cli.output import collected_warnings
 from reshard.commit import claims, event_log, filesystem, roots, save_log, staging, trash
 from reshard.errors import CheckpointNotFoundError, ReshardError, StorageError, UnsupportedError
 from reshard.formats import health
+from reshard.formats.base import RankRoot
 from reshard.opening import root_of
 from reshard.storage.location import locate
 from reshard.values.events import Event
@@ -245,7 +246,7 @@ class Watch:
         place, names, by_rank, tracker = self._root, list[str](), False, None
         with root_of(self._root) or contextlib.nullcontext() as root:
             if root is not None:
-                by_rank, tracker, there = root.by_rank, root.order.tracker, root.order.candidates
+                by_rank, tracker, there = isinstance(root, RankRoot), root.order.tracker, root.order.candidates
                 names = [one.name for one in there[:_MAX_NAMES]]
                 place = root.place(there[0]) if there else place
         state = place.stat()

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from reshard._core import DeviceLayout
     from reshard.commit.candidates import Candidate, Order
     from reshard.commit.manifest import Manifest
+    from reshard.commit.scrub import Fault
     from reshard.documents.common_info import CommonInfo
     from reshard.errors import ReshardError
     from reshard.formats.run_state import Values
@@ -138,6 +139,18 @@ class Format(ABC):
             ReshardError: as `reshard.open`.
         """
 
+    def note_renamed(self, source: Location, target: Location, *, durable: bool) -> None:  # noqa: B027  most have nothing
+        """A file was written under another name, into another folder: write there what names it beside the source.
+
+        Args:
+            source: the file that was read.
+            target: the file that was written.
+            durable: sync what is written.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+
     def may_be_foreign(self, file: Location) -> bool:  # noqa: ARG002
         """Whether a damaged file can be one of another tool that only begins as this format does."""
         return False
@@ -171,14 +184,12 @@ class Root(ABC):
         order: which checkpoints it holds, in the order in which they are tried.
         is_ours: `reshard.save` fills such folders: each checkpoint in them is listed and verified.
         in_turn: a run that resumes judges its checkpoints one by one; else the root is one candidate, as for `open`.
-        by_rank: a checkpoint consists of a file in the folder of each rank.
         of_options: errors of what the caller gave, such as a strategy. They are no fault of a checkpoint.
     """
 
     order: Order
     is_ours: ClassVar[bool] = False
     in_turn: ClassVar[bool] = False
-    by_rank: ClassVar[bool] = False
     of_options: ClassVar[tuple[type[ReshardError], ...]] = (LayoutError,)
 
     def __init__(self, path: Location, options: OpenOptions) -> None:
@@ -197,12 +208,8 @@ class Root(ABC):
         """Raise an error of the options, before the first checkpoint is opened."""
 
     def place(self, one: Candidate) -> Location:
-        """Where a checkpoint lies: its folder, or the file of rank 0."""
+        """Where a checkpoint lies: its folder, or the file of the first rank."""
         return self.path / one.name
-
-    def files(self, one: Candidate) -> Mapping[int, Location]:  # noqa: ARG002
-        """The path of each rank's file of a checkpoint, where it consists of these, whether it exists or not."""
-        return {}
 
     def newest_first(self) -> Sequence[Candidate]:
         """All checkpoints, with those that are never tried."""
@@ -220,6 +227,35 @@ class Root(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class RankRoot(Root):
+    """A root in which a checkpoint consists of a file in the folder of each rank."""
+
+    @abstractmethod
+    def files(self, one: Candidate) -> Mapping[int, Location]:
+        """The path of each rank's file of a checkpoint, whether it exists or not."""
+
+    @abstractmethod
+    def compare(self, one: Candidate) -> tuple[list[int], list[Fault]]:
+        """Compare the files of a checkpoint with the checksums in them, and what lies beside them with its digests.
+
+        Returns:
+            The bytes of each file that has checksums; and all faults.
+        """
+
+    @abstractmethod
+    def open_suffix(self, suffix: str) -> CheckpointData:
+        """Open the files whose names end with a text, one of each rank.
+
+        Raises:
+            ArgumentError: the text does not say which files.
+            ReshardError: as `reshard.open`.
+        """
+
+    def place(self, one: Candidate) -> Location:
+        """The file of rank 0, or of the first rank that is there."""
+        return next(iter(self.files(one).values()))
 
 
 @dataclass(frozen=True, kw_only=True)

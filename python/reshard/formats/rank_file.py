@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from reshard import _core
 
 
+CKPT_SUFFIX = ckpt.SUFFIX
+"""Of a file of records."""
+
 _OF_RANK = re.compile(r"_world_size_([0-9]{1,9})_rank_[0-9]{1,9}\.")
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.commit import roots
 from reshard.errors import ArgumentError, DestinationExistsError, UnsupportedError
-from reshard.formats.base import Match
+from reshard.formats.base import Match, RankRoot
 from reshard.formats.checkpoint1.format import CHECKPOINT1
 from reshard.formats.checkpoint2.format import CHECKPOINT2, TILED
 from reshard.formats.ckpt.reader import CKPT
@@ -127,6 +127,22 @@ def numbered_root(path: Location, iteration: int, options: OpenOptions) -> Root 
         return None
     found = (one.root(path, options, exact=iteration) for one in FORMATS)
     return next((root for root in found if root is not None), None)
+
+
+def rank_root(path: Location, options: OpenOptions) -> RankRoot | None:
+    """The root of the rank folders in a folder, whatever lies beside them; None: there are none.
+
+    Raises:
+        StorageError: the folder cannot be listed.
+    """
+    found = (one.root(path, options) for one in FORMATS if one.traits.rank_folders)
+    return next((root for root in found if isinstance(root, RankRoot)), None)
+
+
+def note_renamed(source: Location, target: Location, *, durable: bool) -> None:
+    """As `Format.note_renamed`, of whatever format the file is."""
+    for one in FORMATS:
+        one.note_renamed(source, target, durable=durable)
 
 
 def matching(path: Location) -> list[Format]:

@@ -23,7 +23,7 @@ from reshard.errors import (
     StorageError,
 )
 from reshard.formats import registry
-from reshard.formats.base import Match, OpenOptions, StrategyLike
+from reshard.formats.base import Match, OpenOptions, RankRoot, StrategyLike
 from reshard.lazy import exports
 from reshard.opening import several
 from reshard.storage.location import BROKEN_LINK_HINT, Location, locate
@@ -299,4 +299,4 @@ def iterations(path: str | os.PathLike[str]) -> Order | None:
         10
     """
     with root_of(path) or contextlib.nullcontext() as root:
-        return root.order if root is not None and root.is_ours and not root.by_rank else None
+        return root.order if root is not None and root.is_ours and not isinstance(root, RankRoot) else None

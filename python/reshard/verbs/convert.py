@@ -31,12 +31,10 @@ from reshard.errors import (
     ReshardError,
     UnsupportedError,
 )
-from reshard.formats.base import StoredTensor
-from reshard.formats.checkpoint1 import names as checkpoint1
-from reshard.formats.checkpoint1.reader import open_rank_files, strategy_for
+from reshard.formats.base import OpenOptions, StoredTensor
 from reshard.formats.left_out import LeftOut
 from reshard.formats.rank_file import is_of_one_rank
-from reshard.formats.registry import check_destination, known_files, writer_for, writers
+from reshard.formats.registry import check_destination, known_files, rank_root, writer_for, writers
 from reshard.formats.weight_sets import WRAPPERS, alike, model_start
 from reshard.layout import ModelLayout, as_layout
 from reshard.layout.patterns import Matcher
@@ -838,12 +836,13 @@ def open_source(
         return opening.open(path, strategy=strategy, format=of_format)
     if of_format is not None:
         raise ArgumentError("`format` and `suffix` exclude each other: `suffix` is of rank folders")
-    if not isinstance(path, Location) or not path.is_folder() or not checkpoint1.is_root(path):
+    options = OpenOptions(strategy=strategy)
+    root = rank_root(path, options) if isinstance(path, Location) and path.is_folder() else None
+    if root is None:
         raise ArgumentError(
             f"{path} holds no folders `rank_<number>`: `suffix` says which of their files are read", path=str(path)
         )
-    files = checkpoint1.choose_by_suffix(path, suffix)
-    return Checkpoint(open_rank_files(path, files, strategy_for(path, strategy)))
+    return Checkpoint(root.open_suffix(suffix))
 
 
 def _shared(job: Job, share: Share, asked: ConvertOptions, *, in_root: bool) -> Shared:

@@ -8,7 +8,6 @@ resume from a converted Checkpoint 1.0 tree.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Mapping
@@ -22,12 +21,10 @@ from reshard.documents.strict_yaml import read_yaml
 from reshard.errors import (
     ArgumentError,
     CheckpointNotFoundError,
-    DamagedFileError,
     DestinationExistsError,
 )
-from reshard.formats.checkpoint1 import names as checkpoint1
-from reshard.formats.ckpt import names as ckpt
-from reshard.formats.rank_file import OpenedRankFile, add_rank_file
+from reshard.formats.rank_file import CKPT_SUFFIX, OpenedRankFile, add_rank_file
+from reshard.formats.registry import note_renamed
 from reshard.storage.location import Location, locate, locate_output
 from reshard.values.argument_types import Progress, Size
 from reshard.values.arguments import checked, parse_size
@@ -169,7 +166,8 @@ def convert_files(
         for file in planned
     ]
     if source.is_folder() and dst is not None:
-        _write_metas(planned, durable=durable)
+        for file in planned:
+            note_renamed(file.source, file.target, durable=durable)
     return ConvertFilesReport(tuple(written), time.monotonic() - started, tuple(_warnings(planned, renamed)))
 
 
@@ -195,7 +193,7 @@ def _pairs(source: Location, target: Location | None, name_regex: str | None) ->
     if not found:
         among = "" if name_regex is None else f" whose name matches {show(name_regex)}"
         raise CheckpointNotFoundError(
-            f"{show(str(source))} and its folders {_RANK_FOLDER}* hold no {ckpt.SUFFIX} file{among}", path=str(source)
+            f"{show(str(source))} and its folders {_RANK_FOLDER}* hold no {CKPT_SUFFIX} file{among}", path=str(source)
         )
     to = source if target is None else target
     return [(path, to / f"{path.relative_to(source).removesuffix(path.suffix)}{_SUFFIX}") for path in found]
@@ -223,7 +221,7 @@ def _ckpt_files(folder: Location) -> list[Location]:
 
 
 def _of_folder(folder: Location, entries: list[Entry]) -> list[Location]:
-    files = [folder / entry.name for entry in entries if entry.name.endswith(ckpt.SUFFIX) and entry.kind != "folder"]
+    files = [folder / entry.name for entry in entries if entry.name.endswith(CKPT_SUFFIX) and entry.kind != "folder"]
     return [file for file in files if not file.is_folder()]
 
 
@@ -305,18 +303,6 @@ def _requested(index: _core.Index, opened: OpenedRankFile, names: Sequence[tuple
     for old, _ in names:
         index.add_whole(old, opened.file)
     return index.plan(index.whole_request([new for _, new in names], [old for old, _ in names]))
-
-
-def _write_metas(planned: Sequence[_Planned], *, durable: bool) -> None:
-    """Write each `meta.json` that names a converted file, with the name of the new file."""
-    for folder in {file.source.parent for file in planned}:
-        # A missing or damaged meta.json is not written: a resume can work without it.
-        with contextlib.suppress(CheckpointNotFoundError, DamagedFileError):
-            meta = checkpoint1.read_meta(folder)
-            for file in planned:
-                if file.source == folder / meta.last_ckpt_file:
-                    renamed = meta._replace(last_ckpt_file=file.target.name)
-                    checkpoint1.write_meta(file.target.parent, renamed, durable=durable)
 
 
 def _write(

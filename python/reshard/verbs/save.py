@@ -23,7 +23,6 @@ from reshard.commit.save_log import SaveRecord
 from reshard.documents.common_info import CommonInfo
 from reshard.errors import ArgumentError, MismatchError, UnsupportedError
 from reshard.formats import state
-from reshard.formats.checkpoint1 import state as checkpoint1_state
 from reshard.formats.differing import MISSING, Fields, difference
 from reshard.formats.registry import save_format
 from reshard.formats.replicas import Copies, RankLocal, is_any_of
@@ -380,7 +379,7 @@ def _draft(request: SaveRequest, task: SaveTask, channel: Group, observers: Obse
     copies = Copies.of(
         arrays,
         rank_local,
-        extra=_extra(extra, channel.rank, copy=not request.blocking, is_alone=is_alone),
+        extra=_extra(extra, channel.rank, of, copy=not request.blocking, is_alone=is_alone),
         is_alone=is_alone,
         ready=ready,
         threads=options.threads,
@@ -490,7 +489,7 @@ def _common_info(common: CommonInfo | Mapping[str, object] | None, iteration: in
 
 
 def _extra(
-    extra: Mapping[str, object] | None, rank: int, *, copy: bool, is_alone: bool
+    extra: Mapping[str, object] | None, rank: int, of: type[Draft[Any, Any, Any, Any]], *, copy: bool, is_alone: bool
 ) -> tuple[str, dict[str, np.ndarray]] | None:
     """The part of `extra` that this rank writes: rank 0 all of it, the others what is kept for each rank.
 
@@ -501,14 +500,10 @@ def _extra(
     if state.RANK_LOCAL in (extra or {}):
         raise ArgumentError(f"`extra` has `{state.RANK_LOCAL}`, a name that is taken", hint="choose another one")
     own = {name: value.value for name, value in (extra or {}).items() if isinstance(value, state.PerRank)}
-    shared = {name: value for name, value in (extra or {}).items() if name not in own and (is_alone or rank == 0)}
-    kept = own | shared
+    kept = {name: own.get(name, value) for name, value in (extra or {}).items() if name in own or is_alone or rank == 0}
     if not kept:
         return None
-    if is_alone:
-        text, arrays = checkpoint1_state.dump(shared, own)
-    else:
-        text, arrays = state.dump({name: kept[name] for name in extra or () if name in kept})
+    text, arrays = of.dump_extra(kept, own)
     return text, {name: array.copy() for name, array in arrays.items()} if copy else dict(arrays)
 
 

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
-from reshard import _core, opening
+from reshard import opening
 from reshard.checkpoint import Checkpoint
 from reshard.commit import manifest as manifests
 from reshard.commit import proofs
@@ -30,9 +30,8 @@ from reshard.errors import (
     ReshardError,
     UnsupportedError,
 )
-from reshard.formats.checkpoint1 import state as checkpoint1_state
+from reshard.formats.base import RankRoot
 from reshard.formats.left_out import LeftOut
-from reshard.formats.rank_file import add_rank_file
 from reshard.formats.replicas import is_any_of
 from reshard.ranks.led import LedRanks
 from reshard.ranks.places import Work, do_shares
@@ -51,7 +50,6 @@ if TYPE_CHECKING:
 
     from reshard.commit.candidates import Candidate
     from reshard.commit.manifest import Manifest
-    from reshard.formats.base import Root
     from reshard.opening import StrategyLike
     from reshard.ranks.places import Place
     from reshard.storage.store import Lock
@@ -249,11 +247,11 @@ def _verify(
         found = None if format else opening.root_of(target, strategy=strategy)
     with found or contextlib.nullcontext() as root:
         saves = root.newest_first() if root is not None and root.is_ours else ()
-        if root is not None and root.is_ours and not root.by_rank:
+        if isinstance(root, RankRoot):
+            jobs = [_SaveJob(root, save) for save in saves] or jobs
+        elif root is not None and root.is_ours:
             warnings = (*root.order.warnings, *root.ignored())
             jobs = [_CheckpointJob(root.place(one), None, is_given=False) for one in saves]
-        elif root is not None and saves:
-            jobs = [_SaveJob(root, save) for save in saves]
     if files and files != [target]:
         jobs = [_CheckpointJob(file, None, is_given=True) for file in files]
     if since is not None:
@@ -568,7 +566,7 @@ class _SaveJob:
 
     n_bytes = 0
 
-    def __init__(self, root: Root, save: Candidate) -> None:
+    def __init__(self, root: RankRoot, save: Candidate) -> None:
         self.root, self.save = root, save
 
     def run(
@@ -577,20 +575,8 @@ class _SaveJob:
         """Compare the files; None: a job has removed the save since it was found."""
         del scrub  # there are no checksums beside the files
         health: tuple[HealthFinding, ...] | None = None
-        faults: list[Fault] = []
-        compared: list[int] = []
         files = self.root.files(self.save)
-        for path in files.values():
-            index, at = _core.Index(), path
-            try:
-                weights = add_rank_file(index, path)
-                if index.verify_crc(weights.file):
-                    compared.append(index.file_bytes(weights.file))
-                at = path.with_name(checkpoint1_state.file_name(path.name))
-                checkpoint1_state.read(weights)
-            except ReshardError as error:
-                faults.append(fault_of(error, str(at.relative_to(self.root.path))))
-            index.close()
+        compared, faults = self.root.compare(self.save)
         iteration = None
         if not faults:
             try:

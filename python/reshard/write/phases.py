@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, Protocol, TypeV
 from reshard.values.events import Observers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
+
+    import numpy as np
 
     from reshard import _core
     from reshard.commit.save_log import SaveRecord
@@ -179,6 +181,19 @@ class Draft(ABC, Generic[ReportT, OrdersT, BegunT, WrittenT]):
     def is_note(warning: str) -> bool:  # noqa: ARG004
         """Whether a warning of the report is of no use in the log of this program."""
         return False
+
+    @staticmethod
+    @abstractmethod
+    def dump_extra(kept: Mapping[str, object], own: Collection[str]) -> tuple[str, dict[str, np.ndarray]]:
+        """Encode what this rank writes of `extra`, as a text and arrays.
+
+        Args:
+            kept: the values by name.
+            own: names of the values that are kept for each rank.
+
+        Raises:
+            ArgumentError: a value cannot be saved.
+        """
 
     @property
     @abstractmethod

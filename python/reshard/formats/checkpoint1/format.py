@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from reshard.commit.filesystem import MANIFEST_FILE
+from reshard.errors import CheckpointNotFoundError, DamagedFileError
 from reshard.formats.base import Format, Match, OpenOptions
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint2 import names as checkpoint2
@@ -33,6 +35,13 @@ class Checkpoint1(Format):
         from reshard.formats.checkpoint1.reader import RankFoldersRoot  # noqa: PLC0415  slow to import
 
         return RankFoldersRoot(path, options) if exact is None and checkpoint1.is_root(path) else None
+
+    def note_renamed(self, source: Location, target: Location, *, durable: bool) -> None:
+        """Copy the `meta.json` that names the file. A resume works without one that is missing or damaged."""
+        with contextlib.suppress(CheckpointNotFoundError, DamagedFileError):
+            meta = checkpoint1.read_meta(source.parent)
+            if meta.last_ckpt_file == source.name:
+                checkpoint1.write_meta(target.parent, meta._replace(last_ckpt_file=target.name), durable=durable)
 
     def open(self, path: Location, options: OpenOptions) -> CheckpointData:
         """Open the best save that every rank has, or the best file of one rank."""

@@ -17,8 +17,16 @@ from typing import TYPE_CHECKING, Any, Self
 
 from reshard import _core
 from reshard.commit.candidates import Candidate, Order
-from reshard.errors import CheckpointNotFoundError, DamagedFileError, LayoutError, MismatchError, UnsupportedError
-from reshard.formats.base import CheckpointData, Root, Shapes
+from reshard.commit.scrub import fault_of
+from reshard.errors import (
+    CheckpointNotFoundError,
+    DamagedFileError,
+    LayoutError,
+    MismatchError,
+    ReshardError,
+    UnsupportedError,
+)
+from reshard.formats.base import CheckpointData, RankRoot, Shapes
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1 import state as checkpoint1_state
 from reshard.formats.checkpoint1.candidates import RankFolder, name_of_rank, order_saves
@@ -39,6 +47,7 @@ if TYPE_CHECKING:
 
     from reshard._core import DeviceLayout
     from reshard.checkpoint import Checkpoint
+    from reshard.commit.scrub import Fault
     from reshard.formats.base import OpenOptions, StrategyLike, UnplacedTensor
     from reshard.formats.checkpoint1.candidates import SaveOrder
     from reshard.formats.checkpoint1.replicas import AssumedReplicas
@@ -139,7 +148,7 @@ def rank_files(checkpoint: Checkpoint) -> Mapping[int, OpenedRankFile]:
     return checkpoint.data.files if isinstance(checkpoint.data, RankFoldersData) else {}
 
 
-class RankFoldersRoot(Root):
+class RankFoldersRoot(RankRoot):
     """The saves in rank folders. No weight file is opened before a save is.
 
     Args:
@@ -157,7 +166,7 @@ class RankFoldersRoot(Root):
         40
     """
 
-    is_ours = by_rank = True
+    is_ours = True
     of_options = (LayoutError, MismatchError, UnsupportedError)
 
     def __init__(self, path: Location, options: OpenOptions, folders: Mapping[int, Location] | None = None) -> None:
@@ -207,13 +216,31 @@ class RankFoldersRoot(Root):
         """The same folders, listed once more."""
         return RankFoldersRoot(self.path, self.options, self._given)
 
-    def place(self, one: Candidate) -> Location:
-        """The file of rank 0, or of the first rank that is there."""
-        return next(iter(self.files(one).values()))
-
     def files(self, one: Candidate) -> Mapping[int, Location]:
         """The path of each rank's file of a save, whether it exists or not."""
         return self.numbered or files_of(one.name, self._folders)
+
+    def compare(self, one: Candidate) -> tuple[list[int], list[Fault]]:
+        """The CRC of each file, and the digests of its state."""
+        compared: list[int] = []
+        faults: list[Fault] = []
+        for path in self.files(one).values():
+            index, at = _core.Index(), path
+            try:
+                weights = add_rank_file(index, path)
+                if index.verify_crc(weights.file):
+                    compared.append(index.file_bytes(weights.file))
+                at = path.with_name(checkpoint1_state.file_name(path.name))
+                checkpoint1_state.read(weights)
+            except ReshardError as error:
+                faults.append(fault_of(error, str(at.relative_to(self.path))))
+            index.close()
+        return compared, faults
+
+    def open_suffix(self, suffix: str) -> RankFoldersData:
+        """The data of the files that `checkpoint1.choose_by_suffix` chooses."""
+        files = checkpoint1.choose_by_suffix(self.path, suffix)
+        return open_rank_files(self.path, files, self._strategy, self.options.method)
 
 
 def open_root(path: Location, options: OpenOptions) -> CheckpointData:

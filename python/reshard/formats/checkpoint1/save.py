@@ -32,6 +32,7 @@ from reshard.formats import counter_tensors, health
 from reshard.formats.checkpoint1 import health as checkpoint1_health
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint1 import save_plan as rank_plan
+from reshard.formats.checkpoint1 import state as checkpoint1_state
 from reshard.formats.checkpoint1 import strategies
 from reshard.formats.checkpoint1.names import TRAITS
 from reshard.formats.checkpoint1.save_plan import FolderView, Naming, ShardAssignment
@@ -47,7 +48,9 @@ from reshard.write.phases import Begun, Draft, Messages, Planned, Prepared, Publ
 from reshard.write.rank_facts import LastMade, RankFacts, check_options, check_state, layout_key, plan_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    import numpy as np
 
     from reshard import _core
     from reshard.formats.checkpoint1.names import FileName
@@ -167,6 +170,12 @@ class Checkpoint1Draft(Draft[_Report, _Orders, _BegunMessage, _Weights]):
             raise ArgumentError(
                 "`keep_every` and `best` of `Retention` are for Checkpoint 2.0; of 1.0 the newest `keep` are kept"
             )
+
+    @staticmethod
+    def dump_extra(kept: Mapping[str, object], own: Collection[str]) -> tuple[str, dict[str, np.ndarray]]:
+        """The values of this rank apart from those of all ranks."""
+        shared = {name: value for name, value in kept.items() if name not in own}
+        return checkpoint1_state.dump(shared, {name: kept[name] for name in kept if name in own})
 
     def report(self) -> _Report:
         """The facts of this rank, and the content of its folder."""

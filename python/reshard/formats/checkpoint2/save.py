@@ -38,7 +38,9 @@ from reshard.write.rank_facts import LastMade, RankFacts, check_options, check_s
 from reshard.write.shard_files import WrittenFile, read_back
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    import numpy as np
 
     from reshard.commit.attempts import Attempt
     from reshard.commit.manifest import Manifest
@@ -98,6 +100,11 @@ class Checkpoint2Draft(Draft[RankFacts, _Orders, _BegunMessage, _Records]):
     def check_options(options: SaveOptions, model: Mapping[str, object]) -> None:  # noqa: ARG004
         """Refuse a prefix that no file name can have."""
         checkpoint2.check_prefix(options.files.prefix)
+
+    @staticmethod
+    def dump_extra(kept: Mapping[str, object], own: Collection[str]) -> tuple[str, dict[str, np.ndarray]]:  # noqa: ARG004
+        """One file for each rank that has something to write."""
+        return state_files.dump(kept)
 
     def report(self) -> RankFacts:
         """The facts of this rank."""
