@@ -364,3 +364,32 @@ def test_small_tensors_that_are_compared_at_once_give_what_each_gives_alone(seed
         for name in ("norm_a", "norm_b", "norm_change", "change"):  # sums in another order
             assert x.pop(name) == pytest.approx(y.pop(name), rel=1e-12)
         assert x == y
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_batches_that_are_equal_are_passed_over_and_no_others(seed: int) -> None:
+    """Both sides with other neighbours and dtypes, so that the bytes between the tensors differ."""
+    random = np.random.default_rng(seed)
+    kinds = [np.dtype(name) for name in ("u1", "f2", "f4", "c8")]
+
+    def new() -> np.ndarray:
+        return random.integers(0, 3, random.integers(0, 20)).astype(kinds[random.integers(len(kinds))])
+
+    a = {f"t{i:02}": new() for i in range(random.integers(1, 40))}
+    b = {key: array.copy() for key, array in a.items() if random.random() > 0.1} | {"other": new()}
+    changed = [key for key, array in b.items() if key in a and array.size and random.random() < 0.1]
+    for key in changed:
+        b[key][random.integers(b[key].size)] += 1
+    with tempfile.TemporaryDirectory() as folder:
+        for name, arrays in (("a", a), ("b", dict(reversed(b.items())))):
+            reshard.save_file(arrays, f"{folder}/{name}.safetensors")
+        with (
+            reshard.open(f"{folder}/a.safetensors") as left,
+            reshard.open(f"{folder}/b.safetensors") as right,
+        ):
+            found = verbs_diff.diff_opened(left, right, max_bytes=int(random.integers(1, 4000)))
+    expected = {*changed, *(a.keys() ^ b.keys())}
+    assert {one.key for one in found.differences} == expected
+    assert found.n_equal == len(a.keys() - expected)
+    assert all(one.n_different == 1 for one in found.differences if one.kind == "values")

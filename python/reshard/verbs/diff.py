@@ -267,7 +267,7 @@ def diff_opened(
     common = [key for key in keys if key in other]
     left._check_placed(*common)  # noqa: SLF001  the check of a read
     right._check_placed(*common)  # noqa: SLF001
-    pairs = [_Pair(key, left._info(key), right._info(key), tolerance) for key in common]  # noqa: SLF001  without files
+    pairs = _pairs(left, right, common, tolerance)
     n_bytes = _comparable_bytes(pairs)
     if compare is None:
         found = _compared(left, right, pairs, half_bytes=half_bytes, threads=threads, progress=progress)
@@ -282,7 +282,7 @@ def diff_opened(
 
 
 def _comparable_bytes(pairs: Sequence[_Pair]) -> int:
-    return sum(sum(pair.n_bytes) for pair in pairs if pair.is_comparable)
+    return sum(sum(pair.kind.n_bytes) for pair in pairs if pair.kind.is_comparable)
 
 
 def _compared(
@@ -297,7 +297,7 @@ def _compared(
     """The differences of tensors that are in both, by key."""
     n_bytes, done = _comparable_bytes(pairs), 0
     comparison = _Comparison(left, right, half_bytes, threads)
-    for batch in _batches([pair for pair in pairs if pair.is_comparable], half_bytes):
+    for batch in _batches([pair for pair in pairs if pair.kind.is_comparable], half_bytes):
         comparison.compare(batch)
         done += sum(box.n_bytes[0] + box.n_bytes[1] for box in batch)
         if progress is not None:
@@ -351,7 +351,7 @@ def _compared_on(
     progress: Progress | None,
 ) -> dict[str, TensorDifference]:
     """As `_compared`, by the processes of a place: each compares some of the tensors, whole."""
-    sizes = [sum(pair.n_bytes) if pair.is_comparable else 0 for pair in pairs]
+    sizes = [sum(pair.kind.n_bytes) if pair.kind.is_comparable else 0 for pair in pairs]
     n_shares = max(1, min(on.n_shares(sum(sizes)), len(pairs)))
     shares = [[pairs[part.file].key for part in share] for share in cut(sizes, n_shares, range(len(sizes)))]
     work = _comparing(asked, _Keys(digests, shares, threads or on.cpus))
@@ -381,7 +381,7 @@ def _comparing(asked: _Asked, sent: _Keys) -> Work[_Keys]:
 def _sent_keys(asked: _Asked, sent: _Keys, index: int) -> tuple[int, list[TensorDifference]]:
     """Compare the tensors of a share."""
     with asked.opened(sent.digests) as (left, right):
-        pairs = [_Pair(key, left._info(key), right._info(key), asked.tolerance) for key in sent.shares[index]]  # noqa: SLF001  without files
+        pairs = _pairs(left, right, sent.shares[index], asked.tolerance)
         found = _compared(left, right, pairs, half_bytes=max(asked.max_bytes // 2, 1), threads=sent.threads)
     return _comparable_bytes(pairs), list(found.values())
 
@@ -397,19 +397,14 @@ def _unmatched(opened: Checkpoint, key: str, *, is_a: bool) -> TensorDifference:
 _n_bytes = functools.lru_cache(maxsize=1024)(dtypes.n_bytes)  # many tensors have the same shape
 
 
-class _Pair:
-    """A tensor in both checkpoints, and the result of its comparison so far."""
+class _PairKind:
+    """What pairs with the same dtypes and shapes have in common: thousands of tensors are of a few kinds."""
 
-    __slots__ = ("dtypes", "found", "is_comparable", "is_packed", "key", "n_bytes", "shapes", "tolerance")
+    __slots__ = ("dtypes", "is_comparable", "is_packed", "n_bytes", "shapes", "tolerance")
 
     def __init__(
-        self,
-        key: str,
-        a: tuple[str, tuple[int, ...]],
-        b: tuple[str, tuple[int, ...]],
-        tolerance: Tolerance | None,
+        self, a: tuple[str, tuple[int, ...]], b: tuple[str, tuple[int, ...]], tolerance: Tolerance | None
     ) -> None:
-        self.key = key
         self.dtypes = (a[0], b[0])
         self.shapes = (a[1], b[1])
         self.n_bytes = (_n_bytes(*a), _n_bytes(*b))
@@ -417,25 +412,42 @@ class _Pair:
         # Packed elements are not decoded, so they cannot be compared with another dtype.
         self.is_comparable = a[1] == b[1] and (a[0] == b[0] or not self.is_packed)
         self.tolerance = tolerance
-        self.found = _Counts()
+
+
+class _Pair:
+    """A tensor in both checkpoints, and the result of its comparison so far; None: no element was compared by value."""
+
+    __slots__ = ("_found", "key", "kind")
+
+    def __init__(self, key: str, kind: _PairKind) -> None:
+        self.key = key
+        self.kind = kind
+        self._found: _Counts | None = None
+
+    @property
+    def found(self) -> _Counts:
+        if self._found is None:
+            self._found = _Counts()
+        return self._found
 
     def difference(self) -> TensorDifference | None:
         kind: Literal["shape", "dtype", "values"]
-        if self.shapes[0] != self.shapes[1]:
+        of = self.kind
+        if of.shapes[0] != of.shapes[1]:
             kind = "shape"
-        elif self.dtypes[0] != self.dtypes[1]:
+        elif of.dtypes[0] != of.dtypes[1]:
             kind = "dtype"
-        elif self.found.n_different:
+        elif self._found is not None and self._found.n_different:
             kind = "values"
         else:
             return None
-        n = math.prod(self.shapes[0])
-        facts = (self.key, kind, *self.dtypes, *self.shapes, n)
-        if not self.is_comparable:
+        n = math.prod(of.shapes[0])
+        facts = (self.key, kind, *of.dtypes, *of.shapes, n)
+        if not of.is_comparable:
             return TensorDifference(*facts)
         found = self.found
-        if self.is_packed:
-            n_outside = None if self.tolerance is None else found.n_different
+        if of.is_packed:
+            n_outside = None if of.tolerance is None else found.n_different
             return TensorDifference(*facts, found.n_different, n_outside=n_outside)
         norm_a, norm_b, norm_change = map(math.sqrt, (found.squares_a, found.squares_b, found.squares_change))
         relative = norm_change / norm_a if norm_a else math.inf if norm_change else 0.0
@@ -449,8 +461,30 @@ class _Pair:
             norm_change=norm_change,
             # The norms of values near the largest double are infinite, and their ratio is no number.
             change=math.inf if found.n_nan or found.max_abs == math.inf or math.isnan(relative) else relative,
-            n_outside=None if self.tolerance is None else found.n_outside,
+            n_outside=None if of.tolerance is None else found.n_outside,
         )
+
+
+def _pairs(left: Checkpoint, right: Checkpoint, keys: Sequence[str], tolerance: Tolerance | None) -> list[_Pair]:
+    """The pairs of keys that both have. Opens no files."""
+    infos_a, infos_b = _infos(left), _infos(right)
+    known: dict[tuple[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...]]], _PairKind] = {}
+    pairs = []
+    for key in keys:
+        a, b = infos_a[key], infos_b[key]
+        if (a, b) not in known:
+            known[a, b] = _PairKind(a, b, tolerance)
+        pairs.append(_Pair(key, known[a, b]))
+    return pairs
+
+
+def _infos(opened: Checkpoint) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtype and shape of all tensors: one call for each way of storing one."""
+    index = opened.data.index
+    keys = index.keys()
+    kind_of, firsts = index.alike()
+    infos = [index.info(keys[first]) for first in firsts]
+    return dict(zip(keys, map(infos.__getitem__, kind_of), strict=True))
 
 
 @dataclass(slots=True)
@@ -504,13 +538,13 @@ def _batches(pairs: list[_Pair], max_bytes: int) -> Iterator[list[_Box]]:
 
 
 def _boxes_of(pair: _Pair, max_bytes: int) -> Iterator[_Box]:
-    shape = pair.shapes[0]
-    if min(pair.n_bytes) > 0 and max(pair.n_bytes) <= max_bytes:  # all of it
-        yield _Box(pair, (0,) * len(shape), shape, pair.n_bytes)
+    shape = pair.kind.shapes[0]
+    if min(pair.kind.n_bytes) > 0 and max(pair.kind.n_bytes) <= max_bytes:  # all of it
+        yield _Box(pair, (0,) * len(shape), shape, pair.kind.n_bytes)
         return
-    width = max(dtypes.bits(dtype) for dtype in pair.dtypes)
+    width = max(dtypes.bits(dtype) for dtype in pair.kind.dtypes)
     for offset, extent in boxes(shape, max(max_bytes * 8 // width, 1), width):
-        yield _Box(pair, offset, extent, (_n_bytes(pair.dtypes[0], extent), _n_bytes(pair.dtypes[1], extent)))
+        yield _Box(pair, offset, extent, (_n_bytes(pair.kind.dtypes[0], extent), _n_bytes(pair.kind.dtypes[1], extent)))
 
 
 def _aligned(n_bytes: int) -> int:
@@ -532,37 +566,56 @@ class _Comparison:
 
     def compare(self, batch: list[_Box]) -> None:
         sides = [self._read(side, batch) for side in range(2)]
+        if len(batch) > 1 and self._are_equal(batch):
+            return
         small: dict[tuple[str, str], list[_Read]] = {}
         for box, a, b in zip(batch, *sides, strict=True):
             pair = box.pair
-            if box.n_bytes == pair.n_bytes and pair.dtypes[0] == pair.dtypes[1] and a.data == b.data:
+            if box.n_bytes == pair.kind.n_bytes and pair.kind.dtypes[0] == pair.kind.dtypes[1] and a.data == b.data:
                 continue  # a whole tensor that is equal: its norms are not needed
-            if pair.is_packed:
+            if pair.kind.is_packed:
                 _compare_packed(pair, a, b)
             elif max(box.n_bytes) > _SMALL_BYTES:
                 _compare([(pair, a, b)])
             else:
-                several = small.setdefault(pair.dtypes, [])
+                several = small.setdefault(pair.kind.dtypes, [])
                 several.append((pair, a, b))
                 if len(several) == _MANY:
-                    _compare(small.pop(pair.dtypes))
+                    _compare(small.pop(pair.kind.dtypes))
         for several in small.values():
             _compare(several)
 
+    def _are_equal(self, batch: list[_Box]) -> bool:
+        """Whether all are whole tensors of the same dtype and bytes on both sides. False: each has to be compared."""
+        if not all(_is_whole(box) and box.pair.kind.dtypes[0] == box.pair.kind.dtypes[1] for box in batch):
+            return False
+        end = sum(_aligned(box.n_bytes[0]) for box in batch)
+        # Bytes between the tensors are of earlier batches, so that they can differ only if those did.
+        return np.array_equal(self.buffers[0][:end], self.buffers[1][:end])
+
     def _read(self, side: int, batch: list[_Box]) -> list[np.ndarray]:
         opened = self.sides[side]
-        request = _core.Request()
+        keys = [box.pair.key for box in batch]
         starts, end = [], 0
-        for i, box in enumerate(batch):
-            request.add_region(str(i), box.pair.key, box.offset, box.shape)
+        for box in batch:
             starts.append(end)
             end += _aligned(box.n_bytes[side])
+        if all(map(_is_whole, batch)):
+            request = opened.data.index.whole_request(keys)
+        else:
+            request = _core.Request()
+            for i, box in enumerate(batch):
+                request.add_region(str(i), box.pair.key, box.offset, box.shape)
         if end > self.buffers[side].size:
-            self.buffers[side] = np.empty(end, np.uint8)
+            self.buffers[side] = np.zeros(end, np.uint8)
         buffer = self.buffers[side]
         arrays = [buffer[start : start + box.n_bytes[side]] for start, box in zip(starts, batch, strict=True)]
-        opened.plan(request, keys={box.pair.key for box in batch}).fill(arrays, threads=self.threads)
+        opened.plan(request, keys=set(keys)).fill(arrays, threads=self.threads)
         return arrays
+
+
+def _is_whole(box: _Box) -> bool:
+    return box.shape == box.pair.kind.shapes[0]
 
 
 # -- bytes, then values
@@ -570,7 +623,7 @@ class _Comparison:
 
 def _compare_packed(pair: _Pair, a: np.ndarray, b: np.ndarray) -> None:
     """Compare the bits of one region, block by block."""
-    bits = dtypes.bits(pair.dtypes[0])
+    bits = dtypes.bits(pair.kind.dtypes[0])
     n_bytes = _BLOCK_ELEMENTS * bits // 8
     for start in range(0, a.size, n_bytes):
         x, y = a[start : start + n_bytes], b[start : start + n_bytes]
@@ -582,7 +635,8 @@ def _compare_packed(pair: _Pair, a: np.ndarray, b: np.ndarray) -> None:
 def _compare(several: list[_Read]) -> None:
     """Compare the elements of one region, block by block, or of several small ones of the same dtypes at once."""
     pairs = [pair for pair, _, _ in several]
-    first, tolerance = pairs[0], pairs[0].tolerance
+    first = pairs[0].kind
+    tolerance = first.tolerance
     a, b = (
         (sides[0] if len(sides) == 1 else np.concatenate(sides)).view(dtypes.numpy_dtype(dtype))
         for sides, dtype in zip(([a for _, a, _ in several], [b for _, _, b in several]), first.dtypes, strict=True)
