@@ -43,6 +43,7 @@ def line(**changes: Any) -> dict[str, Any]:
         "epoch": 7,
         "attempt": "0123456789abcdef" * 2,
         "ckpt_status": None,
+        "digest": None,
     } | changes
 
 
@@ -206,6 +207,7 @@ def test_what_cannot_be_recorded() -> None:
         {"metrics": {"loss": "2"}},
         {"metrics": {"n": 1 << 64}},
         {"attempt": "x"},
+        {"digest": "x"},
         {"generation": -1},
     ):
         with pytest.raises(ArgumentError, match="a record of a save"):

@@ -134,7 +134,7 @@ def train(root: Path, mirror: Any, until: int, **how: Any) -> tuple[Any, float]:
 
 def test_a_host_without_the_local_copy_goes_on_from_the_bucket(url: str, tmp_path: Path) -> None:
     events: list[reshard.Event] = []
-    decision, _ = train(tmp_path / "a", url, 6, on_event=events.append)
+    decision, _ = train(tmp_path / "a", url, 6, on_event=events.append, keep=None)
     assert decision.fresh
     mirrored = [event for event in events if event.kind == "mirrored"]
     assert [event.iteration for event in mirrored] == [2, 4, 6], "oldest first"
@@ -154,7 +154,7 @@ def test_a_host_without_the_local_copy_goes_on_from_the_bucket(url: str, tmp_pat
 
 
 def test_each_nth_save_is_copied(url: str, tmp_path: Path) -> None:
-    train(tmp_path / "a", reshard.Mirror(url, every=3, keep=None), 14)
+    train(tmp_path / "a", reshard.Mirror(url, every=3, keep=None), 14, keep=None)
     assert copied(url) == [6, 12]
     save(tmp_path / "b", 1)
     one = copier(tmp_path / "b", {"url": f"{url}-other", "every": 2})
@@ -246,6 +246,52 @@ def test_after_a_rollback_no_copy_of_what_was_left_is_taken(url: str, tmp_path: 
     config = Config(load_path=str(root), resume=True)
     taken = next(one for one in evaluate(config, gather_both(config, url)) if one.taken)
     assert taken.path == str(root / "iteration_00000008")
+
+
+def taken_path(root: Path, url: str) -> str:
+    forget_all()
+    config = Config(load_path=str(root), resume=True)
+    return next(one for one in evaluate(config, gather_both(config, url)) if one.taken).path
+
+
+@pytest.mark.slow(disk=False)
+@pytest.mark.parametrize("removed", [(), (8,)])
+def test_what_another_host_saved_after_a_rollback_is_taken(url: str, tmp_path: Path, removed: tuple[int, ...]) -> None:
+    train(tmp_path / "a", url, 8, keep=None)
+    reshard.rollback(tmp_path / "a", 4)
+    forget_all()
+    train(tmp_path / "a", url, 6, keep=None)
+    assert train(tmp_path / "b", url, 8, keep=None)[0].initial_step == 6
+    for number in removed:  # as retention does
+        shutil.rmtree(tmp_path / f"a/iteration_0000000{number}")
+    assert taken_path(tmp_path / "a", url).startswith(f"{url}/iteration_00000008."), "of the new line, not of the old"
+    decision, loss = train(tmp_path / "a", url, 10)
+    assert decision.initial_step == 8
+    assert train(tmp_path / "whole", None, 10)[1] == loss
+
+
+@pytest.mark.parametrize("keep", [None, 1])
+def test_what_another_host_saved_on_the_line_that_was_left_is_not_taken(
+    url: str, tmp_path: Path, keep: int | None
+) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    save(a, 8, 10)
+    one = copier(a, url)
+    one.start()
+    assert one.close() == ()
+    save(a, 12)
+    reshard.rollback(a, 8)
+    for left in (10, 12):  # as retention does: no file of this host tells that they were there
+        shutil.rmtree(a / f"iteration_000000{left}")
+    assert taken_path(a, url) == str(a / "iteration_00000008")
+    save(b, 14, 16)
+    one = copier(b, {"url": url, "keep": keep})
+    one.start()
+    assert one.close() == ()
+    assert copied(url) == ([8, 10, 14, 16] if keep is None else [16])
+    assert taken_path(a, url) == str(a / "iteration_00000008")
+    assert taken_path(b, url) == str(b / "iteration_00000016")
+    assert taken_path(tmp_path / "c", url).startswith(f"{url}/iteration_00000016.")
 
 
 def test_after_a_rollback_the_copy_of_a_damaged_save_is_taken(url: str, tmp_path: Path) -> None:

@@ -56,11 +56,16 @@ def newer_than(root: Location, iteration: int) -> tuple[int, ...]:
     return tuple(number for number, _ in listed if number > iteration and number not in recorded)
 
 
-def left_behind(root: Location) -> frozenset[int]:
-    """Iterations that a later save has recorded as skipped, whether they are there or not. Raises as `newer_than`."""
+def left_behind(root: Location) -> dict[int, int]:
+    """Iterations that a later save has recorded as skipped, whether they are there or not, with its generation.
+
+    Raises as `newer_than`.
+    """
     known = roots.known_facts(root) or {}
     folders = tuple(known.get(name) or facts_of(root, number, name) for number, name in roots.list_iterations(root))
-    return frozenset(candidates.left_behind(folders, roots.read_tracker(root)[0]))
+    generations = {folder.iteration: folder.generation or 0 for folder in folders}
+    behind = candidates.left_behind(folders, roots.read_tracker(root)[0])
+    return {number: generations[by] for number, by in behind.items()}
 
 
 def marks(folder: Location) -> tuple[bool, bool]:

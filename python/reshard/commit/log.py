@@ -22,7 +22,7 @@ from reshard.errors import CheckpointNotFoundError, ReshardError, StorageError, 
 from reshard.values.words import show
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from reshard.storage.location import Location
 
@@ -76,6 +76,32 @@ def read(root: Location, n: int) -> Record | None:
     assert store is not None
     path = str(root / LOG_FOLDER / record_name(n))
     return log_records.decode(store.read_object(path, _MAX_RECORD_BYTES), path, n)
+
+
+def parents(root: Location) -> Iterator[tuple[str, str | None]]:
+    """The digest of each save that was published, and that of the save that the tracker named then, newest first.
+
+    None for the latter: there was none, or the save is of a run that went back. Records are read as they are asked for,
+    down to those that are stubs by now.
+
+    Raises:
+        DamagedFileError, StorageError: as `read`.
+    """
+    later = head_of(root)
+    while later is not None and later.n > 1:
+        try:
+            earlier = read(root, later.n - 1)
+        except CheckpointNotFoundError:  # something else removes old records
+            return
+        if earlier is None:
+            return
+        if later.kind == "commit":
+            named = None if earlier.tracker is None else earlier.by_iteration(earlier.tracker)
+            for one in later.live:
+                if earlier.by_name(one.name) is None:
+                    is_further = named is not None and named.iteration < one.iteration
+                    yield one.digest, named.digest if named is not None and is_further else None
+        later = earlier
 
 
 def append(root: Location, head: Record | None, kind: Kind, change: Callable[[Record], Record | None]) -> Record:

@@ -1,7 +1,8 @@
 """`saves.jsonl` in a checkpoint root, a file of this package: one JSON line for every save, the latest last.
 
     {"iteration": 500, "saved_at": "2025-03-01T12:00:00+00:00", "wall_s": 3.2, "stall_s": 0.4, "n_bytes": 123,
-     "metrics": {"loss": 2.17, "grad_norm": "nan"}, "epoch": 7, "attempt": "<32 hex digits>", "ckpt_status": 0}
+     "metrics": {"loss": 2.17, "grad_norm": "nan"}, "epoch": 7, "attempt": "<32 hex digits>", "ckpt_status": 0,
+     "digest": "<32 hex digits>"}
 
 The log is informative. The manifest of an iteration holds its metrics and decides whether it is complete. Lines that a
 crash truncated and invalid lines are skipped and counted. Metrics are encoded by `formats.metrics`.
@@ -35,7 +36,7 @@ SAVE_LOG_FILE = "saves.jsonl"
 _MAX_LINE_BYTES = 64 << 10
 _MAX_READ_BYTES = 16 << 20  # the newest 50,000 saves or more
 _MAX_BAD_LINES = 10_000  # a file with more invalid lines is not a log
-_ATTEMPT = re.compile("[0-9a-f]{32}")
+_HEX = re.compile("[0-9a-f]{32}")
 
 _log = logging.getLogger("reshard")
 
@@ -54,6 +55,7 @@ class SaveRecord:
         generation: generation of the writer's claim; `epoch` in the file.
         attempt: 32 hex digits.
         ckpt_status: the health that was recorded, or None.
+        digest: of the manifest; None: not recorded.
 
     Example:
         >>> SaveRecord(500, "2025-03-01T12:00:00+00:00", 3.2, 0.4, 123, {"loss": 2.17}, attempt="0" * 32).metrics
@@ -69,6 +71,7 @@ class SaveRecord:
     generation: int = 0
     attempt: str = "0" * 32
     ckpt_status: int | None = None
+    digest: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("iteration", "n_bytes", "generation"):
@@ -79,9 +82,8 @@ class SaveRecord:
                 f"`{name}` is no duration",
             )
         _check(isinstance(self.saved_at, str) and _is_time(self.saved_at), "`saved_at` is no ISO 8601 time with a zone")
-        _check(
-            isinstance(self.attempt, str) and bool(_ATTEMPT.fullmatch(self.attempt)), "`attempt` is not 32 hex digits"
-        )
+        for name, value in (("attempt", self.attempt), ("digest", self.digest or "0" * 32)):
+            _check(isinstance(value, str) and bool(_HEX.fullmatch(value)), f"`{name}` is not 32 hex digits")
         _check(self.ckpt_status is None or is_count(self.ckpt_status), "`ckpt_status` is no status")
         try:
             object.__setattr__(self, "metrics", metrics.checked(self.metrics))
@@ -137,6 +139,19 @@ def read(root: Location) -> list[SaveRecord]:
         DamagedFileError: the log is a symbolic link, not a regular file, or has more than 10,000 lines in another form.
         StorageError: the system failed to read it.
     """
+    records: dict[int, SaveRecord] = {}
+    for record in read_all(root):
+        records.pop(record.iteration, None)
+        records[record.iteration] = record
+    return list(records.values())
+
+
+def read_all(root: Location) -> list[SaveRecord]:
+    """As `read`, with all saves of an iteration that was saved more than once.
+
+    Raises:
+        DamagedFileError, StorageError: as `read`.
+    """
     path = root / SAVE_LOG_FILE
     try:
         data = path.read_tail(_MAX_READ_BYTES + 1)
@@ -145,15 +160,14 @@ def read(root: Location) -> list[SaveRecord]:
     lines = io.BytesIO(data)
     if len(data) > _MAX_READ_BYTES:
         lines.readline()  # the end of one
-    records: dict[int, SaveRecord] = {}
+    records: list[SaveRecord] = []
     n_bad = 0
     for line in lines:
         if line == b"\n":
             continue
         record = _parse(line, str(path))
         if record is not None:
-            records.pop(record.iteration, None)
-            records[record.iteration] = record
+            records.append(record)
             continue
         n_bad += 1
         if n_bad > _MAX_BAD_LINES:
@@ -164,7 +178,7 @@ def read(root: Location) -> list[SaveRecord]:
             )
     if n_bad:
         _log.warning("%s: %d lines are torn or in another form, and are skipped", show(str(path)), n_bad)
-    return list(records.values())
+    return records
 
 
 def _key(name: str) -> str:
@@ -180,6 +194,7 @@ def _parse(line: bytes, name: str) -> SaveRecord | None:
         content = parse_json(line, name)
         if not isinstance(content, dict) or not isinstance(content.get("metrics"), dict):
             return None
+        content.setdefault("digest", None)  # lines of earlier builds have none
         known: dict[str, Any] = {f.name: content[_key(f.name)] for f in dataclasses.fields(SaveRecord)}
         return SaveRecord(**known | {"metrics": metrics.from_json(content["metrics"])})
     except (DamagedFileError, ArgumentError, KeyError):

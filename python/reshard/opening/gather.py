@@ -11,8 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from reshard.checkpoint import Checkpoint
+from reshard.commit import log, roots, save_log
 from reshard.commit import manifest as manifests
-from reshard.commit import roots
 from reshard.commit.folder_facts import left_behind
 from reshard.commit.scrub import is_damage, reason_of
 from reshard.config import split_iteration
@@ -174,23 +174,15 @@ def _refused_of(both: ResumeFacts, other: ResumeFacts) -> set[str]:
 
 def _merged(own: ResumeFacts, other: ResumeFacts) -> ResumeFacts:
     """The candidates of two roots of a run in one order."""
-    root = locate(own.path)
-    there = {number for number, _ in roots.list_iterations(root)}
-    gone = left_behind(root) - there
     refused = [one for facts in (own, other) for one in facts.candidates if isinstance(one.state, Refused)]
-    tracker = roots.read_tracker(root)[0]
-    # Above the tracker, after a rollback: copies up to there are of the line that was left, too.
-    last = max((one.iteration or 0 for one in refused if one.iteration in there), default=0)
-    digests = {one.iteration: _digest(one) for one in refused}
+    left = _Left(locate(own.path), locate(other.path), {digest for one in refused if (digest := _digest(one))})
 
     def tried(facts: ResumeFacts, *, is_own: bool) -> list[CandidateFacts]:
         found = []
         for one in facts.candidates:
             if isinstance(one.state, Refused):
                 continue
-            digest = digests.get(one.iteration)
-            is_behind = one.iteration in gone or (tracker is not None and tracker < (one.iteration or 0) <= last)
-            if (digest is not None and digest == _digest(one)) or (not is_own and is_behind):
+            if left.digests and left.holds(_digest(one), is_own=is_own):
                 refused.append(replace(one, state=Refused(_WENT_BACK)))
             else:
                 found.append(one)
@@ -202,6 +194,45 @@ def _merged(own: ResumeFacts, other: ResumeFacts) -> ResumeFacts:
         is_first = (first[0].iteration or 0) >= (second[0].iteration or 0)
         candidates.append((first if is_first else second).pop(0))
     return replace(own, candidates=(*candidates, *first, *second, *refused), warnings=(*own.warnings, *other.warnings))
+
+
+class _Left:
+    """Which saves a run of this host went back behind, by the digests of their manifests, which copies have, too.
+
+    A number says nothing: after the run went back, another host can have saved the same number on the other line.
+
+    Args:
+        root: where the run saves. Its log of saves says what was saved there, though it may be removed by now.
+        copies: the second root. Its log says which save each one went on from.
+        refused: those that either root refuses.
+    """
+
+    def __init__(self, root: Location, copies: Location, refused: set[str]) -> None:
+        tracker, behind = roots.read_tracker(root)[0], left_behind(root)
+        made = {one.digest: one for one in save_log.read_all(root) if one.digest is not None}
+        self._made = made.keys()
+        self.digests = refused | {
+            digest
+            for digest, one in made.items()
+            if (tracker is not None and one.iteration > tracker) or one.generation < behind.get(one.iteration, 0)
+        }
+        self._refused = refused
+        self._parents: dict[str, str | None] = {}
+        self._further = log.parents(copies)
+
+    def holds(self, digest: str | None, *, is_own: bool) -> bool:
+        """Whether a candidate is one of them, or one of another host that went on from one of them."""
+        if is_own or digest is None:
+            return digest in self._refused
+        while digest is not None and digest not in self.digests and digest not in self._made:
+            if digest not in self._parents:
+                found = next(self._further, None)
+                if found is None:
+                    return False
+                self._parents.setdefault(*found)
+            else:
+                digest = self._parents[digest]
+        return digest in self.digests
 
 
 def _digest(one: CandidateFacts) -> str | None:

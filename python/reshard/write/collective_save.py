@@ -350,6 +350,7 @@ def _append_to_log(
             n_bytes=report.n_bytes,
             generation=published.generation,
             attempt=published.attempt_id,
+            digest=published.digest,
             ckpt_status=record.ckpt_status if published.ckpt_status is None else published.ckpt_status,
         )
         save_log.append(task.root, line, durable=durable, mode=task.file_mode)
