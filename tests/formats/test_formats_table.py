@@ -75,6 +75,8 @@ def saved(folder: Path) -> Path:
 
 
 # A sample, the format that is written, and the tests of its details.
+TRAINER_TESTS = "trainer_run trainer_fsdp trainer_deepspeed"
+
 SAMPLES: Mapping[str, tuple[Callable[[Path], Path], str | None, str]] = {
     "huggingface": (lambda p: one_file(p / "m" / "model.safetensors").parent, "huggingface", "huggingface_format"),
     "mindspore": (lambda _: DATA / "mindspore" / "full_ms", "mindspore", "full_weights"),
@@ -89,7 +91,7 @@ SAMPLES: Mapping[str, tuple[Callable[[Path], Path], str | None, str]] = {
     "tiled": (lambda p: converted(p, "tiled", to="safetensors", layout=LAYOUT), "safetensors", "tiles_format"),
     "torch": (lambda p: converted(p, "w.pt"), "torch", "torch_formats"),
     "weight-files": (lambda p: one_file(p / "u" / "diffusion_pytorch_model.safetensors").parent, None, "weight_files"),
-    "trainer-run": (lambda p: Training().save_as_trainer(p / "checkpoint-4", 4), None, "trainer_run"),
+    "trainer-run": (lambda p: Training().save_as_trainer(p / "checkpoint-4", 4), None, TRAINER_TESTS),
     "torchtune": (lambda _: DATA / "torch" / "torchtune" / "hf_bin", None, "torchtune"),
     "nemo": (nemo, None, "nemo"),
     "gguf": (gguf, None, "gguf"),
@@ -143,9 +145,10 @@ def row_of(name: str, folder: Path) -> list[str]:
     verified = run("verify", path, *options)
     assert verified.exit_code == 0, verified.output
     words = "structure" if "unverified" in verified.output else "checksums"
-    assert any((ROOT / "tests").rglob(f"test_{tests}.py"))
+    assert all(any((ROOT / "tests").rglob(f"test_{one}.py")) for one in tests.split())
     taken = goes_on(of, name, path, chosen, folder)
-    return [f"`{name}`", "yes", "yes", "no" if writer is None else f"`{writer}`", "yes", taken, words, f"`{tests}`"]
+    named = ", ".join(f"`{one}`" for one in tests.split())
+    return [f"`{name}`", "yes", "yes", "no" if writer is None else f"`{writer}`", "yes", taken, words, named]
 
 
 def goes_on(of: Format, name: str, path: Path, chosen: dict[str, Any], folder: Path) -> str:

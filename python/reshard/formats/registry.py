@@ -206,6 +206,7 @@ def check_alone(data: CheckpointData, folder: Location) -> None:
     if empty is None:
         return
     what = f"the weights of the format {own} are placeholders: {show(empty)} has the shape {data.index.shape(empty)}"
+    runs = runs or ([TRAINER_RUN.traits.name] if TRAINER_RUN.has_own_weights(folder) else [])
     if not runs:
         _log.warning("%s: %s", folder, what)
         return

@@ -64,6 +64,16 @@ def taken_from(path: str | os.PathLike[str], trainer: Any, root: str, resuming: 
     return None
 
 
+def is_of_deepspeed(path: str | os.PathLike[str] | None) -> bool:
+    """Whether weights and optimizer of a checkpoint of Trainer are one of DeepSpeed, which Trainer reads with it only.
+
+    Args:
+        path: the checkpoint; None: there is none.
+    """
+    of_run = None if path is None else names.files(locate(path).names())
+    return of_run is not None and of_run.is_deepspeed
+
+
 def _check(folder: Location, trainer: Any, root: str, resuming: Resuming) -> None:
     there = set(folder.names()) if folder.is_folder() else set[str]()
     if names.STATE_FILE not in there:
@@ -90,8 +100,12 @@ def _check(folder: Location, trainer: Any, root: str, resuming: Resuming) -> Non
 def _missing(there: set[str], trainer: Any) -> str | None:
     """What Trainer would leave out without an error."""
     is_sharded = trainer.is_fsdp_enabled and any(name.startswith("optimizer") for name in there)
-    if names.OPTIMIZER_FILE not in there and not is_sharded:
+    of_run = names.files(there)
+    is_deepspeed = of_run is not None and of_run.is_deepspeed
+    if names.OPTIMIZER_FILE not in there and not is_sharded and not is_deepspeed:
         return f"it has no {names.OPTIMIZER_FILE} with the state of the optimizer"
+    if names.SCHEDULER_FILE not in there and is_deepspeed:
+        return f"it has no {names.SCHEDULER_FILE}: its scheduler is one of DeepSpeed"
     if names.SCHEDULER_FILE not in there:
         return f"it has no {names.SCHEDULER_FILE} with the state of the scheduler"
     n_ranks = trainer.args.world_size

@@ -31,7 +31,9 @@ from reshard.accelerate.loader import follow, is_prepared
 from reshard.commit.roots import iteration_folder_name
 from reshard.errors import ArgumentError, MismatchError, UnsupportedError
 from reshard.formats.state import PerRank
-from reshard.options import Resuming, Retention
+from reshard.formats.trainer_run import names
+from reshard.formats.trainer_run.reader import scheduler_state
+from reshard.options import InitFrom, Resuming, Retention
 from reshard.ranks.collective import Collective
 from reshard.ranks.group import log_of_all, resolve, session
 from reshard.storage.location import locate
@@ -41,7 +43,7 @@ from reshard.torch.passes import LoaderProxy, Passes
 from reshard.torch.restore import apply
 from reshard.torch.state import describe
 from reshard.transformers.position import DataPosition
-from reshard.transformers.taken import taken_from
+from reshard.transformers.taken import is_of_deepspeed, taken_from
 from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
@@ -59,6 +61,8 @@ _OVERRIDDEN = (
     "_init_training_state",
     "_prepare_for_training",
     "_run_epoch",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
     "_load_rng_state",
     "_maybe_log_save_evaluate",
     "_save_checkpoint",
@@ -314,6 +318,21 @@ class ResumingTrainer(Trainer):
         else:
             self._training.restore_random()
 
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        if self._training is None or not is_of_deepspeed(self._training.taken):
+            return super()._load_from_checkpoint(*args, **kwargs)
+        return None  # `_Training.resume` loads weights and optimizer
+
+    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
+        if self._training is None or not is_of_deepspeed(self._training.taken):
+            super()._load_optimizer_and_scheduler(checkpoint)
+        else:
+            scheduler: Any = self.lr_scheduler
+            optimizer: Any = self.optimizer
+            scheduler.load_state_dict(scheduler_state(locate(checkpoint)))
+            for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+                group["lr"] = rate  # which the state of an optimizer of torch would bring
+
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         super()._maybe_log_save_evaluate(*args, **kwargs)
         if self._training is not None:
@@ -396,13 +415,16 @@ class _Training:
         extra: dict[str, Any] = {"trainer": self}
         if getattr(trainer.accelerator, "scaler", None) is not None:
             extra["scaler"] = trainer.accelerator.scaler
+        of_taken: dict[str, Any] = {}
+        if self.taken is not None and is_of_deepspeed(self.taken):
+            of_taken["init_from"] = InitFrom(self.taken, format=names.TRAITS.name, fresh_optimizer=False)
         decision: ResumeDecision = self._checkpointer.resume(
             model=self.model,
             optimizer=trainer.optimizer,
             scheduler=TrainerScheduler(trainer),
             sampler=PerRank(self._data, reshape=_first),
             extra=extra,
-            **plan.resuming.arguments(),
+            **plan.resuming.arguments() | of_taken,
         )
         self.is_resumed = not decision.fresh and decision.init_from is None
         if self.is_resumed:

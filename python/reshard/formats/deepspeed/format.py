@@ -9,6 +9,7 @@ from reshard.errors import DamagedFileError
 from reshard.formats.base import Format, Match, OpenOptions, Root
 from reshard.formats.deepspeed import names
 from reshard.formats.newest import open_newest
+from reshard.formats.trainer_run import names as trainer_run_names
 from reshard.values.words import show
 
 if TYPE_CHECKING:
@@ -27,10 +28,19 @@ class DeepSpeed(Format):
     traits = names.TRAITS
 
     def detect(self, path: Location) -> Match:
-        """By the names of files of a save; of a root, by `latest` or by folders of saves."""
+        """By the names of files of a save; of a root, by `latest` or by folders of saves.
+
+        In a folder of Trainer they are a part of the run, of which this format is not tried first.
+        """
         if not path.is_folder():
             return Match.NO
-        return Match.YES if _is_save(path, path.names()) or self.root(path, OpenOptions()) is not None else Match.NO
+        present = path.names()
+        if _is_save(path, present):
+            return Match.YES
+        if self.root(path, OpenOptions()) is None:
+            return Match.NO
+        of_trainer = trainer_run_names.files(present)
+        return Match.FALLBACK if of_trainer is not None and of_trainer.is_deepspeed else Match.YES
 
     def open(self, path: Location, options: OpenOptions) -> CheckpointData:
         """The tensors of a save. Of a root, the save that `latest` names, else the newest complete one."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from reshard import _core
 from reshard.errors import CheckpointNotFoundError, UnsupportedError
@@ -29,7 +29,7 @@ from reshard.formats.deepspeed.states import (
     zero_state,
 )
 from reshard.formats.deepspeed.universal import add_parameters
-from reshard.formats.deepspeed.zero import WEIGHT, add_state, check_same_weights, steps
+from reshard.formats.deepspeed.zero import WEIGHT, add_state, check_same_weights, step_paths, steps
 from reshard.storage.location import locate
 from reshard.values.words import show
 
@@ -49,8 +49,17 @@ _PARTS = ("module.", "frozen_param_fragments.")
 _N_COMPARED = 4096
 
 
+class StepTensor(NamedTuple):
+    """A stored tensor of one element."""
+
+    file: str
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
-class _DeepSpeedData(CheckpointData):
+class DeepSpeedData(CheckpointData):
     """A save with the values that are no tensors.
 
     Attributes:
@@ -62,6 +71,9 @@ class _DeepSpeedData(CheckpointData):
         tied: for each further name of a parameter, the name under which it is trained.
         others: keys of tensors that do not belong to parameters.
         n_ranks: number of ranks that saved it.
+        groups: names of the trained parameters, in the groups that are recorded.
+        step: a tensor with the step of all parameters; None: the step is no tensor.
+        has_one_step: all groups are at the same step.
     """
 
     state: Mapping[str, Any]
@@ -72,6 +84,9 @@ class _DeepSpeedData(CheckpointData):
     tied: Mapping[str, str] = field(default_factory=dict)
     others: frozenset[str] = frozenset()
     n_ranks: int | None = None
+    groups: Sequence[Sequence[str]] = ()
+    step: StepTensor | None = None
+    has_one_step: bool = True
 
     def part(self, key: str) -> PartName:
         """By the suffix of the name; an fp32 weight belongs to the model if there is no other weight."""
@@ -172,7 +187,7 @@ def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
         {key: without_tensors(value) for key, value in one.content.items() if key not in _DESCRIPTION | {"optimizer"}}
         for one in (model if files.is_partitioned else ())
     ]
-    return _DeepSpeedData(
+    return DeepSpeedData(
         traits=names.TRAITS,
         path=folder,
         index=tensors.index,
@@ -186,6 +201,9 @@ def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
         tied=module.tied,
         others=others,
         n_ranks=len(optimizer) or model[0].number("dp_world_size"),
+        groups=[list(group) for group in module.groups],
+        step=_step(optimizer[0]) if optimizer else None,
+        has_one_step=not optimizer or len(set(steps(optimizer[0]).values())) < 2,
     )
 
 
@@ -222,7 +240,7 @@ def _open_divided(folder: Location, files: names.DividedFiles, method: _core.Rea
     skipped = _DESCRIPTION | {"optimizer"}
     state = {key: without_tensors(value) for key, value in model[0].content.items() if key not in skipped}
     state = {**{key: without_tensors(value) for key, value in options.items()}, **state}
-    return _DeepSpeedData(
+    return DeepSpeedData(
         traits=names.TRAITS,
         path=folder,
         index=tensors.index,
@@ -289,6 +307,15 @@ def _check_steps(model: StateFile, files: Sequence[StateFile], module: Module, t
     if expected is not None and step != expected:
         _compare_weights(model, files[0], module, tensors, (step, expected))
     return options
+
+
+def _step(file: StateFile) -> StepTensor | None:
+    """The first tensor with a step in a file."""
+    paths = step_paths(file)
+    if not paths:
+        return None
+    path = paths[min(paths)]
+    return StepTensor(str(file.file), path, *file.tensors[path])
 
 
 def _whole(value: float) -> int | float:

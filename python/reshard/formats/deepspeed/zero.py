@@ -80,15 +80,21 @@ def paths_of(files: Sequence[StateFile], *, is_partitioned: bool) -> list[dict[i
     return paths
 
 
-def steps(file: StateFile) -> dict[int, int | float]:
-    """The step that the optimizer of a rank records for each group; empty for optimizers that record none."""
-    is_partitioned = stage_of(file) == PARTITIONED_STAGE
-    paths = {}
-    for prefix in _STATES[is_partitioned]:
+def step_paths(file: StateFile) -> dict[int, str]:
+    """The path of the step of each group, or of each sub-group of stage 3, where it is a tensor."""
+    found = {}
+    for prefix in _STATES[stage_of(file) == PARTITIONED_STAGE]:
         for path in file.tensors:
             group, _, slot = path.removeprefix(prefix).partition(".")
             if path.startswith(prefix) and group.isdecimal() and slot == _STEP:
-                paths[path] = int(group)
+                found[int(group)] = path
+    return found
+
+
+def steps(file: StateFile) -> dict[int, int | float]:
+    """The step that the optimizer of a rank records for each group; empty for optimizers that record none."""
+    is_partitioned = stage_of(file) == PARTITIONED_STAGE
+    paths = {path: group for group, path in step_paths(file).items()}
     found = {paths[path]: value for path, value in read_scalars(file.file, paths).items()} if paths else {}
     inner = zero_state(file).get("optimizer_state_dict" if is_partitioned else "base_optimizer_state")
     states = inner.get("state") if isinstance(inner, dict) else None

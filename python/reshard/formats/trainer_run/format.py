@@ -24,6 +24,11 @@ class TrainerRun(Format):
         """By the files with the state of the trainer and of the optimizer."""
         return Match.YES if path.is_folder() and names.files(path.names()) else Match.NO
 
+    def has_own_weights(self, path: Location) -> bool:
+        """Whether a folder is a run whose weights are not those of a model beside it."""
+        of_run = names.files(path.names()) if path.is_folder() else None
+        return of_run is not None and (of_run.is_deepspeed or of_run.model is not None)
+
     def open(self, path: Location, options: OpenOptions) -> CheckpointData:
         """The weights, the state of the optimizer, and the values beside them."""
         from reshard.formats.trainer_run import reader  # noqa: PLC0415  slow to import

@@ -16,11 +16,19 @@ pytorch_model_fsdp_0/, optimizer_0/       SHARDED_STATE_DICT: `{"model": ...}` a
 pytorch_model_fsdp.bin, optimizer.bin     FULL_STATE_DICT
 ```
 
+With DeepSpeed they save its checkpoint below the folder, and `latest`; `scheduler.pt` only of a scheduler that is not
+one of DeepSpeed, and weights only where the parameters are not partitioned:
+
+```text
+global_step<N>/        the files of a save of DeepSpeed, of Trainer
+```
+
 Source: `trainer.py` of transformers 5; `utils/constants.py` and `utils/fsdp_utils.py` of accelerate 1.
 """
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.formats.base import Traits
@@ -38,6 +46,7 @@ PREFIX = "optimizer."
 MODEL_PREFIX = "model."
 """What stands before the names of the weights in a folder of DCP."""
 SHARDED_MODEL = "pytorch_model_fsdp_0"
+_OF_DEEPSPEED = re.compile(r"global_step[0-9]{1,18}")
 _RANDOM_OF_ACCELERATE = "random_states_0.pkl"
 _SHARDED_OPTIMIZER = "optimizer_0"
 _FULL_MODEL, _FULL_OPTIMIZER = "pytorch_model_fsdp.bin", "optimizer.bin"
@@ -52,12 +61,14 @@ class RunFiles(NamedTuple):
         optimizer, scheduler: their names.
         model: of the weights that FSDP saved; None: they are in files of a model.
         has_state: there is a `trainer_state.json`.
+        is_deepspeed: the optimizer and its weights are a checkpoint of DeepSpeed below the folder.
     """
 
     optimizer: str
     scheduler: str
     model: str | None = None
     has_state: bool = True
+    is_deepspeed: bool = False
 
 
 def files(names: Collection[str]) -> RunFiles | None:
@@ -65,15 +76,19 @@ def files(names: Collection[str]) -> RunFiles | None:
 
     Example:
         >>> files(["model.safetensors", "trainer_state.json", "optimizer.pt"])
-        RunFiles(optimizer='optimizer.pt', scheduler='scheduler.pt', model=None, has_state=True)
+        RunFiles(optimizer='optimizer.pt', scheduler='scheduler.pt', model=None, has_state=True, is_deepspeed=False)
         >>> files(["trainer_state.json", "optimizer_0", "pytorch_model_fsdp_0"]).model
         'pytorch_model_fsdp_0'
+        >>> files(["trainer_state.json", "latest", "global_step3"]).is_deepspeed
+        True
         >>> files(["model.safetensors", "optimizer.pt"]) is None
         True
     """
     has_state = STATE_FILE in names
     if has_state and OPTIMIZER_FILE in names:
         return RunFiles(OPTIMIZER_FILE, SCHEDULER_FILE)
+    if has_state and any(map(_OF_DEEPSPEED.fullmatch, names)):
+        return RunFiles("", SCHEDULER_FILE, is_deepspeed=True)
     if not (has_state or _RANDOM_OF_ACCELERATE in names) or any(name in names for name in _SECOND):
         return None
     optimizer = next((name for name in (_SHARDED_OPTIMIZER, _FULL_OPTIMIZER) if name in names), None)

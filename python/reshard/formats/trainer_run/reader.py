@@ -12,6 +12,9 @@ from reshard.errors import CheckpointNotFoundError, DamagedFileError
 from reshard.formats import run_state
 from reshard.formats.base import CheckpointData, Match
 from reshard.formats.dcp.format import DCP
+from reshard.formats.deepspeed import run
+from reshard.formats.deepspeed.format import DEEPSPEED
+from reshard.formats.deepspeed.reader import DeepSpeedData
 from reshard.formats.huggingface.reader import HUGGINGFACE
 from reshard.formats.torch_file.format import TORCH_FILE
 from reshard.formats.trainer_run import names
@@ -76,16 +79,15 @@ def open_folder(folder: Location, options: OpenOptions) -> CheckpointData:
     if of_run is None:
         raise CheckpointNotFoundError(f"{show(str(folder))} holds no state of a run any more", path=str(folder))
     state, step = _state(folder / names.STATE_FILE) if of_run.has_state else ({}, None)
+    if of_run.is_deepspeed:
+        return _of_deepspeed(folder, of_run, options, state, step)
     weights = _weights(folder, of_run, options)
     index = weights.index
     if of_run.model == names.SHARDED_MODEL:
         index = _core.Index()
         _add(index, weights.index, names.MODEL_PREFIX)
     optimizer, scheduler = folder / of_run.optimizer, folder / of_run.scheduler
-    values = _add_optimizer(index, optimizer, options)
-    if scheduler.is_file():
-        of_scheduler = run_state.flat_values({"lr_scheduler": _object_of(scheduler)}, _is_tensor)
-        values = run_state.Values({**values.by_name, **of_scheduler.by_name}, {**values.paths, **of_scheduler.paths})
+    values = _with_scheduler(_add_optimizer(index, optimizer, options), scheduler)
     kept = {one.name: getattr(weights, one.name) for one in fields(CheckpointData) if one.init}
     return _RunData(
         **kept
@@ -102,6 +104,57 @@ def open_folder(folder: Location, options: OpenOptions) -> CheckpointData:
     )
 
 
+def _of_deepspeed(
+    folder: Location, of_run: names.RunFiles, options: OpenOptions, state: Mapping[str, Any], step: int | None
+) -> CheckpointData:
+    """A run whose weights and optimizer are a checkpoint of DeepSpeed below the folder."""
+    data = DEEPSPEED.open(folder, options)
+    assert isinstance(data, DeepSpeedData)
+    if data.iteration not in (None, step):
+        raise DamagedFileError(
+            f"{show(str(folder / names.STATE_FILE))} is of step {step}, the checkpoint of DeepSpeed in "
+            f"{show(str(data.path))} of step {data.iteration}",
+            path=str(folder),
+            hint="files of two checkpoints lie in this folder; `format='deepspeed'` opens that of DeepSpeed alone",
+        )
+    index, values = run.index_of(data)
+    return _RunData(
+        traits=names.TRAITS,
+        path=folder,
+        index=index,
+        method=options.method,
+        iteration=step,
+        common=CommonInfo(step_num=step, global_step=step),
+        model_files=folder,
+        state=state,
+        values=_with_scheduler(values, folder / of_run.scheduler),
+    )
+
+
+def _with_scheduler(values: run_state.Values, file: Location) -> run_state.Values:
+    """The values with those of the file of the scheduler, if it is there."""
+    if not file.is_file():
+        return values
+    of_scheduler = run_state.flat_values({"lr_scheduler": _object_of(file)}, _is_tensor)
+    return run_state.Values({**values.by_name, **of_scheduler.by_name}, {**values.paths, **of_scheduler.paths})
+
+
+def scheduler_state(folder: Location) -> dict[str, Any]:
+    """The state of the scheduler in its file.
+
+    Args:
+        folder: of the run.
+
+    Raises:
+        DamagedFileError, StorageError: the file cannot be read.
+    """
+    file = folder / names.SCHEDULER_FILE
+    state = _object_of(file)
+    if not isinstance(state, dict):
+        raise DamagedFileError(f"{show(str(file))} holds no state of a scheduler", path=str(file))
+    return state
+
+
 def _weights(folder: Location, of_run: names.RunFiles, options: OpenOptions) -> CheckpointData:
     """The weights: those that FSDP saved, from which Trainer resumes, else those of a model."""
     if of_run.model is not None:
@@ -113,7 +166,7 @@ def _weights(folder: Location, of_run: names.RunFiles, options: OpenOptions) -> 
         raise CheckpointNotFoundError(
             f"{show(str(folder))} holds the state of a run, and no weights",
             path=str(folder),
-            hint="they are in another folder where DeepSpeed saved them",
+            hint="they are missing here, or in another folder",
         )
     return found.open(folder, options)
 

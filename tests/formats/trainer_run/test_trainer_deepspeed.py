@@ -1,0 +1,228 @@
+"""A `checkpoint-<N>` that Trainer saved with DeepSpeed: weights and optimizer of ZeRO, by the names of the parameters.
+
+The expected tensors are those of the live engine. Neither DeepSpeed nor Trainer is needed to read the folders.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.helpers.command_line import run
+
+import reshard
+from reshard.errors import DamagedFileError, ReshardError, UnsupportedError
+from reshard.options import InitFrom
+from reshard.torch import Checkpointer
+
+SAVED = Path(__file__).parents[2] / "data" / "torch" / "trainer_deepspeed"
+STAGES = (1, 2, 3)
+
+
+def expected(stage: int) -> dict[str, Any]:
+    return reshard.load_file(SAVED / f"zero{stage}.safetensors")
+
+
+class Training:
+    """The model of the run, with the parameters of its optimizer in another order, and its scheduler."""
+
+    def __init__(self) -> None:
+        transformers = pytest.importorskip("transformers")
+        sizes = {"vocab_size": 16, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
+        dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)
+        self.model = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=1)
+        )
+        named = dict(reversed(list(self.model.named_parameters())))
+        decayed = [name for name in named if name.endswith("weight") and ".ln_" not in name]
+        groups = [
+            {"params": [named[name] for name in named if name not in decayed], "weight_decay": 0.0},
+            {"params": [named[name] for name in decayed], "weight_decay": 0.1},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 - step / 4)
+
+    def assert_restored(self, stage: int) -> None:
+        whole = expected(stage)
+        for name, parameter in self.model.named_parameters():
+            assert np.array_equal(parameter.detach().numpy(), whole[name]), name
+            state = self.optimizer.state[parameter]
+            assert state["step"] == 3
+            for slot in ("exp_avg", "exp_avg_sq"):
+                assert np.array_equal(state[slot].numpy(), whole[f"optimizer.{name}.{slot}"]), (name, slot)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_tensors_are_those_of_the_run(stage: int, tmp_path: Path) -> None:
+    folder = SAVED / f"zero{stage}"
+    with reshard.open(folder, format="trainer-run") as checkpoint:
+        assert (checkpoint.format, checkpoint.iteration) == ("trainer-run", 3)
+        for key, tensor in expected(stage).items():
+            start, _, rest = key.partition(".")
+            name = f"optimizer.state.{rest}" if start == "optimizer" else key
+            assert checkpoint.read(name).dtype == np.float32
+            assert np.array_equal(checkpoint.read(name), tensor), name
+        # The tied weight, and a step for each parameter.
+        assert np.array_equal(checkpoint.read("lm_head.weight"), expected(stage)["transformer.wte.weight"])
+        assert checkpoint.read("optimizer.state.transformer.wte.weight.step") == 3
+        assert len(checkpoint) == 17 + 3 * 16
+        extra = checkpoint.extra()
+        of_scheduler = "last_batch_iteration" if stage == 1 else "last_epoch"
+        assert extra[f"lr_scheduler.{of_scheduler}"] == (2 if stage == 1 else 3)
+        assert extra["trainer_state"]["epoch"] == 0.75
+        decays = {one["weight_decay"]: one["params"] for one in extra["optimizer.param_groups"]}
+        assert "transformer.wte.weight" in decays[0.1]
+        assert "transformer.ln_f.weight" in decays[0.0]
+    report = reshard.convert(folder, tmp_path / "m.safetensors", format="trainer-run", part="model")
+    assert report.n_tensors == 17
+    assert run("verify", folder, "--format", "trainer-run").exit_code == 0
+    assert "trainer-run, iteration 3" in run("inspect", folder, "--format", "trainer-run").output
+
+
+def test_what_is_opened_without_a_format() -> None:
+    """A folder with a model is a model; without one it is the run. The checkpoint of DeepSpeed can be named."""
+    for stage, format_ in ((1, "huggingface"), (2, "huggingface"), (3, "trainer-run")):
+        folder = SAVED / f"zero{stage}"
+        with reshard.open(folder) as checkpoint:
+            assert checkpoint.format == format_
+        assert run("inspect", folder).exit_code == 0
+        with reshard.open(folder, format="deepspeed") as checkpoint:
+            assert checkpoint.format == "deepspeed"
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_run_without_deepspeed_goes_on_from_it(stage: int, tmp_path: Path) -> None:
+    training = Training()
+    config = {"load_checkpoint": str(SAVED / f"zero{stage}"), "resume_training": True}
+    with Checkpointer.from_config(config, root=tmp_path / "run", signals=(), save_every=1) as checkpointer:
+        decision = checkpointer.resume(model=training.model, optimizer=training.optimizer, scheduler=training.scheduler)
+        assert decision.initial_step == 3
+        training.assert_restored(stage)
+        assert training.scheduler.last_epoch == 3
+        assert [(one["lr"], one["weight_decay"]) for one in training.optimizer.param_groups] == [
+            (0.0025, 0.0), (0.0025, 0.1)
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_new_run_takes_the_optimizer(stage: int, tmp_path: Path) -> None:
+    training = Training()
+    init: Any = InitFrom(SAVED / f"zero{stage}", format="trainer-run", fresh_optimizer=False)
+    with Checkpointer(tmp_path / "run", save_every=1, signals=()) as checkpointer:
+        decision = checkpointer.resume(model=training.model, optimizer=training.optimizer, init_from=init)
+    assert decision.initial_step == 0
+    training.assert_restored(stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_files_that_are_missing_or_damaged(stage: int, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-3"
+    shutil.copytree(SAVED / f"zero{stage}", folder)
+    for file in sorted((folder / "global_step3").iterdir()):
+        data = file.read_bytes()
+        file.unlink()
+        with pytest.raises(ReshardError):
+            reshard.open(folder, format="trainer-run")
+        for n_bytes in (0, 4, 100, len(data) // 3, len(data) // 2, len(data) - 1):
+            file.write_bytes(data[:n_bytes])
+            with pytest.raises(ReshardError):
+                reshard.open(folder, format="trainer-run")
+        file.write_bytes(data)
+    for text in ("", "[]", "{}", '{"global_step": -1}', '{"global_step": 1.5}', '{"global_step": true}', "{"):
+        (folder / "trainer_state.json").write_text(text)
+        with pytest.raises(ReshardError):
+            reshard.open(folder, format="trainer-run")
+    # Files of two saves in one folder.
+    (folder / "trainer_state.json").write_text('{"global_step": 4}')
+    with pytest.raises(DamagedFileError, match=r"is of step 4, the checkpoint of DeepSpeed in .* of step 3"):
+        reshard.open(folder, format="trainer-run")
+    (folder / "trainer_state.json").unlink()
+    if stage == 3:
+        with reshard.open(folder) as checkpoint:
+            assert checkpoint.format == "deepspeed"
+
+
+def changed(folder: Path, change: Any) -> None:
+    """Change the content of all files of the optimizer, which hold no other classes than DeepSpeed's."""
+    pytest.importorskip("deepspeed")
+    for file in (folder / "global_step3").glob("*optim_states.pt"):
+        content = torch.load(file, weights_only=False)
+        change(content["optimizer_state_dict"])
+        torch.save(content, file)
+
+
+def test_groups_at_different_steps_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-3"
+    shutil.copytree(SAVED / "zero1", folder)
+    changed(folder, lambda state: state["base_optimizer_state"]["state"][1].update(step=torch.tensor(2.0)))
+    with pytest.raises(UnsupportedError, match="at different steps"):
+        reshard.open(folder, format="trainer-run")
+
+
+def test_a_step_that_is_no_tensor(tmp_path: Path) -> None:
+    """As FusedAdam and DeepSpeedCPUAdam keep it."""
+    folder = tmp_path / "checkpoint-3"
+    shutil.copytree(SAVED / "zero2", folder)
+
+    def move(state: dict[str, Any]) -> None:
+        for one in state["base_optimizer_state"]["state"].values():
+            del one["step"]
+        for group in state["base_optimizer_state"]["param_groups"]:
+            group["step"] = 3
+
+    changed(folder, move)
+    training = Training()
+    init: Any = InitFrom(folder, format="trainer-run", fresh_optimizer=False)
+    with Checkpointer(tmp_path / "run", save_every=1, signals=()) as checkpointer:
+        checkpointer.resume(model=training.model, optimizer=training.optimizer, init_from=init)
+    training.assert_restored(2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [3])
+def test_a_run_of_trainer_goes_on_with_the_callback(stage: int, tmp_path: Path) -> None:
+    """Model, optimizer, scheduler and position, by `resume_from_checkpoint`."""
+    transformers = pytest.importorskip("transformers")
+    from reshard.transformers import ReshardCallback
+
+    rows = [{"input_ids": (ids := (torch.arange(8) + n) % 16), "labels": ids} for n in range(8)]
+    folder = tmp_path / "checkpoint-3"
+    shutil.copytree(SAVED / f"zero{stage}", folder)
+    (folder / "rng_state_0.pth").rename(folder / "rng_state.pth")
+    (folder / "rng_state_1.pth").unlink()
+    found: list[Any] = []
+
+    class See(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_step_begin(self, *args: Any, model: Any, optimizer: Any, lr_scheduler: Any, **__: Any) -> None:
+            training = Training()
+            training.model, training.optimizer = model, optimizer.optimizer
+            training.assert_restored(stage)
+            found.append((args[1].global_step, args[1].epoch, lr_scheduler.last_epoch))
+            found.append([one["lr"] for one in optimizer.param_groups])
+
+    def trainer(steps: int, see: list[Any]) -> Any:
+        args = transformers.TrainingArguments(
+            str(tmp_path / "out"),
+            max_steps=steps,
+            per_device_train_batch_size=2,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            weight_decay=0.1,
+            learning_rate=0.01,
+        )
+        callbacks = [ReshardCallback(tmp_path / "root"), *see]
+        return transformers.Trainer(Training().model, args, train_dataset=rows, callbacks=callbacks)
+
+    trainer(4, [See()]).train(resume_from_checkpoint=str(folder))
+    assert found == [(3, 0.75, 3), [0.0025, 0.0025]]
+    with reshard.open(tmp_path / "root") as checkpoint:
+        assert checkpoint.iteration == 4
+    (folder / "scheduler.pt").unlink()
+    shutil.rmtree(tmp_path / "root")
+    with pytest.raises(UnsupportedError, match="its scheduler is one of DeepSpeed"):
+        trainer(4, []).train(resume_from_checkpoint=str(folder))
