@@ -7,8 +7,10 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,12 +27,13 @@ class RayCluster:
     Attributes:
         folder: where Ray keeps its files.
         address: of the cluster, once the head runs.
+        client: the same, from outside.
         nodes: the processes that have started the head and each of its hosts.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.address = ""
+        self.address = self.client = ""
         self.nodes: list[subprocess.Popen[bytes]] = []
 
     @property
@@ -103,14 +106,22 @@ def below(pids: set[int]) -> list[int]:
 
 
 @contextlib.contextmanager
-def running(n_hosts: int) -> Iterator[RayCluster]:
-    """A cluster with so many hosts of one processor each."""
+def running(n_hosts: int, *, client: bool = False) -> Iterator[RayCluster]:
+    """A cluster with so many hosts of one processor each.
+
+    Args:
+        n_hosts: the hosts, besides the head, which does no tasks.
+        client: whether programs can connect from outside.
+    """
     # The paths of sockets are short.
-    folder = Path(f"/tmp/ray-test-{os.getpid()}")
-    folder.mkdir()
+    folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
     cluster = RayCluster(folder / "ray")
     try:
-        cluster.start("--head", "--port=0", "--num-cpus=0", "--include-dashboard=false")
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1] if client else 0
+        outside = f"--ray-client-server-port={port}"
+        cluster.start("--head", "--port=0", "--num-cpus=0", "--include-dashboard=false", *([outside] if client else []))
+        cluster.client = f"ray://127.0.0.1:{port}"
         for _ in range(n_hosts):
             cluster.start("--num-cpus=1")
         yield cluster

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -186,3 +187,65 @@ def test_without_a_cluster_the_error_says_how_to_start_one(source: Path, tmp_pat
     assert done.returncode == 1, done.stderr
     assert "there is no Ray cluster" in done.stderr
     assert "give the address of a cluster" in done.stderr
+
+
+def refused(*words: object, prologue: str = "", **variables: str) -> str:
+    """What `reshard convert` prints, which has no traceback."""
+    command = [sys.executable, "-c", f"{prologue}\nfrom reshard.cli import main\nmain()", "convert", *map(str, words)]
+    environment = os.environ | variables
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def test_a_cluster_of_another_version_is_named_with_both(cluster: RayCluster, source: Path, tmp_path: Path) -> None:
+    message = refused(
+        source, tmp_path / "dst", "--on", "ray", prologue="import ray; ray.__version__ = '2.0.1'", **cluster.environment
+    )
+    assert "this process, Ray 2.0.1 with Python 3." in message
+    assert f"cannot use the Ray cluster at `{cluster.address}`: RuntimeError: Version mismatch" in message
+    assert "with the same versions" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["src.safetensors"]
+
+
+def test_a_program_that_is_no_cluster_is_refused(source: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"ray://127.0.0.1:{other.getsockname()[1]}"
+        message = refused(source, tmp_path / "dst", "--on", address, prologue=(
+            "import ray.util.client.worker as w; w.INITIAL_TIMEOUT_SEC, w.MAX_TIMEOUT_SEC = 1, 1"
+        ), RAY_CLIENT_MAX_CONNECTION_ATTEMPTS="1")  # fmt: skip
+    assert f"cannot use the Ray cluster at `{address}`: ConnectionError: ray client connection timeout" in message
+
+
+def test_a_head_that_dies_is_an_error_and_leaves_nothing(source: Path, tmp_path: Path) -> None:
+    with running(1, client=True) as own:
+        conversion = subprocess.Popen(
+            [sys.executable, "-m", "reshard", "convert", source, tmp_path / "dst", "--on", own.client],
+            stderr=subprocess.PIPE, text=True, env=os.environ | {"RAY_CLIENT_RECONNECT_GRACE_PERIOD": "1"},
+        )  # fmt: skip
+        wait_for_worker(own)
+        own.stop(own.nodes[0])
+        _, errors = conversion.communicate(timeout=240)
+    assert conversion.returncode == 1, errors
+    assert f"the Ray cluster at `{own.client}` does not answer any more: ConnectionError" in errors
+    assert "Traceback" not in errors
+    assert [path.name for path in tmp_path.iterdir()] == ["src.safetensors"]
+
+
+def test_an_error_of_a_worker_that_is_of_python_is_one_of_ours(cluster: RayCluster) -> None:
+    script = (
+        "import reshard, sys\nfrom reshard.ranks.places import Work\nfrom reshard.ray import Ray\n"
+        "def do(kind, share):\n    raise kind('no room')\n"
+        "for kind in (OSError, RuntimeError):\n"
+        "    try:\n        Ray().run(Work(do, kind), 1, print)\n"
+        "    except reshard.errors.ReshardError as error:\n        print(type(error).__name__, error.message)\n"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    host = socket.gethostname()
+    assert done.stdout.splitlines() == [
+        f"StorageError on host `{host}`: OSError: no room",
+        f"GroupError on host `{host}`: RuntimeError: no room",
+    ]

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import os
+import platform
 import socket
 import time
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard import _core
-from reshard.errors import ArgumentError, GroupError, ReshardError, UnsupportedError
+from reshard.errors import ArgumentError, GroupError, ReshardError, StorageError, UnsupportedError
 from reshard.ranks.places import ShareRun, Work
 from reshard.storage.changes import enter_folder
 from reshard.values.words import show
@@ -25,12 +26,15 @@ from reshard.values.words import show
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+_log = logging.getLogger("reshard")
+
 _SHARE_BYTES = 1 << 30  # the bar moves and work is lost in such steps
 _MIN_SHARE_BYTES = 16 << 20  # a smaller share takes less time than to open the source again
 _MAX_SHARES = 4096
 _SHARES_OF_SLOT = 4  # so that all workers end at about the same time
 _TICK_S = 1.0
 _CONNECT_S = 10.0
+_MAX_MESSAGE = 500
 _END_S = 30.0  # for workers that are being killed
 
 
@@ -40,7 +44,7 @@ class _Done:
 
     host: str
     process: int
-    seconds: float
+    seconds: float = 0.0
     n_bytes: int = 0
     result: object = None
     error: ReshardError | None = None
@@ -89,27 +93,27 @@ class Ray:
         ended: dict[int, list[str]] = {share: [] for share in range(n_shares)}
         with self._connected() as ray:
             task = ray.remote(num_cpus=self.cpus, max_retries=0, scheduling_strategy="SPREAD")(_do_share)
-            # The work of all shares, once for all tasks.
-            begin = functools.partial(task.remote, ray.put(work), folder=str(Path.cwd()), version=_core.__version__)
             running: dict[Any, int] = {}
             try:
-                for share in range(n_shares):
-                    running[begin(share)] = share
+                with self._of_ray():
+                    # The work of all shares, once for all tasks.
+                    folder, version = str(Path.cwd()), _core.__version__
+                    begin = functools.partial(task.remote, ray.put(work), folder=folder, version=version)
+                    for share in range(n_shares):
+                        running[begin(share)] = share
                 while running:
-                    self._check_hosts(ray)
-                    for reference in ray.wait(list(running), num_returns=1, timeout=_TICK_S)[0]:
+                    with self._of_ray():
+                        self._check_hosts(ray)
+                        ready = ray.wait(list(running), num_returns=1, timeout=_TICK_S)[0]
+                    for reference in ready:
                         share = running.pop(reference)
-                        try:
-                            one: _Done = ray.get(reference)
-                        except ray.exceptions.RayTaskError as error:
-                            if isinstance(error.cause, ImportError):
-                                raise self._not_installed(error.cause) from None
-                            raise
-                        except ray.exceptions.RayError as error:
-                            ended[share].append(_first_line(error))
+                        one = self._result(ray, reference)
+                        if isinstance(one, str):
+                            ended[share].append(one)
                             if len(ended[share]) > self.retries:
-                                raise _failed_often(share, n_shares, ended[share]) from None
-                            running[begin(share)] = share
+                                raise _failed_often(share, n_shares, ended[share])
+                            with self._of_ray():
+                                running[begin(share)] = share
                             continue
                         if one.error is not None:
                             raise _of_host(one.error, one.host)
@@ -117,12 +121,42 @@ class Ray:
                         retried = tuple(ended[share])
                         done(ShareRun(share, one.host, one.process, one.n_bytes, one.seconds, retried))
             finally:
-                for reference in running:
-                    with contextlib.suppress(ray.exceptions.RayError, ValueError):
-                        ray.cancel(reference, force=True)
-                if running:
-                    ray.wait(list(running), num_returns=len(running), timeout=_END_S)
+                with contextlib.suppress(Exception):  # of a cluster that has gone: the first error counts
+                    for reference in running:
+                        with contextlib.suppress(ray.exceptions.RayError, ValueError):
+                            ray.cancel(reference, force=True)
+                    if running:
+                        ray.wait(list(running), num_returns=len(running), timeout=_END_S)
         return [results[share] for share in range(n_shares)]
+
+    def _result(self, ray: Any, reference: Any) -> _Done | str:
+        """What a task has returned, or why its worker has died."""
+        with self._of_ray():
+            try:
+                done: _Done = ray.get(reference)
+            except ray.exceptions.RayTaskError as error:
+                if isinstance(error.cause, ImportError):
+                    raise self._not_installed(error.cause) from None
+                raise GroupError(
+                    f"a worker of the Ray cluster at {show(self._where)} could not begin: {_one_line(error.cause)}",
+                    hint="install the same versions of reshard and Python on all hosts",
+                ) from None
+            except ray.exceptions.RayError as error:
+                return _one_line(error)
+        return done
+
+    @contextlib.contextmanager
+    def _of_ray(self) -> Iterator[None]:
+        """Give what Ray raises in the block, which is of many classes, the one class of this package."""
+        try:
+            yield
+        except ReshardError:
+            raise
+        except Exception as error:  # noqa: BLE001  Ray raises Exception itself, too
+            raise GroupError(
+                f"the Ray cluster at {show(self._where)} does not answer any more: {_one_line(error)}",
+                hint="see whether its head runs, and start again; `ray status` on a host of it says more",
+            ) from None
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[Any]:
@@ -137,16 +171,27 @@ class Ray:
             return
         try:
             self._check_address()
-            ray.init(address=self.address, logging_level=logging.ERROR, log_to_driver=False)
-        except (OSError, RuntimeError, ValueError) as error:
+        except OSError as error:
             raise GroupError(
-                f"there is no Ray cluster at {show(self._where)}: {_first_line(error)}",
+                f"there is no Ray cluster at {show(self._where)}: {_one_line(error)}",
                 hint="start Ray on this host, or give the address of a cluster",
+            ) from None
+        try:
+            ray.init(address=self.address, logging_level=logging.ERROR, log_to_driver=False)
+        except Exception as error:  # noqa: BLE001  Ray raises Exception itself, too
+            with contextlib.suppress(Exception):
+                ray.shutdown()
+            own = f"Ray {ray.__version__} with Python {platform.python_version()}"
+            raise GroupError(
+                f"this process, {own}, cannot use the Ray cluster at {show(self._where)}: {_one_line(error)}",
+                hint="start a cluster, or give the address of one, with the same versions; HOST:6379 is for hosts of "
+                "the cluster, and ray://HOST:10001 for all others",
             ) from None
         try:
             yield ray
         finally:
-            ray.shutdown()
+            with contextlib.suppress(Exception):  # of a cluster that has gone
+                ray.shutdown()
 
     @property
     def _where(self) -> str:
@@ -177,16 +222,24 @@ class Ray:
 def _do_share(work: Work[Any], share: int, *, folder: str, version: str) -> _Done:
     """Do a share, in a worker."""
     host, process, begun = socket.gethostname(), os.getpid(), time.monotonic()
+    if version != _core.__version__:
+        error = UnsupportedError(
+            f"this host has reshard {_core.__version__}, and the process that started the work {version}",
+            hint="install the same version on all hosts",
+        )
+        return _Done(host, process, error=error)
     try:
-        if version != _core.__version__:
-            raise UnsupportedError(
-                f"this host has reshard {_core.__version__}, and the process that started the work {version}",
-                hint="install the same version on all hosts",
-            )
         enter_folder(folder)  # relative paths are those of the caller
         n_bytes, result = work(share)
     except ReshardError as error:
         return _Done(host, process, time.monotonic() - begun, error=error)
+    except ImportError:
+        raise
+    except Exception as error:  # noqa: BLE001  of any class: Ray would print its traceback
+        _log.exception("share %d failed", share)
+        kind = StorageError if isinstance(error, OSError) else GroupError
+        translated = kind(_one_line(error), hint="the log of its worker, in the logs of Ray on that host, says where")
+        return _Done(host, process, time.monotonic() - begun, error=translated)
     return _Done(host, process, time.monotonic() - begun, n_bytes, result)
 
 
@@ -204,5 +257,7 @@ def _failed_often(share: int, n_shares: int, ended: list[str]) -> GroupError:
     )
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    known = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return known if len(known) <= _MAX_MESSAGE else known[:_MAX_MESSAGE] + "..."
