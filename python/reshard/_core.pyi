@@ -3,11 +3,12 @@
 Offsets, shapes and strides are in elements unless a name ends in `_bytes`. A dtype is given by its safetensors name
 ("BF16", "F8_E4M3", ...).
 
-Records are named tuples, or classes where a file can have a million of them. What comes by column, such as `Index.alike`,
-`number_groups` and `array_kinds`, is a tuple of lists: a record for each tensor would take longer than the call. A word out
-of a few is a `Literal`, the type that the modules above have for it.
+Records are named tuples, or classes where a file can have a million of them. What comes by column, such as `Index.alike`
+and `array_kinds`, is a tuple of lists: a record for each tensor would take longer than the call. A result out of a few is a
+member of an enum. An argument out of a few is a `Literal` where it is the word of a user, in a call or in a layout file.
 """
 
+import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, final
 
@@ -34,19 +35,24 @@ __all__ = [
     "FileArray",
     "FileState",
     "FileTensor",
+    "FolderEntry",
     "GgufTensor",
     "Index",
     "IndexPattern",
+    "KeyGroup",
     "Layout",
     "Loaded",
     "Mesh",
     "MetadataEncoder",
+    "NotFinite",
     "ObjectStatus",
     "Opaque",
     "OpenedDcp",
     "Patterns",
     "Plan",
     "PlannedArray",
+    "PutNew",
+    "RemoteCounts",
     "RemoteObject",
     "Request",
     "Snapshot",
@@ -54,13 +60,16 @@ __all__ = [
     "StoredArray",
     "StoredRange",
     "StoredRegion",
+    "Strategy",
     "StrategyItem",
     "StrategyLayoutItem",
     "Tile",
+    "TorchRankFile",
     "TorchShard",
     "TorchTensor",
     "ValueCounts",
     "Written",
+    "WrittenRange",
     "__version__",
     "add_quantised",
     "are_plain",
@@ -407,6 +416,108 @@ class StrategyLayoutItem(NamedTuple):
     opt_weight_shard_step: int
     opt_weight_shard_size: int
 
+class Strategy(NamedTuple):
+    """A strategy file, with the names of the file.
+
+    Attributes:
+        current_stage: its stage.
+        parallel_strategy_item: its operators.
+        parallel_layout_item: its parameters.
+    """
+
+    current_stage: int
+    parallel_strategy_item: list[StrategyItem]
+    parallel_layout_item: list[StrategyLayoutItem]
+
+class TorchRankFile(NamedTuple):
+    """What a file of `torch.save` of one rank holds.
+
+    Attributes:
+        tensors: its tensors.
+        shards: its DTensors.
+        values: `(path, value)` of everything else.
+    """
+
+    tensors: list[TorchTensor]
+    shards: list[TorchShard]
+    values: list[tuple[str, object]]
+
+class KeyGroup(NamedTuple):
+    """Keys that differ only in their numbers.
+
+    Attributes:
+        first: the position of the first one.
+        n_keys: how many they are.
+        numbers: for each place of a number the distinct numbers at it, as they are written.
+    """
+
+    first: int
+    n_keys: int
+    numbers: list[list[str]]
+
+class FolderEntry(NamedTuple):
+    """An entry of a folder.
+
+    Attributes:
+        name: its name.
+        mode: its type and permissions, as `os.stat_result.st_mode`; those of a link are its own.
+        n_bytes: its size in bytes.
+    """
+
+    name: str
+    mode: int
+    n_bytes: int
+
+class NotFinite(enum.StrEnum):
+    """The worst value of an array. In files it is written as its value."""
+
+    NAN = "nan"
+    INFINITE = "inf"
+    """Infinite, and no value is NaN."""
+
+class PutNew(enum.Enum):
+    """What became of a request for an object that must not exist."""
+
+    CREATED = "created"
+    EXISTS = "exists"
+    """Nothing was changed."""
+    UNKNOWN = "unknown"
+    """It may have been created."""
+
+class WrittenRange(NamedTuple):
+    """A part of a file that was written.
+
+    Attributes:
+        start: its first byte in the file.
+        end: its end in the file.
+        n_bytes: bytes of the file.
+        header_bytes: bytes of its header.
+        header_checksum: crc32c of the header.
+        checksums: those of the chunks of the part.
+        not_finite: as of `Written`, for the values in the part.
+    """
+
+    start: int
+    end: int
+    n_bytes: int
+    header_bytes: int
+    header_checksum: int
+    checksums: bytes
+    not_finite: list[tuple[str, NotFinite]]
+
+class RemoteCounts(NamedTuple):
+    """What this process has requested of objects so far.
+
+    Attributes:
+        n_requests: requests.
+        fetched_bytes: bytes of their answers.
+        wanted_bytes: bytes of the arrays that they were for.
+    """
+
+    n_requests: int
+    fetched_bytes: int
+    wanted_bytes: int
+
 class ObjectStatus(NamedTuple):
     """What a bucket says of a name.
 
@@ -571,9 +682,7 @@ class IndexPattern:
     def indices(self, key: str) -> list[int]:
         """Return the possible values of the index, at most two. An index with too many digits raises ArgumentError."""
 
-def number_groups(
-    keys: Sequence[str], labels: Sequence[int] = ...
-) -> tuple[list[int], list[tuple[int, int, list[list[str]]]]]:
+def number_groups(keys: Sequence[str], labels: Sequence[int] = ...) -> tuple[list[int], list[KeyGroup]]:
     """Group keys that differ only in their numbers: components between dots of 1 to 18 digits.
 
     Args:
@@ -581,8 +690,7 @@ def number_groups(
         labels: of each key; keys of a group have the same. Empty: all have the same.
 
     Returns:
-        The number of the group of each key. And for each group, in the order of its first key: the position of that
-        key, the number of its keys, and for each place of a number the distinct numbers at it, as they are written.
+        The number of the group of each key, and the groups, in the order of their first keys.
     """
 
 @final
@@ -1088,7 +1196,7 @@ class Plan:
         direct: bool = True,
         mode: int = 0o640,
         progress: Progress | None = None,
-    ) -> tuple[tuple[int, int], int, int, int, bytes, list[tuple[str, str]]]:
+    ) -> WrittenRange:
         """Write a part of the file that `write` writes, under its name, which other processes fill at the same time.
 
         Args:
@@ -1096,10 +1204,6 @@ class Plan:
             start: where the part begins, in bytes of the arrays. Parts that follow each other there do so in the file.
             end: where it ends; at `n_bytes` the last part does.
             metadata: as in `write`; so are all others.
-
-        Returns:
-            First byte and end of the part in the file; bytes of the file, bytes and checksum of its header; of the part
-            the checksums of its chunks, and `not_finite`.
 
         Raises:
             ArgumentError: the container has sums of arrays, or does not fit them.
@@ -1133,8 +1237,8 @@ class Written:
         """The ETag of an object in a bucket; None for a local file."""
 
     @property
-    def not_finite(self) -> list[tuple[str, Literal["nan", "inf"]]]:
-        """Names of the arrays with values that are not finite; of each "nan", or "inf" if none of its values is NaN."""
+    def not_finite(self) -> list[tuple[str, NotFinite]]:
+        """Names of the arrays with values that are not finite."""
 
 @final
 class SnapshotPool:
@@ -1244,7 +1348,7 @@ class MetadataEncoder:
             digest: that of the text, which the table records.
         """
 
-def decode_strategy(data: bytes) -> tuple[int, list[StrategyItem], list[StrategyLayoutItem]]:
+def decode_strategy(data: bytes) -> Strategy:
     """Return current_stage, operators and parameters of a strategy file in protobuf.
 
     Raises:
@@ -1430,8 +1534,8 @@ def rename(source: str, target: str, *, exchange: bool) -> None:
         exchange: exchange the two paths.
     """
 
-def folder_sizes(folder: str) -> list[tuple[str, Literal["file", "folder", "link", "other"], int]]:
-    """Name, kind and bytes of each entry of a folder, sorted by name. Links are not followed. Raises OSError.
+def folder_sizes(folder: str) -> list[FolderEntry]:
+    """The entries of a folder, sorted by name. Links are not followed. Raises OSError.
 
     Args:
         folder: the folder.
@@ -1494,9 +1598,7 @@ def read_gguf(path: str) -> tuple[dict[str, int | float | str], list[GgufTensor]
 def read_torch_file(path: str, *, follow_links: bool = True) -> tuple[list[TorchTensor], list[tuple[str, object]]]:
     """The tensors of a file of `torch.save`, and `(path, value)` of everything else."""
 
-def read_torch_shards(
-    path: str, *, follow_links: bool = True
-) -> tuple[list[TorchTensor], list[TorchShard], list[tuple[str, object]]]:
+def read_torch_shards(path: str, *, follow_links: bool = True) -> TorchRankFile:
     """The tensors of a file of `torch.save`, its DTensors, and its other values, as `read_torch_file`."""
 
 def read_torch_content(path: str, *, follow_links: bool = True) -> tuple[list[TorchTensor], object]:
@@ -1602,11 +1704,11 @@ def put_object(url: str, content: bytes) -> None:
         StorageError: the service did not confirm it; the object is the old one or the new one.
     """
 
-def put_new_object(url: str, content: bytes) -> tuple[Literal["created", "exists", "unknown"], Exception | None]:
+def put_new_object(url: str, content: bytes) -> tuple[PutNew, Exception | None]:
     """Create an object that must not exist. A request whose answer is lost is not sent again.
 
     Returns:
-        `"created"`, `"exists"` (nothing was changed), or `"unknown"` with the failure: it may have been created.
+        What became of it; with `UNKNOWN` the failure.
 
     Raises:
         StorageError: the service refused it; nothing was created.
@@ -1635,8 +1737,8 @@ def remove_objects(urls: list[str]) -> None:
         StorageError: the service did not confirm it for one of them, which the error names.
     """
 
-def remote_counts() -> tuple[int, int, int]:
-    """Requests for objects in this process so far, bytes of their answers, and bytes of the arrays that they were for."""
+def remote_counts() -> RemoteCounts:
+    """What this process has requested of objects so far."""
 
 def set_bucket_options(
     url: str,

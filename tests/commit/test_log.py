@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.helpers.object_stores import KilledError, MemoryObjects, Schedule, ScheduledObjects
 from tests.helpers.small_saves import N_RANKS, common_content, save, shard_content, shard_name, write_files
 
+from reshard._core import PutNew
 from reshard.commit import claims, leases, log, log_records, protocol, roots
 from reshard.commit.log_records import Gone, Live, Record, SupersededError, decode, encode, record_name
 from reshard.commit.session import sessions
@@ -144,7 +145,7 @@ def test_a_lost_answer_is_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def lossy(self: MemoryObjects, path: str, data: bytes) -> Any:
         real(self, path, data)
-        return "unknown", OSError("no answer")
+        return PutNew.UNKNOWN, OSError("no answer")
 
     monkeypatch.setattr(MemoryObjects, "put_new", lossy)
     save(root, 2)
@@ -162,7 +163,7 @@ def test_a_request_that_is_lost_is_sent_again_and_then_the_outcome_is_unknown(mo
     def lossy(self: MemoryObjects, path: str, data: bytes) -> Any:
         nonlocal n_lost
         n_lost -= 1
-        return ("unknown", OSError("no answer")) if n_lost >= 0 else real(self, path, data)
+        return (PutNew.UNKNOWN, OSError("no answer")) if n_lost >= 0 else real(self, path, data)
 
     monkeypatch.setattr(MemoryObjects, "put_new", lossy)
     save(root, 2)
@@ -182,7 +183,7 @@ def test_a_request_that_is_lost_is_sent_again_and_then_the_outcome_is_unknown(mo
 def test_a_store_in_which_several_writers_win_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def put_new(self: MemoryObjects, path: str, data: bytes) -> Any:
         self.put(path, data)
-        return "created", None
+        return PutNew.CREATED, None
 
     monkeypatch.setattr(MemoryObjects, "put_new", put_new)
     root = Location(MemoryObjects(), "run")

@@ -7,10 +7,11 @@ import errno
 import random
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from tests.helpers.memory_store import MemoryStore
 
+from reshard._core import PutNew
 from reshard.errors import StorageError
 from reshard.storage.objects import ObjectStore
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from reshard.storage.store import Stat
 
-Outcome = tuple[Literal["created", "exists", "unknown"], Exception | None]
+Outcome = tuple[PutNew, Exception | None]
 
 
 class MemoryObjects(MemoryStore, ObjectStore):
@@ -36,8 +37,8 @@ class MemoryObjects(MemoryStore, ObjectStore):
         try:
             self.put(path, data, "create", if_absent=True)
         except FileExistsError:
-            return "exists", None
-        return "created", None
+            return PutNew.EXISTS, None
+        return PutNew.CREATED, None
 
     def below(self, path: str, *, after: str = "", max_keys: int | None = None) -> list[tuple[str, Stat]]:
         with self.lock_of_objects:
@@ -177,7 +178,7 @@ class ScheduledObjects(MemoryObjects):
             with self._request(path, act):
                 return self._shared.put_new(path, data)
         except StorageError as error:
-            return "unknown", error
+            return PutNew.UNKNOWN, error
 
     def put(
         self, path: str, data: bytes, what: str = "put", *, if_absent: bool = False, etag: int | None = None

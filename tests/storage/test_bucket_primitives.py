@@ -12,6 +12,7 @@ from tests.servers import doubles
 from tests.servers.proxy import Fault, Proxy
 from tests.servers.s3 import BUCKET, SECRET
 
+from reshard._core import PutNew
 from reshard.errors import ReshardError, StorageError, UnsupportedError
 from reshard.storage import remote
 from reshard.storage.location import Location, locate
@@ -62,8 +63,8 @@ def test_an_object_is_put_replaced_listed_and_removed(bucket: tuple[Location, Pr
 def test_an_object_is_created_once(bucket: tuple[Location, Proxy]) -> None:
     folder, _ = bucket
     store, path = store_of(folder), str(folder / "record")
-    assert store.put_new(path, b"first") == ("created", None)
-    assert store.put_new(path, b"second") == ("exists", None)
+    assert store.put_new(path, b"first") == (PutNew.CREATED, None)
+    assert store.put_new(path, b"second") == (PutNew.EXISTS, None)
     assert (folder / "record").read_small(10) == b"first"
     with pytest.raises(FileExistsError):
         (folder / "record").create(b"third")
@@ -77,7 +78,7 @@ def test_one_of_several_writers_creates_an_object(bucket: tuple[Location, Proxy]
     store = store_of(folder)
     for number in range(10):
         path = str(folder / f"raced-{number}")
-        outcomes: dict[bytes, str] = {}
+        outcomes: dict[bytes, PutNew] = {}
         barrier = threading.Barrier(4)
 
         def create(data: bytes, path: str = path, barrier: threading.Barrier = barrier) -> None:
@@ -89,8 +90,8 @@ def test_one_of_several_writers_creates_an_object(bucket: tuple[Location, Proxy]
             thread.start()
         for thread in threads:
             thread.join()
-        assert sorted(outcomes.values()) == ["created", "exists", "exists", "exists"]
-        assert outcomes[locate(path).read_small(10)] == "created"
+        assert sorted(one.value for one in outcomes.values()) == ["created", "exists", "exists", "exists"]
+        assert outcomes[locate(path).read_small(10)] is PutNew.CREATED
 
 
 def test_a_lost_answer_is_told_and_not_sent_again(bucket: tuple[Location, Proxy]) -> None:
@@ -98,7 +99,7 @@ def test_a_lost_answer_is_told_and_not_sent_again(bucket: tuple[Location, Proxy]
     store, path = store_of(folder), str(folder / "record")
     proxy.faults.append(Fault(is_put, is_lost=True))
     outcome, reason = store.put_new(path, b"ours")
-    assert (outcome, sum(method == "PUT" for method, *_ in proxy.log)) == ("unknown", 0)
+    assert (outcome, sum(method == "PUT" for method, *_ in proxy.log)) == (PutNew.UNKNOWN, 0)
     assert isinstance(reason, StorageError)
     assert path in str(reason)
     assert locate(path).read_small(10) == b"ours"
@@ -123,10 +124,10 @@ def test_a_failure_of_the_service_leaves_a_creation_unknown(
     store, path = store_of(folder), str(folder / "record")
     proxy.faults.append(Fault(is_put, status, "SlowDown"))
     outcome, reason = store.put_new(path, b"ours")
-    assert outcome == "unknown"
+    assert outcome is PutNew.UNKNOWN
     assert str(status) in str(reason)
     assert locate(path).kind() is None
-    assert store.put_new(path, b"ours") == ("created", None)
+    assert store.put_new(path, b"ours") == (PutNew.CREATED, None)
     # Where nothing is found, it is sent again, and in the end the failure is raised.
     monkeypatch.setattr(remote, "_CREATE_PAUSES", (0.0, 0.0))
     proxy.faults.append(Fault(is_put, status, "SlowDown", times=2))
@@ -160,7 +161,7 @@ def test_a_creation_that_is_carried_out_late_is_known(
 def test_a_creation_that_meets_another_is_sent_again(bucket: tuple[Location, Proxy]) -> None:
     folder, proxy = bucket
     proxy.faults = [Fault(is_put, 409, "ConditionalRequestConflict", times=2), Fault(is_put, 429, "SlowDown")]
-    assert store_of(folder).put_new(str(folder / "record"), b"ours") == ("created", None)
+    assert store_of(folder).put_new(str(folder / "record"), b"ours") == (PutNew.CREATED, None)
     assert [fault.times for fault in proxy.faults] == [0, 0]
 
 
@@ -214,7 +215,7 @@ def test_a_busy_service_is_asked_again_to_write_and_remove(bucket: tuple[Locatio
 def _write_in_child(path: str, queue: multiprocessing.Queue[str]) -> None:
     store, place = locate(path).store, locate(path).path
     assert isinstance(store, RemoteStore)
-    queue.put(store.put_new(place, str(os.getpid()).encode())[0])
+    queue.put(store.put_new(place, str(os.getpid()).encode())[0].value)
 
 
 def test_a_forked_process_writes_with_connections_of_its_own(s3: S3Server) -> None:

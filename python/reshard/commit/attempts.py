@@ -78,10 +78,10 @@ class FileRecord(Protocol):
 
 
 class ValueRecord(FileRecord, Protocol):
-    """A record that also says which arrays hold values that are not finite, as "nan" or "inf"."""
+    """A record that also says which arrays hold values that are not finite, and the worst one."""
 
     @property
-    def not_finite(self) -> Sequence[tuple[str, str]]: ...  # noqa: D102
+    def not_finite(self) -> Sequence[tuple[str, _core.NotFinite]]: ...  # noqa: D102
 
 
 @dataclass(frozen=True)

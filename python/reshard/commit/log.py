@@ -16,6 +16,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from reshard._core import PutNew
 from reshard.commit import filesystem, log_records
 from reshard.commit.log_records import LOG_FOLDER, Kind, Record, number_of, record_name
 from reshard.errors import CheckpointNotFoundError, ReshardError, StorageError, UnsupportedError
@@ -163,7 +164,7 @@ def create(root: Location, record: Record) -> bool:
             if may_be_there:
                 raise _unknown(root, record, error) from error
             raise
-        if outcome == "created":
+        if outcome is PutNew.CREATED:
             break
         may_be_there = True
         try:
@@ -241,9 +242,9 @@ def probe(root: Location) -> None:
         with ThreadPoolExecutor(_PROBE_WRITERS) as pool:
             writers = [pool.submit(store.put_new, path, b"%d" % n) for n in range(_PROBE_WRITERS)]
         outcomes = [writer.result()[0] for writer in writers]
-        n_won = outcomes.count("created")
+        n_won = outcomes.count(PutNew.CREATED)
         # With lost answers the winner is not known, but there is at most one.
-        is_right = n_won == 1 or (n_won == 0 and "unknown" in outcomes)
+        is_right = n_won == 1 or (n_won == 0 and PutNew.UNKNOWN in outcomes)
         store.remove_files([path])
         if not is_right:
             raise UnsupportedError(

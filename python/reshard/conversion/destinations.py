@@ -306,7 +306,7 @@ def _write_part(job: Job, folder: Location, file: File, part: Part, progress: _c
     options = job.options
     if parent := file.name.rpartition("/")[0]:
         make_folders(folder / parent, options.folder_mode)
-    (start, end), n_bytes, header_bytes, header_checksum, checksums, not_finite = job.plan(file.request).write_part(
+    written = job.plan(file.request).write_part(
         str(folder / file.name),
         part.start,
         part.end,
@@ -318,8 +318,7 @@ def _write_part(job: Job, folder: Location, file: File, part: Part, progress: _c
         mode=options.file_mode,
         progress=progress,
     )
-    record = WrittenFile(n_bytes, header_bytes, header_checksum, checksums, tuple(not_finite))
-    return WrittenPart(start, end, record)
+    return WrittenPart(written.start, written.end, WrittenFile.of(written))
 
 
 def n_bytes_of(written: Mapping[str, ValueRecord]) -> int:

@@ -18,6 +18,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reshard import _core
 from reshard.documents.strict_json import read_json
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, ReshardError, StorageError
 from reshard.storage.changes import link_or_move, remove_file, remove_folder, try_lock
@@ -170,7 +171,7 @@ class WrittenPart:
         return self.end - self.start
 
     @property
-    def not_finite(self) -> Sequence[tuple[str, str]]:
+    def not_finite(self) -> Sequence[tuple[str, _core.NotFinite]]:
         """As of the file."""
         return self.file.not_finite
 
@@ -192,9 +193,9 @@ def joined(parts: Sequence[WrittenPart]) -> WrittenFile | None:
     ends = [0, *(part.end for part in ordered)]
     if len(alike) != 1 or ends[-1] != ordered[0].file.n_bytes or ends[:-1] != [part.start for part in ordered]:
         return None
-    worst: dict[str, str] = {}
+    worst: dict[str, _core.NotFinite] = {}
     for name, kind in (one for part in ordered for one in part.file.not_finite):
-        worst[name] = kind if worst.get(name) != "nan" else "nan"
+        worst[name] = max(kind, worst.get(name, kind))
     checksums = b"".join(part.file.checksums for part in ordered)
     return replace(ordered[0].file, checksums=checksums, not_finite=tuple(worst.items()))
 
@@ -244,7 +245,7 @@ def read_record(folder: Location, share: Share) -> dict[str, WrittenPart] | None
             "files"
         ].items():
             of_chunks = base64.b64decode(checksums, validate=True)
-            worst = tuple((key, kind) for key, kind in not_finite)
+            worst = tuple((key, _core.NotFinite(kind)) for key, kind in not_finite)
             files[name] = WrittenPart(start, end, WrittenFile(n_bytes, header_bytes, checksum, of_chunks, worst))
             inodes[name] = inode
         if all(

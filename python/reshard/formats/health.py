@@ -16,6 +16,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from reshard._core import NotFinite
 from reshard.commit import manifest as manifests
 from reshard.commit import roots
 from reshard.documents.strict_json import parse_json
@@ -74,20 +75,22 @@ def status_of(ckpt_status: int | None, not_finite: Mapping[str, str]) -> int:
     return 1 if not_finite else ckpt_status or 0
 
 
-def joined(found: Iterable[tuple[str, str]], may_be_infinite: Callable[[str], bool] | None = None) -> dict[str, str]:
+def joined(
+    found: Iterable[tuple[str, NotFinite]], may_be_infinite: Callable[[str], bool] | None = None
+) -> dict[str, NotFinite]:
     """The worst value of each tensor, of the values of its shards. At most 1,000 tensors, by name.
 
     Args:
-        found: names of shards, each with "nan" or "inf".
+        found: names of shards, each with its worst value.
         may_be_infinite: whether an infinity in a tensor of this name is no fault; None: it is one in every tensor.
 
     Example:
-        >>> joined([("w", "nan"), ("b", "inf"), ("w", "inf")])
-        {'b': 'inf', 'w': 'nan'}
+        >>> joined([("w", NotFinite.NAN), ("b", NotFinite.INFINITE), ("w", NotFinite.INFINITE)])
+        {'b': <NotFinite.INFINITE: 'inf'>, 'w': <NotFinite.NAN: 'nan'>}
     """
-    worst: dict[str, str] = {}
+    worst: dict[str, NotFinite] = {}
     for name, kind in found:
-        if kind == "nan" or may_be_infinite is None or not may_be_infinite(name):
+        if kind is NotFinite.NAN or may_be_infinite is None or not may_be_infinite(name):
             worst[name] = max(kind, worst.get(name, kind))
     return dict(sorted(worst.items())[:_MAX_NAMED])
 

@@ -1,9 +1,9 @@
 """Messages between ranks: frozen dataclasses, and the one codec between them and JSON values.
 
-A message is a dataclass whose type hints define its content: None, bool, int, float, str, bytes, `Literal`, lists,
-tuples, sets, mappings with text or integers as keys, further messages, and unions of these. `Any` stands for a JSON
-value, which is passed on as it is. `decode` checks every value: a message may come from another version of the package.
-This module does not define messages.
+A message is a dataclass whose type hints define its content: None, bool, int, float, str, bytes, `Literal`, `StrEnum`,
+lists, tuples, sets, mappings with text or integers as keys, further messages, and unions of these. `Any` stands for a
+JSON value, which is passed on as it is. `decode` checks every value: a message may come from another version of the
+package. This module does not define messages.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import binascii
 import dataclasses
+import enum
 import functools
 import itertools
 import types
@@ -117,6 +118,8 @@ def _decoder(of: Any) -> _Decoder:
         return _union(of)
     if dataclasses.is_dataclass(of):
         return _message(of)
+    if isinstance(of, type) and issubclass(of, enum.StrEnum):
+        return _member(of)
     if origin is tuple and arguments[-1] is not Ellipsis:
         return _row([_decoder(one) for one in arguments])
     if isinstance(of, type) and issubclass(of, tuple) and hasattr(of, "_make"):
@@ -128,6 +131,16 @@ def _decoder(of: Any) -> _Decoder:
     if origin in (dict, Mapping) and arguments[0] in (str, int):
         return _mapping(arguments[0], _decoder(arguments[1]))
     raise TypeError(f"a message between ranks cannot hold a {of}")
+
+
+def _member(kind: type[enum.StrEnum]) -> _Decoder:
+    def member(value: Any) -> Any:
+        try:
+            return kind(value)
+        except ValueError:
+            raise _MismatchError(value, " or ".join(repr(one.value) for one in kind)) from None
+
+    return member
 
 
 def _scalar(kind: type) -> _Decoder:

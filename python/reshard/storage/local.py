@@ -97,7 +97,8 @@ class LocalStore(Store):
     def sizes(self, path: str) -> list[tuple[str, Kind, int]]:
         """See `Store.sizes`."""
         with _listing(path):
-            return _core.folder_sizes(path)
+            found = _core.folder_sizes(path)
+        return [(name, _KINDS.get(modes.S_IFMT(mode), "other"), n_bytes) for name, mode, n_bytes in found]
 
     def read_small(self, path: str, max_bytes: int, *, follow_links: bool = False) -> bytes:
         """See `Store.read_small`."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from reshard.storage.store import Stat, Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from reshard import _core
 
 T = TypeVar("T")
 
@@ -17,7 +19,7 @@ class ObjectStore(Store):
     """A store of objects, without renames, locks and folders. It need not be writable (`is_read_only`)."""
 
     @abc.abstractmethod
-    def put_new(self, path: str, data: bytes) -> tuple[Literal["created", "exists", "unknown"], Exception | None]:
+    def put_new(self, path: str, data: bytes) -> tuple[_core.PutNew, Exception | None]:
         """Create an object that must not exist, by one request: of several writers one succeeds.
 
         Args:
@@ -25,8 +27,8 @@ class ObjectStore(Store):
             data: its content.
 
         Returns:
-            "created"; "exists", and this request has changed nothing; or "unknown", and the failure. After "exists" and
-            "unknown" read the object to learn what it is: an answer may have been lost.
+            What became of it; with `UNKNOWN` the failure. After `EXISTS` this request has changed nothing.
+            After both read the object to learn what it is: an answer may have been lost.
 
         Raises:
             StorageError: the service refused it; nothing was created.

@@ -15,9 +15,10 @@ import time
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal, cast
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 from reshard import _core
+from reshard._core import PutNew
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, StorageError, UnsupportedError
 from reshard.storage.objects import ObjectStore, T
 from reshard.storage.store import Abilities, Entry, HeldFile, Lock, Stat, check_file, failing, ignore, join
@@ -280,7 +281,7 @@ class RemoteStore(ObjectStore):
                 f"{show(path)} is behind HTTP, which is only read", path=path, hint="write into a folder or a bucket"
             )
 
-    def put_new(self, path: str, data: bytes) -> tuple[Literal["created", "exists", "unknown"], Exception | None]:
+    def put_new(self, path: str, data: bytes) -> tuple[_core.PutNew, Exception | None]:
         """See `ObjectStore.put_new`. A request whose answer is lost is not sent again."""
         self._check_writable(path)
         with _changing("creating", path):
@@ -321,7 +322,7 @@ class RemoteStore(ObjectStore):
         is_sent_again = False
         for pause_s in (*_CREATE_PAUSES, None):
             outcome, reason = self.put_new(path, data)
-            if outcome == "created" or (outcome == "exists" and not is_sent_again):
+            if outcome is PutNew.CREATED or (outcome is PutNew.EXISTS and not is_sent_again):
                 break
             is_sent_again = True  # an earlier request may be carried out late
             try:
@@ -333,9 +334,9 @@ class RemoteStore(ObjectStore):
                     raise reason or StorageError(f"creating {show(path)}", path=path) from None
                 time.sleep(pause_s)
                 continue
-            outcome = "created" if found == data else "exists"
+            outcome = PutNew.CREATED if found == data else PutNew.EXISTS
             break
-        if outcome == "exists":
+        if outcome is PutNew.EXISTS:
             raise FileExistsError(errno.EEXIST, "it exists", path)
 
     @contextlib.contextmanager

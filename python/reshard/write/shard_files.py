@@ -44,14 +44,14 @@ class WrittenFile:
         header_bytes: size of its header.
         header_checksum: CRC-32C of its header.
         checksums: checksums of its chunks.
-        not_finite: names of its arrays that hold values that are not finite, and "nan" or "inf"; at most 1,000.
+        not_finite: names of its arrays that hold values that are not finite, and the worst one; at most 1,000.
     """
 
     n_bytes: int
     header_bytes: int
     header_checksum: int
     checksums: bytes = field(repr=False)
-    not_finite: tuple[tuple[str, str], ...] = ()
+    not_finite: tuple[tuple[str, _core.NotFinite], ...] = ()
 
     @classmethod
     def of(cls, written: ValueRecord) -> WrittenFile:

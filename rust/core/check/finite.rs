@@ -27,16 +27,6 @@ pub enum NotFinite {
     Nan,
 }
 
-impl NotFinite {
-    /// "inf" or "nan".
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Infinite => "inf",
-            Self::Nan => "nan",
-        }
-    }
-}
-
 /// What is wrong with values of an array. A value is a float; a complex element is two.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Counts {

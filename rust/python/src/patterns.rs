@@ -1,8 +1,10 @@
 //! Patterns over tensor keys.
 
 use crate::errors::raise;
+use crate::records::KEY_GROUP;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
+use pyo3::types::PyTuple;
 use reshard_core::{numbered, patterns};
 
 #[pyclass(frozen, module = "reshard._core")]
@@ -78,21 +80,16 @@ impl IndexPattern {
     }
 }
 
-type NumberedGroup = (usize, usize, Vec<Vec<String>>);
-
 #[pyfunction]
 #[pyo3(signature = (keys, labels=Vec::new()))]
 pub(crate) fn number_groups(
     py: Python<'_>,
     keys: Vec<PyBackedStr>,
     labels: Vec<u32>,
-) -> (Vec<u32>, Vec<NumberedGroup>) {
+) -> PyResult<(Vec<u32>, Vec<Bound<'_, PyTuple>>)> {
     let (of_keys, groups) = py.detach(|| numbered::groups(&keys, &labels));
-    let groups = groups.into_iter();
-    (
-        of_keys,
-        groups
-            .map(|one| (one.first, one.n_keys, one.numbers))
-            .collect(),
-    )
+    let groups = groups
+        .into_iter()
+        .map(|one| KEY_GROUP.of(py, (one.first, one.n_keys, one.numbers)));
+    Ok((of_keys, groups.collect::<PyResult<_>>()?))
 }

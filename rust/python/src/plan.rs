@@ -2,7 +2,7 @@
 
 use crate::buffer::{Borrowed, Buffer, disjoint};
 use crate::errors::raise;
-use crate::records::{ARRAY_STACK, PLANNED_ARRAY};
+use crate::records::{ARRAY_STACK, PLANNED_ARRAY, WRITTEN_RANGE, not_finite_list};
 use crate::run::{run, run_in_team};
 use crate::write::{Buffers, Written, with_buffers, write_plan};
 use pyo3::exceptions::PyIndexError;
@@ -376,7 +376,7 @@ impl Plan {
         direct: bool,
         mode: u32,
         progress: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<PartRecord<'py>> {
+    ) -> PyResult<Bound<'py, PyTuple>> {
         let options = options_of(metadata, container, durable, direct, mode);
         let written = with_buffers(py, buffers, |buffers| {
             let control = Control::default();
@@ -394,29 +394,18 @@ impl Plan {
             .iter()
             .flat_map(|one| one.to_le_bytes())
             .collect();
-        let not_finite = written.not_finite.into_iter();
-        Ok((
-            (written.range.start, written.range.end),
+        let record = (
+            written.range.start,
+            written.range.end,
             written.n_bytes,
             written.header_bytes,
             written.header_checksum,
             PyBytes::new(py, &chunks),
-            not_finite
-                .map(|(name, worst)| (name, worst.name()))
-                .collect(),
-        ))
+            not_finite_list(py, &written.not_finite)?,
+        );
+        WRITTEN_RANGE.of(py, record)
     }
 }
-
-/// The range, the bytes and the header of the file, and of the range the checksums and the arrays that are not finite.
-type PartRecord<'py> = (
-    (u64, u64),
-    u64,
-    u64,
-    u32,
-    Bound<'py, PyBytes>,
-    Vec<(String, &'static str)>,
-);
 
 fn options_of(
     metadata: Option<BTreeMap<String, String>>,

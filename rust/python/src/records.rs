@@ -1,12 +1,13 @@
 //! The records that Python receives. Most are named tuples, which it can unpack, compare and write as JSON. Those of which
 //! a file can have a million are classes of their own: an instance costs less than a tuple.
 //!
-//! What comes by column (`alike`, `number_groups`, `array_kinds`) stays a tuple of lists, and pairs stay pairs: a record
-//! for each tensor would take longer than the call.
+//! What comes by column (`alike`, `array_kinds`) stays a tuple of lists, and pairs stay pairs: a record for each tensor
+//! would take longer than the call. A result out of a few is a member of an `enum.Enum`.
 
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyTuple, PyType};
+use reshard_core::finite::NotFinite;
 use reshard_core::local_array::LocalArray;
 use reshard_core::tile::Tile;
 
@@ -110,6 +111,115 @@ pub(crate) static STRATEGY_LAYOUT_ITEM: Record = Record::new(
 pub(crate) static OBJECT_STATUS: Record =
     Record::new("ObjectStatus", &["n_bytes", "e_tag", "modified"]);
 
+/// An entry of a folder.
+pub(crate) static FOLDER_ENTRY: Record = Record::new("FolderEntry", &["name", "mode", "n_bytes"]);
+/// Keys that differ only in numbers.
+pub(crate) static KEY_GROUP: Record = Record::new("KeyGroup", &["first", "n_keys", "numbers"]);
+/// A strategy file.
+pub(crate) static STRATEGY: Record = Record::new(
+    "Strategy",
+    &[
+        "current_stage",
+        "parallel_strategy_item",
+        "parallel_layout_item",
+    ],
+);
+/// What a file of `torch.save` of one rank holds.
+pub(crate) static TORCH_RANK_FILE: Record =
+    Record::new("TorchRankFile", &["tensors", "shards", "values"]);
+/// A part of a file that was written.
+pub(crate) static WRITTEN_RANGE: Record = Record::new(
+    "WrittenRange",
+    &[
+        "start",
+        "end",
+        "n_bytes",
+        "header_bytes",
+        "header_checksum",
+        "checksums",
+        "not_finite",
+    ],
+);
+/// What this process has requested of objects.
+pub(crate) static REMOTE_COUNTS: Record = Record::new(
+    "RemoteCounts",
+    &["n_requests", "fetched_bytes", "wanted_bytes"],
+);
+
+/// The worst value of an array. Its members are the words that files have for them.
+static NOT_FINITE: Enumeration = Enumeration {
+    name: "NotFinite",
+    base: "StrEnum",
+    members: &[("NAN", "nan"), ("INFINITE", "inf")],
+    class: PyOnceLock::new(),
+};
+/// What became of a request for a new object.
+static PUT_NEW: Enumeration = Enumeration {
+    name: "PutNew",
+    base: "Enum",
+    members: &[
+        ("CREATED", "created"),
+        ("EXISTS", "exists"),
+        ("UNKNOWN", "unknown"),
+    ],
+    class: PyOnceLock::new(),
+};
+
+/// A class of `enum`, made once for each process.
+pub(crate) struct Enumeration {
+    name: &'static str,
+    base: &'static str,
+    members: &'static [(&'static str, &'static str)],
+    class: PyOnceLock<Py<PyAny>>,
+}
+
+impl Enumeration {
+    fn class<'py>(&self, py: Python<'py>) -> PyResult<&Bound<'py, PyAny>> {
+        let class = self.class.get_or_try_init(py, || {
+            let options = PyDict::new(py);
+            options.set_item("module", "reshard._core")?;
+            let base = py.import("enum")?.getattr(self.base)?;
+            let class = base.call((self.name, self.members.to_vec()), Some(&options))?;
+            Ok::<_, PyErr>(class.unbind())
+        })?;
+        Ok(class.bind(py))
+    }
+
+    fn member<'py>(&self, py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyAny>> {
+        self.class(py)?.getattr(name)
+    }
+}
+
+/// Names of arrays, each with its worst value.
+pub(crate) fn not_finite_list<'py>(
+    py: Python<'py>,
+    found: &[(String, NotFinite)],
+) -> PyResult<Vec<(String, Bound<'py, PyAny>)>> {
+    let named = found.iter().map(|(name, worst)| {
+        let member = match worst {
+            NotFinite::Nan => "NAN",
+            NotFinite::Infinite => "INFINITE",
+        };
+        Ok((name.clone(), NOT_FINITE.member(py, member)?))
+    });
+    named.collect()
+}
+
+/// What became of a request for a new object.
+#[cfg(feature = "remote")]
+pub(crate) fn put_new_member<'py>(
+    py: Python<'py>,
+    outcome: &reshard_remote::write::PutNew,
+) -> PyResult<Bound<'py, PyAny>> {
+    use reshard_remote::write::PutNew;
+    let member = match outcome {
+        PutNew::Created => "CREATED",
+        PutNew::Exists => "EXISTS",
+        PutNew::Unknown(_) => "UNKNOWN",
+    };
+    PUT_NEW.member(py, member)
+}
+
 /// `tuple.__new__`: it makes an instance of a subclass without running Python code.
 static NEW: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
 
@@ -171,8 +281,17 @@ pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
         &STRATEGY_ITEM,
         &STRATEGY_LAYOUT_ITEM,
         &OBJECT_STATUS,
+        &FOLDER_ENTRY,
+        &KEY_GROUP,
+        &STRATEGY,
+        &TORCH_RANK_FILE,
+        &WRITTEN_RANGE,
+        &REMOTE_COUNTS,
     ] {
         module.add(record.name, record.class(module.py())?)?;
+    }
+    for enumeration in [&NOT_FINITE, &PUT_NEW] {
+        module.add(enumeration.name, enumeration.class(module.py())?)?;
     }
     Ok(())
 }

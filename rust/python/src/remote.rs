@@ -1,7 +1,7 @@
 //! Objects in buckets and behind HTTP.
 
 use crate::errors::raise;
-use crate::records::OBJECT_STATUS;
+use crate::records::{OBJECT_STATUS, REMOTE_COUNTS, put_new_member};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
@@ -185,26 +185,21 @@ pub(crate) fn upload_file(
     wait_and(py, work, report).inspect_err(|_| control.cancel())
 }
 
-/// `"created"`, `"exists"`, or `"unknown"` and why.
+/// What became of the request, and why it is not known.
 #[pyfunction]
-pub(crate) fn put_new_object(
-    py: Python<'_>,
+pub(crate) fn put_new_object<'py>(
+    py: Python<'py>,
     url: &str,
     content: &[u8],
-) -> PyResult<(&'static str, Option<Py<PyAny>>)> {
+) -> PyResult<(Bound<'py, PyAny>, Option<Py<PyAny>>)> {
     let (address, content) = (address(py, url)?, content.to_vec());
     let outcome = wait(py, move || write::put_new(&address, content))?;
-    Ok(match outcome {
-        PutNew::Created => ("created", None),
-        PutNew::Exists => ("exists", None),
-        PutNew::Unknown(error) => {
-            let reason = raise::<()>(py, Err(error)).err();
-            (
-                "unknown",
-                reason.map(|error| error.into_value(py).into_any()),
-            )
-        }
-    })
+    let member = put_new_member(py, &outcome)?;
+    let reason = match outcome {
+        PutNew::Unknown(error) => raise::<()>(py, Err(error)).err(),
+        PutNew::Created | PutNew::Exists => None,
+    };
+    Ok((member, reason.map(|error| error.into_value(py).into_any())))
 }
 
 #[pyfunction]
@@ -276,13 +271,10 @@ pub(crate) fn set_cache(py: Python<'_>, cache: Option<(PathBuf, u64)>) -> PyResu
 
 /// Requests, fetched bytes and wanted bytes of this process.
 #[pyfunction]
-pub(crate) fn remote_counts() -> (u64, u64, u64) {
+pub(crate) fn remote_counts(py: Python<'_>) -> PyResult<Bound<'_, PyTuple>> {
     let (n_requests, fetched_bytes) = object::counts();
-    (
-        n_requests,
-        fetched_bytes,
-        reshard_core::window::wanted_bytes(),
-    )
+    let wanted_bytes = reshard_core::window::wanted_bytes();
+    REMOTE_COUNTS.of(py, (n_requests, fetched_bytes, wanted_bytes))
 }
 
 /// The URL of an object for messages; the complete one is kept.

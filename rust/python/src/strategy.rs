@@ -1,26 +1,23 @@
 //! Strategy files as records.
 
 use crate::errors::raise;
-use crate::records::{STRATEGY_ITEM, STRATEGY_LAYOUT_ITEM};
+use crate::records::{STRATEGY, STRATEGY_ITEM, STRATEGY_LAYOUT_ITEM};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 use reshard_formats::strategy::{LayoutTuple, StrategyTuple, decode, encode};
 
 #[pyfunction]
-pub(crate) fn decode_strategy<'py>(
-    py: Python<'py>,
-    data: &[u8],
-) -> PyResult<(i64, Vec<Bound<'py, PyTuple>>, Vec<Bound<'py, PyTuple>>)> {
+pub(crate) fn decode_strategy<'py>(py: Python<'py>, data: &[u8]) -> PyResult<Bound<'py, PyTuple>> {
     let (stage, operators, layouts) = raise(py, decode(data))?;
     let operators = operators.into_iter().map(|one| STRATEGY_ITEM.of(py, one));
     let layouts = layouts
         .into_iter()
         .map(|one| STRATEGY_LAYOUT_ITEM.of(py, one));
-    Ok((
-        stage,
-        operators.collect::<PyResult<_>>()?,
-        layouts.collect::<PyResult<_>>()?,
-    ))
+    let operators = operators.collect::<PyResult<Vec<_>>>()?;
+    STRATEGY.of(
+        py,
+        (stage, operators, layouts.collect::<PyResult<Vec<_>>>()?),
+    )
 }
 
 #[pyfunction]

@@ -3,7 +3,7 @@
 
 use crate::errors::raise;
 use crate::index::{Index, parse_method};
-use crate::records::{DCP_OBJECT, OPENED_DCP, TORCH_SHARD, TORCH_TENSOR};
+use crate::records::{DCP_OBJECT, OPENED_DCP, TORCH_RANK_FILE, TORCH_SHARD, TORCH_TENSOR};
 use pyo3::exceptions::PyRecursionError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyComplex, PyDict, PyFrozenSet, PyList, PyTuple};
@@ -287,12 +287,6 @@ fn no_whole(path: &Path, name: &str) -> Error {
         .key(name)
 }
 
-type RankTuples<'py> = (
-    Vec<Bound<'py, PyTuple>>,
-    Vec<Bound<'py, PyTuple>>,
-    Vec<(String, Bound<'py, PyAny>)>,
-);
-
 /// Tensors, shards of tensors and other values of a file of `torch.save`, by path.
 #[pyfunction]
 #[pyo3(signature = (path, *, follow_links=true))]
@@ -300,7 +294,7 @@ pub(crate) fn read_torch_shards(
     py: Python<'_>,
     path: PathBuf,
     follow_links: bool,
-) -> PyResult<RankTuples<'_>> {
+) -> PyResult<Bound<'_, PyTuple>> {
     let read = py.detach(|| read_file(&path, follow_links));
     let (file, leaves) = raise(py, read)?;
     let (mut tensors, mut shards) = (Vec::new(), Vec::new());
@@ -335,7 +329,7 @@ pub(crate) fn read_torch_shards(
             sharded.push(TORCH_SHARD.of(py, (name, dtype, local, whole, object))?);
         }
     }
-    Ok((tensors, sharded, others))
+    TORCH_RANK_FILE.of(py, (tensors, sharded, others))
 }
 
 /// Tensors of a file of `torch.save` by path, and its object, in which one value stands for all tensors.

@@ -2,17 +2,18 @@
 
 use crate::arrays::InputTensors;
 use crate::errors::raise;
+use crate::records::{FOLDER_ENTRY, not_finite_list};
 use crate::run::{n_threads, named_pool, pool, run};
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
+use pyo3::types::{PyBytes, PyTuple};
 use rayon::prelude::*;
 use reshard_core::control::Control;
 use reshard_core::plan::Plan as CorePlan;
 use reshard_core::{Error, Kind};
 use reshard_core::{snapshot, writer};
 use std::collections::BTreeMap;
-use std::ffi::OsString;
 use std::fs::{DirEntry, read_dir};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, TryLockError};
@@ -48,11 +49,8 @@ impl Written {
     }
 
     #[getter]
-    fn not_finite(&self) -> Vec<(&str, &'static str)> {
-        let found = self.0.not_finite.iter();
-        found
-            .map(|(name, worst)| (name.as_str(), worst.name()))
-            .collect()
+    fn not_finite<'py>(&self, py: Python<'py>) -> PyResult<Vec<(String, Bound<'py, PyAny>)>> {
+        not_finite_list(py, &self.0.not_finite)
     }
 
     #[getter]
@@ -239,22 +237,13 @@ pub(crate) fn sync_together(
     .map_err(|(index, error)| os_error(error, files.iter().chain(&folders).nth(index)))
 }
 
-/// Name, kind and bytes of each entry of a folder, sorted by name. Links are not followed.
+/// Name, mode and bytes of each entry of a folder, sorted by name. Links are not followed.
 #[pyfunction]
-pub(crate) fn folder_sizes(
-    py: Python<'_>,
-    folder: PathBuf,
-) -> PyResult<Vec<(OsString, &'static str, u64)>> {
+pub(crate) fn folder_sizes(py: Python<'_>, folder: PathBuf) -> PyResult<Vec<Bound<'_, PyTuple>>> {
     const MANY: usize = 1024; // starting a pool takes longer than some hundred files
     let of = |entry: &DirEntry| {
         let found = entry.metadata()?;
-        let kind = match found.file_type() {
-            kind if kind.is_symlink() => "link",
-            kind if kind.is_dir() => "folder",
-            kind if kind.is_file() => "file",
-            _ => "other",
-        };
-        Ok((entry.file_name(), kind, found.len()))
+        Ok((entry.file_name(), found.mode(), found.len()))
     };
     let list = || read_dir(&folder)?.collect::<std::io::Result<Vec<_>>>();
     let entries = py.detach(list).map_err(|error| os_error(error, None))?;
@@ -266,7 +255,8 @@ pub(crate) fn folder_sizes(
     };
     let mut found = found.map_err(|error| os_error(error, None))?;
     found.sort_unstable();
-    Ok(found)
+    let records = found.into_iter();
+    records.map(|entry| FOLDER_ENTRY.of(py, entry)).collect()
 }
 
 /// With the error number, by which callers distinguish errors, and the path if one is given.

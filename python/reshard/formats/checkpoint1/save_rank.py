@@ -54,13 +54,13 @@ class WrittenWeights:
         name: its name.
         n_bytes: its size.
         digest: of its content.
-        not_finite: names of its arrays with values that are not finite, and "nan" or "inf".
+        not_finite: names of its arrays with values that are not finite, and the worst one.
     """
 
     name: str
     n_bytes: int
     digest: str
-    not_finite: tuple[tuple[str, str], ...] = ()
+    not_finite: tuple[tuple[str, _core.NotFinite], ...] = ()
 
 
 def folder_of(root: Location, rank: int, kind: FileKind = "full") -> Location:
