@@ -20,7 +20,7 @@ from tests.servers.s3 import BUCKET
 import reshard
 from reshard.cli import main
 from reshard.commit import claims, leases, log, log_claims, log_records, protocol, roots
-from reshard.commit.session import forget_all
+from reshard.commit.session import find_session, forget_all
 from reshard.errors import ArgumentError, ClaimedError, DestinationExistsError, UnsupportedError
 from reshard.storage.location import locate
 
@@ -322,6 +322,35 @@ def test_a_process_of_this_host_that_is_alive_keeps_its_claim(url: str, s3: S3Se
     protocol.release()
     assert fork(other).result(60) == "saved"
     check(url, 2)
+
+
+def test_a_service_that_is_gone_does_not_hold_up_the_end(
+    proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(url, 1)
+    monkeypatch.setattr(claims, "_RELEASE_SECONDS", 0.5)
+    answered = threading.Event()
+
+    def hold(_: str, __: str) -> None:
+        answered.wait(60)
+
+    proxy.before = hold
+    try:
+        protocol.release()
+        assert not answered.is_set(), "it did not wait for an answer"
+        assert find_session(locate(url)).claim is None  # type: ignore[union-attr]
+        assert f"the claim on {url} is not released yet" in caplog.text
+    finally:
+        proxy.before = None
+        answered.set()
+    monkeypatch.setattr(claims, "_RELEASE_SECONDS", 60.0)
+    caplog.clear()
+    save(url, 2)
+    protocol.release()
+    head = log.head_of(locate(url))
+    assert head is not None
+    assert (locate(url) / log_claims.WRITERS_FOLDER / str(head.epoch)).read_small(100) == b'{"released":true}'
+    assert "not released" not in caplog.text
 
 
 @pytest.mark.slow(disk=False)

@@ -21,6 +21,7 @@ from tests.servers.s3 import BUCKET
 import reshard
 from reshard import _core
 from reshard.commit import leases, log, protocol, roots
+from reshard.commit import manifest as manifests
 from reshard.commit.copies import copy_iteration
 from reshard.commit.session import forget_all
 from reshard.config import Config
@@ -374,6 +375,13 @@ def test_a_copy_that_fails_is_tried_again_with_the_next(proxy: Proxy, url: str, 
     failed = next(event for event in events if event.kind == "not_mirrored")
     assert (failed.iteration, failed.fields["is_final"]) == (2, False)
     assert "AccessDenied" in str(failed.fields["reason"])
+
+
+def test_that_an_iteration_is_being_read_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path / "run", 7701)
+    with manifests.read_lock(locate(tmp_path / "run/iteration_00007701")):  # as while it is copied
+        save(tmp_path / "run", 7702, 7703, 7704, keep=1)
+    assert caplog.text.count("iteration 7701 is being read") == 1
 
 
 @pytest.mark.slow(disk=False)

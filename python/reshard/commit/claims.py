@@ -21,6 +21,7 @@ import os
 import re
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from reshard.commit import filesystem, log_claims, owners, process_end
@@ -30,7 +31,7 @@ from reshard.storage.store import LockHeldError
 from reshard.values.words import show
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from reshard.commit.session import RootSession
     from reshard.storage.location import Location
@@ -41,6 +42,7 @@ WRITERS_FOLDER = ".writers"
 
 _BEAT_SECONDS = 5.0
 _WATCH_SECONDS = 30.0
+_RELEASE_SECONDS = 4.0  # of a claim in a bucket: without it others watch the claim for longer
 _LOCK_SECONDS = 60.0  # publication takes milliseconds; a recovery that checks large headers takes seconds
 _CLAIM_FILE = re.compile("epoch_([0-9]{1,18})")
 _log = logging.getLogger("reshard")
@@ -187,20 +189,36 @@ def release(root: Location | None = None) -> None:
             continue
         with session.claiming:
             if session.claim is not None:
-                with contextlib.suppress(OSError, ReshardError):
-                    check(session.claim)
-                    # The generation stays in use: no later claim gets it, so that a late writer detects that it was
-                    # replaced.
-                    session.claim.file.write(b'{"released":true}')
+                if session.root.objects is None:
+                    _say_released(session.claim)
+                else:  # a service that does not answer holds nobody up; its requests are repeated for a minute
+                    session.claim.at_end.append(partial(_say_released, session.claim))
                 _drop(session)
+
+
+def _say_released(claim: Claim) -> None:
+    with contextlib.suppress(OSError, ReshardError):
+        check(claim)
+        # The generation stays in use: no later claim gets it, so that a late writer detects that it was replaced.
+        claim.file.write(b'{"released":true}')
 
 
 def _drop(session: RootSession) -> None:
     claim, session.claim = session.claim, None
-    if claim is not None:
-        claim.stop.set()
+    if claim is None:
+        return
+    claim.stop.set()
+    if session.root.objects is None:
         claim.beat.join()  # before the close: the heartbeat must not touch another file with a reused file descriptor
         claim.file.close()
+        return
+    claim.beat.join(_RELEASE_SECONDS)
+    if claim.beat.is_alive() and claim.at_end:
+        _log.warning(
+            "the claim on %s is not released yet: the service does not answer. The next process that writes there sees "
+            "that this one has ended, which takes longer on another host",
+            session.root,
+        )
 
 
 # Registered at import, so that exit functions that are registered later, such as the wait for saves, run before it.
@@ -252,15 +270,18 @@ def _started(root: Location, generation: int, file: HeldFile, seconds: float) ->
     """A claim whose heartbeat has begun."""
     process_end.call_at_end(release, process_end.CLAIMS)  # once more: this may be a forked worker
     stop = threading.Event()
-    beat = threading.Thread(target=_touch, args=(file, stop, seconds), name="reshard-claim", daemon=True)
+    at_end: list[Callable[[], object]] = []
+    beat = threading.Thread(target=_touch, args=(file, stop, seconds, at_end), name="reshard-claim", daemon=True)
     beat.start()
-    return Claim(root, generation, file, stop, beat)
+    return Claim(root, generation, file, stop, beat, at_end)
 
 
-def _touch(file: HeldFile, stop: threading.Event, seconds: float) -> None:
+def _touch(file: HeldFile, stop: threading.Event, seconds: float, at_end: list[Callable[[], object]]) -> None:
     while not stop.wait(seconds):
         with contextlib.suppress(Exception):  # of any kind: the claim must not look dead
             file.beat()
+    for act in at_end:
+        act()
 
 
 def _watch(root: Location, writers: Location, beats: dict[int, int]) -> dict[int, int]:

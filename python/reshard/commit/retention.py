@@ -332,7 +332,7 @@ def apply(
     entries: Sequence[Entry] | None = None,
     cache: ManifestCache | None = None,
 ) -> Removed:
-    """As `remove`, for the end of a save: what the system refuses is a warning, and logged.
+    """As `remove`, for the end of a save: what the system refuses is a warning.
 
     Before the first save with the metric of `best` nothing is removed, which is no warning until many saves lack it.
 
@@ -379,8 +379,6 @@ def apply(
         removed = Removed((), 0, {}, (f"nothing is removed: {error.message}",))
     except (StorageError, DamagedFileError) as error:
         removed = Removed((), 0, {}, (f"retention stopped: {error.message}",))
-    for line in removed.warnings:
-        _log.warning("%s", line)
     return removed
 
 

@@ -21,7 +21,7 @@ from reshard.errors import ClaimedError, ReshardError
 from reshard.values.words import show
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Callable, Hashable
 
     from reshard.storage.location import Location
     from reshard.storage.store import Abilities, HeldFile
@@ -39,6 +39,7 @@ class Claim:
         file: the claim file: its time of modification is the heartbeat.
         stop: ends the heartbeat.
         beat: the thread that touches the file.
+        at_end: called by that thread when it ends.
         abilities: of the root's store, once they were tested under this claim.
     """
 
@@ -47,6 +48,7 @@ class Claim:
     file: HeldFile = field(repr=False)
     stop: threading.Event = field(repr=False)
     beat: threading.Thread = field(repr=False)
+    at_end: list[Callable[[], object]] = field(repr=False)
     abilities: Abilities | None = None
 
 

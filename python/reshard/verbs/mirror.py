@@ -95,6 +95,7 @@ class Copier:
         self._thread: threading.Thread | None = None
         self._told: set[int] = set()  # saves of this process that are due
         self._given_up: set[int] = set()
+        self._said: set[str] = set()
         self._left: tuple[int, ...] = ()
         self._pid = os.getpid()
         self._n_saves = 0
@@ -270,7 +271,9 @@ class Copier:
             progress=lambda *_: self._advance(0),
         )
         for line in removed.warnings:
-            _log.warning("%s: %s", self.copies, line)
+            if line not in self._said:
+                _log.warning("%s: %s", self.copies, line)
+                self._said.add(line)
 
     def _advance(self, n_bytes: int) -> None:
         self._n_bytes += n_bytes
