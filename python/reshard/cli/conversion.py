@@ -92,7 +92,7 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
         type=PATH,
         metavar="PATH",
         help="How the rank folders of SRC are sharded: a strategy file, or the folder with those of all stages. "
-        "Default: the folder `strategy` beside SRC.",
+        "Default: the folder `strategy` beside SRC. For ranks of Megatron-LM and vLLM, a layout file.",
     ),
     "format": click.option("--format", metavar="NAME", help=FORMAT_HELP.replace("a folder", "SRC")),
     "suffix": click.option(

@@ -82,7 +82,8 @@ def open(  # noqa: A001
             the files. Default: the folder `strategy` beside `path` or in it; without one, tensors can only be read rank
             by rank (`Checkpoint.stored`). A tensor that the strategy does not list is whole if all ranks that hold it
             have the same bytes; these are compared when it is first read. For rank folders of Megatron-LM, a layout
-            file whose rules are tried before those of Megatron-LM. Other formats need none.
+            file whose rules are tried before those of Megatron-LM. For several ranks of vLLM, a layout file that says
+            how they divide the tensors. Other formats need none.
         names: a name map that renames the tensors, see `Checkpoint.renamed`: a `NameMap`, its file or mapping, or a
             preset such as "qwen3-mindspore". A text that ends in ":reverse" applies the map in reverse.
         method: "map" maps the files, "read" reads them at positions, "auto" decides by the file system.

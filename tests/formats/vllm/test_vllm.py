@@ -15,7 +15,15 @@ from safetensors.numpy import save_file
 from tests.helpers.command_line import run
 
 import reshard
-from reshard.errors import CheckpointNotFoundError, DamagedFileError, LayoutError, ReshardError, UnsupportedError
+from reshard.errors import (
+    CheckpointNotFoundError,
+    DamagedFileError,
+    LayoutError,
+    MismatchError,
+    ReshardError,
+    UnsupportedError,
+)
+from reshard.layout.strategy_file import LayoutItem
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -122,3 +130,105 @@ def test_other_names(tmp_path: Path, name: str) -> None:
     save_file(state(), tmp_path / f"{name}.safetensors")
     with pytest.raises(CheckpointNotFoundError, match="holds no checkpoint"):
         reshard.open(tmp_path)
+
+
+def divided(heads: int, kv_heads: int, n_ranks: int) -> tuple[dict[str, np.ndarray[Any, Any]], list[dict[str, Any]]]:
+    """A model, and the state of each rank as the layers of vLLM divide it."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(2 * n, 6)).astype(np.float32) for n in (heads, kv_heads, kv_heads))
+    gate, up = (rng.normal(size=(8, 6)).astype(np.float32) for _ in range(2))
+    whole = {
+        QKV: np.concatenate([q, k, v]),
+        "model.layers.0.self_attn.o_proj.weight": rng.normal(size=(6, 2 * heads)).astype(np.float32),
+        "model.layers.0.mlp.gate_up_proj.weight": np.concatenate([gate, up]),
+        "model.embed_tokens.weight": rng.normal(size=(10, 6)).astype(np.float16),
+        "model.norm.weight": rng.normal(size=6).astype(np.float32),
+    }
+
+    def part(array: np.ndarray[Any, Any], rank: int, axis: int = 0) -> np.ndarray[Any, Any]:
+        return np.ascontiguousarray(np.split(array, n_ranks, axis)[rank])
+
+    ranks = [
+        {
+            QKV: np.concatenate([part(one, rank) for one in (q, k, v)]),
+            "model.layers.0.self_attn.o_proj.weight": part(whole["model.layers.0.self_attn.o_proj.weight"], rank, 1),
+            "model.layers.0.mlp.gate_up_proj.weight": np.concatenate([part(gate, rank), part(up, rank)]),
+            "model.embed_tokens.weight": part(whole["model.embed_tokens.weight"], rank),
+            "model.norm.weight": whole["model.norm.weight"],
+        }
+        for rank in range(n_ranks)
+    ]
+    return whole, ranks
+
+
+LAYOUT = """\
+mesh: {tp: 2}
+rules:
+  - {match: "*.qkv_proj.weight", cut: [tp], blocks: {0: [8, 4, 4]}}
+  - {match: "*.gate_up_proj.weight", cut: [tp], blocks: {0: 2}}
+  - {match: "*.o_proj.weight", cut: [null, tp]}
+  - {match: "model.embed_tokens.weight", cut: [tp]}
+  - {match: "*"}
+"""
+
+
+def test_a_layout_joins_the_ranks(tmp_path: Path) -> None:
+    whole, ranks = divided(4, 2, 2)
+    for rank, of_rank in enumerate(ranks):
+        save(tmp_path / "v", rank, of_rank, max_size=200)
+    layout = tmp_path / "vllm.yaml"
+    layout.write_text(LAYOUT)
+    with reshard.open(tmp_path / "v", strategy=layout) as checkpoint:
+        assert not checkpoint.unplaced()
+        assert checkpoint.format == "vllm"
+        for key, array in whole.items():
+            assert np.array_equal(checkpoint.read(key), array), key
+            assert np.array_equal(checkpoint.read(key, slice(1, 5)), array[1:5]), key
+        assert np.array_equal(checkpoint.stored(1)[QKV], ranks[1][QKV])
+    assert run("convert", tmp_path / "v", tmp_path / "hf", "--strategy", layout).exit_code == 0
+    with reshard.open(tmp_path / "hf") as converted:
+        assert all(np.array_equal(converted.read(key), array) for key, array in whole.items())
+    assert run("inspect", tmp_path / "v", "--strategy", layout).exit_code == 0
+    # Without it, the hint says what to give.
+    refused = run("convert", tmp_path / "v", tmp_path / "other")
+    assert refused.exit_code == 1
+    assert "--strategy layout.yaml" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("tp: 2", "tp: 4", "has files of 2 ranks, the mesh of the layout 4"),
+        ("tp: 2", "tp: 1", "has files of 2 ranks, the mesh of the layout 1"),
+        ("[8, 4, 4]", "[8, 4, 2]", "qkv_proj"),
+        ("[8, 4, 4]", "[8, 4]", "qkv_proj"),
+        ('  - {match: "*"}\n', "", "no rule matches"),
+        ("*.o_proj.weight", "*.no_proj.weight", "no_proj"),
+        ("cut: [null, tp]", "cut: [null, null, tp]", "o_proj"),
+        ("cut: [null, tp]", "cut: [null, ep]", "ep"),
+        ("cut: [null, tp]", "flat: {axes: [tp]}", "flattened"),
+        ("rules:", "rules:\n  - 3", "layout"),
+    ],
+)
+def test_layouts_that_are_not_those_of_the_files(tmp_path: Path, old: str, new: str, words: str) -> None:
+    for rank, of_rank in enumerate(divided(4, 2, 2)[1]):
+        save(tmp_path / "v", rank, of_rank)
+    (tmp_path / "layout.yaml").write_text(LAYOUT.replace(old, new, 1))
+    with pytest.raises(ReshardError, match=words):
+        reshard.open(tmp_path / "v", strategy=tmp_path / "layout.yaml")
+
+
+def test_copies_that_differ_are_refused(tmp_path: Path) -> None:
+    """A tensor that a layout leaves whole is the same on all ranks: else the layout, or a file, is another one."""
+    _, ranks = divided(4, 2, 2)
+    layout = tmp_path / "vllm.yaml"
+    layout.write_text(LAYOUT.replace('  - {match: "model.embed_tokens.weight", cut: [tp]}\n', ""))
+    for rank, of_rank in enumerate(ranks):
+        save(tmp_path / "v", rank, of_rank)
+    with reshard.open(tmp_path / "v", strategy=layout) as checkpoint:
+        assert checkpoint.read("model.norm.weight").shape == (6,)
+        with pytest.raises(MismatchError, match=r"embed_tokens"):
+            checkpoint.read("model.embed_tokens.weight")
+    assert run("convert", tmp_path / "v", tmp_path / "hf", "--strategy", layout).exit_code == 1
+    with pytest.raises(UnsupportedError, match="a layout is needed here"):
+        reshard.open(tmp_path / "v", strategy=reshard.layout.Strategy({0: {"w": LayoutItem((2,), ((0,),))}}))

@@ -55,9 +55,10 @@ class _Iterations(Root):
 
     def check(self) -> None:
         """A fault of the layout is no reason to skip an iteration."""
-        from reshard.formats.megatron import rank_folders  # noqa: PLC0415  slow to import
+        from reshard.formats.given_layout import given_layout  # noqa: PLC0415  slow to import
+        from reshard.formats.megatron import rank_folders  # noqa: PLC0415
 
-        rank_folders.given_layout(self.options)
+        given_layout(self.options, rank_folders.HINT)
 
     def open(self, one: Candidate) -> CheckpointData:
         """The data of an iteration. That the tracker names another one is logged."""

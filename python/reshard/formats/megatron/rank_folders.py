@@ -16,8 +16,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from reshard import _core
-from reshard.errors import LayoutError, MismatchError, UnsupportedError
+from reshard.errors import LayoutError, MismatchError
 from reshard.formats.base import CheckpointData, UnplacedTensor
+from reshard.formats.given_layout import given_layout
 from reshard.formats.megatron import names
 from reshard.formats.megatron.common_state import argument, counters_of
 from reshard.formats.megatron.merge_rules import MergeRules
@@ -26,8 +27,6 @@ from reshard.formats.megatron.rank_optimizer import optimizer_arrays
 from reshard.formats.outputs import load_all
 from reshard.formats.own_files import own_index
 from reshard.formats.rank_replicas import HeldArray, Replicas, are_equal
-from reshard.layout.model import as_layout
-from reshard.layout.strategy import Strategy
 from reshard.storage.location import locate
 from reshard.values.words import listed, show
 
@@ -43,10 +42,11 @@ _log = logging.getLogger("reshard")
 
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _FUSED_EXPERTS = re.compile(r".*\.experts\.weight[12]")
-_HINT = (
+HINT = (
     "if the model differs from those of Megatron-LM, pass `strategy=` with a layout whose mesh is the axis `tp` and "
     "whose rules say how its tensors are divided; `Checkpoint.stored(rank)` reads the arrays of one rank"
 )
+"""What to do where its rules do not fit."""
 _KNOWN_DIMS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     (r"embedding\.word_embeddings\.weight", 0, ("padded_vocab_size",)),
     (r"embedding\.word_embeddings\.weight", 1, ("hidden_size",)),
@@ -154,7 +154,7 @@ def open_rank_folders(folder: Location, options: OpenOptions) -> CheckpointData:
     """
     index = _core.Index()
     ranks, sizes, iteration = open_rank_files(folder, index, options.method)
-    given = given_layout(options)
+    given = given_layout(options, HINT)
     rules = MergeRules(sizes.tensor, is_gated=_is_gated(folder, ranks, given), given=given)
     ranks = _tied(index, ranks)
     shared = {_EMBEDDING} if _on_several_stages(ranks, _EMBEDDING) else set()
@@ -192,24 +192,10 @@ def open_rank_folders(folder: Location, options: OpenOptions) -> CheckpointData:
         ranks=ranks,
         sizes=sizes,
         optimizer_files=optimizer.files,
-        replicas=Replicas(copies, _HINT),
+        replicas=Replicas(copies, HINT),
         all_keys=tuple(key for key in (*held, *optimizer.arrays) if key in copies or key in unplaced),
         without_place=unplaced,
     )
-
-
-def given_layout(options: OpenOptions) -> ModelLayout | None:
-    """The layout whose rules are tried first, or None.
-
-    Raises:
-        LayoutError, CheckpointNotFoundError: the layout is invalid, or its file is missing.
-        UnsupportedError: it is a strategy of MindSpore.
-    """
-    if options.strategy is None:
-        return None
-    if isinstance(options.strategy, Strategy):
-        raise UnsupportedError("`strategy` is a strategy of MindSpore; a layout is needed here", hint=_HINT)
-    return as_layout(options.strategy)
 
 
 def _is_gated(folder: Location, ranks: Sequence[RankFile], given: ModelLayout | None) -> bool:
@@ -225,7 +211,7 @@ def _is_gated(folder: Location, ranks: Sequence[RankFile], given: ModelLayout | 
         raise LayoutError(
             f"{show(found[True])} in {show(str(folder))} is gated, {show(found[False])} is not",
             path=str(folder),
-            hint=_HINT,
+            hint=HINT,
         )
     return True in found
 
@@ -283,7 +269,7 @@ def _merge(
                 f"{array.dtype} {array.shape}",
                 path=str(folder),
                 key=key,
-                hint=_HINT,
+                hint=HINT,
             )
     layout = rules.layout(first_weight.key, first.shape)
     groups: dict[object, list[HeldArray]] = {}
@@ -314,7 +300,7 @@ def _check_dims(folder: Location, index: _core.Index, state: Mapping[str, Any]) 
                     f"arguments of the run ({' x '.join(arguments)}) dim {dim} is {expected}",
                     path=str(folder),
                     key=key,
-                    hint=_HINT,
+                    hint=HINT,
                 )
 
 

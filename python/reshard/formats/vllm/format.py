@@ -22,10 +22,10 @@ class Vllm(Format):
         return Match.YES if path.is_folder() and names.rank_files(path.names()) else Match.NO
 
     def open(self, path: Location, options: OpenOptions) -> CheckpointData:
-        """Whole tensors of one rank; of several, the arrays of each rank."""
+        """Whole tensors of one rank; of several, the arrays of each rank, or with a layout whole tensors."""
         from reshard.formats.vllm import reader  # noqa: PLC0415  not needed by other formats
 
-        return reader.open_folder(path, options.method)
+        return reader.open_folder(path, options)
 
 
 VLLM = Vllm()

@@ -24,7 +24,7 @@ from reshard.formats.base import Traits
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-TRAITS = Traits("vllm", is_pretrained=True)
+TRAITS = Traits("vllm", is_pretrained=True, takes_strategy=True)
 
 _FILE = re.compile(r"model-rank-(0|[1-9][0-9]{0,6})-part-(0|[1-9][0-9]{0,6})\.safetensors")
 

@@ -1,23 +1,33 @@
-"""Reads the states of tensor-parallel ranks of vLLM. One rank holds whole tensors; those of several are not joined."""
+"""Reads the states of tensor-parallel ranks of vLLM. A layout says how several ranks divide the tensors."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from reshard import _core
-from reshard.errors import CheckpointNotFoundError, DamagedFileError, UnsupportedError
+from reshard.errors import CheckpointNotFoundError, DamagedFileError, LayoutError, UnsupportedError
 from reshard.formats.base import CheckpointData, UnplacedTensor
+from reshard.formats.given_layout import given_layout
+from reshard.formats.rank_replicas import HeldArray, Replicas
 from reshard.formats.vllm import names
-from reshard.values.words import listed, show
+from reshard.layout.invert import check_local_shapes, global_shapes
+from reshard.values.words import counted, listed, show
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
+    from reshard.formats.base import OpenOptions
+    from reshard.layout.model import ModelLayout
     from reshard.storage.location import Location
 
 _MOST_NAMED = 3
+_HINT = (
+    "the layout has a mesh of the axis `tp`, with the number of tensor-parallel ranks, and rules that say how vLLM "
+    "divided each tensor: `cut: [tp]`, `cut: [null, tp]`, and `blocks` for the parts of a fused one"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +36,13 @@ class _RanksData(CheckpointData):
 
     Attributes:
         files: numbers of the files of each rank.
-        of_ranks: the tensors of several ranks.
+        of_ranks: the tensors of several ranks, without a layout.
+        replicas: the copies that ranks hold under the layout.
     """
 
     files: Mapping[int, list[int]]
     of_ranks: Mapping[str, UnplacedTensor] = field(default_factory=dict)
+    replicas: Replicas = field(default_factory=lambda: Replicas({}, _HINT))
 
     def keys(self) -> Sequence[str] | None:
         """Those of a rank."""
@@ -43,9 +55,13 @@ class _RanksData(CheckpointData):
     def unplaced_hint(self) -> str:
         """What vLLM needs."""
         return (
-            "no file records how vLLM divided them: use the model that vLLM read, or save it again with one "
-            "tensor-parallel rank; `checkpoint.stored(rank)` reads the arrays of a rank"
+            "no file records how vLLM divided them: pass `strategy=` with a layout, `--strategy layout.yaml`, or use "
+            "the model that vLLM read; `checkpoint.stored(rank)` reads the arrays of a rank"
         )
+
+    def check(self, keys: Collection[str] | None) -> None:
+        """Compare the copies that several ranks hold."""
+        self.replicas.check(self.index, self.index.keys() if keys is None else keys)
 
     def rank_axes(self) -> Mapping[str, int]:
         """From the names of the files."""
@@ -60,13 +76,14 @@ class _RanksData(CheckpointData):
         return len(self.files)
 
 
-def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
+def open_folder(folder: Location, options: OpenOptions) -> CheckpointData:
     """Open the files of all ranks.
 
     Raises:
         CheckpointNotFoundError: the file of a rank or a part is missing.
         DamagedFileError: files hold a tensor twice, or are of several saves; or as `reshard.open`.
         UnsupportedError: the weights are quantised.
+        LayoutError, MismatchError: the layout is not that of the files.
         StorageError: as `reshard.open`.
     """
     found = names.rank_files(folder.names())
@@ -79,7 +96,7 @@ def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
     for rank, parts in sorted(found.items()):
         of_rank = held.setdefault(rank, {})
         for _, name in sorted(parts.items()):
-            file = index.add_file(str(folder / name), method=method)
+            file = index.add_file(str(folder / name), method=options.method)
             files.setdefault(rank, []).append(file)
             for tensor in index.file_tensors(file):
                 if tensor.name in of_rank:
@@ -93,13 +110,66 @@ def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
     _check_tensors(folder, held)
     _refuse_quantised(folder, held[0])
     of_ranks: dict[str, UnplacedTensor] = {}
-    if len(files) == 1:
+    replicas = Replicas({}, _HINT)
+    layout = given_layout(options, _HINT)
+    if layout is not None:
+        replicas = _join(folder, index, files, held, layout)
+    elif len(files) == 1:
         for file in range(index.n_files):
             index.add_whole_file(file)
     else:
         for key, (dtype, _) in next(iter(held.values())).items():
             of_ranks[key] = UnplacedTensor(dtype, tuple(dict.fromkeys(tensors[key][1] for tensors in held.values())))
-    return _RanksData(traits=names.TRAITS, path=folder, index=index, method=method, files=files, of_ranks=of_ranks)
+    return _RanksData(
+        traits=names.TRAITS,
+        path=folder,
+        index=index,
+        method=options.method,
+        files=files,
+        of_ranks=of_ranks,
+        replicas=replicas,
+    )
+
+
+def _join(
+    folder: Location,
+    index: _core.Index,
+    files: Mapping[int, list[int]],
+    held: Mapping[int, Mapping[str, tuple[str, tuple[int, ...]]]],
+    layout: ModelLayout,
+) -> Replicas:
+    """Add the whole tensors that the ranks hold under a layout; returns the copies."""
+    n_ranks = math.prod(layout.mesh.values())
+    if n_ranks != len(held):
+        raise LayoutError(
+            f"{show(str(folder))} has files of {counted(len(held), 'rank')}, the mesh of the layout {n_ranks}",
+            path=str(folder),
+            hint="the mesh is the axis `tp` with the number of tensor-parallel ranks",
+        )
+    local: dict[str, dict[int, tuple[int, ...]]] = {
+        key: {rank: tensors[key][1] for rank, tensors in held.items()} for key in held[0]
+    }
+    bound = layout.bind(global_shapes(layout, local, {}), strict=True)
+    check_local_shapes(bound, local)
+    file_of = {
+        (tensor.name, rank): file
+        for rank, of_rank in files.items()
+        for file in of_rank
+        for tensor in index.file_tensors(file)
+    }
+    copies: dict[str, list[list[HeldArray]]] = {}
+    for key, shapes in local.items():
+        of_key, dtype = bound.layouts[key], held[0][key][0]
+        stored, same = [], dict[tuple[_core.Tile, ...], list[HeldArray]]()
+        for rank, shape in shapes.items():
+            tiles = of_key.tiles(rank)
+            file = file_of[key, rank]
+            stored.append(_core.StoredArray(file, key, shape, tiles))
+            same.setdefault(tuple(tiles), []).append(HeldArray(rank, file, key, shape, 0, shape, dtype))
+        index.add_tiles(key, dtype, of_key.shape, stored)
+        copies[key] = [arrays for arrays in same.values() if len(arrays) > 1 and arrays[0].shape.count(0) == 0]
+    index.check_coverage()
+    return Replicas(copies, _HINT)
 
 
 def _check_numbers(folder: Location, found: Mapping[int, Mapping[int, str]]) -> None:
