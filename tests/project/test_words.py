@@ -37,5 +37,6 @@ def test_replaced_words_do_not_return() -> None:
     table = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text().split("## Words\n")[1].split("\n## ")[0]
     words = replaced(table)
     assert words
-    found = {path: words & identifiers(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    texts = {path: path.read_text() for path in PACKAGE.rglob("*.py")}
+    found = {path: words & identifiers(text) for path, text in texts.items() if any(word in text for word in words)}
     assert {path: names for path, names in found.items() if names} == {}
