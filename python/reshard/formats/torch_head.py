@@ -11,6 +11,10 @@ from __future__ import annotations
 HEAD_BYTES = 14
 """So many bytes from the start of a file tell what it is."""
 
+FSDP1_BYTES = 1 << 16
+"""So many bytes from the start of a file tell whether it is one of FSDP1: the pickle is its first member."""
+
+_FSDP1 = b"torch.distributed._shard.sharded_tensor.api\nShardedTensor\n"
 _ZIP = b"PK\x03\x04"
 _LEGACY = bytes.fromhex("6cfc9c46f9206aa85019")  # the magic number, a pickled integer
 
@@ -33,3 +37,13 @@ def is_zip(head: bytes) -> bool:
         True
     """
     return head.startswith(_ZIP)
+
+
+def has_sharded_tensors(head: bytes) -> bool:
+    r"""Whether a file that begins so holds ShardedTensors, as the state dicts of FSDP1 do. They are not decoded.
+
+    Example:
+        >>> has_sharded_tensors(b"ctorch.distributed._shard.sharded_tensor.api\nShardedTensor\n")
+        True
+    """
+    return _FSDP1 in head

@@ -21,8 +21,9 @@ from reshard.errors import (
     MismatchError,
     ReshardError,
     StorageError,
+    UnsupportedError,
 )
-from reshard.formats import registry
+from reshard.formats import registry, torch_head
 from reshard.formats.base import Match, OpenOptions, RankRoot, StrategyLike
 from reshard.lazy import exports
 from reshard.opening import several
@@ -118,9 +119,13 @@ def open(  # noqa: A001
     target = roots.published(target)
 
     def as_stored() -> Checkpoint:
-        if files is None:
-            return _open(target, strategy, method, format)
-        return _open_files(files, target, strategy, method, format)
+        try:
+            if files is None:
+                return _open(target, strategy, method, format)
+            return _open_files(files, target, strategy, method, format)
+        except UnsupportedError as error:
+            _say_sharded_tensors(error)
+            raise
 
     with target.store.remembering():
         if names is None:
@@ -225,6 +230,21 @@ def _say_which_archive(error: DamagedFileError, file: Location) -> None:
     there = what_is_there(file)
     error.message = f"{error.message}: {there.text}"
     error.hint = error.hint or there.hint
+
+
+def _say_sharded_tensors(error: ReshardError) -> None:
+    """Replace the message of an error: a file of FSDP1 has values that are not decoded."""
+    if error.path is None or (file := locate(error.path)).kind(follow_links=True) != "file":
+        return
+    if torch_head.has_sharded_tensors(file.read_head(torch_head.FSDP1_BYTES, follow_links=True)):
+        error.message = (
+            f"{show(str(file))} holds ShardedTensors of FSDP1, each a part of a tensor or of flat parameters; they are "
+            f"not decoded ({error.message})"
+        )
+        error.hint = (
+            "save the state dict with `torch.distributed.checkpoint.save` under `StateDictType.SHARDED_STATE_DICT`, or "
+            "with `torch.save` under `StateDictType.FULL_STATE_DICT`: both are opened here"
+        )
 
 
 def _check_downloaded(error: ReshardError) -> None:

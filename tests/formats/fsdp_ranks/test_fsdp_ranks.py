@@ -12,6 +12,7 @@ import re
 import shutil
 import zipfile
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,7 +36,6 @@ from reshard.errors import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 SHAPES = ((7, 5), (1, 3), (5,))
 
@@ -316,3 +316,18 @@ def test_hostile_descriptions(tmp_path: Path) -> None:
         rewrite(path, data, change)
         with contextlib.suppress(ReshardError), reshard.open(tmp_path / "a") as checkpoint:
             assert all(checkpoint.read(key).size <= 10 for key in checkpoint)
+
+
+@pytest.mark.parametrize("form", ["sharded", "local"])
+def test_sharded_tensors_of_fsdp1_are_refused_by_name(form: str, tmp_path: Path) -> None:
+    """What torch saves today: each names what it is, in a folder, a file and a list."""
+    folder = Path(__file__).parents[2] / "data" / "torch" / "fsdp1_ranks" / form
+    file = folder / "model_world_size_2_rank_0.pt"
+    for path in (folder, file, [file]):
+        with pytest.raises(UnsupportedError, match=r"rank_0\.pt` holds ShardedTensors of FSDP1") as caught:
+            reshard.open(path)
+        assert "StateDictType.SHARDED_STATE_DICT" in str(caught.value.hint)
+    for command in (["inspect", folder], ["convert", folder, tmp_path / "out"]):
+        result = run(*command)
+        assert result.exit_code == 1
+        assert "ShardedTensors of FSDP1" in result.stderr
