@@ -17,6 +17,7 @@ from tests.servers.proxy import Fault, Proxy
 from tests.servers.s3 import BUCKET
 
 import reshard
+from reshard.commit import protocol, roots
 from reshard.errors import ArgumentError, DestinationExistsError, ReshardError, StorageError, UnsupportedError
 from reshard.storage import remote
 from reshard.storage.location import Location, locate
@@ -133,13 +134,83 @@ def test_a_run_is_converted_into_a_bucket(bucket: tuple[Location, Proxy], tmp_pa
         np.testing.assert_array_equal(opened.load()["w"], np.arange(50_000, dtype=np.float32))
 
 
+def test_a_root_in_a_bucket_is_begun_by_a_conversion(bucket: tuple[Location, Proxy], tmp_path: Path) -> None:
+    folder, _ = bucket
+    tensors = model(tmp_path / "model")
+    report = reshard.convert(tmp_path / "model", str(folder), layout=LAYOUT, iteration=3)
+    assert str(report.path) == f"{folder}/iteration_00000003"
+    reshard.convert(tmp_path / "model", tmp_path / "run", layout=LAYOUT, iteration=3)
+    assert reshard.diff(str(folder), tmp_path / "run").equal
+    assert reshard.verify(str(folder)).ok
+    with pytest.raises(DestinationExistsError, match="is not empty"):
+        reshard.convert(tmp_path / "model", str(folder), layout=LAYOUT, iteration=3)
+    reshard.convert(tmp_path / "model", str(folder), layout=LAYOUT, iteration=3, dtype="bfloat16", overwrite=True)
+    with reshard.open(str(folder)) as opened:
+        assert opened.iteration == 3
+        assert str(opened.load()["lm_head.weight"].dtype) == "bfloat16"
+    # A run goes on there: the conversion has released its claim. An older iteration does not become the newest.
+    reshard.save(str(folder), 4, tensors)
+    reshard.convert(tmp_path / "model", str(folder), to="checkpoint2", iteration=2, overwrite=True)
+    with reshard.open(str(folder)) as opened:
+        assert opened.iteration == 4
+    assert reshard.open(f"{folder}/iteration_00000002").iteration == 2
+    protocol.release()
+
+
+def test_a_run_with_its_state_is_converted_into_a_root_in_a_bucket(
+    bucket: tuple[Location, Proxy], tmp_path: Path
+) -> None:
+    folder, _ = bucket
+    extra = {"seed": 5, "moments": np.arange(10_000, dtype=np.float64)}
+    reshard.save(tmp_path / "run", 7, {"w": np.arange(50_000, dtype=np.float32).reshape(100, 500)}, extra=extra)
+    layout = {"mesh": {"tp": 2}, "rules": [{"match": "w", "cut": ["tp", None]}]}
+    reshard.convert(tmp_path / "run", str(folder), layout=layout)
+    loaded = reshard.load(str(folder))
+    assert loaded.iteration == 7
+    np.testing.assert_array_equal(loaded.state["w"].ravel(), np.arange(50_000, dtype=np.float32))
+    assert loaded.extra["seed"] == 5
+    np.testing.assert_array_equal(loaded.extra["moments"], extra["moments"])
+    assert reshard.verify(str(folder)).ok
+    protocol.release()
+
+
+@pytest.mark.slow(disk=False)
+@pytest.mark.parametrize(("bucket", "kind"), [("gs", "refused"), ("s3", "lost answer")], indirect=["bucket"])
+def test_a_root_is_whole_or_not_there_whatever_request_of_a_conversion_fails(
+    bucket: tuple[Location, Proxy], tmp_path: Path, kind: str
+) -> None:
+    folder, proxy = bucket
+    model(tmp_path / "model")
+    for number in itertools.count():
+        root, seen = folder / str(number), itertools.count()
+
+        def fails(method: str, path: str, seen: Any = seen, number: int = number) -> bool:
+            is_write = method in ("PUT", "POST") and "delete" not in path and "batch" not in path
+            return is_write and ".probe" not in path and next(seen) == number
+
+        fault = Fault(fails, 403, "AccessDenied") if kind == "refused" else Fault(fails, is_lost=True)
+        proxy.faults = [fault]
+        try:
+            reshard.convert(tmp_path / "model", str(root), layout=LAYOUT, iteration=3)
+        except StorageError:
+            assert kind == "refused"
+            proxy.faults = []
+            assert not root.exists() or roots.list_iterations(root) == []
+            assert not [name for name, _ in root.store.below(root.path) if name.startswith("iteration")]  # type: ignore[attr-defined]
+            reshard.convert(tmp_path / "model", str(root), layout=LAYOUT, iteration=3)
+        with reshard.open(str(root)) as opened:
+            assert opened.iteration == 3
+            opened.load(verify="full")
+        if fault.times:
+            break
+    assert number > 5
+
+
 def test_what_a_bucket_does_not_have_is_refused(bucket: tuple[Location, Proxy], tmp_path: Path) -> None:
     folder, proxy = bucket
     model(tmp_path / "model")
     proxy.log.clear()
     refused: list[dict[str, Any]] = [
-        {"to": "checkpoint2"},
-        {"layout": LAYOUT},
         {"to": "deepspeed-universal", "part": "all"},
         {"to": "safetensors", "layout": LAYOUT, "share": (0, 2)},
         {"commit": {"private": True}},

@@ -174,7 +174,7 @@ def convert(
         src: a checkpoint, a list of weight files or a pattern of their names, as in `reshard.open`.
         dst: the destination: a Hugging Face folder, a Checkpoint 2.0 root, a folder for one file a rank, or a file. An
             existing folder is filled: it keeps its mode, its owner and its other entries. Or the URL of a folder or a
-            file in a bucket, except for "checkpoint2" and "deepspeed-universal".
+            file in a bucket, except for "deepspeed-universal".
         to: "checkpoint2" (the default with a layout), "safetensors" (the default if `dst` ends with `.safetensors`: one
             file; else one per rank), "huggingface" (the default elsewhere), "mindspore" (full weights in its layout),
             "checkpoint1" (a folder a rank), "torch" (`torch.save`; the default if `dst` ends with `.bin`, `.pt` or

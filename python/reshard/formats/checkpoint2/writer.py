@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from reshard import _core
-from reshard.commit import filesystem, manifest, protocol, roots
+from reshard.commit import filesystem, log, log_claims, log_records, manifest, protocol, roots
 from reshard.commit.claims import LOCK_FILE, WRITERS_FOLDER
 from reshard.commit.publication import made_folder
 from reshard.commit.trash import STAGING_FOLDER, TRASH_FOLDER
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
 # Entries of a root that are not checkpoints, but files of the save protocol.
 _BOOKKEEPING = {STAGING_FOLDER, TRASH_FOLDER, WRITERS_FOLDER, LOCK_FILE}
+# Of a root in a bucket, in which a conversion has failed.
+_OF_LOG = {log_records.LOG_FOLDER, log.CLOCK_FILE, log.PROBE_FOLDER, log_claims.WRITERS_FOLDER}
 
 _log = logging.getLogger("reshard")
 
@@ -58,7 +60,6 @@ class Checkpoint2Writer(Writer):
     """An iteration of a Checkpoint 2.0 root."""
 
     name = "checkpoint2"
-    in_buckets = False
     has_headers = True
     keeps_others = True
     metadata: ClassVar[Mapping[str, str]] = {"format": "ms"}
@@ -201,7 +202,7 @@ def _publish(
                 descriptions.stop()
             finally:
                 protocol.abandon(attempt)
-                if not existed:
+                if not existed and job.target.objects is None:  # a log publishes once, and may have done so
                     _remove_published(attempt)
             raise
         if settings.original_modes:
@@ -293,6 +294,8 @@ def _check_root_free(job: Job, folder_name: str) -> None:
     if found != "folder":
         raise DestinationExistsError(f"{target} is a file; a checkpoint root is a folder", path=str(target))
     entries = [name for name in target.names() if name not in _BOOKKEEPING]
+    if target.objects is not None and not roots.list_iterations(target):  # an earlier conversion has failed
+        entries = [name for name in entries if name not in _OF_LOG and log_records.iteration_of(name) is None]
     if entries and not job.overwrite:
         raise DestinationExistsError(
             f"{target} is not empty: it holds {example_of(entries)}",
