@@ -22,7 +22,7 @@ from reshard.commit import manifest as manifests
 from reshard.commit.manifest import CHUNK_BYTES, Manifest, PlainEntry, ShardEntry
 from reshard.errors import ArgumentError, DamagedFileError, KeyNotFoundError, MismatchError, StorageError
 from reshard.formats.checkpoint2 import reader, root
-from reshard.formats.checkpoint2.reader import Chosen
+from reshard.formats.chosen import Chosen
 from reshard.ranks import messages
 from reshard.storage.location import locate
 from reshard.torch import Checkpointer

@@ -13,13 +13,14 @@ from tests.helpers.strategies import cases
 
 from reshard.documents.common_info import CommonInfo
 from reshard.errors import GroupError
+from reshard.formats.checkpoint1 import rank_saves
 from reshard.formats.checkpoint1 import save as checkpoint1
 from reshard.formats.checkpoint1.agreement import FileFacts
 from reshard.formats.checkpoint1.candidates import RankFolder
 from reshard.formats.checkpoint2 import save as checkpoint2
-from reshard.formats.checkpoint2.reader import Chosen
+from reshard.formats.chosen import Chosen
+from reshard.formats.rank_saves import FoundSaves
 from reshard.formats.replicas import Replicas
-from reshard.opening import gather_ranks
 from reshard.ranks import distinct, group
 from reshard.ranks.collective import Collective
 from reshard.ranks.messages import decode, encode
@@ -34,7 +35,7 @@ from reshard.write.shard_files import WrittenFile
 MESSAGES: list[Any] = [
     *(getattr(save._MESSAGES, one.name) for save in (checkpoint1, checkpoint2) for one in dataclasses.fields(Messages)),
     *(Chosen, CommonInfo, FileFacts, DigitLayout, Published, RankFacts, RankFolder, Replicas, Row, WrittenFile),
-    *(gather_ranks._Found, gather_ranks._Report, load._Choice, load._Outcome),
+    *(FoundSaves, rank_saves._Report, load._Choice, load._Outcome),
     *(distinct._Entry, *state._PARTS),
     group.ErrorRecord,
 ]

@@ -330,22 +330,11 @@ def _print_verdicts(config: Config, facts: ResumeFacts, verdicts: Sequence[Verdi
 
 def _print_ranks(views: Sequence[RankFolderFacts]) -> None:
     """Print the files of each rank folder, with one line for all ranks that have the same files."""
-    from reshard.formats.checkpoint1.names import parse_file_name
-
-    parsed = [parse_file_name(name) for view in views for name in view.files]
-    is_plain = len({one and (one.prefix, one.kind, one.extension) for one in parsed}) == 1 and None not in parsed
-
-    def short(name: str) -> str:
-        one = parse_file_name(name)
-        if one is None:
-            return name
-        return one.suffix if is_plain else one.of_rank(0).name.replace("_rank_0", "_rank_*", 1)
-
     lines: dict[tuple[str, str], list[int]] = {}
     for view in views:
         damaged = dict(view.faults)
-        files = [f"{short(name)} (incomplete)" if name in damaged else short(name) for name in view.files]
-        meta = short(view.meta) if view.meta is not None else "damaged" if view.meta_fault else "-"
+        files = [f"{view.labels.get(name, name)}{' (incomplete)' if name in damaged else ''}" for name in view.files]
+        meta = view.labels.get(view.meta, view.meta) if view.meta is not None else "damaged" if view.meta_fault else "-"
         lines.setdefault((meta, ", ".join(files) or "-"), []).append(view.rank)
     table = plain_table("rank", "meta.json names", "files", folds=("files",))
     for (meta, listed), ranks in lines.items():

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from reshard.commit.scrub import Fault
     from reshard.documents.common_info import CommonInfo
     from reshard.errors import ReshardError
+    from reshard.formats.chosen import Chosen
     from reshard.formats.run_state import Values
     from reshard.layout.strategy import Strategy
     from reshard.quantised.kinds import Quantised
@@ -84,10 +85,12 @@ class OpenOptions(NamedTuple):
     Attributes:
         method: how files are read, as in `reshard.open`.
         strategy: the strategy that describes the shards in rank folders, as in `reshard.open`; None: not given.
+        known: the checkpoint was opened and checked by another rank: open the same, or raise MismatchError.
     """
 
     method: _core.ReadMethod = "auto"
     strategy: StrategyLike | None = None
+    known: Chosen | None = None
 
 
 class Traits(NamedTuple):
@@ -284,6 +287,7 @@ class CheckpointData:
         naming: the naming of its tensors, as in the presets of name maps; None: not recorded.
         config: what it records of the model, under the names of `config.json`.
         derived: tensors that follow from the configuration of the model, which other formats do not hold.
+        chosen: what other ranks need to open the same; None: its path.
         place: `path` as an absolute path, for what is read later: the program may have changed its working folder.
     """
 
@@ -305,6 +309,7 @@ class CheckpointData:
     naming: str | None = None
     config: Mapping[str, object] = field(default_factory=dict)
     derived: tuple[str, ...] = ()
+    chosen: Chosen | None = None
     place: Location = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -361,6 +366,10 @@ class CheckpointData:
             ArgumentError: nothing records which rank wrote a file.
         """
         return None
+
+    def is_deduplicated(self) -> bool | None:
+        """Whether the file of a rank lacks shards that another rank wrote; None: that is not known."""
+        return False
 
     def world_size(self) -> int | None:
         """Number of ranks that saved it, if that is recorded."""
@@ -420,4 +429,4 @@ class CheckpointData:
 
     def view(self, index: _core.Index, lock: Lock | None) -> Self:
         """The same files with an index of other tensors. Records about the stored tensors are left out."""
-        return replace(self, index=index, lock=lock, strings=(), aliases={})
+        return replace(self, index=index, lock=lock, strings=(), aliases={}, chosen=None)

@@ -17,7 +17,7 @@ from reshard.values.counters import COUNTERS, OF_NO_PARAMETER
 from reshard.values.words import show
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from reshard.documents.common_info import CommonInfo
 
@@ -45,6 +45,16 @@ def is_state(key: str) -> bool:
     """
     slot, dot, _ = key.partition(".")
     return slot in _SLOTS if dot else key in OF_NO_PARAMETER
+
+
+def holds_optimizer(keys: Iterable[str]) -> bool:
+    """Whether some of these are optimizer state other than counters, by their names.
+
+    Example:
+        >>> holds_optimizer(["global_step", "embed.weight"]), holds_optimizer(["adam_m.embed.weight"])
+        (False, True)
+    """
+    return any(is_state(key) and key not in NAMES for key in keys)
 
 
 def is_counter(key: str) -> bool:

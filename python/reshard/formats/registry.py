@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.commit import roots
 from reshard.errors import ArgumentError, DestinationExistsError, UnsupportedError
-from reshard.formats.base import Match, RankRoot
+from reshard.formats.base import Match, OpenOptions, RankRoot
 from reshard.formats.checkpoint1.format import CHECKPOINT1
 from reshard.formats.checkpoint2.format import CHECKPOINT2, TILED
 from reshard.formats.ckpt.reader import CKPT
@@ -26,20 +26,25 @@ from reshard.formats.huggingface.reader import HUGGINGFACE
 from reshard.formats.megatron.format import MEGATRON
 from reshard.formats.nanotron.format import NANOTRON
 from reshard.formats.nemo.format import NEMO
+from reshard.formats.rank_saves import RankFormat
 from reshard.formats.single_file.reader import SINGLE_FILE
 from reshard.formats.torch_file.format import TORCH_FILE
 from reshard.formats.torchtune.format import TORCHTUNE
 from reshard.formats.trainer_run.format import TRAINER_RUN
 from reshard.formats.vllm.format import VLLM
 from reshard.formats.weight_files.format import WEIGHT_FILES
+from reshard.storage.location import locate
 from reshard.values.words import check_text, listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from reshard._core import ReadMethod
     from reshard.conversion.known_files import KnownFiles
     from reshard.conversion.writer import Writer
-    from reshard.formats.base import CheckpointData, Format, OpenOptions, Root
+    from reshard.formats.base import CheckpointData, Format, Root
+    from reshard.formats.chosen import Chosen
+    from reshard.formats.rank_saves import RankSaves, SavesRoot
     from reshard.storage.location import Location
     from reshard.write.phases import Draft
 
@@ -129,6 +134,30 @@ def numbered_root(path: Location, iteration: int, options: OpenOptions) -> Root 
     return next((root for root in found if root is not None), None)
 
 
+def open_chosen(chosen: Chosen, *, method: ReadMethod = "auto") -> CheckpointData:
+    """Open a folder that another rank has opened and checked. Shard files are opened when they are first used.
+
+    Args:
+        chosen: what that rank has sent.
+        method: how files are read, as in `reshard.open`.
+
+    Raises:
+        MismatchError: the folder has another digest here.
+        DamagedFileError: a file does not match the manifest or the description.
+        CheckpointNotFoundError: it is missing, or not visible yet.
+
+    Example:
+        >>> import numpy as np, reshard
+        >>> from reshard.opening import chosen
+        >>> _ = reshard.save("run", 5, {"w": np.zeros(4)})
+        >>> with reshard.open("run") as checkpoint:
+        ...     known = chosen(checkpoint)
+        >>> open_chosen(known).iteration
+        5
+    """
+    return CHECKPOINT2.open(locate(chosen.folder), OpenOptions(method, known=chosen))
+
+
 def rank_root(path: Location, options: OpenOptions) -> RankRoot | None:
     """The root of the rank folders in a folder, whatever lies beside them; None: there are none.
 
@@ -137,6 +166,27 @@ def rank_root(path: Location, options: OpenOptions) -> RankRoot | None:
     """
     found = (one.root(path, options) for one in FORMATS if one.traits.rank_folders)
     return next((root for root in found if isinstance(root, RankRoot)), None)
+
+
+def saves_at(path: Location, of: Format | None = None, *, iteration: int | None = None) -> SavesRoot | None:
+    """As `RankFormat.saves_at`, of the first format that has saves there.
+
+    Args:
+        path: the path.
+        of: only this format; None: any.
+        iteration: the requested save, by its number of steps.
+
+    Raises:
+        StorageError: the folder cannot be listed.
+    """
+    formats = [one for one in FORMATS if isinstance(one, RankFormat) and of in (None, one)]
+    return next((found for one in formats if (found := one.saves_at(path, iteration)) is not None), None)
+
+
+def rank_saves(root: SavesRoot) -> RankSaves:
+    """The saves of a root that `saves_at` has returned, perhaps in another process."""
+    of = next(one for one in FORMATS if isinstance(one, RankFormat) and one.traits.name == root.format)
+    return of.rank_saves(root)
 
 
 def note_renamed(source: Location, target: Location, *, durable: bool) -> None:

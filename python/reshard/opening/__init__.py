@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from reshard.checkpoint import Checkpoint
+from reshard.commit import manifest as manifests
 from reshard.commit import roots
 from reshard.errors import (
     ArgumentError,
@@ -42,20 +44,20 @@ if TYPE_CHECKING:
     from reshard.commit.scrub import is_damage as is_damage
     from reshard.commit.scrub import reason_of as reason_of
     from reshard.formats.base import Root
-    from reshard.formats.checkpoint2.reader import Chosen as Chosen
-    from reshard.formats.checkpoint2.reader import chosen as chosen
-    from reshard.formats.checkpoint2.reader import open_chosen as open_chosen
+    from reshard.formats.chosen import Chosen as Chosen
+    from reshard.formats.registry import open_chosen as open_chosen
     from reshard.names import NamesLike
 
 _names, __getattr__ = exports(
     __name__,
     {
-        "reshard.formats.checkpoint2.reader": ["Chosen", "chosen", "open_chosen"],
+        "reshard.formats.chosen": ["Chosen"],
+        "reshard.formats.registry": ["open_chosen"],
         "reshard.commit.folder_facts": ["marks", "newer_than"],
         "reshard.commit.scrub": ["is_damage", "reason_of"],
     },
 )
-__all__ = [*_names, "StrategyLike", "iterations", "open", "root_of"]  # noqa: PLE0604  names, found above
+__all__ = [*_names, "StrategyLike", "chosen", "iterations", "open", "root_of"]  # noqa: PLE0604  names, found above
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _LOST_FILES = "lost+found"  # made by mkfs in the top folder of a volume; fsck puts files without a name there
@@ -281,6 +283,12 @@ def _is_empty(folder: Location) -> bool:
     except StorageError as error:
         error.hint = "if the volume is new, use a folder in it as the checkpoint root"
         raise
+
+
+def chosen(checkpoint: Checkpoint) -> Chosen | None:
+    """What other ranks need to open the same checkpoint; None: they open its path."""
+    known, manifest = checkpoint.data.chosen, checkpoint.data.manifest
+    return known if known is None or manifest is None else replace(known, outline=manifests.outline(manifest))
 
 
 def root_of(path: str | os.PathLike[str], *, strategy: StrategyLike | None = None) -> Root | None:

@@ -17,12 +17,12 @@ from reshard.commit.folder_facts import left_behind
 from reshard.commit.scrub import is_damage, reason_of
 from reshard.config import split_iteration
 from reshard.errors import CheckpointNotFoundError, EmptyRootError, ReshardError, UnsupportedError
-from reshard.formats import health, registry
+from reshard.formats import counter_tensors, health, registry
 from reshard.formats.base import OpenOptions
 from reshard.formats.newest import MAX_LOOKS
 from reshard.layout import ModelLayout
 from reshard.opening import open as open_path
-from reshard.opening.gather_ranks import counters_of, gather_saves, holds_optimizer, saves_root
+from reshard.opening.gather_ranks import gather_saves, saves_root
 from reshard.opening.what_is_there import what_is_there
 from reshard.resume import CandidateFacts, Damaged, Refused, ResumeFacts, RunFacts, Unreadable, evaluate
 from reshard.resume.choose import is_settled
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from reshard import _core
     from reshard.commit.candidates import Candidate, Order
     from reshard.config import Config
+    from reshard.documents.common_info import CommonInfo
     from reshard.formats.base import CheckpointData, Root
     from reshard.resume.facts import Kind
 
@@ -354,13 +355,13 @@ class _Gatherer:
         if kind == "single" and not path.is_folder() and checkpoint.common is None:
             # The file of one rank of Checkpoint 1.0.
             try:
-                checkpoint.common = counters_of(checkpoint)
+                checkpoint.common = _counters_of(checkpoint)
             except ReshardError as error:
                 if not is_damage(error):
                     raise
                 return replace(facts, state=Damaged(reason_of(error)))
             is_legacy = checkpoint.common is not None
-            has_optimizer = holds_optimizer(checkpoint) if is_legacy else facts.has_optimizer
+            has_optimizer = counter_tensors.holds_optimizer(checkpoint) if is_legacy else facts.has_optimizer
             facts = replace(facts, common=checkpoint.common, is_legacy=is_legacy, has_optimizer=has_optimizer)
         if facts.common is not None and kind == "pretrained":
             kind = "single"
@@ -370,6 +371,20 @@ class _Gatherer:
         else:
             checkpoint.close()
         return facts
+
+
+def _counters_of(checkpoint: Checkpoint) -> CommonInfo | None:
+    """The counters that a file stores as tensors; None if it has none.
+
+    Raises:
+        DamagedFileError: a counter has an invalid value.
+        StorageError: the file cannot be read.
+    """
+    names = [name for name in counter_tensors.NAMES if name in checkpoint]
+    path = str(checkpoint.path)
+    for name in names:
+        counter_tensors.check_shape(name, checkpoint.shape(name), path)  # before it is read: it can be of any size
+    return counter_tensors.common_of(checkpoint.load(keys=names, threads=1), path) if names else None
 
 
 def _unopened(root: Root, one: Candidate) -> CandidateFacts:

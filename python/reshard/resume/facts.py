@@ -5,7 +5,7 @@ Plain values. Other modules gather the facts, so that the decision reads neither
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from reshard.documents.common_info import CommonInfo
@@ -97,6 +97,7 @@ class RankFolderFacts:
         meta_fault: why an existing meta.json is invalid.
         files: names of its weight files.
         faults: `(name, fault)` of the files that were read and are not complete.
+        labels: a short form of some names, as they are shown beside those of other ranks.
     """
 
     rank: int
@@ -104,6 +105,7 @@ class RankFolderFacts:
     meta_fault: str | None = None
     files: tuple[str, ...] = ()
     faults: tuple[tuple[str, str], ...] = ()
+    labels: dict[str, str] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)

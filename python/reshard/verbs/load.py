@@ -37,11 +37,12 @@ from reshard.errors import (
     StorageError,
 )
 from reshard.formats import registry
-from reshard.formats.checkpoint1.reader import open_rank_files, strategy_for
+from reshard.formats.base import OpenOptions
 from reshard.formats.left_out import LeftOut
+from reshard.formats.rank_saves import SavesRoot
 from reshard.layout import ModelLayout, as_layout
 from reshard.opening.gather import format_of, gather_both
-from reshard.opening.gather_ranks import SavesRoot, gather_saves, is_deduplicated, open_own, path_of, saves_root
+from reshard.opening.gather_ranks import gather_saves, saves_root
 from reshard.options import Reading, Verify, explains_moved
 from reshard.ranks.collective import Collective, capture
 from reshard.ranks.group import log_of_all, resolve, session
@@ -566,17 +567,14 @@ def _choose_save(
     facts = gather_saves(terms.config, terms.run, tree, ranks=ranks, method=terms.method, faults=faults)
     decision = _decide(terms, facts)
     n_ranks = next((one.world_size or 0 for one in facts.candidates if one.path == decision.path), 0)
-    return decision, lambda: _open_save(terms, tree.path, locate(str(decision.path)).name, n_ranks, ranks.world_size)
+    return decision, lambda: _open_save(terms, tree, locate(str(decision.path)).name, n_ranks, ranks.world_size)
 
 
-def _open_save(terms: _Terms, root: str, save: str, n_ranks: int, world_size: int) -> Checkpoint:
+def _open_save(terms: _Terms, tree: SavesRoot, save: str, n_ranks: int, world_size: int) -> Checkpoint:
     """The files of a save as one checkpoint, or one rank's own file alone."""
-    own = terms.own_file
+    own, root, saves = terms.own_file, tree.path, registry.rank_saves(tree)
     if own is None:
-        files = {rank: path_of(root, save, rank) for rank in range(n_ranks)}
-        return Checkpoint(
-            open_rank_files(locate(root), files, strategy_for(locate(root), terms.strategy), terms.method)
-        )
+        return Checkpoint(saves.open(save, n_ranks, OpenOptions(terms.method, terms.strategy)))
     if not own < n_ranks or world_size not in (1, n_ranks):
         raise MismatchError(
             f"{show(root)} was saved by {n_ranks} ranks, and this is rank {own} of {world_size}: its own file is not "
@@ -584,8 +582,9 @@ def _open_save(terms: _Terms, root: str, save: str, n_ranks: int, world_size: in
             path=root,
             hint="give `layout=`, the layout of this run, and `strategy=`, that of the saved one",
         )
-    checkpoint = open_own(path_of(root, save, own), terms.method)
-    if is_deduplicated(checkpoint, default=terms.config.dedup):
+    checkpoint = Checkpoint(saves.open_own(save, own, terms.method))
+    is_deduplicated = checkpoint.data.is_deduplicated()
+    if terms.config.dedup if is_deduplicated is None else is_deduplicated:
         checkpoint.close()
         raise MismatchError(
             f"{show(root)} was saved without replicas: the own file of rank {own} lacks what other ranks wrote for it",

@@ -341,7 +341,7 @@ def test_what_is_nobodys_damage_is_raised(tmp_path: Path, monkeypatch: pytest.Mo
     def fail(*_: object, **__: object) -> None:
         raise StorageError("too many open files", errno=24)
 
-    monkeypatch.setattr("reshard.opening.gather_ranks.open_rank_files", fail)
+    monkeypatch.setattr("reshard.formats.checkpoint1.rank_saves.open_rank_files", fail)
     with pytest.raises(StorageError, match="too many"):
         resume(copy("ckpt1", tmp_path))
 

@@ -25,8 +25,8 @@ from reshard.errors import (
     StorageError,
 )
 from reshard.formats.checkpoint1 import names as checkpoint1
+from reshard.formats.checkpoint1 import rank_saves
 from reshard.formats.checkpoint1 import reader as rank_folders
-from reshard.opening import gather_ranks as rank_facts
 from reshard.storage.location import locate
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def test_a_run_that_is_cut_otherwise(tree: str, tmp_path: Path) -> None:
 def test_every_rank_looks_at_its_own_folder_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = copy("ckpt1", tmp_path)
     looked, opened = list[str](), list[str]()
-    real_look, real_open = rank_folders.look_at, rank_facts.open_own
+    real_look, real_open = rank_folders.look_at, rank_saves.open_own
 
     def look(folder: Location) -> Any:
         looked.append(folder.name)
@@ -132,8 +132,13 @@ def test_every_rank_looks_at_its_own_folder_alone(tmp_path: Path, monkeypatch: p
         opened.append(path.name)
         return real_open(path, method)
 
-    monkeypatch.setattr("reshard.opening.gather_ranks.look_at", look)
-    monkeypatch.setattr("reshard.opening.gather_ranks.open_own", open_own)
+    monkeypatch.setattr("reshard.formats.checkpoint1.rank_saves.look_at", look)
+
+    def read_own(self: rank_saves.Checkpoint1Saves, save: str, rank: int, method: Any) -> Any:
+        return real_open(self.place(save, rank), method)  # read, after all have looked
+
+    monkeypatch.setattr("reshard.formats.checkpoint1.rank_saves.open_own", open_own)
+    monkeypatch.setattr(rank_saves.Checkpoint1Saves, "open_own", read_own)
     for world_size in (1, 4, 6):
         looked.clear()
         opened.clear()
@@ -165,16 +170,17 @@ def test_real_processes_that_do_not_share(tmp_path: Path) -> None:
 
 def test_damage_that_only_loading_finds_rolls_back_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = copy("ckpt1", tmp_path)
-    real, lock, seen = rank_facts.open_own, threading.Lock(), list[str]()
+    real, lock, seen = rank_saves.Checkpoint1Saves.open_own, threading.Lock(), list[str]()
 
-    def fails_late(path: Location, method: Any) -> Any:
+    def fails_late(self: rank_saves.Checkpoint1Saves, save: str, rank: int, method: Any) -> Any:
+        path = self.place(save, rank)
         with lock:
             seen.append(path.name)
         if path.name == "llama2_7b_rank_2-20_2.safetensors":
             raise DamagedFileError("cut since it was looked at", path=str(path))
-        return real(path, method)
+        return real(self, save, rank, method)
 
-    monkeypatch.setattr("reshard.verbs.load.open_own", fails_late)
+    monkeypatch.setattr(rank_saves.Checkpoint1Saves, "open_own", fails_late)
     results = in_threads(4, lambda group: load(root, group))
     assert [got.iteration for got in results] == [30] * 4
     for got in results:

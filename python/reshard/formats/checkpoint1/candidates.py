@@ -14,8 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from reshard.commit.candidates import Candidate, Order
+from reshard.commit.candidates import Candidate
 from reshard.formats.checkpoint1.names import FileName, Meta, parse_file_name
+from reshard.formats.rank_saves import SaveOrder
 from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
@@ -39,17 +40,6 @@ class RankFolder:
     files: tuple[tuple[str, int], ...]
     meta: Meta | None = None
     meta_fault: str | None = None
-
-
-@dataclass(frozen=True)
-class SaveOrder(Order):
-    """The order in which the saves of a tree are tried; the name of rank 0's file identifies a save.
-
-    Attributes:
-        n_ranks: number of ranks of a save.
-    """
-
-    n_ranks: int = 0
 
 
 def name_of_rank(save: str, rank: int) -> str:

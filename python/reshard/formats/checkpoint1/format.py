@@ -7,18 +7,21 @@ from typing import TYPE_CHECKING
 
 from reshard.commit.filesystem import MANIFEST_FILE
 from reshard.errors import CheckpointNotFoundError, DamagedFileError
-from reshard.formats.base import Format, Match, OpenOptions
+from reshard.formats.base import Match, OpenOptions
 from reshard.formats.checkpoint1 import names as checkpoint1
 from reshard.formats.checkpoint2 import names as checkpoint2
+from reshard.formats.full_weights import names as full_weights
+from reshard.formats.rank_saves import RankFormat, SavesRoot
 from reshard.formats.tiled import names as tiles
 
 if TYPE_CHECKING:
     from reshard.formats.base import CheckpointData
+    from reshard.formats.checkpoint1.rank_saves import Checkpoint1Saves
     from reshard.formats.checkpoint1.reader import RankFoldersRoot
     from reshard.storage.location import Location
 
 
-class Checkpoint1(Format):
+class Checkpoint1(RankFormat):
     """A Checkpoint 1.0 tree, any other folder of rank folders, or the folder of one rank."""
 
     traits = checkpoint1.TRAITS
@@ -35,6 +38,24 @@ class Checkpoint1(Format):
         from reshard.formats.checkpoint1.reader import RankFoldersRoot  # noqa: PLC0415  slow to import
 
         return RankFoldersRoot(path, options) if exact is None and checkpoint1.is_root(path) else None
+
+    def saves_at(self, path: Location, iteration: int | None = None) -> SavesRoot | None:
+        """By the names of the folders, or of the file and its folder."""
+        if path.is_folder():
+            # An interrupted merge can have written this file before the first part.
+            is_merge = iteration is None and (path / full_weights.HYPER_FILE).is_file()
+            is_tree = checkpoint1.is_root(path) and not is_merge
+            return SavesRoot(self.traits.name, str(path), iteration=iteration) if is_tree else None
+        parsed = checkpoint1.parse_file_name(path.name)
+        if parsed is None or path.parent.name != checkpoint1.rank_folder_name(parsed.rank):
+            return None
+        return SavesRoot(self.traits.name, str(path.parent.parent), path.name)
+
+    def rank_saves(self, root: SavesRoot) -> Checkpoint1Saves:
+        """The saves of a tree."""
+        from reshard.formats.checkpoint1.rank_saves import Checkpoint1Saves  # noqa: PLC0415  slow to import
+
+        return Checkpoint1Saves(root)
 
     def note_renamed(self, source: Location, target: Location, *, durable: bool) -> None:
         """Copy the `meta.json` that names the file. A resume works without one that is missing or damaged."""

@@ -46,12 +46,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from reshard._core import DeviceLayout
-    from reshard.checkpoint import Checkpoint
     from reshard.commit.scrub import Fault
     from reshard.formats.base import OpenOptions, StrategyLike, UnplacedTensor
-    from reshard.formats.checkpoint1.candidates import SaveOrder
     from reshard.formats.checkpoint1.replicas import AssumedReplicas
     from reshard.formats.rank_file import OpenedRankFile
+    from reshard.formats.rank_saves import SaveOrder
     from reshard.storage.location import Location
     from reshard.storage.store import Lock
 
@@ -111,6 +110,11 @@ class RankFoldersData(CheckpointData):
         only = next(iter(self.files.values())) if len(self.files) == 1 else None  # the folder of one rank was opened
         return checkpoint1_state.read(self.files.get(rank, only), self.files.get(0))
 
+    def is_deduplicated(self) -> bool | None:
+        """As the metadata of the files says."""
+        flags = [file.metadata.get("remove_redundancy") for file in self.files.values()]
+        return None if None in flags else "True" in flags
+
     def device_layouts(self, shapes: Callable[[], Shapes]) -> Mapping[str, DeviceLayout]:
         """From the strategy."""
         if self.known_strategy is None:
@@ -141,11 +145,6 @@ class RankFoldersData(CheckpointData):
             return opened_again(self.index, numbers, None)
 
         self.replicas.check(stored, opened)
-
-
-def rank_files(checkpoint: Checkpoint) -> Mapping[int, OpenedRankFile]:
-    """The file of each rank in a checkpoint of rank folders; empty for other formats."""
-    return checkpoint.data.files if isinstance(checkpoint.data, RankFoldersData) else {}
 
 
 class RankFoldersRoot(RankRoot):

@@ -38,6 +38,9 @@ class Checkpoint2(Format):
         """The best iteration of a root, or an iteration folder."""
         from reshard.formats.checkpoint2 import reader  # noqa: PLC0415  slow to import
 
+        known = options.known
+        if known is not None:
+            return reader.open_folder(path, options.method, known.iteration, known)
         root = self.root(path, options)
         return reader.open_folder(path, options.method) if root is None else open_newest(root)
 

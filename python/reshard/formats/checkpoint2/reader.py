@@ -13,7 +13,7 @@ import itertools
 import logging
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self
 
 from reshard import _core, dtypes
 from reshard._core import DeviceLayout
@@ -26,6 +26,7 @@ from reshard.formats import state_files
 from reshard.formats.base import CheckpointData, Shapes
 from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.traits import CHECKPOINT2, TILED
+from reshard.formats.chosen import Chosen, Unlisted
 from reshard.formats.outputs import load_all
 from reshard.formats.own_files import MAX_METADATA_BYTES, opened_again, own_files, ranks_of_tensors
 from reshard.formats.state_loader import TorchSaved
@@ -37,7 +38,6 @@ from reshard.values.words import show
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-    from reshard.checkpoint import Checkpoint
     from reshard.commit.manifest import Manifest
     from reshard.formats.base import PartName
     from reshard.storage.store import Lock
@@ -49,27 +49,6 @@ _TENSOR_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth
 _MAX_COMPARED = 4096  # bytes of a tensor whose copies are compared when a folder is opened
 _MAX_TRIES = 10  # to open an iteration that is saved again meanwhile
 
-Unlisted: TypeAlias = tuple[tuple[str, str, tuple[int, ...], tuple[str, ...]], ...]
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """Identifies an iteration folder that one rank has opened and checked, so that the other ranks open the same.
-
-    Attributes:
-        folder: the folder.
-        iteration: the iteration in its name.
-        digest: digest of its manifest, or without a manifest of the files that describe it.
-        unlisted: tensors in shard files that no file describes: `(name, dtype, shape, file names)`.
-        outline: of a large manifest, so that the other ranks read only the entries that they use.
-    """
-
-    folder: str
-    iteration: int | None
-    digest: str
-    unlisted: Unlisted = ()
-    outline: manifests.Outline | None = None
-
 
 @dataclass(frozen=True, kw_only=True)
 class FolderData(CheckpointData):
@@ -77,11 +56,9 @@ class FolderData(CheckpointData):
 
     Attributes:
         tiles: content of tiles.json; None: there is none, or it does not describe these tensors.
-        chosen: what other ranks need to open the same folder.
     """
 
     tiles: tiles.TilesFile | None = None
-    chosen: Chosen | None = None
 
     def part(self, key: str) -> PartName:
         """By the name of the file that holds the tensor."""
@@ -136,7 +113,7 @@ class FolderData(CheckpointData):
 
     def view(self, index: _core.Index, lock: Lock | None) -> Self:
         """Without the content of tiles.json, which describes the stored tensors."""
-        return replace(super().view(index, lock), tiles=None, chosen=None)
+        return replace(super().view(index, lock), tiles=None)
 
 
 def _on_ranks(layout: DeviceLayout, held: set[int]) -> DeviceLayout:
@@ -146,33 +123,6 @@ def _on_ranks(layout: DeviceLayout, held: set[int]) -> DeviceLayout:
     matrix, tensor_map, alias, ranks = layout
     # The further ranks need not be whole stages: `ModelLayout.like` refuses them then.
     return DeviceLayout((len(held) // len(ranks), *matrix), tensor_map, ("", *alias), tuple(sorted(held)))
-
-
-def open_chosen(chosen: Chosen, *, method: _core.ReadMethod = "auto") -> CheckpointData:
-    """Open a folder that another rank has opened and checked. Shard files are opened when they are first used.
-
-    Raises:
-        MismatchError: the folder has another digest here.
-        DamagedFileError: a file does not match the manifest or the description.
-        CheckpointNotFoundError: it is missing, or not visible yet.
-
-    Example:
-        >>> import numpy as np, reshard
-        >>> _ = reshard.save("run", 5, {"w": np.zeros(4)})
-        >>> with reshard.open("run") as checkpoint:
-        ...     known = chosen(checkpoint)
-        >>> open_chosen(known).iteration
-        5
-    """
-    return open_folder(locate(chosen.folder), method, chosen.iteration, chosen)
-
-
-def chosen(checkpoint: Checkpoint) -> Chosen | None:
-    """What other ranks need to open the same checkpoint; None if it is not an iteration folder."""
-    data = checkpoint.data
-    if not isinstance(data, FolderData) or data.chosen is None or data.manifest is None:
-        return data.chosen if isinstance(data, FolderData) else None
-    return replace(data.chosen, outline=manifests.outline(data.manifest))
 
 
 def open_folder(
