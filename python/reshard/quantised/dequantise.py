@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
     from reshard.quantised.kinds import Quantised
 
-_GGUF = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "TQ1_0",
-         "TQ2_0", "MXFP4", "NVFP4")  # fmt: skip
+_GGUF = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ1_S", "IQ1_M",
+         "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4",
+         "NVFP4")  # fmt: skip
 _INT8 = 7.874015718698502e-3  # 1 / 127, as bitsandbytes has it
 
 

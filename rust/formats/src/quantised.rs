@@ -12,6 +12,7 @@
 //! ```
 
 mod blocks;
+mod grids;
 mod numbers;
 mod part;
 mod quantise;

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
 gguf = required("gguf")
 Type = gguf.GGMLQuantizationType
-BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "TQ1_0",
-          "TQ2_0", "MXFP4", "NVFP4")  # fmt: skip
+BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ1_S", "IQ1_M",
+          "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4",
+          "NVFP4")  # fmt: skip
 HIDDEN, FFN, LAYERS, HEADS, KV_HEADS, VOCABULARY, EXPERTS = 256, 512, 2, 8, 2, 64, 4
 
 
@@ -130,7 +131,7 @@ def test_tensors_without_blocks(tmp_path: Path) -> None:
 
 def test_types_whose_values_are_not_known_are_refused(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "m.gguf")
-    writer.of.add_tensor("w", random_blocks("IQ2_XS", (2,), 256), raw_dtype=Type.IQ2_XS)
+    writer.of.add_tensor("w", random_blocks("Q8_1", (2,), 256), raw_dtype=Type.Q8_1)
     writer.close()
     with pytest.raises(UnsupportedError, match="how its values are computed is not known here") as caught:
         reshard.convert(tmp_path / "m.gguf", tmp_path / "hf", dtype="bfloat16")

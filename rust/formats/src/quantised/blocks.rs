@@ -2,6 +2,7 @@
 //!
 //! Every operation is one of `f32`, in the order of `gguf.quants.dequantize`, so that the results are the same bits.
 
+use super::grids;
 use super::numbers::E4M3;
 use half::f16;
 
@@ -28,6 +29,20 @@ pub enum Block {
     Q5K,
     /// 256 values of 6 bits, with 16 scales of 8 bits.
     Q6K,
+    /// 32 groups of 8 values that are points of a table, with 8 scales of 4 bits.
+    Iq2Xxs,
+    /// The same with a larger table and 16 scales.
+    Iq2Xs,
+    /// The same with a still larger table, and a sign for each value.
+    Iq2S,
+    /// 64 groups of 4 values that are points of a table, with 8 scales of 4 bits.
+    Iq3Xxs,
+    /// The same with a larger table, and a sign for each value.
+    Iq3S,
+    /// 32 groups of 8 values of -1, 0 and 1 that are points of a table, with 8 scales of 3 bits and shifts.
+    Iq1S,
+    /// The same with 16 scales and 32 shifts.
+    Iq1M,
     /// 32 places in a table of 16 values, and a scale.
     Iq4Nl,
     /// 256 places in the same table, with 8 scales of 6 bits.
@@ -66,8 +81,15 @@ impl Block {
             12 => Self::Q4K,
             13 => Self::Q5K,
             14 => Self::Q6K,
+            16 => Self::Iq2Xxs,
+            17 => Self::Iq2Xs,
+            18 => Self::Iq3Xxs,
+            19 => Self::Iq1S,
             20 => Self::Iq4Nl,
+            21 => Self::Iq3S,
+            22 => Self::Iq2S,
             23 => Self::Iq4Xs,
+            29 => Self::Iq1M,
             34 => Self::Tq1_0,
             35 => Self::Tq2_0,
             39 => Self::Mxfp4,
@@ -100,13 +122,18 @@ impl Block {
             Self::Q5_1 => 24,
             Self::Q8_0 => 34,
             Self::Q2K => 84,
-            Self::Q3K => 110,
+            Self::Q3K | Self::Iq3S => 110,
             Self::Q4K => 144,
             Self::Q5K => 176,
             Self::Q6K => 210,
+            Self::Iq2Xs => 74,
+            Self::Iq2S => 82,
+            Self::Iq3Xxs => 98,
+            Self::Iq1S => 50,
+            Self::Iq1M => 56,
             Self::Iq4Xs => 136,
             Self::Tq1_0 => 54,
-            Self::Tq2_0 => 66,
+            Self::Tq2_0 | Self::Iq2Xxs => 66,
             Self::Mxfp4 => 17,
             Self::Nvfp4 => 36,
         }
@@ -143,6 +170,13 @@ impl Block {
             Self::Q6K => q6k(bytes, number(208), to),
             Self::Q2K => q2k(bytes, number(80), number(82), to),
             Self::Q3K => q3k(bytes, number(108), to),
+            Self::Iq2Xxs => grids::iq2_xxs(bytes, to),
+            Self::Iq2Xs => grids::iq2_xs(bytes, to),
+            Self::Iq2S => grids::iq2_s(bytes, to),
+            Self::Iq3Xxs => grids::iq3_xxs(bytes, to),
+            Self::Iq3S => grids::iq3_s(bytes, to),
+            Self::Iq1S => grids::iq1_s(bytes, to),
+            Self::Iq1M => grids::iq1_m(bytes, to),
             Self::Iq4Nl => fill_named(to, &nibbles(&bytes[2..18]), &IQ4, number(0)),
             Self::Iq4Xs => iq4xs(bytes, number(0), to),
             Self::Tq1_0 => tq1(bytes, number(52), to),
