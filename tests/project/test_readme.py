@@ -53,7 +53,7 @@ PAGES = [
 ]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 MARKS = {
-    r"^ *(?:import|from) (?:reshard\.)?(?:accelerate|bitsandbytes|jax|lightning|transformers)\b": pytest.mark.slow,
+    r"^ *(?:import|from) (?:reshard\.)?(?:accelerate|bitsandbytes|jax|lightning|ray|transformers)\b": pytest.mark.slow,
     r"^\$ .*torchrun": long,
 }
 
