@@ -36,6 +36,7 @@ _MAX_CONFIG_BYTES = 16 << 20
 _WEIGHTS = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|onnx|onnx_data|gguf|ggml|ot|pdparams|tflite|mlmodel|pb|distcp)"
     r"|.*\.(safetensors|bin|h5|msgpack)\.index(\..+)?\.json"
+    r"|latest(_universal)?|zero_to_(fp32|torch)\.py"  # of DeepSpeed: a folder with `latest` would be one of its runs
 )
 _FLOATING = ("F64", "F32", "F16", "BF16")  # the others are those of quantized weights
 

@@ -94,6 +94,19 @@ def test_what_is_opened_without_a_format() -> None:
             assert checkpoint.format == "deepspeed"
 
 
+def test_a_model_that_is_converted_from_it_is_opened(tmp_path: Path) -> None:
+    """`latest` of DeepSpeed is not copied with the configuration: the folder would be one of its runs, too."""
+    shutil.copytree(SAVED / "zero3", tmp_path / "checkpoint-3")
+    (tmp_path / "checkpoint-3" / "zero_to_fp32.py").write_text("")
+    reshard.convert(tmp_path / "checkpoint-3", tmp_path / "model", to="huggingface", part="model")
+    there = {file.name for file in (tmp_path / "model").iterdir()}
+    assert {"config.json", "model.safetensors"} <= there
+    assert not there & {"latest", "zero_to_fp32.py"}
+    with reshard.open(tmp_path / "model") as checkpoint:
+        assert checkpoint.format == "huggingface"
+        assert np.array_equal(checkpoint.read("transformer.wte.weight"), expected(3)["transformer.wte.weight"])
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_run_without_deepspeed_goes_on_from_it(stage: int, tmp_path: Path) -> None:
     training = Training()
