@@ -1,4 +1,4 @@
-"""The structure of the Python package: no import cycles, formats compared in one place, files touched in one place."""
+"""The structure of the Python package: no import cycles, formats known in one place, files touched in one place."""
 
 from __future__ import annotations
 
@@ -110,6 +110,54 @@ def test_no_code_outside_formats_compares_the_name_of_a_format() -> None:
 def test_a_comparison_is_found() -> None:
     text = 'x = 1\nif a.format == "b":\n    pass\ny = f in ("c", "b")\nz = "b"'
     assert compared(text, {"b"}) == [2, 4]
+
+
+FORMATS = "|".join(sorted(path.parent.name for path in (PACKAGE / "formats").glob("*/__init__.py")))
+_OF_ONE_FORMAT = re.compile(rf"reshard\.formats\.({FORMATS})(\.\w+)*")
+# Integrations that are the front of one format by nature, and why.
+_FRONTS = {
+    # What torch plans becomes Checkpoint 2.0: its planner calls the phases of that save one by one.
+    "reshard.torch.dcp.writer": {"checkpoint2"},
+    # A run goes on from a checkpoint that Trainer itself has written.
+    "reshard.transformers.taken": {"trainer_run"},
+    "reshard.transformers.training": {"trainer_run"},
+}
+
+
+def single_formats(text: str) -> set[str]:
+    """The formats that a file imports one by one, or names as a module to be imported when it is used."""
+    named = {
+        one.value for one in ast.walk(parsed(text)) if isinstance(one, ast.Constant) and isinstance(one.value, str)
+    }
+    matches = map(_OF_ONE_FORMAT.fullmatch, imports_of(text, "", set(MODULES)) | named)
+    return {match[1] for match in matches if match is not None}
+
+
+def test_no_module_outside_formats_imports_one_format() -> None:
+    found = {
+        name: formats
+        for name, path in MODULES.items()
+        if not name.startswith("reshard.formats.") and (formats := single_formats(path.read_text()))
+    }
+    assert found == _FRONTS
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("from reshard.formats import registry, state\nfrom reshard.formats.base import Format", set()),
+        ('"""See reshard.formats.dcp.reader."""', set()),
+        ("from reshard.formats import gguf", {"gguf"}),
+        ("from reshard.formats.checkpoint1 import names", {"checkpoint1"}),
+        ("import reshard.formats.dcp.reader", {"dcp"}),
+        ("if TYPE_CHECKING:\n    from reshard.formats.nemo.names import X", {"nemo"}),
+        ("def f():\n    from reshard.formats.vllm.reader import open", {"vllm"}),
+        ('exports(__name__, {"reshard.formats.checkpoint2.reader": ["open"]})', {"checkpoint2"}),
+        ('importlib.import_module("reshard.formats.tiled")', {"tiled"}),
+    ],
+)
+def test_an_import_of_one_format_is_found(text: str, expected: set[str]) -> None:
+    assert single_formats(text) == expected
 
 
 def test_what_convert_and_save_accept_are_the_formats_that_are_written() -> None:
