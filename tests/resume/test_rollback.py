@@ -307,6 +307,22 @@ def test_prune_of_the_originals_checkpoints_opens_them(tmp_path: Path) -> None:
     assert reshard.prune(root, keep=1).iterations == (5,)
 
 
+def test_a_folder_of_another_format_is_no_iteration(tmp_path: Path) -> None:
+    """A published model with such a name: a run does not resume from it, so nothing is removed for it."""
+    root = tmp_path / "run"
+    for iteration in (100, 200):
+        save(root, iteration)
+    published = root / "iteration_00000150"
+    published.mkdir()
+    reshard.save_file({"w": np.zeros(2, np.float32)}, published / "model.safetensors")
+    (published / "config.json").write_text("{}")
+    removed = reshard.prune(root, keep=2, dry_run=True)
+    assert removed.iterations == ()
+    assert "not complete" in removed.kept[150]
+    with pytest.raises(ReshardError):
+        reshard.rollback(root, 150, verify=False)
+
+
 # -- rolled back by hand
 
 

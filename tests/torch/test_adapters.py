@@ -237,10 +237,11 @@ def test_a_trainer_ends_with_merged_weights(tmp_path: Path) -> None:
     arguments = transformers.TrainingArguments(
         str(tmp_path / "out"), max_steps=2, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True
     )
-    callback = ReshardCallback(tmp_path / "run", save_every=1, hf=tmp_path / "final", hf_every=2, merge=True)
+    callback = ReshardCallback(tmp_path / "run", save_every=1, hf=tmp_path / "final.pt", hf_every=2, merge=True)
     transformers.Trainer(model, arguments, train_dataset=data, callbacks=[callback]).train()
     model.merge_and_unload().save_pretrained(tmp_path / "right")
-    for folder in (tmp_path / "final", tmp_path / "run_hf" / "iteration_00000002"):
+    # A folder whatever its name is.
+    for folder in (tmp_path / "final.pt", tmp_path / "run_hf" / "iteration_00000002"):
         with reshard.open(folder) as one, reshard.open(tmp_path / "right") as two:
             assert sorted(one) == sorted(two)
             assert all(one.read(key).tobytes() == two.read(key).tobytes() for key in one)

@@ -152,7 +152,7 @@ def explain(
         _refuse(answer.error, config, facts, answer.verdicts, as_json=as_json)
         raise AssertionError  # not reached
     if as_json:
-        ranks = {"ranks": [dataclasses.asdict(view) for view in facts.ranks]} if facts.ranks else {}
+        ranks = {"ranks": list(map(_rank, facts.ranks))} if facts.ranks else {}
         proof = {
             "is_verified": answer.contents == "compared",
             "has_sums": decision.is_verified,
@@ -218,6 +218,10 @@ def _json(decision: ResumeDecision) -> dict[str, Any]:
     return {name: _plain(value) for name, value in dataclasses.asdict(decision).items()}
 
 
+def _rank(view: RankFolderFacts) -> dict[str, Any]:
+    return {name: value for name, value in dataclasses.asdict(view).items() if name != "labels"}
+
+
 def _plain(value: object) -> object:
     """The value with fractions as text, which keeps them exact."""
     from fractions import Fraction
@@ -241,7 +245,7 @@ def _refuse(
                 "hint": error.hint,
                 "verdicts": [dataclasses.asdict(verdict) for verdict in verdicts],
                 "warnings": facts.warnings,
-                **({"ranks": [dataclasses.asdict(view) for view in facts.ranks]} if facts.ranks else {}),
+                **({"ranks": list(map(_rank, facts.ranks))} if facts.ranks else {}),
             }
         )
         raise click.exceptions.Exit(1) from None

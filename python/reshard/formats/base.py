@@ -319,6 +319,14 @@ class CheckpointData:
         """Names of all tensors in order, including those without a position. None: those of the index."""
         return None
 
+    def check_files(self) -> None:
+        """Compare with their description all files that opening has not compared yet.
+
+        Raises:
+            DamagedFileError, MismatchError: a file is damaged, or holds other tensors.
+            StorageError: the system failed to read one.
+        """
+
     def unplaced(self) -> Mapping[str, UnplacedTensor]:
         """Tensors that can only be read rank by rank."""
         return {}

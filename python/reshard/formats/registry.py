@@ -70,6 +70,8 @@ FORMATS: tuple[Format, ...] = (
     SINGLE_FILE,
 )
 
+ITERATIONS = CHECKPOINT2
+"""The format of the iterations of a root that has a tracker."""
 SEVERAL_FILES = WEIGHT_FILES
 """The format of a list of files that is opened as one checkpoint."""
 HIDDEN_FILES = frozenset(name for one in FORMATS for name in one.hidden_files)

@@ -236,9 +236,14 @@ def _say_which_archive(error: DamagedFileError, file: Location) -> None:
 
 def _say_sharded_tensors(error: ReshardError) -> None:
     """Replace the message of an error: a file of FSDP1 has values that are not decoded."""
-    if error.path is None or (file := locate(error.path)).kind(follow_links=True) != "file":
+    if error.path is None:
         return
-    if torch_head.has_sharded_tensors(file.read_head(torch_head.FSDP1_BYTES, follow_links=True)):
+    file = locate(error.path)
+    try:
+        head = file.read_head(torch_head.FSDP1_BYTES, follow_links=True)
+    except ReshardError:  # no file, or one that cannot be read: the error stays as it is
+        return
+    if torch_head.has_sharded_tensors(head):
         error.message = (
             f"{show(str(file))} holds ShardedTensors of FSDP1, each a part of a tensor or of flat parameters; they are "
             f"not decoded ({error.message})"

@@ -195,7 +195,7 @@ def write_merged(
         MismatchError: the checkpoint lacks a tensor, or the merged tensors are not those of `merge.model`.
     """
     chosen, target = commit or Commit(), locate_output(out)
-    writer = writer_for(None, target, has_layout=False)
+    writer = writer_for("huggingface", target, has_layout=False)
     names = published_names(merge.model)
     make_folders(target.parent)
     with (

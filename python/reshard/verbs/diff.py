@@ -325,7 +325,7 @@ class _Asked(NamedTuple):
             opening.open(self.a, strategy=self.strategy_a, format=self.format_a) as left,
             opening.open(self.b, strategy=self.strategy_b, format=self.format_b) as right,
         ):
-            if digests not in (None, _digests(left, right)):
+            if digests is not None and digests != _digests(left, right):
                 raise MismatchError(
                     f"{show(str(left.path))} or {show(str(right.path))} is not what it is where the comparison began",
                     path=str(left.path),
@@ -466,8 +466,8 @@ class _Pair:
 
 
 def _pairs(left: Checkpoint, right: Checkpoint, keys: Sequence[str], tolerance: Tolerance | None) -> list[_Pair]:
-    """The pairs of keys that both have. Opens no files."""
-    infos_a, infos_b = _infos(left), _infos(right)
+    """The pairs of keys that both have."""
+    infos_a, infos_b = _infos(left, keys), _infos(right, keys)
     known: dict[tuple[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...]]], _PairKind] = {}
     pairs = []
     for key in keys:
@@ -478,9 +478,11 @@ def _pairs(left: Checkpoint, right: Checkpoint, keys: Sequence[str], tolerance: 
     return pairs
 
 
-def _infos(opened: Checkpoint) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Dtype and shape of all tensors: one call for each way of storing one."""
+def _infos(opened: Checkpoint, keys: Sequence[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtype and shape of the tensors: where all are compared, one call for each way of storing one."""
     index = opened.data.index
+    if len(keys) < len(index):
+        return {key: index.info(key) for key in keys}
     keys = index.keys()
     kind_of, firsts = index.alike()
     infos = [index.info(keys[first]) for first in firsts]

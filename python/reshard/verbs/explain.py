@@ -10,13 +10,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from reshard import _core, opening
-from reshard.commit.candidates import Candidate
 from reshard.commit.scrub import Fault, fault_of, is_damage, own_sums, scrub_folder, scrub_plain
 from reshard.errors import ReshardError, StorageError
-from reshard.formats.base import OpenOptions
+from reshard.formats import registry
 from reshard.formats.left_out import LeftOut
 from reshard.formats.rank_file import add_rank_file
-from reshard.formats.registry import rank_root
 from reshard.opening.gather import gather
 from reshard.resume import decide, evaluate
 from reshard.resume.parts import settings_of, with_parts
@@ -146,11 +144,11 @@ def _read(
     """Compare the files that a run would read: the faults, whether there are checksums, and the bytes of the files."""
     path = locate(str(decision.path))
     try:
-        root = rank_root(locate(facts.path), OpenOptions()) if facts.kind == "rank_folders" else None
-        if root is not None:
-            index = _core.Index()
-            for file in root.files(Candidate(None, path.name, "taken")).values():
-                add_rank_file(index, file)
+        tree = registry.saves_at(locate(facts.path)) if facts.kind == "rank_folders" else None
+        if tree is not None:
+            saves, index = registry.rank_saves(tree), _core.Index()
+            for rank in range(next(one.world_size or 0 for one in facts.candidates if one.path == decision.path)):
+                add_rank_file(index, saves.place(path.name, rank))
             return _own_sums(index)
         with opening.open(path) as checkpoint:
             if checkpoint.manifest is None or not path.is_folder():

@@ -13,6 +13,7 @@ from reshard.commit import protocol, roots
 from reshard.commit.protocol import pin, unpin
 from reshard.commit.retention import Removed, remove
 from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError
+from reshard.formats import registry
 from reshard.options import explains_moved, retention_of
 from reshard.storage.location import locate_root
 from reshard.values.argument_types import Progress
@@ -95,7 +96,8 @@ def prune(
 def _fault(folder: Location) -> str | None:
     """Why an iteration folder without a manifest is not a complete checkpoint; None if it is."""
     try:
-        opening.open(folder).close()
+        with opening.open(folder, format=registry.ITERATIONS.traits.name) as opened:
+            opened.data.check_files()
     except ReshardError as error:
         if not opening.is_damage(error):
             raise

@@ -155,7 +155,8 @@ def _not_found(root: Location, iteration: int) -> CheckpointNotFoundError:
 def _check(folder: Location, *, verify: bool, threads: int | None = None, progress: Progress | None = None) -> bool:
     """Refuse an iteration that is not complete; whether all its bytes were compared."""
     if not verify:
-        opening.open(folder).close()
+        with opening.open(folder, format=registry.ITERATIONS.traits.name) as opened:
+            opened.data.check_files()
         return False
     report = verify_checkpoint(folder, threads=threads, progress=progress)
     for one in report.checkpoints:

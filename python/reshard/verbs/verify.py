@@ -512,6 +512,7 @@ class _CheckpointJob:
             try:
                 with opening.open(self.path, strategy=self.strategy, format=self.of_format) as opened:
                     iteration = opened.iteration
+                    opened.data.check_files()
                     with contextlib.suppress(ReshardError):  # of a state that a later release wrote
                         left_out = LeftOut.of_checkpoint(opened)
                     if self.manifest is None:

@@ -231,6 +231,7 @@ def test_explain_shows_what_each_ranks_folder_offers(tmp_path: Path) -> None:
     assert code == 0
     assert told["initial_step"] == 30
     assert [view["rank"] for view in told["ranks"]] == [0, 1, 2, 3]
+    assert set(told["ranks"][0]) == {"rank", "meta", "meta_fault", "files", "faults"}
     ((name, fault),) = told["ranks"][1]["faults"]
     assert name == "llama2_7b_rank_1-20_2.safetensors"
     assert "header" in fault

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import logging
+import shutil
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -270,6 +271,10 @@ def test_files_that_hold_more_than_is_described_are_parsed(folder: Path) -> None
 
 @pytest.fixture
 def original(folder: Path) -> Path:
+    return as_of_others(folder)
+
+
+def as_of_others(folder: Path) -> Path:
     """The iteration as others would have written it: without a manifest, a table and a mark."""
     for name in ("manifest.json", "checksums.bin", TABLE, ".tracked"):
         (folder / name).unlink(missing_ok=True)
@@ -337,6 +342,39 @@ def test_a_full_file_that_is_replaced_before_it_is_used_is_noticed(original: Pat
         other.replace(path)
         with pytest.raises(MismatchError, match=f"{path.name}. changed while it was read"):
             checkpoint.load()
+
+
+def test_what_removes_or_returns_to_an_iteration_has_compared_all_its_files(original: Path) -> None:
+    """A folder of many files is opened without parsing all headers: that is not enough to remove another one."""
+    root = original.parent
+    newer = root / "iteration_00000002"
+    shutil.copytree(original, newer)
+    path = max(newer.glob("*.safetensors"))
+    save_file({key: array.view(np.int32) for key, array in load_file(path).items()}, path)
+    assert reshard.prune(root, keep=1, dry_run=True).iterations == ()
+    with pytest.raises(MismatchError, match=path.name):
+        reshard.rollback(root, 2, verify=False, dry_run=True)
+    (found,) = reshard.verify(newer).checkpoints
+    assert [fault.file for fault in found.faults] == [path.name]
+    assert reshard.rollback(root, 1, verify=False, dry_run=True).iteration == 1
+
+
+def test_a_comparison_of_the_model_opens_no_file_of_the_optimizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "_MAX_PARSED", 1)
+    moments = {f"adam_m.{key}": array for key, array in ARRAYS.items()}
+    folders = []
+    for name in ("left", "right"):
+        reshard.save(tmp_path / name, 1, ARRAYS, moments, commit={"durable": False})
+        folders.append(as_of_others(tmp_path / name / "iteration_00000001"))
+    (path,) = folders[1].glob("*opt*.safetensors")
+    data = bytearray(path.read_bytes())
+    data[8:9] = b"?"
+    path.write_bytes(data)
+    assert reshard.diff(*folders, part="model").n_equal == len(ARRAYS)
+    with pytest.raises(DamagedFileError, match=path.name):
+        reshard.diff(*folders)
 
 
 @pytest.mark.parametrize("marked", [0, -1])

@@ -7,6 +7,7 @@ checked by opening it. Of its content, only the counters are read.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -82,13 +83,13 @@ class Checkpoint1Saves(RankSaves):
                     raise
                 report.faults[rank] = reason_of(error)
                 continue
-            if not report.files:
-                report = replace(report, common=data.common)
-            if counter_tensors.holds_optimizer(data.all_keys or ()):
-                report = replace(report, has_optimizer=True)
-            (file,) = data.files.values()
-            report.files[rank] = FileFacts.of(data.common, file)
-            data.index.close()
+            with contextlib.closing(data.index):
+                if not report.files:
+                    report = replace(report, common=data.common)
+                if counter_tensors.holds_optimizer(data.all_keys or ()):
+                    report = replace(report, has_optimizer=True)
+                (file,) = data.files.values()
+                report.files[rank] = FileFacts.of(data.common, file)
         return report
 
     def labels(self) -> Mapping[str, str]:

@@ -60,6 +60,11 @@ class FolderData(CheckpointData):
 
     tiles: tiles.TilesFile | None = None
 
+    def check_files(self) -> None:
+        """Of many files, headers whose checksum is not known are not parsed when the folder is opened."""
+        if self.manifest is None:
+            self.index.check()
+
     def part(self, key: str) -> PartName:
         """By the name of the file that holds the tensor."""
         if not self.has_optimizer():
