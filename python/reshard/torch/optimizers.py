@@ -510,10 +510,21 @@ class StateUpdate:
                 state.pop(slot, None)
             for slot, value in (self.keep or {}).items():
                 state[slot] = _to_device(value, _local_device(self.parameter))
+            if type(state.get("step")) in (int, float):
+                state["step"] = self._step_as_loaded(state)
             if state:
                 everything[self.parameter] = state
             else:
                 everything.pop(self.parameter, None)
+
+    def _step_as_loaded(self, state: dict[str, Any]) -> Any:
+        """A step that was saved as a number, as the optimizer keeps one that it loads: those of torch as a tensor."""
+        live = self.live.local
+        one = object.__new__(type(live))
+        one.__dict__.update(live.__dict__)
+        copied = {self.parameter: dict(state)}
+        one.__setstate__({"state": copied, "param_groups": [{**self.group, "params": [self.parameter]}]})
+        return copied[self.parameter]["step"]
 
     def _new_state(self, slot: str, loaded: torch.Tensor) -> torch.Tensor:
         """A state tensor on the device and with the placements that the optimizer itself would use."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import shutil
-import sys
-import types
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.helpers import deepspeed_files
 
 import reshard
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError, UnsupportedError
@@ -176,40 +175,10 @@ def test_files_of_the_optimizer_are_missing_or_mixed(tmp_path: Path, tree: Path)
         assert checkpoint.keys("optimizer")
 
 
-class StandIn:
-    """An object of DeepSpeed that a file holds, where DeepSpeed is not installed: its arguments and its state."""
-
-    args: tuple[Any, ...]
-
-    def __new__(cls, *args: Any) -> Self:
-        self = super().__new__(cls)
-        self.args = args
-        return self
-
-    def __reduce__(self) -> Any:
-        return type(self), self.args, vars(self)
-
-
 @pytest.fixture
 def classes_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The classes that the files name, so that a test can write the files anew."""
-    names = {
-        "deepspeed.runtime.fp16.loss_scaler": "LossScaler",
-        "deepspeed.runtime.zero.config": "ZeroStageEnum",
-        "deepspeed.utils.tensor_fragment": "fragment_address",
-    }
-    for path, name in names.items():
-        parts = path.split(".")
-        for n_parts in range(1, len(parts) + 1):
-            module = ".".join(parts[:n_parts])
-            monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
-        setattr(sys.modules[path], name, type(name, (StandIn,), {"__module__": path}))
-
-
-def edited(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    state = torch.load(file, weights_only=False)
-    change(state["optimizer_state_dict"])
-    torch.save(state, file)
+    deepspeed_files.stand_in(monkeypatch)
 
 
 @pytest.mark.usefixtures("classes_of_deepspeed")
@@ -233,7 +202,7 @@ def edited(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
 def test_descriptions_that_do_not_fit(tmp_path: Path, change: Callable[[dict[str, Any]], None], message: str) -> None:
     folder = changed_state(tmp_path, EXPERTS_OF_RANKS)
     for rank in range(4):
-        edited(of_rank(folder, rank), change)
+        deepspeed_files.edited_state(of_rank(folder, rank), change)
     refused(folder, message)
 
 

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.helpers import deepspeed_files
 from tests.helpers.command_line import run
 
 import reshard
-from reshard.errors import DamagedFileError, ReshardError, UnsupportedError
+from reshard.errors import DamagedFileError, MismatchError, ReshardError, UnsupportedError
 from reshard.options import InitFrom
 from reshard.torch import Checkpointer
 
@@ -71,8 +72,8 @@ def test_the_tensors_are_those_of_the_run(stage: int, tmp_path: Path) -> None:
         assert checkpoint.read("optimizer.state.transformer.wte.weight.step") == 3
         assert len(checkpoint) == 17 + 3 * 16
         extra = checkpoint.extra()
-        of_scheduler = "last_batch_iteration" if stage == 1 else "last_epoch"
-        assert extra[f"lr_scheduler.{of_scheduler}"] == (2 if stage == 1 else 3)
+        of_scheduler = "deepspeed_scheduler.last_batch_iteration" if stage == 1 else "lr_scheduler.last_epoch"
+        assert extra[of_scheduler] == (2 if stage == 1 else 3)
         assert extra["trainer_state"]["epoch"] == 0.75
         decays = {one["weight_decay"]: one["params"] for one in extra["optimizer.param_groups"]}
         assert "transformer.wte.weight" in decays[0.1]
@@ -159,40 +160,140 @@ def test_files_that_are_missing_or_damaged(stage: int, tmp_path: Path) -> None:
             assert checkpoint.format == "deepspeed"
 
 
-def changed(folder: Path, change: Any) -> None:
-    """Change the content of all files of the optimizer, which hold no other classes than DeepSpeed's."""
-    pytest.importorskip("deepspeed")
-    for file in (folder / "global_step3").glob("*optim_states.pt"):
-        content = torch.load(file, weights_only=False)
-        change(content["optimizer_state_dict"])
-        torch.save(content, file)
+@pytest.fixture
+def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Copies the folder of a stage, and changes its files of the optimizer and of the model."""
+    deepspeed_files.stand_in(monkeypatch)
+
+    def copy(stage: int, change: Any = None, change_model: Any = None) -> Path:
+        folder = tmp_path / f"checkpoint-{stage}"
+        shutil.copytree(SAVED / f"zero{stage}", folder)
+        for file in (folder / "global_step3").glob("*_states.pt"):
+            is_optimizer = file.name.endswith("optim_states.pt")
+            if is_optimizer and change is not None:
+                deepspeed_files.edited_state(file, change)
+            elif not is_optimizer and change_model is not None:
+                deepspeed_files.edited(file, change_model)
+        return folder
+
+    return copy
 
 
-def test_groups_at_different_steps_are_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoint-3"
-    shutil.copytree(SAVED / "zero1", folder)
-    changed(folder, lambda state: state["base_optimizer_state"]["state"][1].update(step=torch.tensor(2.0)))
+def resumed(folder: Path, root: Path) -> Training:
+    training = Training()
+    init: Any = InitFrom(folder, format="trainer-run", fresh_optimizer=False)
+    with Checkpointer(root, save_every=1, signals=()) as checkpointer:
+        checkpointer.resume(model=training.model, optimizer=training.optimizer, init_from=init)
+    return training
+
+
+def test_groups_at_different_steps_are_refused(copied: Any) -> None:
+    folder = copied(1, lambda state: state["base_optimizer_state"]["state"][1].update(step=torch.tensor(2.0)))
     with pytest.raises(UnsupportedError, match="at different steps"):
         reshard.open(folder, format="trainer-run")
 
 
-def test_a_step_that_is_no_tensor(tmp_path: Path) -> None:
-    """As FusedAdam and DeepSpeedCPUAdam keep it."""
-    folder = tmp_path / "checkpoint-3"
-    shutil.copytree(SAVED / "zero2", folder)
+def set_steps(state: dict[str, Any], of_state: int | None, of_groups: tuple[int | None, ...]) -> None:
+    """Replace the steps of the state by integers there, in the groups, or in both."""
+    inner = state["base_optimizer_state"]
+    for one, group, of_group in zip(inner["state"].values(), inner["param_groups"], of_groups, strict=True):
+        del one["step"]
+        one.update({} if of_state is None else {"step": of_state})
+        group.update({} if of_group is None else {"step": of_group})
 
-    def move(state: dict[str, Any]) -> None:
-        for one in state["base_optimizer_state"]["state"].values():
-            del one["step"]
-        for group in state["base_optimizer_state"]["param_groups"]:
-            group["step"] = 3
 
-    changed(folder, move)
-    training = Training()
-    init: Any = InitFrom(folder, format="trainer-run", fresh_optimizer=False)
-    with Checkpointer(tmp_path / "run", save_every=1, signals=()) as checkpointer:
-        checkpointer.resume(model=training.model, optimizer=training.optimizer, init_from=init)
+@pytest.mark.parametrize(("of_state", "of_groups"), [(3, (0, 0)), (3, (None, None)), (None, (3, 3)), (3, (0, 7))])
+def test_a_step_that_is_no_tensor(
+    of_state: int | None, of_groups: tuple[int | None, ...], copied: Any, tmp_path: Path
+) -> None:
+    """FusedAdam counts in the state, and its groups have the step 0; DeepSpeedCPUAdam has no step in the groups."""
+
+    training = resumed(copied(2, lambda state: set_steps(state, of_state, of_groups)), tmp_path / "run")
     training.assert_restored(2)
+    for parameter in training.model.parameters():
+        step = training.optimizer.state[parameter]["step"]
+        assert (step.dtype, step.shape) == (torch.float32, ())
+        parameter.grad = torch.ones_like(parameter)
+    training.optimizer.step()
+    assert all(state["step"] == 4 for state in training.optimizer.state.values())
+
+
+@pytest.mark.parametrize(("of_groups", "message"), [((2, 3), "at different steps"), ((None, None), "records no step")])
+def test_steps_that_are_not_known_are_refused(of_groups: tuple[int | None, ...], message: str, copied: Any) -> None:
+    with pytest.raises(UnsupportedError, match=message) as caught:
+        reshard.open(copied(2, lambda state: set_steps(state, None, of_groups)), format="trainer-run")
+    assert "format='deepspeed'" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(("tree", "n_steps"), [("ds_experts_ep2", 2), ("ds_pipeline_dp2", 1)])
+def test_experts_and_pipeline_stages_are_refused(tree: str, n_steps: int, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(SAVED.parent / tree / "checkpoint" / "t", folder / f"global_step{n_steps}")
+    (folder / "latest").write_text(f"global_step{n_steps}")
+    with reshard.open(folder, format="deepspeed") as checkpoint:
+        n_made = checkpoint.iteration
+    (folder / "trainer_state.json").write_text(f'{{"global_step": {n_made}}}')
+    with pytest.raises(UnsupportedError, match=r"groups of parameters .* are not known") as caught:
+        reshard.open(folder, format="trainer-run")
+    assert "format='deepspeed'" in str(caught.value.hint)
+
+
+def test_a_scheduler_of_deepspeed_is_not_loaded_into_another(tmp_path: Path) -> None:
+    training = Training()
+    scheduler = torch.optim.lr_scheduler.StepLR(training.optimizer, 5)  # whose `load_state_dict` takes any values
+    config = {"load_checkpoint": str(SAVED / "zero1"), "resume_training": True}
+    with (
+        Checkpointer.from_config(config, root=tmp_path / "run", signals=(), save_every=1) as checkpointer,
+        pytest.raises(MismatchError, match="lacks `scheduler`"),
+    ):
+        checkpointer.resume(model=training.model, optimizer=training.optimizer, scheduler=scheduler)
+    assert not hasattr(scheduler, "last_batch_iteration")
+
+
+def test_the_file_of_the_scheduler_replaces_what_deepspeed_has_of_one(copied: Any) -> None:
+    state = {"last_epoch": 1, "of_engine": 5, "_last_lr": [0.5]}
+    folder = copied(2, change_model=lambda content: content.update(lr_scheduler=state))
+    with reshard.open(folder, format="trainer-run") as checkpoint:
+        extra = checkpoint.extra()
+        assert extra["lr_scheduler.last_epoch"] == 3
+        assert "lr_scheduler.of_engine" not in extra
+    (folder / "scheduler.pt").unlink()
+    with reshard.open(folder, format="trainer-run") as checkpoint:  # a scheduler of torch, given to the engine
+        assert checkpoint.extra()["lr_scheduler.of_engine"] == 5
+
+
+def test_sub_groups_of_stage_3(copied: Any) -> None:
+    """A group of parameters that is larger than `sub_group_size` is in several; the options name their numbers."""
+    n_first = 4
+
+    def split_model(content: dict[str, Any]) -> None:
+        first, second = content["param_shapes"]
+        names = list(second)
+        parts = names[:n_first], names[n_first:]
+        content["param_shapes"] = [first, *({name: second[name] for name in part} for part in parts)]
+        sizes.append(sum(-(-second[name].numel() // 2) for name in parts[0]))
+
+    def split(state: dict[str, Any]) -> None:
+        flat, inner = state["fp32_flat_groups"], state["optimizer_state_dict"]
+        n = sizes[0]
+        state["fp32_flat_groups"] = [flat[0], flat[1][:n].clone(), flat[1][n:].clone()]
+        whole = inner["state"].pop(1)
+        for number, part in ((1, slice(0, n)), (2, slice(n, None))):
+            inner["state"][number] = {slot: one[part].clone() if one.ndim else one for slot, one in whole.items()}
+        inner["param_groups"][1]["params"] = [1, 2]
+
+    sizes: list[int] = []
+    folder = copied(3, change_model=split_model)
+    for file in (folder / "global_step3").glob("*optim_states.pt"):
+        deepspeed_files.edited_state(file, split)
+    with reshard.open(SAVED / "zero3", format="trainer-run") as checkpoint:
+        expected_groups = checkpoint.extra()["optimizer.param_groups"]
+    with reshard.open(folder, format="trainer-run") as checkpoint:
+        assert checkpoint.extra()["optimizer.param_groups"] == expected_groups
+        for key, tensor in expected(3).items():
+            start, _, rest = key.partition(".")
+            name = f"optimizer.state.{rest}" if start == "optimizer" else key
+            assert np.array_equal(checkpoint.read(name), tensor), name
 
 
 @pytest.mark.slow

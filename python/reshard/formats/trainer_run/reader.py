@@ -115,7 +115,8 @@ def _of_deepspeed(
             f"{show(str(folder / names.STATE_FILE))} is of step {step}, the checkpoint of DeepSpeed in "
             f"{show(str(data.path))} of step {data.iteration}",
             path=str(folder),
-            hint="files of two checkpoints lie in this folder; `format='deepspeed'` opens that of DeepSpeed alone",
+            hint="files of two checkpoints lie in this folder, or the run began with a checkpoint of DeepSpeed, whose "
+            "steps are counted on; `format='deepspeed'` opens that of DeepSpeed alone",
         )
     index, values = run.index_of(data)
     return _RunData(
@@ -132,11 +133,12 @@ def _of_deepspeed(
 
 
 def _with_scheduler(values: run_state.Values, file: Location) -> run_state.Values:
-    """The values with those of the file of the scheduler, if it is there."""
+    """The values with those of the file of the scheduler, if it is there, in place of others of a scheduler."""
     if not file.is_file():
         return values
     of_scheduler = run_state.flat_values({"lr_scheduler": _object_of(file)}, _is_tensor)
-    return run_state.Values({**values.by_name, **of_scheduler.by_name}, {**values.paths, **of_scheduler.paths})
+    by_name = {name: one for name, one in values.by_name.items() if values.path(name)[0] not in run.SCHEDULERS}
+    return run_state.Values({**by_name, **of_scheduler.by_name}, {**values.paths, **of_scheduler.paths})
 
 
 def scheduler_state(folder: Location) -> dict[str, Any]:
