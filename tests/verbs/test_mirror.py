@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import os
+import re
 import shutil
 import signal
 import threading
@@ -20,7 +21,7 @@ from tests.servers.s3 import BUCKET
 
 import reshard
 from reshard import _core
-from reshard.commit import leases, log, protocol, roots
+from reshard.commit import leases, log, log_records, protocol, roots
 from reshard.commit import manifest as manifests
 from reshard.commit.copies import copy_iteration
 from reshard.commit.session import forget_all
@@ -293,6 +294,118 @@ def test_what_another_host_saved_on_the_line_that_was_left_is_not_taken(
     assert taken_path(a, url) == str(a / "iteration_00000008")
     assert taken_path(b, url) == str(b / "iteration_00000016")
     assert taken_path(tmp_path / "c", url).startswith(f"{url}/iteration_00000016.")
+
+
+def copy(root: Path, mirror: Any, *told: int) -> None:
+    one = copier(root, mirror)
+    for iteration in told:
+        one.saved(iteration)
+    one.start()
+    assert one.close() == ()
+
+
+def go_back(root: Path, iteration: int, *iterations: int) -> None:
+    reshard.rollback(root, iteration)
+    assert reshard.load(root).iteration == iteration
+    save(root, *iterations)
+    forget_all()
+
+
+def truncate(root: Path, iteration: int) -> None:
+    shard = next((root / f"iteration_{iteration:08d}").glob("*.safetensors"))
+    shard.chmod(0o600)
+    os.truncate(shard, 100)
+
+
+@pytest.mark.slow(disk=False)
+def test_a_save_stays_left_when_the_new_line_reaches_its_number(url: str, tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    save(a, 4, 6, 8)
+    copy(a, url)
+    go_back(a, 4, 6, 8)
+    save(b, 10)  # of the line that was left: the bucket has no other
+    copy(b, url)
+    assert copied(url) == [4, 6, 8, 10]
+    assert taken_path(a, url) == str(a / "iteration_00000008")
+    truncate(a, 8)
+    assert taken_path(a, url) == str(a / "iteration_00000006"), "the copy of 8 is not its copy"
+    reshard.rollback(a, 4)
+    assert taken_path(a, url) == str(a / "iteration_00000004")
+
+
+@pytest.mark.slow(disk=False)
+@pytest.mark.parametrize("lines_are", ["gone", "of an earlier build", "a link", "torn"])
+def test_without_a_log_of_saves_no_copy_of_what_was_left_is_taken(
+    url: str, tmp_path: Path, lines_are: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, lines = tmp_path / "run", tmp_path / "run/saves.jsonl"
+    save(root, 4, 6)
+    copy(root, url)
+    if lines_are == "of an earlier build":
+        go_back(root, 4, 6, 8)
+        lines.write_text(re.sub(r', "digest": "\w+"', "", lines.read_text()))
+        shutil.rmtree(root / "iteration_00000006")
+        truncate(root, 8)
+        assert taken_path(root, url) == str(root / "iteration_00000004")
+        return
+    go_back(root, 4, 5, 6)
+    lines.rename(tmp_path / "moved")
+    if lines_are == "a link":
+        lines.symlink_to(tmp_path / "moved")
+    elif lines_are == "torn":
+        lines.write_text("{\n" * 3)
+        monkeypatch.setattr("reshard.commit.save_log._MAX_BAD_LINES", 2)
+    truncate(root, 6)
+    forget_all()
+    config = Config(load_path=str(root), resume=True)
+    facts = gather_both(config, url)
+    taken = next(one for one in evaluate(config, facts) if one.taken)
+    assert taken.path == str(root / "iteration_00000005")
+    assert any("told apart by their numbers" in line for line in facts.warnings) == (lines_are != "gone")
+
+
+def test_a_copy_that_cannot_be_looked_at_stops_a_resume(proxy: Proxy, url: str, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    save(root, 4, 6, 8)
+    copy(root, url)
+    go_back(root, 4, 6, 8)
+    truncate(root, 8)
+    proxy.faults = [Fault(lambda method, path: "iteration_00000006" in path, 403, "AccessDenied")]
+    with pytest.raises(StorageError, match="AccessDenied"):
+        taken_path(root, url)
+
+
+def test_a_damaged_record_of_the_copies_does_not_stop_a_resume(url: str, tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    save(a, 4, 6)
+    copy(a, url)
+    reshard.rollback(a, 4)
+    save(b, 8, 10)
+    copy(b, url)
+    head = log.head_of(locate(url))
+    assert head is not None
+    record = locate(url) / log_records.LOG_FOLDER / log_records.record_name(head.n - 1)
+    record.store.replace(str(record), b"{", durable=True)
+    forget_all()
+    facts = gather_both(Config(load_path=str(a), resume=True), url)
+    assert any("copies of older saves are told apart by their numbers" in line for line in facts.warnings)
+
+
+@pytest.mark.slow(disk=False)
+def test_what_another_host_saved_after_it_went_back_on_the_line_that_was_left_is_not_taken(
+    url: str, tmp_path: Path
+) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    save(a, 8, 10)
+    copy(a, url)
+    reshard.rollback(a, 8)
+    save(b, 14, 16)
+    copy(b, url)
+    go_back(b, 14, 15)
+    copy(b, url, 15)
+    assert roots.read_tracker(locate(url))[0] == 15
+    assert taken_path(a, url) == str(a / "iteration_00000008")
+    assert taken_path(b, url) == str(b / "iteration_00000015")
 
 
 def test_after_a_rollback_the_copy_of_a_damaged_save_is_taken(url: str, tmp_path: Path) -> None:

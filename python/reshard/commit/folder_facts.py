@@ -52,20 +52,14 @@ def newer_than(root: Location, iteration: int) -> tuple[int, ...]:
     listed = roots.list_iterations(root)
     if all(number <= iteration for number, _ in listed):
         return ()  # without reading the manifests
-    recorded = left_behind(root)
+    recorded = candidates.left_behind(folders_of(root), roots.read_tracker(root)[0])
     return tuple(number for number, _ in listed if number > iteration and number not in recorded)
 
 
-def left_behind(root: Location) -> dict[int, int]:
-    """Iterations that a later save has recorded as skipped, whether they are there or not, with its generation.
-
-    Raises as `newer_than`.
-    """
+def folders_of(root: Location) -> tuple[candidates.Folder, ...]:
+    """The facts of all iteration folders of a root, ascending. Raises as `newer_than`."""
     known = roots.known_facts(root) or {}
-    folders = tuple(known.get(name) or facts_of(root, number, name) for number, name in roots.list_iterations(root))
-    generations = {folder.iteration: folder.generation or 0 for folder in folders}
-    behind = candidates.left_behind(folders, roots.read_tracker(root)[0])
-    return {number: generations[by] for number, by in behind.items()}
+    return tuple(known.get(name) or facts_of(root, number, name) for number, name in roots.list_iterations(root))
 
 
 def marks(folder: Location) -> tuple[bool, bool]:

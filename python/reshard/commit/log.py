@@ -80,10 +80,10 @@ def read(root: Location, n: int) -> Record | None:
 
 
 def parents(root: Location) -> Iterator[tuple[str, str | None]]:
-    """The digest of each save that was published, and that of the save that the tracker named then, newest first.
+    """The digest of each save that was published, and that of the save that it went on from, newest first.
 
-    None for the latter: there was none, or the save is of a run that went back. Records are read as they are asked for,
-    down to those that are stubs by now.
+    That is the one that the tracker named then. After a run went back it is the newest one below the save that the run
+    had not skipped. None: there is none. Records are read as they are asked for, down to those that are stubs by now.
 
     Raises:
         DamagedFileError, StorageError: as `read`.
@@ -97,11 +97,15 @@ def parents(root: Location) -> Iterator[tuple[str, str | None]]:
         if earlier is None:
             return
         if later.kind == "commit":
-            named = None if earlier.tracker is None else earlier.by_iteration(earlier.tracker)
             for one in later.live:
                 if earlier.by_name(one.name) is None:
-                    is_further = named is not None and named.iteration < one.iteration
-                    yield one.digest, named.digest if named is not None and is_further else None
+                    last = min(one.iteration - 1, -1 if earlier.tracker is None else earlier.tracker)
+                    below = [
+                        other
+                        for other in earlier.live
+                        if other.iteration <= last and other.iteration not in one.passed_over
+                    ]
+                    yield one.digest, below[-1].digest if below else None  # ascending
         later = earlier
 
 

@@ -233,6 +233,8 @@ class Head:
     generation: int
     previous_tracker: int | None
     passed_over: tuple[int, ...]
+    attempt: str
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -321,7 +323,7 @@ def read_head(folder: Location) -> Head:
     Raises as `read`, but for an entry that is invalid.
     """
     place = folder / MANIFEST_FILE
-    data, _ = _read_text(place)
+    data, digest = _read_text(place)
     bounds = _bounds(data)
     if bounds is None:
         manifest = read(folder)
@@ -329,7 +331,14 @@ def read_head(folder: Location) -> Head:
         nothing = _Entries((), lambda *_: b"", str(place), ShardEntry)
         manifest = _parse(place, _frame(data, bounds), {"shards": nothing, "files": nothing, "digest": ""})
         _check_iteration(place, manifest)
-    return Head(manifest.iteration, manifest.generation, manifest.previous_tracker, manifest.passed_over)
+    return Head(
+        manifest.iteration,
+        manifest.generation,
+        manifest.previous_tracker,
+        manifest.passed_over,
+        manifest.attempt,
+        digest,
+    )
 
 
 def outline(manifest: Manifest) -> Outline | None:

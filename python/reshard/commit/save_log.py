@@ -4,8 +4,9 @@
      "metrics": {"loss": 2.17, "grad_norm": "nan"}, "epoch": 7, "attempt": "<32 hex digits>", "ckpt_status": 0,
      "digest": "<32 hex digits>"}
 
-The log is informative. The manifest of an iteration holds its metrics and decides whether it is complete. Lines that a
-crash truncated and invalid lines are skipped and counted. Metrics are encoded by `formats.metrics`.
+The log is informative. The manifest of an iteration holds its metrics and decides whether it is complete. The order of
+the lines tells which copies are of saves that the run has left; without them, numbers do. Lines that a crash truncated
+and invalid lines are skipped and counted. Metrics are encoded by `formats.metrics`.
 """
 
 from __future__ import annotations

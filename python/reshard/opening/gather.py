@@ -13,10 +13,18 @@ from typing import TYPE_CHECKING
 from reshard.checkpoint import Checkpoint
 from reshard.commit import log, roots, save_log
 from reshard.commit import manifest as manifests
-from reshard.commit.folder_facts import left_behind
+from reshard.commit.candidates import left_behind
+from reshard.commit.folder_facts import folders_of
 from reshard.commit.scrub import is_damage, reason_of
 from reshard.config import split_iteration
-from reshard.errors import CheckpointNotFoundError, EmptyRootError, ReshardError, UnsupportedError
+from reshard.errors import (
+    CheckpointNotFoundError,
+    DamagedFileError,
+    EmptyRootError,
+    ReshardError,
+    StorageError,
+    UnsupportedError,
+)
 from reshard.formats import counter_tensors, health, registry
 from reshard.formats.base import OpenOptions
 from reshard.formats.newest import MAX_LOOKS
@@ -34,6 +42,7 @@ if TYPE_CHECKING:
 
     from reshard import _core
     from reshard.commit.candidates import Candidate, Order
+    from reshard.commit.save_log import SaveRecord
     from reshard.config import Config
     from reshard.documents.common_info import CommonInfo
     from reshard.formats.base import CheckpointData, Root
@@ -155,7 +164,8 @@ def gather_both(
             if own.kind == other.kind == "root":
                 # `gather` opens copies up to the first that can be used: instead of a refused one it opens the next.
                 refused = dict(faults or {})
-                while new := _refused_of(both := _merged(own, other), other) & found.keys() - refused.keys():
+                left = _Left(own, other)
+                while new := _refused_of(both := _merged(own, other, left), other) & found.keys() - refused.keys():
                     refused |= dict.fromkeys(new, _WENT_BACK)
                     other = gather(of_copies, run, method=method, faults=refused, opened=found)
                 own = both
@@ -173,17 +183,16 @@ def _refused_of(both: ResumeFacts, other: ResumeFacts) -> set[str]:
     return refused & {one.path for one in other.candidates}
 
 
-def _merged(own: ResumeFacts, other: ResumeFacts) -> ResumeFacts:
+def _merged(own: ResumeFacts, other: ResumeFacts, left: _Left) -> ResumeFacts:
     """The candidates of two roots of a run in one order."""
     refused = [one for facts in (own, other) for one in facts.candidates if isinstance(one.state, Refused)]
-    left = _Left(locate(own.path), locate(other.path), {digest for one in refused if (digest := _digest(one))})
 
     def tried(facts: ResumeFacts, *, is_own: bool) -> list[CandidateFacts]:
         found = []
         for one in facts.candidates:
             if isinstance(one.state, Refused):
                 continue
-            if left.digests and left.holds(_digest(one), is_own=is_own):
+            if left.holds(one, is_own=is_own):
                 refused.append(replace(one, state=Refused(_WENT_BACK)))
             else:
                 found.append(one)
@@ -194,54 +203,140 @@ def _merged(own: ResumeFacts, other: ResumeFacts) -> ResumeFacts:
     while first and second:
         is_first = (first[0].iteration or 0) >= (second[0].iteration or 0)
         candidates.append((first if is_first else second).pop(0))
-    return replace(own, candidates=(*candidates, *first, *second, *refused), warnings=(*own.warnings, *other.warnings))
+    warnings = (*own.warnings, *other.warnings, *left.warnings)
+    return replace(own, candidates=(*candidates, *first, *second, *refused), warnings=warnings)
 
 
 class _Left:
-    """Which saves a run of this host went back behind, by the digests of their manifests, which copies have, too.
+    """Which saves a run of this host went back behind.
 
-    A number says nothing: after the run went back, another host can have saved the same number on the other line.
+    A save is known by the attempt and the digest of its manifest, which its copies have, too. The log of saves of the
+    run has its saves in the order in which they were made, though they may be removed by now. A save of iteration k
+    leaves all that were made before it from k on. Those above the tracker are left, and those that a later save
+    recorded as skipped. The others are the line of the run. Saves of another host are of the line, or left, as is the
+    save that they went on from by the log of the copies.
+
+    A line of the log can be missing. A copy that is not known to be left, nor on the line itself, is left by its number
+    if a save of the run recorded the number as skipped, or if it is above the tracker and not above a folder that is.
+    Only that it went on from a save of the line that was made since proves the opposite. This can refuse a copy that
+    is of the line.
 
     Args:
-        root: where the run saves. Its log of saves says what was saved there, though it may be removed by now.
-        copies: the second root. Its log says which save each one went on from.
-        refused: those that either root refuses.
+        own: the candidates of the run.
+        other: those of the second root.
+
+    Attributes:
+        warnings: what could not be looked at, as sentences.
     """
 
-    def __init__(self, root: Location, copies: Location, refused: set[str]) -> None:
-        tracker, behind = roots.read_tracker(root)[0], left_behind(root)
-        made = {one.digest: one for one in save_log.read_all(root) if one.digest is not None}
-        self._made = made.keys()
-        self.digests = refused | {
-            digest
-            for digest, one in made.items()
-            if (tracker is not None and one.iteration > tracker) or one.generation < behind.get(one.iteration, 0)
-        }
-        self._refused = refused
-        self._parents: dict[str, str | None] = {}
-        self._further = log.parents(copies)
-
-    def holds(self, digest: str | None, *, is_own: bool) -> bool:
-        """Whether a candidate is one of them, or one of another host that went on from one of them."""
-        if is_own or digest is None:
-            return digest in self._refused
-        while digest is not None and digest not in self.digests and digest not in self._made:
-            if digest not in self._parents:
-                found = next(self._further, None)
-                if found is None:
-                    return False
-                self._parents.setdefault(*found)
+    def __init__(self, own: ResumeFacts, other: ResumeFacts) -> None:
+        self.warnings: list[str] = []
+        root = locate(own.path)
+        self._tracker, folders = roots.read_tracker(root)[0], folders_of(root)
+        self._skipped: dict[int, int] = {}  # the last generation that recorded a number
+        for folder in folders:
+            for number in folder.passed_over:
+                self._skipped[number] = max(self._skipped.get(number, 0), folder.generation or 0)
+        above = [one.iteration or 0 for one in own.candidates if isinstance(one.state, Refused)]
+        self._last = max(above, default=0)
+        behind = left_behind(folders, self._tracker)
+        generations = {folder.iteration: folder.generation or 0 for folder in folders}
+        gone: set[str] = set()
+        line: list[SaveRecord] = []
+        for save in self._lines(root):
+            while line and line[-1].iteration >= save.iteration:
+                gone |= _names(line.pop())
+            line.append(save)
+        self._line: dict[str, int] = {}  # the generation of a save
+        for save in line:
+            number = save.iteration
+            is_above = self._tracker is not None and number > self._tracker
+            if is_above or (number in behind and save.generation < generations[behind[number]]):
+                gone |= _names(save)
             else:
-                digest = self._parents[digest]
-        return digest in self.digests
+                self._line |= dict.fromkeys(_names(save), save.generation)
+        self._refused: set[str] = set()
+        self._known: dict[str, frozenset[str]] = {}  # by the path of a candidate, and by its digest
+        self._parents: dict[str, str | None] = {}
+        self._further = log.parents(locate(other.path))
+        refused = [one for facts in (own, other) for one in facts.candidates if isinstance(one.state, Refused)]
+        self._is_needed = bool(gone or self._skipped or refused)
+        if not self._is_needed:
+            return
+        for one in refused:
+            self._refused |= self._names_of(one)
+        for one in own.candidates:
+            if not isinstance(one.state, Refused):  # the run may have gone forward again
+                self._line |= dict.fromkeys(self._names_of(one), generations.get(one.iteration or 0, 0))
+        for one in other.candidates:
+            self._names_of(one)
+        self._gone = (gone - self._line.keys()) | self._refused
+
+    def holds(self, one: CandidateFacts, *, is_own: bool) -> bool:
+        """Whether a candidate is one of them, or one of another host that went on from one of them."""
+        if not self._is_needed:
+            return False
+        names = self._names_of(one)
+        if is_own:
+            return not names.isdisjoint(self._refused)
+        if not names.isdisjoint(self._line.keys() - self._gone):
+            return False
+        went_on_from = -1  # the generation of the save of the line
+        while names:
+            if not names.isdisjoint(self._gone):
+                return True
+            if not names.isdisjoint(self._line):
+                went_on_from = max(self._line[name] for name in names & self._line.keys())
+                break
+            names = self._parent(names)
+        number = one.iteration or 0
+        if number in self._skipped:
+            return went_on_from < self._skipped[number]
+        return self._tracker is not None and self._tracker < number <= self._last
+
+    def _lines(self, root: Location) -> list[SaveRecord]:
+        """The saves in the log of the run."""
+        try:
+            return save_log.read_all(root)
+        except DamagedFileError as error:
+            self.warnings.append(f"copies are told apart by their numbers: {error.message}")
+            return []
+
+    def _names_of(self, one: CandidateFacts) -> frozenset[str]:
+        """The attempt and the digest of a candidate; none if they cannot be told.
+
+        Raises:
+            StorageError: the system or the service failed.
+        """
+        if one.path not in self._known:
+            try:
+                head = manifests.read_head(roots.published(locate(one.path)))
+            except ReshardError as error:
+                if isinstance(error, StorageError) and not is_damage(error):
+                    raise
+                self._known[one.path] = frozenset()
+            else:
+                self._known[one.path] = self._known[head.digest] = frozenset((head.attempt, head.digest))
+        return self._known[one.path]
+
+    def _parent(self, names: frozenset[str]) -> frozenset[str]:
+        """The save that one of the second root went on from; none if that is not known."""
+        while names.isdisjoint(self._parents):
+            try:
+                found = next(self._further, None)
+            except DamagedFileError as error:
+                self.warnings.append(f"copies of older saves are told apart by their numbers: {error.message}")
+                found = None
+            if found is None:
+                return frozenset()
+            self._parents.setdefault(*found)
+        digest = next(self._parents[name] for name in names if name in self._parents)
+        return frozenset() if digest is None else self._known.get(digest, frozenset((digest,)))
 
 
-def _digest(one: CandidateFacts) -> str | None:
-    """The digest of the manifest of a candidate, which its copies have, too."""
-    try:
-        return manifests.read_digest(roots.published(locate(one.path)))
-    except ReshardError:
-        return None
+def _names(one: SaveRecord) -> set[str]:
+    """The attempt and the digest of a save, without those that are not recorded."""
+    return {one.attempt, one.digest or one.attempt} - {"0" * 32}
 
 
 def format_of(config: Config, path: Location) -> str | None:
