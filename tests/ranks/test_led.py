@@ -6,23 +6,28 @@ import contextlib
 import io
 import json
 import os
+import select
 import signal
 import socket
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.helpers.ranks import Job
+from tests.helpers.ports import unused_port
+from tests.helpers.ranks import Job, Signal
 from torch._C import _distributed_c10d as c10d
 
 import reshard
 from reshard.cli import main
 from reshard.commit import manifest as manifests
 from reshard.commit.scrub import scrub_folder
-from reshard.errors import ArgumentError
+from reshard.errors import ArgumentError, GroupError
+from reshard.ranks import torch_group
 from reshard.ranks.group import SingleProcess
 from reshard.ranks.led import LedRanks
+from reshard.ranks.torch_group import TorchSession
 from reshard.verbs import verify as verifications
 
 if TYPE_CHECKING:
@@ -139,18 +144,135 @@ def test_every_rank_compares_its_part_of_the_bytes(run: Path) -> None:
 @pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("dies", [0, 2])
 def test_a_rank_that_is_killed_is_named_on_all_others(run: Path, dies: int) -> None:
+    dead, sent = Signal(), Signal()
+
     def work(group: TorchGroup) -> Any:
+        ranks = LedRanks(group, timeout=60)
+        gather = TorchSession.gather
+
+        def noted(*arguments: Any, **given: Any) -> Any:
+            if group.rank == 0:
+                sent.wait()
+            elif group.rank != dies:
+                gather(*arguments, **given)
+                sent.set()
+            dead.wait()
+            ranks.timeout = 3  # now only a dead rank is awaited
+            return gather(*arguments, **(given | {"timeout": 3})) if group.rank == 0 else None
+
+        TorchSession.gather = noted  # type: ignore[method-assign]
         if group.rank == dies:
             vars(verifications)["scrub_folder"] = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
-        return reshard.verify(run, on=LedRanks(group, timeout=5)).ok
+        return reshard.verify(run, on=ranks).ok
 
     with Job(3, work) as job:
+        handle = os.pidfd_open(job.pids[dies])
+        assert select.select([handle], [], [], 60)[0], "it was not killed"
+        os.close(handle)
+        dead.set()
         said = job.outcomes()
     assert said[dies] is None
     for one in (one for rank, one in enumerate(said) if rank != dies):
         assert one is not None
         assert one["error"] == "GroupError"
-        assert f"no answer of rank {dies} of 3 within 5 s" in one["text"]
+        assert f"no answer of rank {dies} of 3 within 3 s" in one["text"]
+
+
+@pytest.mark.slow(disk=False)
+@pytest.mark.parametrize("interrupted", [0, 1])
+def test_no_rank_waits_for_one_that_was_interrupted_and_the_next_call_works(run: Path, interrupted: int) -> None:
+    def work(group: TorchGroup) -> Any:
+        ranks, scrub = LedRanks(group), scrub_folder
+
+        def interrupt(*_: object, **__: object) -> None:
+            raise KeyboardInterrupt
+
+        if group.rank == interrupted:
+            vars(verifications)["scrub_folder"] = interrupt
+        with pytest.raises((GroupError, KeyboardInterrupt)) as caught:
+            reshard.verify(run, on=ranks)
+        is_told = ranks.is_told
+        vars(verifications)["scrub_folder"] = scrub
+        return [type(caught.value).__name__, str(caught.value), is_told, reshard.verify(run, on=ranks).ok]
+
+    with Job(3, work) as job:
+        said = job.values()
+    for rank, one in enumerate(said):
+        if rank == interrupted:
+            assert one == ["KeyboardInterrupt", "", False, True]
+        else:
+            assert one == ["GroupError", f"rank {interrupted}: KeyboardInterrupt: ", False, True]
+
+
+def test_a_rank_that_cannot_begin_is_an_error_on_all(run: Path) -> None:
+    def work(group: TorchGroup) -> Any:
+        ranks = LedRanks(group)
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("no such work")
+
+        if group.rank == 1:
+            vars(verifications)["_scrubbing"] = fail
+        with pytest.raises(reshard.errors.ReshardError, match="rank 1: RuntimeError: no such work"):
+            reshard.verify(run, on=ranks)
+        return ranks.is_told
+
+    with Job(3, work) as job:
+        assert job.values() == [False, True, True]
+
+
+def test_rank_0_ends_once_all_have_the_report(run: Path) -> None:
+    """It may serve the store that the others need."""
+    has_ended = Signal()
+
+    def work(group: TorchGroup) -> Any:
+        torch_group._LINGER_S = 0.0
+        broadcast = TorchSession.broadcast
+
+        def late(*arguments: Any, **given: Any) -> Any:
+            told = broadcast(*arguments, **given)
+            if group.rank == 1 and "report" in told:
+                time.sleep(0.5)  # it is slow
+                assert not select.select([has_ended._reader], [], [], 0)[0], "rank 0 has ended"
+            return told
+
+        TorchSession.broadcast = late  # type: ignore[method-assign]
+        is_ok = reshard.verify(run, on=LedRanks(group)).ok
+        if group.rank == 0:
+            has_ended.set()
+        return is_ok
+
+    with Job(2, work) as job:
+        assert job.values() == [True, True]
+
+
+@pytest.mark.slow(disk=False)
+def test_ranks_print_what_rank_0_cannot(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It serves the store, and is killed."""
+    monkeypatch.setenv("MASTER_PORT", str(unused_port()))
+    begun = Signal()
+    verify = command("verify", run, "--json")
+
+    def work(group: TorchGroup) -> Any:
+        scrub = scrub_folder
+
+        def note(*arguments: Any, **given: Any) -> Any:
+            if group.rank == 0:
+                begun.wait(2)
+                os.kill(os.getpid(), signal.SIGKILL)
+            begun.set()
+            return scrub(*arguments, **given)
+
+        vars(verifications)["scrub_folder"] = note
+        return verify(group)
+
+    with Job(3, work) as job:
+        first, *others = job.outcomes()
+    assert first is None
+    for one in others:
+        assert one is not None
+        code, out, _ = one["value"]
+        assert (code, json.loads(out)["error"]) == (1, "GroupError")
 
 
 def test_a_rank_that_sees_another_save_is_an_error_on_all(run: Path) -> None:
@@ -169,8 +291,7 @@ def test_a_rank_that_sees_another_save_is_an_error_on_all(run: Path) -> None:
 
 
 def test_rank_0_serves_the_store_where_the_launcher_does_not(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
+    monkeypatch.setenv("MASTER_PORT", str(unused_port()))
     assert reports(on_ranks("verify", run, "--json", n_ranks=2), 0)["ok"]
 
 

@@ -71,13 +71,12 @@ def place_of(on: str | None, timeout: float) -> Iterator[Place | None]:
     if ranks.group.rank == 0:
         yield ranks
         return
-    context = click.get_current_context()
-    nowhere = io.StringIO()
-    context.with_resource(contextlib.redirect_stdout(nowhere))
+    context, nowhere = click.get_current_context(), io.StringIO()
     try:
         yield ranks
     finally:
         if ranks.is_told:
+            context.with_resource(contextlib.redirect_stdout(nowhere))
             context.with_resource(contextlib.redirect_stderr(nowhere))
 
 

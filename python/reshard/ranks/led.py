@@ -17,21 +17,21 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from reshard.errors import ArgumentError, GroupError, ReshardError, UnsupportedError
-from reshard.ranks.group import ErrorRecord, joint_error, session, tell
+from reshard.ranks.group import ErrorRecord, joint_error, session
 from reshard.ranks.launcher import known_variables, launched
 from reshard.ranks.messages import decode, encode
 from reshard.ranks.places import ShareRun, Work
 from reshard.ranks.torch_group import TorchGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from reshard.ranks.group import Group
 
 R = TypeVar("R")
 
 _SHARE_BYTES = 1 << 30  # the bar moves in such steps
-_CONNECT_S = 60.0
+_END_S = 30.0  # for ranks that still have to read the report
 _TORCHRUN_SERVES = "TORCHELASTIC_USE_AGENT_STORE"
 
 
@@ -68,7 +68,7 @@ class LedRanks:
         timeout: seconds that ranks wait for each other at each share.
 
     Attributes:
-        is_told: whether the error that this rank has raised is that of rank 0, which knows it, too.
+        is_told: whether what this rank has returned or raised has come from rank 0, which knows it, too.
 
     Example:
         >>> import numpy as np, reshard
@@ -81,9 +81,7 @@ class LedRanks:
     group: Group
     timeout: float = 3600.0
     is_told: bool = field(default=False, init=False)
-
-    def __post_init__(self) -> None:
-        self._channel = session(self.group, "shares of rank 0")
+    _channel: Group = field(init=False, repr=False, compare=False)
 
     @property
     def cpus(self) -> None:
@@ -99,9 +97,10 @@ class LedRanks:
         message, results = encode(work.message), []
         for first in range(0, n_shares, self.group.world_size):
             order = _Order(message, first, n_shares)
-            tell(self._channel, {"order": encode(order)}, self.timeout)
-            own = self._do(work, order)
-            reports = self._channel.gather(encode(own), timeout=self.timeout)
+            self._channel.broadcast({"order": encode(order)}, timeout=self.timeout)
+            with self._ending():
+                own = self._do(lambda _: work, order)
+                reports = self._channel.gather(encode(own), timeout=self.timeout)
             all_done = [decode(_Done, one) for one in reports or []]
             failed = {rank: one.error for rank, one in enumerate(all_done) if one.error is not None}
             if failed:
@@ -130,41 +129,66 @@ class LedRanks:
             ReshardError: that of rank 0, on every rank.
             GroupError: a rank did not answer in time; the message names it.
         """
+        self.is_told = False
+        self._channel = session(self.group, "shares of rank 0")
         if self.group.rank == 0:
             try:
                 made = lead()
+                told = {"report": encode(made)}
             except BaseException as error:
                 with contextlib.suppress(ReshardError, KeyboardInterrupt):
-                    tell(self._channel, error, self.timeout)
+                    self._say_last({"failed": encode({0: ErrorRecord.of(error)})})
                 raise
-            tell(self._channel, {"report": encode(made)}, self.timeout)
+            self._say_last(told)
             return made
-        while True:
-            try:
-                told = tell(self._channel, None, self.timeout)
-            except GroupError as error:
-                self.is_told = not error.ranks
-                raise
-            except ReshardError:
-                self.is_told = True
-                raise
-            if "report" in told:
-                made = decode(report, told["report"])
-                self.is_told = True
-                return made
-            order = decode(_Order, told["order"])
-            self._channel.gather(encode(self._do(work(decode(message, order.message)), order)), timeout=self.timeout)
 
-    def _do(self, work: Work[Any], order: _Order) -> _Done:
+        def sent(text: Any) -> Work[Any]:
+            return work(decode(message, text))
+
+        with self._ending():
+            while True:
+                told = self._channel.broadcast(None, timeout=self.timeout)
+                if "order" not in told:
+                    break
+                done = self._do(sent, decode(_Order, told["order"]))
+                self._channel.gather(encode(done), timeout=self.timeout)
+            with contextlib.suppress(GroupError):
+                self._channel.gather(None, timeout=self.timeout)  # now rank 0, which may serve the store, can end
+            if "failed" in told:
+                failed = decode(dict[int, ErrorRecord], told["failed"])
+                self.is_told = True
+                raise joint_error(failed)
+            made = decode(report, told["report"])
+            self.is_told = True
+            return made
+
+    def _say_last(self, told: dict[str, Any]) -> None:
+        """Send the report or the error to all other ranks, and wait for a moment until they have it."""
+        self._channel.broadcast(told, timeout=self.timeout)
+        with contextlib.suppress(GroupError):
+            self._channel.gather(None, timeout=min(self.timeout, _END_S))
+
+    @contextlib.contextmanager
+    def _ending(self) -> Iterator[None]:
+        """Let no rank wait for this one if it raises what was not sent."""
+        try:
+            yield
+        except BaseException as error:
+            fail = getattr(self._channel, "fail", None)
+            if fail is not None and not self.is_told:
+                fail(joint_error({self.group.rank: ErrorRecord.of(error)}))
+            raise
+
+    def _do(self, work: Callable[[Any], Work[Any]], order: _Order) -> _Done:
         host, process, begun = socket.gethostname(), os.getpid(), time.monotonic()
         share = order.first_share + self.group.rank
         if share >= order.n_shares:
             return _Done(host, process)
         try:
-            n_bytes, result = work(share)
+            n_bytes, result = work(order.message)(share)
+            return _Done(host, process, time.monotonic() - begun, n_bytes, encode(result))
         except Exception as error:  # noqa: BLE001  rank 0 waits for it
             return _Done(host, process, error=ErrorRecord.of(error))
-        return _Done(host, process, time.monotonic() - begun, n_bytes, encode(result))
 
 
 def launched_ranks(timeout: float) -> LedRanks:
@@ -199,8 +223,8 @@ def launched_ranks(timeout: float) -> LedRanks:
             hint="pip install torch, or give each process its share",
         ) from None
     serves = found.rank == 0 and os.environ.get(_TORCHRUN_SERVES) != "True"
-    wait = timedelta(seconds=min(timeout, _CONNECT_S))
     try:
+        wait = timedelta(seconds=timeout)
         store = distributed.TCPStore(address, int(port), found.size, serves, timeout=wait, wait_for_workers=False)
     except (RuntimeError, ValueError, OverflowError) as error:
         what = "cannot serve the store of the ranks" if serves else "cannot reach rank 0"

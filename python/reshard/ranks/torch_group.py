@@ -219,6 +219,20 @@ class TorchSession:
 
         return self._bounded("broadcast", work, timeout)
 
+    def fail(self, error: BaseException) -> None:
+        """End the session for all ranks that wait in it, as this rank sends nothing more. Waits for no other rank.
+
+        Args:
+            error: why; the others raise a `GroupError` with its message.
+        """
+        if self._error is not None:  # they have been told
+            return
+        self._is_abandoned = True
+        self._error = GroupError(f"session `{self._label}` has failed")
+        poster = threading.Thread(target=self._post_failure, args=(error,), daemon=True)
+        poster.start()
+        poster.join(_SILENCE_S)
+
     def _bounded(self, kind: str, work: Callable[[str, float], Any], timeout: float) -> Any:
         """Do one operation in a thread, which is abandoned if the store does not answer.
 
