@@ -353,6 +353,39 @@ def test_a_service_that_is_gone_does_not_hold_up_the_end(
     assert "not released" not in caplog.text
 
 
+def test_a_save_that_waits_for_a_service_does_not_hold_up_the_end(
+    proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(url, 1)
+    monkeypatch.setattr(claims, "_RELEASE_SECONDS", 0.2)
+    asked, answered = threading.Event(), threading.Event()
+    session = find_session(locate(url))
+    assert session is not None
+
+    def hold(_: str, __: str) -> None:
+        if session.claiming.locked():  # as while the save checks its claim
+            asked.set()
+            answered.wait(60)
+
+    proxy.before = hold
+    saving = threading.Thread(target=save, args=(url, 2))
+    ending = threading.Thread(target=protocol.release)
+    try:
+        saving.start()
+        assert asked.wait(60)
+        ending.start()
+        ending.join(30)
+        assert not ending.is_alive(), "it waits for an answer"
+        assert f"the claim on {url} is not released yet" in caplog.text
+    finally:
+        proxy.before = None
+        answered.set()
+        saving.join()
+    monkeypatch.setattr(claims, "_RELEASE_SECONDS", 60.0)
+    protocol.release()
+    check(url, 2)
+
+
 @pytest.mark.slow(disk=False)
 def test_a_claim_of_another_host_is_watched(url: str, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     root = locate(url)

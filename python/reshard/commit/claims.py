@@ -43,6 +43,10 @@ WRITERS_FOLDER = ".writers"
 _BEAT_SECONDS = 5.0
 _WATCH_SECONDS = 30.0
 _RELEASE_SECONDS = 4.0  # of a claim in a bucket: without it others watch the claim for longer
+_NOT_RELEASED = (
+    "the claim on %s is not released yet: the service does not answer. The next process that writes there sees that "
+    "this one has ended, which takes longer on another host"
+)
 _LOCK_SECONDS = 60.0  # publication takes milliseconds; a recovery that checks large headers takes seconds
 _CLAIM_FILE = re.compile("epoch_([0-9]{1,18})")
 _log = logging.getLogger("reshard")
@@ -187,13 +191,21 @@ def release(root: Location | None = None) -> None:
     for session in asked:
         if session is None:
             continue
-        with session.claiming:
+        is_local = session.root.objects is None
+        # A service that does not answer holds nobody up; its requests are repeated for a minute.
+        end = time.monotonic() + _RELEASE_SECONDS
+        if not session.claiming.acquire(timeout=-1 if is_local else _RELEASE_SECONDS):
+            _log.warning(_NOT_RELEASED, session.root)
+            continue
+        try:
             if session.claim is not None:
-                if session.root.objects is None:
+                if is_local:
                     _say_released(session.claim)
-                else:  # a service that does not answer holds nobody up; its requests are repeated for a minute
+                else:
                     session.claim.at_end.append(partial(_say_released, session.claim))
-                _drop(session)
+                _drop(session, max(0.0, end - time.monotonic()))
+        finally:
+            session.claiming.release()
 
 
 def _say_released(claim: Claim) -> None:
@@ -203,7 +215,8 @@ def _say_released(claim: Claim) -> None:
         claim.file.write(b'{"released":true}')
 
 
-def _drop(session: RootSession) -> None:
+def _drop(session: RootSession, seconds: float | None = None) -> None:
+    """Forget a claim. Of one in a bucket, wait so long until its thread has ended, which says that it is released."""
     claim, session.claim = session.claim, None
     if claim is None:
         return
@@ -212,13 +225,9 @@ def _drop(session: RootSession) -> None:
         claim.beat.join()  # before the close: the heartbeat must not touch another file with a reused file descriptor
         claim.file.close()
         return
-    claim.beat.join(_RELEASE_SECONDS)
+    claim.beat.join(_RELEASE_SECONDS if seconds is None else seconds)
     if claim.beat.is_alive() and claim.at_end:
-        _log.warning(
-            "the claim on %s is not released yet: the service does not answer. The next process that writes there sees "
-            "that this one has ended, which takes longer on another host",
-            session.root,
-        )
+        _log.warning(_NOT_RELEASED, session.root)
 
 
 # Registered at import, so that exit functions that are registered later, such as the wait for saves, run before it.
