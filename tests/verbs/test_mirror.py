@@ -40,6 +40,7 @@ from reshard.storage.location import locate
 from reshard.values.events import Observers
 from reshard.verbs import mirror
 from reshard.verbs.mirror import Copier
+from reshard.write.collective_save import log_once
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -491,6 +492,7 @@ def test_a_copy_that_fails_is_tried_again_with_the_next(proxy: Proxy, url: str, 
 
 
 def test_that_an_iteration_is_being_read_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log_once.cache_clear()
     save(tmp_path / "run", 7701)
     with manifests.read_lock(locate(tmp_path / "run/iteration_00007701")):  # as while it is copied
         save(tmp_path / "run", 7702, 7703, 7704, keep=1)
