@@ -8,7 +8,7 @@ compared before the tensor is first read, in bounded memory.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from reshard import _core, dtypes
 from reshard._core import StoredArray, Tile
@@ -34,6 +34,7 @@ class HeldArray(NamedTuple):
         start: its first element in that array.
         shape: its shape in elements.
         dtype: its safetensors name.
+        strides: elements from one to the next, by dim; None: row-major.
     """
 
     rank: int
@@ -43,11 +44,61 @@ class HeldArray(NamedTuple):
     start: int
     shape: tuple[int, ...]
     dtype: str
+    strides: tuple[int, ...] | None = None
+
+    def part(self, tile: Tile, offset: tuple[int, ...], shape: tuple[int, ...]) -> Self:
+        """A box of a tensor that lies in one of the tiles of this array.
+
+        Args:
+            tile: the tile.
+            offset: the first element of the box in the tensor.
+            shape: its extent.
+        """
+        steps = zip(offset, tile.offset, tile.local_strides, strict=True)
+        start = self.start + tile.local_offset + sum((at - first) * stride for at, first, stride in steps)
+        return self._replace(start=start, shape=shape, strides=tile.local_strides)
 
     def tiled(self, tiles: Iterable[Tile]) -> StoredArray:
         """The stored array with these tiles, whose offsets count from the start of this array."""
         moved = [tile._replace(local_offset=tile.local_offset + self.start) for tile in tiles]
         return StoredArray(self.file, self.stored, self.stored_shape, moved)
+
+
+def copies_of(arrays: Iterable[tuple[HeldArray, Sequence[Tile]]], shape: tuple[int, ...]) -> list[list[HeldArray]]:
+    """The groups of arrays, and of boxes in them, that are copies of each other.
+
+    Args:
+        arrays: each array with the tiles of the tensor in it. All tiles together cover the tensor.
+        shape: the shape of the tensor.
+
+    Example:
+        >>> tiles = {0: [Tile((0,), (3,), 0, (1,))], 1: [Tile((0,), (1,), 0, (1,)), Tile((3,), (2,), 1, (1,))]}
+        >>> held = [(HeldArray(rank, rank, "w", (3,), 0, (3,), "F32"), of_rank) for rank, of_rank in tiles.items()]
+        >>> [[(one.rank, one.start, one.shape) for one in group] for group in copies_of(held, (5,))]
+        [[(0, 0, (1,)), (1, 0, (1,))]]
+    """
+    by_tiles: dict[tuple[Tile, ...], list[HeldArray]] = {}
+    for array, tiles in arrays:
+        by_tiles.setdefault(tuple(tiles), []).append(array)
+    groups = [group for group in by_tiles.values() if len(group) > 1 and 0 not in group[0].shape]
+    if sum(math.prod(tile.shape) for tiles in by_tiles for tile in tiles) > math.prod(shape):
+        groups += _overlaps((tile, held[0]) for tiles, held in by_tiles.items() for tile in tiles)
+    return groups
+
+
+def _overlaps(tiles: Iterable[tuple[Tile, HeldArray]]) -> Iterator[list[HeldArray]]:
+    """The boxes that lie in two arrays. A box in many arrays is compared with the first of them."""
+    first: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[Tile, HeldArray]] = {}
+    for tile, array in tiles:
+        same = first.get((tile.offset, tile.shape))
+        for other, of_other in first.values() if same is None else (same,):
+            ends = zip(tile.offset, tile.shape, other.offset, other.shape, strict=True)
+            offset = tuple(map(max, tile.offset, other.offset))
+            extent = tuple(min(a + n, b + m) - at for (a, n, b, m), at in zip(ends, offset, strict=True))
+            if all(n > 0 for n in extent):
+                yield [of_other.part(other, offset, extent), array.part(tile, offset, extent)]
+        if same is None:
+            first[tile.offset, tile.shape] = tile, array
 
 
 class Replicas:
@@ -112,7 +163,8 @@ def _different(index: _core.Index, groups: Sequence[tuple[str, Sequence[HeldArra
     again = index.files_again(range(index.n_files))
     for n, (_, group) in enumerate(groups):
         for i, array in enumerate(group):
-            tile = Tile((0,) * len(array.shape), array.shape, 0, row_major(array.shape))
+            strides = row_major(array.shape) if array.strides is None else array.strides
+            tile = Tile((0,) * len(array.shape), array.shape, 0, strides)
             again.add_tiles(f"{n} {i}", array.dtype, array.shape, [array.tiled([tile])])
     try:
         for batch in _batches(groups):

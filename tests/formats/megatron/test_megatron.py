@@ -481,6 +481,10 @@ def test_a_layout_says_how_other_tensors_are_divided(tmp_path: Path) -> None:
     with reshard.open(folder, strategy=layout) as checkpoint:
         assert (checkpoint.read("a") == adapter.numpy()).all()
         assert checkpoint.shape("decoder.layers.0.mlp.linear_fc1.weight") == (10, 6)
+    # A block that is not cut, which both ranks would hold: the shape of the whole is the local one for each rank.
+    layout.write_text("mesh: {tp: 2}\nrules: [{match: a, cut: [null, tp], blocks: {1: [{size: 2, cut: null}, 4]}}]\n")
+    with pytest.raises(LayoutError, match="`a`"):
+        reshard.open(folder, strategy=layout)
     layout.write_text("mesh: {tp: 4}\nrules: []\n")
     with pytest.raises(LayoutError, match="2 tensor-parallel ranks"):
         reshard.open(tmp_path, strategy=layout)

@@ -7,6 +7,7 @@ where the size of one would be exceeded.
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -232,3 +233,43 @@ def test_copies_that_differ_are_refused(tmp_path: Path) -> None:
     assert run("convert", tmp_path / "v", tmp_path / "hf", "--strategy", layout).exit_code == 1
     with pytest.raises(UnsupportedError, match="a layout is needed here"):
         reshard.open(tmp_path / "v", strategy=reshard.layout.Strategy({0: {"w": LayoutItem((2,), ((0,),))}}))
+
+
+@pytest.mark.parametrize("first", [0, 4])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_blocks_that_are_not_cut_are_compared(axis: int, first: int, tmp_path: Path) -> None:
+    """Beside blocks that are cut: the tiles of the ranks differ, and some are copies or parts of others."""
+    blocks: list[Any] = [{"size": 4, "cut": None}, 6, {"size": 2, "cut": None}]
+    blocks = blocks if first == 0 else blocks[1:]
+    whole = np.arange(36, dtype=np.float32).reshape(3, 12)[:, first:]
+    parts = np.split(whole, np.cumsum([block if block == 6 else block["size"] for block in blocks])[:-1], 1)
+    layout = tmp_path / "vllm.yaml"
+    cut = [None] * axis + ["tp"]
+    layout.write_text(json.dumps({"mesh": {"tp": 3}, "rules": [{"match": "w", "cut": cut, "blocks": {axis: blocks}}]}))
+
+    def held(rank: int) -> np.ndarray[Any, Any]:
+        local = [part if part.shape[1] != 6 else part[:, 2 * rank : 2 * rank + 2] for part in parts]
+        array = np.concatenate(local, 1)
+        return np.ascontiguousarray(array if axis else array.T)
+
+    arrays = {rank: held(rank) for rank in range(3)}
+    n = arrays[0].shape[axis]
+    for rank in range(3):
+        save(tmp_path / "v", rank, {"w": arrays[rank]})
+    with reshard.open(tmp_path / "v", strategy=layout) as checkpoint:
+        assert np.array_equal(checkpoint.read("w"), whole if axis else whole.T)
+    cut_part = range(n - 4, n - 2)
+    for rank in range(3):
+        for at in range(n):
+            changed = arrays[rank].copy()
+            changed[(slice(None), at) if axis else at][1] = 99
+            save(tmp_path / "v", rank, {"w": changed})
+            with reshard.open(tmp_path / "v", strategy=layout) as checkpoint:
+                if at in cut_part:
+                    assert (checkpoint.read("w") == 99).sum() == 1
+                else:
+                    with pytest.raises(
+                        MismatchError, match=f"`w` is read as one value.* rank {rank or '[012]'} differ"
+                    ):
+                        checkpoint.read("w")
+        save(tmp_path / "v", rank, {"w": arrays[rank]})

@@ -26,7 +26,7 @@ from reshard.formats.megatron.rank_files import RankFile, RankSizes, Weight, ope
 from reshard.formats.megatron.rank_optimizer import optimizer_arrays
 from reshard.formats.outputs import load_all
 from reshard.formats.own_files import own_index
-from reshard.formats.rank_replicas import HeldArray, Replicas, are_equal
+from reshard.formats.rank_replicas import HeldArray, Replicas, are_equal, copies_of
 from reshard.storage.location import locate
 from reshard.values.words import listed, show
 
@@ -272,14 +272,9 @@ def _merge(
                 hint=HINT,
             )
     layout = rules.layout(first_weight.key, first.shape)
-    groups: dict[object, list[HeldArray]] = {}
-    stored = []
-    for rank, _, array in arrays:
-        tiles = layout.tiles(rank.tensor)
-        stored.append(array.tiled(tiles))
-        groups.setdefault(tuple(tile.offset for tile in tiles), []).append(array)
-    index.add_tiles(key, first.dtype, layout.shape, stored)
-    return [group for group in groups.values() if len(group) > 1 and first.shape.count(0) == 0]
+    held = [(array, layout.tiles(rank.tensor)) for rank, _, array in arrays]
+    index.add_tiles(key, first.dtype, layout.shape, [array.tiled(tiles) for array, tiles in held])
+    return copies_of(held, layout.shape)
 
 
 def _check_dims(folder: Location, index: _core.Index, state: Mapping[str, Any]) -> None:

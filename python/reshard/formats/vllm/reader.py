@@ -11,7 +11,7 @@ from reshard import _core
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, LayoutError, UnsupportedError
 from reshard.formats.base import CheckpointData, UnplacedTensor
 from reshard.formats.given_layout import given_layout
-from reshard.formats.rank_replicas import HeldArray, Replicas
+from reshard.formats.rank_replicas import HeldArray, Replicas, copies_of
 from reshard.formats.vllm import names
 from reshard.layout.invert import check_local_shapes, global_shapes
 from reshard.values.words import counted, listed, show
@@ -160,14 +160,14 @@ def _join(
     copies: dict[str, list[list[HeldArray]]] = {}
     for key, shapes in local.items():
         of_key, dtype = bound.layouts[key], held[0][key][0]
-        stored, same = [], dict[tuple[_core.Tile, ...], list[HeldArray]]()
+        stored, arrays = [], []
         for rank, shape in shapes.items():
             tiles = of_key.tiles(rank)
             file = file_of[key, rank]
             stored.append(_core.StoredArray(file, key, shape, tiles))
-            same.setdefault(tuple(tiles), []).append(HeldArray(rank, file, key, shape, 0, shape, dtype))
+            arrays.append((HeldArray(rank, file, key, shape, 0, shape, dtype), tiles))
         index.add_tiles(key, dtype, of_key.shape, stored)
-        copies[key] = [arrays for arrays in same.values() if len(arrays) > 1 and arrays[0].shape.count(0) == 0]
+        copies[key] = copies_of(arrays, of_key.shape)
     index.check_coverage()
     return Replicas(copies, _HINT)
 
