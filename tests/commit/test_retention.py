@@ -29,7 +29,7 @@ from tests.helpers.small_saves import (
     write_files,
 )
 
-from reshard import _core
+from reshard import _core, opening
 from reshard.commit import claims, filesystem, protocol, retention, save_log
 from reshard.commit import manifest as manifests
 from reshard.commit.retention import Debris, Facts, Incomplete, Unverified, Verified
@@ -302,11 +302,27 @@ def test_after_a_roll_back_what_was_refused_does_not_count(root: Path) -> None:
     assert iterations(root) == [150, 200, 300]
     save(root, 200, 1)  # made anew: from here on it counts
     save(root, 350)
-    assert retained.apply(locate(root), Retention(keep=2), dry_run=True).iterations == (150, 300)
+    assert retained.apply(locate(root), Retention(keep=2), dry_run=True).iterations == (300,)
     assert retained.apply(locate(root), Retention(keep=2)).kept == {
+        150: "it records that a run skipped iteration 300, which is still there",
         200: "one of the newest 2",
         350: "the tracker names it",
     }
+    assert retained.apply(locate(root), Retention(keep=2)).iterations == (150,)
+
+
+def test_what_a_run_left_does_not_come_back_when_the_saves_after_it_are_removed(root: Path) -> None:
+    fill(root, 20, 40, 120, 130)
+    protocol.release()
+    save(root, 60, rollback=True, passed_over=(120, 130))
+    for iteration in (80, 100, 120, 140):
+        save(root, iteration)
+        retained.apply(locate(root), Retention(keep=2))
+        order = opening.iterations(root)
+        assert order is not None
+        assert 130 not in [one.iteration for one in order.candidates]
+    retained.apply(locate(root), Retention(keep=2))
+    assert iterations(root) == [120, 140]
 
 
 def test_pins(root: Path) -> None:

@@ -3,7 +3,9 @@
 `plan` decides, from facts alone. These are kept: the newest `keep` complete iterations, the one that the tracker names,
 pinned ones, and on request every Nth and the best. These are never removed: incomplete ones and those of an unknown
 form, those above the tracker (left by a rollback, or newer than this program knows), the newest verified one, and the
-newest one that was not saved as unhealthy. The facts come from the folder, not from the memory of earlier saves.
+newest one that was not saved as unhealthy. One that alone records that a run skipped another one stays as long as that
+is there: without the record it would be a candidate again. The facts come from the folder, not from the memory of
+earlier saves.
 
 An iteration is verified if all its bytes have been compared with its manifest since it was written: before a save was
 published (`Verify.after_save`), by `verify`, by a load with `verify="full"`, or here. The result is recorded beside it
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 
 _LAST_VERIFIED = "the last verified one"
 _LAST_HEALTHY = "the last one that was not saved as unhealthy"
+_RECORD = "it records that a run skipped iteration {}, which is still there"
 _MANY = 20  # iterations beyond `keep` that wait for their first metric without a warning
 _MAX_ROUNDS = 5  # in a root that changes while it is looked at
 
@@ -100,6 +103,7 @@ class Facts:
         state: whether it is complete.
         is_pinned: whether it is pinned.
         is_passed_over: whether a later save recorded that it was refused at a roll-back.
+        records: iterations whose record of this it holds.
         metrics: those in its manifest.
         is_unhealthy: whether its save recorded that the run was not healthy.
     """
@@ -109,6 +113,7 @@ class Facts:
     state: State = Unverified()
     is_pinned: bool = False
     is_passed_over: bool = False
+    records: frozenset[int] = frozenset()
     metrics: Mapping[str, float] = field(default_factory=dict)
     is_unhealthy: bool = False
 
@@ -204,6 +209,10 @@ def plan(
     healthy = [one.iteration for one in counted if not one.is_unhealthy]
     if healthy and healthy[-1] not in kept and healthy[-1] != counted[-1].iteration:
         kept[healthy[-1]] = _LAST_HEALTHY
+    there = {one.iteration for one in ordered}
+    for one in ordered:
+        if one.iteration not in kept and not isinstance(one.state, Debris) and (skipped := one.records & there):
+            kept[one.iteration] = _RECORD.format(max(skipped))
     return [one for one in ordered if one.iteration not in kept], dict(sorted(kept.items()))
 
 
@@ -534,6 +543,7 @@ def _look(
                 state=state,
                 is_pinned=roots.is_pinned(root / name),
                 is_passed_over=iteration in behind,
+                records=frozenset(number for number, by in behind.items() if by == iteration),
                 metrics={} if manifest is None else manifest.metrics,
                 is_unhealthy=manifest is not None and manifest.ckpt_status == 1,
             )
