@@ -14,7 +14,7 @@ HEAD_BYTES = 14
 FSDP1_BYTES = 1 << 16
 """So many bytes from the start of a file tell whether it is one of FSDP1: the pickle is its first member."""
 
-_FSDP1 = b"torch.distributed._shard.sharded_tensor.api\nShardedTensor\n"
+_FSDP1 = (b"torch.distributed._shard.sharded_tensor.api", b"ShardedTensor")  # apart from each other since protocol 4
 _ZIP = b"PK\x03\x04"
 _LEGACY = bytes.fromhex("6cfc9c46f9206aa85019")  # the magic number, a pickled integer
 
@@ -45,5 +45,7 @@ def has_sharded_tensors(head: bytes) -> bool:
     Example:
         >>> has_sharded_tensors(b"ctorch.distributed._shard.sharded_tensor.api\nShardedTensor\n")
         True
+        >>> has_sharded_tensors(b"ctorch._utils\n_rebuild_tensor_v2\n")
+        False
     """
-    return _FSDP1 in head
+    return all(name in head for name in _FSDP1)

@@ -44,7 +44,7 @@ from reshard.torch.restore import apply
 from reshard.torch.state import describe
 from reshard.transformers.position import DataPosition
 from reshard.transformers.taken import is_of_deepspeed, taken_from
-from reshard.values.words import listed, show
+from reshard.values.words import counted, listed, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -330,7 +330,16 @@ class ResumingTrainer(Trainer):
             scheduler: Any = self.lr_scheduler
             optimizer: Any = self.optimizer
             scheduler.load_state_dict(scheduler_state(locate(checkpoint)))
-            for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+            rates = scheduler.get_last_lr()
+            if len(rates) != len(optimizer.param_groups):
+                file = str(locate(checkpoint) / names.SCHEDULER_FILE)
+                raise MismatchError(
+                    f"{show(file)} has the learning rates of {counted(len(rates), 'group')} of parameters, the "
+                    f"optimizer of the run has {counted(len(optimizer.param_groups), 'group')}",
+                    path=file,
+                    hint="create the optimizer with the parameter groups of the run that saved",
+                )
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate  # which the state of an optimizer of torch would bring
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:

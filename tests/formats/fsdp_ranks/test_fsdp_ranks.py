@@ -331,3 +331,16 @@ def test_sharded_tensors_of_fsdp1_are_refused_by_name(form: str, tmp_path: Path)
         result = run(*command)
         assert result.exit_code == 1
         assert "ShardedTensors of FSDP1" in result.stderr
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_sharded_tensors_are_known_in_each_protocol_of_pickle(protocol: int, tmp_path: Path) -> None:
+    sharded_tensor = pytest.importorskip("torch.distributed._shard.sharded_tensor.api").ShardedTensor
+
+    class Held:
+        def __reduce__(self) -> Any:
+            return sharded_tensor, ()
+
+    torch.save({"w": Held(), "b": torch.ones(2)}, tmp_path / "a.pt", pickle_protocol=protocol)
+    with pytest.raises(UnsupportedError, match=r"a\.pt` holds ShardedTensors of FSDP1"):
+        reshard.open(tmp_path / "a.pt")

@@ -336,7 +336,13 @@ def test_a_run_of_trainer_goes_on_with_the_callback(stage: int, tmp_path: Path) 
     assert found == [(3, 0.75, 3), [0.0025, 0.0025]]
     with reshard.open(tmp_path / "root") as checkpoint:
         assert checkpoint.iteration == 4
-    (folder / "scheduler.pt").unlink()
     shutil.rmtree(tmp_path / "root")
+    other = trainer(4, [])  # another number of groups than the scheduler has rates
+    parameters = [{"params": [one], "weight_decay": 0.1} for one in other.model.parameters()]
+    other.optimizer = torch.optim.AdamW(parameters, lr=0.01)
+    with pytest.raises(MismatchError, match=r"has the learning rates of 2 groups .* has 16 groups"):
+        other.train(resume_from_checkpoint=str(folder))
+    (folder / "scheduler.pt").unlink()
+    shutil.rmtree(tmp_path / "root", ignore_errors=True)
     with pytest.raises(UnsupportedError, match="its scheduler is one of DeepSpeed"):
         trainer(4, []).train(resume_from_checkpoint=str(folder))
