@@ -7,13 +7,14 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from tests.helpers.ports import unused_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -39,7 +40,12 @@ class RayCluster:
     @property
     def environment(self) -> dict[str, str]:
         """Of programs that use the cluster."""
-        return os.environ | {"RAY_ADDRESS": self.address}
+        return self._own_environment | {"RAY_ADDRESS": self.address}
+
+    @property
+    def _own_environment(self) -> dict[str, str]:
+        # A token in the home of the user, as `ray.init` leaves it, would be asked for by a head but not sent by hosts.
+        return os.environ | {"RAY_AUTH_MODE": "disabled"}
 
     def start(self, *options: str, before: Sequence[str] = ()) -> subprocess.Popen[bytes]:
         """Start a host, and wait until it belongs to the cluster.
@@ -54,7 +60,7 @@ class RayCluster:
         with log.open("wb") as output:
             node = subprocess.Popen(
                 [*before, *command, "--object-store-memory=80000000", *options],
-                env=os.environ | {"RAY_raylet_start_wait_time_s": str(_START_S)},
+                env=self._own_environment | {"RAY_raylet_start_wait_time_s": str(_START_S)},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -117,8 +123,7 @@ def running(n_hosts: int, *, client: bool = False) -> Iterator[RayCluster]:
     folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
     cluster = RayCluster(folder / "ray")
     try:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1] if client else 0
+        port = unused_port() if client else 0
         outside = f"--ray-client-server-port={port}"
         cluster.start("--head", "--port=0", "--num-cpus=0", "--include-dashboard=false", *([outside] if client else []))
         cluster.client = f"ray://127.0.0.1:{port}"

@@ -228,7 +228,7 @@ def test_a_head_that_dies_is_an_error_and_leaves_nothing(source: Path, tmp_path:
         own.stop(own.nodes[0])
         _, errors = conversion.communicate(timeout=240)
     assert conversion.returncode == 1, errors
-    assert f"the Ray cluster at `{own.client}` does not answer any more: ConnectionError" in errors
+    assert f"the Ray cluster at `{own.client}` does not answer any more: " in errors
     assert "Traceback" not in errors
     assert [path.name for path in tmp_path.iterdir()] == ["src.safetensors"]
 

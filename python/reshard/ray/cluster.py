@@ -82,7 +82,7 @@ class Ray:
 
     def n_shares(self, n_bytes: int) -> int:
         """See `Place.n_shares`."""
-        with self._connected() as ray:
+        with self._connected() as ray, self._of_ray():
             n_slots = max(1, int(ray.cluster_resources().get("CPU", 0)) // self.cpus)
         wanted = max(_SHARES_OF_SLOT * n_slots, n_bytes // _SHARE_BYTES)
         return int(max(1, min(wanted, n_bytes // _MIN_SHARE_BYTES, _MAX_SHARES)))
@@ -92,10 +92,10 @@ class Ray:
         results: dict[int, Any] = {}
         ended: dict[int, list[str]] = {share: [] for share in range(n_shares)}
         with self._connected() as ray:
-            task = ray.remote(num_cpus=self.cpus, max_retries=0, scheduling_strategy="SPREAD")(_do_share)
             running: dict[Any, int] = {}
             try:
                 with self._of_ray():
+                    task = ray.remote(num_cpus=self.cpus, max_retries=0, scheduling_strategy="SPREAD")(_do_share)
                     # The work of all shares, once for all tasks.
                     folder, version = str(Path.cwd()), _core.__version__
                     begin = functools.partial(task.remote, ray.put(work), folder=folder, version=version)
