@@ -365,6 +365,16 @@ def test_without_a_log_of_saves_no_copy_of_what_was_left_is_taken(
     assert any("told apart by their numbers" in line for line in facts.warnings) == (lines_are != "gone")
 
 
+def test_copies_of_saves_that_a_power_cut_took_are_taken(url: str, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    save(root, 6, 8, 10)
+    copy(root, url)
+    for lost in (8, 10):
+        shutil.rmtree(root / f"iteration_{lost:08d}")
+    (root / "latest_checkpointed_iteration.txt").write_text("6")
+    assert taken_path(root, url).startswith(f"{url}/iteration_00000010.")
+
+
 def test_a_copy_that_cannot_be_looked_at_stops_a_resume(proxy: Proxy, url: str, tmp_path: Path) -> None:
     root = tmp_path / "run"
     save(root, 4, 6, 8)

@@ -5,8 +5,9 @@
      "digest": "<32 hex digits>"}
 
 The log is informative. The manifest of an iteration holds its metrics and decides whether it is complete. The order of
-the lines tells which copies are of saves that the run has left; without them, numbers do. Lines that a crash truncated
-and invalid lines are skipped and counted. Metrics are encoded by `formats.metrics`.
+the lines tells which copies are of saves that the run has left; without them, numbers do. A rollback repeats the line
+of the iteration that it goes back to. Lines that a crash truncated and invalid lines are skipped and counted. Metrics
+are encoded by `formats.metrics`.
 """
 
 from __future__ import annotations

@@ -212,8 +212,9 @@ class _Left:
 
     A save is known by the attempt and the digest of its manifest, which its copies have, too. The log of saves of the
     run has its saves in the order in which they were made, though they may be removed by now. A save of iteration k
-    leaves all that were made before it from k on. Those above the tracker are left, and those that a later save
-    recorded as skipped. The others are the line of the run. Saves of another host are of the line, or left, as is the
+    leaves all that were made before it from k on; a rollback to k repeats its line, and so leaves those above. Those
+    that a later save recorded as skipped are left, too, and those that either root refuses. The others, up to the
+    tracker, are the line of the run. Saves of another host are of the line, or left, as is the
     save that they went on from by the log of the copies.
 
     A line of the log can be missing. A copy that is not known to be left, nor on the line itself, is left by its number
@@ -250,10 +251,9 @@ class _Left:
         self._line: dict[str, int] = {}  # the generation of a save
         for save in line:
             number = save.iteration
-            is_above = self._tracker is not None and number > self._tracker
-            if is_above or (number in behind and save.generation < generations[behind[number]]):
+            if number in behind and save.generation < generations[behind[number]]:
                 gone |= _names(save)
-            else:
+            elif self._tracker is None or number <= self._tracker:  # a tracker can be older: a power cut took the newer
                 self._line |= dict.fromkeys(_names(save), save.generation)
         self._refused: set[str] = set()
         self._known: dict[str, frozenset[str]] = {}  # by the path of a candidate, and by its digest

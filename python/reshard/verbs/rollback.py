@@ -1,7 +1,8 @@
 """Roll a checkpoint root back: the next restart resumes from a given iteration.
 
 The tracker is moved to that iteration. Newer iterations are marked as tracked, so that the reading rules of
-`checkpoint2.candidates` skip them; none is deleted. The first save after the restart records them as skipped.
+`checkpoint2.candidates` skip them; none is deleted. The first save after the restart records them as skipped. The line
+of the iteration in the log of saves is repeated: copies of those that were removed meanwhile are known by it.
 """
 
 from __future__ import annotations
@@ -11,8 +12,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard import opening
-from reshard.commit import claims, protocol, roots
-from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, StorageError, hints_without
+from reshard.commit import claims, protocol, roots, save_log
+from reshard.commit import manifest as manifests
+from reshard.errors import (
+    ArgumentError,
+    CheckpointNotFoundError,
+    DamagedFileError,
+    ReshardError,
+    StorageError,
+    hints_without,
+)
 from reshard.formats import registry
 from reshard.formats.health import last_healthy
 from reshard.storage.location import Location, locate_root
@@ -200,4 +209,17 @@ def _move(root: Location, iteration: int, *, verified: bool) -> Rollback:
             f"{show(str(root))}: the tracker names iteration {iteration} now, and a restart would take {taken}",
             path=str(root),
         )
+    if root.is_local:
+        _repeat_line(root, iteration)
     return found[0]
+
+
+def _repeat_line(root: Location, iteration: int) -> None:
+    """Repeat the line of an iteration at the end of the log of saves: those between were left, though removed later."""
+    try:
+        lines, attempt = save_log.read_all(root), manifests.read_head(_folder(root, iteration)).attempt
+        line = next((one for one in reversed(lines) if one.attempt == attempt), None)
+        if line is not None and line != lines[-1]:
+            save_log.append(root, line)
+    except ReshardError as error:
+        _log.warning("%s: the log of saves does not say that the run went back: %s", root, error)
