@@ -1,6 +1,7 @@
 """Messages between ranks: each comes back as it was sent, and a field of another type is refused by its name."""
 
 import dataclasses
+import enum
 import json
 import re
 import typing
@@ -56,6 +57,8 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
         return st.builds(hint, **fields)
     if origin is Literal:
         return st.sampled_from(arguments)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return st.sampled_from(hint)
     if isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields"):
         return st.builds(hint, *map(values_of, typing.get_type_hints(hint).values()))
     if origin is tuple and arguments[-1] is ...:
