@@ -529,6 +529,9 @@ def _look(
         ),
         listed.tracker,
     )
+    recorded_by: dict[int, frozenset[int]] = {}
+    for number, by in behind.items():
+        recorded_by[by] = recorded_by.get(by, frozenset()) | {number}
     facts = []
     for iteration, (name, manifest, looked_like) in sorted(found.items()):
         state: State = looked_like
@@ -543,7 +546,7 @@ def _look(
                 state=state,
                 is_pinned=roots.is_pinned(root / name),
                 is_passed_over=iteration in behind,
-                records=frozenset(number for number, by in behind.items() if by == iteration),
+                records=recorded_by.get(iteration, frozenset()),
                 metrics={} if manifest is None else manifest.metrics,
                 is_unhealthy=manifest is not None and manifest.ckpt_status == 1,
             )
