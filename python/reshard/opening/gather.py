@@ -214,8 +214,8 @@ class _Left:
     run has its saves in the order in which they were made, though they may be removed by now. A save of iteration k
     leaves all that were made before it from k on; a rollback to k repeats its line, and so leaves those above. Those
     that a later save recorded as skipped are left, too, and those that either root refuses. The others, up to the
-    tracker, are the line of the run. Saves of another host are of the line, or left, as is the
-    save that they went on from by the log of the copies.
+    tracker, are the line of the run. A save of another host counts as the save that it went on from, which the log of
+    the copies says.
 
     A line of the log can be missing. A copy that is not known to be left, nor on the line itself, is left by its number
     if a save of the run recorded the number as skipped, or if it is above the tracker and not above a folder that is.

@@ -68,7 +68,7 @@ class LedRanks:
         timeout: seconds that ranks wait for each other at each share.
 
     Attributes:
-        is_told: whether what this rank has returned or raised has come from rank 0, which knows it, too.
+        is_told: whether rank 0 sent what this rank has returned or raised, and so can print it.
 
     Example:
         >>> import numpy as np, reshard

@@ -65,13 +65,12 @@ def taken_from(path: str | os.PathLike[str], trainer: Any, root: str, resuming: 
 
 
 def is_of_deepspeed(path: str | os.PathLike[str] | None) -> bool:
-    """Whether weights and optimizer of a checkpoint of Trainer are one of DeepSpeed, which Trainer reads with it only.
+    """Whether DeepSpeed saved the weights and the optimizer of a checkpoint of Trainer, and has to load them.
 
     Args:
         path: the checkpoint; None: there is none.
     """
-    of_run = None if path is None else names.files(locate(path).names())
-    return of_run is not None and of_run.is_deepspeed
+    return path is not None and names.holds_deepspeed(locate(path).names())
 
 
 def _check(folder: Location, trainer: Any, root: str, resuming: Resuming) -> None:
@@ -100,8 +99,7 @@ def _check(folder: Location, trainer: Any, root: str, resuming: Resuming) -> Non
 def _missing(there: set[str], trainer: Any) -> str | None:
     """What Trainer would leave out without an error."""
     is_sharded = trainer.is_fsdp_enabled and any(name.startswith("optimizer") for name in there)
-    of_run = names.files(there)
-    is_deepspeed = of_run is not None and of_run.is_deepspeed
+    is_deepspeed = names.holds_deepspeed(there)
     if names.OPTIMIZER_FILE not in there and not is_sharded and not is_deepspeed:
         return f"it has no {names.OPTIMIZER_FILE} with the state of the optimizer"
     if names.SCHEDULER_FILE not in there and is_deepspeed:

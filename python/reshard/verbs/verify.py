@@ -197,7 +197,7 @@ def verify(
     """
     if on is not None and (health or since is not None):
         raise ArgumentError("`on` and `health` exclude each other: values are looked at by one process")
-    lead = functools.partial(
+    look = functools.partial(
         _verify,
         path,
         strategy=strategy,
@@ -212,7 +212,16 @@ def verify(
         base=base,
         on=on,
     )
+    lead = functools.partial(_until_found, look)
     return on.led(lead, _scrubbing, _Scrub, VerifyReport) if isinstance(on, LedRanks) else lead()
+
+
+def _until_found(look: Callable[[], VerifyReport | None]) -> VerifyReport:
+    """Look again if a job has removed all iterations meanwhile: it has saved newer ones before."""
+    while True:
+        report = look()
+        if report is not None:
+            return report
 
 
 def _verify(
@@ -229,7 +238,8 @@ def _verify(
     loads_in: Library | None,
     base: str | os.PathLike[str] | None,
     on: Place | None,
-) -> VerifyReport:
+) -> VerifyReport | None:
+    """As `verify`. None: all iterations were removed meanwhile."""
     started = time.monotonic()
     target = published(locate(path))
     if base is not None and loads_in != "peft":
@@ -284,21 +294,8 @@ def _verify(
         scrub = functools.partial(scrub_folder if on is None else functools.partial(_scrub_on, on), direct=direct)
         results.append(job.run(meter, looks, functools.partial(scrub, threads=threads), threads=threads))
     checkpoints = tuple(one for one in results if one is not None)
-    if not checkpoints:  # a job has removed them all, and has saved newer ones before
-        return _verify(
-            path,
-            strategy=strategy,
-            format=format,
-            health=health,
-            since=since,
-            may_be_infinite=may_be_infinite,
-            direct=direct,
-            threads=threads,
-            progress=progress,
-            loads_in=loads_in,
-            base=base,
-            on=on,
-        )
+    if not checkpoints:
+        return None
     return VerifyReport(str(target), checkpoints, time.monotonic() - started, warnings, asked)
 
 

@@ -30,7 +30,7 @@ class DeepSpeed(Format):
     def detect(self, path: Location) -> Match:
         """By the names of files of a save; of a root, by `latest` or by folders of saves.
 
-        In a folder of Trainer they are a part of the run, of which this format is not tried first.
+        In a folder of Trainer they are a part of its run, and the formats of the run are tried first.
         """
         if not path.is_folder():
             return Match.NO
@@ -39,8 +39,7 @@ class DeepSpeed(Format):
             return Match.YES
         if self.root(path, OpenOptions()) is None:
             return Match.NO
-        of_trainer = trainer_run_names.files(present)
-        return Match.FALLBACK if of_trainer is not None and of_trainer.is_deepspeed else Match.YES
+        return Match.FALLBACK if trainer_run_names.holds_deepspeed(present) else Match.YES
 
     def open(self, path: Location, options: OpenOptions) -> CheckpointData:
         """The tensors of a save. Of a root, the save that `latest` names, else the newest complete one."""

@@ -71,6 +71,17 @@ class RunFiles(NamedTuple):
     is_deepspeed: bool = False
 
 
+def holds_deepspeed(names: Collection[str]) -> bool:
+    """Whether a folder with these names is one of Trainer that DeepSpeed saved the weights and the optimizer in.
+
+    Example:
+        >>> holds_deepspeed(["trainer_state.json", "latest", "global_step3"])
+        True
+    """
+    of_run = files(names)
+    return of_run is not None and of_run.is_deepspeed
+
+
 def files(names: Collection[str]) -> RunFiles | None:
     """The files of a run among the names in a folder; None: it is of no run with one optimizer.
 
