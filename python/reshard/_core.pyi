@@ -116,12 +116,12 @@ ZEROS: int
 """The number of a file of zeros, for `StoredArray`: its tiles are padding, and are read from no file."""
 
 class Tile(NamedTuple):
-    """A box of a global tensor and where it lies in a local array.
+    """A region of a global tensor and where it lies in a local array.
 
     Attributes:
-        offset: first element of the box in the global tensor, one index a dim.
-        shape: extent of the box, one a dim.
-        local_offset: element of the local array at which the box begins.
+        offset: first element of the region in the global tensor, one index a dim.
+        shape: extent of the region, one a dim.
+        local_offset: element of the local array at which the region begins.
         local_strides: elements of the local array between neighbours, one a global dim.
     """
 
@@ -137,7 +137,7 @@ class StoredArray(NamedTuple):
         file: number of the file in the index, or `ZEROS`.
         name: stored name of the array.
         shape: its stored shape.
-        tiles: which boxes of the tensor lie in it.
+        tiles: which regions of the tensor lie in it.
     """
 
     file: int

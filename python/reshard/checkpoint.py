@@ -411,19 +411,19 @@ class Checkpoint:
         dtype, shape = self._info(key)
         if dtypes.is_packed(dtype) and index not in (None, ..., ()):
             raise ArgumentError(f"`{key}` is {dtype}, packed into bytes: it can only be read whole", key=key)
-        box = normalize_index(() if index is None else index, shape)
+        region = normalize_index(() if index is None else index, shape)
         request = _core.Request()
-        request.add_region(key, key, box.offset, box.shape)
+        request.add_region(key, key, region.offset, region.shape)
         plan = self.plan(request, verify=verify, keys=[key])
         if out is not None:
             # `out` is checked before the first byte is read, with an array without memory of the result's shape.
-            check_out(key, out, dtype, np.broadcast_to(0, box.shape)[box.post].shape)
-            if keeps_order(box):
+            check_out(key, out, dtype, np.broadcast_to(0, region.shape)[region.post].shape)
+            if keeps_order(region):
                 fill_out(plan, [out])
                 return out
-        array = as_array(*plan.load()[0], dtype, box.shape)
+        array = as_array(*plan.load()[0], dtype, region.shape)
         if not dtypes.is_packed(dtype):
-            array = array[box.post]
+            array = array[region.post]
         if out is None:
             return array
         out[...] = array

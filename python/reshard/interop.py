@@ -328,8 +328,8 @@ class SafeSlice(Generic[Array]):
 
 def _takes_whole_rows(index: object, dtype: str, shape: tuple[int, ...]) -> bool:
     """Whether an index selects full rows of a packed tensor that share no bytes."""
-    box = normalize_index(index, shape)
-    takes_last_dim = box.post[-2:] == (slice(None), ...) and box.shape[-1] == shape[-1]
+    region = normalize_index(index, shape)
+    takes_last_dim = region.post[-2:] == (slice(None), ...) and region.shape[-1] == shape[-1]
     return takes_last_dim and len(dtypes.array_shape(dtype, shape)) == len(shape)
 
 

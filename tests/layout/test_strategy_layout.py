@@ -19,7 +19,7 @@ from tests.layout.strategy_oracle import COUNTERS, cut_out, cuts, oracle
 import reshard
 from reshard.cli import main
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, LayoutError, UnsupportedError
-from reshard.layout import ModelLayout, Strategy, as_layout, box_of, read_strategy, write_strategy
+from reshard.layout import ModelLayout, Strategy, as_layout, read_strategy, region_of, write_strategy
 from reshard.layout.strategy_file import LayoutItem, write_strategy_file
 from reshard.layout.strategy_folder import stage_file
 from reshard.layout.strategy_writer import write_stage_files
@@ -120,7 +120,7 @@ def test_the_shape_settles_a_lone_list(tmp_path: Path) -> None:
         bound = layout.bind({"w": shape})
         for rank in range(4):
             ((offset, local, _, _),) = bound.layouts["w"].tiles(rank)
-            assert box_of(strategy, "w", rank, local) == (shape, offset)
+            assert region_of(strategy, "w", rank, local) == (shape, offset)
     # What is kept beside the arrays is right for them, too.
     write_strategy_file(tmp_path / "s.ckpt", stage_file(0, {"w": LayoutItem((2, 2), ((0, 1),))}))
     reshard.save_file({"w": np.arange(8.0)}, tmp_path / "m.safetensors")
@@ -164,10 +164,10 @@ def test_a_lone_list_that_only_one_dim_fits_is_that_of_one_dim(
     with reshard.open(tmp_path / "m.safetensors") as opened:
         for rank in range(math.prod(item.dev_matrix)):
             part = opened.load(tmp_path / "s.ckpt", rank=rank)["b"]
-            box = box_of(Strategy({0: {"b": item}}), "b", rank, part.shape)
-            assert box is not None
-            assert box[0] == shape
-            assert np.array_equal(part, cut_out(whole, box[1], part.shape))
+            region = region_of(Strategy({0: {"b": item}}), "b", rank, part.shape)
+            assert region is not None
+            assert region[0] == shape
+            assert np.array_equal(part, cut_out(whole, region[1], part.shape))
             assert np.array_equal(opened.load(printed, rank=rank)["b"], part)
 
 
@@ -241,7 +241,7 @@ def test_tensors_of_several_stages() -> None:
 
 def test_matrices_without_a_common_mesh() -> None:
     strategy = Strategy({0: {"a": LayoutItem((2, 3), ((0,),)), "b": LayoutItem((3, 2), ((0,),))}})
-    assert box_of(strategy, "b", 1, (2,)) == ((4,), (2,))
+    assert region_of(strategy, "b", 1, (2,)) == ((4,), (2,))
     with pytest.raises(LayoutError, match=r"^`strategy`: the device matrices .* cannot be refined to one mesh"):
         ModelLayout.from_strategy(strategy)
 
@@ -301,13 +301,13 @@ def check_same(layout: ModelLayout, strategy: Strategy, shapes: dict[str, tuple[
     for key, shape in shapes.items():
         made = bound.layouts[key]
         for rank in range(strategy.world_size):
-            box = box_of(strategy, key, rank, made.local_shape(rank) if made.holds(rank) else (1,) * len(shape))
+            region = region_of(strategy, key, rank, made.local_shape(rank) if made.holds(rank) else (1,) * len(shape))
             if not made.holds(rank):
-                assert box is None
+                assert region is None
                 continue
             tiles = made.tiles(rank)
             if tiles:
-                assert box == (shape, tiles[0][0])
+                assert region == (shape, tiles[0][0])
 
 
 AXES = ("dp", "cp", "tp")
@@ -514,7 +514,7 @@ def test_the_folder_of_the_original(tmp_path: Path) -> None:
         ]
         for rank, (key, shape) in product(range(8), shapes.items()):
             local = slices_of(path, rank)[key].shape if key in slices_of(path, rank) else (1,) * len(shape)
-            assert box_of(ours, key, rank, local) == box_of(strategy, key, rank, local)
+            assert region_of(ours, key, rank, local) == region_of(strategy, key, rank, local)
         assert as_layout(path).to_strategy(shapes) is not None
     written = write_strategy(STRATEGIES[0], shapes, tmp_path / "new" / "strategy")
     assert [file.name for file in written] == [f"ckpt_strategy_rank_{rank}.ckpt" for rank in range(8)]

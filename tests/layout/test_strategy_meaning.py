@@ -21,7 +21,7 @@ from reshard.errors import (
     MismatchError,
     UnsupportedError,
 )
-from reshard.layout import DeviceCut, ModelLayout, Strategy, box_of, read_strategy
+from reshard.layout import DeviceCut, ModelLayout, Strategy, read_strategy, region_of
 from reshard.layout.strategy_file import LayoutItem
 
 DATA = Path(__file__).parents[1] / "data" / "mindspore"
@@ -51,17 +51,17 @@ def test_every_slice_of_the_original_lies_where_it_is_said(strategy: str, slices
             assert own.keys() - COUNTERS == listed
         for key, array in own.items():
             if key in COUNTERS:
-                assert box_of(read, key, rank, array.shape) == (array.shape, (0,) * array.ndim)
+                assert region_of(read, key, rank, array.shape) == (array.shape, (0,) * array.ndim)
                 continue
-            box = box_of(read, key, rank, array.shape)
-            assert box is not None
-            shape, offset = box
+            region = region_of(read, key, rank, array.shape)
+            assert region is not None
+            shape, offset = region
             assert shape == whole[key].shape
             assert array.dtype == whole[key].dtype
             assert np.array_equal(cut_out(whole[key], offset, array.shape), array)
             cut_out(covered[key], offset, array.shape)[...] = True
         for key in set(whole) - listed:
-            assert box_of(read, key, rank, (1,)) is None
+            assert region_of(read, key, rank, (1,)) is None
     assert all(array.all() for array in covered.values())
 
 
@@ -102,15 +102,15 @@ def test_every_rank_has_what_the_rules_say() -> None:
         whole = np.arange(math.prod(shape)).reshape(shape)
         for position, expected in enumerate(oracle(item, shape)):
             try:
-                box = box_of(strategy, "w", before * n + position, expected.shape)
+                region = region_of(strategy, "w", before * n + position, expected.shape)
             except UnsupportedError:
                 assert math.prod(item.dev_matrix) % 3 == 0, "powers of two can always be shared"
                 return
-            assert box is not None
-            assert box[0] == shape
-            assert np.array_equal(cut_out(whole, box[1], expected.shape), expected)
+            assert region is not None
+            assert region[0] == shape
+            assert np.array_equal(cut_out(whole, region[1], expected.shape), expected)
             if before:
-                assert box_of(strategy, "w", position, expected.shape) is None
+                assert region_of(strategy, "w", position, expected.shape) is None
         checked += 1
 
     check()
@@ -136,11 +136,11 @@ def test_neighbouring_free_axes_are_shared_as_one(
     whole = np.arange(24 * 4).reshape(24, 4)
     layout = ModelLayout.from_strategy(strategy).bind({"w": (24, 4)}).layouts["w"]
     for rank, expected in enumerate(oracle(item, whole.shape)):
-        box = box_of(strategy, "w", rank, expected.shape)
-        assert box is not None
-        assert np.array_equal(cut_out(whole, box[1], expected.shape), expected)
+        region = region_of(strategy, "w", rank, expected.shape)
+        assert region is not None
+        assert np.array_equal(cut_out(whole, region[1], expected.shape), expected)
         ((offset, local, _, _),) = layout.tiles(rank)
-        assert (offset, local) == (box[1], expected.shape)
+        assert (offset, local) == (region[1], expected.shape)
 
 
 @settings(max_examples=60)
@@ -156,12 +156,12 @@ def test_uneven_rows(data: st.DataObject) -> None:
     parts = np.split(whole, np.cumsum(rows)[:-1])
     for rank in range(math.prod(matrix)):
         part = parts[int(np.unravel_index(rank, matrix)[len(matrix) - 1 - v])]
-        box = box_of(strategy, "table", rank, part.shape)
-        assert box is not None
-        assert box[0] == whole.shape
-        assert np.array_equal(cut_out(whole, box[1], part.shape), part)
+        region = region_of(strategy, "table", rank, part.shape)
+        assert region is not None
+        assert region[0] == whole.shape
+        assert np.array_equal(cut_out(whole, region[1], part.shape), part)
         with pytest.raises(MismatchError, match="does not fit"):
-            box_of(strategy, "table", rank, (len(part) + 1, 2))
+            region_of(strategy, "table", rank, (len(part) + 1, 2))
 
 
 ONE_OF_TWO = LayoutItem((2, 2), ((0, -1),))
@@ -190,10 +190,10 @@ def test_the_tensor_settles_what_is_open(item: LayoutItem, shapes: dict[tuple[in
     strategy = Strategy({0: {"w": item}})
     for local, expected in shapes.items():
         if isinstance(expected, tuple):
-            assert box_of(strategy, "w", 0, local) == (expected, (0,) * len(local))
+            assert region_of(strategy, "w", 0, local) == (expected, (0,) * len(local))
         else:
             with pytest.raises(expected or MismatchError) as caught:
-                box_of(strategy, "w", 0, local)
+                region_of(strategy, "w", 0, local)
             assert caught.value.key == "w"
 
 
@@ -228,7 +228,7 @@ def test_the_tensor_settles_what_is_open(item: LayoutItem, shapes: dict[tuple[in
 )
 def test_what_is_not_known_is_refused(item: LayoutItem, local: tuple[int, ...], message: str) -> None:
     with pytest.raises(UnsupportedError) as caught:
-        box_of(Strategy({0: {"w": item}}, source="s.ckpt"), "w", 0, local)
+        region_of(Strategy({0: {"w": item}}, source="s.ckpt"), "w", 0, local)
     assert message in caught.value.message
     assert caught.value.key == "w"
     assert "s.ckpt" in str(caught.value)
@@ -239,17 +239,17 @@ def test_ranks_and_stages() -> None:
     assert (strategy.n_stages, strategy.devices_per_stage, strategy.world_size) == (3, 4, 12)
     assert strategy.stages_of("t") == (0, 2)
     assert strategy.stages_of("other") == ()
-    assert box_of(strategy, "t", 1, (2, 2)) == ((4, 2), (2, 0))  # each stage by its own record
-    assert box_of(strategy, "t", 5, (2, 2)) is None
-    assert box_of(strategy, "t", 9, (2, 2)) == ((8, 2), (2, 0))
-    assert box_of(strategy, "other", 5, (2, 2)) == ((2, 2), (0, 0))
+    assert region_of(strategy, "t", 1, (2, 2)) == ((4, 2), (2, 0))  # each stage by its own record
+    assert region_of(strategy, "t", 5, (2, 2)) is None
+    assert region_of(strategy, "t", 9, (2, 2)) == ((8, 2), (2, 0))
+    assert region_of(strategy, "other", 5, (2, 2)) == ((2, 2), (0, 0))
     assert strategy.cut_of("t", 5, 2) is None
     assert strategy.cut_of("t", 9, 2) == DeviceCut((4,), ((0,), ()))
     for rank in (-1, 12):
         with pytest.raises(ArgumentError, match=f"no rank {rank}: 3 stages of 4 devices"):
-            box_of(strategy, "t", rank, (2, 2))
+            region_of(strategy, "t", rank, (2, 2))
     with pytest.raises(MismatchError, match="cuts 2 dims of `t`, which has 3"):
-        box_of(strategy, "t", 0, (2, 2, 2))
+        region_of(strategy, "t", 0, (2, 2, 2))
     with pytest.raises(MismatchError, match=r"shape \(3, 2\)"):
         strategy.cut_of("t", 0, 2, (3, 2))
 

@@ -1,4 +1,4 @@
-"""Boxes of indices against numpy itself."""
+"""Regions of indices against numpy itself."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def numbered(shape: tuple[int, ...]) -> np.ndarray:
 
 
 def take(index: object, array: np.ndarray) -> np.ndarray:
-    """Read the box only, then apply the rest."""
+    """Read the region only, then apply the rest."""
     offset, shape, post = normalize_index(index, array.shape)
     assert len(offset) == len(shape) == array.ndim
     for first, n_elements, n in zip(offset, shape, array.shape, strict=True):
         assert 0 <= first <= first + n_elements <= n
-    box = array[tuple(slice(first, first + n) for first, n in zip(offset, shape, strict=True))]
-    assert box.shape == shape
-    return box[post]
+    region = array[tuple(slice(first, first + n) for first, n in zip(offset, shape, strict=True))]
+    assert region.shape == shape
+    return region[post]
 
 
 @st.composite
@@ -42,7 +42,7 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], Any]:
 @pytest.mark.slow
 @settings(max_examples=1000)
 @given(cases())
-def test_a_box_and_its_rest_are_what_numpy_takes(case: tuple[tuple[int, ...], Any]) -> None:
+def test_a_region_and_its_rest_are_what_numpy_takes(case: tuple[tuple[int, ...], Any]) -> None:
     shape, index = case
     array = numbered(shape)
     expected = array[index]
@@ -55,7 +55,7 @@ def test_a_box_and_its_rest_are_what_numpy_takes(case: tuple[tuple[int, ...], An
 @pytest.mark.slow
 @settings(max_examples=300)
 @given(cases())
-def test_a_box_is_the_smallest_one(case: tuple[tuple[int, ...], Any]) -> None:
+def test_a_region_is_the_smallest_one(case: tuple[tuple[int, ...], Any]) -> None:
     shape, index = case
     extent = normalize_index(index, shape).shape
     wanted = [positions[index] for positions in np.indices(shape)]
@@ -66,7 +66,7 @@ def test_a_box_is_the_smallest_one(case: tuple[tuple[int, ...], Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("index", "shape", "offset", "box"),
+    ("index", "shape", "offset", "region"),
     [
         ((), (4, 6), (0, 0), (4, 6)),
         ((), (), (), ()),
@@ -85,8 +85,8 @@ def test_a_box_is_the_smallest_one(case: tuple[tuple[int, ...], Any]) -> None:
         (slice(None, 2**70), (4,), (0,), (4,)),
     ],
 )
-def test_boxes(index: object, shape: tuple[int, ...], offset: tuple[int, ...], box: tuple[int, ...]) -> None:
-    assert normalize_index(index, shape)[:2] == (offset, box)
+def test_regions(index: object, shape: tuple[int, ...], offset: tuple[int, ...], region: tuple[int, ...]) -> None:
+    assert normalize_index(index, shape)[:2] == (offset, region)
 
 
 @pytest.mark.parametrize(

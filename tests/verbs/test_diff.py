@@ -22,7 +22,7 @@ import reshard
 from reshard import _core
 from reshard.cli import main
 from reshard.errors import ArgumentError, CheckpointNotFoundError
-from reshard.values.indexing import boxes
+from reshard.values.indexing import regions
 
 verbs_diff = sys.modules[reshard.diff.__module__]  # the name `reshard.verbs.diff` is the function
 CKPT2 = Path(__file__).parents[1] / "data" / "mindspore" / "ckpt2" / "checkpoint"
@@ -181,11 +181,11 @@ def test_part(tmp_path: Path) -> None:
     max_elements=st.integers(1, 100),
     bits=st.sampled_from([4, 6, 8, 32]),
 )
-def test_boxes_make_up_the_tensor(shape: tuple[int, ...], max_elements: int, bits: int) -> None:
+def test_regions_make_up_the_tensor(shape: tuple[int, ...], max_elements: int, bits: int) -> None:
     if math.prod(shape) * bits % 8:
         return
     seen = np.zeros(shape, int)
-    for offset, extent in boxes(shape, max_elements, bits):
+    for offset, extent in regions(shape, max_elements, bits):
         seen[tuple(slice(o, o + n) for o, n in zip(offset, extent, strict=True))] += 1
         assert math.prod(extent) * bits % 8 == 0
         assert math.prod(extent) <= max_elements or bits < 8

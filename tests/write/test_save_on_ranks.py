@@ -186,9 +186,9 @@ def shards(*boxes: tuple[int, int], n: int = 4) -> list[dict[str, object]]:
 @pytest.mark.parametrize(
     ("models", "options", "error", "words"),
     [
-        (shards((0, 2), (3, 4)), {}, CoverageError, "the boxes that the ranks hold: the stored shards of `w` leave"),
-        (shards((0, 2), (3, 4)), {}, CoverageError, "hint: each element is in one box, or in equal boxes: check"),
-        (shards((0, 3), (2, 4)), {}, CoverageError, "the boxes that the ranks hold: `w`: stored regions"),
+        (shards((0, 2), (3, 4)), {}, CoverageError, "the regions that the ranks hold: the stored shards of `w` leave"),
+        (shards((0, 2), (3, 4)), {}, CoverageError, "hint: each element is in one region, or in equal ones: check"),
+        (shards((0, 3), (2, 4)), {}, CoverageError, "the regions that the ranks hold: `w`: stored regions"),
         ([{"w": np.zeros(2)}] * 2, {}, ArgumentError, "plain array"),
         ([{"b": ZEROS}, {"b": np.zeros(2, np.float32)}], {"layout": TP2}, MismatchError, "F64 on rank 0 and F32"),
         ([{"b": np.zeros((2, 3))}, {"b": np.zeros((2, 4))}], {"layout": TP2}, LayoutError, "on rank 0 and 4 on rank 1"),

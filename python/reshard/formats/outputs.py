@@ -60,9 +60,9 @@ def load_all(plan: _core.Plan) -> dict[str, np.ndarray]:
     return as_arrays([array.name for array in plan.arrays], plan.load())
 
 
-def keeps_order(box: IndexedRegion) -> bool:
-    """Whether the result has all elements of the box, in the same order."""
-    return all(item in (None, 0, ...) or item == slice(None) for item in box.post)
+def keeps_order(region: IndexedRegion) -> bool:
+    """Whether the result has all elements of the region, in the same order."""
+    return all(item in (None, 0, ...) or item == slice(None) for item in region.post)
 
 
 def fill(

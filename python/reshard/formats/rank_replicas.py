@@ -47,11 +47,11 @@ class HeldArray(NamedTuple):
     strides: tuple[int, ...] | None = None
 
     def part(self, tile: Tile, offset: tuple[int, ...], shape: tuple[int, ...]) -> Self:
-        """A box of a tensor that lies in one of the tiles of this array.
+        """A region of a tensor that lies in one of the tiles of this array.
 
         Args:
             tile: the tile.
-            offset: the first element of the box in the tensor.
+            offset: the first element of the region in the tensor.
             shape: its extent.
         """
         steps = zip(offset, tile.offset, tile.local_strides, strict=True)
@@ -65,7 +65,7 @@ class HeldArray(NamedTuple):
 
 
 def copies_of(arrays: Iterable[tuple[HeldArray, Sequence[Tile]]], shape: tuple[int, ...]) -> list[list[HeldArray]]:
-    """The groups of arrays, and of boxes in them, that are copies of each other.
+    """The groups of arrays, and of regions in them, that are copies of each other.
 
     Args:
         arrays: each array with the tiles of the tensor in it. All tiles together cover the tensor.
@@ -87,7 +87,7 @@ def copies_of(arrays: Iterable[tuple[HeldArray, Sequence[Tile]]], shape: tuple[i
 
 
 def _overlaps(tiles: Iterable[tuple[Tile, HeldArray]]) -> Iterator[list[HeldArray]]:
-    """The boxes that lie in two arrays. A box in many arrays is compared with the first of them."""
+    """The regions that lie in two arrays. A region in many arrays is compared with the first of them."""
     first: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[Tile, HeldArray]] = {}
     for tile, array in tiles:
         same = first.get((tile.offset, tile.shape))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from reshard.layout.resolve import Join as Join
     from reshard.layout.strategy import DeviceCut as DeviceCut
     from reshard.layout.strategy import Strategy as Strategy
-    from reshard.layout.strategy import box_of as box_of
+    from reshard.layout.strategy import region_of as region_of
     from reshard.layout.strategy_file import is_strategy as is_strategy
     from reshard.layout.strategy_folder import merge_strategies as merge_strategies
     from reshard.layout.strategy_folder import read_stages as read_stages
@@ -41,7 +41,7 @@ _NAMES = {
     "reshard.layout.model": ("ModelLayout", "as_layout", "write_strategy"),
     "reshard.layout.partition": ("Block", "Partition", "TensorLayout"),
     "reshard.layout.resolve": ("Join",),
-    "reshard.layout.strategy": ("DeviceCut", "Strategy", "box_of"),
+    "reshard.layout.strategy": ("DeviceCut", "Strategy", "region_of"),
     "reshard.layout.strategy_file": ("is_strategy",),
     "reshard.layout.strategy_folder": ("merge_strategies", "read_stages", "read_strategy"),
 }

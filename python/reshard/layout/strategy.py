@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from reshard.layout.strategy_file import LayoutItem
 
-__all__ = ["DeviceCut", "Strategy", "box_of"]
+__all__ = ["DeviceCut", "Strategy", "region_of"]
 
 
 class Strategy:
@@ -38,7 +38,7 @@ class Strategy:
     Example:
         >>> from reshard.layout.strategy_file import LayoutItem
         >>> strategy = Strategy({0: {"w": LayoutItem((2, 2), ((0, -1),))}})
-        >>> box_of(strategy, "w", 3, (4, 6))
+        >>> region_of(strategy, "w", 3, (4, 6))
         ((8, 6), (4, 0))
     """
 
@@ -207,7 +207,7 @@ class Strategy:
         )
 
 
-def box_of(
+def region_of(
     strategy: Strategy, key: str, rank: int, local_shape: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """The global shape of a tensor and the offset of the local array of a rank in it.
@@ -230,15 +230,15 @@ def box_of(
         >>> from reshard.layout.strategy_file import LayoutItem
         >>> table = LayoutItem((2, 2), ((0, -1),), opt_weight_shard_size=-1, opt_weight_shard_step=2)
         >>> strategy = Strategy({0: {"w": table}, 1: {}})
-        >>> box_of(strategy, "w", 2, (4, 6)), box_of(strategy, "w", 4, (4, 6)), box_of(strategy, "step", 4, ())
+        >>> region_of(strategy, "w", 2, (4, 6)), region_of(strategy, "w", 4, (4, 6)), region_of(strategy, "step", 4, ())
         (((16, 6), (4, 0)), None, ((), ()))
     """
     local = tuple(local_shape)
     stage, position = strategy._position(rank)  # noqa: SLF001  one idea in two names
     readings = strategy._read(key, stage, len(local))  # noqa: SLF001
     for reading in readings:
-        if (box := reading.box(position, local)) is not None:
-            return box
+        if (region := reading.region(position, local)) is not None:
+            return region
     if not readings:
         return None
     raise strategy._mismatch(key, f"shape {local} on rank {rank}", readings[0])  # noqa: SLF001
@@ -272,7 +272,7 @@ class _Reading:
             return False
         return not any(extent % n for extent, n in list(zip(shape, self.cut.parts(), strict=True))[self._listed :])
 
-    def box(self, position: int, local: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    def region(self, position: int, local: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         parts, part = self.cut.parts(), self.cut.part_of(position)
         shape = [extent * n for extent, n in zip(local, parts, strict=True)]
         offset = [extent * k for extent, k in zip(local, part, strict=True)]

@@ -7,10 +7,11 @@ alternating rows. The part can have another order of dims. In a dim of the whole
 has one index. This mapping describes renaming, fusing, splitting, stacking and transposing. A dim can also be swapped:
 the elements of each group, seen as a matrix, are transposed.
 
-A stored tile is a box of a tensor, with its offset and strides in a stored array. The conversion splits the tile at the
-borders of the parts and computes the new offsets and strides. It does not read or copy data. An interleaved dim becomes
-two dims, the run and the element in the run, as `factors` of `Index.add_tiles`. All runs of a part are one box in these
-dims, so the number of tiles does not depend on the number of runs. This module does not use files or names.
+A stored tile is a region of a tensor, with its offset and strides in a stored array. The conversion splits the tile at
+the borders of the parts and computes the new offsets and strides. It does not read or copy data. An interleaved dim
+becomes two dims, the run and the element in the run, as `factors` of `Index.add_tiles`. All runs of a part are one
+region in these dims, so the number of tiles does not depend on the number of runs. This module does not use files or
+names.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ if TYPE_CHECKING:
 
 
 class _Segment(NamedTuple):
-    """A box along one dim of a tile.
+    """A region along one dim of a tile.
 
     All fields except `skipped` have one item for a contiguous dim, and as many as it has factors for another dim.
 
     Attributes:
-        offset: the offset of the box in the other tensor, in elements.
-        extent: the size of the box, in elements.
-        skipped: the number of elements of the tile before the box.
-        steps: the distance in the tile, in elements, between neighbours in the box.
+        offset: the offset of the region in the other tensor, in elements.
+        extent: the size of the region, in elements.
+        skipped: the number of elements of the tile before the region.
+        steps: the distance in the tile, in elements, between neighbours in the region.
     """
 
     offset: tuple[int, ...]
@@ -75,23 +76,23 @@ class DimMap:
         return (self.n_runs, self.run)
 
     def to_whole(self, begin: int, end: int) -> list[_Segment]:
-        """The boxes of the whole that contain elements `begin` to `end` (exclusive) of the part."""
+        """The regions of the whole that contain elements `begin` to `end` (exclusive) of the part."""
         if self.is_contiguous:
             return [_Segment((self.start + begin,), (end - begin,), 0, (1,))]
         first, inside = divmod(self.start, self.period)
         return [
             _Segment((first + r, inside + u), (n_r, n_u), r * self.run + u - begin, (self.run, 1))
-            for r, u, n_r, n_u in _run_boxes(begin, end, self.run)
+            for r, u, n_r, n_u in _run_regions(begin, end, self.run)
         ]
 
     def to_part(self, begin: int, end: int) -> list[_Segment]:
-        """The boxes of the part that are within elements `begin` to `end` (exclusive) of the whole."""
+        """The regions of the part that are within elements `begin` to `end` (exclusive) of the whole."""
         if self.is_contiguous:
             low, high = max(begin, self.start), min(end, self.start + self.run * self.n_runs)
             return [_Segment((low - self.start,), (high - low,), low - begin, (1,))] if low < high else []
         first, inside = divmod(self.start, self.period)
         segments: list[_Segment] = []
-        for r, u, n_r, n_u in _run_boxes(begin, end, self.period):
+        for r, u, n_r, n_u in _run_regions(begin, end, self.period):
             low, high = max(r, first), min(r + n_r, first + self.n_runs)
             left, right = max(u, inside), min(u + n_u, inside + self.run)
             if low < high and left < right:
@@ -132,37 +133,37 @@ class SwappedDim:
         return (self.n_groups, self.rows, self.columns)
 
     def to_whole(self, begin: int, end: int) -> list[_Segment]:
-        """The boxes of the whole that contain elements `begin` to `end` (exclusive) of the part."""
+        """The regions of the whole that contain elements `begin` to `end` (exclusive) of the part."""
         return _transposed(begin, end, self.rows, self.columns)
 
     def to_part(self, begin: int, end: int) -> list[_Segment]:
-        """The boxes of the part that are within elements `begin` to `end` (exclusive) of the whole."""
+        """The regions of the part that are within elements `begin` to `end` (exclusive) of the whole."""
         return _transposed(begin, end, self.columns, self.rows)
 
 
 def _transposed(begin: int, end: int, rows: int, columns: int) -> list[_Segment]:
-    """Elements `begin` to `end` of matrices, as boxes of the transposed matrices."""
+    """Elements `begin` to `end` of matrices, as regions of the transposed matrices."""
     n = rows * columns
     segments = []
-    for group, first, n_groups, n_elements in _run_boxes(begin, end, n):
-        boxes = [(0, 0, rows, columns)] if n_elements == n else _run_boxes(first, first + n_elements, columns)
-        for i, j, n_i, n_j in boxes:
+    for group, first, n_groups, n_elements in _run_regions(begin, end, n):
+        regions = [(0, 0, rows, columns)] if n_elements == n else _run_regions(first, first + n_elements, columns)
+        for i, j, n_i, n_j in regions:
             skipped = group * n + i * columns + j - begin
             segments.append(_Segment((group, j, i), (n_groups, n_j, n_i), skipped, (n, 1, columns)))
     return segments
 
 
-def _run_boxes(begin: int, end: int, n: int) -> list[tuple[int, int, int, int]]:
-    """Elements `begin` to `end` (exclusive) of runs of `n` elements, as boxes `(run, element, n_runs, n_elements)`."""
+def _run_regions(begin: int, end: int, n: int) -> list[tuple[int, int, int, int]]:
+    """Elements `begin` to `end` (exclusive) of runs of `n`, as regions `(run, element, n_runs, n_elements)`."""
     (first, head), (last, tail) = divmod(begin, n), divmod(end, n)
     if begin >= end:
         return []
     if first == last:
         return [(first, head, 1, tail - head)]
-    boxes = [(first, head, 1, n - head)] if head else []
+    regions = [(first, head, 1, n - head)] if head else []
     if (middle := first + bool(head)) < last:
-        boxes.append((middle, 0, last - middle, n))
-    return [*boxes, (last, 0, 1, tail)] if tail else boxes
+        regions.append((middle, 0, last - middle, n))
+    return [*regions, (last, 0, 1, tail)] if tail else regions
 
 
 @dataclass(frozen=True)
@@ -237,16 +238,16 @@ class PartMap:
 
 def _tiles(sides: Sequence[list[_Segment]], local_offset: int, strides: Sequence[int]) -> list[Tile]:
     """The tiles of all combinations of one segment for each dim."""
-    boxes: list[tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]] = [((), (), local_offset, ())]
+    regions: list[tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]] = [((), (), local_offset, ())]
     for segments, stride in zip(sides, strides, strict=True):
-        boxes = [
+        regions = [
             (
                 offset + at,
                 shape + extent,
                 local + skipped * stride,
                 steps + tuple(step * stride for step in own_steps),
             )
-            for offset, shape, local, steps in boxes
+            for offset, shape, local, steps in regions
             for at, extent, skipped, own_steps in segments
         ]
-    return [Tile(*box) for box in boxes]
+    return [Tile(*region) for region in regions]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 IndexItem: TypeAlias = SupportsIndex | slice | EllipsisType | None
 TensorIndex: TypeAlias = IndexItem | tuple[IndexItem, ...]
-Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+Region: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and shape of a region, in elements."""
 
 
@@ -99,7 +99,7 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
-def boxes(shape: tuple[int, ...], max_elements: int, bits: int) -> Iterator[Box]:
+def regions(shape: tuple[int, ...], max_elements: int, bits: int) -> Iterator[Region]:
     """Regions that make up an array, in its order, each as large as allowed.
 
     Args:
@@ -108,7 +108,7 @@ def boxes(shape: tuple[int, ...], max_elements: int, bits: int) -> Iterator[Box]
         bits: of one element.
 
     Example:
-        >>> list(boxes((2, 3), 4, 32))
+        >>> list(regions((2, 3), 4, 32))
         [((0, 0), (1, 3)), ((1, 0), (1, 3))]
     """
     n_elements = math.prod(shape)
@@ -124,7 +124,7 @@ def boxes(shape: tuple[int, ...], max_elements: int, bits: int) -> Iterator[Box]
         n_rows = max(n_rows, 1)
     if n_rows == 0:
         for first in range(shape[0]):
-            for offset, extent in boxes(shape[1:], max_elements, bits):
+            for offset, extent in regions(shape[1:], max_elements, bits):
                 yield (first, *offset), (1, *extent)
         return
     for first in range(0, shape[0], n_rows):

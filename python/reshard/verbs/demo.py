@@ -235,12 +235,12 @@ def _compare(report: ConvertReport, model: Location, tp: int) -> DemoStep:
                 shards = written[key].shards if key in written else ()
                 is_equal = {(shard.offset, shard.shape) for shard in shards} == set(_expected(key, original.shape, tp))
                 for shard in shards if is_equal else ():
-                    box = tuple(slice(start, start + n) for start, n in zip(shard.offset, shard.shape, strict=True))
+                    region = tuple(slice(start, start + n) for start, n in zip(shard.offset, shard.shape, strict=True))
                     for name in shard.files:
                         if name not in files:
                             files[name] = opening.open(written.path / name)
                         n_compared += 1
-                        is_equal &= np.array_equal(_bits(files[name].read(key)), original[box])
+                        is_equal &= np.array_equal(_bits(files[name].read(key)), original[region])
                 if not is_equal:
                     different.append(key)
             different += sorted(set(written) - set(made))

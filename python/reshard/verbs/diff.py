@@ -26,7 +26,7 @@ from reshard.ranks.led import LedRanks
 from reshard.ranks.places import Work, do_shares
 from reshard.values.argument_types import Part, PlaceLike, Progress, Size
 from reshard.values.arguments import checked, parse_size
-from reshard.values.indexing import boxes
+from reshard.values.indexing import regions
 from reshard.values.words import show
 
 if TYPE_CHECKING:
@@ -299,7 +299,7 @@ def _compared(
     comparison = _Comparison(left, right, half_bytes, threads)
     for batch in _batches([pair for pair in pairs if pair.kind.is_comparable], half_bytes):
         comparison.compare(batch)
-        done += sum(box.n_bytes[0] + box.n_bytes[1] for box in batch)
+        done += sum(region.n_bytes[0] + region.n_bytes[1] for region in batch)
         if progress is not None:
             progress(done, n_bytes)
     return {pair.key: difference for pair in pairs if (difference := pair.difference()) is not None}
@@ -514,7 +514,7 @@ class _Counts:
 # -- regions that are read at a time
 
 
-class _Box(NamedTuple):
+class _PairRegion(NamedTuple):
     """A region of a pair's tensor, and its bytes on both sides."""
 
     pair: _Pair
@@ -523,30 +523,31 @@ class _Box(NamedTuple):
     n_bytes: tuple[int, int]
 
 
-def _batches(pairs: list[_Pair], max_bytes: int) -> Iterator[list[_Box]]:
+def _batches(pairs: list[_Pair], max_bytes: int) -> Iterator[list[_PairRegion]]:
     """Regions that are read at a time: several small tensors, or a part of a large one."""
-    batch: list[_Box] = []
+    batch: list[_PairRegion] = []
     n_bytes = 0
     for pair in pairs:
-        for box in _boxes_of(pair, max_bytes):
-            needed = _aligned(max(box.n_bytes))
+        for region in _regions_of(pair, max_bytes):
+            needed = _aligned(max(region.n_bytes))
             if batch and n_bytes + needed > max_bytes:
                 yield batch
                 batch, n_bytes = [], 0
-            batch.append(box)
+            batch.append(region)
             n_bytes += needed
     if batch:
         yield batch
 
 
-def _boxes_of(pair: _Pair, max_bytes: int) -> Iterator[_Box]:
+def _regions_of(pair: _Pair, max_bytes: int) -> Iterator[_PairRegion]:
     shape = pair.kind.shapes[0]
     if min(pair.kind.n_bytes) > 0 and max(pair.kind.n_bytes) <= max_bytes:  # all of it
-        yield _Box(pair, (0,) * len(shape), shape, pair.kind.n_bytes)
+        yield _PairRegion(pair, (0,) * len(shape), shape, pair.kind.n_bytes)
         return
     width = max(dtypes.bits(dtype) for dtype in pair.kind.dtypes)
-    for offset, extent in boxes(shape, max(max_bytes * 8 // width, 1), width):
-        yield _Box(pair, offset, extent, (_n_bytes(pair.kind.dtypes[0], extent), _n_bytes(pair.kind.dtypes[1], extent)))
+    for offset, extent in regions(shape, max(max_bytes * 8 // width, 1), width):
+        a, b = pair.kind.dtypes
+        yield _PairRegion(pair, offset, extent, (_n_bytes(a, extent), _n_bytes(b, extent)))
 
 
 def _aligned(n_bytes: int) -> int:
@@ -566,18 +567,18 @@ class _Comparison:
         self.buffers = [np.empty(0, np.uint8) for _ in range(2)]
         self.half_bytes = half_bytes
 
-    def compare(self, batch: list[_Box]) -> None:
+    def compare(self, batch: list[_PairRegion]) -> None:
         sides = [self._read(side, batch) for side in range(2)]
         if len(batch) > 1 and self._are_equal(batch):
             return
         small: dict[tuple[str, str], list[_Read]] = {}
-        for box, a, b in zip(batch, *sides, strict=True):
-            pair = box.pair
-            if box.n_bytes == pair.kind.n_bytes and pair.kind.dtypes[0] == pair.kind.dtypes[1] and a.data == b.data:
+        for region, a, b in zip(batch, *sides, strict=True):
+            pair = region.pair
+            if region.n_bytes == pair.kind.n_bytes and pair.kind.dtypes[0] == pair.kind.dtypes[1] and a.data == b.data:
                 continue  # a whole tensor that is equal: its norms are not needed
             if pair.kind.is_packed:
                 _compare_packed(pair, a, b)
-            elif max(box.n_bytes) > _SMALL_BYTES:
+            elif max(region.n_bytes) > _SMALL_BYTES:
                 _compare([(pair, a, b)])
             else:
                 several = small.setdefault(pair.kind.dtypes, [])
@@ -587,37 +588,37 @@ class _Comparison:
         for several in small.values():
             _compare(several)
 
-    def _are_equal(self, batch: list[_Box]) -> bool:
+    def _are_equal(self, batch: list[_PairRegion]) -> bool:
         """Whether all are whole tensors of the same dtype and bytes on both sides. False: each has to be compared."""
-        if not all(_is_whole(box) and box.pair.kind.dtypes[0] == box.pair.kind.dtypes[1] for box in batch):
+        if not all(_is_whole(region) and region.pair.kind.dtypes[0] == region.pair.kind.dtypes[1] for region in batch):
             return False
-        end = sum(_aligned(box.n_bytes[0]) for box in batch)
+        end = sum(_aligned(region.n_bytes[0]) for region in batch)
         # Bytes between the tensors are of earlier batches, so that they can differ only if those did.
         return np.array_equal(self.buffers[0][:end], self.buffers[1][:end])
 
-    def _read(self, side: int, batch: list[_Box]) -> list[np.ndarray]:
+    def _read(self, side: int, batch: list[_PairRegion]) -> list[np.ndarray]:
         opened = self.sides[side]
-        keys = [box.pair.key for box in batch]
+        keys = [region.pair.key for region in batch]
         starts, end = [], 0
-        for box in batch:
+        for region in batch:
             starts.append(end)
-            end += _aligned(box.n_bytes[side])
+            end += _aligned(region.n_bytes[side])
         if all(map(_is_whole, batch)):
             request = opened.data.index.whole_request(keys)
         else:
             request = _core.Request()
-            for i, box in enumerate(batch):
-                request.add_region(str(i), box.pair.key, box.offset, box.shape)
+            for i, region in enumerate(batch):
+                request.add_region(str(i), region.pair.key, region.offset, region.shape)
         if end > self.buffers[side].size:
             self.buffers[side] = np.zeros(end, np.uint8)
         buffer = self.buffers[side]
-        arrays = [buffer[start : start + box.n_bytes[side]] for start, box in zip(starts, batch, strict=True)]
+        arrays = [buffer[start : start + region.n_bytes[side]] for start, region in zip(starts, batch, strict=True)]
         opened.plan(request, keys=set(keys)).fill(arrays, threads=self.threads)
         return arrays
 
 
-def _is_whole(box: _Box) -> bool:
-    return box.shape == box.pair.kind.shapes[0]
+def _is_whole(region: _PairRegion) -> bool:
+    return region.shape == region.pair.kind.shapes[0]
 
 
 # -- bytes, then values

@@ -16,7 +16,7 @@ import numpy as np
 
 from reshard import _core, dtypes
 from reshard.formats import optimizer_slots
-from reshard.values.indexing import boxes
+from reshard.values.indexing import regions
 from reshard.values.words import counted, show
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from reshard.checkpoint import Checkpoint
     from reshard.formats.base import CheckpointData
-    from reshard.values.indexing import Box
+    from reshard.values.indexing import Region
 
 Kind: TypeAlias = Literal["not finite", "negative", "rounding", "replicas", "unchanged"]
 Found: TypeAlias = "Mapping[tuple[int, str], _core.ArrayCounts]"
@@ -104,7 +104,7 @@ class Look:
 
     values: Mapping[str, _core.ValueCounts]
     rounded: Mapping[str, Sequence[_RangePair]]
-    same: Mapping[tuple[str, int, int, Box], _RangePair]
+    same: Mapping[tuple[str, int, int, Region], _RangePair]
 
     @classmethod
     def of(cls, opened: Checkpoint, first_bytes: Mapping[str, int]) -> Look:
@@ -126,9 +126,9 @@ class Look:
         ranges = _Ranges(index, tensors)
         rounded = {weight: found for weight, key in _masters(opened) if (found := ranges.rounded(weight, key))}
         same = {
-            (key, one.file, other.file, box): (first, second)
-            for key, one, other, box in _copies(index)
-            if (first := ranges.of(key, one, box)) and (second := ranges.of(key, other, box))
+            (key, one.file, other.file, region): (first, second)
+            for key, one, other, region in _copies(index)
+            if (first := ranges.of(key, one, region)) and (second := ranges.of(key, other, region))
         }
         cuts: dict[str, dict[tuple[int, str], set[int]]] = defaultdict(lambda: defaultdict(set))
         for pair in (*(one for some in rounded.values() for one in some), *same.values()):
@@ -165,16 +165,16 @@ class Look:
         """Whether a weight is known to be the rounded fp32 weight. After all files were looked at."""
         return weight in self.rounded and all(map(self._agree, self.rounded[weight]))
 
-    def is_same(self, key: str, one: int, other: int, box: Box) -> bool:
+    def is_same(self, key: str, one: int, other: int, region: Region) -> bool:
         """Whether a region of a tensor is known to be the same in two files. After all files were looked at.
 
         Args:
             key: the tensor.
             one: number of a file that holds the region.
             other: that of the other file.
-            box: the region.
+            region: the region.
         """
-        return (key, one, other, box) in self.same and self._agree(self.same[key, one, other, box])
+        return (key, one, other, region) in self.same and self._agree(self.same[key, one, other, region])
 
     def _agree(self, pair: _RangePair) -> bool:
         first, second = (self.values[one.file].digest(one.number, one.dtype, one.start, one.n_bytes) for one in pair)
@@ -195,13 +195,13 @@ class _Ranges:
             name: {one.name: (number, one.dtype) for number, one in enumerate(own)} for name, own in files.items()
         }
 
-    def of(self, key: str, stored: _core.StoredArray, box: Box, dtype: str | None = None) -> _Range | None:
+    def of(self, key: str, stored: _core.StoredArray, region: Region, dtype: str | None = None) -> _Range | None:
         """The range of a region in a stored array.
 
         Args:
             key: the tensor.
             stored: the array.
-            box: the region.
+            region: the region.
             dtype: to which its digest is cast.
 
         Returns:
@@ -212,20 +212,20 @@ class _Ranges:
         bits = dtypes.bits(stored_dtype or "U8")
         if stored_dtype != self._index.info(key)[0] or bits % 8:
             return None
-        first = next((at for tile in stored.tiles if (at := _first_element(tile, box)) is not None), None)
+        first = next((at for tile in stored.tiles if (at := _first_element(tile, region)) is not None), None)
         if first is None:
             return None
-        return _Range(name, number, first * bits // 8, math.prod(box[1]) * bits // 8, dtype or stored_dtype)
+        return _Range(name, number, first * bits // 8, math.prod(region[1]) * bits // 8, dtype or stored_dtype)
 
     def rounded(self, weight: str, master: str) -> list[_RangePair]:
         """The ranges of all regions of a weight and of its fp32 weight; none: not all of them are ranges."""
         (dtype, shape), parts, wide = self._index.info(weight), _parts(self._index, weight), _parts(self._index, master)
-        if len(parts) * len(wide) > _MAX_PARTS or sum(math.prod(box[1]) for box in parts) != math.prod(shape):
+        if len(parts) * len(wide) > _MAX_PARTS or sum(math.prod(region[1]) for region in parts) != math.prod(shape):
             return []
         found = []
-        for box, of_master in wide.items():
+        for region, of_master in wide.items():
             for own, of_weight in parts.items():
-                both = _intersection(own, box)
+                both = _intersection(own, region)
                 if both is None:
                     continue
                 pair = self.of(weight, of_weight, both), self.of(master, of_master, both, dtype)
@@ -235,9 +235,9 @@ class _Ranges:
         return found
 
 
-def _parts(index: _core.Index, key: str) -> dict[Box, _core.StoredArray]:
+def _parts(index: _core.Index, key: str) -> dict[Region, _core.StoredArray]:
     """The stored regions of a tensor, each with the first array that holds it."""
-    found: dict[Box, _core.StoredArray] = {}
+    found: dict[Region, _core.StoredArray] = {}
     for one in index.stored(key):
         for tile in one.tiles:
             if 0 not in tile.shape:
@@ -245,9 +245,9 @@ def _parts(index: _core.Index, key: str) -> dict[Box, _core.StoredArray]:
     return found
 
 
-def _first_element(tile: _core.Tile, box: Box) -> int | None:
+def _first_element(tile: _core.Tile, region: Region) -> int | None:
     """The first element of a region in an array with a tile; None: it is not in the tile, or not one range."""
-    offset, extent = box
+    offset, extent = region
     at, step = tile.local_offset, 1
     for dim in reversed(range(len(extent))):
         begin = offset[dim] - tile.offset[dim]
@@ -281,8 +281,10 @@ def read_counts(opened: Checkpoint, threads: int | None, meter: Meter) -> Found:
         arrays = [(name, *own.info(name)) for name in own.keys()]  # noqa: SIM118  an index is no mapping
         floats = [one for one in arrays if _is_float(one[1]) and not dtypes.is_packed(one[1])]
         meter.grow(sum(dtypes.n_bytes(dtype, shape) for _, dtype, shape in floats))
-        regions = (_Region(name, dtype, shape, box) for name, dtype, shape in floats for box in _boxes(shape, dtype))
-        for batch in _batches(regions, lambda one: one):
+        slices = (
+            _Slice(name, dtype, shape, region) for name, dtype, shape in floats for region in _regions(shape, dtype)
+        )
+        for batch in _batches(slices, lambda one: one):
             read = buffer.fill(own, batch, threads=threads)
             counts = _core.ValueCounts(
                 [
@@ -293,22 +295,22 @@ def read_counts(opened: Checkpoint, threads: int | None, meter: Meter) -> Found:
             end = read[-1][0] + batch[-1].n_bytes
             counts.look(0, buffer.bytes[:end], threads=threads)
             for found in counts.found():
-                region = batch[found.number]
-                at = (file, region.key)
-                total[at] = _joined(total.get(at), found, region)
+                read_slice = batch[found.number]
+                at = (file, read_slice.key)
+                total[at] = _joined(total.get(at), found, read_slice)
             meter.advance(sum(one.n_bytes for one in batch))
     return total
 
 
-def _joined(before: _core.ArrayCounts | None, found: _core.ArrayCounts, region: _Region) -> _core.ArrayCounts:
-    """The counts of an array with those of one more region of it."""
-    width = _values_of_element(region.dtype)
+def _joined(before: _core.ArrayCounts | None, found: _core.ArrayCounts, of: _Slice) -> _core.ArrayCounts:
+    """The counts of an array with those of one more slice of it."""
+    width = _values_of_element(of.dtype)
 
     def moved(first: int | None) -> int | None:
         if first is None:
             return None
-        at = _place(region.box, first // width)
-        return int(np.ravel_multi_index(at, region.shape)) * width if at else 0
+        at = _place(of.region, first // width)
+        return int(np.ravel_multi_index(at, of.shape)) * width if at else 0
 
     found = found._replace(first_not_finite=moved(found.first_not_finite), first_negative=moved(found.first_negative))
     if before is None:
@@ -412,14 +414,14 @@ def replicas(opened: Checkpoint, look: Look | None, threads: int | None, meter: 
     sides = [index.files_again(range(index.n_files)) for _ in range(2)]
     pairs: list[_Pair] = []
     names: list[tuple[str, str, str]] = []
-    for key, one, other, box in _copies(index):
-        if look is not None and look.is_same(key, one.file, other.file, box):
+    for key, one, other, region in _copies(index):
+        if look is not None and look.is_same(key, one.file, other.file, region):
             continue
         dtype, shape = index.info(key)
         number = str(len(pairs))
         for side, stored in zip(sides, (one, other), strict=True):
             side.add_tiles(number, dtype, shape, [stored], overlapping=True)
-        pairs.append(_Pair(number, number, dtype, shape, box, key))
+        pairs.append(_Pair(number, number, dtype, shape, region, key))
         names.append((key, opened.data.file_name(one.file), opened.data.file_name(other.file)))
     _compare((sides[0], sides[1]), pairs, threads=threads, meter=meter, verify=False)
     worst: dict[str, tuple[_Pair, str]] = {}
@@ -454,7 +456,7 @@ def unchanged(opened: Checkpoint, older: Checkpoint, threads: int | None, meter:
         if key in indexes[1] and indexes[1].info(key) == (dtype, shape) and _is_float(dtype) and 0 not in shape:
             pairs.append(_Pair(key, key, dtype, shape, ((0,) * len(shape), shape), key, until_first=True))
     probes = [
-        _Pair(one.a, one.b, one.dtype, one.shape, next(_boxes(one.shape, one.dtype, _PROBE_ELEMENTS)), one.name)
+        _Pair(one.a, one.b, one.dtype, one.shape, next(_regions(one.shape, one.dtype, _PROBE_ELEMENTS)), one.name)
         for one in pairs
     ]
     _compare(indexes, probes, threads=threads, meter=meter, verify=True)
@@ -593,29 +595,29 @@ def _masters(opened: Checkpoint) -> Iterator[tuple[str, str]]:
             yield weight, key
 
 
-def _copies(index: _core.Index) -> Iterator[tuple[str, _core.StoredArray, _core.StoredArray, Box]]:
+def _copies(index: _core.Index) -> Iterator[tuple[str, _core.StoredArray, _core.StoredArray, Region]]:
     """Each region of a tensor that two files hold, with both."""
     for key in index.keys() if index.n_files > 1 else ():
         if len(index.holders(key)) > 1:
-            for one, other, box in _overlaps(index.stored(key), index.info(key)[1]):
-                yield key, one, other, box
+            for one, other, region in _overlaps(index.stored(key), index.info(key)[1]):
+                yield key, one, other, region
 
 
 def _overlaps(
     stored: Sequence[_core.StoredArray], shape: tuple[int, ...]
-) -> Iterator[tuple[_core.StoredArray, _core.StoredArray, Box]]:
-    """Pairs of stored arrays with a box of the tensor that both hold; of several copies each with the first."""
-    by_box: dict[Box, list[_core.StoredArray]] = defaultdict(list)
+) -> Iterator[tuple[_core.StoredArray, _core.StoredArray, Region]]:
+    """Pairs of stored arrays with a region of the tensor that both hold; of several copies each with the first."""
+    by_region: dict[Region, list[_core.StoredArray]] = defaultdict(list)
     for one in stored:
         for tile in one.tiles:
             if 0 not in tile.shape:
-                by_box[tile.offset, tile.shape].append(one)
-    for box, (first, *others) in by_box.items():
+                by_region[tile.offset, tile.shape].append(one)
+    for region, (first, *others) in by_region.items():
         for other in others:
-            yield first, other, box
-    if sum(math.prod(extent) for _, extent in by_box) <= math.prod(shape):
+            yield first, other, region
+    if sum(math.prod(extent) for _, extent in by_region) <= math.prod(shape):
         return  # they cover the tensor, so none of them overlaps another one
-    distinct = list(by_box.items())
+    distinct = list(by_region.items())
     for i, (a, of_a) in enumerate(distinct):
         for b, of_b in distinct[i + 1 :]:
             both = _intersection(a, b)
@@ -623,7 +625,7 @@ def _overlaps(
                 yield of_a[0], of_b[0], both
 
 
-def _intersection(a: Box, b: Box) -> Box | None:
+def _intersection(a: Region, b: Region) -> Region | None:
     begin = tuple(map(max, a[0], b[0]))
     ends = (min(x + n, y + m) for x, n, y, m in zip(a[0], a[1], b[0], b[1], strict=True))
     extent = tuple(end - start for start, end in zip(begin, ends, strict=True))
@@ -633,28 +635,28 @@ def _intersection(a: Box, b: Box) -> Box | None:
 # -- reading
 
 
-class _Region(NamedTuple):
-    """A region of a tensor that is read."""
+class _Slice(NamedTuple):
+    """A slice of a tensor that is read."""
 
     key: str
     dtype: str
     shape: tuple[int, ...]
-    box: Box
+    region: Region
 
     @property
     def n_bytes(self) -> int:
-        return dtypes.n_bytes(self.dtype, self.box[1])
+        return dtypes.n_bytes(self.dtype, self.region[1])
 
 
 @dataclass
 class _Pair:
-    """A box of two tensors that must be equal, and what was found so far."""
+    """A region of two tensors that must be equal, and what was found so far."""
 
     a: str
     b: str
     dtype: str
     shape: tuple[int, ...]
-    box: Box
+    region: Region
     name: str
     until_first: bool = False
     n: int = 0
@@ -670,22 +672,22 @@ class _Buffer:
     def fill(
         self,
         index: _core.Index,
-        regions: Sequence[_Region],
+        slices: Sequence[_Slice],
         *,
         threads: int | None,
         dtype: str | None = None,
         verify: bool = False,
     ) -> list[tuple[int, np.ndarray]]:
-        """Read regions; returns for each where it begins in the memory, and its bytes."""
+        """Read slices; returns for each where it begins in the memory, and its bytes."""
         request = _core.Request()
         starts, end = [], 0
-        for i, one in enumerate(regions):
-            request.add_region(str(i), one.key, *one.box)
+        for i, one in enumerate(slices):
+            request.add_region(str(i), one.key, *one.region)
             starts.append(end)
             end += -(-one.n_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
         if end > self.bytes.size:
             self.bytes = np.empty(end, np.uint8)
-        arrays = [self.bytes[start : start + one.n_bytes] for start, one in zip(starts, regions, strict=True)]
+        arrays = [self.bytes[start : start + one.n_bytes] for start, one in zip(starts, slices, strict=True)]
         index.plan(request, dtype=dtype, verify=verify).fill(arrays, threads=threads)
         return list(zip(starts, arrays, strict=True))
 
@@ -710,41 +712,39 @@ def _compare(
         verify: whether what is read is compared with checksums.
     """
     buffers = _Buffer(), _Buffer()
-    meter.grow(2 * sum(dtypes.n_bytes(one.dtype, one.box[1]) for one in pairs))
+    meter.grow(2 * sum(dtypes.n_bytes(one.dtype, one.region[1]) for one in pairs))
 
-    def regions() -> Iterator[tuple[_Pair, _Region]]:
+    def slices() -> Iterator[tuple[_Pair, _Slice]]:
         for pair in pairs:
-            offset, extent = pair.box
-            for inner, size in _boxes(extent, pair.dtype):
+            offset, extent = pair.region
+            for inner, size in _regions(extent, pair.dtype):
                 if not (pair.until_first and pair.n):
-                    box = tuple(map(sum, zip(offset, inner, strict=True))), size
-                    yield pair, _Region(pair.a, pair.dtype, pair.shape, box)
+                    region = tuple(map(sum, zip(offset, inner, strict=True))), size
+                    yield pair, _Slice(pair.a, pair.dtype, pair.shape, region)
 
-    for batch in _batches(regions(), lambda one: one[1]):
-        first = buffers[0].fill(
-            indexes[0], [region for _, region in batch], threads=threads, dtype=dtype, verify=verify
-        )
-        others = [region._replace(key=pair.b) for pair, region in batch]
+    for batch in _batches(slices(), lambda one: one[1]):
+        first = buffers[0].fill(indexes[0], [one for _, one in batch], threads=threads, dtype=dtype, verify=verify)
+        others = [one._replace(key=pair.b) for pair, one in batch]
         second = buffers[1].fill(indexes[1], others, threads=threads, dtype=dtype, verify=verify)
-        for (pair, region), (_, a), (_, b) in zip(batch, first, second, strict=True):
+        for (pair, one), (_, a), (_, b) in zip(batch, first, second, strict=True):
             n, at = _core.differing(pair.dtype, a, b, threads=threads)
             pair.n += n
             if at is not None and pair.first is None and not dtypes.is_packed(pair.dtype):
-                pair.first = _place(region.box, at)
-        meter.advance(2 * sum(region.n_bytes for _, region in batch))
+                pair.first = _place(one.region, at)
+        meter.advance(2 * sum(one.n_bytes for _, one in batch))
 
 
-def _boxes(shape: tuple[int, ...], dtype: str, max_elements: int | None = None) -> Iterator[Box]:
+def _regions(shape: tuple[int, ...], dtype: str, max_elements: int | None = None) -> Iterator[Region]:
     """Regions that fit into a buffer."""
     bits = dtypes.bits(dtype)
-    return boxes(shape, max_elements or _BUFFER_BYTES * 8 // bits, bits)
+    return regions(shape, max_elements or _BUFFER_BYTES * 8 // bits, bits)
 
 
-def _batches(regions: Iterable[_T], region_of: Callable[[_T], _Region]) -> Iterator[list[_T]]:
-    """Regions that are read at a time, so that they fit into a buffer."""
+def _batches(slices: Iterable[_T], slice_of: Callable[[_T], _Slice]) -> Iterator[list[_T]]:
+    """Slices that are read at a time, so that they fit into a buffer."""
     batch, n_bytes = list[_T](), 0
-    for one in regions:
-        size = region_of(one).n_bytes + _ALIGN_BYTES
+    for one in slices:
+        size = slice_of(one).n_bytes + _ALIGN_BYTES
         if batch and (n_bytes + size > _BUFFER_BYTES or len(batch) == _MAX_ARRAYS):
             yield batch
             batch, n_bytes = [], 0
@@ -754,10 +754,10 @@ def _batches(regions: Iterable[_T], region_of: Callable[[_T], _Region]) -> Itera
         yield batch
 
 
-def _place(box: Box, number: int) -> tuple[int, ...]:
-    """The index in a tensor of an element of a box of it."""
-    at = np.unravel_index(number, box[1]) if box[1] else ()
-    return tuple(int(start + step) for start, step in zip(box[0], at, strict=True))
+def _place(region: Region, number: int) -> tuple[int, ...]:
+    """The index in a tensor of an element of a region of it."""
+    at = np.unravel_index(number, region[1]) if region[1] else ()
+    return tuple(int(start + step) for start, step in zip(region[0], at, strict=True))
 
 
 def _is_float(dtype: str) -> bool:

@@ -17,7 +17,7 @@ from reshard import _core, dtypes
 from reshard.errors import MismatchError
 from reshard.formats.outputs import load_all
 from reshard.formats.rank_file import placed
-from reshard.values.indexing import Box, boxes
+from reshard.values.indexing import Region, regions
 from reshard.values.words import listed
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Groups: TypeAlias = "Mapping[str, Sequence[tuple[int, ...]]]"
 """By key, the ranks whose arrays of it are read as replicas of each other."""
 
-_Unit: TypeAlias = tuple[str, tuple[int, ...], Box]
+_Unit: TypeAlias = tuple[str, tuple[int, ...], Region]
 
 _BATCH_BYTES = 16 << 20
 _MAX_ARRAYS = 4096  # of one plan
@@ -132,8 +132,8 @@ class AssumedReplicas:
             for group in self._groups[key]:
                 tensor = self._files[group[0]].tensors[key]
                 bits = dtypes.bits(tensor.dtype)
-                for box in boxes(tensor.shape, _BATCH_BYTES * 8 // bits, bits):
-                    yield (key, group, box), math.prod(box[1]) * bits // 8
+                for region in regions(tensor.shape, _BATCH_BYTES * 8 // bits, bits):
+                    yield (key, group, region), math.prod(region[1]) * bits // 8
 
     def _refuse(self, key: str, reopen: Callable[[list[int]], _core.Index]) -> None:
         first, others = self._different[key]

@@ -19,7 +19,7 @@ from reshard.formats.checkpoint1.agreement import SAME_ON_ALL, FileFacts, faults
 from reshard.formats.checkpoint1.replicas import AssumedReplicas
 from reshard.formats.outputs import load_all
 from reshard.formats.rank_file import add_rank_file, placed
-from reshard.layout.strategy import Strategy, box_of
+from reshard.layout.strategy import Strategy, region_of
 from reshard.values.counters import OF_NO_PARAMETER
 from reshard.values.words import listed, show
 
@@ -94,7 +94,7 @@ class RankTensors:
         found: dict[tuple[int, ...], int] = {}
         stored: list[_core.StoredArray] = []
         for rank, tensor in self.held[key].items():
-            shape, offset = self._box(key, rank, tensor.shape)
+            shape, offset = self._region(key, rank, tensor.shape)
             found.setdefault(shape, rank)
             stored += placed(self.files[rank], key, offset)
         if len(found) > 1:
@@ -109,15 +109,15 @@ class RankTensors:
             )
         return StoredTensor(dtype, next(iter(found)), stored)
 
-    def _box(self, key: str, rank: int, local: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _region(self, key: str, rank: int, local: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The shape of a whole tensor, and the offset of a rank's array in it."""
         whole = local, (0,) * len(local)
         if self.strategy is None:
             return whole
         if key in self.unlisted and key not in self.followed:
             return whole
-        box = box_of(self.strategy, self.followed.get(key, key), rank, local)
-        if box is None:
+        region = region_of(self.strategy, self.followed.get(key, key), rank, local)
+        if region is None:
             stages = listed(self.strategy.stages_of(key))
             raise MismatchError(
                 f"{self.name(rank)} holds {show(key)}, which is on stage {stages} in {show(self.strategy.source)}",
@@ -125,7 +125,7 @@ class RankTensors:
                 key=key,
                 hint="pass the strategy with which the checkpoint was written",
             )
-        return box
+        return region
 
     def _dtype(self, key: str) -> str:
         found: dict[str, int] = {}
@@ -174,7 +174,7 @@ class RankTensors:
         for key in self.assumed:
             at: dict[tuple[int, ...], list[int]] = {}
             for rank, tensor in self.held[key].items():
-                at.setdefault(self._box(key, rank, tensor.shape)[1], []).append(rank)
+                at.setdefault(self._region(key, rank, tensor.shape)[1], []).append(rank)
             groups[key] = [tuple(sorted(ranks)) for ranks in at.values()]
         return AssumedReplicas(self.files, groups, {key: self._assumption(key) for key in self.assumed}, self.digests)
 

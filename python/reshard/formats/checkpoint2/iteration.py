@@ -1,8 +1,8 @@
 """The files of a Checkpoint 2.0 iteration and their content, planned for `save` and for `convert`.
 
 A plan says which rank writes which arrays into which file, and how `metadata.json` describes them; `tiles.json`
-describes those that it cannot express. A plan follows from dtypes, global shapes and either a bound layout or the boxes
-that ranks hold. It knows neither the bytes of the arrays nor how folders are published.
+describes those that it cannot express. A plan follows from dtypes, global shapes and either a bound layout or the
+regions that ranks hold. It knows neither the bytes of the arrays nor how folders are published.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from reshard.formats.checkpoint2.shards import (
 )
 from reshard.formats.tiled import names as tiles
 from reshard.ranks.collective import capture
-from reshard.values.indexing import Box, row_major
+from reshard.values.indexing import Region, row_major
 from reshard.values.words import listed, show
 from reshard.write.contents import DtypeAndPart, FileContent
 
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
     from reshard.storage.location import Location
 
 __all__ = [
-    "Box",
     "Descriptions",
     "IterationPlan",
+    "Region",
     "check_copies",
     "describe_cut",
-    "plan_boxes",
     "plan_layout",
+    "plan_regions",
     "write_descriptions",
 ]
 
@@ -151,47 +151,47 @@ def plan_layout(
     )
 
 
-def plan_boxes(
+def plan_regions(
     keys: Sequence[str],
     kind_of: Sequence[int],
-    kinds: Sequence[tuple[RecordKind, Mapping[int, Box]]],
+    kinds: Sequence[tuple[RecordKind, Mapping[int, Region]]],
     n_ranks: int,
     *,
     prefix: str | None = None,
     dedup: bool = True,
     strict: bool = False,
 ) -> IterationPlan:
-    """Plan tensors of which each rank holds a box, without a layout. metadata.json describes those that are whole.
+    """Plan tensors of which each rank holds a region, without a layout. metadata.json describes those that are whole.
 
     Args:
         keys: the tensors that are written, each once.
         kind_of: the number of the kind of each.
-        kinds: a tensor, and what each rank holds of it. Equal boxes are replicas; others must not overlap.
+        kinds: a tensor, and what each rank holds of it. Equal regions are replicas; others must not overlap.
         n_ranks: the world size.
         prefix: as in `plan_layout`.
         dedup: as in `plan_layout`.
         strict: as in `plan_layout`.
 
     Raises:
-        CoverageError: the boxes leave a part of a tensor uncovered, or overlap.
+        CoverageError: the regions leave a part of a tensor uncovered, or overlap.
         UnsupportedError, ArgumentError: as `plan_layout`.
 
     Example:
         >>> from reshard.layout import TensorLayout
         >>> kind = RecordKind("F32", "model", TensorLayout((4,))), {0: ((0,), (1,)), 1: ((1,), (3,))}
-        >>> plan = plan_boxes(["w"], [0], [kind], 2)
+        >>> plan = plan_regions(["w"], [0], [kind], 2)
         >>> [file.rank for file in plan.files], list(plan.not_expressible)
         ([0, 1], ['w'])
     """
     checkpoint2.check_prefix(prefix)
     mesh = _core.Mesh([("dp", n_ranks)])
-    held = [_by_box(boxes) for _, boxes in kinds]
+    held = [_by_region(regions) for _, regions in kinds]
     of_kinds = [kind for kind, _ in kinds]
     faults: list[str | None] = []
     for kind, ranks_of in zip(of_kinds, held, strict=True):
         whole = ((0,) * len(kind.layout.shape), kind.layout.shape)
         is_whole = set(ranks_of) == {whole} and len(ranks_of[whole]) == n_ranks
-        not_whole = "each rank holds a box of it, and no layout says which"
+        not_whole = "each rank holds a region of it, and no layout says which"
         faults.append(inexpressible(kind, mesh) if is_whole else not_whole)
     reasons: dict[str, str] = {}
     described = Records(keys, of_kinds, kind_of)
@@ -228,8 +228,8 @@ def plan_boxes(
     for file in files if reasons else ():
         for key in file.arrays:
             if key in reasons:
-                (dtype, _, layout), boxes = kinds[numbers[key]]
-                offset, shape = boxes[file.rank]
+                (dtype, _, layout), regions = kinds[numbers[key]]
+                offset, shape = regions[file.rank]
                 own = (_core.Tile(offset, shape, 0, row_major(shape)),) if 0 not in shape else ()
                 stored = tiles.TiledArray(file.name, key, shape, own)
                 builder.add(key, dtype, layout.shape, stored)
@@ -449,16 +449,16 @@ def _holders(shards: Iterable[HeldGrid]) -> dict[str, list[tuple[int, ...]]]:
     return holders
 
 
-def _by_box(boxes: Mapping[int, Box]) -> dict[Box, tuple[int, ...]]:
-    """The ranks of each box, ascending."""
-    ranks: dict[Box, list[int]] = {}
-    for rank in sorted(boxes):
-        ranks.setdefault(boxes[rank], []).append(rank)
-    return {box: tuple(of_box) for box, of_box in ranks.items()}
+def _by_region(regions: Mapping[int, Region]) -> dict[Region, tuple[int, ...]]:
+    """The ranks of each region, ascending."""
+    ranks: dict[Region, list[int]] = {}
+    for rank in sorted(regions):
+        ranks.setdefault(regions[rank], []).append(rank)
+    return {region: tuple(of_region) for region, of_region in ranks.items()}
 
 
 def _check_coverage(content: tiles.TilesFile | None) -> None:
-    """Check that the boxes cover every tensor and do not overlap, as a reader does."""
+    """Check that the regions cover every tensor and do not overlap, as a reader does."""
     if content is None:
         return
     index = _core.Index()
@@ -473,6 +473,8 @@ def _check_coverage(content: tiles.TilesFile | None) -> None:
             index.add_tiles(key, tensor.dtype, tensor.shape, stored)
         index.check_coverage()
     except CoverageError as error:
-        error.message = f"the boxes that the ranks hold: {error.message}"
-        error.hint = "each element is in one box, or in equal boxes: check `offset` and `global_shape` of each `Shard`"
+        error.message = f"the regions that the ranks hold: {error.message}"
+        error.hint = (
+            "each element is in one region, or in equal ones: check `offset` and `global_shape` of each `Shard`"
+        )
         raise

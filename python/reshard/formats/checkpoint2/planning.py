@@ -11,12 +11,12 @@ import math
 from typing import TYPE_CHECKING
 
 from reshard.errors import ArgumentError, LayoutError, MismatchError
-from reshard.formats.checkpoint2.iteration import plan_boxes, plan_layout
+from reshard.formats.checkpoint2.iteration import plan_layout, plan_regions
 from reshard.formats.checkpoint2.shards import RecordKind
 from reshard.layout.bind import BoundLayout
 from reshard.layout.invert import check_local_shapes, global_shapes, join_members
 from reshard.layout.partition import TensorLayout
-from reshard.layout.strategy import box_of
+from reshard.layout.strategy import region_of
 from reshard.values.counters import is_counter
 from reshard.values.words import show
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from reshard.formats.checkpoint2.iteration import IterationPlan
     from reshard.layout import ModelLayout
     from reshard.layout.strategy import Strategy
-    from reshard.values.indexing import Box
+    from reshard.values.indexing import Region
     from reshard.write.arrays import Fact, Facts
     from reshard.write.contents import Part
     from reshard.write.rank_facts import RankFacts, Shape
@@ -80,7 +80,7 @@ def plan_iteration(
                 )
     shapes = {name: shape for name, (shape, _) in given.items()}
     if layout is None:
-        return _by_boxes(found, shapes, len(ranks), prefix=prefix, dedup=dedup, strict=strict)
+        return _by_regions(found, shapes, len(ranks), prefix=prefix, dedup=dedup, strict=strict)
     return _by_layout(found, shapes, len(ranks), layout, prefix=prefix, dedup=dedup, strict=strict)
 
 
@@ -100,7 +100,7 @@ def _found(ranks: Sequence[RankFacts]) -> dict[str, dict[int, Fact]]:
 
 
 def _of_one(facts: Facts, *, prefix: str | None, dedup: bool, strict: bool) -> IterationPlan:
-    """The plan of one rank that holds whole tensors: as `_by_boxes` makes it, without an object for each tensor."""
+    """The plan of one rank that holds whole tensors: as `_by_regions` makes it, without an object for each tensor."""
     names, kind_of = facts.names, facts.kind_of
     is_model = [kind.part == "model" for kind in facts.kinds]
     if not all(is_model):
@@ -108,22 +108,22 @@ def _of_one(facts: Facts, *, prefix: str | None, dedup: bool, strict: bool) -> I
         order = sorted(range(len(names)), key=lambda number: not is_model[kind_of[number]])
         names = tuple(map(names.__getitem__, order))
         kind_of = tuple(map(kind_of.__getitem__, order))
-    kinds: list[tuple[RecordKind, Mapping[int, Box]]] = []
+    kinds: list[tuple[RecordKind, Mapping[int, Region]]] = []
     for part, dtype, shape, offset, _ in facts.kinds:
-        box = (0,) * len(shape) if offset is None else offset, shape
-        kinds.append((RecordKind(dtype, part, TensorLayout(shape)), {0: box}))
-    return plan_boxes(names, kind_of, kinds, 1, prefix=prefix, dedup=dedup, strict=strict)
+        region = (0,) * len(shape) if offset is None else offset, shape
+        kinds.append((RecordKind(dtype, part, TensorLayout(shape)), {0: region}))
+    return plan_regions(names, kind_of, kinds, 1, prefix=prefix, dedup=dedup, strict=strict)
 
 
-def _by_boxes(
+def _by_regions(
     found: Mapping[str, Mapping[int, Fact]], shapes: Mapping[str, Shape], n_ranks: int, *,
     prefix: str | None, dedup: bool, strict: bool,
 ) -> IterationPlan:  # fmt: skip
     numbers: dict[object, int] = {}
-    kinds: list[tuple[RecordKind, Mapping[int, Box]]] = []
+    kinds: list[tuple[RecordKind, Mapping[int, Region]]] = []
     kind_of: list[int] = []
     for name, of_ranks in found.items():
-        own: dict[int, Box] = {}
+        own: dict[int, Region] = {}
         for rank, fact in of_ranks.items():
             if fact.offset is None and fact.shape and n_ranks > 1:
                 raise ArgumentError(
@@ -139,7 +139,7 @@ def _by_boxes(
         if number == len(kinds):
             kinds.append((whole, own))
         kind_of.append(number)
-    return plan_boxes(list(found), kind_of, kinds, n_ranks, prefix=prefix, dedup=dedup, strict=strict)
+    return plan_regions(list(found), kind_of, kinds, n_ranks, prefix=prefix, dedup=dedup, strict=strict)
 
 
 def _by_layout(
@@ -202,8 +202,8 @@ def _bound(layout: ModelLayout, found: Mapping[str, Mapping[int, Fact]], given: 
 
 
 def _shape_by(strategy: Strategy, key: str, local_shapes: Mapping[int, Shape]) -> Shape | None:
-    boxes = (box_of(strategy, key, rank, shape) for rank, shape in local_shapes.items())
-    return next((box[0] for box in boxes if box is not None), None)
+    regions = (region_of(strategy, key, rank, shape) for rank, shape in local_shapes.items())
+    return next((region[0] for region in regions if region is not None), None)
 
 
 def _with_members(

@@ -161,12 +161,12 @@ def _regions(folder: Folder, bound: BoundLayout) -> dict[int, list[_Region]]:
     """The regions that each rank writes: each region once, by the rank with the fewest bytes of those that hold it."""
     of_rank: dict[int, list[_Region]] = {}
     load = dict.fromkeys(bound.ranks, 0)
-    boxes: dict[_core.Layout, dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]]] = {}
+    regions: dict[_core.Layout, dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]]] = {}
     for key, tensor in folder.tensors.items():
         layout = bound.layouts[key]
-        held = boxes.get(layout)
+        held = regions.get(layout)
         if held is None:
-            held = boxes[layout] = {}
+            held = regions[layout] = {}
             for rank in layout.holders():
                 for tile in layout.tiles(rank):
                     held.setdefault((tile.offset, tile.shape), []).append(rank)

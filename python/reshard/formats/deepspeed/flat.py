@@ -1,8 +1,8 @@
 """Parameters as ranges of flat tensors.
 
 ZeRO concatenates parameters in row-major order to flat tensors, and divides these between ranks without regard to
-dims. A parameter is then some ranges of elements of flat tensors, and the index knows which boxes of the parameter each
-range is. No flat tensor is joined in memory.
+dims. A parameter is then some ranges of elements of flat tensors, and the index knows which regions of the parameter
+each range is. No flat tensor is joined in memory.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Place(NamedTuple):
     sizes: tuple[int, int, int]
 
 
-class Box(NamedTuple):
+class StoredRegion(NamedTuple):
     """A part of a shard and the same part of the whole tensor.
 
     Attributes:
@@ -122,7 +122,7 @@ def parse_shape(text: object) -> tuple[int, ...] | None:
     return tuple(int(size[1] or size[2]) for size in found if size is not None)
 
 
-def parse_slices(text: object, local: Sequence[int], shape: Sequence[int]) -> list[Box] | None:
+def parse_slices(text: object, local: Sequence[int], shape: Sequence[int]) -> list[StoredRegion] | None:
     """The pairs of slices in the metadata of a shard; None: they are no slices of these shapes.
 
     Args:
@@ -133,11 +133,11 @@ def parse_slices(text: object, local: Sequence[int], shape: Sequence[int]) -> li
 
     Example:
         >>> parse_slices("None,None,None|None,None,None#4,8,None|None,None,None", (4, 3), (8, 3))
-        [Box(local=(0, 0), offset=(4, 0), shape=(4, 3))]
+        [StoredRegion(local=(0, 0), offset=(4, 0), shape=(4, 3))]
     """
     if not isinstance(text, str) or text.count(";") >= _MOST_PAIRS:
         return None
-    boxes = []
+    regions = []
     for pair in text.split(";"):
         sides = pair.split("#")
         if len(sides) != 2:
@@ -145,8 +145,8 @@ def parse_slices(text: object, local: Sequence[int], shape: Sequence[int]) -> li
         first, second = (_side(side, sizes) for side, sizes in zip(sides, (local, shape), strict=True))
         if first is None or second is None or first[1] != second[1]:
             return None
-        boxes.append(Box(first[0], second[0], first[1]))
-    return boxes
+        regions.append(StoredRegion(first[0], second[0], first[1]))
+    return regions
 
 
 def _side(text: str, sizes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

@@ -174,7 +174,8 @@ def _add(index: _core.Index, key: str, files: Sequence[_File], method: _core.Rea
             raise _damaged(file, key, f"it holds {listed(map(show, held), _MOST_NAMED)}, expected {names.TENSOR}")
         metadata = index.file_metadata(number) or {}
         if file.place is None:
-            shape, boxes = tensor.shape, [names.Box((0,) * len(tensor.shape), (0,) * len(tensor.shape), tensor.shape)]
+            shape, start = tensor.shape, (0,) * len(tensor.shape)
+            regions = [names.StoredRegion(start, start, shape)]
         else:
             _check_version(file, key, metadata.get("version"))
             described = names.parse_shape(metadata.get("unsharded_shape"))
@@ -188,7 +189,7 @@ def _add(index: _core.Index, key: str, files: Sequence[_File], method: _core.Rea
                     key,
                     f"`local_global_slices_pairs` in its metadata are no slices of {tensor.shape} and of {shape}",
                 )
-            boxes = pairs
+            regions = pairs
         if whole is None:
             whole = (tensor.dtype, shape)
         elif whole != (tensor.dtype, shape):
@@ -197,9 +198,9 @@ def _add(index: _core.Index, key: str, files: Sequence[_File], method: _core.Rea
             )
         strides = row_major(tensor.shape)
         tiles = [
-            _core.Tile(box.offset, box.shape, sum(map(int.__mul__, box.local, strides)), strides)
-            for box in boxes
-            if 0 not in box.shape
+            _core.Tile(region.offset, region.shape, sum(map(int.__mul__, region.local, strides)), strides)
+            for region in regions
+            if 0 not in region.shape
         ]
         stored.append(_core.StoredArray(number, names.TENSOR, tensor.shape, tiles))
     assert whole is not None  # a parameter has a file

@@ -9,8 +9,8 @@ rank, it describes all tensors. MindSpore Transformers ignores it. It is one JSO
                        "stored": [{"file": name, "name": name in the file, "shape": [...],
                                    "tiles": [[offset, shape, local_offset, local_strides], ...]}, ...]}}}
 
-In a tile, the box `offset, shape` of the tensor lies in the stored array at element `local_offset` with element strides
-`local_strides`. The core checks that the tiles cover their tensor.
+In a tile, the region `offset, shape` of the tensor lies in the stored array at element `local_offset` with element
+strides `local_strides`. The core checks that the tiles cover their tensor.
 """
 
 from __future__ import annotations
