@@ -38,7 +38,7 @@ from reshard.errors import (
 )
 from reshard.resume import RunFacts
 from reshard.storage.location import locate
-from reshard.verbs.load import Wanted, load_with
+from reshard.verbs.load import LoadRequest, load_with
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -484,7 +484,7 @@ def test_a_lock_that_cannot_be_asked_hides_no_damage(root: Path, monkeypatch: py
         monkeypatch.setattr(type(checkpoint.data.lock), "is_current", refuse)
         raise DamagedFileError("a byte is wrong")
 
-    decision, found = load_with(read, Wanted(root=root))
+    decision, found = load_with(read, LoadRequest(root=root))
     assert (found, decision.verdicts[0].reason) == (5, "a byte is wrong")
 
 

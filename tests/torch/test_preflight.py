@@ -38,7 +38,7 @@ from reshard.options import Options
 from reshard.storage.location import locate
 from reshard.torch import Checkpointer, ElasticSampler, preflight, staging
 from reshard.torch.state import describe
-from reshard.verbs.load import Wanted, load_with
+from reshard.verbs.load import LoadRequest, load_with
 from reshard.write import background
 
 if TYPE_CHECKING:
@@ -527,7 +527,7 @@ def parameters(*functions: Any) -> set[str]:
 @pytest.mark.slow(disk=False)
 def test_hints_name_arguments_that_a_checkpointer_has() -> None:
     have = parameters(Checkpointer, Checkpointer.resume, Checkpointer.step, Checkpointer.save)
-    known = parameters(reshard.save, reshard.load, load_with, Wanted, describe, protocol.begin, reshard.open)
+    known = parameters(reshard.save, reshard.load, load_with, LoadRequest, describe, protocol.begin, reshard.open)
     for group in Options.__subclasses__():
         fields = {field.name for field in dataclasses.fields(group)}
         if group.keyword in have:

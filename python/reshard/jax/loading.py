@@ -17,7 +17,7 @@ from reshard.jax.saving import VALUES
 from reshard.jax.tree import check_single_process, is_key, is_plain, named_leaves
 from reshard.options import Verify
 from reshard.values.words import listed, show
-from reshard.verbs.load import Wanted, load_with
+from reshard.verbs.load import LoadRequest, load_with
 
 if TYPE_CHECKING:
     import os
@@ -86,7 +86,7 @@ def load(
         saved = state.pop(VALUES, {"values": {}, "keys": {}})
         return _read(checkpoint, leaves, saved, partial=partial, verify=mode, threads=threads), state
 
-    decision, found = load_with(read, Wanted(root=root), scrub=mode == "full", threads=threads)
+    decision, found = load_with(read, LoadRequest(root=root), scrub=mode == "full", threads=threads)
     if found is None:
         return Loaded(None, 0, {}, decision)
     tree = jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(like), [found[0][name] for name in leaves])

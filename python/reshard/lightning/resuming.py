@@ -30,7 +30,7 @@ from reshard.torch.tensors import from_tensor
 from reshard.values.argument_types import VerifyMode
 from reshard.values.events import Observers
 from reshard.values.words import show
-from reshard.verbs.load import Wanted, load_with, resumed
+from reshard.verbs.load import LoadRequest, load_with, resumed
 from reshard.verbs.start import initial, with_init
 
 if TYPE_CHECKING:
@@ -283,7 +283,7 @@ def resume(trainer: Any, path: Any, how: How, *, version: str) -> Resumed:
             leaves_out=True,
         )
 
-    wanted = Wanted(root=path)
+    wanted = LoadRequest(root=path)
     decision, found = load_with(read, wanted, scrub=how.verify == "full", timeout=timeout, observers=observers)
     assert found is not None  # without `allow_fresh`
     for reason in decision.reasons:
@@ -356,7 +356,7 @@ def start_from(trainer: Any, root: str, init: InitFrom, how: How) -> str:
             )
         return replace(found, notes=(*told, *found.notes))
 
-    wanted = Wanted(config=with_init(Config(load_path=root, resume=True), init, root))
+    wanted = LoadRequest(config=with_init(Config(load_path=root, resume=True), init, root))
     decision, found = load_with(read, wanted, scrub=how.verify == "full", timeout=how.timeout, observers=observers)
     assert found is not None  # without `allow_fresh`
 

@@ -15,7 +15,7 @@ from reshard.mindspore.parameters import as_parameter, as_tensor, check_alone, n
 from reshard.options import Verify
 from reshard.ranks.group import resolve
 from reshard.values.words import listed, show
-from reshard.verbs.load import Wanted, load_with
+from reshard.verbs.load import LoadRequest, load_with
 
 if TYPE_CHECKING:
     import os
@@ -121,7 +121,7 @@ def load(
         return {**arrays, **made}, checkpoint.common, checkpoint.extra(rank=own or 0)
 
     decision, found = load_with(
-        read, Wanted(root=root), group=members, scrub=mode == "full", threads=threads, timeout=timeout
+        read, LoadRequest(root=root), group=members, scrub=mode == "full", threads=threads, timeout=timeout
     )
     if found is None:
         return Loaded({}, 0, None, {}, decision)

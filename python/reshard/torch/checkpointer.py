@@ -83,7 +83,7 @@ from reshard.values.argument_types import Count, GroupLike, Seconds
 from reshard.values.arguments import checked
 from reshard.values.events import Observers, OnEvent
 from reshard.values.words import show
-from reshard.verbs.load import Wanted, load_with, pass_over, resumed
+from reshard.verbs.load import LoadRequest, load_with, pass_over, resumed
 from reshard.verbs.mirror import Copier, copies_root
 from reshard.verbs.save import check_format, check_save_options
 from reshard.verbs.start import initial, own_config, start_of, with_init
@@ -528,7 +528,7 @@ class Checkpointer:
         def load(config: Config) -> tuple[ResumeDecision, Read | None]:
             return load_with(
                 read,
-                Wanted(config=config, run=facts, allow_fresh=allow_fresh, copies=self._copies_of(config)),
+                LoadRequest(config=config, run=facts, allow_fresh=allow_fresh, copies=self._copies_of(config)),
                 group=members,
                 scrub=mode == "full",
                 threads=self._options.threads,

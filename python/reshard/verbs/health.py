@@ -1,7 +1,7 @@
 """What `verify(health=True)` looks for beyond damage: values and tensors that a training run should not have.
 
 A file with checksums is looked at while it is compared with them, so it is read once: tensors that must agree are
-compared by digests (`Look`). Other files are read through a buffer. Tensors that must agree, and whose digests differ
+compared by digests (`HealthChecks`). Other files are read through a buffer. Tensors that must agree, whose digests differ
 or are not known, are read in pairs, region by region, through two. Memory use does not depend on the size of a tensor.
 """
 
@@ -93,8 +93,8 @@ _RangePair: TypeAlias = "tuple[_Range, _Range]"
 
 
 @dataclass(frozen=True)
-class Look:
-    """What looks at all bytes of safetensors files while they are read in order.
+class HealthChecks:
+    """Checks of the values of safetensors files, made while their bytes are read in order.
 
     Attributes:
         values: by the name of a file, what is called with its bytes.
@@ -107,8 +107,8 @@ class Look:
     same: Mapping[tuple[str, int, int, Region], _RangePair]
 
     @classmethod
-    def of(cls, opened: Checkpoint, first_bytes: Mapping[str, int]) -> Look:
-        """What looks at a checkpoint.
+    def of(cls, opened: Checkpoint, first_bytes: Mapping[str, int]) -> HealthChecks:
+        """The checks of a checkpoint.
 
         Args:
             opened: the checkpoint.
@@ -361,12 +361,12 @@ def wrong_values(opened: Checkpoint, found: Found, may_be_infinite: Callable[[st
     return findings
 
 
-def rounding(opened: Checkpoint, look: Look | None, threads: int | None, meter: Meter) -> list[HealthFinding]:
+def rounding(opened: Checkpoint, checks: HealthChecks | None, threads: int | None, meter: Meter) -> list[HealthFinding]:
     """Weights in bf16 or fp16 that are not the rounded fp32 weights of the optimizer.
 
     Args:
         opened: the checkpoint.
-        look: what has looked at its files; None: all weights are read.
+        checks: those made of its files; None: all weights are read.
         threads: threads that read.
         meter: of the bytes of both.
 
@@ -377,7 +377,7 @@ def rounding(opened: Checkpoint, look: Look | None, threads: int | None, meter: 
     pairs: dict[str, list[_Pair]] = defaultdict(list)
     for weight, key in _masters(opened):
         dtype, shape = index.info(weight)
-        if look is None or not look.is_rounded(weight):
+        if checks is None or not checks.is_rounded(weight):
             pairs[dtype].append(_Pair(weight, key, dtype, shape, ((0,) * len(shape), shape), weight))
     findings = []
     trained = _Trained(opened)
@@ -398,12 +398,12 @@ def rounding(opened: Checkpoint, look: Look | None, threads: int | None, meter: 
     return findings
 
 
-def replicas(opened: Checkpoint, look: Look | None, threads: int | None, meter: Meter) -> list[HealthFinding]:
+def replicas(opened: Checkpoint, checks: HealthChecks | None, threads: int | None, meter: Meter) -> list[HealthFinding]:
     """Tensors of which several stored arrays hold the same elements, and differ in them.
 
     Args:
         opened: the checkpoint.
-        look: what has looked at its files; None: all copies are read.
+        checks: those made of its files; None: all copies are read.
         threads: threads that read.
         meter: of the bytes of the copies.
 
@@ -415,7 +415,7 @@ def replicas(opened: Checkpoint, look: Look | None, threads: int | None, meter: 
     pairs: list[_Pair] = []
     names: list[tuple[str, str, str]] = []
     for key, one, other, region in _copies(index):
-        if look is not None and look.is_same(key, one.file, other.file, region):
+        if checks is not None and checks.is_same(key, one.file, other.file, region):
             continue
         dtype, shape = index.info(key)
         number = str(len(pairs))

@@ -232,7 +232,7 @@ def load(
         common = checkpoint.common or checkpoint.data.read_common()
         return Loaded(checkpoint.iteration, state, common, checkpoint.extra(rank=own or 0), decision)
 
-    wanted = Wanted(
+    wanted = LoadRequest(
         root=root,
         config=config,
         iteration=iteration,
@@ -258,7 +258,7 @@ def load(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class LoadRequest:
     """Which checkpoint is loaded, and facts of the run; see the arguments of `load`.
 
     Attributes:
@@ -312,7 +312,7 @@ def _nothing() -> None:
 
 def load_with(
     read: Callable[[Checkpoint, ResumeDecision], T],
-    wanted: Wanted,
+    wanted: LoadRequest,
     *,
     group: object = None,
     check: Callable[[], None] = _nothing,
@@ -343,7 +343,7 @@ def load_with(
     Example:
         >>> import numpy as np, reshard
         >>> _ = reshard.save("with", 100, {"w": np.arange(6.0)})
-        >>> decision, keys = load_with(lambda checkpoint, _: checkpoint.keys(), Wanted(root="with"))
+        >>> decision, keys = load_with(lambda checkpoint, _: checkpoint.keys(), LoadRequest(root="with"))
         >>> decision.iteration, keys
         (100, ['w'])
     """
@@ -492,7 +492,7 @@ class _Outcome:
 
 @dataclass(frozen=True)
 class _Terms:
-    """`Wanted`, resolved on this rank."""
+    """`LoadRequest`, resolved on this rank."""
 
     config: Config
     run: RunFacts
@@ -633,7 +633,7 @@ def _record(path: Location, state: str) -> None:
         _log.info("that %s was verified is not recorded: %s", path, error.message)
 
 
-def _is_look(wanted: Wanted) -> bool:
+def _is_look(wanted: LoadRequest) -> bool:
     """Whether one iteration of a root is read by its number. It does not change what the next save records."""
     if wanted.root is None:
         return False

@@ -40,7 +40,7 @@ from reshard.values.argument_types import Patterns, PlaceLike, Progress
 from reshard.values.arguments import checked
 from reshard.values.words import show
 from reshard.verbs import health as healths
-from reshard.verbs.health import HealthFinding, Look, Meter
+from reshard.verbs.health import HealthChecks, HealthFinding, Meter
 from reshard.verbs.loads_in import Library, LoadsIn, parts_of
 from reshard.verbs.loads_in import loads_in as compare_with
 
@@ -290,9 +290,9 @@ def _verify(
     meter = Meter(grow, advance)
     results = []
     for number, job in enumerate(jobs):
-        looks = _Looks(may_be, since if number == 0 else None) if health or since is not None else None
+        asked = _HealthRequest(may_be, since if number == 0 else None) if health or since is not None else None
         scrub = functools.partial(scrub_folder if on is None else functools.partial(_scrub_on, on), direct=direct)
-        results.append(job.run(meter, looks, functools.partial(scrub, threads=threads), threads=threads))
+        results.append(job.run(meter, asked, functools.partial(scrub, threads=threads), threads=threads))
     checkpoints = tuple(one for one in results if one is not None)
     if not checkpoints:
         return None
@@ -387,7 +387,7 @@ def _check_since(target: Location, since: int, folders: Sequence[Location]) -> N
         )
 
 
-class _Looks(NamedTuple):
+class _HealthRequest(NamedTuple):
     """What is looked at in a checkpoint besides damage.
 
     Attributes:
@@ -399,13 +399,13 @@ class _Looks(NamedTuple):
     since: int | None
 
     def findings(
-        self, opened: Checkpoint, look: Look | None, threads: int | None, meter: Meter
+        self, opened: Checkpoint, checks: HealthChecks | None, threads: int | None, meter: Meter
     ) -> tuple[HealthFinding, ...]:
-        """All findings of a checkpoint without faults; `look` has looked at its files, if they have checksums."""
-        counts = healths.read_counts(opened, threads, meter) if look is None else look.found(opened)
+        """All findings of a checkpoint without faults; `checks` are those made of its files, if they have checksums."""
+        counts = healths.read_counts(opened, threads, meter) if checks is None else checks.found(opened)
         found = healths.wrong_values(opened, counts, self.may_be_infinite)
-        found += healths.rounding(opened, look, threads, meter)
-        found += healths.replicas(opened, look, threads, meter)
+        found += healths.rounding(opened, checks, threads, meter)
+        found += healths.replicas(opened, checks, threads, meter)
         if self.since is not None:
             root = locate(opened.path).parent
             with opening.open(root / dict(list_iterations(root))[self.since]) as older:
@@ -449,7 +449,7 @@ class _CheckpointJob:
         return sum(self.manifest.shards[name].n_bytes for name in self.names)
 
     def run(
-        self, meter: Meter, looks: _Looks | None, scrub: Callable[..., list[Fault]], *, threads: int | None
+        self, meter: Meter, asked: _HealthRequest | None, scrub: Callable[..., list[Fault]], *, threads: int | None
     ) -> VerifiedCheckpoint | None:
         """Compare the files; None: a job has removed the iteration since it was found."""
         folder = self.path if self.path.is_folder() else self.path.parent
@@ -461,7 +461,7 @@ class _CheckpointJob:
                 ):
                     if lock is not None:
                         self._read_manifest()  # the iteration may have been saved again since
-                    result = self._compare(lock, meter, looks, scrub, threads=threads)
+                    result = self._compare(lock, meter, asked, scrub, threads=threads)
                     if lock is None or n_left == 0 or lock.is_current():
                         break
         except CheckpointNotFoundError:
@@ -474,7 +474,7 @@ class _CheckpointJob:
         self,
         lock: Lock | None,
         meter: Meter,
-        looks: _Looks | None,
+        asked: _HealthRequest | None,
         scrub: Callable[..., list[Fault]],
         *,
         threads: int | None,
@@ -482,7 +482,7 @@ class _CheckpointJob:
         self.faults = []
         health: tuple[HealthFinding, ...] | None = None
         left_out: LeftOut | None = None
-        look = None if looks is None or self.manifest is None else self._look(self.manifest)
+        checks = None if asked is None or self.manifest is None else self._health_checks(self.manifest)
         n_files = n_bytes = 0
         before: str | None = None
         not_recorded: str | None = None
@@ -495,7 +495,7 @@ class _CheckpointJob:
                     not_recorded = error.message
             names = None if self.path.is_folder() else self.names
             self.faults += scrub(
-                folder, self.manifest, names, values=None if look is None else look.values, advance=meter.advance
+                folder, self.manifest, names, values=None if checks is None else checks.values, advance=meter.advance
             )
             unread = {fault.file for fault in self.faults if not fault.is_damage}
             sizes = [
@@ -517,8 +517,8 @@ class _CheckpointJob:
                         self.faults += faults
                         n_files, n_bytes = len(compared), sum(compared)
                         is_compared = n_files == len(opened.files())
-                    if looks is not None and not self.faults:
-                        health = looks.findings(opened, look, threads, meter)
+                    if asked is not None and not self.faults:
+                        health = asked.findings(opened, checks, threads, meter)
             except ReshardError as error:
                 if isinstance(error, CheckpointNotFoundError | ArgumentError) and self.is_given:
                     raise
@@ -541,11 +541,11 @@ class _CheckpointJob:
             None if self.faults or left_out is None else left_out.to_text(),
         )
 
-    def _look(self, manifest: Manifest) -> Look | None:
-        """What looks at the values of the files while they are compared; None: they cannot be opened."""
+    def _health_checks(self, manifest: Manifest) -> HealthChecks | None:
+        """The checks of values that are made while the files are compared; None: they cannot be opened."""
         try:
             with opening.open(self.path, strategy=self.strategy) as opened:
-                return Look.of(opened, {name: manifest.shards[name].header_bytes for name in self.names})
+                return HealthChecks.of(opened, {name: manifest.shards[name].header_bytes for name in self.names})
         except ReshardError:
             return None  # opening it again reports the error
 
@@ -568,7 +568,7 @@ class _SaveJob:
         self.root, self.save = root, save
 
     def run(
-        self, meter: Meter, looks: _Looks | None, scrub: Callable[..., list[Fault]], *, threads: int | None
+        self, meter: Meter, asked: _HealthRequest | None, scrub: Callable[..., list[Fault]], *, threads: int | None
     ) -> VerifiedCheckpoint | None:
         """Compare the files; None: a job has removed the save since it was found."""
         del scrub  # there are no checksums beside the files
@@ -580,8 +580,8 @@ class _SaveJob:
             try:
                 with Checkpoint(self.root.open(self.save)) as opened:
                     iteration = opened.iteration
-                    if looks is not None:
-                        health = looks.findings(opened, None, threads, meter)
+                    if asked is not None:
+                        health = asked.findings(opened, None, threads, meter)
             except ReshardError as error:
                 faults.append(fault_of(error, None))
         if faults and self.save.fault is None and not all(one.exists() for one in files.values()):
