@@ -169,9 +169,9 @@ def test_a_dead_process_holds_nothing_even_before_its_parent_looks(root: Path) -
     assert not debris(root)
 
 
-def foreign_claim(root: Path, epoch: int = 7, **changes: Any) -> Path:
+def foreign_claim(root: Path, generation: int = 7, **changes: Any) -> Path:
     """The claim of a process on another machine."""
-    path = root / ".writers" / f"epoch_{epoch}"
+    path = root / ".writers" / f"epoch_{generation}"
     path.parent.mkdir(parents=True, exist_ok=True)
     me = owners.me() | {"boot_id": "another", "host": "elsewhere\x1b[2J"}
     path.write_text(json.dumps(me | changes))

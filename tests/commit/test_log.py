@@ -47,12 +47,12 @@ def some(value: T | None) -> T:
 # -- records
 
 
-def name_of(iteration: int, epoch: int = 1, attempt: int = 0) -> str:
-    return log_records.attempt_name(f"iteration_{iteration:08d}", epoch, f"{attempt:032x}")
+def name_of(iteration: int, generation: int = 1, attempt: int = 0) -> str:
+    return log_records.attempt_name(f"iteration_{iteration:08d}", generation, f"{attempt:032x}")
 
 
-def live(iteration: int, epoch: int = 1, **more: Any) -> Live:
-    return Live(iteration, name_of(iteration, epoch), f"{iteration:032x}", **more)
+def live(iteration: int, generation: int = 1, **more: Any) -> Live:
+    return Live(iteration, name_of(iteration, generation), f"{iteration:032x}", **more)
 
 
 small = st.integers(0, 10**6)
@@ -62,7 +62,7 @@ records = st.builds(
     kind=st.sampled_from(["claim", "commit", "retire", "pin"]),
     id=st.just("0" * 32),
     at=st.text(),
-    epoch=small,
+    generation=small,
     owner=st.dictionaries(st.text(), st.none() | small | st.text()),
     tracker=st.none() | small,
     live=st.lists(
@@ -104,8 +104,8 @@ def test_what_may_follow_a_record() -> None:
     def following(kind: Any = "commit") -> Record:
         return log_records.following(head, kind, "", "")
 
-    def commit(one: Live, epoch: int = 1, begun_at: int | None = None) -> Record | None:
-        return log_records.committed(following(), one, epoch, begun_at=begun_at)
+    def commit(one: Live, generation: int = 1, begun_at: int | None = None) -> Record | None:
+        return log_records.committed(following(), one, generation, begun_at=begun_at)
 
     head = some(commit(live(10)))
     assert (head.n, head.tracker, head.live) == (2, 10, (live(10),))
@@ -113,7 +113,7 @@ def test_what_may_follow_a_record() -> None:
     head = some(commit(live(20)))
     assert head.live[1].previous_tracker == 10
     with pytest.raises(SupersededError):
-        commit(live(30), epoch=2)
+        commit(live(30), generation=2)
     assert (commit(live(5), begun_at=10) or head).tracker == 20, "another save moved it meanwhile"
     assert (commit(live(5), begun_at=20) or head).tracker == 5, "the run went back on purpose"
     head = some(log_records.pinned(following(), 10, is_pinned=True))

@@ -349,7 +349,7 @@ def test_a_service_that_is_gone_does_not_hold_up_the_end(
     protocol.release()
     head = log.head_of(locate(url))
     assert head is not None
-    assert (locate(url) / log_claims.WRITERS_FOLDER / str(head.epoch)).read_small(100) == b'{"released":true}'
+    assert (locate(url) / log_claims.WRITERS_FOLDER / str(head.generation)).read_small(100) == b'{"released":true}'
     assert "not released" not in caplog.text
 
 

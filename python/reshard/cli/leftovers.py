@@ -91,7 +91,7 @@ def _attempts(root: Location) -> dict[str, str]:
     if head is None:
         return {}
     retired = {one.name for one in head.retired}
-    names = [one.name for one in root.entries() if log_records.epoch_of(one.name) is not None]
+    names = [one.name for one in root.entries() if log_records.generation_of(one.name) is not None]
     return {
         name: "a removed iteration, which a later save deletes"
         if name in retired

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from reshard.commit import candidates, roots
 from reshard.commit import manifest as manifests
-from reshard.commit.log_records import epoch_of
+from reshard.commit.log_records import generation_of
 from reshard.errors import ReshardError
 
 if TYPE_CHECKING:
@@ -64,6 +64,6 @@ def folders_of(root: Location) -> tuple[candidates.Folder, ...]:
 
 def marks(folder: Location) -> tuple[bool, bool]:
     """Whether the tracker has ever named an iteration folder, and whether the folder is pinned."""
-    known = roots.known_facts(folder.parent) if folder.objects is not None and epoch_of(folder.name) else None
+    known = roots.known_facts(folder.parent) if folder.objects is not None and generation_of(folder.name) else None
     is_tracked = (folder / manifests.TRACKED_FILE).exists() if known is None else folder.name in known
     return is_tracked, roots.is_pinned(folder)

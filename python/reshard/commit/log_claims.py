@@ -1,9 +1,9 @@
-"""Claims of a root that is a log. The claim is a record, and its number is the epoch of what is saved under it.
+"""Claims of a root that is a log. The claim is a record, and its number is the generation of what is saved under it.
 
-Nothing that an older epoch began can be published any more, whatever its process believes: the record that it would
-create is taken. Whether the holder of a claim has ended is therefore only a matter of courtesy: a process of this host
-is looked up; that of another host is watched for `_WATCH_SECONDS`, while it writes `writers/<epoch>` every
-`BEAT_SECONDS`. Clocks are not compared.
+Nothing that an older generation began can be published any more, whatever its process believes: the record that it
+would create is taken. Whether the holder of a claim has ended is therefore only a matter of courtesy: a process of
+this host is looked up; that of another host is watched for `_WATCH_SECONDS`, while it writes `writers/<generation>`
+every `BEAT_SECONDS`. Clocks are not compared.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from reshard.commit import filesystem, log, log_records, owners
 from reshard.commit.filesystem import MANIFEST_FILE
-from reshard.commit.log_records import LOG_FOLDER, epoch_of, iteration_of
+from reshard.commit.log_records import LOG_FOLDER, generation_of, iteration_of
 from reshard.errors import ClaimedError, DestinationExistsError, ReshardError, UnsupportedError
 from reshard.storage.store import HeldFile
 from reshard.values.words import show
@@ -60,7 +60,7 @@ class HeldHeartbeat(HeldFile):
 
 
 def make(root: Location, *, takeover: bool) -> tuple[int, HeldFile]:
-    """Claim a root, and remove what older claims have left. Returns the epoch, and the heartbeat.
+    """Claim a root, and remove what older claims have left. Returns the generation, and the heartbeat.
 
     Args:
         root: the checkpoint root; it need not exist.
@@ -77,16 +77,16 @@ def make(root: Location, *, takeover: bool) -> tuple[int, HeldFile]:
         _check_new(root)
         log.probe(root)
     while True:
-        if head is not None and head.epoch and not takeover:
+        if head is not None and head.generation and not takeover:
             _check_dead(root, head)
         made = log_records.claimed(log.next_record(head, "claim"), owners.me())
         if log.create(root, made):
             break
         head = log.head_of(root)
-    heartbeat = HeldHeartbeat(_file(root, made.epoch))
+    heartbeat = HeldHeartbeat(_file(root, made.generation))
     heartbeat.beat()
     _sweep(root, made)
-    return made.epoch, heartbeat
+    return made.generation, heartbeat
 
 
 def check(claim: Claim) -> None:
@@ -97,36 +97,36 @@ def check(claim: Claim) -> None:
         StorageError: the store failed.
     """
     head = log.head_of(claim.root)
-    if head is None or head.epoch != claim.generation:
+    if head is None or head.generation != claim.generation:
         raise superseded(claim.root, claim.generation, head)
 
 
-def superseded(root: Location, epoch: int, head: Record | None) -> ClaimedError:
+def superseded(root: Location, generation: int, head: Record | None) -> ClaimedError:
     """The error of a process whose claim is no longer in force.
 
     Args:
         root: the checkpoint root.
-        epoch: the number of its claim.
+        generation: the number of its claim.
         head: the newest record.
     """
     if head is None:
         return ClaimedError(
-            f"the log of {show(str(root))} was removed, which holds claim {epoch} of this process",
+            f"the log of {show(str(root))} was removed, which holds claim {generation} of this process",
             path=str(root),
             hint="start the program again, and do not remove `log/` from a root: lifecycle rules must not, either",
         )
     return ClaimedError(
-        f"{show(str(root))} was taken over by {owners.describe(dict(head.owner))}, which made claim {head.epoch}; ours "
-        f"is {epoch}",
+        f"{show(str(root))} was taken over by {owners.describe(dict(head.owner))}, which made claim {head.generation}; "
+        f"ours is {generation}",
         path=str(root),
         hint="two jobs write into one root; stop one, or give them different roots",
     )
 
 
-def is_alive(root: Location, epoch: int) -> bool | None:
-    """Whether the process with the claim of an epoch still writes; None: it runs on a host that is not visible."""
+def is_alive(root: Location, generation: int) -> bool | None:
+    """As `claims.is_alive`, for the claim of a log."""
     head = log.head_of(root)
-    if head is None or head.epoch != epoch:
+    if head is None or head.generation != generation:
         return False
     is_dead = owners.is_dead(_owner(root, head), False)
     return None if is_dead is None else not is_dead
@@ -135,7 +135,7 @@ def is_alive(root: Location, epoch: int) -> bool | None:
 def living_claim(root: Location) -> ClaimedError | None:
     """The error for a root that a living process of this host has claimed; None: there is no such process."""
     head = log.head_of(root)
-    if head is None or not head.epoch:
+    if head is None or not head.generation:
         return None
     owner = _owner(root, head)
     return owners.claimed(root, owner) if owners.is_dead(owner, False) is False else None
@@ -191,29 +191,29 @@ def _watch(root: Location, head: Record) -> bool:
         owners.describe(dict(head.owner)),
         _WATCH_SECONDS,
     )
-    first, deadline = _beat(root, head.epoch), time.monotonic() + _WATCH_SECONDS
+    first, deadline = _beat(root, head.generation), time.monotonic() + _WATCH_SECONDS
     while time.monotonic() < deadline:
         time.sleep(min(_LOOK_SECONDS, _WATCH_SECONDS / 10))
-        if _beat(root, head.epoch) != first:
-            owner = owners.read_owner(_file(root, head.epoch))
+        if _beat(root, head.generation) != first:
+            owner = owners.read_owner(_file(root, head.generation))
             return owner is not None and owner.get("released") is True
     return True
 
 
-def _beat(root: Location, epoch: int) -> Hashable:
+def _beat(root: Location, generation: int) -> Hashable:
     with contextlib.suppress(FileNotFoundError):
-        found = _file(root, epoch).stat()
+        found = _file(root, generation).stat()
         return (found.identity, found.modified_ns)
     return None
 
 
 def _owner(root: Location, head: Record) -> dict[str, object]:
     """The holder of the claim in force, or that it was released."""
-    return owners.read_owner(_file(root, head.epoch)) or dict(head.owner)
+    return owners.read_owner(_file(root, head.generation)) or dict(head.owner)
 
 
-def _file(root: Location, epoch: int) -> Location:
-    return root / WRITERS_FOLDER / str(epoch)
+def _file(root: Location, generation: int) -> Location:
+    return root / WRITERS_FOLDER / str(generation)
 
 
 def _sweep(root: Location, head: Record) -> None:
@@ -221,14 +221,21 @@ def _sweep(root: Location, head: Record) -> None:
     known = {one.name for one in head.live} | {one.name for one in head.retired}
     try:
         for entry in root.entries():
-            epoch = epoch_of(entry.name)
-            if entry.kind == "folder" and epoch is not None and epoch < head.epoch and entry.name not in known:
+            generation = generation_of(entry.name)
+            if (
+                entry.kind == "folder"
+                and generation is not None
+                and generation < head.generation
+                and entry.name not in known
+            ):
                 log.remove_below(root, entry.name, MANIFEST_FILE)
                 _log.warning("%s: the unfinished save %s is removed", root, entry.name)
         store = root.objects
         assert store is not None
         old = [
-            name for name, _ in store.below(str(root / WRITERS_FOLDER)) if name.isdecimal() and int(name) < head.epoch
+            name
+            for name, _ in store.below(str(root / WRITERS_FOLDER))
+            if name.isdecimal() and int(name) < head.generation
         ]
         paths = [str(root / WRITERS_FOLDER / name) for name in old]
         if head.n > 1:  # a probe comes before the first record

@@ -1,7 +1,7 @@
 """The records of the log that a checkpoint root in an object store is, and what may follow each of them.
 
     <root>/log/<999999999999 - n, 12 digits>.json              record n, which is created once and never changes
-    <root>/iteration_00000400.<epoch>.<attempt>/...            the files of one attempt; nobody else writes there
+    <root>/iteration_00000400.<generation>.<attempt>/...       the files of one attempt; nobody else writes there
 
 The newest record has the first name. Every record holds the whole state: nobody reads two. Record n + 1 is made from
 record n, and only one process can create it. A claim is a record, too: the next record of a process that was replaced
@@ -55,9 +55,9 @@ class Live(NamedTuple):
     is_pinned: bool = False
 
     @property
-    def epoch(self) -> int:
+    def generation(self) -> int:
         """The number of the claim under which it was saved."""
-        return epoch_of(self.name) or 0
+        return generation_of(self.name) or 0
 
 
 class Gone(NamedTuple):
@@ -81,7 +81,7 @@ class Record:
         kind: what was done.
         id: 32 hex digits that no other record has.
         at: when, ISO 8601, by the clock of the writer. For people.
-        epoch: the number of the claim in force; 0: none was ever made.
+        generation: the number of the claim in force; 0: none was ever made.
         owner: who made that claim.
         tracker: the iteration that a restart resumes from; None: there is none.
         live: what is published, by ascending iteration.
@@ -92,7 +92,7 @@ class Record:
     kind: Kind
     id: str
     at: str
-    epoch: int = 0
+    generation: int = 0
     owner: Mapping[str, object] = field(default_factory=dict)
     tracker: int | None = None
     live: tuple[Live, ...] = ()
@@ -130,20 +130,20 @@ def number_of(name: str) -> int | None:
     return _LAST - int(match[1]) if match else None
 
 
-def attempt_name(folder: str, epoch: int, attempt_id: str) -> str:
+def attempt_name(folder: str, generation: int, attempt_id: str) -> str:
     """The folder of an attempt.
 
     Args:
         folder: that of the iteration, as on a disk.
-        epoch: the number of the claim.
+        generation: the number of the claim.
         attempt_id: 32 hex digits.
 
     Example:
         >>> name = attempt_name("iteration_00000400", 3, "0" * 32)
-        >>> iteration_of(name), epoch_of(name)
+        >>> iteration_of(name), generation_of(name)
         (400, 3)
     """
-    return f"{folder}.{epoch}.{attempt_id}"
+    return f"{folder}.{generation}.{attempt_id}"
 
 
 def iteration_of(name: str) -> int | None:
@@ -152,8 +152,8 @@ def iteration_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def epoch_of(name: str) -> int | None:
-    """The epoch of the folder of an attempt; None: it is no such folder."""
+def generation_of(name: str) -> int | None:
+    """The generation of the folder of an attempt; None: it is no such folder."""
     match = _ATTEMPT.fullmatch(name)
     return int(match[2]) if match else None
 
@@ -169,7 +169,7 @@ def encode(record: Record) -> bytes:
         "kind": record.kind,
         "id": record.id,
         "at": record.at,
-        "epoch": record.epoch,
+        "epoch": record.generation,
         "owner": dict(record.owner),
         "tracker": record.tracker,
         "live": [list(one) for one in record.live],
@@ -229,7 +229,7 @@ def _parsed(content: Any, data: bytes, n: int) -> Record:
         kind=content["kind"],
         id=content["id"],
         at=content["at"],
-        epoch=content["epoch"],
+        generation=content["epoch"],
         owner=content["owner"],
         tracker=content["tracker"],
         live=live,
@@ -259,17 +259,17 @@ def following(head: Record | None, kind: Kind, id_: str, at: str) -> Record:
 
 
 def claimed(new: Record, owner: Mapping[str, object]) -> Record:
-    """A claim: its number is the epoch of what is saved under it."""
-    return replace(new, epoch=new.n, owner=owner)
+    """A claim: its number is the generation of what is saved under it."""
+    return replace(new, generation=new.n, owner=owner)
 
 
-def committed(new: Record, one: Live, epoch: int, *, begun_at: int | None) -> Record | None:
+def committed(new: Record, one: Live, generation: int, *, begun_at: int | None) -> Record | None:
     """An iteration is published in place of an older one of its number.
 
     Args:
         new: the next record.
         one: the iteration; its `previous_tracker` and `is_pinned` are set here.
-        epoch: of the claim under which it was saved.
+        generation: of the claim under which it was saved.
         begun_at: the iteration that the tracker named when the save began. The tracker may move down from there only.
 
     Returns:
@@ -280,7 +280,7 @@ def committed(new: Record, one: Live, epoch: int, *, begun_at: int | None) -> Re
     """
     if new.by_name(one.name) is not None:
         return None
-    if new.epoch != epoch:
+    if new.generation != generation:
         raise SupersededError
     old = new.by_iteration(one.iteration)
     one = one._replace(previous_tracker=new.tracker, is_pinned=old is not None and old.is_pinned)
@@ -331,19 +331,19 @@ def pinned(new: Record, iteration: int, *, is_pinned: bool) -> Record | None:
     return replace(new, live=tuple(live))
 
 
-def gone_back(new: Record, iteration: int, epoch: int) -> Record:
+def gone_back(new: Record, iteration: int, generation: int) -> Record:
     """The tracker names an iteration, which may be below the one that it named.
 
     Args:
         new: the next record.
         iteration: which.
-        epoch: of the claim of the process that goes back.
+        generation: of the claim of the process that goes back.
 
     Raises:
         SupersededError: another process has claimed the root.
         KeyError: it is not published.
     """
-    if new.epoch != epoch:
+    if new.generation != generation:
         raise SupersededError
     if new.by_iteration(iteration) is None:
         raise KeyError(iteration)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from reshard.commit import manifest as manifests
 from reshard.commit.filesystem import MANIFEST_FILE
-from reshard.commit.log_records import epoch_of
+from reshard.commit.log_records import generation_of
 from reshard.documents.strict_json import parse_json
 from reshard.errors import CheckpointNotFoundError, ReshardError, StorageError
 from reshard.values.words import show
@@ -114,7 +114,7 @@ def write(folder: Location, manifest: Manifest, state: str, fault: str | None) -
     path = file_of(folder)
     is_there = path.exists()
     # A root that was copied into a bucket is only read there.
-    is_log = epoch_of(folder.name) is not None and path.parent.objects is not None
+    is_log = generation_of(folder.name) is not None and path.parent.objects is not None
     if not is_log and not path.parent.store.is_writable(path.parent.path):
         what = ", the record of an earlier result, cannot be replaced" if is_there else " cannot be written"
         raise StorageError(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.commit import filesystem, log, trash
 from reshard.commit.candidates import Folder
-from reshard.commit.log_records import LOG_FOLDER, epoch_of
+from reshard.commit.log_records import LOG_FOLDER, generation_of
 from reshard.errors import ArgumentError, CheckpointNotFoundError, ReshardError, StorageError
 from reshard.storage.location import is_fault_of_file
 from reshard.values.words import listed, show
@@ -209,14 +209,14 @@ def known_facts(root: Location, entries: Sequence[Entry] | None = None) -> dict[
         return None
     # What is published there, the tracker has named.
     return {
-        one.name: Folder(one.iteration, one.name, True, one.epoch, one.previous_tracker, one.passed_over)
+        one.name: Folder(one.iteration, one.name, True, one.generation, one.previous_tracker, one.passed_over)
         for one in head.live
     }
 
 
 def is_pinned(folder: Location) -> bool:
     """Whether an iteration is kept whatever the retention. Raises StorageError."""
-    head = None if epoch_of(folder.name) is None else _head(folder.parent)
+    head = None if generation_of(folder.name) is None else _head(folder.parent)
     one = None if head is None else head.by_name(folder.name)
     return (folder / PINNED_FILE).exists() if one is None else one.is_pinned
 

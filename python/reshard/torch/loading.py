@@ -137,7 +137,7 @@ def read_for(
         >>> model.weight.item()
         5.0
     """
-    wanted = _Wanted(described, checkpoint, with_optimizer, strict, cast, part, leaves_out)
+    wanted = _RankRequest(described, checkpoint, with_optimizer, strict, cast, part, leaves_out)
     values = None if checkpoint.data.is_renamed else checkpoint.data.run_values(rank)
     if values is not None:
         return _read_of_torch(wanted, values, rank, part=part, init=init, verify=verify, threads=threads)
@@ -163,7 +163,7 @@ def _with_wrappers(described: Described, checkpoint: Checkpoint) -> dict[str, st
 
 
 def _read_plain(
-    wanted: _Wanted,
+    wanted: _RankRequest,
     rank: int,
     *,
     part: Part,
@@ -223,7 +223,7 @@ def _of_ranks(checkpoint: Checkpoint, world_size: int, *, of_each_rank: bool) ->
     return [{name: state[name] for name in ("sampler", "per rank") if name in state} for state in states]
 
 
-def _arrays(wanted: _Wanted, rank: int, verify: VerifyMode, threads: int | None) -> dict[str, np.ndarray]:
+def _arrays(wanted: _RankRequest, rank: int, verify: VerifyMode, threads: int | None) -> dict[str, np.ndarray]:
     """Read what is wanted, into the memory of live tensors where that is possible."""
     plan = wanted.checkpoint.plan(wanted.request(rank), verify=verify, keys=wanted.keys)
     live = wanted.described.out()
@@ -250,7 +250,7 @@ def _arrays(wanted: _Wanted, rank: int, verify: VerifyMode, threads: int | None)
 
 
 def _read_of_torch(
-    wanted: _Wanted,
+    wanted: _RankRequest,
     values: Values,
     rank: int,
     *,
@@ -469,7 +469,7 @@ class _Taken:
 
 
 @dataclass(eq=False)
-class _Wanted:
+class _RankRequest:
     """Which tensors of the checkpoint this rank reads, and as which region."""
 
     described: Described

@@ -1,8 +1,9 @@
 """What `verify(health=True)` looks for beyond damage: values and tensors that a training run should not have.
 
 A file with checksums is looked at while it is compared with them, so it is read once: tensors that must agree are
-compared by digests (`HealthChecks`). Other files are read through a buffer. Tensors that must agree, whose digests differ
-or are not known, are read in pairs, region by region, through two. Memory use does not depend on the size of a tensor.
+compared by digests (`HealthChecks`). Other files are read through a buffer. Tensors that must agree, and whose
+digests differ or are not known, are read in pairs, region by region, through two. Memory use does not depend on the
+size of a tensor.
 """
 
 from __future__ import annotations

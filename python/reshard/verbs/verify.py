@@ -290,9 +290,9 @@ def _verify(
     meter = Meter(grow, advance)
     results = []
     for number, job in enumerate(jobs):
-        asked = _HealthRequest(may_be, since if number == 0 else None) if health or since is not None else None
+        sought = _HealthRequest(may_be, since if number == 0 else None) if health or since is not None else None
         scrub = functools.partial(scrub_folder if on is None else functools.partial(_scrub_on, on), direct=direct)
-        results.append(job.run(meter, asked, functools.partial(scrub, threads=threads), threads=threads))
+        results.append(job.run(meter, sought, functools.partial(scrub, threads=threads), threads=threads))
     checkpoints = tuple(one for one in results if one is not None)
     if not checkpoints:
         return None
@@ -449,7 +449,7 @@ class _CheckpointJob:
         return sum(self.manifest.shards[name].n_bytes for name in self.names)
 
     def run(
-        self, meter: Meter, asked: _HealthRequest | None, scrub: Callable[..., list[Fault]], *, threads: int | None
+        self, meter: Meter, sought: _HealthRequest | None, scrub: Callable[..., list[Fault]], *, threads: int | None
     ) -> VerifiedCheckpoint | None:
         """Compare the files; None: a job has removed the iteration since it was found."""
         folder = self.path if self.path.is_folder() else self.path.parent
@@ -461,7 +461,7 @@ class _CheckpointJob:
                 ):
                     if lock is not None:
                         self._read_manifest()  # the iteration may have been saved again since
-                    result = self._compare(lock, meter, asked, scrub, threads=threads)
+                    result = self._compare(lock, meter, sought, scrub, threads=threads)
                     if lock is None or n_left == 0 or lock.is_current():
                         break
         except CheckpointNotFoundError:
@@ -474,7 +474,7 @@ class _CheckpointJob:
         self,
         lock: Lock | None,
         meter: Meter,
-        asked: _HealthRequest | None,
+        sought: _HealthRequest | None,
         scrub: Callable[..., list[Fault]],
         *,
         threads: int | None,
@@ -482,7 +482,7 @@ class _CheckpointJob:
         self.faults = []
         health: tuple[HealthFinding, ...] | None = None
         left_out: LeftOut | None = None
-        checks = None if asked is None or self.manifest is None else self._health_checks(self.manifest)
+        checks = None if sought is None or self.manifest is None else self._health_checks(self.manifest)
         n_files = n_bytes = 0
         before: str | None = None
         not_recorded: str | None = None
@@ -517,8 +517,8 @@ class _CheckpointJob:
                         self.faults += faults
                         n_files, n_bytes = len(compared), sum(compared)
                         is_compared = n_files == len(opened.files())
-                    if asked is not None and not self.faults:
-                        health = asked.findings(opened, checks, threads, meter)
+                    if sought is not None and not self.faults:
+                        health = sought.findings(opened, checks, threads, meter)
             except ReshardError as error:
                 if isinstance(error, CheckpointNotFoundError | ArgumentError) and self.is_given:
                     raise
@@ -568,7 +568,7 @@ class _SaveJob:
         self.root, self.save = root, save
 
     def run(
-        self, meter: Meter, asked: _HealthRequest | None, scrub: Callable[..., list[Fault]], *, threads: int | None
+        self, meter: Meter, sought: _HealthRequest | None, scrub: Callable[..., list[Fault]], *, threads: int | None
     ) -> VerifiedCheckpoint | None:
         """Compare the files; None: a job has removed the save since it was found."""
         del scrub  # there are no checksums beside the files
@@ -580,8 +580,8 @@ class _SaveJob:
             try:
                 with Checkpoint(self.root.open(self.save)) as opened:
                     iteration = opened.iteration
-                    if asked is not None:
-                        health = asked.findings(opened, None, threads, meter)
+                    if sought is not None:
+                        health = sought.findings(opened, None, threads, meter)
             except ReshardError as error:
                 faults.append(fault_of(error, None))
         if faults and self.save.fault is None and not all(one.exists() for one in files.values()):
