@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import shutil
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ import torch
 
 import reshard
 from reshard.commit import claims, protocol
+from reshard.commit import session as session_module
 from reshard.commit.session import PassedOver, find_session, forget_all, session_of
 from reshard.errors import ClaimedError
 from reshard.storage.location import locate
@@ -67,6 +69,25 @@ def test_a_heartbeat_ends_before_its_file_is_closed(tmp_path: Path, monkeypatch:
         before = [other.stat().st_mtime_ns for other in others]
         time.sleep(0.1)
         assert [other.stat().st_mtime_ns for other in others] == before
+
+
+def test_a_heartbeat_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file stays open: no other file gets the descriptor that it may still touch."""
+    monkeypatch.setattr(session_module, "_END_SECONDS", 0.01)
+    root = locate(tmp_path / "run")
+    protocol.claim_root(root, durable=False)
+    claim = session_of(root).claim
+    assert claim is not None
+    end = threading.Event()
+    claim.stop.set()
+    claim.beat.join()
+    claim.beat = threading.Thread(target=end.wait, daemon=True)
+    claim.beat.start()
+    forget_all()
+    claim.file.beat()
+    end.set()
+    claim.beat.join()
+    claim.file.close()
 
 
 def test_a_fork_has_no_claim_of_its_parent(tmp_path: Path) -> None:

@@ -96,16 +96,7 @@ def parents(root: Location) -> Iterator[tuple[str, str | None]]:
             return
         if earlier is None:
             return
-        if later.kind == "commit":
-            for one in later.live:
-                if earlier.by_name(one.name) is None:
-                    last = min(one.iteration - 1, -1 if earlier.tracker is None else earlier.tracker)
-                    below = [
-                        other
-                        for other in earlier.live
-                        if other.iteration <= last and other.iteration not in one.passed_over
-                    ]
-                    yield one.digest, below[-1].digest if below else None  # ascending
+        yield from log_records.went_on_from(earlier, later)
         later = earlier
 
 

@@ -331,6 +331,32 @@ def pinned(new: Record, iteration: int, *, is_pinned: bool) -> Record | None:
     return replace(new, live=tuple(live))
 
 
+def went_on_from(earlier: Record, later: Record) -> list[tuple[str, str | None]]:
+    """The digest of each save that a record published, and that of the save that it went on from; None: of none.
+
+    Args:
+        earlier: the record before it.
+        later: the record.
+
+    Example:
+        >>> first = claimed(following(None, "claim", "a", "now"), {})
+        >>> save = Live(10, attempt_name("iteration_00000010", 1, "0" * 32), "digest")
+        >>> second = committed(following(first, "commit", "b", "now"), save, 1, begun_at=None)
+        >>> went_on_from(first, second)
+        [('digest', None)]
+    """
+    if later.kind != "commit":
+        return []
+    tracker = -1 if earlier.tracker is None else earlier.tracker
+    found = []
+    for one in later.live:
+        if earlier.by_name(one.name) is None:
+            last = min(one.iteration - 1, tracker)
+            below = (other for other in reversed(earlier.live) if other.iteration not in one.passed_over)  # descending
+            found.append((one.digest, next((other.digest for other in below if other.iteration <= last), None)))
+    return found
+
+
 def gone_back(new: Record, iteration: int, generation: int) -> Record:
     """The tracker names an iteration, which may be below the one that it named.
 

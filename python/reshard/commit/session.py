@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_END_SECONDS = 10.0  # for a heartbeat to end
+
 
 @dataclass(eq=False)
 class Claim:
@@ -187,8 +189,9 @@ def forget_all() -> None:
         if session.claim is not None:
             if session.claim.beat.is_alive():  # not in a child; it must not touch another file with the same descriptor
                 session.claim.stop.set()
-                session.claim.beat.join()
-            session.claim.file.close()
+                session.claim.beat.join(_END_SECONDS)
+            if not session.claim.beat.is_alive():  # else it waits for a file system: the file stays open
+                session.claim.file.close()
             session.claim = None
     _sessions.clear()
 

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import logging
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from reshard.commit.filling import filled_folder, is_staging
 from reshard.commit.publication import made_folder, published_folder
@@ -44,6 +44,7 @@ _SMALL_BYTES = 1 << 20  # of files that may be written several at a time
 _FILES_AT_ONCE = 1024  # after which progress is reported
 
 _log = logging.getLogger("reshard")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -182,16 +183,7 @@ def write_files(
             record = small.get(file.name)
             if record is None:
                 before_each()
-                record = job.plan(file.request).write(
-                    str(folder / file.name),
-                    metadata=options.metadata,
-                    container=file.container,
-                    buffers=options.buffers,
-                    threads=options.threads,
-                    durable=options.durable,
-                    mode=options.file_mode,
-                    progress=report,
-                )
+                record = _streamed(job.plan(file.request).write, job, folder, file, report)
             elif report is not None:
                 report(n_bytes, n_bytes)
             written[file.name] = record
@@ -303,13 +295,18 @@ def _write_share(
 
 
 def _write_part(job: Job, folder: Location, file: File, part: Part, progress: _core.Progress | None) -> WrittenPart:
-    options = job.options
     if parent := file.name.rpartition("/")[0]:
-        make_folders(folder / parent, options.folder_mode)
-    written = job.plan(file.request).write_part(
+        make_folders(folder / parent, job.options.folder_mode)
+    write = functools.partial(job.plan(file.request).write_part, start=part.start, end=part.end)
+    written = _streamed(write, job, folder, file, progress)
+    return WrittenPart(written.start, written.end, WrittenFile.of(written))
+
+
+def _streamed(write: Callable[..., _T], job: Job, folder: Location, file: File, progress: _core.Progress | None) -> _T:
+    """Write a file, or a part of one, with the options of every file."""
+    options = job.options
+    return write(
         str(folder / file.name),
-        part.start,
-        part.end,
         metadata=options.metadata,
         container=file.container,
         buffers=options.buffers,
@@ -318,7 +315,6 @@ def _write_part(job: Job, folder: Location, file: File, part: Part, progress: _c
         mode=options.file_mode,
         progress=progress,
     )
-    return WrittenPart(written.start, written.end, WrittenFile.of(written))
 
 
 def n_bytes_of(written: Mapping[str, ValueRecord]) -> int:

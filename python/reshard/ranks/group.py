@@ -408,6 +408,14 @@ class ErrorRecord:
         }
         return cls(type(error).__name__, error.message[:_MAX_MESSAGE], facts)
 
+    def as_error(self, message: str) -> ReshardError:
+        """An error of the same class and with the same facts, and another text."""
+        cls = getattr(errors, self.name) if self.name in errors.__all__ else ReshardError
+        error: ReshardError = cls(message)
+        for fact, value in self.facts.items():
+            setattr(error, fact, value)
+        return error
+
 
 def joint_error(records: Mapping[int, ErrorRecord]) -> ReshardError:
     """One error for the errors of several ranks."""
@@ -416,10 +424,7 @@ def joint_error(records: Mapping[int, ErrorRecord]) -> ReshardError:
         named.append(f"and {len(records) - _MAX_NAMED} more ranks")
     classes = {record.name for record in records.values()}
     name = classes.pop() if len(classes) == 1 else None
-    cls = getattr(errors, name) if name in errors.__all__ else ReshardError
-    error: ReshardError = cls("\n".join(named))
     first, *others = (record.facts for record in records.values())
-    for fact, value in first.items():
-        if all(other.get(fact) == value for other in others):
-            setattr(error, fact, value)
-    return error
+    facts = {fact: value for fact, value in first.items() if all(other.get(fact) == value for other in others)}
+    text = "\n".join(named)
+    return ErrorRecord(name, text, facts).as_error(text)

@@ -20,7 +20,7 @@ from reshard.errors import ArgumentError, GroupError, ReshardError, UnsupportedE
 from reshard.ranks.group import ErrorRecord, joint_error, session
 from reshard.ranks.launcher import known_variables, launched
 from reshard.ranks.messages import decode, encode
-from reshard.ranks.places import ShareRun, Work
+from reshard.ranks.places import ShareDone, ShareRun, Work
 from reshard.ranks.torch_group import TorchGroup
 
 if TYPE_CHECKING:
@@ -42,18 +42,6 @@ class _Order:
     message: Any
     first_share: int
     n_shares: int
-
-
-@dataclass(frozen=True)
-class _Done:
-    """What a rank did of an order."""
-
-    host: str
-    process: int
-    seconds: float = 0.0
-    n_bytes: int = 0
-    result: Any = None
-    error: ErrorRecord | None = None
 
 
 @dataclass
@@ -101,7 +89,7 @@ class LedRanks:
             with self._ending():
                 own = self._do(lambda _: work, order)
                 reports = self._channel.gather(encode(own), timeout=self.timeout)
-            all_done = [decode(_Done, one) for one in reports or []]
+            all_done = [decode(ShareDone, one) for one in reports or []]
             failed = {rank: one.error for rank, one in enumerate(all_done) if one.error is not None}
             if failed:
                 error = joint_error(failed)
@@ -179,16 +167,16 @@ class LedRanks:
                 fail(joint_error({self.group.rank: ErrorRecord.of(error)}))
             raise
 
-    def _do(self, work: Callable[[Any], Work[Any]], order: _Order) -> _Done:
+    def _do(self, work: Callable[[Any], Work[Any]], order: _Order) -> ShareDone:
         host, process, begun = socket.gethostname(), os.getpid(), time.monotonic()
         share = order.first_share + self.group.rank
         if share >= order.n_shares:
-            return _Done(host, process)
+            return ShareDone(host, process)
         try:
             n_bytes, result = work(order.message)(share)
-            return _Done(host, process, time.monotonic() - begun, n_bytes, encode(result))
+            return ShareDone(host, process, time.monotonic() - begun, n_bytes, encode(result))
         except Exception as error:  # noqa: BLE001  rank 0 waits for it
-            return _Done(host, process, error=ErrorRecord.of(error))
+            return ShareDone(host, process, error=ErrorRecord.of(error))
 
 
 def launched_ranks(timeout: float) -> LedRanks:

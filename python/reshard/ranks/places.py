@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from reshard.ranks.group import ErrorRecord  # noqa: TC001  messages are decoded by their type hints
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -56,6 +58,18 @@ class ShareRun:
     n_bytes: int
     seconds: float
     retried: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ShareDone:
+    """What a process sends back of a share; its fields are those of `ShareRun`, with the result or the error."""
+
+    host: str
+    process: int
+    seconds: float = 0.0
+    n_bytes: int = 0
+    result: Any = None
+    error: ErrorRecord | None = None
 
 
 class Place(Protocol):

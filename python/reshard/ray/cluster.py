@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from reshard import _core
 from reshard.errors import ArgumentError, GroupError, ReshardError, StorageError, UnsupportedError
-from reshard.ranks.places import ShareRun, Work
+from reshard.ranks.group import ErrorRecord
+from reshard.ranks.places import ShareDone, ShareRun, Work
 from reshard.storage.changes import enter_folder
 from reshard.values.words import show
 
@@ -36,18 +37,6 @@ _TICK_S = 1.0
 _CONNECT_S = 10.0
 _MAX_MESSAGE = 500
 _END_S = 30.0  # for workers that are being killed
-
-
-@dataclass(frozen=True)
-class _Done:
-    """What a task returns."""
-
-    host: str
-    process: int
-    seconds: float = 0.0
-    n_bytes: int = 0
-    result: object = None
-    error: ReshardError | None = None
 
 
 @dataclass(frozen=True)
@@ -129,11 +118,11 @@ class Ray:
                         ray.wait(list(running), num_returns=len(running), timeout=_END_S)
         return [results[share] for share in range(n_shares)]
 
-    def _result(self, ray: Any, reference: Any) -> _Done | str:
+    def _result(self, ray: Any, reference: Any) -> ShareDone | str:
         """What a task has returned, or why its worker has died."""
         with self._of_ray():
             try:
-                done: _Done = ray.get(reference)
+                done: ShareDone = ray.get(reference)
             except ray.exceptions.RayTaskError as error:
                 if isinstance(error.cause, ImportError):
                     raise self._not_installed(error.cause) from None
@@ -219,7 +208,7 @@ class Ray:
         )
 
 
-def _do_share(work: Work[Any], share: int, *, folder: str, version: str) -> _Done:
+def _do_share(work: Work[Any], share: int, *, folder: str, version: str) -> ShareDone:
     """Do a share, in a worker."""
     host, process, begun = socket.gethostname(), os.getpid(), time.monotonic()
     if version != _core.__version__:
@@ -227,27 +216,27 @@ def _do_share(work: Work[Any], share: int, *, folder: str, version: str) -> _Don
             f"this host has reshard {_core.__version__}, and the process that started the work {version}",
             hint="install the same version on all hosts",
         )
-        return _Done(host, process, error=error)
+        return ShareDone(host, process, error=ErrorRecord.of(error))
     try:
         enter_folder(folder)  # relative paths are those of the caller
         n_bytes, result = work(share)
     except ReshardError as error:
-        return _Done(host, process, time.monotonic() - begun, error=error)
+        return ShareDone(host, process, time.monotonic() - begun, error=ErrorRecord.of(error))
     except ImportError:
         raise
     except Exception as error:  # noqa: BLE001  of any class: Ray would print its traceback
         _log.exception("share %d failed", share)
         kind = StorageError if isinstance(error, OSError) else GroupError
         translated = kind(_one_line(error), hint="the log of its worker, in the logs of Ray on that host, says where")
-        return _Done(host, process, time.monotonic() - begun, error=translated)
-    return _Done(host, process, time.monotonic() - begun, n_bytes, result)
+        return ShareDone(host, process, time.monotonic() - begun, error=ErrorRecord.of(translated))
+    return ShareDone(host, process, time.monotonic() - begun, n_bytes, result)
 
 
-def _of_host(error: ReshardError, host: str) -> ReshardError:
-    hint = error.hint
+def _of_host(record: ErrorRecord, host: str) -> ReshardError:
+    error = record.as_error(f"on host {show(host)}: {record.message}")
     if isinstance(error, FileNotFoundError):
-        hint = "all hosts must see the source and the destination under the same paths"
-    return type(error)(f"on host {show(host)}: {error.message}", path=error.path, key=error.key, hint=hint)
+        error.hint = "all hosts must see the source and the destination under the same paths"
+    return error
 
 
 def _failed_often(share: int, n_shares: int, ended: list[str]) -> GroupError:

@@ -444,9 +444,7 @@ class Writer(StorageWriter):
     def _draft(self, rank: int, n_ranks: int, arrays: Mapping[str, Shard]) -> Checkpoint2Draft:
         """What a rank saves."""
         root, iteration = _place(self.path)
-        # DCP has removed the copies from the plans; they are compared here.
-        options = replace(self.options, verify=replace(self.options.verify, check_replicas=False))
-        task = SaveTask(root, iteration, 600.0, options)
+        task = SaveTask(root, iteration, 600.0, self.options)
         own = local_arrays(
             {name: one for name, one in arrays.items() if not is_optimizer(name)},
             {name: one for name, one in arrays.items() if is_optimizer(name)},
