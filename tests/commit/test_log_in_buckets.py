@@ -195,8 +195,6 @@ def test_what_needs_renames_is_refused_by_name(url: str, s3: S3Server) -> None:
         reshard.save(url, 1, arrays(1), format="checkpoint1")
     with pytest.raises(UnsupportedError, match=r"rank folders of Checkpoint 1\.0 are published by renames"):
         Checkpointer(url, format="checkpoint1")
-    with pytest.raises(UnsupportedError, match="`hf_every` and `exports` write into folders"):
-        Checkpointer(url, hf_every=2)
 
 
 def changes(proxy: Proxy, stop: int, pid: list[int]) -> None:

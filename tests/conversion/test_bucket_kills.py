@@ -35,6 +35,7 @@ CONVERSIONS: dict[str, dict[str, Any]] = {
     "ranks": {"to": "safetensors", "layout": LAYOUT},
     "dcp": {"to": "dcp", "layout": LAYOUT},
     "megatron": {"to": "megatron"},
+    "deepspeed": {"to": "deepspeed-universal", "part": "all"},
 }
 
 
@@ -123,10 +124,12 @@ def test_a_conversion_that_is_killed_leaves_the_whole_or_nothing_that_opens(
     proxy: Proxy, tmp_path: Path, conversion: str, when: str
 ) -> None:
     options = CONVERSIONS[conversion]
-    tensors = {key: one.tobytes() for key, one in model(tmp_path / "model").items()}
+    model(tmp_path / "model")
     suffix = ".safetensors" if conversion == "one file" else ""
     reshard.convert(tmp_path / "model", tmp_path / f"out{suffix}", **options)
     out = tmp_path / f"out{suffix}"
+    tensors = arrays_of(locate(out))
+    assert tensors is not None
     expected = (
         {"": out.read_bytes()}
         if suffix

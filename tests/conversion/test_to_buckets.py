@@ -65,6 +65,7 @@ CONVERSIONS: dict[str, dict[str, Any]] = {
     "mindspore": {"to": "mindspore", "max_shard_size": 20_000},
     "dcp": {"to": "dcp", "layout": LAYOUT},
     "megatron": {"to": "megatron"},
+    "deepspeed": {"to": "deepspeed-universal", "part": "all", "iteration": 5},
 }
 
 
@@ -86,8 +87,9 @@ def test_a_folder_in_a_bucket_is_byte_for_byte_that_of_a_disk(
         reshard.convert(tmp_path / "model", str(folder), **options)
     assert "overwrite=True" in (caught.value.hint or "")
     (folder / "notes.txt").replace("mine")
-    reshard.convert(tmp_path / "model", str(folder), dtype="bfloat16", overwrite=True, **options)
-    reshard.convert(tmp_path / "model", tmp_path / "out", dtype="bfloat16", overwrite=True, **options)
+    changed = options | ({"iteration": 6} if "iteration" in options else {"dtype": "bfloat16"})
+    reshard.convert(tmp_path / "model", str(folder), overwrite=True, **changed)
+    reshard.convert(tmp_path / "model", tmp_path / "out", overwrite=True, **changed)
     assert objects_of(folder) == files_of(tmp_path / "out") | {"notes.txt": b"mine"}
 
 
@@ -211,7 +213,6 @@ def test_what_a_bucket_does_not_have_is_refused(bucket: tuple[Location, Proxy], 
     model(tmp_path / "model")
     proxy.log.clear()
     refused: list[dict[str, Any]] = [
-        {"to": "deepspeed-universal", "part": "all"},
         {"to": "safetensors", "layout": LAYOUT, "share": (0, 2)},
         {"commit": {"private": True}},
         {"to": "mindspore", "files": {"modes": "mindspore-transformers"}},

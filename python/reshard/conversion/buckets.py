@@ -13,6 +13,7 @@ process that is killed leaves files and the claim: a later conversion names them
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -27,7 +28,7 @@ from reshard.storage.remote import RemoteStore
 from reshard.values.words import show
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from reshard import _core
     from reshard.storage.location import Location
@@ -56,8 +57,8 @@ class BucketFolder:
         self._left: frozenset[str] = frozenset()
 
     def is_commit(self, name: str) -> bool:
-        """Whether a file identifies a checkpoint: by its name, or by that of its folder in the destination."""
-        return name.rpartition("/")[2] in self._commits or name.partition("/")[0] in self._commits
+        """Whether a file identifies a checkpoint."""
+        return _is_commit(self._commits, name)
 
     def claim(self, names: Iterable[str], *, overwrite: bool) -> None:
         """Create the claim.
@@ -109,8 +110,7 @@ class BucketFolder:
         self._remove([name for name in there if name in self._left or name.partition("/")[0] in ours])
 
     def _remove(self, names: Sequence[str]) -> None:
-        for is_first in (True, False):  # the removals of one call have no order
-            self._store.remove_files([str(self.target / name) for name in names if self.is_commit(name) == is_first])
+        _remove(self.target, names, self.is_commit)
 
     def in_order(self, names: Iterable[str]) -> list[str]:
         """Files with tensors in the order in which they are written: the first of several parts is the last one."""
@@ -195,6 +195,41 @@ def left_in(target: Location) -> frozenset[str]:
     """Names of the files that a conversion which was killed may have left in a folder of a bucket."""
     names = claim_in(target).get("names")
     return frozenset(name for name in names if isinstance(name, str)) if isinstance(names, list) else frozenset()
+
+
+def remove_filled(target: Location, commits: Collection[str]) -> None:
+    """Remove a folder of a bucket, what identifies a checkpoint first.
+
+    Args:
+        target: the folder.
+        commits: names of entries that identify a checkpoint.
+
+    Raises:
+        StorageError: the service failed.
+    """
+    names = [name for name, _ in bucket_of(target).below(target.path)]
+    _remove(target, names, functools.partial(_is_commit, commits))
+
+
+def folders_in(target: Location) -> dict[str, bool]:
+    """The folders in a folder of a bucket, by one list: whether the conversion that has written each has ended.
+
+    Raises:
+        StorageError: the service failed.
+    """
+    names = [name.partition("/") for name, _ in bucket_of(target).below(target.path)]
+    unfinished = {folder for folder, _, name in names if name == _CLAIM}
+    return {folder: folder not in unfinished for folder, _, name in names if name}
+
+
+def _remove(target: Location, names: Sequence[str], is_commit: Callable[[str], bool]) -> None:
+    for is_first in (True, False):  # the removals of one call have no order
+        bucket_of(target).remove_files([str(target / name) for name in names if is_commit(name) == is_first])
+
+
+def _is_commit(commits: Collection[str], name: str) -> bool:
+    """Whether a file identifies a checkpoint: by its name, or by that of its folder in the destination."""
+    return name.rpartition("/")[2] in commits or name.partition("/")[0] in commits
 
 
 def bucket_of(place: Location) -> RemoteStore:

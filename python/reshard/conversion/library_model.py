@@ -5,6 +5,7 @@ transformers is asked where it is installed. It is imported when it is needed, w
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import re
@@ -12,11 +13,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import MismatchError, UnsupportedError
 from reshard.names.model import config_beside, read_config
+from reshard.quantised.config import CONFIG_FILE
+from reshard.storage.changes import copy_file, temporary_folder
+from reshard.storage.location import locate
 from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+
+    from reshard.storage.location import Location
 
 _MOST = 5  # differences in one message
 
@@ -60,10 +66,10 @@ def model_of_class(folder: str | os.PathLike[str], kind: str) -> Any:
     library: Any = importlib.import_module("transformers")
     made: Any = getattr(library, kind, None)
     try:
-        with importlib.import_module("torch").device("meta"):
+        with _on_this_host(locate(folder)) as here, importlib.import_module("torch").device("meta"):
             if kind.startswith("Auto"):
-                return made.from_config(library.AutoConfig.from_pretrained(str(folder), local_files_only=True))
-            return made(made.config_class.from_pretrained(str(folder), local_files_only=True))
+                return made.from_config(library.AutoConfig.from_pretrained(here, local_files_only=True))
+            return made(made.config_class.from_pretrained(here, local_files_only=True))
     except Exception as error:
         raise _not_made(folder, kind, error) from error
 
@@ -91,14 +97,25 @@ def _model(folder: str | os.PathLike[str], *, is_dequantised: bool = False) -> A
     if not isinstance(kind, type) or of_config is None:
         return f"transformers {library.__version__} has no {show(str(classes[0]))}"
     try:
-        with importlib.import_module("torch").device("meta"):
+        with _on_this_host(path.parent) as here, importlib.import_module("torch").device("meta"):
             # Its own reader, which decodes values such as infinity.
-            made = of_config.from_pretrained(str(path.parent), local_files_only=True)
+            made = of_config.from_pretrained(here, local_files_only=True)
             if is_dequantised and hasattr(made, "quantization_config"):
                 del made.quantization_config
             return kind(made)
     except Exception as error:
         raise _not_made(folder, str(classes[0]), error) from error
+
+
+@contextlib.contextmanager
+def _on_this_host(folder: Location) -> Iterator[str]:
+    """A folder of this host with the config.json of a folder, which may be in a bucket: the library opens files."""
+    if folder.is_local:
+        yield str(folder)
+        return
+    with temporary_folder("reshard-config-") as here:
+        copy_file(folder / CONFIG_FILE, here / CONFIG_FILE, 0o600, durable=False)
+        yield str(here)
 
 
 def _not_made(folder: str | os.PathLike[str], kind: str, error: Exception) -> UnsupportedError:

@@ -65,7 +65,6 @@ class Writer(ABC):
         in_root: an iteration is added to a checkpoint root, which can have other iterations.
         keeps_others: files of other formats in the destination stay where they are, not only folders of iterations.
         commits: names of files and folders that identify a checkpoint: published last, in this order.
-        in_buckets: it can be written into a bucket, by `destinations.publish_folder`.
         marks: by the name or the suffix of a file that readers of the format open: a function that returns whether an
             earlier conversion wrote it. A conversion never replaces such a file that none wrote, and adds none to it.
     """
@@ -79,7 +78,6 @@ class Writer(ABC):
     has_headers: ClassVar[bool] = False
     in_root: ClassVar[bool] = False
     keeps_others: ClassVar[bool] = False
-    in_buckets: ClassVar[bool] = True
     commits: ClassVar[tuple[str, ...]] = ()
     marks: ClassVar[Mapping[str, Mark]] = {}
 

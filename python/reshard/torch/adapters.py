@@ -204,7 +204,8 @@ def write_adapters(
     chosen = commit or Commit()
     for one in adapters:
         folder = locate(out) if one.name == _DEFAULT else locate(out) / one.name
-        make_folders(folder)
+        if folder.is_local:
+            make_folders(folder)
         text = json.dumps(dict(one.config), indent=2, sort_keys=True)
         (folder / CONFIG_FILE).replace(text, durable=chosen.durable)
         done = convert(

@@ -83,6 +83,7 @@ from reshard.values.argument_types import Count, GroupLike, Seconds
 from reshard.values.arguments import checked
 from reshard.values.events import Observers, OnEvent
 from reshard.values.words import show
+from reshard.verbs.integrate import integrated_root
 from reshard.verbs.load import LoadRequest, load_with, pass_over, resumed
 from reshard.verbs.mirror import Copier, copies_root
 from reshard.verbs.save import check_format, check_save_options
@@ -173,7 +174,8 @@ class Checkpointer:
         format: "checkpoint2"; or "checkpoint1" or a `Checkpoint1Options`. In Checkpoint 1.0 epoch and step of the names
             are those of an `ElasticSampler`, where there is one.
         hf_every: each n-th save is written a second time, as a Hugging Face folder of whole weights with the model's
-            `config.json`, into `<root>_hf`; with `save_every` in steps, each save at a multiple of `n * save_every`.
+            `config.json`, into `<root>_hf`, also in a bucket; with `save_every` in steps, each save at a multiple of
+            `n * save_every`.
         merge: for a model of peft: `hf_every` writes the weights of the base model with the active adapters merged, as
             `merge_and_unload().save_pretrained()` of the model does, instead of the adapters. The model is not changed.
             Rank 0 merges the layers one by one. Adapters that cannot be merged, and quantized layers, are refused by
@@ -277,12 +279,14 @@ class Checkpointer:
         )
         check_save_options(self._options)
         check_format(self._root, self._options)
-        if self._root.objects is not None and (hf_every is not None or given["exports"] != Exports()):
+        if self._root.objects is not None and given["exports"].links:
             raise UnsupportedError(
-                f"{show(str(self._root))} is in a bucket: `hf_every` and `exports` write into folders of a file system",
+                f"{show(str(self._root))} is in a bucket, where there are no links",
                 path=str(self._root),
-                hint="leave them out, and convert a save of the bucket: `reshard convert`",
+                hint="leave `links` of `exports` out: the newest save is that which the root opens",
             )
+        if hf_every is not None or given["exports"].integrated:
+            integrated_root(self._root)  # refuses a root beside which there is none
         self._interrupts = Interrupts.of(interrupts)
         self._environment = Environment.of(environment)
         self._ranks = Ranks.of(ranks)

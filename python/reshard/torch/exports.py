@@ -173,7 +173,7 @@ def _export_merged(
     timeout: float,
 ) -> list[str]:
     """Write the merged weights of a save, on rank 0. Returns warnings."""
-    target = locate(integrated_root(root, "hf")) / roots.iteration_folder_name(report.iteration)
+    target = integrated_root(root, "hf") / roots.iteration_folder_name(report.iteration)
 
     def write() -> str:
         merge = merge_of(model)
@@ -202,7 +202,7 @@ def _export_adapters(
     timeout: float,
 ) -> list[str]:
     """Write the adapters of a save, on rank 0. Returns warnings."""
-    target = locate(integrated_root(root, "hf")) / roots.iteration_folder_name(report.iteration)
+    target = integrated_root(root, "hf") / roots.iteration_folder_name(report.iteration)
 
     def write() -> str:
         write_adapters(report.path, str(target), adapters, commit=options.commit)
@@ -227,7 +227,7 @@ def _export(
     except ReshardError as error:
         log_of_all(group.rank, "iteration %d is saved, and its %s not written: %s", report.iteration, what, error)
         return [f"the {what} not written: {error.message}"]
-    return remove_outdated(target, None if options.retention is None else options.retention.keep)
+    return remove_outdated(target, None if options.retention is None else options.retention.keep, group)
 
 
 def _files(
@@ -252,8 +252,9 @@ def _folder(exports: SaveExports, root: str | os.PathLike[str], model: object) -
     if not texts:
         _log.warning("the model has no `config`: the weights are written without a config.json")
         return ""
-    folder = locate(integrated_root(root, "hf")) / _MODEL_FILES
-    make_folders(folder)
+    folder = integrated_root(root, "hf") / _MODEL_FILES
+    if folder.is_local:
+        make_folders(folder)
     for name, text in texts.items():
         (folder / name).replace(text, durable=False)
     return str(folder.resolved())

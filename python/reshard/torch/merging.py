@@ -29,7 +29,7 @@ from reshard.formats.registry import known_files, writer_for
 from reshard.layout import ModelLayout
 from reshard.options import Commit
 from reshard.storage.changes import make_folders, temporary_folder
-from reshard.storage.location import locate, locate_output
+from reshard.storage.location import locate, locate_destination
 from reshard.torch.adapters import unwrapped
 from reshard.torch.files import save_file
 from reshard.torch.modules import named
@@ -176,7 +176,8 @@ def write_merged(
 ) -> int:
     """Write the merged weights of a checkpoint as a Hugging Face folder. What an earlier export wrote is replaced.
 
-    The merged layers are held one at a time. They are written into a temporary folder beside the destination first.
+    The merged layers are held one at a time. They are written into a temporary folder first: beside the destination, or
+    of this host if that is in a bucket.
 
     Args:
         source: the checkpoint.
@@ -194,13 +195,15 @@ def write_merged(
         UnsupportedError: the published names of the model are not known.
         MismatchError: the checkpoint lacks a tensor, or the merged tensors are not those of `merge.model`.
     """
-    chosen, target = commit or Commit(), locate_output(out)
+    chosen, target = commit or Commit(), locate_destination(out)
     writer = writer_for("huggingface", target, has_layout=False)
     names = published_names(merge.model)
-    make_folders(target.parent)
+    inside = str(target.parent) if target.is_local else None
+    if inside is not None:
+        make_folders(inside)
     with (
         open_source(locate(source), suffix=suffix) as whole,
-        temporary_folder(".merging-", inside=str(target.parent)) as folder,
+        temporary_folder(".merging-", inside=inside) as folder,
         whole.view(()) as view,
     ):
         sources = {name: _stored(whole, key) for name, key in merge.keys.items()}

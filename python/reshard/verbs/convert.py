@@ -174,7 +174,7 @@ def convert(
         src: a checkpoint, a list of weight files or a pattern of their names, as in `reshard.open`.
         dst: the destination: a Hugging Face folder, a Checkpoint 2.0 root, a folder for one file a rank, or a file. An
             existing folder is filled: it keeps its mode, its owner and its other entries. Or the URL of a folder or a
-            file in a bucket, except for "deepspeed-universal".
+            file in a bucket.
         to: "checkpoint2" (the default with a layout), "safetensors" (the default if `dst` ends with `.safetensors`: one
             file; else one per rank), "huggingface" (the default elsewhere), "mindspore" (full weights in its layout),
             "checkpoint1" (a folder a rank), "torch" (`torch.save`; the default if `dst` ends with `.bin`, `.pt` or
@@ -298,7 +298,7 @@ def _convert(
     }
     _check_options(writer, target, asked.layout, of_format, is_private=commit.private)
     if not target.is_local:
-        _check_bucket(writer, target, asked, is_shared=share is not None or on is not None)
+        _check_bucket(target, asked, is_shared=share is not None or on is not None)
     for one in several or [source]:
         _check_apart(one, target)
     is_one_file = writer.is_one_file(target)
@@ -911,14 +911,8 @@ def _check_options(
         raise ArgumentError(f"`iteration` is {iteration!r}; a whole number from 0 on is needed")
 
 
-def _check_bucket(writer: Writer, target: Location, asked: ConvertOptions, *, is_shared: bool) -> None:
+def _check_bucket(target: Location, asked: ConvertOptions, *, is_shared: bool) -> None:
     """Refuse what a bucket does not have."""
-    if not writer.in_buckets:
-        raise UnsupportedError(
-            f'{show(str(target))} is in a bucket, and `to="{writer.name}"` is written into folders only',
-            path=str(target),
-            hint='convert into a folder, and copy it; or choose another format, such as `to="huggingface"`',
-        )
     if is_shared:
         raise UnsupportedError(
             f"{show(str(target))} is in a bucket, where one process writes a conversion: `share` and `group` have no "

@@ -3,20 +3,23 @@
     <root>_integrated/iteration_<8 digits>/model.safetensors      a Hugging Face folder, with the optimizer's tensors
     <root>_hf/iteration_<8 digits>/model.safetensors              one of the weights alone, with the model's files
 
-All ranks write it collectively, each its share of the files, from the files of the save. The save has succeeded
-whatever happens here, so an error here is a warning. Retention keeps the same number of folders as of saves.
+All ranks write it collectively, each its share of the files, from the files of the save; in a bucket rank 0 writes it.
+The save has succeeded whatever happens here, so an error here is a warning. Retention keeps the same number of folders
+as of saves.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.commit import roots
-from reshard.errors import ReshardError
-from reshard.ranks.group import log_of_all, resolve
+from reshard.conversion.buckets import folders_in, remove_filled
+from reshard.errors import ReshardError, UnsupportedError
+from reshard.formats.registry import known_files
+from reshard.ranks.collective import Collective
+from reshard.ranks.group import log_of_all, resolve, session
 from reshard.storage.changes import remove_folder
 from reshard.storage.location import Location, locate
 from reshard.values.argument_types import Part
@@ -28,20 +31,34 @@ if TYPE_CHECKING:
 
     from reshard.names import NameMap
     from reshard.options import Commit
+    from reshard.ranks.group import Group
     from reshard.verbs.save import SaveReport
 
 _FOLDER = re.compile("iteration_([0-9]{8,18})")
 
 
-def integrated_root(root: str | os.PathLike[str], suffix: str = "integrated") -> Path:
+def integrated_root(root: str | os.PathLike[str], suffix: str = "integrated") -> Location:
     """The folder of the whole tensors of a root's saves.
+
+    Args:
+        root: the checkpoint root, also in a bucket.
+        suffix: the end of its name.
+
+    Raises:
+        UnsupportedError: the root is a whole bucket, beside which there are no folders.
 
     Example:
         >>> str(integrated_root("output/checkpoint")), str(integrated_root("output/checkpoint", "hf"))
         ('output/checkpoint_integrated', 'output/checkpoint_hf')
     """
-    path = Path(root)
-    return path.with_name(f"{path.name}_{suffix}")
+    place = locate(root)
+    if place.objects is not None and place.parent == place:
+        raise UnsupportedError(
+            f"{show(str(place))} is a whole bucket: `{place.name}_{suffix}` would be beside it",
+            path=str(place),
+            hint="give a folder of the bucket as the root",
+        )
+    return place.with_name(f"{place.name}_{suffix}")
 
 
 def integrate(
@@ -83,9 +100,9 @@ def integrate(
         >>> reshard.open("run_integrated/iteration_00000007").read("w")
         array([0., 1., 2., 3.])
     """
-    target = locate(integrated_root(root, suffix)) / roots.iteration_folder_name(report.iteration)
-    rank = 0 if group is None else resolve(group).rank
-    try:
+    members = resolve(group)
+
+    def write(group: object = None) -> list[str]:
         converted = convert(
             report.path,
             target,
@@ -100,24 +117,52 @@ def integrate(
             threads=threads,
             timeout=timeout,
         )
+        return list(converted.warnings)
+
+    try:
+        target = integrated_root(root, suffix) / roots.iteration_folder_name(report.iteration)
+        if target.is_local:
+            warnings = write(group)
+        else:
+            warnings = Collective(session(members, "integrate"), timeout).first(write, list[str])
     except ReshardError as error:
-        log_of_all(rank, "iteration %d is saved, but not written as whole tensors: %s", report.iteration, error)
+        log_of_all(members.rank, "iteration %d is saved, but not written as whole tensors: %s", report.iteration, error)
         return [f"it is not written as whole tensors: {error.message}"]
-    for warning in converted.warnings:
-        log_of_all(rank, "iteration %d as whole tensors: %s", report.iteration, warning)
-    return [*converted.warnings, *remove_outdated(target, keep)]
+    for warning in warnings:
+        log_of_all(members.rank, "iteration %d as whole tensors: %s", report.iteration, warning)
+    return [*warnings, *remove_outdated(target, keep, members)]
 
 
-def remove_outdated(target: Location, keep: int | None) -> list[str]:
-    """Remove the older folders. All ranks try, and a folder that another rank has removed is no error."""
-    if keep is None:
+def remove_outdated(target: Location, keep: int | None, group: Group) -> list[str]:
+    """Remove the older folders. A folder that another rank has removed is no error.
+
+    Of a file system all ranks try; of a bucket rank 0 does, and also removes what exports that were killed have left.
+
+    Args:
+        target: the newest folder.
+        keep: how many are kept; None: all.
+        group: the ranks.
+
+    Returns:
+        Warnings.
+    """
+    if keep is None or (group.rank and not target.is_local):
         return []
-    matches = [match for name in target.parent.names() if (match := _FOLDER.fullmatch(name)) is not None]
-    older = sorted((match for match in matches if match[0] != target.name), key=lambda match: int(match[1]))
     warnings = []
-    for match in older[: max(0, len(older) + 1 - keep)]:
-        folder = target.with_name(match[0])
-        remove_folder(folder)
-        if folder.exists():
-            warnings.append(f"{show(str(folder))} is not removed")
+    try:
+        found = dict.fromkeys(target.parent.names(), True) if target.is_local else folders_in(target.parent)
+        matches = [match for name in found if (match := _FOLDER.fullmatch(name)) is not None]
+        older = sorted((match for match in matches if match[0] != target.name), key=lambda match: int(match[1]))
+        whole = [match[0] for match in older if found[match[0]]]
+        left = [match[0] for match in older if not found[match[0]]]
+        for name in left + whole[: max(0, len(whole) + 1 - keep)]:
+            folder = target.with_name(name)
+            if folder.is_local:
+                remove_folder(folder)
+            else:
+                remove_filled(folder, known_files().commits)
+            if folder.exists():
+                warnings.append(f"{show(str(folder))} is not removed")
+    except ReshardError as error:
+        warnings.append(f"older folders of whole tensors are not removed: {error.message}")
     return warnings

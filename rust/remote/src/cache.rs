@@ -5,7 +5,7 @@
 //! writes it in place; others wait, and find it. A folder that cannot be written only means that nothing is kept.
 //!
 //! A process that is forked meanwhile shares the lock, though it does not fetch. So a lock is released by name, not by
-//! closing the file, and nobody waits for one longer than 90 seconds.
+//! closing the file, and nobody waits for one longer than 90 seconds: a file whose lock is held for longer is replaced.
 
 use reshard_core::checksum::{CHUNK_BYTES, crc32c};
 use reshard_core::{Error, Kind, Result};
@@ -152,12 +152,7 @@ impl Cached {
             pause = LOOK_EVERY.min(pause * 2);
         }
         // Such as of a fork of a process that was killed. The next reader makes another file, and does not wait.
-        let path = self.folder.join(number.to_string());
-        if let (Ok(held), Ok(found)) = (file.metadata(), fs::metadata(&path))
-            && (held.dev(), held.ino()) == (found.dev(), found.ino())
-        {
-            let _ = fs::remove_file(path);
-        }
+        remove_locked(&file, &self.folder.join(number.to_string()));
         None
     }
 
@@ -242,17 +237,33 @@ fn part_of(number: u64, start: u64, to: &mut [u8]) -> (u64, &mut [u8]) {
     )
 }
 
+/// Removes the name of a file whose lock is not released, unless the name is that of another file by now.
+fn remove_locked(file: &File, path: &Path) {
+    if let (Ok(held), Ok(found)) = (file.metadata(), fs::metadata(path))
+        && (held.dev(), held.ino()) == (found.dev(), found.ino())
+    {
+        let _ = fs::remove_file(path);
+    }
+}
+
 /// Removes what was not read for the longest time, until there is room for what is written before the next call.
 fn sweep(cache: &Cache) {
+    let path = cache.folder.join(SWEEP_LOCK);
     let lock = OpenOptions::new()
         .write(true)
         .create(true)
         .truncate(false)
-        .open(cache.folder.join(SWEEP_LOCK));
+        .open(&path);
     let Ok(lock) = lock else { return };
     if lock.try_lock().is_err() {
-        return; // another process does
+        // Another process does, or a fork of one that was killed holds the lock: the next sweep makes another file.
+        let begun = lock.metadata().and_then(|found| found.modified());
+        if begun.is_ok_and(|begun| begun.elapsed().is_ok_and(|age| age > WAIT)) {
+            remove_locked(&lock, &path);
+        }
+        return;
     }
+    let _ = lock.set_modified(SystemTime::now());
     let _lock = Locked(lock);
     let mut blocks = Vec::new();
     for folder in entries(&cache.folder) {
@@ -406,6 +417,42 @@ mod tests {
         drop(locked);
         check(&cached, &never);
         fs::remove_dir_all(&cached.cache.folder).unwrap();
+    }
+
+    #[test]
+    fn a_fork_of_a_sweep_that_was_killed_stops_no_later_one() {
+        let Cached { cache, folder, .. } = cached(WAIT);
+        let cache = Cache {
+            max_bytes: 0,
+            ..cache
+        };
+        fs::create_dir_all(&folder).unwrap();
+        fs::write(folder.join("0"), b"a block").unwrap();
+        // The fork has the file open, and no process that sweeps will unlock it.
+        let of_the_fork = File::create(cache.folder.join(SWEEP_LOCK)).unwrap();
+        of_the_fork.lock().unwrap();
+        sweep(&cache);
+        sweep(&cache);
+        assert!(folder.join("0").exists()); // it may be that of a process that sweeps
+        of_the_fork
+            .set_modified(SystemTime::now() - 2 * WAIT)
+            .unwrap();
+        sweep(&cache);
+        sweep(&cache);
+        assert!(!folder.exists());
+        // One that sweeps tells since when.
+        let lock = File::open(cache.folder.join(SWEEP_LOCK)).unwrap();
+        assert!(
+            lock.metadata()
+                .unwrap()
+                .modified()
+                .unwrap()
+                .elapsed()
+                .unwrap()
+                < WAIT
+        );
+        drop(of_the_fork);
+        fs::remove_dir_all(&cache.folder).unwrap();
     }
 
     #[test]

@@ -15,16 +15,7 @@ import functools
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from reshard.conversion.destinations import (
-    File,
-    Written,
-    check_folder_free,
-    destination_folder,
-    file_sizes,
-    is_our_file,
-    n_bytes_of,
-    produced,
-)
+from reshard.conversion.destinations import File, check_folder_free, is_our_file, publish_folder
 from reshard.conversion.writer import Settings, Writer
 from reshard.errors import ArgumentError, UnsupportedError
 from reshard.formats import counter_tensors
@@ -33,7 +24,6 @@ from reshard.formats.deepspeed.zero import WEIGHT
 from reshard.formats.outputs import load_all
 from reshard.formats.torch_file import archive
 from reshard.formats.torch_file.encode import MAX_DEPTH, Encoder, NotPlainError, torch_dtype
-from reshard.storage.location import locate
 from reshard.storage.names import component_fault
 from reshard.values.counters import is_counter
 from reshard.values.words import listed, show
@@ -41,7 +31,7 @@ from reshard.values.words import listed, show
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from reshard.conversion.destinations import Job
+    from reshard.conversion.destinations import Job, Written
     from reshard.storage.location import Location
 
 _SUFFIX = "_universal"
@@ -67,7 +57,6 @@ class UniversalWriter(Writer):
     """A universal folder of DeepSpeed."""
 
     name = "deepspeed-universal"
-    in_buckets = False
     commits = (names.LATEST_UNIVERSAL,)
     is_whole = True
     options = frozenset({"iteration"})
@@ -110,15 +99,16 @@ class UniversalWriter(Writer):
         model = archive.state_dict("model_states", [], _model_states(job, content, iteration))[0]
         small |= {f"{sub}/{name}": model for name in _MODEL_FILES}
         small[names.LATEST_UNIVERSAL] = sub.encode()
-        with produced(job, job.target, files, file_sizes(job, files)) as fill:
-            if isinstance(fill, Written):
-                return fill
-            folders = [sub, zero, *(f"{zero}/{name}" for name in content.tensors)]
-            with destination_folder(job, folders, functools.partial(_is_ours, job)) as folder:
-                n_bytes = n_bytes_of(fill(folder))
-                for name, data in small.items():
-                    locate(folder / name).replace(data, job.options.file_mode, durable=job.options.durable)
-        return Written(job.target / sub, len(files) + len(small), n_bytes, warnings=content.warnings)
+        written = publish_folder(
+            job,
+            files,
+            small,
+            path=job.target / sub,
+            subfolders=[sub, zero, *(f"{zero}/{name}" for name in content.tensors)],
+            is_ours=functools.partial(_is_ours, job),
+            warnings=content.warnings,
+        )
+        return written if written.pending else replace(written, n_files=written.n_files + len(small))
 
 
 @dataclass
