@@ -170,7 +170,19 @@ def s3_server() -> Iterator[S3Server]:
 
 
 @pytest.fixture
-def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+def _brief_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One writer probes a new root: SeaweedFS lets several that create one object wait, for seconds.
+
+    `tests/commit/test_log_in_buckets.py` probes with all.
+    """
+    from reshard.commit import log
+
+    monkeypatch.setattr(log, "_PROBE_ROUNDS", 1)
+    monkeypatch.setattr(log, "_PROBE_WRITERS", 1)
+
+
+@pytest.fixture
+def s3(s3_server: S3Server, _brief_probe: None, monkeypatch: pytest.MonkeyPatch) -> S3Server:
     """An S3 server that the variables of the environment name."""
     from reshard.storage import remote
 
@@ -184,7 +196,9 @@ def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
 
 
 @pytest.fixture(params=["s3", "gs", "az"])
-def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Location, Proxy]]:
+def bucket(
+    request: pytest.FixtureRequest, _brief_probe: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Location, Proxy]]:
     """A folder of a bucket of each service, and the proxy before it."""
     from tests.servers import doubles
     from tests.servers.proxy import before_server

@@ -162,7 +162,7 @@ def before_server(port: int) -> Iterator[Proxy]:
 
     server = Server(("127.0.0.1", 0), Handler)
     proxy = Proxy(f"http://127.0.0.1:{server.server_address[1]}")
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))  # it looks so often whether it shall end
     thread.start()
     try:
         yield proxy
