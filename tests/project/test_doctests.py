@@ -17,8 +17,8 @@ import reshard
 if TYPE_CHECKING:
     from pathlib import Path
 
-# They import libraries that only other environments have; `tests/peers` runs them.
-OF_PEERS = ("reshard.examples.train_torchtitan", "reshard.torch.dcp.torchtitan")
+# They import libraries that only other environments have; `tests/peers` and `tests/ray` run them.
+OF_PEERS = ("reshard.examples.train_ray", "reshard.examples.train_torchtitan", "reshard.torch.dcp.torchtitan")
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(reshard.__path__, "reshard.")

@@ -880,6 +880,12 @@ class Checkpointer:
             SystemExit: a signal was received, and the save is published (code 75) or failed.
             ReshardError: the state cannot be saved, or `max_failures` consecutive saves have failed.
         """
+        self._step(step, loss, metrics, save=save)
+
+    def _step(
+        self, step: int, loss: object, metrics: Mapping[str, Any] | None, *, save: bool
+    ) -> SaveReport | PendingSave[SaveReport] | None:
+        """As `step`. Returns the save, or the save in progress; None: there was none, or it failed and was logged."""
         saver = self._running()
         run = saver.run
         step = count("step", step)
@@ -904,9 +910,7 @@ class Checkpointer:
             if not is_due:  # else the save itself allocates the memory, which may be in use at the next step
                 self._reserve(saver, step)
         if run.rendezvous is None:
-            if is_due:
-                self._step_without_board(saver, step)
-            return
+            return self._step_without_board(saver, step) if is_due else None
         by_clock = (
             self._every_s is not None and self._group.rank == 0 and time.monotonic() - run.saved_at >= self._every_s
         )
@@ -925,8 +929,7 @@ class Checkpointer:
             notice = None
         if notice is not None and notice.leave:
             save_and_exit(saver, self._signals, step, notice.why, notice.seconds)
-        if is_due or notice is not None:
-            saver.save_due(step)
+        return saver.save_due(step) if is_due or notice is not None else None
 
     def save(self, step: int | None = None, *, blocking: bool | None = None) -> SaveReport | PendingSave[SaveReport]:
         """Save now, even if no save is due. All ranks call it.
@@ -1044,12 +1047,12 @@ class Checkpointer:
             for warning in warnings if self._group.rank == 0 else ():
                 _log.warning("%s", warning)
 
-    def _step_without_board(self, saver: Saver, step: int) -> None:
+    def _step_without_board(self, saver: Saver, step: int) -> SaveReport | PendingSave[SaveReport] | None:
         """For a group without messages: handle signals at steps with a due save, which are the same on all ranks."""
         seen = [why for why in self._together(lambda: self._signals.seen) if why is not None]
         if seen:
             save_and_exit(saver, self._signals, step, seen[0], self._interrupts.grace_s)
-        saver.save_due(step)
+        return saver.save_due(step)
 
     def _check_open(self) -> None:
         # Without the hooks a save in the background could copy parameters while they change.

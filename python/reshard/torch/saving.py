@@ -167,8 +167,11 @@ class Saver:
             leave_out=() if self.frozen is None else self.frozen.tensors,
         )
 
-    def save_due(self, step: int) -> None:
+    def save_due(self, step: int) -> SaveReport | PendingSave[SaveReport] | None:
         """Save a step that is due. A temporary failure is logged and does not end the training.
+
+        Returns:
+            As `save`; None: it failed.
 
         Raises:
             ReshardError: the state cannot be saved, or `max_failures` consecutive saves have failed.
@@ -178,12 +181,13 @@ class Saver:
         except (ReshardError, TimeoutError) as error:
             self.failed(error, "the save in the background failed")
         try:
-            self.save(step, blocking=not self.is_async)
+            saved = self.save(step, blocking=not self.is_async)
         except ReshardError as error:
             self.failed(error, f"iteration {step} is not saved")
-        else:
-            if not self.is_async:
-                self.run.n_failures = 0
+            return None
+        if not self.is_async:
+            self.run.n_failures = 0
+        return saved
 
     def failed(self, error: BaseException, what: str) -> None:
         """Count a failed save. Raises its error if later saves would fail too, or too many have failed in a row."""

@@ -1,0 +1,109 @@
+"""Trainings by the workers of Ray Train, of which one is killed. They are skipped where Ray Train is not installed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+import reshard
+from reshard.torch import ElasticSampler
+
+pytest.importorskip("ray", reason="pip install 'reshard[ray]' 'ray[train]'")
+pytest.importorskip("pyarrow", reason="pip install 'ray[train]'")
+
+from tests.helpers.ray_cluster import RayCluster, running
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    with running(2) as cluster:
+        yield cluster
+
+
+def trained(cluster: RayCluster, folder: Path, *options: object) -> str:
+    """The newest checkpoint of a run of the example, as Ray knows it."""
+    command = [sys.executable, "-m", "reshard.examples.train_ray", str(folder), *map(str, options)]
+    done = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()[-1].split()[0]
+
+
+def logged(folder: Path) -> list[tuple[int, str, list[int], int]]:
+    """The lines of its log: step, loss, samples, workers."""
+    lines = (folder / "run.log").read_text().splitlines()
+    parts = [(*line.split(" ", 2)[:2], *line.split(" ", 2)[2].rsplit(" ", 1)) for line in lines]
+    return [(int(step), loss, json.loads(samples), int(workers)) for step, loss, samples, workers in parts]
+
+
+def order(n_steps: int) -> list[list[int]]:
+    """The samples of each step of a run that nothing interrupts."""
+    sampler = ElasticSampler(96, 1, True, 12, 0, 1)
+    found: list[int] = []
+    while len(found) < 12 * n_steps:
+        epoch = list(sampler)
+        found += epoch
+        sampler.step(len(epoch) // 12)
+    return [sorted(found[12 * step :][:12]) for step in range(n_steps)]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_killed_worker_changes_nothing(cluster: RayCluster, tmp_path: Path, *, asynchronous: bool) -> None:
+    """Steps that are made twice are the same to the last bit; then other workers go on where these ended."""
+    options = ["--keep", 2, *(["--async-save"] if asynchronous else [])]
+    newest = trained(cluster, tmp_path, "--steps", 20, "--kill-at", 15, *options)
+    lines, root = logged(tmp_path), tmp_path / "run" / "checkpoints"
+    assert newest == str(root / "iteration_00000020")
+    resumed = next(n for n in range(1, len(lines)) if lines[n][0] <= lines[n - 1][0])
+    assert [line[0] for line in lines[:resumed]] == list(range(1, 15))
+    assert lines[resumed][0] in ([11] if not asynchronous else [6, 11])  # what was published when the worker died
+    assert [line[0] for line in lines[resumed:]] == list(range(lines[resumed][0], 21))
+    assert len({line[0]: line for line in lines}) == len(set(map(str, lines))) == 20
+    assert [line[2] for line in lines[resumed:]] == order(20)[lines[resumed][0] - 1 :]
+    assert sorted(path.name for path in root.glob("iteration_*")) == ["iteration_00000015", "iteration_00000020"]
+    assert reshard.verify(newest).ok
+    if asynchronous:
+        return
+
+    newest = trained(cluster, tmp_path, "--steps", 25, "--workers", 1, *options)
+    more = logged(tmp_path)[len(lines) :]
+    assert [line[0] for line in more] == list(range(21, 26))
+    assert [line[2] for line in more] == order(25)[20:]
+    assert {line[3] for line in more} == {1}
+    assert newest == str(root / "iteration_00000025")
+    known = json.loads((tmp_path / "run" / "checkpoint_manager_snapshot.json").read_text())["checkpoint_results"]
+    assert [one["checkpoint_dir_name"] for one in known] == [f"checkpoints/iteration_000000{n}" for n in (20, 25)]
+    with reshard.open(newest) as found:
+        steps = {float(found.read(key)) for key in found.keys("optimizer") if key.startswith("step.")}
+    assert steps == {25.0}
+
+
+def test_what_ray_decides_is_refused(tmp_path: Path) -> None:
+    script = (
+        "from reshard.ray.train import Checkpointer\nfrom reshard.errors import ReshardError\n"
+        "for options in ({'keep': 3}, {'retention': {'keep': 3}}, {'root': 'x'}, {'commit': {'rollback': True}}, {}):\n"
+        "    try:\n        Checkpointer(**options)\n"
+        "    except ReshardError as error:\n        print(type(error).__name__, error.message)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    *refused, outside = done.stdout.splitlines()
+    assert refused == [
+        "ArgumentError `keep` is given, and Ray removes the checkpoints of a run",
+        "ArgumentError `retention` is given, and Ray removes the checkpoints of a run",
+        "ArgumentError `root` is given, and the saves of a run lie in its storage",
+        "ArgumentError `rollback` removes iterations, and Ray removes the checkpoints of a run",
+    ]
+    assert outside.startswith("ArgumentError this is not the training function of a run of Ray Train: ")
+    assert list(tmp_path.iterdir()) == []
