@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import re
 import socket
 import threading
@@ -41,7 +40,7 @@ from reshard.formats.run_state import is_optimizer
 from reshard.formats.state_loader import TorchSaved
 from reshard.options import SaveOptions
 from reshard.storage.host import boot_id
-from reshard.storage.location import locate, locate_output
+from reshard.storage.location import locate, locate_root
 from reshard.torch.dcp import items
 from reshard.torch.dcp.items import Inner, LocalFacts
 from reshard.torch.tensors import inner_tensors
@@ -55,6 +54,7 @@ from reshard.write.rank_facts import RankFacts
 from reshard.write.shard_files import shard_file
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping, Sequence
 
     from torch.distributed.checkpoint.metadata import Metadata
@@ -159,10 +159,10 @@ class Writer(StorageWriter):
     before. All files have checksums. Copies of a value on several ranks are compared: DCP keeps one of them.
 
     Args:
-        path: the checkpoint; `dcp.save(..., checkpoint_id=...)` replaces it, so that one writer serves many saves. If
-            its name is `iteration_<N>`, it is that iteration of the root above it, whose tracker then names it. Any
-            other path is a root of its own; its iteration is the number at the end of the name, or 0, and is replaced
-            by the next save to the same path.
+        path: the checkpoint, also in a bucket; `dcp.save(..., checkpoint_id=...)` replaces it, so that one writer
+            serves many saves. If its name is `iteration_<N>`, it is that iteration of the root above it, whose tracker
+            then names it. Any other path is a root of its own; its iteration is the number at the end of the name, or
+            0, and is replaced by the next save to the same path.
         keep: keep the newest `keep` complete iterations of the root; short for `retention`.
         retention: which iterations are kept, as in `reshard.save`.
         verify: what is compared, as in `reshard.save`; of values in `may_differ` one rank's is saved.
@@ -218,7 +218,7 @@ class Writer(StorageWriter):
 
     def _start(self, path: str | os.PathLike[str]) -> None:
         # The program may change its working folder while a save runs, or before the next one.
-        self.path = str(locate_output(path).absolute())
+        self.path = str(locate_root(path).absolute())
         self._items: dict[ItemKey, WriteItem] = {}
         self._started = time.monotonic()
         self._running = _Running()
@@ -232,14 +232,18 @@ class Writer(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path of the local file system."""
-        return "://" not in os.fspath(checkpoint_id)
+        """Whether it is a path of the local file system, or the URL of a folder in a bucket."""
+        try:
+            locate_root(checkpoint_id)
+        except ReshardError:
+            return False
+        return True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another checkpoint, at this path if one is given."""
         self._running.end()
         if checkpoint_id is not None:
-            self.path = str(locate_output(checkpoint_id).absolute())
+            self.path = str(locate_root(checkpoint_id).absolute())
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001
         """Begin a save. Raises UnsupportedError for `use_collectives=False`."""
