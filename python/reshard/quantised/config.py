@@ -38,6 +38,71 @@ class Said(NamedTuple):
     values: Mapping[str, Any] = {}
 
 
+class Group(NamedTuple):
+    """How compressed-tensors quantises the weights of some modules.
+
+    Attributes:
+        type: "int" or "float".
+        bits: bits of a value.
+        block: rows and columns that share a scale; None for one of them: all there are.
+        is_symmetric: whether there are no zero points.
+    """
+
+    type: str
+    bits: int
+    block: tuple[int | None, int | None]
+    is_symmetric: bool = True
+
+
+def groups(of: Said) -> list[Group]:
+    """What `config_groups` of compressed-tensors say of weights; empty: nothing.
+
+    Args:
+        of: what config.json says.
+
+    Raises:
+        MismatchError: an entry is not as compressed-tensors writes it.
+
+    Example:
+        >>> weights = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 128}
+        >>> groups(Said("config.json", "compressed-tensors", {"config_groups": {"group_0": {"weights": weights}}}))
+        [Group(type='int', bits=4, block=(1, 128), is_symmetric=True)]
+    """
+    entries = of.values.get("config_groups") if of.method == "compressed-tensors" else None
+    found: dict[Group, None] = {}
+    for name, entry in entries.items() if isinstance(entries, dict) else ():
+        weights = entry.get("weights") if isinstance(entry, dict) else None
+        if not isinstance(weights, dict):
+            continue  # of activations alone
+        one = _group(weights)
+        if one is None:
+            raise MismatchError(
+                f"{show(str(of.path))}: `weights` of the group {show(name)} in `config_groups` is {show(str(weights))}"
+                ", expected `num_bits`, `type` and `strategy`, and the size of its groups or blocks",
+                path=of.path,
+            )
+        found[one] = None
+    return list(found)
+
+
+def _group(weights: Mapping[str, Any]) -> Group | None:
+    bits, kind, size = weights.get("num_bits"), weights.get("type", "int"), weights.get("group_size")
+    block = weights.get("block_structure")
+    strategy = weights.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
+    shared: tuple[Any, Any] | None = {"tensor": (None, None), "channel": (1, None), "group": (1, size),
+        "tensor_group": (1, size)}.get(str(strategy))  # fmt: skip
+    if isinstance(block, str):  # "128x128", as compressed-tensors reads it, too
+        block = [int(n) if n.isdecimal() else None for n in block.split("x")]
+    if strategy == "block":
+        shared = tuple(block) if isinstance(block, list) and len(block) == 2 and None not in block else None
+    is_known = shared is not None and all(n is None or (type(n) is int and n > 0) for n in shared)
+    if kind not in ("int", "float") or type(bits) is not int or shared is None or not is_known:
+        return None
+    if strategy in ("group", "tensor_group") and size is None:
+        return None
+    return Group(kind, bits, shared, weights.get("symmetric") is not False)
+
+
 def said(folder: Location | None) -> Said:
     """What the files in a folder say. A folder without the config.json of a model says nothing.
 

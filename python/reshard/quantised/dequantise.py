@@ -85,11 +85,8 @@ def _recipe(one: Quantised, index: _core.Index) -> Recipe:
     if one.kind.startswith("fp8-") or one.kind in ("int8-channel", "bnb-int8"):
         block = one.values.get("block", (1, one.shape[-1]))
         factor = _INT8 if one.kind == "bnb-int8" else 1.0
-        return Recipe(
-            "scaled",
-            (*block, factor),
-            (("weight", _matrices(one, one.shape)), ("scale", _grid(one, shapes["scale"], block))),
-        )
+        scales = [(role, _grid(one, shapes[role], block)) for role in ("scale", "zero_point") if role in shapes]
+        return Recipe("scaled", (*block, factor), (("weight", _matrices(one, one.shape)), *scales))
     if one.kind in ("mxfp4-packed", "nvfp4", "nvfp4-modelopt"):
         block = 32 if one.kind == "mxfp4-packed" else 16
         parts = [("weight", _matrices(one, shapes["weight"])), ("scale", _matrices(one, shapes["scale"]))]
@@ -109,7 +106,8 @@ def _recipe(one: Quantised, index: _core.Index) -> Recipe:
     if one.kind in ("gptq", "awq"):
         numbers = (one.values["bits"], one.values["zero_offset"]) if one.kind == "gptq" else (one.values["group"],)
         return Recipe(one.kind, numbers, tuple(shapes.items()))
-    if one.kind == "int-packed" and not {"zero_point", "g_idx"} & one.parts.keys():
+    is_plain = not {"zero_point", "g_idx"} & one.parts.keys() and 32 % one.values.get("bits", 1) == 0
+    if one.kind == "int-packed" and is_plain and len(shapes["scale"]) == len(one.shape):
         group = one.shape[-1] // shapes["scale"][-1]
         return Recipe("packed", (one.values["bits"], group), (("weight", shapes["weight"]), ("scale", shapes["scale"])))
     if one.kind == "gguf-blocks" and one.values["type"] in _GGUF:

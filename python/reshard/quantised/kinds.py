@@ -33,7 +33,7 @@ KINDS: Mapping[str, Kind] = {
     "mxfp4-packed": Kind("MXFP4 of compressed-tensors", ("compressed-tensors",)),
     "nvfp4": Kind("NVFP4 of compressed-tensors", ("compressed-tensors",)),
     "nvfp4-modelopt": Kind("NVFP4 of modelopt", ("modelopt",)),
-    "int8-channel": Kind("int8, a scale a row or a tensor", ("compressed-tensors",)),
+    "int8-channel": Kind("int8, a scale a row, group or tensor", ("compressed-tensors",)),
     "int-packed": Kind("packed integers of compressed-tensors", ("compressed-tensors",)),
     "gptq": Kind("GPTQ", ("gptq", "auto-round")),
     "awq": Kind("AWQ", ("awq",)),

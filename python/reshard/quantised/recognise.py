@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from reshard.documents.strict_json import parse_json
 from reshard.errors import DamagedFileError, MismatchError, ReshardError, UnsupportedError
-from reshard.quantised.config import Said, check_method
+from reshard.quantised.config import Group, Said, check_method, groups
 from reshard.quantised.kinds import Follows, Quantised
-from reshard.values.words import show
+from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
     """dtype and shape of each tensor by its key."""
@@ -47,6 +47,7 @@ _STATES = ("nf4", "fp4")
 _OF_MODULE = ("input_scale", "activation_scale", "input_global_scale")  # scales of activations
 _MAX_STATE_BYTES = 64 << 10
 _NVFP4_BLOCK, _MXFP4_BLOCK = 16, 32
+_INTEGERS = range(1, 9)  # bits of an integer of compressed-tensors
 
 
 def may_be_quantised(keys: Iterable[str]) -> bool:
@@ -205,12 +206,15 @@ class _Finder:
             Follows(dim, n) if grid[dim] > 1 else None for dim, n in enumerate(block[: len(its)] if len(its) else ())
         )
         module = key.removesuffix(".weight")
+        parts = {"weight": key, "scale": scale}
+        if kind == "int8" and self._has_zeros(key + "_zero_point", self._groups(key, "int", _INTEGERS)):
+            parts["zero_point"] = self._part(key, key + "_zero_point", "zero point", ("I8",), its)
         return Quantised(
             key,
             f"fp8-{grain}" if kind == "fp8" else "int8-channel",
             shape,
-            {"weight": key, "scale": scale, **(self._of_module(module) if module != key else {})},
-            {"scale": follows},
+            {**parts, **(self._of_module(module) if module != key else {})},
+            {part: follows for part in ("scale", "zero_point") if part in parts},
             {dim: n for dim, n in enumerate(block) if grid[dim] > 1 and n > 1},
             values={"block": block[-2:] if len(block) > 1 else (1, *block)},
         )
@@ -218,38 +222,64 @@ class _Finder:
     def _block(self, key: str, shape: tuple[int, ...], scale: str, grid: tuple[int, ...], kind: str) -> tuple[int, ...]:
         """For each dim of the weight, how many elements share a scale."""
         told = self.of.values.get("weight_block_size") if kind == "fp8" and self.of.method == "fp8" else None
+        groups = self._groups(key, *(("float", range(8, 9)) if kind == "fp8" else ("int", _INTEGERS)))
         if told is None and set(grid) == {1}:
             return shape
-        tried: list[tuple[int, ...]] = [(128, 128)]
+        matrix = shape[-2:]
+        tried: list[tuple[int, ...]] = [(128, 128) if kind == "fp8" else (1, shape[-1])]
+        says = ""
         if told is not None:
             if not (isinstance(told, list) and len(told) == 2 and all(type(n) is int and n > 0 for n in told)):
                 path = show(str(self.of.path))
                 self._fail(key, f"{path}: `weight_block_size` is {show(str(told))}, expected two numbers")
-            tried = [tuple(told)]
+            tried, says = [tuple(told)], f", as `weight_block_size` of {show(str(self.of.path))} says,"
+        elif groups:
+            blocks = [one.block[-len(matrix) :] for one in groups]
+            tried = [tuple(n or size for n, size in zip(block, matrix, strict=True)) for block in blocks]
+            says = f", as `config_groups` of {show(str(self.of.path))} says,"
         elif all(n and size % n == 0 for size, n in zip(shape, grid, strict=True)):
-            tried.append(tuple(size // n for size, n in zip(shape[-2:], grid[-2:], strict=True)))
+            tried.append(tuple(size // n for size, n in zip(matrix, grid[-2:], strict=True)))
         wanted: list[tuple[int, ...]] = []
+        fits: dict[tuple[int, ...], tuple[int, ...]] = {}
         for two in tried:
             block = ((1,) * (len(shape) - 2) + two)[-len(shape) :]
             wanted.append(tuple(-(-size // n) for size, n in zip(shape, block, strict=True)))
             if wanted[-1] == grid:
-                return tuple(size if n == 1 else of for size, n, of in zip(shape, grid, block, strict=True))
-        says = f", as `weight_block_size` of {show(str(self.of.path))} says," if told else ""
+                whole = tuple(size if n == 1 else of for size, n, of in zip(shape, grid, block, strict=True))
+                fits.setdefault(whole, two)
+                if not groups:
+                    break
+        if len(fits) > 1:
+            both = " and ".join(" x ".join(map(str, two)) for two in fits.values())
+            self._fail(scale, f"{show(scale)} has {grid} scales for the {shape} values of {show(key)}: blocks of {both}"
+                f"{says} fit, which are different values")  # fmt: skip
+        if fits:
+            return next(iter(fits))
         return self._fail(
             scale,
-            f"{show(scale)} has {grid} scales for the {shape} values of {show(key)}: blocks of {tried[0][0]} x "
-            f"{tried[0][1]}{says} need {wanted[0]}",
+            f"{show(scale)} has {grid} scales for the {shape} values of {show(key)}: blocks of "
+            f"{' x '.join(map(str, tried[0]))}{says} need {wanted[0]}",
         )
+
+    def _has_zeros(self, part: str, told: Sequence[Group]) -> bool:
+        """Whether there are zero points: as config.json says, else as the tensors are."""
+        return part in self.tensors or (len(told) > 0 and not any(one.is_symmetric for one in told))
+
+    def _groups(self, key: str, kind: str, bits: range) -> list[Group]:
+        """What config.json says of weights of a type and of so many bits; empty: it has no groups."""
+        told = groups(self.of)
+        found = [one for one in told if one.type == kind and one.bits in bits]
+        if told and not found:
+            kinds = listed([f"{one.type} of {one.bits} bits" for one in told])
+            of = f"{bits[0]} to {bits[-1]}" if len(bits) > 1 else f"{bits[0]}"
+            self._fail(key, f"{show(key)} has values of type {kind} of {of} bits, and `config_groups` of "
+                f"{show(str(self.of.path))} has weights of type {kinds}")  # fmt: skip
+        return found
 
     def _int8(self, key: str, dtype: str, shape: tuple[int, ...]) -> Quantised | None:
         scale = key + "_scale"
         if dtype != "I8" or scale not in self.tensors or self.tensors[scale][0] not in _SCALES:
             return None
-        if key + "_zero_point" in self.tensors:
-            raise UnsupportedError(f"{show(key)} is int8 with a zero point, which is not supported", key=key)
-        its = self.tensors[scale][1]
-        if its not in ((shape[0], 1), (shape[0],), (1,), (), (1, 1)):
-            self._fail(scale, f"{show(scale)} has shape {its}, and {show(key)} {shape}: no scale a row or a tensor")
         return self._scaled(key, shape, scale, _SCALES, "int8")
 
     # -- 4 bits with a scale a block
@@ -311,6 +341,13 @@ class _Finder:
         parts = {"weight": key, "scale": self._part(key, name + "_scale", "scale")}
         if dtype == "I32":
             return self._packed_integers(key, name, shape, parts)
+        told = [one.bits for one in groups(self.of) if one.type == "float"]
+        if told and 4 not in told:
+            raise UnsupportedError(
+                f"{show(key)} has floats of {listed(map(str, dict.fromkeys(told)))} bits, as `config_groups` of "
+                f"{show(str(self.of.path))} says: of packed floats only those of 4 bits are supported",
+                key=key,
+            )
         if self.tensors[parts["scale"]][0] in _POWERS:
             return self._fp4(key, name, shape, parts | self._of_module(module), "mxfp4-packed")
         self._part(key, parts["scale"], "scale", ("F8_E4M3",))
@@ -319,18 +356,35 @@ class _Finder:
 
     def _packed_integers(self, key: str, name: str, shape: tuple[int, ...], parts: dict[str, str]) -> Quantised:
         parts["shape"] = self._part(key, name + "_shape", "shape", ("I64", "I32"), (2,))
-        optional = {"zero_point": name + "_zero_point", "g_idx": name + "_g_idx"}
-        parts |= {role: part for role, part in optional.items() if part in self.tensors}
+        parts |= {"g_idx": name + "_g_idx"} if name + "_g_idx" in self.tensors else {}
         its = self.tensors[parts["scale"]][1]
-        rows, groups = shape[0], its[-1] if its else 0
+        rows, of_row = shape[0], its[-1] if its else 1
         columns = self._integers(parts["shape"])
         if len(columns) != 2 or columns[0] != rows or not columns[1] or columns[1] > shape[1] * 32:
             self._fail(parts["shape"], f"{show(parts['shape'])} is {columns}, and {show(key)} has shape {shape}")
-        self._part(key, parts["scale"], "scale", _SCALES, (rows, groups))
-        bits = 4 if -(-columns[1] // 8) == shape[1] else 8
-        if not groups or -(-columns[1] * bits // 32) != shape[1] or columns[1] % groups:
-            self._fail(key, f"{show(key)} of shape {shape} packs no {columns} integers of 4 or 8 bits")
-        return Quantised(name, "int-packed", columns, parts, is_whole=True, values={"bits": bits})
+        one_for_all = math.prod(its) == 1
+        self._part(key, parts["scale"], "scale", _SCALES, its if one_for_all else (rows, of_row))
+        told = self._groups(key, "int", _INTEGERS)
+        bits = [n for n in _INTEGERS if -(-columns[1] * n // 32) == shape[1]]
+        if told:
+            bits = [n for n in bits if any(one.bits == n for one in told)]
+        if len(bits) != 1 or not of_row or columns[1] % of_row:
+            path = f", as `config_groups` of {show(str(self.of.path))} says" if told else ""
+            counts = [str(n) for n in (bits or sorted({one.bits for one in told}) or _INTEGERS)]
+            self._fail(key, f"{show(key)} of shape {shape} packs no {columns} integers of {listed(counts)} bits{path}, "
+                f"in {of_row} groups a row")  # fmt: skip
+        told = [one for one in told if one.bits == bits[0]]
+        sizes = {one.block[1] or columns[1] for one in told}
+        if told and columns[1] // of_row not in sizes:
+            self._fail(key, f"{show(parts['scale'])} has {of_row} groups a row of {columns[1]}, and `config_groups` of "
+                f"{show(str(self.of.path))} has groups of {listed(map(str, sorted(sizes)))}")  # fmt: skip
+        told = [one for one in told if (one.block[1] or columns[1]) == columns[1] // of_row]
+        zeros = name + "_zero_point"
+        if self._has_zeros(zeros, told):
+            parts["zero_point"] = self._part(key, zeros, "zero point")
+            if self.tensors[zeros][0] == "I32":
+                self._part(key, zeros, "zero point", (), (-(-rows * bits[0] // 32), of_row))
+        return Quantised(name, "int-packed", columns, parts, is_whole=True, values={"bits": bits[0]})
 
     # -- GPTQ and AWQ
 

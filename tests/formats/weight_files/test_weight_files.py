@@ -54,7 +54,10 @@ def files(folder: Path, base: str, count: int, suffix: str = "safetensors", digi
     return written
 
 
-@pytest.mark.parametrize("base", [DIFFUSERS, "adapter_model", "consolidated", "model.fp16", f"{DIFFUSERS}.fp16"])
+BASES = [DIFFUSERS, "adapter_model", "pytorch_lora_weights", "consolidated", "model.fp16", f"{DIFFUSERS}.fp16"]
+
+
+@pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
 def test_one_file(tmp_path: Path, base: str, suffix: str) -> None:
     (save_file if suffix == "safetensors" else torch.save)(ARRAYS, tmp_path / f"{base}.{suffix}")
@@ -274,3 +277,10 @@ def test_an_adapter_of_peft_is_written_under_its_names(tmp_path: Path) -> None:
     fresh = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
     loaded = peft.PeftModel.from_pretrained(fresh, str(tmp_path / "out"))
     assert any(torch.equal(tensor, written[key]) for key in written for tensor in loaded.half().state_dict().values())
+
+
+def test_an_adapter_of_diffusers_is_written_under_its_name(tmp_path: Path) -> None:
+    (tmp_path / "lora").mkdir()
+    save_file(ARRAYS, tmp_path / "lora" / "pytorch_lora_weights.safetensors")
+    reshard.convert(tmp_path / "lora", tmp_path / "out", dtype="float16")
+    assert load_file(tmp_path / "out" / "pytorch_lora_weights.safetensors").keys() == ARRAYS.keys()

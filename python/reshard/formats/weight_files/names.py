@@ -9,8 +9,8 @@
 The same names exist with `.bin` in place of `.safetensors`. A single file and an index have to have a known base; the
 files of any base are a set if they are numbered.
 
-Source: `diffusers/utils/constants.py` and `models/model_loading_utils.py` of diffusers 0.36; `peft/utils/constants.py`
-of peft 0.18; `transformers/modeling_utils.py` of transformers 5.
+Source: `diffusers/utils/constants.py`, `models/model_loading_utils.py` and `loaders/lora_base.py` of diffusers 0.36;
+`peft/utils/constants.py` of peft 0.18; `transformers/modeling_utils.py` of transformers 5.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ PIPELINE_FILE = "model_index.json"
 
 ADAPTER = "adapter_model"
 DIFFUSERS = "diffusion_pytorch_model"
-BASES = (DIFFUSERS, ADAPTER, "consolidated", "model", "pytorch_model")
+LORA = "pytorch_lora_weights"
+BASES = (DIFFUSERS, ADAPTER, LORA, "consolidated", "model", "pytorch_model")
 """Bases of which one file is a set."""
 
-KEPT = (DIFFUSERS, ADAPTER)
+KEPT = (DIFFUSERS, ADAPTER, LORA)
 """Bases that the library of the weights expects, also where they are written again."""
 
 PIPELINE_TRAITS = TRAITS._replace(is_pretrained=False)

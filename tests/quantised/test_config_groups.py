@@ -1,0 +1,143 @@
+"""`config_groups` of compressed-tensors say how weights are read, and must agree with the tensors."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from tests.helpers.quantised_samples import ARCHITECTURE, fp8, integers, scales
+
+import reshard
+from reshard.errors import MismatchError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from tests.helpers.quantised_samples import Array
+
+RNG = np.random.default_rng
+
+
+def model(folder: Path, arrays: Mapping[str, Array], *weights: dict[str, Any] | None) -> Path:
+    groups = {f"group_{n}": {"targets": ["Linear"], "weights": one} for n, one in enumerate(weights)}
+    entry = {"quant_method": "compressed-tensors", "config_groups": groups}
+    folder.mkdir()
+    reshard.save_file(dict(arrays), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**ARCHITECTURE, "quantization_config": entry}))
+    return folder
+
+
+def args(kind: str, bits: int, strategy: str, **more: Any) -> dict[str, Any]:
+    return {"type": kind, "num_bits": bits, "strategy": strategy, **more}
+
+
+def packed(rng: np.random.Generator, bits: int, rows: int, columns: int, groups: int) -> dict[str, Array]:
+    return {
+        "a.weight_packed": integers(rng, (rows, -(-columns * bits // 32)), np.int32),
+        "a.weight_scale": scales(rng, (rows, groups), ml_dtypes.bfloat16),
+        "a.weight_shape": np.array([rows, columns]),
+    }
+
+
+def test_blocks_are_those_of_the_groups(tmp_path: Path) -> None:
+    """Two blocks of 96 rows are no blocks of 128, and five of 40 do not divide 190."""
+    for rows_a_block, n in ((96, 2), (40, 5)):
+        arrays = {"a.weight": fp8(RNG(1), (190, 128)), "a.weight_scale": scales(RNG(2), (n, 1))}
+        size: object = [40, 128] if n == 5 else "96x128"
+        block = args("float", 8, "block", block_structure=size)
+        path = model(tmp_path / f"{n}", arrays, args("float", 4, "tensor_group", group_size=16), block, None)
+        of_rows = np.repeat(arrays["a.weight_scale"], rows_a_block, 0)[:190]
+        with reshard.open(path) as checkpoint, checkpoint.dequantised() as plain:
+            assert (plain.read("a.weight") == arrays["a.weight"].astype(np.float32) * of_rows).all()
+
+
+def test_groups_and_tensors_agree(tmp_path: Path) -> None:
+    weight = {"a.weight": fp8(RNG(1), (256, 128)), "a.weight_scale": scales(RNG(2), (2, 1))}
+    four = packed(RNG(3), 4, 64, 128, 2)
+    cases: list[tuple[Mapping[str, Array], list[dict[str, Any]], str]] = [
+        (weight, [args("float", 8, "block", block_structure=[64, 64])], "blocks of 64 x 64, as `config_groups` of"),
+        (weight, [args("float", 8, "channel")], "blocks of 1 x 128, as `config_groups` of"),
+        (weight, [args("int", 8, "channel")], "has values of type float of 8 bits, and `config_groups` of"),
+        (
+            {"a.weight": fp8(RNG(1), (190, 128)), "a.weight_scale": scales(RNG(2), (2, 1))},
+            [args("float", 8, "block", block_structure=[n, 128]) for n in (96, 128)],
+            "blocks of 96 x 128 and 128 x 128, as `config_groups` of",
+        ),
+        (weight, [args("float", 8, "block", block_structure="128xx")], "`weights` of the group `group_0`"),
+        (weight, [args("float", 8, "group", group_size=0)], "`weights` of the group `group_0`"),
+        (four, [args("int", 8, "group", group_size=64)], "packs no (64, 128) integers of 8 bits, as `config_groups`"),
+        (four, [args("int", 4, "group", group_size=32)], "has 2 groups a row of 128, and `config_groups` of"),
+        (four, [args("int", 4, "group", group_size=64, symmetric=False)], "`a.weight_zero_point` is missing"),
+        (
+            {"a.weight": integers(RNG(1), (8, 4), np.int8), "a.weight_scale": scales(RNG(1), (8, 1))},
+            [args("int", 8, "channel", symmetric=False)],
+            "`a.weight_zero_point` is missing",
+        ),
+    ]
+    for number, (arrays, groups, message) in enumerate(cases):
+        path = model(tmp_path / f"{number}", arrays, *groups)
+        with reshard.open(path) as checkpoint, pytest.raises(MismatchError, match=re.escape(message)):
+            checkpoint.quantised()
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
+def test_int8_with_groups_and_zero_points(dtype: Any, tmp_path: Path) -> None:
+    """As `compressed_tensors.quantization.lifecycle.forward.dequantize`: exact differences, and one rounding."""
+    rng = RNG(4)
+    arrays = {
+        "a.weight": integers(rng, (6, 96), np.int8), "a.weight_scale": scales(rng, (6, 3), dtype),
+        "a.weight_zero_point": integers(rng, (6, 3), np.int8),
+        "b.weight": integers(rng, (4, 64), np.int8), "b.weight_scale": scales(rng, (4, 2), dtype),
+        "b.weight_zero_point": integers(rng, (4, 2), np.int8),
+    }  # fmt: skip
+    path = model(tmp_path / "m", arrays, args("int", 8, "group", group_size=32, symmetric=False))
+    with reshard.open(path) as checkpoint, checkpoint.dequantised() as plain:
+        assert list(checkpoint.quantised()["a.weight"].parts) == ["weight", "scale", "zero_point"]
+        found = plain.load(dtype=np.dtype(dtype).name)
+    for name in "ab":
+        zeros, of = (np.repeat(arrays[f"{name}.weight_{one}"], 32, 1) for one in ("zero_point", "scale"))
+        difference = (arrays[f"{name}.weight"].astype(np.int16) - zeros).astype(np.float32)
+        assert (found[f"{name}.weight"] == (difference * of.astype(np.float32)).astype(dtype)).all()
+    # A part follows its weight into the ranks.
+    layout = {"mesh": {"tp": 2}, "rules": [{"match": "*", "cut": ["tp"]}]}
+    reshard.convert(path, tmp_path / "ranks", to="checkpoint2", layout=layout)
+    with reshard.open(tmp_path / "ranks") as checkpoint:
+        assert [one.shape for one in checkpoint["a.weight_zero_point"].shards] == [(3, 3)] * 2
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_packed_integers_of_any_bits_stay_as_they_are(bits: int, tmp_path: Path) -> None:
+    arrays = packed(RNG(bits), bits, 32, 96, 3)
+    path = model(tmp_path / "m", arrays, args("int", bits, "group", group_size=32))
+    reshard.convert(path, tmp_path / "out")
+    with reshard.open(tmp_path / "out") as checkpoint:
+        [one] = checkpoint.quantised().values()
+        assert (one.kind, one.shape, one.values) == ("int-packed", (32, 96), {"bits": bits})
+        assert all((checkpoint.read(key).view(np.uint8) == array.view(np.uint8)).all() for key, array in arrays.items())
+
+
+def test_packed_integers_whose_values_are_not_known(tmp_path: Path) -> None:
+    zeros = {"a.weight_zero_point": np.zeros((4, 3), np.int32)}
+    odd = packed(RNG(1), 3, 32, 96, 3)
+    one_scale = packed(RNG(1), 4, 32, 96, 3) | {"a.weight_scale": scales(RNG(2), (1,))}
+    for number, arrays in enumerate((packed(RNG(1), 4, 32, 96, 3) | zeros, odd, one_scale)):
+        reshard.save_file(arrays, tmp_path / f"{number}.safetensors")
+        with reshard.open(tmp_path / f"{number}.safetensors") as checkpoint:
+            assert [one.kind for one in checkpoint.quantised().values()] == ["int-packed"]
+            with pytest.raises(UnsupportedError, match="how its values are computed is not known here"):
+                checkpoint.dequantised()
+
+
+def test_floats_of_6_bits_are_refused_by_name(tmp_path: Path) -> None:
+    arrays = {"a.weight_packed": np.zeros((8, 96), np.uint8), "a.weight_scale": np.zeros((8, 4), np.uint8)}
+    path = model(tmp_path / "m", arrays, args("float", 6, "group", group_size=32))
+    with (
+        reshard.open(path) as checkpoint,
+        pytest.raises(UnsupportedError, match="has floats of 6 bits, as `config_groups`"),
+    ):
+        checkpoint.quantised()
