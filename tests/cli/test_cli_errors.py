@@ -32,6 +32,7 @@ CKPT2 = SAMPLES / "ckpt2" / "checkpoint"
 # -- convert
 
 
+@pytest.mark.slow(disk=False)
 def test_convert_says_what_it_wrote(tmp_path: Path, model: Path) -> None:
     code, out, err = outcome("convert", model, tmp_path / "hf")
     assert (code, err) == (0, "")

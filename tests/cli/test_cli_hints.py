@@ -253,7 +253,8 @@ def hints() -> list[tuple[str, str]]:
     """Every hint in the package, with its place: keywords, and variables, of the name."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)) if "hint" in text else ():
             value = None
             if (isinstance(node, ast.keyword) and node.arg == "hint") or (
                 isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "hint" for t in node.targets)

@@ -234,6 +234,7 @@ def write_yaml(path: Path, text: str) -> Path:
 TP2 = "{mesh: {pp: 2, tp: 2}, rules: [{match: '*.w', cut: [tp]}, {match: '*'}]}"
 
 
+@pytest.mark.slow(disk=False)
 def test_a_forecast_is_what_a_conversion_writes_and_a_load_reads(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     tensors = {f"layers.{n}.w": rng.random((8, 6), np.float32) for n in range(3)} | {"b": np.zeros(5, np.int8)}

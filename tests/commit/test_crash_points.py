@@ -346,6 +346,7 @@ def test_killed_in_retention(*, is_in_place: bool, base: Path, monkeypatch: pyte
     check_killed_in_retention(base)
 
 
+@pytest.mark.slow(disk=False)
 def test_killed_in_retention_on_a_full_disk(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a trash and without the mark: what has lost its manifest does not count, and is left."""
     restarted(partial(fill, base))

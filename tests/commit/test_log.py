@@ -518,4 +518,4 @@ def test_two_writers_retention_and_readers_in_any_order(monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 def test_many_orders_of_two_writers_retention_and_readers(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_worlds(range(1000, 1400), monkeypatch)
+    run_worlds(range(1000, 1180), monkeypatch)  # each number of writers with each rate of faults and kills, three times

@@ -147,6 +147,7 @@ def test_an_opened_checkpoint_that_is_modified_in_place_is_refused_and_a_replace
             opened.load()
 
 
+@pytest.mark.slow(disk=False)
 def test_two_files_of_an_unfinished_save_are_refused(tmp_path: Path) -> None:
     """Nothing changes while they are read: the program has written one, and writes the other."""
     folder = tmp_path / "model"

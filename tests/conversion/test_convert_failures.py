@@ -646,6 +646,7 @@ def in_order(found: list[str], *wanted: str) -> None:
         at = found.index(entry, at) + 1
 
 
+@pytest.mark.slow(disk=False)
 def test_what_is_durable_is_synced_before_it_is_named(source: Path, tmp_path: Path) -> None:
     found = calls_of(source, tmp_path / "new" / "root", tmp_path / "trace", {"to": "checkpoint2"})
     manifest = next(i for i, entry in enumerate(found) if entry.startswith("rename") and "manifest.json" in entry)
@@ -698,6 +699,7 @@ def test_state_is_synced_at_once_before_the_manifest(tmp_path: Path, monkeypatch
     assert {f"extra-000000{rank}.{end}" for rank in range(3) for end in ("json", "arrays")} <= {*before_manifest}
 
 
+@pytest.mark.slow(disk=False)
 def test_a_hugging_face_folder_is_synced_before_it_is_named(source: Path, tmp_path: Path) -> None:
     found = calls_of(source, tmp_path / "hf", tmp_path / "trace", {"files": {"max_shard_size": 300}})
     for name in ("model-00001-of-00003.safetensors", "model.safetensors.index.json"):

@@ -343,5 +343,6 @@ def test_a_rank_that_no_launcher_tells_is_refused(
     assert not (tmp_path / "dst").exists()
 
 
+@pytest.mark.slow(disk=False)
 def test_the_share_of_the_command(tmp_path: Path, source: Path) -> None:
     assert json.loads(converted(source, tmp_path / "x", "--share", "1/3").stdout)["pending"] == [0, 2]

@@ -264,6 +264,7 @@ def test_diffusers_loads_a_single_file_and_else_those_of_the_index(tmp_path: Pat
     assert [file.name for file in _diffusers_files(folder)] == [name]
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.filterwarnings("ignore")
 def test_verify_finds_what_diffusers_does_not_load(tmp_path: Path) -> None:
     diffusers = pytest.importorskip("diffusers")

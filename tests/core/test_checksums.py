@@ -42,7 +42,7 @@ def entries(tensors: dict[str, np.ndarray]) -> list[tuple[str, str, tuple[int, .
     return [(key, names[str(array.dtype)], array.shape, array) for key, array in tensors.items()]
 
 
-@pytest.mark.disk
+@pytest.mark.slow
 def test_a_large_file_is_right_by_every_route(tmp_path: Path) -> None:
     # Not durable: the first 16 MiB go into the page cache, the next 32 MiB past it, the others by the faster route.
     tensors = {"w": np.random.default_rng(5).integers(0, 99, 9_000_001, np.int64)}

@@ -447,6 +447,7 @@ def interrupt(code: str, *arguments: object) -> float:
     return time.monotonic() - started
 
 
+@pytest.mark.slow(disk=False)
 def test_ctrl_c_stops_a_load(big: Path) -> None:
     code = """
     import sys, reshard

@@ -451,6 +451,7 @@ def test_a_folder_that_is_seen_late_is_waited_for(root: Path, monkeypatch: pytes
     assert n_looks == 2
 
 
+@pytest.mark.slow(disk=False)
 def test_real_processes_agree(root: Path) -> None:
     pytest.importorskip("torch")
     from tests.helpers.ranks import Job
@@ -488,6 +489,7 @@ def test_a_lock_that_cannot_be_asked_hides_no_damage(root: Path, monkeypatch: py
     assert (found, decision.verdicts[0].reason) == (5, "a byte is wrong")
 
 
+@pytest.mark.slow(disk=False)
 def test_a_dead_rank_is_an_error_in_time(root: Path) -> None:
     pytest.importorskip("torch")
     from tests.helpers.ranks import Job

@@ -176,6 +176,7 @@ write_descriptions(plan_layout(tensors, bound), locate(sys.argv[2]), mode=0o666)
 """
 
 
+@pytest.mark.slow(disk=False)
 def test_metadata_takes_memory_in_proportion_to_the_ranks(tmp_path: Path) -> None:
     few, many = (peak_mib(DESCRIBE, n_ranks, tmp_path) for n_ranks in (64, 16384))
     assert many - few < 128, f"{many:.0f} MiB for 16,384 ranks"  # 1.5 GiB with the list of all ranks for each file

@@ -84,6 +84,7 @@ def test_every_command_of_the_script_is_run(all_calls: list[str]) -> None:
     assert len(all_calls) == len(commands_of_the_script()) + 2  # git rev-parse and git status stand in assignments
 
 
+@pytest.mark.slow(disk=False)
 def test_the_script_stops_at_each_command_that_fails(all_calls: list[str], tmp_path: Path) -> None:
     for place in range(1, len(all_calls) + 1):
         folder = tmp_path / str(place)

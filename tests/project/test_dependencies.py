@@ -125,6 +125,7 @@ def text_in(*paths: str, suffix: str = "") -> str:
     return "\n".join(file.read_text() for file in files)
 
 
+@pytest.mark.slow(disk=False)
 def test_every_python_package_is_used() -> None:
     """One that nothing uses is a finding. Crates: `test_rust_dependencies.py`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -316,6 +316,7 @@ def test_a_store_that_is_silent_or_gone() -> None:
             assert lost["seconds"] < LATE
 
 
+@pytest.mark.slow(disk=False)
 def test_a_store_that_answers_slowly_is_not_silent() -> None:
     over = Signal()
 
@@ -387,6 +388,7 @@ def test_a_wait_of_torch_in_the_store_holds_nobody_up() -> None:
         assert job.values() == [True, True]
 
 
+@pytest.mark.slow(disk=False)
 def test_a_session_that_one_rank_missed_is_not_taken_for_the_next() -> None:
     failed, over = Signal(), Signal()
 
@@ -443,6 +445,7 @@ def test_nothing_is_left_in_the_store() -> None:
         assert job.values() == [["barrier", "save"]] * 3
 
 
+@pytest.mark.slow(disk=False)
 @needs_list_keys
 def test_a_broadcast_is_fetched_before_its_root_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
     linger_s = torch_group._LINGER_S
@@ -608,6 +611,7 @@ def test_a_group_of_the_users_own() -> None:
     assert in_threads(3, work) == [[[0, 1, 2], "rank 1: full"]] * 3
 
 
+@pytest.mark.slow(disk=False)
 def test_the_decision_of_rank_0_has_the_whole_time_after_a_slow_rank() -> None:
     def work(group: Group) -> int:
         def choose(values: list[int]) -> int:

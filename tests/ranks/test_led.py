@@ -221,6 +221,7 @@ def test_a_rank_that_cannot_begin_is_an_error_on_all(run: Path) -> None:
         assert job.values() == [False, True, True]
 
 
+@pytest.mark.slow(disk=False)
 def test_rank_0_ends_once_all_have_the_report(run: Path) -> None:
     """It may serve the store that the others need."""
     has_ended = Signal()

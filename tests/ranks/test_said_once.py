@@ -95,6 +95,7 @@ def looped(root: Path, group: TorchGroup, *, fails: bool) -> None:
             made.step(step)
 
 
+@pytest.mark.slow(disk=False)
 def test_what_all_ranks_have_is_said_by_the_first(tmp_path: Path) -> None:
     source = published(tmp_path / "source")
     config = {"load_checkpoint": str(source), "resume_training": False}

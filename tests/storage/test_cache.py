@@ -93,6 +93,7 @@ def test_a_part_fetches_its_blocks(proxy: Proxy, file: Any) -> None:
     assert fetched(proxy) <= 4 * _BLOCK
 
 
+@pytest.mark.slow(disk=False)
 def test_processes_of_a_host_fetch_each_byte_once(proxy: Proxy, file: Any, tmp_path: Path) -> None:
     url, tensors = file
 
@@ -163,6 +164,7 @@ def test_another_version_is_fetched(proxy: Proxy, s3: S3Server, file: Any, tmp_p
     check(url, other)
 
 
+@pytest.mark.slow(disk=False)
 def test_the_folder_is_bounded(file: Any, cache: Path) -> None:
     url, tensors = file
     use_cache(cache, "9MB")

@@ -169,6 +169,7 @@ class Ring(SingleProcess):
         return self._inner.broadcast(value, root=root, timeout=timeout)
 
 
+@pytest.mark.slow(disk=False)
 def test_group_of_ones_own_heeds_signals_where_a_save_is_due(tmp_path: Path) -> None:
     def work(group: TorchGroup) -> Any:
         made = Checkpointer(tmp_path, save_every=3, group=Ring(group), commit={"durable": False})
@@ -197,6 +198,7 @@ def test_clock_needs_a_board(tmp_path: Path) -> None:
         job.values()
 
 
+@pytest.mark.slow(disk=False)
 def test_lost_rank_costs_a_save_and_not_the_training(tmp_path: Path) -> None:
     def work(group: TorchGroup) -> Any:
         with make(tmp_path, save_every=1, timeout=30, async_save=False) as made:
@@ -215,6 +217,7 @@ def test_lost_rank_costs_a_save_and_not_the_training(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("iteration_*"))
 
 
+@pytest.mark.slow(disk=False)
 def test_killed_rank_costs_the_pending_save_and_not_the_time_of_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,6 +246,7 @@ def test_killed_rank_costs_the_pending_save_and_not_the_time_of_the_others(
     assert not list(tmp_path.glob("iteration_*"))
 
 
+@pytest.mark.slow(disk=False)
 def test_save_that_moves_is_waited_for_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Checkpoint2Prepared.write
 

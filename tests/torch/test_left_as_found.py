@@ -38,6 +38,7 @@ def test_a_signal_that_cannot_be_handled_is_an_error_and_changes_no_handler(
         signal.signal(TERM, kept)
 
 
+@pytest.mark.slow(disk=False)
 def test_a_dropped_checkpointer_gives_its_handlers_back(tmp_path: Path) -> None:
     before = signal.getsignal(TERM)
     checkpointer = Checkpointer(tmp_path / "a")
@@ -47,6 +48,7 @@ def test_a_dropped_checkpointer_gives_its_handlers_back(tmp_path: Path) -> None:
     assert signal.getsignal(TERM) == before
 
 
+@pytest.mark.slow(disk=False)
 def test_a_checkpointer_dropped_after_a_run_gives_its_handlers_back(tmp_path: Path) -> None:
     before = signal.getsignal(TERM)
     model = torch.nn.Linear(2, 2)

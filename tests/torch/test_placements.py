@@ -246,6 +246,7 @@ def test_slices_of_a_mesh_and_hybrid_sharding() -> None:
     }
 
 
+@pytest.mark.slow(disk=False)
 def test_stages_of_a_pipeline() -> None:
     """Each rank has its own keys: on a mesh dim, on meshes of their own, and without any mesh."""
 
@@ -278,6 +279,7 @@ def test_stages_of_a_pipeline() -> None:
         assert [{**place, "axis": "pp"} for place in layout["place"]] == places
 
 
+@pytest.mark.slow(disk=False)
 def test_where_there_is_no_layout_the_reason_is_told() -> None:
     def work(group: TorchGroup) -> list[Any]:
         everything = []

@@ -416,6 +416,7 @@ def test_extra_state_of_modules_is_kept_for_each_rank_where_it_differs(tmp_path:
             assert "the state beside the tensors of `a` differed between the 2 ranks that saved" in values[0][2][0]
 
 
+@pytest.mark.slow(disk=False)
 def test_state_besides_tensors_of_a_whole_parameter_must_be_equal(tmp_path: Path) -> None:
     def work(size: int, group: TorchGroup) -> Any:
         torch.manual_seed(0)

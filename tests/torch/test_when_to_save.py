@@ -295,6 +295,7 @@ def test_exception_after_a_failed_save_in_the_background_saves_the_last_complete
     assert waits or "the save in the background failed: no room" in caplog.messages
 
 
+@pytest.mark.slow(disk=False)
 def test_exception_on_one_rank_saves_nothing(tmp_path: Path) -> None:
     def work(group: TorchGroup) -> str:
         trainer = Trainer()

@@ -167,6 +167,7 @@ def test_files_of_torch_with_a_wrapper_of_a_weight(tmp_path: Path) -> None:
             reshard.open(tmp_path / name).read("w")
 
 
+@pytest.mark.slow(disk=False)
 def test_dcp_on_two_ranks(tmp_path: Path) -> None:
     """Copies are compared; a part of such a tensor is refused."""
 

@@ -455,6 +455,7 @@ def test_retention_that_cannot_be_is_refused_before_anything_is_written(options:
     assert not (tmp_path / "root").exists()
 
 
+@pytest.mark.slow(disk=False)
 def test_a_save_that_is_overtaken_says_so(tmp_path: Path) -> None:
     other = "import reshard, sys; reshard.save(sys.argv[1], 2, {}, commit={'durable': False, 'takeover': True})"
 

@@ -215,6 +215,7 @@ def run(code: str, *args: object) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.disk  # memory is volatile, and a save says so
 def test_the_end_of_the_interpreter_waits(tmp_path: Path) -> None:
     code = """
@@ -249,6 +250,7 @@ def test_the_end_of_the_interpreter_tells_of_an_error(tmp_path: Path) -> None:
     assert "iteration 3 failed in the background: the disk is gone" in done.stderr
 
 
+@pytest.mark.slow(disk=False)
 def test_the_end_of_the_interpreter_does_not_wait_for_what_was_let_go(tmp_path: Path) -> None:
     code = """
     import sys, threading, numpy as np, reshard
@@ -328,6 +330,7 @@ LAYOUT = {"mesh": {"dp": 2, "tp": 2}, "rules": [{"match": "*.w", "cut": ["tp"]},
 WHOLE = {"a.w": np.arange(64.0).reshape(8, 8), "b.w": np.arange(16, dtype=np.int32), "step": np.array(3)}
 
 
+@pytest.mark.slow(disk=False)
 def test_four_ranks_in_the_background(tmp_path: Path) -> None:
     def work(group: Any) -> list[Any]:
         own = local_arrays(LAYOUT, WHOLE, group.rank)

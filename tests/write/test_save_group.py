@@ -99,6 +99,7 @@ def test_ranks_save_together(tmp_path: Path, world_size: int) -> None:
     assert manifest.read(locate(first)).world_size == world_size
 
 
+@pytest.mark.slow(disk=False)
 def test_a_rank_that_raises_is_told_on_all_and_the_next_save_works(tmp_path: Path) -> None:
     def work(group: Any) -> list[str]:
         told = []

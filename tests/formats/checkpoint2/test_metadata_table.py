@@ -418,6 +418,7 @@ def table_with(*lists: list[bytes]) -> bytes:
     return b"RSMETA01" + text_of("d") + b"".join(parts)
 
 
+@pytest.mark.slow(disk=False)
 def test_headers_that_are_read_beside_a_large_table_are_verified(tmp_path: Path) -> None:
     arrays = {f"model.layers.{i}.a_long_name_of_a_weight": np.full(2, i, np.int16) for i in range(15_000)}
     layout = {"mesh": {"tp": 2}, "rules": [{"match": "*", "cut": ["tp"]}]}

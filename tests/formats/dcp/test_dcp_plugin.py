@@ -417,6 +417,7 @@ def test_saves_report_events(tmp_path: Path) -> None:
     assert later[0].fields["blocking"] is False
 
 
+@pytest.mark.slow(disk=False)
 def test_two_ranks_save_and_another_number_of_ranks_loads(tmp_path: Path) -> None:
     whole = torch.arange(35.0).reshape(5, 7)
 
