@@ -326,7 +326,7 @@ def _file(writers: Location, generation: int) -> Location:
 
 def _generations(writers: Location) -> list[int]:
     """The generations of all claims, ascending."""
-    return sorted(int(match[1]) for name in filesystem.names(writers) if (match := _CLAIM_FILE.fullmatch(name)))
+    return sorted([int(match[1]) for name in filesystem.names(writers) if (match := _CLAIM_FILE.fullmatch(name))])
 
 
 def _beat(path: Location) -> int | None:

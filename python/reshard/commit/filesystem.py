@@ -61,7 +61,7 @@ def sync_together(files: Sequence[Location], folders: Sequence[Location]) -> Non
     Raises:
         StorageError: the system failed; after that none of them counts as durable.
     """
-    _step(f"sync {' and '.join(one.name for one in (*files, *folders))}")
+    _step(f"sync {' and '.join([one.name for one in (*files, *folders)])}")
     folders[0].store.sync_together([one.path for one in files], [one.path for one in folders])
 
 

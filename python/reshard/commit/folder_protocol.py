@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import os
 from dataclasses import dataclass, field
@@ -95,10 +96,9 @@ def begin(
         for name in (STAGING_FOLDER, TRASH_FOLDER):
             filesystem.make_folder(place / name, folder_mode, durable=durable)
         _check_one_filesystem(place)
-        lines, entries = recover_locked(claim, below=0 if rollback else iteration, durable=durable)
+        lines, entries, tracker = recover_locked(claim, below=0 if rollback else iteration, durable=durable)
         for line in lines:
             _log.warning("%s: %s", place, line)
-        tracker = roots.tracked_iteration(place)
         if not rollback:
             check_above_tracker(place, iteration, tracker)
         if folder.exists() and not overwrite:
@@ -249,8 +249,8 @@ def make_root(root: Location, mode: int, *, durable: bool) -> None:
         DestinationExistsError: it is not a folder.
         StorageError: the system failed.
     """
-    missing = [folder for folder in (root, *root.parents) if not folder.exists()]
-    for folder in reversed(missing):
+    missing = itertools.takewhile(lambda folder: not folder.exists(), itertools.chain([root], root.parents))
+    for folder in reversed(list(missing)):
         filesystem.make_folder(folder, mode, durable=durable)
     wrong = _wrong_root(root)
     if wrong is not None:
@@ -263,7 +263,7 @@ def _wrong_root(place: Location) -> DestinationExistsError | None:
         return DestinationExistsError(
             f"{show(str(place))} is not a folder: {broken}", path=str(place), hint=BROKEN_LINK_HINT
         )
-    if place.exists() and not place.is_folder():
+    if place.kind(follow_links=True) not in (None, "folder"):
         return DestinationExistsError(
             f"{show(str(place))} is not a folder; a checkpoint root is one", path=str(place), hint="choose another root"
         )
@@ -278,7 +278,7 @@ def _wrong_root(place: Location) -> DestinationExistsError | None:
 
 def _check_one_filesystem(root: Location) -> None:
     for name in (STAGING_FOLDER, TRASH_FOLDER):
-        if not root.store.same_filesystem(str(root), str(root / name)):
+        if not root.store.same_filesystem(root.path, (root / name).path):
             raise StorageError(
                 f"{show(str(root / name))} lies on another file system than {show(str(root))}",
                 path=str(root / name),

@@ -216,13 +216,13 @@ class Manifest:
     @property
     def sizes(self) -> list[tuple[str, int]]:
         """Name and size of all files that it lists, shard files first."""
-        shards = [(name, entry.n_bytes) for name, entry in self.shards.items()]
-        return shards + [(name, entry.n_bytes) for name, entry in self.files.items()]
+        entries: dict[str, ShardEntry | PlainEntry] = {**self.shards, **self.files}
+        return [(name, entry.n_bytes) for name, entry in entries.items()]
 
     @property
     def n_bytes(self) -> int:
         """Bytes of all files that it lists."""
-        return sum(n_bytes for _, n_bytes in self.sizes)
+        return sum([n_bytes for _, n_bytes in self.sizes])
 
 
 @dataclass(frozen=True)
@@ -288,7 +288,7 @@ def read(folder: Location) -> Manifest:
         StorageError: the system failed to read it.
     """
     place = folder / MANIFEST_FILE
-    path = str(place)
+    path = place.path
     data, found = _read_text(place)
     manifest = _parse(place, data)
     if manifest.digest != found:
@@ -299,22 +299,22 @@ def read(folder: Location) -> Manifest:
 
 
 class ManifestCache:
-    """Manifests by folder: each is parsed once, as long as its file stays the same."""
+    """Manifests of a root, by folder: each is parsed once, as long as its file stays the same."""
 
     def __init__(self) -> None:
-        self._known: dict[Location, tuple[Stat, Manifest]] = {}
+        self._known: dict[str, tuple[Stat, Manifest]] = {}
 
     def read(self, folder: Location) -> Manifest:
         """As the function `read`."""
         found = (folder / MANIFEST_FILE).stat()
-        known = self._known.get(folder)
+        known = self._known.get(folder.path)
         if known is None or known[0] != found:
-            known = self._known[folder] = (found, read(folder))
+            known = self._known[folder.path] = (found, read(folder))
         return known[1]
 
     def add(self, folder: Location, manifest: Manifest) -> None:
         """Add the manifest that this process has written into a folder. Raises StorageError."""
-        self._known[folder] = ((folder / MANIFEST_FILE).stat(), manifest)
+        self._known[folder.path] = ((folder / MANIFEST_FILE).stat(), manifest)
 
 
 def read_head(folder: Location) -> Head:
@@ -328,8 +328,7 @@ def read_head(folder: Location) -> Head:
     if bounds is None:
         manifest = read(folder)
     else:
-        nothing = _Entries((), lambda *_: b"", str(place), ShardEntry)
-        manifest = _parse(place, _frame(data, bounds), {"shards": nothing, "files": nothing, "digest": ""})
+        manifest = _parse(place, _frame(data, bounds), {"shards": _NOTHING, "files": _NOTHING, "digest": ""})
         _check_iteration(place, manifest)
     return Head(
         manifest.iteration,
@@ -409,7 +408,7 @@ def read_part(folder: Location, known: Outline) -> Manifest:
 
 
 def _check_iteration(place: Location, manifest: Manifest) -> None:
-    path = str(place)
+    path = place.path
     number = _iteration_of(place.parent.name)
     if number not in (None, manifest.iteration):
         raise DamagedFileError(
@@ -426,7 +425,7 @@ def read_digest(folder: Location) -> str:
 
 def _read_text(place: Location) -> tuple[bytes, str]:
     """The content of a manifest and its digest, which the content has. Raises as `read`."""
-    path = str(place)
+    path = place.path
     data = place.read_small(_MAX_BYTES)
     tail = _TAIL.search(data, max(0, len(data) - _TAIL_BYTES))
     if tail is None:
@@ -482,10 +481,11 @@ def _body(manifest: Manifest) -> bytes:
             if value:
                 lines.append(f'"metrics":{_dump(metrics.to_json(value))}')
         elif stored in ("shards", "files"):
-            inner = ",\n".join(
+            entries = [
                 f"{_dump(name)}:{_ENTRY_TEXTS[type(entry)] % tuple(vars(entry).values())}"
                 for name, entry in value.items()
-            )
+            ]
+            inner = ",\n".join(entries)
             lines.append(f'"{stored}":{{\n{inner}}}')
         elif stored != "digest":
             lines.append(f'"{stored}":{_dump(value)}')
@@ -498,7 +498,7 @@ _dump = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", "
 
 def _parse(place: Location, data: bytes, given: Mapping[str, Any] | None = None) -> Manifest:
     """The manifest of a text; `given`: fields of the manifest in place of those in the text."""
-    path = str(place)
+    path = place.path
     content = parse_json(data, path, max_values=_MAX_VALUES)
     try:
         return _manifest_of(content, given or {})
@@ -550,10 +550,10 @@ _ENTRY_TEXTS = {kind: _entry_text(kind) for kind in (ShardEntry, PlainEntry)}
 
 
 def _entry(name: str, value: object, kind: type[_Entry]) -> _Entry:
-    names = _NAMES[kind]
+    names = tuple(_NAMES[kind])  # in the order of the fields
     try:
-        found = _fields(value, "it", tuple(names))
-        return kind(**{names[stored]: field for stored, field in found.items()})
+        found = _fields(value, "it", names)
+        return kind(*map(found.__getitem__, names))
     except ArgumentError as error:
         raise ArgumentError(f"{show(name)}: {error.message}") from None
 
@@ -686,6 +686,9 @@ class _Entries(collections.abc.Mapping[str, _Entry]):
             content: Any = parse_json(text, self._path)
             self._known[number] = {name: _entry(name, value, self._kind) for name, value in content.items()}
         return self._known[number]
+
+
+_NOTHING: _Entries[Any] = _Entries((), lambda *_: b"", "", ShardEntry)
 
 
 # -- what it lists

@@ -34,7 +34,7 @@ def checked(metrics: Mapping[str, Any]) -> dict[str, int | float]:
             raise ArgumentError("a metric's name is not printable text")
         if not is_number(value):
             raise ArgumentError(f"the metric {show(name)} is {show(repr(value))}, expected a number of 64 bits")
-    if sum(len(name) + 32 for name in found) > _MAX_CHARACTERS:
+    if sum(map(len, found)) + 32 * len(found) > _MAX_CHARACTERS:
         raise ArgumentError(
             f"{len(found)} metrics are too many: their names and values have more than {_MAX_CHARACTERS} characters"
         )

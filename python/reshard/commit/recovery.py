@@ -43,7 +43,7 @@ def recover(root: Location, *, roll_forward: bool = True, durable: bool = True, 
         return recover_locked(claim, below=None if roll_forward else 0, durable=durable)[0]
 
 
-def recover_locked(claim: Claim, *, below: int | None, durable: bool) -> tuple[list[str], list[Entry]]:
+def recover_locked(claim: Claim, *, below: int | None, durable: bool) -> tuple[list[str], list[Entry], int | None]:
     """As `recover`, under the lock; `.staging` and `.trash` must exist.
 
     Args:
@@ -52,7 +52,7 @@ def recover_locked(claim: Claim, *, below: int | None, durable: bool) -> tuple[l
         durable: sync every change.
 
     Returns:
-        Descriptions of the actions, and what the root holds now.
+        Descriptions of the actions; what the root holds now, and the iteration that the tracker names.
     """
     root, done, staged = claim.root, [], []
     entries = root.entries()
@@ -78,7 +78,11 @@ def recover_locked(claim: Claim, *, below: int | None, durable: bool) -> tuple[l
         done += _finish_in_place(claim, durable=durable)
     if staged or done:
         entries = root.entries()
-    return done + _track(root, roots.resolve_candidates(root, entries), below, durable=durable), entries
+    listed = roots.resolve_candidates(root, entries)
+    moved_to = _track(root, listed, below, durable=durable)
+    if moved_to is None:
+        return done, entries, listed.tracker
+    return [*done, f"iteration {moved_to} was published but not tracked, and is now"], entries, moved_to
 
 
 def _roll_forward(root: Location, name: StagedName, *, durable: bool) -> bool:
@@ -131,8 +135,8 @@ def _finish_in_place(claim: Claim, *, durable: bool) -> list[str]:
     return done
 
 
-def _track(root: Location, candidates: Candidates, below: int | None, *, durable: bool) -> list[str]:
-    """Finish the last step of a publication: the tracker, and the marker `.tracked`."""
+def _track(root: Location, candidates: Candidates, below: int | None, *, durable: bool) -> int | None:
+    """Finish the last step of a publication: the marker `.tracked`, and the tracker. Returns where it was moved to."""
     tracker = candidates.tracker
     for iteration, name in sorted(candidates.folders, reverse=True):
         folder = root / name
@@ -149,5 +153,5 @@ def _track(root: Location, candidates: Candidates, below: int | None, *, durable
                 existing = [place for place in places if place.is_folder()]
                 staging.move_tracker(root, iteration, durable=durable, unsynced=existing)
                 staging.mark_tracked(folder, durable=durable)
-                return [f"iteration {iteration} was published but not tracked, and is now"]
-    return []
+                return iteration
+    return None

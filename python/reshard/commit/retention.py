@@ -217,10 +217,10 @@ def plan(
 
 
 def _counted(facts: Sequence[Facts], tracker: int | None) -> list[Facts]:
-    """Complete iterations that a restart may take, ascending."""
+    """Complete iterations that a restart may take, in their order."""
     return [
         one
-        for one in sorted(facts, key=lambda one: one.iteration)
+        for one in facts
         if one.is_complete and not one.is_passed_over and (tracker is None or one.iteration <= tracker)
     ]
 
@@ -231,7 +231,7 @@ def to_verify(
     """What has to be verified before a plan is carried out: one of these, the newest first.
 
     Args:
-        facts: those of the plan.
+        facts: those of the plan, ascending.
         gone: what it removes.
         kept: why the others stay.
         tracker: the iteration that the tracker names, or None.
@@ -521,30 +521,29 @@ def _look(
     """
     listed = roots.resolve_candidates(root, entries)
     known = roots.known_facts(root) or {}
-    found = {iteration: (name, *_judge(root / name, cache, judge)) for iteration, name in listed.folders}
-    behind = candidates.left_behind(
-        tuple(
-            known.get(name) or _folder_facts(root, iteration, name, manifest)
-            for iteration, (name, manifest, *_) in found.items()
-        ),
-        listed.tracker,
-    )
+    folders = {iteration: root / name for iteration, name in listed.folders}
+    found = {iteration: _judge(folders[iteration], name, cache, judge) for iteration, name in listed.folders}
+    facts_of = [
+        known.get(name) or _folder_facts(folders[iteration], iteration, name, found[iteration][0])
+        for iteration, name in listed.folders
+    ]
+    behind = candidates.left_behind(tuple(facts_of), listed.tracker)
     recorded_by: dict[int, frozenset[int]] = {}
     for number, by in behind.items():
         recorded_by[by] = recorded_by.get(by, frozenset()) | {number}
     facts = []
-    for iteration, (name, manifest, looked_like) in sorted(found.items()):
-        state: State = looked_like
+    for iteration, name in sorted(listed.folders):
+        folder, (manifest, state) = folders[iteration], found[iteration]
         if manifest is not None:
-            state = _contents(root / name, manifest, verified, faults)
-        if isinstance(state, Incomplete | Unreadable) and staging.unfinished(root / name) == REMOVED:
+            state = _contents(folder, manifest, verified, faults)
+        if isinstance(state, Incomplete | Unreadable) and staging.unfinished(folder) == REMOVED:
             state = Debris()
         facts.append(
             Facts(
                 iteration=iteration,
                 name=name,
                 state=state,
-                is_pinned=roots.is_pinned(root / name),
+                is_pinned=roots.is_pinned(folder),
                 is_passed_over=iteration in behind,
                 records=recorded_by.get(iteration, frozenset()),
                 metrics={} if manifest is None else manifest.metrics,
@@ -554,8 +553,8 @@ def _look(
     return facts, listed.tracker
 
 
-def _folder_facts(root: Location, iteration: int, name: str, manifest: Manifest | None) -> candidates.Folder:
-    is_tracked = (root / name / TRACKED_FILE).exists()
+def _folder_facts(folder: Location, iteration: int, name: str, manifest: Manifest | None) -> candidates.Folder:
+    is_tracked = (folder / TRACKED_FILE).exists()
     if manifest is None:
         return candidates.Folder(iteration, name, is_tracked)
     return candidates.Folder(
@@ -578,10 +577,10 @@ def _contents(
 
 
 def _judge(
-    folder: Location, cache: ManifestCache, judge: Callable[[Location], str | None]
-) -> tuple[Manifest | None, Unverified | Incomplete | Unreadable]:
+    folder: Location, name: str, cache: ManifestCache, judge: Callable[[Location], str | None]
+) -> tuple[Manifest | None, State]:
     """The manifest of a complete iteration, and its state before its contents are looked at."""
-    if folder.parent.name == TRASH_FOLDER:
+    if name.startswith(f"{TRASH_FOLDER}/"):
         return None, Incomplete("its replacement was interrupted: the next save moves it back")
     try:
         has_manifest = _is_there(folder / MANIFEST_FILE)

@@ -46,7 +46,7 @@ def _head(root: Location) -> Record | None:
 
 def _may_be_log(entries: Sequence[Entry] | None) -> bool:
     """Whether a root with these entries can be a log; None: they are not known."""
-    return entries is None or any(one.name == LOG_FOLDER for one in entries)
+    return entries is None or (LOG_FOLDER, "folder") in entries
 
 
 # -- names
@@ -316,6 +316,9 @@ def scan(root: Location, entries: Sequence[Entry] | None = None) -> tuple[list[t
         elif number is not None and entry.kind == "link":
             ignored.append((entry.name, "it is a symbolic link, which is not followed: move the folder itself here"))
     for number, names in sorted(by_number.items()):
+        if len(names) == 1:
+            found.append((number, names[0]))
+            continue
         canonical = iteration_folder_name(number)
         chosen = canonical if canonical in names else min(names, key=len)
         found.append((number, chosen))
@@ -347,7 +350,7 @@ def misnamed(root: Location, entries: Sequence[Entry] | None = None) -> list[str
     entries = root.entries() if entries is None else entries
     known = dict(scan(root, entries)[0])
     sentences = []
-    for name in sorted(entry.name for entry in entries if entry.kind == "folder"):
+    for name in sorted([entry.name for entry in entries if entry.kind == "folder"]):
         match = _LIKE_AN_ITERATION.search(name)
         if match is None or name.startswith(".") or parse_iteration_folder(name) is not None:
             continue

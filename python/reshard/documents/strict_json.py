@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _MAX_DEPTH = 16
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_LONG_NUMBER = re.compile("[0-9]{19}")  # any shorter one fits 64 bits
 
 
 def read_json(
@@ -69,8 +70,9 @@ def parse_json(data: bytes, name: str, *, max_depth: int = _MAX_DEPTH, max_value
     try:
         # Decode here, because `json` also accepts bytes in UTF-16 and UTF-32.
         text = data.decode()
+        integer = _integer if _LONG_NUMBER.search(text) else int  # a call for each integer takes long in large files
         value: object = json.loads(
-            text, object_pairs_hook=_object, parse_int=_integer, parse_float=_float, parse_constant=_constant
+            text, object_pairs_hook=_object, parse_int=integer, parse_float=_float, parse_constant=_constant
         )
         if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()  # raises for an unpaired surrogate
@@ -86,8 +88,12 @@ def parse_json(data: bytes, name: str, *, max_depth: int = _MAX_DEPTH, max_value
         raise DamagedFileError(f"{show(name)} is not valid JSON: {error}", path=name) from None
     level: list[Any] = [value] if isinstance(value, dict | list) else []
     for _ in range(max_depth):
-        inside = [outer.values() if isinstance(outer, dict) else outer for outer in level]
-        level = [inner for values in inside for inner in values if isinstance(inner, dict | list)]
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
         if not level:
             return value
     raise _too_deep(name, max_depth)

@@ -60,11 +60,12 @@ class LocalStore(Store):
 
     def stat(self, path: str, *, follow_links: bool = False) -> Stat:
         """See `Store.stat`."""
-        with failing("looking at", path):
-            try:
-                found = os.stat(path, follow_symlinks=follow_links)
-            except FileNotFoundError:
-                raise CheckpointNotFoundError(f"there is no file or folder {show(path)}", path=path) from None
+        try:
+            found = os.stat(path, follow_symlinks=follow_links)
+        except FileNotFoundError:
+            raise CheckpointNotFoundError(f"there is no file or folder {show(path)}", path=path) from None
+        except OSError as error:
+            raise _failed("looking at", path, error) from error
         return Stat(
             _KINDS.get(modes.S_IFMT(found.st_mode), "other"),
             found.st_size,
@@ -84,11 +85,12 @@ class LocalStore(Store):
 
     def names(self, path: str) -> list[str]:
         """See `Store.names`."""
-        with failing("listing", path):
-            try:
-                return sorted(os.listdir(path))
-            except FileNotFoundError:
-                raise CheckpointNotFoundError(f"there is no folder {show(path)}", path=path) from None
+        try:
+            return sorted(os.listdir(path))
+        except FileNotFoundError:
+            raise CheckpointNotFoundError(f"there is no folder {show(path)}", path=path) from None
+        except OSError as error:
+            raise _failed("listing", path, error) from error
 
     def entries(self, path: str) -> list[Entry]:
         """See `Store.entries`."""
@@ -103,7 +105,8 @@ class LocalStore(Store):
     def read_small(self, path: str, max_bytes: int, *, follow_links: bool = False) -> bytes:
         """See `Store.read_small`."""
         data = _read_end(path, max_bytes + 1, os.SEEK_SET, follow_links=follow_links, max_size=max_bytes)
-        _check_size(path, len(data), max_bytes)
+        if len(data) > max_bytes:  # it has grown
+            raise _too_large(path, max_bytes)
         return data
 
     def read_head(self, path: str, n_bytes: int, *, follow_links: bool = False) -> bytes:
@@ -446,11 +449,12 @@ class _LocalFolder(OpenedFolder):
     def __init__(self, store: Store, path: str) -> None:
         self._store = store
         self._path = path
-        with failing("opening", path):
-            try:
-                self._handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            except (FileNotFoundError, NotADirectoryError):
-                raise CheckpointNotFoundError(f"there is no folder {show(path)}", path=path) from None
+        try:
+            self._handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
+            raise CheckpointNotFoundError(f"there is no folder {show(path)}", path=path) from None
+        except OSError as error:
+            raise _failed("opening", path, error) from error
 
     def close(self) -> None:
         close_read(self._handle)
@@ -524,11 +528,12 @@ class _LocalHeldFile(HeldFile):
 
 def _is_at(handle: int, path: str) -> bool:
     """Whether a path names the file that is open."""
-    with failing("looking at", path):
-        try:
-            return os.path.samestat(os.lstat(path), os.fstat(handle))
-        except FileNotFoundError:
-            return False
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(handle))
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise _failed("looking at", path, error) from error
 
 
 def _open_lock(path: str) -> tuple[int, PermissionError | None]:
@@ -591,11 +596,12 @@ def _scan(path: str, of: Callable[[os.DirEntry[str]], _Scanned]) -> list[_Scanne
 @contextlib.contextmanager
 def _listing(path: str) -> Iterator[None]:
     """Errors of listing a folder."""
-    with failing("listing", path):
-        try:
-            yield
-        except FileNotFoundError:
-            raise CheckpointNotFoundError(f"there is no folder {show(path)}", path=path) from None
+    try:
+        yield
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(f"there is no folder {show(path)}", path=path) from None
+    except OSError as error:
+        raise _failed("listing", path, error) from error
 
 
 def _kind_of(entry: os.DirEntry[str]) -> Kind:
@@ -629,18 +635,15 @@ def _open(path: str, flags: int = os.O_RDONLY, mode: int = 0, *, follow_links: b
     return handle, found.st_size
 
 
-def _check_size(path: str, size: int, max_bytes: int) -> None:
-    if size > max_bytes:
-        raise DamagedFileError(
-            f"{show(path)} is larger than {max_bytes} bytes, more than such a file can be", path=path
-        )
+def _too_large(path: str, max_bytes: int) -> DamagedFileError:
+    return DamagedFileError(f"{show(path)} is larger than {max_bytes} bytes, more than such a file can be", path=path)
 
 
 def _read_end(path: str, n_bytes: int, whence: int, *, follow_links: bool, max_size: int | None = None) -> bytes:
     handle, size = _open(path, follow_links=follow_links)
     try:
-        if max_size is not None:
-            _check_size(path, size, max_size)  # before gigabytes of a sparse file are read
+        if max_size is not None and size > max_size:  # before gigabytes of a sparse file are read
+            raise _too_large(path, max_size)
         start = max(0, size - n_bytes) if whence == os.SEEK_END else 0
         with open(handle, "rb", buffering=0, closefd=False) as file:
             file.seek(start)

@@ -20,8 +20,9 @@ def component_fault(name: str) -> str | None:
         >>> component_fault("../weights.safetensors")
         'it has a path separator in it'
     """
-    if is_too_long(name):
-        return f"it has {len(_encoded(name))} bytes, a name has at most {_MAX_NAME_BYTES}"
+    n_bytes = len(name.encode(errors="surrogatepass"))
+    if n_bytes > _MAX_NAME_BYTES:
+        return f"it has {n_bytes} bytes, a name has at most {_MAX_NAME_BYTES}"
     if not name:
         return "it is empty"
     if name in (".", ".."):
@@ -40,11 +41,7 @@ def is_too_long(name: str) -> bool:
         >>> is_too_long("a" * 255), is_too_long("a" * 256)
         (False, True)
     """
-    return len(_encoded(name)) > _MAX_NAME_BYTES
-
-
-def _encoded(name: str) -> bytes:
-    return name.encode(errors="surrogatepass")
+    return len(name.encode(errors="surrogatepass")) > _MAX_NAME_BYTES
 
 
 def example_of(names: Iterable[str]) -> str:

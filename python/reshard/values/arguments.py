@@ -207,9 +207,7 @@ def check_path(name: str, value: object) -> None:
             f"`{name}` is {show(path)}: a path cannot hold the character NUL", path=path, errno=errno.EINVAL
         )
     is_url = _URL.match(path) is not None  # the signature in a URL can be longer than a name
-    if not is_url and (
-        any(len(component) > _MAX_NAME_BYTES for component in encoded.split(b"/")) or len(encoded) > _MAX_PATH_BYTES
-    ):
+    if not is_url and (max(map(len, encoded.split(b"/"))) > _MAX_NAME_BYTES or len(encoded) > _MAX_PATH_BYTES):
         hint = (
             "it holds lines: give the path of a file, or a mapping (`yaml.safe_load(text)`)" if "\n" in path else None
         )

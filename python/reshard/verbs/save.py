@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 import numpy as np
 
 from reshard.commit import roots
-from reshard.commit.save_log import SaveRecord
+from reshard.commit.metrics import checked
 from reshard.documents.common_info import CommonInfo
 from reshard.errors import ArgumentError, MismatchError, UnsupportedError
 from reshard.formats import state
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 
 __all__ = ["PendingSave", "SaveReport", "Shard", "check_save_options", "save"]
 
-_EPOCH = "1970-01-01T00:00:00+00:00"
 _COMMON_KEYS = tuple(name for name in CommonInfo.__dataclass_fields__ if name != "unknown")
 
 
@@ -398,9 +397,11 @@ def _draft(request: SaveRequest, task: SaveTask, channel: Group, observers: Obse
     )
     counters = _common_info(request.common, task.iteration)
     # Made now, so that a metric that is no number is refused before anything is written.
-    metrics = dict(request.metrics or {})
-    record = SaveRecord(task.iteration, _EPOCH, 0, 0, 0, metrics, ckpt_status=counters.ckpt_status)
-    own = RankInput(channel.rank, channel.world_size, arrays, facts, layout, counters, record, copies, observers)
+    try:
+        metrics = checked(request.metrics or {})
+    except ArgumentError as error:
+        raise ArgumentError(f"`metrics`: {error.message}") from None
+    own = RankInput(channel.rank, channel.world_size, arrays, facts, layout, counters, metrics, copies, observers)
     return of(task, own)
 
 

@@ -36,14 +36,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from reshard import _core
-    from reshard.commit.save_log import SaveRecord
     from reshard.formats.replicas import Replicas
     from reshard.ranks.group import Group
     from reshard.storage.location import Location
     from reshard.values.events import Observers
     from reshard.write.arrays import LocalArrays
     from reshard.write.background import PendingSave
-    from reshard.write.phases import Begun, Draft, Planned, Prepared, Publication, SaveTask, Written
+    from reshard.write.phases import Begun, Draft, Planned, Prepared, Publication, RankInput, SaveTask, Written
     from reshard.write.shard_files import ShardFile
 
 _log = logging.getLogger("reshard")
@@ -216,7 +215,7 @@ def _finish(
         progress: as in `reshard.save`.
         after: as in `reshard.save`.
     """
-    task, observers, record, messages = draft.task, draft.own.observers, draft.own.record, draft.messages
+    own, task, observers, messages = draft.own, draft.task, draft.own.observers, draft.messages
     state = draft.own.copies.settle(replicas, ranks.channel, task.timeout)
     watched = observers.progress(task.iteration, progress)
     log_warnings: list[str] = []
@@ -242,7 +241,7 @@ def _finish(
 
     def log(done: Published) -> list[Location]:
         report = _report_of(task, done, started, stall_seconds)
-        warnings = _append_to_log(task, record, done, report, durable=False)
+        warnings = _append_to_log(task, own, done, report, durable=False)
         log_warnings.extend(warnings)
         return [] if warnings else [task.root / save_log.SAVE_LOG_FILE]
 
@@ -293,7 +292,7 @@ def _finish(
         result, is_heard = found._replace(warnings=(*found.warnings, warning)), False
     report = _report_of(task, result, started, stall_seconds)
     if ranks.rank == 0 and draft.confirms:
-        log_warnings = _append_to_log(task, record, result, report, durable=task.durable)
+        log_warnings = _append_to_log(task, own, result, report, durable=task.durable)
     observers.first(
         "published",
         task.iteration,
@@ -336,14 +335,15 @@ def _report_of(task: SaveTask, published: Published, started: float, stall_secon
 
 
 def _append_to_log(
-    task: SaveTask, record: SaveRecord, published: Published, report: SaveReport, *, durable: bool
+    task: SaveTask, own: RankInput, published: Published, report: SaveReport, *, durable: bool
 ) -> list[str]:
     """A line in the log of saves. Returns warnings."""
     if published.attempt_id is None:
         return []
     try:
-        line = replace(
-            record,
+        line = save_log.SaveRecord(
+            task.iteration,
+            metrics=own.metrics,
             saved_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
             wall_s=round(report.seconds, 3),
             stall_s=round(report.stall_seconds, 3),
@@ -351,7 +351,7 @@ def _append_to_log(
             generation=published.generation,
             attempt=published.attempt_id,
             digest=published.digest,
-            ckpt_status=record.ckpt_status if published.ckpt_status is None else published.ckpt_status,
+            ckpt_status=own.common.ckpt_status if published.ckpt_status is None else published.ckpt_status,
         )
         save_log.append(task.root, line, durable=durable, mode=task.file_mode)
     except (ReshardError, OSError) as error:

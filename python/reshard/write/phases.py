@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from reshard import _core
-    from reshard.commit.save_log import SaveRecord
     from reshard.documents.common_info import CommonInfo
     from reshard.formats.base import Traits
     from reshard.formats.replicas import Copies, Replicas, State
@@ -103,7 +102,7 @@ class RankInput(NamedTuple):
         layout: how they are partitioned: bound where this rank knows the tensors of all ranks, else the rules of the
             caller, which are bound once all ranks have reported. None: the arrays are shards that say it themselves.
         common: the counters; rank 0's are saved.
-        record: the line of the log, except for what is known at the end; rank 0's is written.
+        metrics: numbers of the caller by name; rank 0's are saved.
         copies: its copies of arrays of other ranks, and its state.
         observers: called with the events of this rank.
     """
@@ -114,7 +113,7 @@ class RankInput(NamedTuple):
     facts: RankFacts
     layout: BoundLayout | ModelLayout | None
     common: CommonInfo
-    record: SaveRecord
+    metrics: Mapping[str, int | float]
     copies: Copies
     observers: Observers = Observers()
 

@@ -253,7 +253,7 @@ class Checkpoint2Begun(Begun[_BegunMessage, _Records]):
             known=described,
             passed_over=() if resumed is None else resumed.newer,
             ckpt_status=status,
-            metrics=rank0.record.metrics,
+            metrics=rank0.metrics,
             file_mode=task.file_mode,
         )
         published = Published(
@@ -368,7 +368,7 @@ class Checkpoint2Publication(Publication):
             from reshard.commit import retention  # noqa: PLC0415
 
             own = Entry(folder.name, "folder")
-            entries = [*(one for one in self.begun.attempt.entries if one.name != own.name), own]
+            entries = [*[one for one in self.begun.attempt.entries if one.name != own.name], own]
             try:
                 self.begun.cache.add(folder, manifest)
                 removed = retention.apply(

@@ -30,7 +30,6 @@ from torch.futures import Future
 
 from reshard import _core
 from reshard.commit import claims, protocol, roots
-from reshard.commit.save_log import SaveRecord
 from reshard.documents.common_info import CommonInfo
 from reshard.errors import ArgumentError, MismatchError, ReshardError, UnsupportedError
 from reshard.formats import state
@@ -70,7 +69,6 @@ if TYPE_CHECKING:
 STATE_NAME = "torch.distributed.checkpoint"
 """The name in the state of an iteration under which the planner's own data is kept."""
 
-_EPOCH = "1970-01-01T00:00:00+00:00"
 _LAST_NUMBER = re.compile(r"([0-9]{1,18})(?:\.[A-Za-z]+)?")
 _log = logging.getLogger("reshard")
 
@@ -454,12 +452,9 @@ class Writer(StorageWriter):
             {name: one for name, one in arrays.items() if is_optimizer(name)},
         )
         common = CommonInfo(step_num=iteration, global_step=iteration)
-        record = SaveRecord(iteration, _EPOCH, 0, 0, 0)
         observers = Observers.of(self._on_event, rank)
         facts = RankFacts("", {}, Facts())
-        return Checkpoint2Draft(
-            task, RankInput(rank, n_ranks, own, facts, None, common, record, Copies(own), observers)
-        )
+        return Checkpoint2Draft(task, RankInput(rank, n_ranks, own, facts, None, common, {}, Copies(own), observers))
 
     def _sum(
         self,
