@@ -32,11 +32,13 @@ from reshard.commit import protocol
 from reshard.commit.filesystem import MANIFEST_FILE
 from reshard.commit.manifest import CHECKSUMS_FILE, CHUNK_BYTES
 from reshard.commit.writer_mark import SPELT
+from reshard.formats.checkpoint2 import save as save_of_checkpoint2
 from reshard.formats.checkpoint2.iteration import write_descriptions
 from reshard.formats.checkpoint2.names import METADATA_TABLE_FILE
 from reshard.formats.checkpoint2.planning import plan_iteration
+from reshard.formats.replicas import Replicas
 from reshard.layout import ModelLayout
-from reshard.ranks import messages
+from reshard.ranks import messages, recurring
 from reshard.ranks.collective import Collective
 from reshard.ranks.group import SingleProcess
 from reshard.storage.location import locate
@@ -228,6 +230,72 @@ def coordinate(root: Path, n_ranks: int, n_tensors: int) -> Figures:
     return {"total": sum(seconds.values()), **seconds}
 
 
+def reports_of_saves(root: Path, n_ranks: int, n_tensors: int) -> Figures:  # noqa: ARG001
+    """What rank 0 sends and gets when ranks report what they hold, in three saves, and its seconds of the processor.
+
+    The ranks are the 16 stages of a pipeline, each of which holds so many tensors, divided in eight; eight ranks are on
+    a host.
+    """
+    shape = {"mesh": {"pp": 16, "dp": n_ranks // 128, "tp": 8}}
+    rules = [{"match": "*", "cut": ["tp"]}]
+    place = [{"match": f"stage{i}.*", "axis": "pp", "at": i} for i in range(16)]
+    layout = ModelLayout.from_mapping(shape | {"rules": rules, "place": place})
+    stages = [
+        Facts.of(Fact(f"stage{stage}.{key(i)}", "model", "F32", (1, ROW)) for i in range(n_tensors))
+        for stage in range(16)
+    ]
+    reports = [RankFacts(f"host{rank // 8}", {}, stages[rank * 16 // n_ranks]) for rank in range(n_ranks)]
+    orders = None
+
+    def plan(found: list[RankFacts]) -> Any:
+        nonlocal orders
+        made_of = plan_key(found)
+        if orders is None or orders[0] != made_of:
+            made = plan_iteration(found, layout, prefix=None, dedup=True, strict=False)
+            orders = made_of, save_of_checkpoint2._Orders(made.files, Replicas.of(made.holders, found))
+        return orders[1]
+
+    figures: Figures = {}
+    for name in ("first", "second", "third"):
+        group, start = _Simulated(reports), time.process_time()
+        recurring.combine(Collective(group, 1.0), reports[0], plan, RankFacts, save_of_checkpoint2._Orders)
+        figures[f"{name} s"] = time.process_time() - start - group.seconds
+        figures |= {f"{name} MB in": group.n_in / 1e6, f"{name} MB out": group.n_out / 1e6}
+    return figures
+
+
+class _Simulated(SingleProcess):
+    """Rank 0, and what the others would send: as `recurring` makes it of their reports."""
+
+    def __init__(self, reports: list[RankFacts]) -> None:
+        self.world_size, self._reports = len(reports), reports
+        self._asked: dict[str, int] = {}
+        self.n_in = self.n_out = 0
+        self.seconds = 0.0  # of the other ranks
+
+    def gather(self, value: Any, *, root: int = 0, timeout: float) -> list[Any]:  # noqa: ARG002
+        start = time.process_time()
+        texts = [json.dumps(value)]
+        for rank, report in enumerate(self._reports[1:], 1):
+            parts: messages.Parts = {}
+            own = messages.encode(report, parts)
+            if self._asked:
+                sent: Any = {digest: parts[digest]() for digest, asked in self._asked.items() if asked == rank}
+            else:
+                sent = value["value"] | {"value": own, "parts": list(parts)}
+            texts.append(json.dumps({"value": sent}))
+        self.n_in += sum(map(len, texts))
+        self.seconds += time.process_time() - start
+        return [json.loads(text) for text in texts]
+
+    def broadcast(self, value: Any, *, root: int = 0, timeout: float) -> Any:  # noqa: ARG002
+        text = json.dumps(value)
+        self.n_out += len(text)
+        told = json.loads(text)
+        self._asked = told["value"]["asked"]
+        return told
+
+
 class _Many(SingleProcess):
     """Rank 0 of many."""
 
@@ -352,7 +420,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a test of the script, not a measurement")
     options = parser.parse_args()
     if options.quick:
-        options.rounds, options.ranks, options.tensors, options.small, options.files = 1, [8, 72], 16, 100, 16
+        options.rounds, options.ranks, options.tensors, options.small, options.files = 1, [8, 128], 16, 100, 16
         options.file_gb, options.hole_gb = 0.002, [0.01]
     if options.dir is not None:
         options.dir.mkdir(parents=True, exist_ok=True)
@@ -381,6 +449,8 @@ def main() -> None:
             shape = f"{n_ranks} ranks x {options.tensors} tensors"
             report(f"open and load a rank of TP8, {shape} (s)", open_and_load, root, *sizes)
             report(f"coordinator of a save, {shape} (s)", coordinate, None, *sizes)
+            if n_ranks % 128 == 0:
+                report(f"reports of three saves, {shape} of each rank", reports_of_saves, None, *sizes)
             make_as_of_others(root)
             report(f"the same tree without manifest, {shape} (s)", open_and_load, root, *sizes)
             large = folder / f"large{n_ranks}"

@@ -4,6 +4,9 @@ A message is a dataclass whose type hints define its content: None, bool, int, f
 lists, tuples, sets, mappings with text or integers as keys, further messages, and unions of these. `Any` stands for a
 JSON value, which is passed on as it is. `decode` checks every value: a message may come from another version of the
 package. This module does not define messages.
+
+A field that is mostly the same as in earlier messages is `recurring`. Where both sides remember such fields, a digest
+takes its place (`ranks.recurring`).
 """
 
 from __future__ import annotations
@@ -13,11 +16,14 @@ import binascii
 import dataclasses
 import enum
 import functools
+import hashlib
 import itertools
+import json
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, Union, get_args, get_origin
+from contextvars import ContextVar
+from typing import Any, Literal, Protocol, TypeAlias, Union, get_args, get_origin
 
 from reshard.errors import GroupError
 
@@ -25,13 +31,57 @@ _Decoder: TypeAlias = Callable[[Any], Any]
 
 _MAX_SHOWN = 80
 _SCALARS = (type(None), bool, int, str)
+_FORM = "reshard form"  # in the metadata of a recurring field: its form in messages, or None
+_DIGESTS = "_digests_of_fields"  # in the instance of a message
 
 
-def encode(value: object) -> Any:
+class Form(Protocol):
+    """The form of a value in messages: a message of its own, which is shorter."""
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        """The form of a value."""
+
+    def value(self) -> Any:
+        """The value again."""
+
+
+def recurring(form: type[Form] | None = None) -> Mapping[str, Any]:
+    """The metadata of a field of a message that is mostly the same as in earlier ones. Its value does not change.
+
+    Args:
+        form: its form in messages; None: as by its type hint.
+    """
+    return {_FORM: form}
+
+
+Parts: TypeAlias = "dict[str, Callable[[], Any]]"
+"""Recurring fields by digest: each is a function that returns the JSON value."""
+
+
+@dataclasses.dataclass
+class Known:
+    """Recurring fields that the receiver of a message knows, by digest.
+
+    Attributes:
+        decoded: those of earlier messages; what is decoded of `sent` is added.
+        sent: the JSON values of those that have come with this message.
+    """
+
+    decoded: dict[str, Any] = dataclasses.field(default_factory=dict)
+    sent: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+_known: ContextVar[Known | None] = ContextVar("known", default=None)  # to the decoders, while they decode
+
+
+def encode(value: object, parts: Parts | None = None) -> Any:
     """A message as a JSON value: dataclasses are mappings by field name, named tuples are lists, bytes are base64.
 
     Args:
         value: a message, or a value of any type that is allowed in a message.
+        parts: receives the recurring fields by digest, and the message has the digests in their places. None: the
+            message has them itself.
 
     Raises:
         TypeError: the type of a value is not allowed in a message.
@@ -44,11 +94,15 @@ def encode(value: object) -> Any:
     if kind in _SCALARS or kind is float:
         return value
     if isinstance(value, list | tuple):
-        return [one if type(one) in _SCALARS else encode(one) for one in value]
+        return [one if type(one) in _SCALARS else encode(one, parts) for one in value]
     if dataclasses.is_dataclass(value):
-        return {name: encode(getattr(value, name)) for name in _field_names(kind)}
+        forms = _forms(kind)
+        return {
+            name: _recurring(value, name, forms[name], parts) if name in forms else encode(getattr(value, name), parts)
+            for name in _field_names(kind)
+        }
     if isinstance(value, Mapping):
-        return {str(key) if type(key) is int else key: encode(one) for key, one in value.items()}
+        return {str(key) if type(key) is int else key: encode(one, parts) for key, one in value.items()}
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     if isinstance(value, frozenset | set):
@@ -58,12 +112,44 @@ def encode(value: object) -> Any:
     raise TypeError(f"a message between ranks cannot hold a {kind.__name__}")
 
 
-def decode(of: Any, value: Any) -> Any:
+def _recurring(message: Any, name: str, form: type[Form] | None, parts: Parts | None) -> Any:
+    """A recurring field: its digest if there are `parts`, to which it is added, else its JSON value."""
+
+    def encoded() -> Any:
+        value = getattr(message, name)
+        return encode(value if form is None else form.of(value))
+
+    if parts is None:
+        return encoded()
+    # A plan is kept by the program that made it, and its digest with it.
+    known: dict[str, str] = message.__dict__.setdefault(_DIGESTS, {})
+    if name not in known:
+        known[name] = digest_of(f"{type(message).__name__}.{name}", encoded())
+    parts[known[name]] = encoded
+    return known[name]
+
+
+def digest_of(field: str, value: Any) -> str:
+    """The digest of a recurring field.
+
+    Args:
+        field: the class of the message and the field: no digest is that of fields of two types.
+        value: its JSON value.
+
+    Example:
+        >>> digest_of("Facts.names", ["w"])
+        'Facts.names e9522d8d3f2e77eeab8bb3a21e8fcd4a'
+    """
+    return f"{field} {hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()}"
+
+
+def decode(of: Any, value: Any, known: Known | None = None) -> Any:
     """The message that is encoded as a JSON value.
 
     Args:
         of: the type of the message, or any type that is allowed in a message, such as `tuple[int, ...]`.
         value: the result of `encode`, after JSON encoding and decoding.
+        known: recurring fields in whose places the message has digests.
 
     Raises:
         GroupError: the value is not of this type; the message names the field.
@@ -76,6 +162,7 @@ def decode(of: Any, value: Any) -> Any:
         reshard.errors.GroupError: a message of another rank: `[1]` is '2', expected int
         hint: do all ranks run the same version of reshard?
     """
+    token = _known.set(known)
     try:
         return _decoder(of)(value)
     except _MismatchError as error:
@@ -84,6 +171,8 @@ def decode(of: Any, value: Any) -> Any:
         raise GroupError(
             f"a message of another rank:{where} {error}", hint="do all ranks run the same version of reshard?"
         ) from None
+    finally:
+        _known.reset(token)
 
 
 class _MismatchError(Exception):
@@ -98,6 +187,12 @@ class _MismatchError(Exception):
 @functools.cache
 def _field_names(message: type) -> tuple[str, ...]:
     return tuple(one.name for one in dataclasses.fields(message) if one.init)
+
+
+@functools.cache
+def _forms(message: type) -> Mapping[str, type[Form] | None]:
+    """The recurring fields of a message, and the form of each."""
+    return {one.name: one.metadata[_FORM] for one in dataclasses.fields(message) if _FORM in one.metadata}
 
 
 @functools.cache
@@ -196,7 +291,8 @@ def _union(of: Any) -> _Decoder:
 def _message(of: Any) -> _Decoder:
     hints = typing.get_type_hints(of)
     names = _field_names(of)
-    decoders = [_decoder(hints[name]) for name in names]
+    forms = _forms(of)
+    decoders = [_recurred(hints[name], forms[name]) if name in forms else _decoder(hints[name]) for name in names]
 
     def message(value: Any) -> Any:
         if not isinstance(value, dict):
@@ -207,6 +303,31 @@ def _message(of: Any) -> _Decoder:
         return of(*_parts(decoders, map(value.__getitem__, names), lambda at: f".{names[at]}"))
 
     return message
+
+
+def _recurred(hint: Any, form: type[Form] | None) -> _Decoder:
+    """The decoder of a recurring field: of its JSON value, or of its digest, which is a text as no JSON value of it."""
+    plain = _decoder(hint if form is None else form)
+
+    def whole(value: Any) -> Any:
+        if form is None:
+            return plain(value)
+        try:
+            return plain(value).value()
+        except IndexError:
+            raise _MismatchError(value, f"numbers below those of the names in {form.__name__}") from None
+
+    def field(value: Any) -> Any:
+        if type(value) is not str:
+            return whole(value)
+        known = _known.get()
+        if known is None or (value not in known.decoded and value not in known.sent):
+            raise _MismatchError(value, "the digest of what is known")
+        if value not in known.decoded:
+            known.decoded[value] = whole(known.sent[value])
+        return known.decoded[value]
+
+    return field
 
 
 def _named_tuple(of: Any) -> _Decoder:

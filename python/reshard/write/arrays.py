@@ -7,9 +7,11 @@ of an array in its tensor. This module does not import torch: a caller that has 
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 import operator
 import sys
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -118,6 +120,14 @@ class Facts(Columns[FactKind, Fact]):
     names: tuple[str, ...] = ()
     kinds: tuple[FactKind, ...] = ()
     kind_of: tuple[int, ...] = ()
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of the names, and of which have the same kind."""
+        digest = hashlib.blake2b("".join(self.names).encode("utf-8", "surrogatepass"))
+        for column in (map(len, self.names), self.kind_of):
+            digest.update(array("Q", column).tobytes())
+        return digest.hexdigest()
 
 
 class LocalArray(NamedTuple):

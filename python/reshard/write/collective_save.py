@@ -1,6 +1,7 @@
 """A save by all ranks of a group: the phases of a format (`phases`), and the messages between the ranks.
 
-    1. every rank reports what it holds; rank 0 checks the reports and answers with its orders
+    1. every rank reports what it holds; rank 0 checks the reports and answers with its orders. What was said in an
+       earlier save is not said again (`ranks.recurring`)
     2. every rank prepares its files; with `blocking=False` that copies their content, and the rest is done in the
        background
     3. the copies of an array on several ranks are compared
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING
 
 from reshard.commit import claims, save_log
 from reshard.errors import ArgumentError, CheckpointNotFoundError, GroupError, ReshardError, StorageError
+from reshard.ranks import recurring
 from reshard.ranks.collective import Collective, capture
 from reshard.storage import mounts
 from reshard.write import background
@@ -128,7 +130,8 @@ def save_collectively(
         return planned.orders
 
     messages = draft.messages
-    orders = ranks.combine(capture(draft.report), plan, messages.report, messages.orders)
+    combine = functools.partial(recurring.combine, ranks) if ranks.world_size > 1 else ranks.combine
+    orders: OrdersT = combine(capture(draft.report), plan, messages.report, messages.orders)
     if dry_run:
         if ready is None and not blocking:
             _reserve(draft, orders)

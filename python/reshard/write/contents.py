@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from reshard import _core
 
@@ -29,6 +29,40 @@ class FileContent:
     name: str
     rank: int
     arrays: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FileTable:
+    """The form of the contents of files in messages: each name is in it once, and so is each list of names.
+
+    Attributes:
+        names: of the arrays of all files.
+        lists: the numbers of the names, for each list of arrays.
+        files: the name of each file, its rank, and the number of its list.
+
+    Example:
+        >>> files = (FileContent("a", 0, ("v", "w")), FileContent("b", 1, ("v", "w")))
+        >>> FileTable.of(files).lists, FileTable.of(files).value() == files
+        (((0, 1),), True)
+    """
+
+    names: tuple[str, ...]
+    lists: tuple[tuple[int, ...], ...]
+    files: tuple[tuple[str, int, int], ...]
+
+    @classmethod
+    def of(cls, value: Sequence[FileContent]) -> FileTable:
+        """That of files."""
+        numbers: dict[str, int] = {}
+        lists: dict[tuple[str, ...], int] = {}
+        files = [(file.name, file.rank, lists.setdefault(file.arrays, len(lists))) for file in value]
+        of_lists = [tuple(numbers.setdefault(name, len(numbers)) for name in one) for one in lists]
+        return cls(tuple(numbers), tuple(of_lists), tuple(files))
+
+    def value(self) -> tuple[FileContent, ...]:
+        """The files."""
+        lists = [tuple(map(self.names.__getitem__, one)) for one in self.lists]
+        return tuple(FileContent(name, rank, lists[number]) for name, rank, number in self.files)
 
 
 class JointProgress:

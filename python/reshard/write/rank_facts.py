@@ -6,13 +6,12 @@ disagree, the error names the key and the ranks. A format plans its files from t
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from reshard.errors import ArgumentError, MismatchError
 from reshard.layout.bind import BoundLayout
+from reshard.ranks.messages import recurring
 from reshard.values.words import ranks_named, show
 from reshard.write.arrays import Facts  # messages are decoded by their type hints
 
@@ -24,6 +23,26 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ShapeRows:
+    """The form of shapes in messages: their order says in which order tensors are joined.
+
+    Attributes:
+        rows: keys and shapes.
+    """
+
+    rows: tuple[tuple[str, Shape], ...]
+
+    @classmethod
+    def of(cls, value: Mapping[str, Shape]) -> ShapeRows:
+        """That of shapes by key."""
+        return cls(tuple(value.items()))
+
+    def value(self) -> dict[str, Shape]:
+        """The shapes by key."""
+        return dict(self.rows)
 
 
 @dataclass(frozen=True)
@@ -41,10 +60,10 @@ class RankFacts:
 
     host: str
     options: dict[str, Any]
-    arrays: Facts
-    shapes: dict[str, Shape] = field(default_factory=dict)
+    arrays: Facts = field(metadata=recurring())
+    shapes: dict[str, Shape] = field(default_factory=dict, metadata=recurring(ShapeRows))
     state: dict[str, str] = field(default_factory=dict)
-    copies: tuple[str, ...] = ()
+    copies: tuple[str, ...] = field(default=(), metadata=recurring())
 
 
 def facts_of(
@@ -204,14 +223,17 @@ def plan_key(ranks: Sequence[RankFacts]) -> list[Any]:
         one = ranks[0]
         return [one.arrays.names, one.arrays.kind_of, one.arrays.kinds, list(one.shapes.items()), one.copies]
     key: list[Any] = []
-    for number, one in enumerate(ranks):
-        if number > 0 and one is ranks[number - 1]:
-            key[-1][-1] += 1
-            continue
-        facts = one.arrays
-        digest = hashlib.blake2b("".join(facts.names).encode("utf-8", "surrogatepass"))
-        for column in (map(len, facts.names), facts.kind_of):
-            digest.update(array("Q", column).tobytes())
-        kinds = [list(kind) for kind in facts.kinds]
-        key.append([len(facts.names), digest.hexdigest(), kinds, list(one.shapes.items()), one.copies, 1])
+    # What all ranks that sent the same fields have is one object.
+    made: dict[tuple[int, int, int], list[Any]] = {}
+    for one in ranks:
+        address = id(one.arrays), id(one.shapes), id(one.copies)
+        own = made.get(address)
+        if own is None:
+            facts = one.arrays
+            kinds = [list(kind) for kind in facts.kinds]
+            own = made[address] = [len(facts.names), facts.digest, kinds, list(one.shapes.items()), one.copies]
+        if key and key[-1][0] is own:
+            key[-1][1] += 1
+        else:
+            key.append([own, 1])
     return key

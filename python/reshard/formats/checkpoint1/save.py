@@ -42,6 +42,7 @@ from reshard.formats.checkpoint1.strategies import Shapes  # noqa: TC001  messag
 from reshard.formats.checkpoint2.planning import plan_iteration
 from reshard.formats.replicas import Replicas, is_any_of
 from reshard.options import Checkpoint1Options
+from reshard.ranks.messages import recurring
 from reshard.storage import mounts
 from reshard.values.words import show
 from reshard.write.phases import Begun, Draft, Messages, Planned, Prepared, Publication, Published, Written
@@ -87,11 +88,11 @@ class _Orders:
     """
 
     naming: Naming
-    assignment: ShardAssignment
+    assignment: ShardAssignment = field(metadata=recurring())
     common: CommonInfo
     strategy_by: tuple[int, ...] = ()
     shapes: Shapes | None = None
-    replicas: Replicas = field(default_factory=Replicas)
+    replicas: Replicas = field(default_factory=Replicas, metadata=recurring())
     save: str | None = None
 
 

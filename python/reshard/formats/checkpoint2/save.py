@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from reshard import _core
@@ -26,13 +26,14 @@ from reshard.formats.checkpoint2.iteration import NOT_EXPRESSED, Descriptions, c
 from reshard.formats.checkpoint2.planning import plan_iteration, planned_bytes
 from reshard.formats.checkpoint2.traits import CHECKPOINT2
 from reshard.formats.replicas import Replicas, is_any_of
+from reshard.ranks.messages import recurring
 from reshard.storage import mounts
 from reshard.storage.location import locate
 from reshard.storage.objects import ObjectStore
 from reshard.storage.store import Entry
 from reshard.values.words import show
 from reshard.write.arrays import local_arrays
-from reshard.write.contents import FileContent, JointProgress
+from reshard.write.contents import FileContent, FileTable, JointProgress
 from reshard.write.phases import Begun, Draft, Messages, Planned, Prepared, Publication, Published, Written
 from reshard.write.rank_facts import LastMade, RankFacts, check_options, check_state, layout_key, plan_key
 from reshard.write.shard_files import WrittenFile, read_back
@@ -58,19 +59,20 @@ _SYNCED_TOGETHER_BYTES = 64 << 20  # of a rank: small files are written first an
 _VISIBLE_SECONDS = 60.0  # for which a network file system may not show a folder that another host made
 
 
+@dataclass(frozen=True)
+class _Orders:
+    """The answer of rank 0: who writes what, and which ranks hold copies of what."""
+
+    files: tuple[FileContent, ...] = field(metadata=recurring(FileTable))
+    replicas: Replicas = field(metadata=recurring())
+
+
 class _Plan(NamedTuple):
-    """What follows from the reports: the iteration, bytes of all its arrays, and which ranks hold copies of what."""
+    """What follows from the reports: the iteration, bytes of all its arrays, and the orders of the ranks."""
 
     iteration: IterationPlan
     n_bytes: int
-    replicas: Replicas
-
-
-class _Orders(NamedTuple):
-    """The answer of rank 0: who writes what, and which ranks hold copies of what."""
-
-    files: tuple[FileContent, ...]
-    replicas: Replicas
+    orders: _Orders
 
 
 class _BegunMessage(NamedTuple):
@@ -124,14 +126,13 @@ class Checkpoint2Draft(Draft[RankFacts, _Orders, _BegunMessage, _Records]):
             if not dedup:
                 check_copies(plan)
             replicas = Replicas.of(plan.holders if check_replicas else {}, reports)
-            return _Plan(plan, planned_bytes(plan, reports), replicas)
+            return _Plan(plan, planned_bytes(plan, reports), _Orders(plan.files, replicas))
 
         plan = _plans.get(
             [plan_key(reports), layout_key(reports, layout), [prefix, dedup, strict, check_replicas]], make
         )
-        orders = _Orders(plan.iteration.files, plan.replicas)
         session = find_session(self.task.root)
-        return Checkpoint2Planned(orders, self.task, self.own, plan, None if session is None else session.resumed)
+        return Checkpoint2Planned(plan.orders, self.task, self.own, plan, None if session is None else session.resumed)
 
     def prepare(self, orders: _Orders, make: ShardFileMaker) -> Checkpoint2Prepared:
         """Make this rank's shard files."""

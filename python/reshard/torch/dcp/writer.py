@@ -303,7 +303,7 @@ class Writer(StorageWriter):
             replace(
                 plan,
                 storage_data=_Orders(
-                    orders._replace(files=tuple(one for one in orders.files if one.rank in numbers[rank])),
+                    replace(orders, files=tuple(one for one in orders.files if one.rank in numbers[rank])),
                     save.message,
                     numbers[rank],
                     len(reports),
@@ -365,7 +365,7 @@ class Writer(StorageWriter):
         records: dict[int, dict[str, WrittenFile]] = {}
         for number, given in zip(orders.numbers, parts, strict=True):
             draft = self._draft(number, orders.n_numbers, given)
-            orders_of_rank = orders.plan._replace(files=items.with_inner(orders.plan.files, inner.get(number, {})))
+            orders_of_rank = replace(orders.plan, files=items.with_inner(orders.plan.files, inner.get(number, {})))
             make = functools.partial(shard_file, threads=self.options.threads, blocking=True)
             # The coordinator, which publishes, may be another process.
             prepared = replace(draft.prepare(orders_of_rank, make), leaves_unsynced=False)
