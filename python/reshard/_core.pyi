@@ -41,6 +41,7 @@ __all__ = [
     "IndexPattern",
     "KeyGroup",
     "Layout",
+    "LifecycleRule",
     "Loaded",
     "Mesh",
     "MetadataEncoder",
@@ -55,6 +56,7 @@ __all__ = [
     "RemoteCounts",
     "RemoteObject",
     "Request",
+    "RuleAction",
     "Snapshot",
     "SnapshotPool",
     "StoredArray",
@@ -67,6 +69,7 @@ __all__ = [
     "TorchRankFile",
     "TorchShard",
     "TorchTensor",
+    "UnfinishedUpload",
     "ValueCounts",
     "Written",
     "WrittenRange",
@@ -82,6 +85,7 @@ __all__ = [
     "dtype_bits",
     "encode_strategy",
     "folder_sizes",
+    "lifecycle_rules",
     "number_groups",
     "object_names",
     "object_status",
@@ -106,6 +110,7 @@ __all__ = [
     "set_cache",
     "shown_url",
     "sync_together",
+    "unfinished_uploads",
     "upload_file",
     "write_arrays",
 ]
@@ -484,6 +489,16 @@ class PutNew(enum.Enum):
     UNKNOWN = "unknown"
     """It may have been created."""
 
+class RuleAction(enum.StrEnum):
+    """What a rule of a bucket does by itself."""
+
+    EXPIRE = "expire"
+    """Objects are removed."""
+    MOVE = "move"
+    """Objects go to another storage class."""
+    END_UPLOADS = "end uploads"
+    """Unfinished uploads are removed."""
+
 class WrittenRange(NamedTuple):
     """A part of a file that was written.
 
@@ -504,6 +519,40 @@ class WrittenRange(NamedTuple):
     header_checksum: int
     checksums: bytes
     not_finite: list[tuple[str, NotFinite]]
+
+class UnfinishedUpload(NamedTuple):
+    """An upload in parts that was begun and not completed.
+
+    Attributes:
+        key: the name of the object in its bucket.
+        upload_id: which upload of the object it is; empty in Azure, where an object has one.
+        begun: when it was begun, as the service says it; empty if it does not.
+        n_bytes: the bytes of its parts; None if they are not known.
+    """
+
+    key: str
+    upload_id: str
+    begun: str
+    n_bytes: int | None
+
+class LifecycleRule(NamedTuple):
+    """One action of a rule of a bucket that is in force.
+
+    Attributes:
+        name: of the rule; empty without one.
+        prefixes: how the names of its objects begin.
+        action: what it does.
+        storage_class: where it moves objects; else empty.
+        when: such as "after 3 days".
+        is_narrower: whether more than the name of an object decides.
+    """
+
+    name: str
+    prefixes: list[str]
+    action: RuleAction
+    storage_class: str
+    when: str
+    is_narrower: bool
 
 class RemoteCounts(NamedTuple):
     """What this process has requested of objects so far.
@@ -1735,6 +1784,20 @@ def remove_objects(urls: list[str]) -> None:
 
     Raises:
         StorageError: the service did not confirm it for one of them, which the error names.
+    """
+
+def unfinished_uploads(url: str) -> tuple[list[UnfinishedUpload], str | None]:
+    """The unfinished uploads of an object and below a folder, and why these are not all.
+
+    Raises:
+        StorageError: there are no credentials, or the environment contradicts itself.
+    """
+
+def lifecycle_rules(url: str) -> tuple[list[LifecycleRule], str | None]:
+    """The rules of a bucket about objects and uploads, and why they are not known.
+
+    Raises:
+        StorageError: there are no credentials, or the environment contradicts itself.
     """
 
 def remote_counts() -> RemoteCounts:

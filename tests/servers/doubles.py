@@ -37,6 +37,7 @@ class Double:
         objects: contents by name.
         log: method, path with query, and range of each request.
         uploads: parts of unfinished uploads by name and ID; Azure has one for each name.
+        answers: what a bucket of Google answers to a query instead, by the name of the query: "uploads", "lifecycle".
         sends_etag: whether answers have an ETag.
         sends_ranges: whether ranges are honoured.
     """
@@ -45,6 +46,7 @@ class Double:
     objects: dict[str, bytes] = field(default_factory=dict)
     log: list[tuple[str, str, str | None]] = field(default_factory=list)
     uploads: dict[tuple[str, str], dict[str, bytes]] = field(default_factory=dict)
+    answers: dict[str, bytes] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     sends_etag: bool = True
     sends_ranges: bool = True
@@ -97,8 +99,10 @@ def running(kind: Kind) -> Iterator[Double]:
                 self._answer(404, f"<Error><Code>{code}</Code></Error>".encode(), {})
                 return
             elif not name:
-                body = _google_list(double, query) if kind == "google" else _azure_list(double, query)
-                self._answer(200, body.encode(), {"Content-Type": "application/xml"})
+                self._answer(*_of_bucket(double, kind, query), {"Content-Type": "application/xml"})
+                return
+            elif "uploadId" in query or query.get("comp") == "blocklist":
+                self._answer(200, _parts(double, name, query).encode(), {"Content-Type": "application/xml"})
                 return
             self._send(double.objects.get(name), wanted if double.sends_ranges else None)
 
@@ -149,6 +153,9 @@ def running(kind: Kind) -> Iterator[Double]:
 
     class Server(ThreadingHTTPServer):
         daemon_threads = True
+
+        def handle_error(self, *_: object) -> None:
+            """A client that closes a connection is no error."""
 
     server = Server(("127.0.0.1", 0), Handler)
     double.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
@@ -243,11 +250,41 @@ def _azure_change(double: Double, one: _Request) -> _Answer:
     return 201, b"", {"ETag": _e_tag(body)}
 
 
+def _of_bucket(double: Double, kind: Kind, query: dict[str, str]) -> tuple[int, bytes]:
+    """The answer to a question about the bucket: a list of objects, of uploads, or of rules."""
+    if kind == "azure":
+        return 200, _azure_list(double, query).encode()
+    for name, answer in double.answers.items():
+        if name in query:
+            return 200, answer
+    if "lifecycle" in query:
+        return 404, b"<Error><Code>NoSuchLifecycleConfiguration</Code></Error>"
+    if "uploads" in query:
+        uploads = [
+            f"<Upload><Key>{escape(key)}</Key><UploadId>{escape(upload_id)}</UploadId></Upload>"
+            for key, upload_id in double.uploads
+            if key.startswith(query.get("prefix", ""))
+        ]
+        return 200, f"<ListMultipartUploadsResult>{''.join(uploads)}</ListMultipartUploadsResult>".encode()
+    return 200, _google_list(double, query).encode()
+
+
+def _parts(double: Double, name: str, query: dict[str, str]) -> str:
+    """The parts of an upload, or the blocks of a blob that was not completed."""
+    parts = double.uploads[name, query.get("uploadId", "")].values()
+    if "comp" in query:
+        blocks = "".join(f"<Block><Size>{len(part)}</Size></Block>" for part in parts)
+        return f"<BlockList><UncommittedBlocks>{blocks}</UncommittedBlocks></BlockList>"
+    return f"<ListPartsResult>{''.join(f'<Part><Size>{len(part)}</Size></Part>' for part in parts)}</ListPartsResult>"
+
+
 def _page(double: Double, query: dict[str, str], limit: str, token: str) -> tuple[list[tuple[str, int | None]], str]:
     """Names and sizes of a page, None for a folder, and the token of the next page."""
     prefix, delimiter = query.get("prefix", ""), query.get("delimiter")
     found: dict[str, int | None] = {}
-    for name, data in sorted(double.objects.items()):
+    # A blob of which only blocks exist is listed on request.
+    unfinished = {name: b"" for name, _ in double.uploads} if query.get("include") == "uncommittedblobs" else {}
+    for name, data in sorted((unfinished | double.objects).items()):
         if name.startswith(prefix):
             rest = name[len(prefix) :]
             if delimiter and delimiter in rest:
@@ -282,7 +319,7 @@ def _azure_list(double: Double, query: dict[str, str]) -> str:
         f"<BlobPrefix><Name>{escape(name)}</Name></BlobPrefix>"
         if size is None
         else f"<Blob><Name>{escape(name)}</Name><Properties><Content-Length>{size}</Content-Length>"
-        f"<Etag>{escape(_e_tag(double.objects[name]))}</Etag>"
+        f"<Etag>{escape(_e_tag(double.objects.get(name, b'')))}</Etag>"
         f"<Last-Modified>{formatdate(1.7e9, usegmt=True)}</Last-Modified><ResourceType>file</ResourceType>"
         "<Content-Type>application/octet-stream</Content-Type></Properties></Blob>"
         for name, size in entries

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import reshard
 from reshard import dtypes
 from reshard.checkpoint import Checkpoint
+from reshard.cli.bucket import bucket_facts
 from reshard.cli.leftovers import leftovers_in_iteration, leftovers_in_root
 from reshard.cli.output import warn
 from reshard.commit.scrub import is_damage
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from reshard.checkpoint import TensorInfo
+    from reshard.cli.bucket import BucketFacts
     from reshard.cli.leftovers import Leftover
     from reshard.commit.candidates import Order
     from reshard.commit.save_log import SaveRecord
@@ -120,6 +122,7 @@ class Contents:
     warnings: tuple[str, ...] = ()  # about the root
     left_out: LeftOut | None = None  # the tensors that the save leaves out
     quantised: dict[str, QuantisedRow] = field(default_factory=dict)  # by the name of the weight
+    bucket: BucketFacts | None = None  # of the bucket in which it is
 
     @property
     def unseen(self) -> list[str]:
@@ -166,6 +169,7 @@ def gather_contents(path: str, checkpoint: Checkpoint, *, everything: bool) -> C
         left_out=_left_out(checkpoint),
         warnings=() if order is None else order.warnings,
         quantised=_quantised(checkpoint),
+        bucket=bucket_facts(locate(path)),
     )
 
 

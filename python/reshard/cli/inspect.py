@@ -25,6 +25,7 @@ from reshard.cli.output import (
     collected_warnings,
     command,
     console,
+    duration,
     echo,
     echo_as_file,
     echo_facts,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from reshard.checkpoint import Checkpoint
+    from reshard.cli.bucket import BucketFacts
     from reshard.cli.contents import Contents, Iteration, RankSaveState, StoredAs, TensorRow
     from reshard.cli.leftovers import Leftover
     from reshard.commit.manifest import Manifest
@@ -202,6 +204,7 @@ def _json(facts: Contents, rows: list[TensorRow]) -> dict[str, Any]:
         "stored_bytes": _total(facts, "stored_bytes"),
         "unseen_by_mindspore": facts.unseen,
         "leftovers": [dataclasses.asdict(one) for one in facts.leftovers],
+        "bucket": None if facts.bucket is None else dataclasses.asdict(facts.bucket),
         "quantised": {name: dataclasses.asdict(one) for name, one in facts.quantised.items()},
         "tensors": {row.key: _json_row(row, facts.checkpoint, with_shards=len(rows) == 1) for row in rows},
     }
@@ -243,6 +246,8 @@ def _print_page(facts: Contents, *, everything: bool) -> None:
     if facts.leftovers:
         _print_leftovers(facts.leftovers, everything=everything)
         echo()
+    if facts.bucket is not None:
+        _print_bucket(facts.bucket, everything=everything)
     if facts.rank_saves:
         _print_rank_saves(facts, facts.rank_saves, everything=everything)
         echo()
@@ -419,6 +424,25 @@ def _print_leftovers(leftovers: Sequence[Leftover], *, everything: bool) -> None
     if len(listed) < len(leftovers):
         lines.append(("...", f"and {len(leftovers) - len(listed)} more; --all lists them"))
     echo_facts(lines)
+
+
+def _print_bucket(bucket: BucketFacts, *, everything: bool) -> None:
+    for danger in bucket.dangers:
+        warn(danger)
+    uploads = bucket.uploads if everything else bucket.uploads[:_MAX_LEFTOVERS]
+    if uploads:
+        echo("unfinished uploads, which cost money; a young one can be of a save that runs:")
+    for one in uploads:
+        age = "begun at an unknown time" if one.begun is None else f"begun {shown(one.begun)}"
+        age = age if one.age_s is None or one.age_s < 0 else f"begun {duration(one.age_s)} ago"
+        parts = "" if one.n_bytes is None else f", {size(one.n_bytes)}"
+        echo(f"  {shown(one.key)}  {age}{parts}")
+        echo(f"    {'removed by the service a week later' if one.end_with is None else shown(one.end_with)}")
+    echo_more(len(bucket.uploads) - len(uploads), "more uploads", "--all lists them")
+    for note in bucket.notes:
+        echo(f"note: {shown(note)}")
+    if bucket.uploads or bucket.notes:
+        echo()
 
 
 def _print_rank_saves(facts: Contents, saves: Sequence[RankSaveState], *, everything: bool) -> None:

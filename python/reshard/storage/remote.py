@@ -375,6 +375,16 @@ class RemoteStore(ObjectStore):
         with _changing("writing", path):
             return _core.upload_file(str(file), path, checksums=checksums, progress=progress) or ""
 
+    def unfinished_uploads(self, path: str) -> tuple[list[_core.UnfinishedUpload], str | None]:
+        """The uploads of an object and below a folder that were not completed, and why these are not all."""
+        with failing("listing unfinished uploads of", path):
+            return _core.unfinished_uploads(path)
+
+    def lifecycle_rules(self, path: str) -> tuple[list[_core.LifecycleRule], str | None]:
+        """The rules of the bucket about objects and uploads, and why they are not known."""
+        with failing("reading the lifecycle rules of", path):
+            return _core.lifecycle_rules(path)
+
     def append_line(self, path: str, line: bytes, mode: int = 0o666, *, durable: bool) -> None:
         """See `Store.append_line`: the object is replaced."""
         try:

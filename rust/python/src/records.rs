@@ -145,6 +145,23 @@ pub(crate) static REMOTE_COUNTS: Record = Record::new(
     "RemoteCounts",
     &["n_requests", "fetched_bytes", "wanted_bytes"],
 );
+/// An upload in parts that was not completed.
+pub(crate) static UNFINISHED_UPLOAD: Record = Record::new(
+    "UnfinishedUpload",
+    &["key", "upload_id", "begun", "n_bytes"],
+);
+/// One action of a rule of a bucket.
+pub(crate) static LIFECYCLE_RULE: Record = Record::new(
+    "LifecycleRule",
+    &[
+        "name",
+        "prefixes",
+        "action",
+        "storage_class",
+        "when",
+        "is_narrower",
+    ],
+);
 
 /// The worst value of an array. Its members are the words that files have for them.
 static NOT_FINITE: Enumeration = Enumeration {
@@ -161,6 +178,17 @@ static PUT_NEW: Enumeration = Enumeration {
         ("CREATED", "created"),
         ("EXISTS", "exists"),
         ("UNKNOWN", "unknown"),
+    ],
+    class: PyOnceLock::new(),
+};
+/// What a rule of a bucket does.
+static RULE_ACTION: Enumeration = Enumeration {
+    name: "RuleAction",
+    base: "StrEnum",
+    members: &[
+        ("EXPIRE", "expire"),
+        ("MOVE", "move"),
+        ("END_UPLOADS", "end uploads"),
     ],
     class: PyOnceLock::new(),
 };
@@ -218,6 +246,30 @@ pub(crate) fn put_new_member<'py>(
         PutNew::Unknown(_) => "UNKNOWN",
     };
     PUT_NEW.member(py, member)
+}
+
+/// One action of a rule of a bucket.
+#[cfg(feature = "remote")]
+pub(crate) fn lifecycle_rule<'py>(
+    py: Python<'py>,
+    rule: reshard_remote::lifecycle::Rule,
+) -> PyResult<Bound<'py, PyTuple>> {
+    use reshard_remote::lifecycle::Action;
+    let (member, class) = match rule.action {
+        Action::Expire => ("EXPIRE", String::new()),
+        Action::Move(class) => ("MOVE", class),
+        Action::EndUploads => ("END_UPLOADS", String::new()),
+    };
+    let action = RULE_ACTION.member(py, member)?;
+    let values = (
+        rule.name,
+        rule.prefixes,
+        action,
+        class,
+        rule.when,
+        rule.is_narrower,
+    );
+    LIFECYCLE_RULE.of(py, values)
 }
 
 /// `tuple.__new__`: it makes an instance of a subclass without running Python code.
@@ -287,10 +339,12 @@ pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
         &TORCH_RANK_FILE,
         &WRITTEN_RANGE,
         &REMOTE_COUNTS,
+        &UNFINISHED_UPLOAD,
+        &LIFECYCLE_RULE,
     ] {
         module.add(record.name, record.class(module.py())?)?;
     }
-    for enumeration in [&NOT_FINITE, &PUT_NEW] {
+    for enumeration in [&NOT_FINITE, &PUT_NEW, &RULE_ACTION] {
         module.add(enumeration.name, enumeration.class(module.py())?)?;
     }
     Ok(())

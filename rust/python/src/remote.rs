@@ -1,7 +1,9 @@
 //! Objects in buckets and behind HTTP.
 
 use crate::errors::raise;
-use crate::records::{OBJECT_STATUS, REMOTE_COUNTS, put_new_member};
+use crate::records::{
+    OBJECT_STATUS, REMOTE_COUNTS, UNFINISHED_UPLOAD, lifecycle_rule, put_new_member,
+};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
@@ -13,6 +15,7 @@ use reshard_remote::object::{self, Object};
 use reshard_remote::upload;
 use reshard_remote::write::{self, PutNew};
 use reshard_remote::{Address, Cache, Options};
+use reshard_remote::{lifecycle, unfinished};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -267,6 +270,33 @@ fn cache_of(py: Python<'_>, given: Option<(PathBuf, u64)>) -> PyResult<Option<Ca
 pub(crate) fn set_cache(py: Python<'_>, cache: Option<(PathBuf, u64)>) -> PyResult<()> {
     reshard_remote::set_cache(cache_of(py, cache)?);
     Ok(())
+}
+
+/// The unfinished uploads below a URL, and why these are not all.
+#[pyfunction]
+pub(crate) fn unfinished_uploads<'py>(
+    py: Python<'py>,
+    url: &str,
+) -> PyResult<(Vec<Bound<'py, PyTuple>>, Option<String>)> {
+    let address = address(py, url)?;
+    let listed = wait(py, move || unfinished::unfinished(&address))?;
+    let found = listed.found.into_iter();
+    let found =
+        found.map(|one| UNFINISHED_UPLOAD.of(py, (one.key, one.id, one.begun, one.n_bytes)));
+    Ok((found.collect::<PyResult<_>>()?, listed.reason))
+}
+
+/// The rules of a bucket, and why they are not known.
+#[pyfunction]
+pub(crate) fn lifecycle_rules<'py>(
+    py: Python<'py>,
+    url: &str,
+) -> PyResult<(Vec<Bound<'py, PyTuple>>, Option<String>)> {
+    let address = address(py, url)?;
+    let listed = wait(py, move || lifecycle::rules(&address))?;
+    let found = listed.found.into_iter();
+    let found = found.map(|rule| lifecycle_rule(py, rule));
+    Ok((found.collect::<PyResult<_>>()?, listed.reason))
 }
 
 /// Requests, fetched bytes and wanted bytes of this process.

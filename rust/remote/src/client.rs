@@ -5,6 +5,7 @@
 //! child would take them from the parent, too.
 
 use crate::address::{Address, Service};
+use crate::ask::Door;
 use crate::environment::Environment;
 use crate::failure::{Doing, explain};
 use crate::options::{Options, options_of, url_of};
@@ -33,6 +34,8 @@ const RETRY_FOR: Duration = Duration::from_secs(60);
 const N_RUNTIME_THREADS: usize = 2;
 /// Connections that are kept open for the next request.
 const MAX_IDLE: &str = "64";
+/// The account of emulators of Azure.
+const EMULATED_ACCOUNT: &str = "devstoreaccount1";
 
 /// What a client is made of.
 #[derive(Clone, PartialEq, Eq)]
@@ -49,9 +52,11 @@ pub(crate) struct Client {
     spec: Spec,
     pid: u32,
     store: Store,
+    /// None for a server of files.
+    door: Option<Door>,
 }
 
-enum Store {
+pub(crate) enum Store {
     S3(AmazonS3),
     Google(GoogleCloudStorage),
     Azure(MicrosoftAzure),
@@ -121,6 +126,11 @@ impl Client {
         }
     }
 
+    /// How the bucket is asked what `object_store` does not ask; a server of files cannot be.
+    pub(crate) fn door(&self) -> Option<(&Store, &Door)> {
+        Some((&self.store, self.door.as_ref()?))
+    }
+
     /// How long a request is tried again.
     pub(crate) fn retry_for(&self) -> Duration {
         self.spec.options.retry_for.unwrap_or(RETRY_FOR)
@@ -130,17 +140,18 @@ impl Client {
         // Only fails if another provider was installed first, which serves as well.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let made = match spec.address.service {
-            Service::S3 => s3(spec).map(Store::S3),
-            Service::Google => google(spec).map(Store::Google),
-            Service::Azure => azure(spec).map(Store::Azure),
-            Service::Http => files(spec).map(Store::Files),
+            Service::S3 => s3(spec),
+            Service::Google => google(spec),
+            Service::Azure => azure(spec),
+            Service::Http => files(spec).map(|store| (Store::Files(store), None)),
         };
-        let store = made
+        let (store, door) = made
             .map_err(|error| explain(Doing::Connecting, &spec.address, &error, Duration::ZERO))?;
         Ok(Self {
             spec: spec.clone(),
             pid: std::process::id(),
             store,
+            door,
         })
     }
 }
@@ -154,7 +165,7 @@ fn retry(spec: &Spec) -> RetryConfig {
 }
 
 /// Options of the connections. The whole of a body may take any time, each part of it may not.
-fn connection_options() -> [(ClientConfigKey, String); 5] {
+pub(crate) fn connection_options() -> [(ClientConfigKey, String); 5] {
     [
         (ClientConfigKey::Timeout, "1 day".to_owned()),
         (
@@ -170,7 +181,9 @@ fn connection_options() -> [(ClientConfigKey, String); 5] {
     ]
 }
 
-fn s3(spec: &Spec) -> object_store::Result<AmazonS3> {
+type Made = object_store::Result<(Store, Option<Door>)>;
+
+fn s3(spec: &Spec) -> Made {
     let mut builder = AmazonS3Builder::new();
     for (key, value) in spec.environment.with_prefix("AWS_") {
         // AWS_ENDPOINT_URL has a name of its own in `object_store`.
@@ -216,10 +229,18 @@ fn s3(spec: &Spec) -> object_store::Result<AmazonS3> {
     let builder = builder
         .with_bucket_name(&spec.address.bucket)
         .with_retry(retry(spec));
-    builder.with_http_connector(Connector::Cloud).build()
+    let is_set = |key| {
+        let value = builder.get_config_value(&key);
+        value.is_some_and(|value| value.eq_ignore_ascii_case("true"))
+    };
+    let allow_http = is_set(AmazonS3ConfigKey::Client(ClientConfigKey::AllowHttp));
+    let is_signed = !is_set(AmazonS3ConfigKey::SkipSignature);
+    let door = Door::new(String::new(), String::new(), allow_http, is_signed)?;
+    let store = builder.with_http_connector(Connector::Cloud).build()?;
+    Ok((Store::S3(store), Some(door)))
 }
 
-fn google(spec: &Spec) -> object_store::Result<GoogleCloudStorage> {
+fn google(spec: &Spec) -> Made {
     let mut builder = GoogleCloudStorageBuilder::new();
     for (key, value) in spec.environment.with_prefix("GOOGLE_") {
         if let Ok(key) = key.parse::<GoogleConfigKey>() {
@@ -252,10 +273,15 @@ fn google(spec: &Spec) -> object_store::Result<GoogleCloudStorage> {
     let builder = builder
         .with_bucket_name(&spec.address.bucket)
         .with_retry(retry(spec));
-    builder.with_http_connector(Connector::Cloud).build()
+    let base = endpoint.unwrap_or("https://storage.googleapis.com");
+    let url = format!("{}/{}", base.trim_end_matches('/'), spec.address.bucket);
+    let is_signed = !(spec.options.anonymous || emulator.is_some());
+    let door = Door::new(url, String::new(), allow_http, is_signed)?;
+    let store = builder.with_http_connector(Connector::Cloud).build()?;
+    Ok((Store::Google(store), Some(door)))
 }
 
-fn azure(spec: &Spec) -> object_store::Result<MicrosoftAzure> {
+fn azure(spec: &Spec) -> Made {
     let mut builder = MicrosoftAzureBuilder::new();
     for (key, value) in spec.environment.with_prefix("AZURE_") {
         if let Ok(key) = key.parse::<AzureConfigKey>() {
@@ -280,7 +306,29 @@ fn azure(spec: &Spec) -> object_store::Result<MicrosoftAzure> {
     let builder = builder
         .with_container_name(&spec.address.bucket)
         .with_retry(retry(spec));
-    builder.with_http_connector(Connector::Cloud).build()
+    let value = |key| builder.get_config_value(&key).unwrap_or_default();
+    let is_set = |key| value(key).eq_ignore_ascii_case("true");
+    let is_emulator = is_set(AzureConfigKey::UseEmulator);
+    let account = match value(AzureConfigKey::AccountName) {
+        unnamed if unnamed.is_empty() && is_emulator => EMULATED_ACCOUNT.to_owned(),
+        account => account,
+    };
+    let base = match value(AzureConfigKey::Endpoint) {
+        _ if is_emulator => {
+            let base = spec.environment.get("AZURITE_BLOB_STORAGE_URL");
+            format!("{}/{account}", base.unwrap_or("http://127.0.0.1:10000"))
+        }
+        endpoint if endpoint.is_empty() => format!("https://{account}.blob.core.windows.net"),
+        endpoint => endpoint,
+    };
+    let allow_http = is_emulator
+        || spec.options.allow_http
+        || is_set(AzureConfigKey::Client(ClientConfigKey::AllowHttp));
+    let is_signed = !is_set(AzureConfigKey::SkipSignature);
+    let url = format!("{}/{}", base.trim_end_matches('/'), spec.address.bucket);
+    let door = Door::new(url, account, allow_http, is_signed)?;
+    let store = builder.with_http_connector(Connector::Cloud).build()?;
+    Ok((Store::Azure(store), Some(door)))
 }
 
 fn files(spec: &Spec) -> object_store::Result<HttpStore> {

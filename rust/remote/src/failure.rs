@@ -18,6 +18,9 @@ const ETIMEDOUT: i32 = 110;
 const ECONNREFUSED: i32 = 111;
 const ECOMM: i32 = 70;
 
+/// What is read of the body of a failed answer.
+pub(crate) const MAX_BODY_BYTES: usize = 16 << 10;
+
 /// What a request was for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Doing {
@@ -56,7 +59,7 @@ pub(crate) struct Answer {
 
 impl Answer {
     pub(crate) fn new(parts: &http::response::Parts, body: &[u8]) -> Self {
-        let body = String::from_utf8_lossy(&body[..body.len().min(16 << 10)]);
+        let body = String::from_utf8_lossy(&body[..body.len().min(MAX_BODY_BYTES)]);
         let header = |name: &str| Some(parts.headers.get(name)?.to_str().ok()?.to_owned());
         let code = element(&body, "Code").or_else(|| header("x-ms-error-code"));
         let region = header("x-amz-bucket-region").or_else(|| element(&body, "Region"));
@@ -69,6 +72,27 @@ impl Answer {
 
     fn lacks_bucket(&self) -> bool {
         matches!(&*self.code, "NoSuchBucket" | "ContainerNotFound")
+    }
+
+    /// Whether the code is this one.
+    pub(crate) fn is_code(&self, code: &str) -> bool {
+        self.code == code
+    }
+
+    /// Whether the credentials do not permit the request.
+    pub(crate) fn is_denied(&self) -> bool {
+        matches!(
+            self.status,
+            StatusCode::FORBIDDEN | StatusCode::UNAUTHORIZED
+        )
+    }
+
+    /// Whether the service does not know such a request.
+    pub(crate) fn is_not_offered(&self) -> bool {
+        matches!(
+            self.status,
+            StatusCode::NOT_IMPLEMENTED | StatusCode::METHOD_NOT_ALLOWED
+        )
     }
 
     /// Whether the same request can succeed later.

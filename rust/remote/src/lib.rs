@@ -27,6 +27,14 @@ pub mod write;
 
 pub mod upload;
 
+mod xml;
+
+pub mod ask;
+
+pub mod unfinished;
+
+pub mod lifecycle;
+
 pub use address::Address;
 pub use cache::Cache;
 pub use options::{Options, set_cache, set_options};

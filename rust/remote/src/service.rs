@@ -3,10 +3,11 @@
 
 use crate::failure::Answer;
 use async_trait::async_trait;
+use futures_util::StreamExt;
 use object_store::ClientOptions;
 use object_store::client::{
-    HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpResponse, HttpService,
-    ReqwestConnector,
+    HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpResponse,
+    HttpResponseBody, HttpService, ReqwestConnector,
 };
 
 /// Marks the requests for objects, in contrast to those for credentials.
@@ -101,8 +102,7 @@ impl HttpService for Watched {
             return Ok(response);
         }
         let (parts, body) = response.into_parts();
-        let body = body.bytes().await.unwrap_or_default();
-        let answer = Answer::new(&parts, &body);
+        let answer = Answer::new(&parts, &beginning(body).await);
         // `Request` is tried again, `Unknown` is not.
         let kind = if answer.passes() && !is_once {
             HttpErrorKind::Request
@@ -111,4 +111,16 @@ impl HttpService for Watched {
         };
         Err(HttpError::new(kind, answer))
     }
+}
+
+/// The beginning of the body of a failed answer, which names the failure.
+async fn beginning(body: HttpResponseBody) -> Vec<u8> {
+    let mut frames = body.bytes_stream();
+    let mut found = Vec::new();
+    while found.len() < crate::failure::MAX_BODY_BYTES
+        && let Some(Ok(frame)) = frames.next().await
+    {
+        found.extend_from_slice(&frame);
+    }
+    found
 }

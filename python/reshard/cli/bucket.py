@@ -1,0 +1,159 @@
+"""What `reshard inspect` says of the bucket in which a checkpoint is: unfinished uploads, and rules that endanger it.
+
+What the service does not tell, or does not permit to ask, is a note.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import shlex
+import urllib.parse
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from reshard._core import RuleAction
+from reshard.errors import ReshardError
+from reshard.storage.remote import RemoteStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from reshard import _core
+    from reshard.storage.location import Location
+
+T = TypeVar("T")
+
+_ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")  # which S3 does not read until a copy is restored
+
+
+@dataclass(frozen=True)
+class Upload:
+    """An upload that was not completed.
+
+    Attributes:
+        key: the name of the object in the bucket.
+        upload_id: which upload of the object it is; empty in Azure.
+        begun: when it was begun, as the service says it; None if it does not.
+        age_s: seconds since then; None if that is not known.
+        n_bytes: the bytes of its parts; None if they are not known.
+        end_with: the command that removes it; None if the service does so by itself.
+    """
+
+    key: str
+    upload_id: str
+    begun: str | None
+    age_s: float | None
+    n_bytes: int | None
+    end_with: str | None
+
+
+@dataclass(frozen=True)
+class BucketFacts:
+    """What is known of a bucket, for a run in it.
+
+    Attributes:
+        uploads: unfinished uploads of the run, oldest first.
+        dangers: what rules of the bucket do to objects of the run.
+        notes: what is not known, and what is missing.
+    """
+
+    uploads: list[Upload]
+    dangers: list[str]
+    notes: list[str]
+
+
+def bucket_facts(place: Location) -> BucketFacts | None:
+    """Ask the bucket of a run; None if it is in none.
+
+    Args:
+        place: the run, one of its iterations, or a file.
+    """
+    store = place.store
+    if not isinstance(store, RemoteStore) or store.is_read_only:
+        return None
+    notes: list[str] = []
+    scheme, _, rest = place.path.partition("://")
+    bucket, _, key = rest.partition("/")
+    begun = _asked(lambda: store.unfinished_uploads(place.path), "unfinished uploads are not known", notes)
+    found = sorted(begun, key=lambda one: one.begun)
+    uploads = [_upload(one, scheme, bucket) for one in found]
+    n_notes = len(notes)
+    rules = _asked(lambda: store.lifecycle_rules(place.path), "lifecycle rules are not known", notes)
+    if len(notes) == n_notes and not any(ends_uploads(one, key) for one in rules):
+        notes.append(
+            "no rule of the bucket removes unfinished uploads: AbortIncompleteMultipartUpload does, see the guide "
+            "`Buckets`"
+        )
+    return BucketFacts(uploads, [text for one in rules if (text := danger_of(one, key)) is not None], notes)
+
+
+def _asked(ask: Callable[[], tuple[list[T], str | None]], what: str, notes: list[str]) -> list[T]:
+    try:
+        found, reason = ask()
+    except ReshardError as error:
+        found, reason = [], error.message
+    if reason is not None:
+        notes.append(f"{'not all ' if found else ''}{what}: {reason}")
+    return found
+
+
+def _upload(one: _core.UnfinishedUpload, scheme: str, bucket: str) -> Upload:
+    age_s: float | None = None
+    try:
+        begun = dt.datetime.fromisoformat(one.begun)
+        age_s = (dt.datetime.now(dt.UTC) - (begun if begun.tzinfo else begun.replace(tzinfo=dt.UTC))).total_seconds()
+    except (ValueError, OverflowError):
+        pass
+    return Upload(one.key, one.upload_id, one.begun or None, age_s, one.n_bytes, _end_with(one, scheme, bucket))
+
+
+def _end_with(one: _core.UnfinishedUpload, scheme: str, bucket: str) -> str | None:
+    if scheme == "az":
+        return None
+    if scheme == "gs":
+        name = urllib.parse.quote(one.key)
+        url = f"https://storage.googleapis.com/{bucket}/{name}?uploadId={urllib.parse.quote(one.upload_id, safe='')}"
+        header = '"Authorization: Bearer $(gcloud auth print-access-token)"'
+        return f"curl -X DELETE -H {header} {shlex.quote(url)}"
+    names = ["--bucket", bucket, "--key", one.key, "--upload-id", one.upload_id]
+    return shlex.join(["aws", "s3api", "abort-multipart-upload", *names])
+
+
+def _meets(rule: _core.LifecycleRule, key: str) -> bool:
+    """Whether a rule is about an object of a run: it, or what is below it."""
+    below = f"{key}/" if key else ""
+    return any(below.startswith(prefix) or prefix.startswith(below) or key == prefix for prefix in rule.prefixes)
+
+
+def ends_uploads(rule: _core.LifecycleRule, key: str) -> bool:
+    """Whether a rule removes the unfinished uploads of a whole run."""
+    below = f"{key}/" if key else ""
+    is_of_all = any(below.startswith(prefix) for prefix in rule.prefixes) and not rule.is_narrower
+    return rule.action is RuleAction.END_UPLOADS and is_of_all
+
+
+def danger_of(rule: _core.LifecycleRule, key: str) -> str | None:
+    """What a rule does to a run, as a sentence; None: nothing.
+
+    Args:
+        rule: of its bucket.
+        key: the name of the run in the bucket.
+    """
+    if rule.action is RuleAction.END_UPLOADS or not _meets(rule, key):
+        return None
+    name = f"the rule `{rule.name}`" if rule.name else "a rule"
+    which = _which(rule.prefixes)
+    if rule.is_narrower:
+        which += " that meet other conditions of it"
+    when = f" {rule.when}" if rule.when else ""
+    if rule.action is RuleAction.EXPIRE:
+        return f"{name} of the bucket removes objects {which}{when}: the run loses its log and its iterations"
+    reads = ", where they cannot be read before they are restored" if rule.storage_class in _ARCHIVES else ""
+    cost = "" if reads else ", where reading and removing them early costs more"
+    return f"{name} of the bucket moves objects {which}{when} to {rule.storage_class or 'another class'}{reads}{cost}"
+
+
+def _which(prefixes: Sequence[str]) -> str:
+    if not all(prefixes):
+        return "of the whole bucket"
+    return f"whose names begin with {' or '.join(f'`{prefix}`' for prefix in prefixes)}"
