@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration
-from tests.helpers.examples import check_example
+from tests.helpers.examples import in_fresh_process
 from tests.peers.required import long
 from torch.optim import lr_scheduler as S  # noqa: N812
 from torch.utils.data import DataLoader
@@ -194,4 +194,4 @@ def test_a_start_from_a_published_folder(tmp_path: Path) -> None:
 @long
 @pytest.mark.parametrize(("n_ranks", "then"), [(1, 1), (2, 2), (2, 1)])
 def test_killed_example_is_uninterrupted(tmp_path: Path, n_ranks: int, then: int) -> None:
-    check_example("train_accelerate", tmp_path, n_ranks, then)
+    in_fresh_process("train_accelerate", tmp_path, n_ranks, then)

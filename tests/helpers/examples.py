@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 import signal
@@ -9,30 +10,71 @@ import socket
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
 
 STEPS = 14
 PATIENCE_S = 240
+ROOT = Path(__file__).parents[2]
+_started: list[Rank] = []
 
 
-def start(name: str, root: Path, n_ranks: int, batch: int) -> list[subprocess.Popen[bytes]]:
-    """The ranks of an example, as torchrun would start them."""
+class Rank:
+    """A process of an example, forked off one that has imported it: the imports take longer than the runs."""
+
+    def __init__(self, example: str, words: list[str], variables: dict[str, str], out: Path) -> None:
+        main = importlib.import_module(f"reshard.examples.{example}").main
+        self.pid = os.fork()
+        self.code: int | None = None
+        if self.pid:
+            _started.append(self)
+            return
+        os.environ |= variables
+        with out.open("ab") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        sys.argv = [example, *words]
+        main()
+        raise SystemExit(0)  # through all that called this, to the end of the interpreter
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None: it runs."""
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.code = os.waitstatus_to_exitcode(status) if pid else None
+        return self.code
+
+    def wait(self) -> int:
+        """The exit code once it has ended."""
+        deadline = time.monotonic() + PATIENCE_S
+        while (code := self.poll()) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        return code
+
+    def send(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def ranks_of(example: str, words: list[str], n_ranks: int, out: Path) -> list[Rank]:
+    """The ranks of an example, with the variables that torchrun sets."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", f"reshard.examples.{name}", str(root), f"--steps={STEPS}", f"--batch={batch}"]
     ranks = []
     for rank in range(n_ranks):
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        variables = {}
         if n_ranks > 1:
-            env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n_ranks)}
-            env |= {"LOCAL_WORLD_SIZE": str(n_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        with (root.parent / f"{root.name}.{rank}.txt").open("ab") as out:
-            ranks.append(subprocess.Popen(command, env=env, stdout=out, stderr=out))
+            variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n_ranks)}
+            variables |= {"GROUP_RANK": "0", "LOCAL_WORLD_SIZE": str(n_ranks), "TORCHELASTIC_RUN_ID": "none"}
+            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        ranks.append(Rank(example, words, variables, out.with_name(f"{out.name}.{rank}.txt")))
     return ranks
+
+
+def start(name: str, root: Path, n_ranks: int, batch: int) -> list[Rank]:
+    return ranks_of(name, [str(root), f"--steps={STEPS}", f"--batch={batch}"], n_ranks, root)
 
 
 def lines(root: Path) -> list[str]:
@@ -51,14 +93,14 @@ def steps(*runs: list[str]) -> dict[int, list[str]]:
     return by_step
 
 
-def finish(ranks: list[subprocess.Popen[bytes]], root: Path) -> list[int]:
-    codes = [one.wait(PATIENCE_S) for one in ranks]
+def finish(ranks: list[Rank], root: Path) -> list[int]:
+    codes = [one.wait() for one in ranks]
     if any(code not in (0, 75) for code in codes):
         raise AssertionError([path.read_text()[-3000:] for path in root.parent.glob(f"{root.name}.*.txt")])
     return codes
 
 
-def until(root: Path, step: int, ranks: list[subprocess.Popen[bytes]]) -> None:
+def until(root: Path, step: int, ranks: list[Rank]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     tracker = root / "latest_checkpointed_iteration.txt"  # a save is published: the run is resumed
     while max(steps(lines(root)), default=0) < step or not tracker.exists():
@@ -66,6 +108,21 @@ def until(root: Path, step: int, ranks: list[subprocess.Popen[bytes]]) -> None:
         if any(one.poll() not in (None, 0) for one in ranks):
             finish(ranks, root)
         time.sleep(0.01)
+
+
+def kill(ranks: list[Rank]) -> None:
+    for one in ranks:
+        one.send(signal.SIGKILL)
+    for one in ranks:
+        one.wait()
+
+
+def in_fresh_process(check: str, *arguments: object) -> None:
+    """Run a function of this file where nothing but an example is imported, so that it can be forked."""
+    command = [sys.executable, "-m", "tests.helpers.examples", check, *map(str, arguments)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-5000:]
 
 
 def check_example(name: str, tmp_path: Path, n_ranks: int, then: int) -> None:
@@ -77,16 +134,13 @@ def check_example(name: str, tmp_path: Path, n_ranks: int, then: int) -> None:
     assert max(expected) == STEPS
     ranks = start(name, torn, n_ranks, batch)
     until(torn, random.Random().randint(4, 9), ranks)
-    for one in ranks:
-        one.kill()
-    for one in ranks:
-        one.wait()
+    kill(ranks)
     ends = [0, len(lines(torn))]  # of the log, after each run
     if n_ranks == then == 1:  # a signal, too: it saves and exits
         ranks = start(name, torn, then, batch)
         while len(lines(torn)) == ends[-1]:
             time.sleep(0.001)
-        ranks[0].send_signal(signal.SIGTERM)
+        ranks[0].send(signal.SIGTERM)
         assert finish(ranks, torn) in ([75], [0])
         ends.append(len(lines(torn)))
     finish(start(name, torn, then, 4 // then), torn)
@@ -100,3 +154,34 @@ def check_example(name: str, tmp_path: Path, n_ranks: int, then: int) -> None:
     else:
         made = [line.split(maxsplit=2)[2:] for found in after.values() for line in found]
         assert made == [line.split(maxsplit=2)[2:] for step in after for line in expected[step]]  # the same samples
+
+
+def check_lightning(folder: Path, n_ranks: int, words: list[str]) -> None:
+    """Kill the example of Lightning within an epoch and resume it: it logs what the whole run has logged."""
+    log, words = folder / "torn.log", [*words, str(folder / "torn"), "--log", str(folder / "torn.log")]
+    killed = ranks_of("train_lightning", words, n_ranks, folder / "torn")
+    deadline = time.monotonic() + PATIENCE_S
+    while not log.exists() or len(log.read_text().splitlines()) < 80 * n_ranks:
+        if any(one.poll() is not None for one in killed):
+            finish(killed, folder / "torn")
+            raise AssertionError("it ended before it was killed")
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    kill(killed)
+    n_before = len(log.read_text().splitlines())
+    finish(ranks_of("train_lightning", words, n_ranks, folder / "torn"), folder / "torn")
+    found = log.read_text().splitlines()
+    assert int(found[n_before].split()[0]) > 40  # it has not started over
+    assert set(found) == set((folder / "whole.log").read_text().splitlines())
+
+
+if __name__ == "__main__":
+    own = os.getpid()
+    try:
+        if sys.argv[1] == "lightning":
+            check_lightning(Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
+        else:
+            check_example(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    finally:
+        if os.getpid() == own:  # a rank ends here, too
+            kill(_started)

@@ -6,18 +6,16 @@ import contextlib
 import hashlib
 import importlib
 import logging
-import os
 import random
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
+from tests.helpers.examples import in_fresh_process
 from tests.peers.required import long
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -286,24 +284,10 @@ def finished(process: subprocess.Popen[str]) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("n_ranks", [pytest.param(1, marks=long), 2])
 def test_the_killed_example_goes_on(tmp_path: Path, n_ranks: int) -> None:
-    """With one rank, and with two under DDP."""
+    """With one rank, and with two under DDP. `torchrun` starts the run that is not killed."""
     words = ["-m", "reshard.examples.train_lightning", "--epochs", "6", "--save-every", "7", "--out"]
     finished(start(n_ranks, *words, tmp_path / "whole", "--log", tmp_path / "whole.log"))
-    log = tmp_path / "torn.log"
-    killed = start(n_ranks, *words, tmp_path / "torn", "--log", log)
-    n_wanted = 80 * n_ranks
-    until = time.monotonic() + 240
-    while not log.exists() or len(log.read_text().splitlines()) < n_wanted:
-        assert killed.poll() is None, killed.communicate()[1][-3000:]
-        assert time.monotonic() < until
-        time.sleep(0.005)
-    os.killpg(killed.pid, signal.SIGKILL)
-    killed.communicate()
-    n_before = len(log.read_text().splitlines())
-    finished(start(n_ranks, *words, tmp_path / "torn", "--log", log))
-    lines = log.read_text().splitlines()
-    assert int(lines[n_before].split()[0]) > 40  # it has not started over
-    assert set(lines) == set((tmp_path / "whole.log").read_text().splitlines())
+    in_fresh_process("lightning", tmp_path, n_ranks, *words[2:])
 
 
 @long

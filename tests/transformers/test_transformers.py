@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from tests.helpers.examples import check_example
+from tests.helpers.examples import in_fresh_process
 from tests.peers.required import long
 from tests.transformers.trainers import Data, outcome, trainer
 from transformers import (
@@ -162,7 +162,7 @@ def test_what_is_not_supported_is_refused(tmp_path: Path, request: pytest.Fixtur
 @pytest.mark.slow
 @pytest.mark.parametrize(("n_ranks", "then"), [pytest.param(1, 1, marks=long), (2, 2), pytest.param(2, 1, marks=long)])
 def test_killed_example_is_uninterrupted(tmp_path: Path, n_ranks: int, then: int) -> None:
-    check_example("train_transformers", tmp_path, n_ranks, then)
+    in_fresh_process("train_transformers", tmp_path, n_ranks, then)
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "torn.hf")
     assert loaded.config.vocab_size == 32
 
