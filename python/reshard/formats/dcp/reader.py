@@ -263,7 +263,10 @@ def _recorded_as_optimizer(folder: Location) -> frozenset[str]:
     """The tensors that this package has recorded as state of the optimizer. What others wrote is not decoded again."""
     if not is_ours(folder):
         return frozenset()
-    paths = _core.read_dcp_paths((folder / METADATA_FILE).read_small(MAX_METADATA_BYTES))
+    data = (folder / METADATA_FILE).read_small(MAX_METADATA_BYTES)
+    if OPTIMIZER_ENTRY.encode() not in data:  # texts are UTF-8 in a pickle of ours
+        return frozenset()
+    paths = _core.read_dcp_paths(data)
     return frozenset(str(key) for name, path in paths if name == OPTIMIZER_ENTRY for key in path)
 
 
