@@ -121,16 +121,39 @@ def test_packed_integers_of_any_bits_stay_as_they_are(bits: int, tmp_path: Path)
         assert all((checkpoint.read(key).view(np.uint8) == array.view(np.uint8)).all() for key, array in arrays.items())
 
 
-def test_packed_integers_whose_values_are_not_known(tmp_path: Path) -> None:
-    zeros = {"a.weight_zero_point": np.zeros((4, 3), np.int32)}
-    odd = packed(RNG(1), 3, 32, 96, 3)
-    one_scale = packed(RNG(1), 4, 32, 96, 3) | {"a.weight_scale": scales(RNG(2), (1,))}
-    for number, arrays in enumerate((packed(RNG(1), 4, 32, 96, 3) | zeros, odd, one_scale)):
-        reshard.save_file(arrays, tmp_path / f"{number}.safetensors")
-        with reshard.open(tmp_path / f"{number}.safetensors") as checkpoint:
-            assert [one.kind for one in checkpoint.quantised().values()] == ["int-packed"]
-            with pytest.raises(UnsupportedError, match="how its values are computed is not known here"):
-                checkpoint.dequantised()
+def integers_of(words: Array, bits: int, n: int) -> Array:
+    """As `unpack_from_int32` of `compressed_tensors.compressors.pack_quantized`, along the rows, without the offset."""
+    each = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=1, bitorder="little")[:, : n * bits]
+    return np.asarray(each.reshape(len(words), n, bits) @ (1 << np.arange(bits)))
+
+
+@pytest.mark.parametrize("zero_points", ["none", "packed"])
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_values_of_packed_integers(bits: int, zero_points: str, tmp_path: Path) -> None:
+    """Codes lie across words of 32 bits, along the rows; zero points along the columns."""
+    rows, columns, groups = 45, 104, 13
+    rng = RNG(bits)
+    arrays = packed(rng, bits, rows, columns, groups)
+    codes, zeros = integers_of(arrays["a.weight_packed"], bits, columns), np.full((rows, groups), 1 << bits - 1)
+    if zero_points == "packed":
+        arrays["a.weight_zero_point"] = integers(rng, (-(-rows * bits // 32), groups), np.int32)
+        zeros = integers_of(arrays["a.weight_zero_point"].T, bits, rows).T
+    of_columns = [np.repeat(one.astype(np.float32), 8, 1) for one in (zeros, arrays["a.weight_scale"])]
+    expected = (codes - of_columns[0]).astype(np.float32) * of_columns[1]
+    path = model(tmp_path / "m", arrays, args("int", bits, "group", group_size=8, symmetric=zero_points == "none"))
+    with reshard.open(path) as checkpoint, checkpoint.dequantised() as plain:
+        assert (plain.read("a.weight") == expected).all()
+        part = (slice(7, 40), slice(11, 97))
+        assert (plain.read("a.weight", part) == expected[part]).all()
+        assert (plain.load(dtype="bfloat16")["a.weight"] == expected.astype(ml_dtypes.bfloat16)).all()
+
+
+def test_one_scale_for_all_packed_integers(tmp_path: Path) -> None:
+    arrays = packed(RNG(1), 4, 32, 96, 1) | {"a.weight_scale": scales(RNG(2), (1,))}
+    path = model(tmp_path / "m", arrays, args("int", 4, "tensor"))
+    codes = integers_of(arrays["a.weight_packed"], 4, 96).astype(np.float32) - 8
+    with reshard.open(path) as checkpoint, checkpoint.dequantised() as plain:
+        assert (plain.read("a.weight") == codes * arrays["a.weight_scale"]).all()
 
 
 def test_floats_of_6_bits_are_refused_by_name(tmp_path: Path) -> None:

@@ -106,10 +106,13 @@ def _recipe(one: Quantised, index: _core.Index) -> Recipe:
     if one.kind in ("gptq", "awq"):
         numbers = (one.values["bits"], one.values["zero_offset"]) if one.kind == "gptq" else (one.values["group"],)
         return Recipe(one.kind, numbers, tuple(shapes.items()))
-    is_plain = not {"zero_point", "g_idx"} & one.parts.keys() and 32 % one.values.get("bits", 1) == 0
-    if one.kind == "int-packed" and is_plain and len(shapes["scale"]) == len(one.shape):
-        group = one.shape[-1] // shapes["scale"][-1]
-        return Recipe("packed", (one.values["bits"], group), (("weight", shapes["weight"]), ("scale", shapes["scale"])))
+    zeros = one.parts.get("zero_point")
+    if one.kind == "int-packed" and "g_idx" not in one.parts and (zeros is None or index.info(zeros)[0] == "I32"):
+        grid = shapes["scale"] if len(shapes["scale"]) == len(one.shape) else (1, 1)
+        parts = [("weight", shapes["weight"]), ("scale", grid)]
+        if zeros is not None:
+            parts.append(("zero_point", shapes["zero_point"]))
+        return Recipe("packed", (one.values["bits"], one.shape[-1] // grid[1]), tuple(parts))
     if one.kind == "gguf-blocks" and one.values["type"] in _GGUF:
         return Recipe("blocks", (one.values["number"],), (("weight", _matrices(one, shapes["weight"])),))
     recipe = _of_torchao(one, shapes) if one.kind == "torchao" else None

@@ -70,7 +70,8 @@ pub enum Recipe {
         /// Rows and columns that share a scale.
         block: [u64; 2],
     },
-    /// Parts: integers packed along the rows, and scales as `[rows, groups]`.
+    /// Parts: integers packed along the rows, scales as `[rows, groups]` or one for all rows, and zero points, packed
+    /// along the columns, or none.
     Packed {
         /// Bits of an integer.
         bits: u32,
@@ -426,16 +427,8 @@ fn gptq<O: Number>(
         let message = format!("`g_idx` of a weight of GPTQ names a group beyond its {n_groups}");
         return Err(Error::damaged(message));
     }
-    let mask = u32::MAX >> (32 - bits);
-    // Bits of one code, also where they begin in one word and end in the next one.
     let code = |words: &[u32], step: usize, start: usize, at: u64, base: u64| {
-        let (word, shift) = ((at * wide / 32 - base) as usize, (at * wide % 32) as u32);
-        let low = words[start + word * step] >> shift;
-        if shift + bits > 32 {
-            (low | words[start + (word + 1) * step] << (32 - shift)) & mask
-        } else {
-            low & mask
-        }
+        code_of(bits, words, step, start, at, base)
     };
     let mut of_group = vec![(0.0, 0); n_groups as usize];
     let rows = to.chunks_exact_mut(tile.n_columns() * O::N_BYTES);
@@ -482,6 +475,31 @@ fn awq<O: Number>(reader: &Reader<'_>, group: u64, tile: &Tile, to: &mut [u8]) -
     Ok(())
 }
 
+/// The code at a place of a sequence of codes, also where its bits begin in one word and end in the next one.
+///
+/// Args:
+///     `step`: from one word of the sequence to the next one.
+///     `start`: the first word.
+///     `base`: the place of the first word in all words of the sequence.
+#[inline]
+fn code_of(bits: u32, words: &[u32], step: usize, start: usize, at: u64, base: u64) -> u32 {
+    let (word, shift) = at_bit(at, bits);
+    let word = start + (word - base) as usize * step;
+    let low = words[word] >> shift;
+    let all = if shift + bits > 32 {
+        low | words[word + step] << (32 - shift)
+    } else {
+        low
+    };
+    all & (u32::MAX >> (32 - bits))
+}
+
+/// The word in which a code begins, and the bit in it.
+fn at_bit(at: u64, bits: u32) -> (u64, u32) {
+    let bit = at * u64::from(bits);
+    (bit / 32, (bit % 32) as u32)
+}
+
 fn packed<O: Number>(
     reader: &Reader<'_>,
     bits: u32,
@@ -489,20 +507,42 @@ fn packed<O: Number>(
     tile: &Tile,
     to: &mut [u8],
 ) -> Result<()> {
-    let each = u64::from(32 / bits);
-    let (first, end) = (tile.columns.start / each, tile.columns.end.div_ceil(each));
-    let wide = (end - first) as usize;
+    let words_of = |range: &Range<u64>| {
+        let wide = u64::from(bits);
+        (range.start * wide / 32, (range.end * wide).div_ceil(32))
+    };
+    let (first, end) = words_of(&tile.columns);
+    let n_words = (end - first) as usize;
     let codes = reader.words(0, &[tile.rows.start, first], &[tile.n_rows(), end - first])?;
     let (from, until) = (tile.columns.start / group, tile.columns.end.div_ceil(group));
     let n_groups = (until - from) as usize;
-    let scales = reader.numbers(1, &[tile.rows.start, from], &[tile.n_rows(), until - from])?;
-    let (mask, half) = (u32::MAX >> (32 - bits), 1_i32 << (bits - 1));
+    let is_one = reader.part(1)?.shape[0] == 1;
+    let (row, n_rows) = if is_one {
+        (0, 1)
+    } else {
+        (tile.rows.start, tile.n_rows())
+    };
+    let scales = reader.numbers(1, &[row, from], &[n_rows, until - from])?;
+    let (low, high) = words_of(&tile.rows);
+    let zeros = match reader.parts.get(2) {
+        None => None,
+        Some(_) => Some(reader.words(2, &[low, from], &[high - low, until - from])?),
+    };
+    let half = 1_u32 << (bits - 1);
     let rows = to.chunks_exact_mut(tile.n_columns() * O::N_BYTES);
-    for (row, to) in rows.enumerate() {
+    for (at, (row, to)) in tile.rows.clone().zip(rows).enumerate() {
         let values = tile.columns.clone().map(|column| {
-            let word = codes[row * wide + (column / each - first) as usize];
-            let code = (word >> (bits * (column % each) as u32) & mask).cast_signed() - half;
-            f32::from(code as i16) * scales[row * n_groups + (column / group - from) as usize]
+            let of_row = (column / group - from) as usize;
+            let zero = zeros.as_ref().map_or(half, |words| {
+                code_of(bits, words, n_groups, of_row, row, low)
+            });
+            let code = code_of(bits, &codes, 1, at * n_words, column, first);
+            let scale = scales[if is_one {
+                of_row
+            } else {
+                at * n_groups + of_row
+            }];
+            f32::from(code as i16 - zero as i16) * scale
         });
         put_all::<O>(values, to);
     }
