@@ -214,7 +214,7 @@ def test_what_a_bucket_does_not_have_is_refused(bucket: tuple[Location, Proxy], 
     model(tmp_path / "model")
     proxy.log.clear()
     refused: list[dict[str, Any]] = [
-        {"to": "safetensors", "layout": LAYOUT, "share": (0, 2)},
+        {"layout": LAYOUT, "share": (0, 2)},
         {"commit": {"private": True}},
         {"to": "mindspore", "files": {"modes": "mindspore-transformers"}},
     ]

@@ -18,6 +18,7 @@ import json
 import os
 import re
 import socket
+import time
 from typing import TYPE_CHECKING, Any
 
 from reshard.commit.filling import is_staging, staging_name
@@ -30,11 +31,12 @@ from reshard.values.words import show
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from reshard import _core
     from reshard.storage.location import Location
 
 _CLAIM = staging_name("convert")
 _MAX_CLAIM_BYTES = 64 << 20
+_PREPARED_SECONDS = 60.0  # for another share, which removes and writes small files
+_LOOK_SECONDS = 0.1
 
 
 class BucketFolder:
@@ -60,22 +62,31 @@ class BucketFolder:
         """Whether a file identifies a checkpoint."""
         return _is_commit(self._commits, name)
 
-    def claim(self, names: Iterable[str], *, overwrite: bool) -> None:
-        """Create the claim.
+    def claim(self, names: Iterable[str], *, overwrite: bool, digest: str | None = None, joins: bool = False) -> bool:
+        """Create the claim, or join that of another share.
 
         Args:
             names: the files that will be written: what is left of them if this process is killed can be replaced.
             overwrite: take the place of another one.
+            digest: of a conversion by several processes.
+            joins: take part in that of another process with the same digest.
+
+        Returns:
+            Whether this process prepares the folder, and then calls `prepared`; no: another share has prepared it.
 
         Raises:
             DestinationExistsError: another conversion has one.
         """
         names = sorted({*names, *self._beside()})
         content = {"host": socket.gethostname(), "pid": os.getpid(), "token": os.urandom(8).hex(), "names": names}
+        if digest is not None:
+            content["shared"] = digest
         claim = json.dumps(content).encode()
         try:
             self._claim.create(claim)
         except FileExistsError:
+            if joins and digest is not None and self.join(digest):
+                return False
             if not overwrite:
                 found = claim_in(self.target)
                 by = f" (host {show(str(found.get('host')))}, process {show(str(found.get('pid')))})" if found else ""
@@ -88,6 +99,42 @@ class BucketFolder:
             self._claim.replace(claim)
         self._token = claim
         self._names = names
+        return True
+
+    def prepared(self) -> None:
+        """Let the other shares begin. Raises DestinationExistsError, StorageError."""
+        self.check_claim()
+        assert self._token is not None
+        claim = json.dumps(json.loads(self._token) | {"written": self._written}).encode()
+        self._claim.replace(claim)
+        self._token = claim
+
+    def join(self, digest: str, seconds: float | None = None) -> bool:
+        """Take part in the conversion of a claim, once its folder is prepared.
+
+        Args:
+            digest: of the conversion.
+            seconds: how long another share is waited for that prepares it; None: a minute.
+
+        Returns:
+            Whether this process takes part; no: the claim is that of another conversion, or it is not prepared.
+        """
+        deadline = time.monotonic() + (_PREPARED_SECONDS if seconds is None else seconds)
+        while True:
+            try:
+                claim = self._claim.read_small(_MAX_CLAIM_BYTES)
+                found: Any = json.loads(claim)
+                if found.get("shared") != digest:
+                    return False
+                if "written" in found:
+                    self._written |= found["written"]
+                    self._token, self._names = claim, found["names"]
+                    return True
+            except (ReshardError, ValueError, AttributeError, TypeError):
+                return False
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_LOOK_SECONDS)
 
     def check_claim(self) -> None:
         """Refuse to go on after another conversion has taken the folder over. Raises DestinationExistsError."""
@@ -97,6 +144,10 @@ class BucketFolder:
                 path=str(self._claim),
             )
 
+    def has_ended(self) -> bool:
+        """Whether another share of the conversion has published it and removed the claim."""
+        return not self._claim.exists()
+
     def _is_ours(self) -> bool:
         try:
             return self._claim.read_small(_MAX_CLAIM_BYTES) == self._token
@@ -104,9 +155,12 @@ class BucketFolder:
             return False
 
     def clear(self, is_ours: Callable[[Location], bool]) -> None:
-        """Remove the files of an earlier conversion, those that identify a checkpoint first. Raises StorageError."""
-        ours = {name for name in self.target.names() if not is_staging(name) and is_ours(self.target / name)}
-        there = [name for name, _ in self._store.below(self.target.path)]
+        """Remove the files of an earlier conversion, those that identify a checkpoint first. Raises StorageError.
+
+        The records of its shares (see `bucket_shares`) are removed, too.
+        """
+        ours = {name for name in self.target.names() if is_staging(name) or is_ours(self.target / name)}
+        there = [name for name, _ in self._store.below(self.target.path) if name != _CLAIM]
         self._remove([name for name in there if name in self._left or name.partition("/")[0] in ours])
 
     def _remove(self, names: Sequence[str]) -> None:
@@ -116,9 +170,9 @@ class BucketFolder:
         """Files with tensors in the order in which they are written: the first of several parts is the last one."""
         return sorted(names, key=lambda name: (not self.is_commit(name), _by_number(name)), reverse=True)
 
-    def wrote(self, written: Mapping[str, _core.Written]) -> None:
+    def wrote(self, e_tags: Mapping[str, str | None]) -> None:
         """Note what the writes of files with tensors were told."""
-        self._written |= {name: one.e_tag or "" for name, one in written.items()}
+        self._written |= {name: e_tag or "" for name, e_tag in e_tags.items()}
 
     def write_beside(self) -> None:
         """Send the local files that do not identify a checkpoint. Raises StorageError."""
@@ -135,7 +189,7 @@ class BucketFolder:
         there = dict(self._store.below(self.target.path))
         for name, e_tag in self._written.items():
             found = there.get(name)
-            if found is None or _plain(str(found.identity)) != _plain(e_tag):
+            if found is None or plain_e_tag(str(found.identity)) != plain_e_tag(e_tag):
                 what = "is not there" if found is None else "was replaced"
                 raise StorageError(
                     f"{show(str(self.target / name))} {what} after it was written", path=str(self.target / name)
@@ -191,10 +245,18 @@ def claim_in(target: Location) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def left_in(target: Location) -> frozenset[str]:
-    """Names of the files that a conversion which was killed may have left in a folder of a bucket."""
-    names = claim_in(target).get("names")
-    return frozenset(name for name in names if isinstance(name, str)) if isinstance(names, list) else frozenset()
+def left_in(target: Location, digest: str | None = None) -> frozenset[str]:
+    """Names of the files that a conversion which was killed may have left in a folder of a bucket.
+
+    Args:
+        target: the folder.
+        digest: only of the conversion by several processes that has it.
+    """
+    found = claim_in(target)
+    names = found.get("names")
+    if not isinstance(names, list) or (digest is not None and found.get("shared") != digest):
+        return frozenset()
+    return frozenset(name for name in names if isinstance(name, str))
 
 
 def remove_filled(target: Location, commits: Collection[str]) -> None:
@@ -239,8 +301,13 @@ def bucket_of(place: Location) -> RemoteStore:
     return place.store
 
 
-def _plain(e_tag: str) -> str:
-    """An ETag as a list and an answer have it in common."""
+def plain_e_tag(e_tag: str) -> str:
+    """An ETag as a list and an answer have it in common.
+
+    Example:
+        >>> plain_e_tag('W/"5f"')
+        '5f'
+    """
     return e_tag.removeprefix("W/").strip('"')
 
 

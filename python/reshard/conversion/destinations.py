@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from reshard.commit.filling import filled_folder, is_staging
 from reshard.commit.publication import made_folder, published_folder
-from reshard.conversion.buckets import filled_bucket, left_in
+from reshard.conversion.bucket_shares import BucketShares, WrittenObject
+from reshard.conversion.buckets import BucketFolder, filled_bucket, left_in
 from reshard.conversion.shares import WrittenPart, committing, cut, missing, place, read_record, write_record
 from reshard.errors import CheckpointNotFoundError, DestinationExistsError
-from reshard.storage.changes import make_folders, remove_folder, set_mode
+from reshard.storage.changes import make_folders, remove_folder, set_mode, temporary_folder
+from reshard.storage.location import locate
 from reshard.storage.names import example_of
 from reshard.values.words import show
 from reshard.write.contents import DtypeAndPart, FileContent, JointProgress
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from reshard import _core
     from reshard.checkpoint import Checkpoint
     from reshard.commit.attempts import ValueRecord
-    from reshard.conversion.buckets import BucketFolder
     from reshard.conversion.known_files import KnownFiles
     from reshard.conversion.shares import Part, Share, Shared
     from reshard.layout import BoundLayout
@@ -402,15 +403,23 @@ def publish_folder(
         finish: called with the folder before it is published. It returns the files that the report counts.
     """
     if not job.target.is_local:
-        with filled_bucket(job.target, commits=job.known_files.commits) as bucket:
+
+        def start(bucket: BucketFolder) -> Mapping[str, ValueRecord]:
             for name in subfolders:
                 make_folders(bucket.beside / name)
             for name, data in (small or {}).items():
                 (bucket.beside / name).replace(data, durable=False)
-            beside = finish(bucket.beside)
+            return finish(bucket.beside)
+
+        is_replaced = is_ours or functools.partial(is_our_file, job)
+        if job.shared is not None:
+            report = _publish_shares(job, job.shared, files, start, is_replaced)
+            return replace(report, path=path or job.target, warnings=list(warnings))
+        with filled_bucket(job.target, commits=job.known_files.commits) as bucket:
+            beside = start(bucket)
             bucket.claim([file.name for file in files], overwrite=job.overwrite)
             if job.overwrite:
-                bucket.clear(is_ours or functools.partial(is_our_file, job))
+                bucket.clear(is_replaced)
             written = _fill_bucket(job, bucket, files) | dict(beside)
         return Written(path or job.target, len(written), n_bytes_of(written), warnings=list(warnings))
     with produced(job, job.target, files, file_sizes(job, files)) as fill:
@@ -430,8 +439,99 @@ def _fill_bucket(job: Job, bucket: BucketFolder, files: list[File]) -> dict[str,
     by_name = {file.name: file for file in files}
     ordered = [by_name[name] for name in bucket.in_order(by_name)]
     written = write_files(job, bucket.target, ordered, file_sizes(job, ordered), bucket.check_claim)
-    bucket.wrote(written)
+    bucket.wrote({name: one.e_tag for name, one in written.items()})
     return dict(written)
+
+
+def _publish_shares(
+    job: Job,
+    shared: Shared,
+    files: list[File],
+    start: Callable[[BucketFolder], Mapping[str, ValueRecord]],
+    is_replaced: Callable[[Location], bool],
+) -> Written:
+    """Write a share of a conversion into a bucket, and publish if all shares are there.
+
+    Args:
+        job: the conversion.
+        shared: the share.
+        files: all files with tensors.
+        start: called with the folder, writes the files without tensors beside it; returns those that are counted.
+        is_replaced: whether an entry of the destination is replaced.
+    """
+    shares = BucketShares(job.target, shared.folder, shared.share)
+    with temporary_folder("reshard-convert-") as local:
+        bucket = BucketFolder(job.target, locate(local), job.known_files.commits)
+        beside = dict(start(bucket))
+        names = bucket.in_order(file.name for file in files)
+        by_name = {file.name: file for file in files}
+        ordered = [by_name[name] for name in names]
+        if shared.is_sent:
+            if not bucket.join(shared.folder.name, 0.0):
+                raise CheckpointNotFoundError(
+                    f"{show(str(job.target))} is not prepared by the process that started the conversion: this host "
+                    "sees another destination or another source",
+                    path=str(job.target),
+                )
+        elif bucket.claim(names, overwrite=job.overwrite, digest=shared.folder.name, joins=shared.spread is None):
+            try:
+                if job.overwrite:
+                    bucket.clear(is_replaced)
+                bucket.write_beside()
+                bucket.prepared()
+            except BaseException:
+                bucket.undo()
+                raise
+        if shared.spread is not None:
+            try:
+                shared.spread(sum(file_sizes(job, files)))
+                return _commit_shares(job, bucket, shares, ordered, beside)
+            except BaseException:
+                bucket.undo()
+                shares.remove()
+                raise
+        own = shares.own()
+        if own is None:
+            sizes = file_sizes(job, ordered[:-1])
+            parts = cut(sizes, shared.share.count, range(len(sizes)))[shared.share.index]
+            chosen = [ordered[part.file] for part in parts]
+            written = write_files(job, job.target, chosen, [sizes[part.file] for part in parts], bucket.check_claim)
+            own = {name: WrittenObject(one.n_bytes, one.e_tag or "") for name, one in written.items()}
+            shares.record(own)
+        report = Written(job.target, len(own), sum(one.n_bytes for one in own.values()), shares.missing())
+        if shared.share.index in report.pending:  # another share has published and removed the records
+            return replace(report, pending=[])
+        if report.pending or shared.is_sent:
+            return report
+        if (publisher := shares.publisher()) != shared.share.index:
+            return replace(report, pending=[publisher])
+        if bucket.has_ended():
+            shares.remove()
+            return report
+        try:
+            return _commit_shares(job, bucket, shares, ordered, beside)
+        except BaseException:
+            shares.withdraw()
+            raise
+
+
+def _commit_shares(
+    job: Job,
+    bucket: BucketFolder,
+    shares: BucketShares,
+    ordered: list[File],
+    beside: Mapping[str, ValueRecord],
+) -> Written:
+    """Write the last file, and publish what all shares have written."""
+    last = ordered[-1:]
+    found = shares.all([file.name for file in ordered[:-1]])
+    bucket.wrote({name: one.e_tag for name, one in found.items()})
+    written = write_files(job, job.target, last, file_sizes(job, last), bucket.check_claim)
+    bucket.wrote({name: one.e_tag for name, one in written.items()})
+    bucket.commit()
+    shares.remove()
+    n_bytes = sum(one.n_bytes for one in found.values()) + n_bytes_of(written) + n_bytes_of(beside)
+    return Written(job.target, len(found) + len(written) + len(beside), n_bytes)
 
 
 def is_our_file(job: Job, entry: Location) -> bool:
@@ -454,6 +554,9 @@ def check_folder_free(job: Job, would_be_lost: Callable[[Location], bool] = lamb
     if found != "folder":
         raise DestinationExistsError(f"{target} is a file; the destination is to be a folder", path=str(target))
     entries = [target / name for name in target.names() if not _is_left_over(target / name)]
+    if not target.is_local and job.shared is not None:  # of shares of the same conversion
+        own = {name.partition("/")[0] for name in left_in(target, job.shared.folder.name)}
+        entries = [entry for entry in entries if entry.name not in own]
     if not entries:
         return
     if not job.overwrite:

@@ -215,7 +215,8 @@ def convert(
             the size of the model.
         threads: threads of the copy.
         share: `(i, n)`, i from 0: write the i-th of n shares of the files, on any machine that can access source and
-            destination, and publish if it was the last. A share that was interrupted is written again.
+            destination, and publish if it was the last. A share that was interrupted is written again. In a bucket:
+            of a folder, see docs/guides/cluster.md.
         group: a `reshard.ranks.group.Group` or a process group of torch.distributed, all ranks of which call this: each
             writes its share, and all return when it is published.
         on: where the conversion is done, such as a `reshard.ray.Ray`: its processes write the shares, and this one
@@ -298,7 +299,7 @@ def _convert(
     }
     _check_options(writer, target, asked.layout, of_format, is_private=commit.private)
     if not target.is_local:
-        _check_bucket(target, asked, is_shared=share is not None or on is not None)
+        _check_bucket(writer, target, asked, is_shared=share is not None or on is not None)
     for one in several or [source]:
         _check_apart(one, target)
     is_one_file = writer.is_one_file(target)
@@ -855,6 +856,8 @@ def _shared(job: Job, share: Share, asked: ConvertOptions, *, in_root: bool) -> 
     )
     if in_root:
         return Shared(share, job.target / STAGING_FOLDER / f"{SHARED_PREFIX}{digest}")
+    if not job.target.is_local:
+        return Shared(share, job.target / staging_name(f"{SHARED_PREFIX}{digest}"))
     beside = job.target.parent / f".{job.target.name[:150]}.{SHARED_PREFIX}{digest}.staging"
     # An existing folder may be a mount. A folder created since the first share began has no effect.
     if job.target.is_folder() and not beside.is_folder():
@@ -911,13 +914,15 @@ def _check_options(
         raise ArgumentError(f"`iteration` is {iteration!r}; a whole number from 0 on is needed")
 
 
-def _check_bucket(target: Location, asked: ConvertOptions, *, is_shared: bool) -> None:
+def _check_bucket(writer: Writer, target: Location, asked: ConvertOptions, *, is_shared: bool) -> None:
     """Refuse what a bucket does not have."""
-    if is_shared:
+    if is_shared and (writer.in_root or writer.is_one_file(target)):
+        what = "an iteration of a root" if writer.in_root else "a file"
         raise UnsupportedError(
-            f"{show(str(target))} is in a bucket, where one process writes a conversion: `share` and `group` have no "
+            f"{show(str(target))} is in a bucket, where one process writes {what}: `share`, `group` and `on` have no "
             "meaning",
             path=str(target),
+            hint="leave them out; they share the files of a folder, such as one of `huggingface`",
         )
     if asked.commit.private or asked.files.modes is not None:
         name = "private" if asked.commit.private else "modes"

@@ -3,9 +3,8 @@
     <root>_integrated/iteration_<8 digits>/model.safetensors      a Hugging Face folder, with the optimizer's tensors
     <root>_hf/iteration_<8 digits>/model.safetensors              one of the weights alone, with the model's files
 
-All ranks write it collectively, each its share of the files, from the files of the save; in a bucket rank 0 writes it.
-The save has succeeded whatever happens here, so an error here is a warning. Retention keeps the same number of folders
-as of saves.
+All ranks write it collectively, each its share of the files, from the files of the save. The save has succeeded
+whatever happens here, so an error here is a warning. Retention keeps the same number of folders as of saves.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from reshard.commit import roots
 from reshard.conversion.buckets import folders_in, remove_filled
 from reshard.errors import ReshardError, UnsupportedError
 from reshard.formats.registry import known_files
-from reshard.ranks.collective import Collective
-from reshard.ranks.group import log_of_all, resolve, session
+from reshard.ranks.group import log_of_all, resolve
 from reshard.storage.changes import remove_folder
 from reshard.storage.location import Location, locate
 from reshard.values.argument_types import Part
@@ -101,8 +99,8 @@ def integrate(
         array([0., 1., 2., 3.])
     """
     members = resolve(group)
-
-    def write(group: object = None) -> list[str]:
+    try:
+        target = integrated_root(root, suffix) / roots.iteration_folder_name(report.iteration)
         converted = convert(
             report.path,
             target,
@@ -117,20 +115,12 @@ def integrate(
             threads=threads,
             timeout=timeout,
         )
-        return list(converted.warnings)
-
-    try:
-        target = integrated_root(root, suffix) / roots.iteration_folder_name(report.iteration)
-        if target.is_local:
-            warnings = write(group)
-        else:
-            warnings = Collective(session(members, "integrate"), timeout).first(write, list[str])
     except ReshardError as error:
         log_of_all(members.rank, "iteration %d is saved, but not written as whole tensors: %s", report.iteration, error)
         return [f"it is not written as whole tensors: {error.message}"]
-    for warning in warnings:
+    for warning in converted.warnings:
         log_of_all(members.rank, "iteration %d as whole tensors: %s", report.iteration, warning)
-    return [*warnings, *remove_outdated(target, keep, members)]
+    return [*converted.warnings, *remove_outdated(target, keep, members)]
 
 
 def remove_outdated(target: Location, keep: int | None, group: Group) -> list[str]:

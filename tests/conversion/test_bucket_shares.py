@@ -1,0 +1,295 @@
+"""One conversion into a bucket in several shares: byte for byte that of one process, and whole or not there."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+import numpy as np
+import pytest
+from tests.helpers.ranks import Job
+from tests.helpers.small_saves import fork
+from tests.servers.proxy import Fault, Proxy, before_server
+from tests.servers.s3 import BUCKET
+
+import reshard
+from reshard.conversion import buckets
+from reshard.errors import DamagedFileError, DestinationExistsError, ReshardError, StorageError, UnsupportedError
+from reshard.ranks.places import ShareRun
+from reshard.storage import remote
+from reshard.storage.location import Location, locate
+from reshard.storage.remote import RemoteStore
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.servers.s3 import S3Server
+
+    from reshard.ranks.group import TorchGroup
+
+pytestmark = pytest.mark.skipif(not remote.is_available(), reason="the core was compiled without the feature `remote`")
+
+_numbers = itertools.count()
+_BEGUN_ANEW = -2
+LAYOUT = {"mesh": {"tp": 3}, "rules": [{"match": "*", "cut": ["tp", None]}]}
+TARGETS: dict[str, dict[str, Any]] = {
+    "huggingface": {"to": "huggingface", "max_shard_size": 4000},
+    "safetensors": {"to": "safetensors", "layout": LAYOUT},
+    "checkpoint1": {"to": "checkpoint1", "layout": LAYOUT},
+    "dcp": {"to": "dcp", "layout": LAYOUT},
+    "deepspeed-universal": {"to": "deepspeed-universal", "part": "all"},
+    "one file": {"to": "huggingface"},
+}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(5)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    tensors = {f"w{i}": rng.standard_normal((6, 64 * (i + 1))).astype(np.float32) for i in range(4)}
+    reshard.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text('{"model_type": "made"}')
+    return folder
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(one.relative_to(folder)): one.read_bytes() for one in folder.rglob("*") if one.is_file()}
+
+
+def objects_of(folder: Location) -> dict[str, bytes]:
+    assert isinstance(folder.store, RemoteStore)
+    return {name: b"".join((folder / name).pieces()) for name, _ in folder.store.below(folder.path)}
+
+
+def is_whole(folder: Location) -> bool:
+    try:
+        with reshard.open(folder) as opened:
+            opened.load()
+    except ReshardError:
+        return False
+    return True
+
+
+@pytest.mark.slow(disk=False)
+@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
+@pytest.mark.parametrize("to", TARGETS)
+def test_shares_in_any_order_are_the_whole_conversion(
+    bucket: tuple[Location, Proxy], tmp_path: Path, source: Path, to: str
+) -> None:
+    target, options = bucket[0], TARGETS[to]
+    whole = reshard.convert(source, tmp_path / "whole", **options)
+    for n, index in enumerate(order := (2, 0, 1)):
+        report = reshard.convert(source, str(target), share=(index, 3), **options)
+        assert report.pending == tuple(sorted(order[n + 1 :]))
+        assert n == 2 or not is_whole(target)
+    assert (report.n_files, report.n_bytes) == (whole.n_files, whole.n_bytes)
+    assert objects_of(target) == files_of(tmp_path / "whole")
+    with pytest.raises(DestinationExistsError, match="is not empty"):
+        reshard.convert(source, str(target), share=(0, 3), **options)
+    for index in order:  # another conversion, which replaces this one
+        changed = options | ({"iteration": 3} if to == "deepspeed-universal" else {"dtype": "bfloat16"})
+        reshard.convert(source, str(target), share=(index, 3), overwrite=True, **changed)
+    reshard.convert(source, tmp_path / "whole", overwrite=True, **changed)
+    assert objects_of(target) == files_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("bucket", ["az"], indirect=True)
+def test_a_share_that_lost_a_file_is_written_again_and_another_conversion_is_not_joined(
+    bucket: tuple[Location, Proxy], tmp_path: Path, source: Path
+) -> None:
+    (target, _), options = bucket, TARGETS["huggingface"]
+    assert reshard.convert(source, str(target), share=(0, 2), **options).pending == (1,)
+    first = {name: one.stat().identity for name in target.names() if (one := target / name).kind() == "file"}
+    with pytest.raises(DestinationExistsError):
+        reshard.convert(source, str(target), share=(0, 2), dtype="bfloat16", **options)
+    assert reshard.convert(source, str(target), share=(0, 2), **options).pending == (1,)
+    assert first == {name: (target / name).stat().identity for name in first}, "it is not written again"
+    victim = next(name for name in first if name.endswith(".safetensors"))
+    (target / victim).replace("cut short")
+    with pytest.raises(DamagedFileError, match="share 0 of 2 does not have the files of its record"):
+        reshard.convert(source, str(target), share=(1, 2), **options)
+    assert not is_whole(target)
+    assert reshard.convert(source, str(target), share=(0, 2), **options).pending == ()
+    reshard.convert(source, tmp_path / "whole", **options)
+    assert objects_of(target) == files_of(tmp_path / "whole")
+    for refused in ({"to": "checkpoint2", "share": (0, 2)}, {"to": "checkpoint2", "on": InProcesses()}):
+        with pytest.raises(UnsupportedError, match="one process writes an iteration of a root"):
+            reshard.convert(source, f"{target}-root", **refused)
+
+
+class InProcesses:
+    """A place whose workers are forks of this process; the first one can be killed in its first share."""
+
+    cpus = 1
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    def n_shares(self, n_bytes: int) -> int:
+        del n_bytes
+        return 3
+
+    def run(self, work: Any, n_shares: int, done: Any) -> list[Any]:
+        results: list[Any] = []
+        for share in reversed(range(n_shares)):
+            child = fork(lambda share=share: work(share)[0])  # type: ignore[misc]
+            n_bytes = child.result()
+            done(ShareRun(share, "host", 0, n_bytes, 0.0))
+            results.append(None)
+            if self.error is not None:
+                raise self.error
+        return results
+
+
+@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
+def test_workers_of_another_place_write_the_shares_and_an_error_leaves_nothing(
+    bucket: tuple[Location, Proxy], tmp_path: Path, source: Path
+) -> None:
+    (target, _), options = bucket, TARGETS["huggingface"]
+    with pytest.raises(StorageError, match="a worker died"):
+        reshard.convert(source, str(target), on=InProcesses(StorageError("a worker died")), **options)
+    assert objects_of(target) == {}
+    report = reshard.convert(source, str(target), on=InProcesses(), **options)
+    assert [run.share for run in report.shares] == [0, 1, 2]
+    assert sum(run.n_bytes for run in report.shares) > report.n_bytes / 2
+    reshard.convert(source, tmp_path / "whole", **options)
+    assert objects_of(target) == files_of(tmp_path / "whole")
+
+
+@pytest.mark.slow(disk=False)
+def test_ranks_of_a_group_share_the_files(s3: S3Server, tmp_path: Path, source: Path) -> None:
+    target = locate(f"s3://{BUCKET}/shares-{os.getpid()}-{next(_numbers)}")
+
+    def work(group: TorchGroup) -> list[int]:
+        return list(reshard.convert(source, str(target), group=group, timeout=60, **TARGETS["huggingface"]).pending)
+
+    with Job(2, work) as job:
+        assert job.values() == [[], []]
+    reshard.convert(source, tmp_path / "whole", **TARGETS["huggingface"])
+    assert objects_of(target) == files_of(tmp_path / "whole")
+
+
+@pytest.mark.slow(disk=False)
+def test_shares_at_the_same_time_are_published_by_one(s3: S3Server, tmp_path: Path, source: Path) -> None:
+    reshard.convert(source, tmp_path / "whole", **TARGETS["safetensors"])
+    for _ in range(5):
+        target = locate(f"s3://{BUCKET}/shares-{os.getpid()}-{next(_numbers)}")
+        outcomes: list[Any] = [None, None]
+        meet = threading.Barrier(2)
+
+        def one(index: int, target: Location = target, outcomes: Any = outcomes, meet: Any = meet) -> None:
+            meet.wait(30)
+            try:
+                outcomes[index] = reshard.convert(source, str(target), share=(index, 2), **TARGETS["safetensors"])
+            except ReshardError as error:
+                outcomes[index] = error
+
+        threads = [threading.Thread(target=one, args=(index,)) for index in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not [one for one in outcomes if isinstance(one, Exception)]
+        assert objects_of(target) == files_of(tmp_path / "whole"), outcomes
+
+
+@pytest.mark.parametrize("moment", ["before it looks for the others", "before it publishes"])
+@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
+def test_a_share_that_another_one_overtakes_publishes_nothing(
+    bucket: tuple[Location, Proxy], tmp_path: Path, source: Path, moment: str
+) -> None:
+    target, proxy = bucket
+    assert share(source, target, 1).pending == (0,)
+    has_overtaken = False
+
+    def overtake(method: str, path: str) -> None:
+        nonlocal has_overtaken
+        name = "publishes.json" if moment == "before it publishes" else "share-0.json"
+        if method == "PUT" and unquote(path).endswith(name) and not has_overtaken:
+            has_overtaken = True
+            assert share(source, target, 1).pending == ()
+
+    if moment == "before it publishes":
+        proxy.before = overtake
+    else:
+        proxy.after = overtake
+    assert share(source, target, 0).pending == ()
+    proxy.before = proxy.after = None
+    assert has_overtaken
+    reshard.convert(source, tmp_path / "whole", **TARGETS["safetensors"])
+    assert objects_of(target) == files_of(tmp_path / "whole")
+
+
+@pytest.mark.slow(disk=False)
+@pytest.mark.parametrize("kind", ["killed", "lost answer"])
+def test_a_share_that_is_killed_at_a_request_is_written_again(
+    s3: S3Server, tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    options = TARGETS["safetensors"]
+    monkeypatch.setattr(buckets, "_PREPARED_SECONDS", 0.0)
+    reshard.convert(source, tmp_path / "whole", **options)
+    with before_server(s3.port) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        for number in itertools.count():
+            target = locate(f"s3://{BUCKET}/shares-{os.getpid()}-{next(_numbers)}")
+            n_left = number
+            for index in (0, 1):
+                if n_left != _BEGUN_ANEW:
+                    n_left = _share_with_fault(proxy, source, target, (index, n_left), kind)
+            assert objects_of(target) == files_of(tmp_path / "whole")
+            if n_left >= 0:
+                break
+        assert number >= 6
+
+
+def share(source: Path, target: Location, index: int, **how: Any) -> reshard.ConvertReport:
+    return reshard.convert(source, str(target), share=(index, 2), **TARGETS["safetensors"], **how)
+
+
+def _share_with_fault(proxy: Proxy, source: Path, target: Location, at: tuple[int, int], kind: str) -> int:
+    """Write a share while the n-th change fails, and again. Returns how many changes are left until the fault."""
+    (index, number), changes = at, itertools.count()
+
+    def is_it(method: str, _: str) -> bool:
+        return method not in ("GET", "HEAD") and next(changes) == number
+
+    if kind == "lost answer":
+        proxy.faults = [Fault(is_it, is_lost=True)]
+        share(source, target, index)
+        is_over = proxy.faults[0].times == 0
+        proxy.faults = []
+        return -1 if is_over else number - next(changes)
+    child = multiprocessing.get_context("fork").Process(target=share, args=(source, target, index), daemon=True)
+    is_killed = False
+
+    def kill(method: str, path: str) -> None:
+        nonlocal is_killed
+        if is_it(method, path):
+            is_killed = True
+            child.kill()
+            child.join(30)
+            raise ConnectionAbortedError  # the request does not arrive
+
+    proxy.before = kill
+    child.start()
+    child.join(60)
+    proxy.before = None
+    if not is_killed:
+        return number - next(changes)
+    whole = is_whole(target)
+    refusal = None
+    try:  # the same call again
+        assert share(source, target, index).pending == ((1,) if index == 0 else ())
+    except DestinationExistsError as error:
+        refusal = error
+    if refusal is not None:  # it was killed after the publication, or while it prepared the folder
+        assert whole or (index == 0 and "overwrite=True" in (refusal.hint or ""))
+        for again in (0, 1):
+            share(source, target, again, overwrite=True)
+        return _BEGUN_ANEW
+    return -1
