@@ -9,6 +9,7 @@ use crate::ask::Door;
 use crate::environment::Environment;
 use crate::failure::{Doing, explain};
 use crate::options::{Options, options_of, url_of};
+use crate::pace::Pace;
 use crate::service::Connector;
 use object_store::aws::{AmazonS3, AmazonS3Builder, AmazonS3ConfigKey, Checksum};
 use object_store::azure::{AzureConfigKey, MicrosoftAzure, MicrosoftAzureBuilder};
@@ -54,6 +55,7 @@ pub(crate) struct Client {
     store: Store,
     /// None for a server of files.
     door: Option<Door>,
+    pace: Pace,
 }
 
 pub(crate) enum Store {
@@ -131,6 +133,11 @@ impl Client {
         Some((&self.store, self.door.as_ref()?))
     }
 
+    /// How long its requests for ranges took.
+    pub(crate) fn pace(&self) -> &Pace {
+        &self.pace
+    }
+
     /// How long a request is tried again.
     pub(crate) fn retry_for(&self) -> Duration {
         self.spec.options.retry_for.unwrap_or(RETRY_FOR)
@@ -152,6 +159,7 @@ impl Client {
             pid: std::process::id(),
             store,
             door,
+            pace: Pace::default(),
         })
     }
 }

@@ -15,6 +15,8 @@ mod environment;
 
 mod service;
 
+mod pace;
+
 mod client;
 
 pub mod cache;

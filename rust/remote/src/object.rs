@@ -229,7 +229,12 @@ impl Object {
         let parts = (start..)
             .step_by(REQUEST_BYTES)
             .zip(to.chunks_mut(REQUEST_BYTES));
-        let fetches = parts.map(|(at, part)| self.fetch(&client, at, part));
+        let (client, pace) = (&*client, client.pace());
+        let fetches = parts.map(|(at, part)| {
+            pace.in_time(part, async move |to: &mut [u8]| {
+                self.fetch(client, at, to).await
+            })
+        });
         runtime()?.block_on(future::try_join_all(fetches)).map(drop)
     }
 
