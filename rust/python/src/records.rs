@@ -250,10 +250,10 @@ pub(crate) fn put_new_member<'py>(
 
 /// One action of a rule of a bucket.
 #[cfg(feature = "remote")]
-pub(crate) fn lifecycle_rule<'py>(
-    py: Python<'py>,
+pub(crate) fn lifecycle_rule(
+    py: Python<'_>,
     rule: reshard_remote::lifecycle::Rule,
-) -> PyResult<Bound<'py, PyTuple>> {
+) -> PyResult<Bound<'_, PyTuple>> {
     use reshard_remote::lifecycle::Action;
     let (member, class) = match rule.action {
         Action::Expire => ("EXPIRE", String::new()),

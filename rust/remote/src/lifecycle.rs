@@ -33,6 +33,8 @@ pub struct Rule {
     pub is_narrower: bool,
 }
 
+type Parse = fn(&Element) -> Option<Vec<Rule>>;
+
 /// The rules of a bucket about objects and uploads. Those about older versions of objects are left out.
 ///
 /// # Errors
@@ -48,7 +50,7 @@ pub fn rules(address: &Address) -> Result<Findings<Rule>> {
         Service::S3 | Service::Google => {}
     }
     let client = Client::of(address)?;
-    let (permission, parse): (_, fn(&Element) -> Option<Vec<Rule>>) = match address.service {
+    let (permission, parse): (_, Parse) = match address.service {
         Service::S3 => ("s3:GetLifecycleConfiguration", of_s3),
         _ => ("storage.buckets.get", of_google),
     };

@@ -123,15 +123,20 @@ impl Pace {
 fn patience(known: impl Iterator<Item = (Duration, u64)>, n_bytes: u64) -> Option<Duration> {
     // By the median of the time for each byte: one slow answer among many does not move it.
     let mut each: Vec<f64> = known
-        .map(|(took, n_bytes)| took.as_secs_f64() / n_bytes.max(SMALL_BYTES) as f64)
+        .map(|(took, n_bytes)| took.as_secs_f64() / size(n_bytes))
         .collect();
     if each.len() < MIN_KNOWN {
         return None;
     }
     each.sort_by(f64::total_cmp);
-    let expected = each[each.len() / 2] * n_bytes.max(SMALL_BYTES) as f64;
+    let expected = each[each.len() / 2] * size(n_bytes);
     let late = Duration::try_from_secs_f64(expected * f64::from(TIMES)).ok()?;
     Some(late.max(MIN_PATIENCE))
+}
+
+/// The bytes by which the time of a request is divided. One has 8 MiB at most.
+fn size(n_bytes: u64) -> f64 {
+    f64::from(u32::try_from(n_bytes.max(SMALL_BYTES)).unwrap_or(u32::MAX))
 }
 
 #[cfg(test)]
