@@ -158,9 +158,12 @@ def _wait(server: S3Server, process: subprocess.Popen[bytes], log: Path) -> None
 
 
 def _free_port() -> int:
-    """The first of several ports that are free."""
+    """The first of several ports that are free, below those that the system gives to connections.
+
+    A seeded choice would be that of the other processes of the tests, which start their servers at the same time.
+    """
     for _ in range(100):
-        first = random.randrange(20_000, 40_000)
+        first = random.SystemRandom().randrange(12_000, 22_000)
         with contextlib.ExitStack() as stack:
             try:
                 for port in [first + more + number for more in (0, 10_000) for number in range(_PORTS)]:
