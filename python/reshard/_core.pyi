@@ -1016,6 +1016,13 @@ class Index:
             For each key, in the order of `keys`, the number of its kind; and for each kind the number of its first key.
         """
 
+    def places(self) -> list[int]:
+        """Return where the tensors lie, as a number for each key, in the order of `keys`. Looks at no region.
+
+        Tensors of one number have the same shape and the same regions in the same files. Those of several numbers may
+        have them, too.
+        """
+
     def not_taken(self, file: int) -> list[str]:
         """Return the names of the tensors of a file that the index does not take from it."""
 

@@ -197,6 +197,7 @@ def at_scale(n_tensors: int, n_ranks: int, cut: int) -> Contents:
 
 def test_a_large_checkpoint_is_drawn_with_bounded_marks() -> None:
     facts = at_scale(400, 4096, 2)
+    assert len(set(facts.checkpoint.data.index.places())) == 2  # the regions of two tensors are looked at
     data = inspect_data(facts, [])
     assert len(data["files"]["marks"]) <= 1024
     assert sum(mark[1] for mark in data["files"]["marks"]) == 4096

@@ -57,6 +57,33 @@ def test_tensors_that_are_stored_alike(tmp_path: Path) -> None:
             for number in range(len(firsts))
         )
         assert len(firsts) == 4
+        place_of = dict(zip(index.keys(), index.places(), strict=True))
+        assert place_of["cut1"] == place_of["cut2"]
+        for key, place in place_of.items():
+            for other in (other for other, number in place_of.items() if number == place):
+                assert checkpoint[key].shape == checkpoint[other].shape
+                assert index.shards(key) == index.shards(other)
+
+
+def test_places_differ_by_shape_file_cut_and_ranks_of_files(tmp_path: Path) -> None:
+    index = _core.Index()
+    files = [index.add_file(str(tmp_path / name)) for name in "abcd"]
+    layout = {
+        "mesh": {"dp": 2, "tp": 2},
+        "rules": [{"match": "columns", "cut": [None, "tp"]}, {"match": "*", "cut": ["tp"]}],
+    }
+    shapes = {"rows": (4, 4), "columns": (4, 4), "wide": (4, 8)}
+    rows, columns, wide = reshard.ModelLayout.from_mapping(layout).bind(shapes).layouts.values()
+    index.add_layout("rows", "F32", rows, files)
+    index.add_layout("more rows", "BF16", rows, list(files))
+    index.add_layout("columns", "F32", columns, files)
+    index.add_layout("turned", "F32", rows, files[::-1])
+    index.add_layout("wide", "F32", wide, files)
+    for key in ("range", "other range"):
+        index.add_ranges(key, "F32", (4,), [_core.StoredRange(0, 4, files[0], key, 4, 0)])
+    place_of = dict(zip(index.keys(), index.places(), strict=True))
+    assert place_of["rows"] == place_of["more rows"]
+    assert len(set(place_of.values())) == len(place_of) - 1
 
 
 def test_what_an_index_leaves_out(tmp_path: Path) -> None:

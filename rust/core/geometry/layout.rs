@@ -109,7 +109,7 @@ pub(crate) struct DimCut {
 }
 
 /// Boundaries of the parts of a dim.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) enum Cuts {
     /// Parts of one size.
     Even { extent: u64, n_parts: u64 },

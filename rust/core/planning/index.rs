@@ -30,6 +30,8 @@ pub struct Index {
     tensors: Vec<Stored>,
     by_key: HashMap<Arc<str>, u32>,
     whole_files: Vec<WholeFile>,
+    /// The last table of files that was seen to name files of the index: tensors of one layout share theirs.
+    last_files: Option<Arc<[u32]>>,
     is_closed: AtomicBool,
     read_checksums: Option<ReadChecksums>,
     /// Keys of tensors that no plan casts.

@@ -355,11 +355,8 @@ impl Index {
         layout: &Layout,
         files: Vec<u32>,
     ) -> PyResult<()> {
-        raise(
-            py,
-            self.index
-                .add_layout(key, dtype.0, &layout.0, &Arc::from(files)),
-        )
+        let files = self.index.shared_files(files);
+        raise(py, self.index.add_layout(key, dtype.0, &layout.0, &files))
     }
 
     #[pyo3(signature = (key, dtype, shape, stored, *, overlapping=false, factors=None))]
@@ -443,6 +440,10 @@ impl Index {
 
     fn alike(&self, py: Python<'_>) -> PyResult<(Vec<u32>, Vec<u32>)> {
         raise(py, py.detach(|| self.index.alike()))
+    }
+
+    fn places(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
+        raise(py, py.detach(|| self.index.places()))
     }
 
     fn not_taken(&self, py: Python<'_>, file: u32) -> PyResult<Vec<String>> {

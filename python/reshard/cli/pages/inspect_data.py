@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from reshard.cli.output import join_dims, natural_order
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from reshard import _core
     from reshard.checkpoint import Checkpoint
-    from reshard.cli.contents import Contents, Iteration, TensorRow
+    from reshard.cli.contents import Contents, Iteration, StoredAs, TensorRow
 
 _MAX_TENSORS = 3000
 _MAX_FILES = 1024
@@ -147,10 +148,10 @@ class _Files:
         """The mark of a file, by its number in the checkpoint."""
         return self._mark[number]
 
-    def add(self, mark: int, part: str, n_bytes: int) -> None:
-        """Count a tensor of which a mark holds some bytes."""
-        self._held[mark][part] = self._held[mark].get(part, 0) + n_bytes
-        self._tensors[mark] += 1
+    def add(self, mark: int, part: str, n_bytes: int, n_tensors: int) -> None:
+        """Count tensors of which a mark holds so many bytes each."""
+        self._held[mark][part] = self._held[mark].get(part, 0) + n_bytes * n_tensors
+        self._tensors[mark] += n_tensors
 
     def data(self) -> dict[str, Any]:
         marks = []
@@ -209,31 +210,37 @@ def _tensors(
     drawings: dict[tuple[object, ...], int] = {}
     found = []
     n_merged = 0
-    # Many tensors of a model are stored alike. Each way is drawn once, as long as it is known. The lists are compared,
-    # because a hash of many regions takes longer.
-    known: list[tuple[Sequence[int], Sequence[_core.StoredRegion], tuple[object, ...], bool, dict[int, int]]] = []
+    # Many tensors of a model lie alike: their regions, which can be millions, are looked at once. Of places of several
+    # numbers the regions are compared, as long as they are known: a hash of many of them takes longer.
+    index = facts.checkpoint.data.index
+    placed = [row for row in facts.rows if row.stored.placed]
+    place_of = dict(zip(index.keys(), index.places(), strict=True)) if placed else {}
+    known: list[tuple[Sequence[int], Sequence[_core.StoredRegion], _Drawn]] = []
+    of_places: dict[int, _Drawn] = {}
+    alike: Counter[tuple[int, StoredAs]] = Counter()
     drawn = {members[0].key for _, members in groups}
     drawing_of: dict[str, int | None] = {}
-    for row in facts.rows:
-        if not row.stored.placed:
-            continue
-        regions = facts.checkpoint.data.index.shards(row.key)
-        stored = next((one for one in known if one[0] == row.stored.shape and one[1] == regions), None)
-        if stored is None:
-            stored = (
-                row.stored.shape,
-                regions,
-                *_drawing(row.stored.shape, regions, files, max_cells),
-                _held(regions, files),
-            )
-            known = [stored, *known[: _MAX_KNOWN - 1]]
-        _, _, drawing, merged, held = stored
-        n_elements = max(math.prod(row.stored.shape), 1)
-        for mark, n in held.items():
-            files.add(mark, row.stored.part, row.stored.n_bytes * n // n_elements)
+    for row in placed:
+        place = place_of[row.key]
+        alike[place, row.stored] += 1
+        if place not in of_places:
+            regions = index.shards(row.key)
+            one = next((one for shape, of_one, one in known if shape == row.stored.shape and of_one == regions), None)
+            if one is None:
+                drawing, merged = _drawing(row.stored.shape, regions, files, max_cells)
+                one = _Drawn(drawing, None, merged, _held(regions, files))
+                known = [(row.stored.shape, regions, one), *known[: _MAX_KNOWN - 1]]
+            of_places[place] = one
+        one = of_places[place]
         if row.key in drawn:
-            drawing_of[row.key] = drawings.setdefault(drawing, len(drawings))
-            n_merged += merged
+            if one.number is None:
+                one.number = drawings.setdefault(one.drawing, len(drawings))
+            drawing_of[row.key] = one.number
+            n_merged += one.merged
+    for (place, stored), n_tensors in alike.items():
+        n_elements = max(math.prod(stored.shape), 1)
+        for mark, n in of_places[place].held.items():
+            files.add(mark, stored.part, stored.n_bytes * n // n_elements, n_tensors)
     if n_merged:
         notes.append(f"The regions of {n_merged} tensors are drawn together: several regions are one cell.")
     for name, members in groups:
@@ -253,6 +260,23 @@ def _tensors(
             ]
         )
     return {"tensors": found, "texts": list(texts), "drawings": list(drawings)}
+
+
+@dataclass(eq=False)
+class _Drawn:
+    """Regions of tensors that lie alike.
+
+    Attributes:
+        drawing: as cells.
+        number: of the drawing in the page; None: no tensor that is drawn lies so, as yet.
+        merged: whether cells hold several regions.
+        held: the elements that each mark of files holds.
+    """
+
+    drawing: tuple[object, ...]
+    number: int | None
+    merged: bool
+    held: Mapping[int, int]
 
 
 def _held(regions: Sequence[_core.StoredRegion], files: _Files) -> dict[int, int]:

@@ -130,6 +130,27 @@ pub(super) struct Near {
 }
 
 impl Index {
+    /// The files as a table that tensors share: that of the last tensor, if it has the same.
+    #[must_use]
+    pub fn shared_files(&self, files: Vec<u32>) -> Arc<[u32]> {
+        let last = self.last_files.as_ref();
+        last.filter(|last| ***last == *files)
+            .map_or_else(|| files.into(), Arc::clone)
+    }
+
+    /// Whether these are files of the index, from which no file is ever removed.
+    fn are_files(&mut self, files: &Arc<[u32]>) -> bool {
+        let is_last = |last: &Arc<[u32]>| Arc::ptr_eq(last, files);
+        if self.last_files.as_ref().is_some_and(is_last) {
+            return true;
+        }
+        let are_files = files.iter().all(|&file| (file as usize) < self.files.len());
+        if are_files {
+            self.last_files = Some(Arc::clone(files));
+        }
+        are_files
+    }
+
     /// Adds a tensor that is stored completely in one file, under its key, in one or several parts.
     pub fn add_whole(&mut self, key: &str, file: u32) -> Result<()> {
         let opened = self.open(file)?;
@@ -187,9 +208,7 @@ impl Index {
         layout: &Arc<Layout>,
         files: &Arc<[u32]>,
     ) -> Result<()> {
-        if files.len() as u64 != layout.mesh().n_points()
-            || files.iter().any(|&f| f as usize >= self.files.len())
-        {
+        if files.len() as u64 != layout.mesh().n_points() || !self.are_files(files) {
             let message = format!(
                 "{} files were given for a mesh of {} ranks, or a file is unknown",
                 files.len(),
@@ -246,7 +265,7 @@ impl Index {
             && starts
                 .last()
                 .is_some_and(|&end| end as usize == files.len())
-            && files.iter().all(|&file| (file as usize) < self.files.len());
+            && self.are_files(&files);
         if !is_table {
             let message = format!(
                 "{}: the table of files does not match the parts",
@@ -285,7 +304,7 @@ impl Index {
         let is_grid = n_cells == Some(files.len())
             && starts.len() == files.len() + 1
             && starts.iter().enumerate().all(|(i, &at)| i == at as usize)
-            && files.iter().all(|&file| (file as usize) < self.files.len())
+            && self.are_files(&files)
             && bounds
                 .iter()
                 .all(|bounds| bounds.first() == Some(&0) && bounds.is_sorted_by(|a, b| a < b));
