@@ -67,6 +67,8 @@ __all__ = [
     "StrategyLayoutItem",
     "Tile",
     "TorchRankFile",
+    "TorchRegion",
+    "TorchRegions",
     "TorchShard",
     "TorchTensor",
     "UnfinishedUpload",
@@ -334,6 +336,40 @@ class TorchShard(NamedTuple):
     shape: tuple[int, ...]
     spec: object
 
+class TorchRegion(NamedTuple):
+    """A stored region of a tensor.
+
+    Attributes:
+        name: its name in an index of the file.
+        offset: its first element in the whole tensor.
+        shape: its shape.
+    """
+
+    name: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+class TorchRegions(NamedTuple):
+    """A `ShardedTensor` of a file of `torch.save`.
+
+    Attributes:
+        name: its path in the object.
+        dtype: its dtype.
+        shape: shape of the whole tensor.
+        held: the regions that the file holds.
+        all: the regions of all ranks: first element and shape of each, as 64-bit integers.
+        rank: the rank that wrote it.
+        n_ranks: how many ranks there were.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    held: list[TorchRegion]
+    all: bytes
+    rank: int
+    n_ranks: int
+
 class DcpObject(NamedTuple):
     """A value in a folder of `torch.distributed.checkpoint` that is no tensor.
 
@@ -440,11 +476,13 @@ class TorchRankFile(NamedTuple):
     Attributes:
         tensors: its tensors.
         shards: its DTensors.
+        regions: its ShardedTensors.
         values: `(path, value)` of everything else.
     """
 
     tensors: list[TorchTensor]
     shards: list[TorchShard]
+    regions: list[TorchRegions]
     values: list[tuple[str, object]]
 
 class KeyGroup(NamedTuple):
@@ -1655,7 +1693,9 @@ def read_torch_file(path: str, *, follow_links: bool = True) -> tuple[list[Torch
     """The tensors of a file of `torch.save`, and `(path, value)` of everything else."""
 
 def read_torch_shards(path: str, *, follow_links: bool = True) -> TorchRankFile:
-    """The tensors of a file of `torch.save`, its DTensors, and its other values, as `read_torch_file`."""
+    """The tensors of a file of `torch.save`, its DTensors, its ShardedTensors, and its other values, as
+    `read_torch_file`.
+    """
 
 def read_torch_content(path: str, *, follow_links: bool = True) -> tuple[list[TorchTensor], object]:
     """The tensors of a file of `torch.save`, and its object without their content.
@@ -1663,8 +1703,13 @@ def read_torch_content(path: str, *, follow_links: bool = True) -> tuple[list[To
     One `Opaque` without arguments stands for all tensors that are made by the function of its name.
     """
 
-def read_torch_object(path: str, start: int, n_bytes: int, *, transforms: Sequence[str] = ...) -> object:
-    """The object of `torch.save` in a range of a file, with `transforms` undone."""
+def read_torch_object(
+    path: str, start: int, n_bytes: int, *, transforms: Sequence[str] = ..., with_tensors: bool = True
+) -> object:
+    """The object of `torch.save` in a range of a file, with `transforms` undone.
+
+    Without its tensors, one `Opaque` without arguments stands for all that are made by the function of its name.
+    """
 
 def decode_torch_object(data: bytes) -> object:
     """The object of `torch.save` in these bytes."""

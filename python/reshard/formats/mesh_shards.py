@@ -1,16 +1,23 @@
-"""Shards of tensors of a device mesh of torch (DTensors) in files of `torch.save`: where each lies, and whole tensors.
+"""Shards of tensors in files of `torch.save`, of each rank one: where each lies, and whole tensors.
 
-A file holds the local tensor of its rank, the mesh with the coordinates of the rank, and a placement for each axis of
-the mesh. These are values of the pickle: nothing is executed. The part that a rank holds is computed as torch computes
-it, and its shape has to be that of the stored local tensor.
+Of a DTensor, a tensor of a device mesh, a file holds the local tensor of its rank, the mesh with the coordinates of the
+rank, and a placement for each axis of the mesh. The part that a rank holds is computed as torch computes it, and its
+shape has to be that of the stored local tensor.
+
+Of a ShardedTensor, as FSDP1 saves it without a mesh, a file holds the regions of its rank, and lists the regions of all
+ranks. All ranks have to list the same ones, and their files have to hold each of them.
+
+These are values of the pickle: nothing is executed.
 
 Source: `torch/distributed/tensor/_utils.py`, `placement_types.py` and `torch/distributed/device_mesh.py` of torch 2.4
-to 2.15.
+to 2.15; for ShardedTensors `rust/formats/src/torch_file/regions.rs`.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard import _core
@@ -20,11 +27,12 @@ from reshard.values.indexing import row_major
 from reshard.values.words import show
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
 _MAX_AXES = 16
 _MAX_SIZES = 256  # of one axis: lists in a file can contain each other
 _MAX_RANKS = 1 << 31
+_MIXED_HINT = "the files are of different saves, or not of all ranks of one run"
 
 
 class RankTensor(NamedTuple):
@@ -40,6 +48,8 @@ class RankTensor(NamedTuple):
         local: the shape of what is stored, in elements.
         shape: the shape of the whole tensor, in elements; None: it is no shard.
         spec: the mesh and the placements of a shard.
+        regions: of a ShardedTensor the regions of all ranks, as `TorchRegions.all`.
+        offset: of a region its first element in the whole tensor; None: the file holds no region of it.
     """
 
     rank: int
@@ -51,9 +61,56 @@ class RankTensor(NamedTuple):
     local: tuple[int, ...]
     shape: tuple[int, ...] | None = None
     spec: object = None
+    regions: bytes | None = None
+    offset: tuple[int, ...] | None = None
+
+    @property
+    def kind(self) -> str:
+        """What torch calls it."""
+        return "ShardedTensor" if self.regions is not None else "DTensor" if self.shape is not None else "tensor"
 
 
-def read(path: str, file: int, rank: int, prefix: str = "") -> tuple[list[RankTensor], list[tuple[str, object]]]:
+_FLAT = frozenset(("_flat_param", "flat_param"))
+"""What FSDP1 calls the parameters of a module in one tensor."""
+
+
+def is_flat(key: str) -> bool:
+    """Whether a tensor is the parameters of a module of FSDP1, one after the other, or belongs to them.
+
+    Example:
+        >>> is_flat("layers.0._flat_param"), is_flat("layers.0.weight")
+        (True, False)
+    """
+    return not _FLAT.isdisjoint(key.split("."))
+
+
+def refuse_flat(tensors: Iterable[RankTensor]) -> None:
+    """Refuse flat parameters: each rank has a part of them, and no file says where a parameter begins.
+
+    Raises:
+        UnsupportedError: there are some.
+    """
+    flat = next((one for one in tensors if is_flat(one.key)), None)
+    if flat is not None:
+        raise UnsupportedError(
+            f"{show(flat.path)}: {show(flat.name)} holds the parameters of a module of FSDP1 one after the other, or "
+            "the part of one rank of them, and no file says where each begins",
+            path=flat.path,
+            key=flat.key,
+            hint="save the state dict under `StateDictType.SHARDED_STATE_DICT` or `FULL_STATE_DICT`, not under "
+            "`LOCAL_STATE_DICT`",
+        )
+
+
+def read(
+    path: str,
+    file: int,
+    rank: int,
+    prefix: str = "",
+    *,
+    n_ranks: int | None = None,
+    same: dict[bytes, bytes] | None = None,
+) -> tuple[list[RankTensor], list[tuple[str, object]]]:
     """The tensors of a file, and its other values by their names in the file.
 
     Args:
@@ -61,16 +118,31 @@ def read(path: str, file: int, rank: int, prefix: str = "") -> tuple[list[RankTe
         file: its number in the index.
         rank: the rank that wrote it.
         prefix: what stands before the names of its tensors in the checkpoint.
+        n_ranks: how many ranks there are by its name, which says the rank, too; None: it says nothing.
+        same: lists of regions in the files of other ranks, which are kept once.
 
     Raises:
-        DamagedFileError, UnsupportedError, StorageError: as `reshard.open`.
+        DamagedFileError: another rank wrote it than its name says; or as `reshard.open`.
+        UnsupportedError, StorageError: as `reshard.open`.
     """
-    tensors, shards, objects = _core.read_torch_shards(path)
+    tensors, shards, regions, objects = _core.read_torch_shards(path)
+    same = {} if same is None else same
     found = [RankTensor(rank, file, path, name, prefix + name, dtype, shape) for name, dtype, shape in tensors]
     found += [
         RankTensor(rank, file, path, name, prefix + name, dtype, local, shape, spec)
         for name, dtype, local, shape, spec in shards
     ]
+    for name, dtype, shape, held, all_, wrote, n_wrote in regions:
+        if n_ranks is not None and (wrote, n_wrote) != (rank, n_ranks):
+            raise DamagedFileError(
+                f"{show(path)}: {show(name)} was saved by rank {wrote} of {n_wrote}, and the name of the file says "
+                f"rank {rank} of {n_ranks}",
+                path=path,
+                key=prefix + name,
+                hint="the file was renamed, or is of another run: copy it again",
+            )
+        of_all = RankTensor(rank, file, path, name, prefix + name, dtype, (), shape, None, same.setdefault(all_, all_))
+        found += [of_all._replace(name=stored, local=extent, offset=at) for stored, at, extent in held] or [of_all]
     return found, objects
 
 
@@ -87,7 +159,7 @@ def add_tensors(index: _core.Index, tensors: Iterable[RankTensor], hint: str) ->
 
     Raises:
         DamagedFileError: ranks describe a tensor differently, or a local tensor has another shape than its part.
-        CoverageError: the shards of a tensor leave a hole.
+        CoverageError: the shards of a tensor leave a hole, or overlap.
         UnsupportedError: a placement is not supported.
     """
     by_key: dict[str, list[RankTensor]] = {}
@@ -98,16 +170,26 @@ def add_tensors(index: _core.Index, tensors: Iterable[RankTensor], hint: str) ->
         first = held[0]
         shape = first.local if first.shape is None else first.shape
         for one in held:
-            if (one.dtype, one.shape or one.local, one.shape is None) != (first.dtype, shape, first.shape is None):
+            of_one = one.local if one.shape is None else one.shape
+            if (one.dtype, of_one, one.kind) != (first.dtype, shape, first.kind):
                 raise DamagedFileError(
-                    f"{show(one.path)}: {show(key)} is {one.dtype} of shape {one.shape or one.local}, and "
-                    f"{first.dtype} of shape {shape} in {show(first.path)}",
+                    f"{show(one.path)}: {show(key)} is a {one.kind} of {one.dtype} and shape {of_one}, and a "
+                    f"{first.kind} of {first.dtype} and shape {shape} in {show(first.path)}",
                     path=one.path,
                     key=key,
-                    hint="the files are of different saves, or not of all ranks of one run",
+                    hint=_MIXED_HINT,
+                )
+            if one.regions != first.regions:
+                raise DamagedFileError(
+                    f"{show(one.path)}: {show(key)} has {_other_region(one, first)} in {show(first.path)}",
+                    path=one.path,
+                    key=key,
+                    hint=_MIXED_HINT,
                 )
         parts: dict[tuple[tuple[int, ...], tuple[int, ...]], list[RankTensor]] = {}
         for one in held:
+            if one.regions is not None and one.offset is None:
+                continue  # the rank has no region of it
             offset, extent = part_of(one)
             if 0 not in extent:
                 parts.setdefault((offset, extent), []).append(one)
@@ -117,16 +199,21 @@ def add_tensors(index: _core.Index, tensors: Iterable[RankTensor], hint: str) ->
             for one in of_part
         ]
         n_held = sum(math.prod(extent) for _, extent in parts)
-        if n_held != math.prod(shape):
+        if n_held < math.prod(shape):
             there = ", ".join(str(one.rank) for one in held[:8])
             raise CoverageError(
                 f"{show(key)} has {math.prod(shape)} elements, and the files of the ranks {there}"
-                f"{' and more' if len(held) > 8 else ''} hold {n_held} of them",
+                f"{' and more' if len(held) > 8 else ''} hold {n_held} of them{_absent(first, parts)}",
                 path=first.path,
                 key=key,
                 hint=hint,
             )
-        index.add_tiles(key, first.dtype, shape, stored)
+        try:
+            index.add_tiles(key, first.dtype, shape, stored)
+        except CoverageError as error:
+            error.message = f"{show(first.path)} and the files of other ranks: {error.message}"
+            error.path, error.hint = first.path, _MIXED_HINT
+            raise
         groups = [
             [HeldArray(one.rank, one.file, one.name, extent, 0, extent, one.dtype) for one in of_part]
             for (_, extent), of_part in parts.items()
@@ -139,6 +226,31 @@ def add_tensors(index: _core.Index, tensors: Iterable[RankTensor], hint: str) ->
     )
 
 
+def _regions(tensor: RankTensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The first element and the shape of the regions of all ranks."""
+    n_dims = len(tensor.shape or ())
+    numbers = [number for (number,) in struct.iter_unpack("<Q", tensor.regions or b"")]
+    starts = range(0, len(numbers), 2 * n_dims) if n_dims else ()
+    return [(tuple(numbers[at : at + n_dims]), tuple(numbers[at + n_dims : at + 2 * n_dims])) for at in starts]
+
+
+def _other_region(one: RankTensor, first: RankTensor) -> str:
+    """What one rank lists otherwise than the first."""
+    pairs = itertools.zip_longest(_regions(one), _regions(first))
+    n, (found, expected) = next((n, pair) for n, pair in enumerate(pairs) if pair[0] != pair[1])
+    words = [
+        "no region" if region is None else f"a region of shape {region[1]} at {region[0]}"
+        for region in (found, expected)
+    ]
+    return f"{words[0]} as number {n}, and {words[1]}"
+
+
+def _absent(first: RankTensor, held: Collection[tuple[tuple[int, ...], tuple[int, ...]]]) -> str:
+    """A region that is listed, and that no file holds."""
+    absent = next((one for one in _regions(first) if one not in held and 0 not in one[1]), None)
+    return "" if absent is None else f"; the region of shape {absent[1]} at {absent[0]} is in none of the files"
+
+
 def part_of(tensor: RankTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The first element and the shape of what a rank holds.
 
@@ -148,6 +260,8 @@ def part_of(tensor: RankTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """
     if tensor.shape is None:
         return (0,) * len(tensor.local), tensor.local
+    if tensor.offset is not None:
+        return tensor.offset, tensor.local
     offset, extent = [0] * len(tensor.shape), list(tensor.shape)
     for dim, size, coordinate in _cuts(tensor, len(tensor.shape)):
         chunk = -(-extent[dim] // size)

@@ -464,15 +464,21 @@ def _with_lists(value: object) -> object:
     return inner
 
 
-def flat_values(value: object, is_tensor: Callable[[object], bool]) -> Values:
-    """The values of nested dicts by name; lists are kept unless they hold tensors.
-
-    Args:
-        value: the dicts.
-        is_tensor: whether a value is a tensor, which is left out.
+def is_tensor(value: object) -> bool:
+    """Whether a value of a file of `torch.save` is a tensor, or the shard of one.
 
     Example:
-        >>> flat_values({"a": {"b": 1, 2: [3]}}, lambda _: False).by_name
+        >>> is_tensor([1.0])
+        False
+    """
+    return isinstance(value, _core.Opaque) and ("_rebuild" in value.name or value.name.endswith(".ShardedTensor"))
+
+
+def flat_values(value: object) -> Values:
+    """The values of nested dicts by name, without tensors; lists are kept unless they hold some.
+
+    Example:
+        >>> flat_values({"a": {"b": 1, 2: [3]}}).by_name
         {'a.b': 1, 'a.2': [3]}
     """
     found: dict[str, object] = {}

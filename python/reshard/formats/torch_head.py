@@ -11,10 +11,6 @@ from __future__ import annotations
 HEAD_BYTES = 14
 """So many bytes from the start of a file tell what it is."""
 
-FSDP1_BYTES = 1 << 16
-"""So many bytes from the start of a file tell whether it is one of FSDP1: the pickle is its first member."""
-
-_FSDP1 = (b"torch.distributed._shard.sharded_tensor.api", b"ShardedTensor")  # apart from each other since protocol 4
 _ZIP = b"PK\x03\x04"
 _LEGACY = bytes.fromhex("6cfc9c46f9206aa85019")  # the magic number, a pickled integer
 
@@ -37,15 +33,3 @@ def is_zip(head: bytes) -> bool:
         True
     """
     return head.startswith(_ZIP)
-
-
-def has_sharded_tensors(head: bytes) -> bool:
-    r"""Whether a file that begins so holds ShardedTensors, as the state dicts of FSDP1 do. They are not decoded.
-
-    Example:
-        >>> has_sharded_tensors(b"ctorch.distributed._shard.sharded_tensor.api\nShardedTensor\n")
-        True
-        >>> has_sharded_tensors(b"ctorch._utils\n_rebuild_tensor_v2\n")
-        False
-    """
-    return all(name in head for name in _FSDP1)

@@ -23,9 +23,8 @@ from reshard.errors import (
     MismatchError,
     ReshardError,
     StorageError,
-    UnsupportedError,
 )
-from reshard.formats import registry, torch_head
+from reshard.formats import registry
 from reshard.formats.base import Match, OpenOptions, RankRoot, StrategyLike
 from reshard.lazy import exports
 from reshard.opening import several
@@ -121,13 +120,9 @@ def open(  # noqa: A001
     target = roots.published(target)
 
     def as_stored() -> Checkpoint:
-        try:
-            if files is None:
-                return _open(target, strategy, method, format)
-            return _open_files(files, target, strategy, method, format)
-        except UnsupportedError as error:
-            _say_sharded_tensors(error)
-            raise
+        if files is None:
+            return _open(target, strategy, method, format)
+        return _open_files(files, target, strategy, method, format)
 
     with target.store.remembering():
         if names is None:
@@ -232,26 +227,6 @@ def _say_which_archive(error: DamagedFileError, file: Location) -> None:
     there = what_is_there(file)
     error.message = f"{error.message}: {there.text}"
     error.hint = error.hint or there.hint
-
-
-def _say_sharded_tensors(error: ReshardError) -> None:
-    """Replace the message of an error: a file of FSDP1 has values that are not decoded."""
-    if error.path is None:
-        return
-    file = locate(error.path)
-    try:
-        head = file.read_head(torch_head.FSDP1_BYTES, follow_links=True)
-    except ReshardError:  # no file, or one that cannot be read: the error stays as it is
-        return
-    if torch_head.has_sharded_tensors(head):
-        error.message = (
-            f"{show(str(file))} holds ShardedTensors of FSDP1, each a part of a tensor or of flat parameters; they are "
-            f"not decoded ({error.message})"
-        )
-        error.hint = (
-            "save the state dict with `torch.distributed.checkpoint.save` under `StateDictType.SHARDED_STATE_DICT`, or "
-            "with `torch.save` under `StateDictType.FULL_STATE_DICT`: both are opened here"
-        )
 
 
 def _check_downloaded(error: ReshardError) -> None:

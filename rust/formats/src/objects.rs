@@ -148,7 +148,11 @@ impl<'a> Objects<'a> {
             Value::Persistent(_) => opaque("torch.storage".into(), None),
             Value::Record(record) => {
                 let (module, name) = self.pickle.name(record.function).unwrap_or(("", ""));
-                let is_tensor = |file: &TorchFile| matches!(file.tensor(id), Ok(Some(_)));
+                let is_tensor = |file: &TorchFile| {
+                    file.is_sharded_tensor(id)
+                        || matches!(file.tensor(id), Ok(Some(_)))
+                        || matches!(file.sharded(id), Ok(Some(_)))
+                };
                 if self.without_tensors.is_some_and(is_tensor) {
                     return Object::Tensor(format!("{module}.{name}"));
                 }

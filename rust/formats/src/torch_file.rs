@@ -14,6 +14,10 @@
 //!
 //! Source: `torch/serialization.py` and `torch/_utils.py` of torch 2.15.
 
+mod regions;
+
+pub use self::regions::Regions;
+
 use crate::pickle::{Id, Pickle, Record, Value};
 use crate::zip::{self, Member, Window};
 use reshard_core::dtype::{Dtype, n_elements};
@@ -91,6 +95,8 @@ pub enum Leaf {
     Tensor(Tensor),
     /// A part of a tensor.
     Sharded(Sharded),
+    /// Regions of a tensor.
+    Regions(Regions),
     /// Anything else: a number, text, an empty container, an opaque object.
     Other(Id),
 }
@@ -728,15 +734,24 @@ pub fn format_within(range: Option<(u64, u64)>) -> Format {
         let file = TorchFile::read(window)?;
         let mut tensors = Vec::new();
         for (name, leaf) in file.leaves()? {
-            if let Leaf::Tensor(tensor) | Leaf::Sharded(Sharded { local: tensor, .. }) = leaf {
-                if !name.is_empty() {
-                    check_name(&name).map_err(|error| {
-                        error
-                            .within(format_args!("tensor `{}`", Printable(&name)))
-                            .key(&name)
-                    })?;
+            if !name.is_empty() && !matches!(leaf, Leaf::Other(_)) {
+                check_name(&name).map_err(|error| {
+                    error
+                        .within(format_args!("tensor `{}`", Printable(&name)))
+                        .key(&name)
+                })?;
+            }
+            match leaf {
+                Leaf::Tensor(tensor) | Leaf::Sharded(Sharded { local: tensor, .. }) => {
+                    tensors.push(tensor.listed(name, &file.storages));
                 }
-                tensors.push(tensor.listed(name, &file.storages));
+                Leaf::Regions(regions) => {
+                    let held = regions.named(&name);
+                    tensors.extend(
+                        held.map(|(name, _, tensor)| tensor.clone().listed(name, &file.storages)),
+                    );
+                }
+                Leaf::Other(_) => {}
             }
         }
         Listed::new(tensors, crc_ranges(&file.storages), source.n_bytes())
@@ -792,6 +807,16 @@ impl Collector<'_> {
             .map_err(|error| within(error, &self.path))?
         {
             return self.leaf(Leaf::Sharded(sharded));
+        }
+        let n_regions = self.file.n_regions(id);
+        self.n_items += n_regions;
+        self.check_unfolded(self.n_items)?;
+        if let Some(regions) = self
+            .file
+            .regions(id)
+            .map_err(|error| within(error, &self.path))?
+        {
+            return self.leaf(Leaf::Regions(regions));
         }
         if let Some(tensor) = self
             .file

@@ -202,7 +202,22 @@ fn read(bytes: Vec<u8>, is_metadata: bool) {
     };
     let Ok(leaves) = file.leaves() else { return };
     for (_, leaf) in leaves {
-        if let Leaf::Tensor(tensor) | Leaf::Sharded(Sharded { local: tensor, .. }) = leaf {
+        let tensors = match leaf {
+            Leaf::Tensor(tensor) | Leaf::Sharded(Sharded { local: tensor, .. }) => vec![tensor],
+            Leaf::Regions(regions) => {
+                let n_dims = regions.shape.len();
+                for (offset, tensor) in &regions.held {
+                    assert_eq!((tensor.dtype, tensor.shape.len()), (regions.dtype, n_dims));
+                    let mut ends = offset.iter().zip(&tensor.shape).zip(&regions.shape);
+                    assert!(ends.all(|((at, n), of)| at + n <= *of));
+                }
+                assert!(regions.all.len() % (2 * n_dims.max(1)) == 0);
+                assert!(regions.rank < regions.n_ranks);
+                regions.held.into_iter().map(|(_, tensor)| tensor).collect()
+            }
+            Leaf::Other(_) => vec![],
+        };
+        for tensor in tensors {
             // Every element of a tensor that is handed out lies in its storage, and the storage in the file.
             let storage = &file.storages()[tensor.storage];
             assert!(storage.start + storage.n_bytes <= n_bytes);

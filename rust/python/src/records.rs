@@ -70,6 +70,13 @@ pub(crate) static TORCH_TENSOR: Record = Record::new("TorchTensor", &["name", "d
 /// A `DTensor` of a file of `torch.save`.
 pub(crate) static TORCH_SHARD: Record =
     Record::new("TorchShard", &["name", "dtype", "local", "shape", "spec"]);
+/// A stored region of a tensor.
+pub(crate) static TORCH_REGION: Record = Record::new("TorchRegion", &["name", "offset", "shape"]);
+/// A `ShardedTensor` of a file of `torch.save`.
+pub(crate) static TORCH_REGIONS: Record = Record::new(
+    "TorchRegions",
+    &["name", "dtype", "shape", "held", "all", "rank", "n_ranks"],
+);
 /// A value of a folder of `torch.distributed.checkpoint` that is no tensor.
 pub(crate) static DCP_OBJECT: Record = Record::new(
     "DcpObject",
@@ -126,7 +133,7 @@ pub(crate) static STRATEGY: Record = Record::new(
 );
 /// What a file of `torch.save` of one rank holds.
 pub(crate) static TORCH_RANK_FILE: Record =
-    Record::new("TorchRankFile", &["tensors", "shards", "values"]);
+    Record::new("TorchRankFile", &["tensors", "shards", "regions", "values"]);
 /// A part of a file that was written.
 pub(crate) static WRITTEN_RANGE: Record = Record::new(
     "WrittenRange",
@@ -327,6 +334,8 @@ pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
         &CHANGED_FILE,
         &TORCH_TENSOR,
         &TORCH_SHARD,
+        &TORCH_REGION,
+        &TORCH_REGIONS,
         &DCP_OBJECT,
         &OPENED_DCP,
         &GGUF_TENSOR,

@@ -3,7 +3,9 @@
 
 use crate::errors::raise;
 use crate::index::{Index, parse_method};
-use crate::records::{DCP_OBJECT, OPENED_DCP, TORCH_RANK_FILE, TORCH_SHARD, TORCH_TENSOR};
+use crate::records::{
+    DCP_OBJECT, OPENED_DCP, TORCH_RANK_FILE, TORCH_REGION, TORCH_REGIONS, TORCH_SHARD, TORCH_TENSOR,
+};
 use pyo3::exceptions::PyRecursionError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyComplex, PyDict, PyFrozenSet, PyList, PyTuple};
@@ -14,7 +16,7 @@ use reshard_formats::dcp::folder::{self, Folder};
 use reshard_formats::dcp::{Step, paths};
 use reshard_formats::objects::{Elements, Object, Objects, read_file, read_range, too_many_values};
 use reshard_formats::pickle::{Id, Record};
-use reshard_formats::torch_file::{Leaf, Tensor, TorchFile};
+use reshard_formats::torch_file::{Leaf, Regions, Tensor, TorchFile};
 use reshard_formats::zip::Window;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -235,10 +237,13 @@ fn converted<'py>(
 }
 
 /// The object of a file.
-fn root_of<'py>(py: Python<'py>, file: &TorchFile) -> PyResult<Bound<'py, PyAny>> {
+fn root_of<'py>(
+    py: Python<'py>,
+    file: &TorchFile,
+    objects: Objects<'_>,
+) -> PyResult<Bound<'py, PyAny>> {
     let root = std::iter::once(file.pickle().root());
-    let mut objects = converted(py, Objects::new(file.pickle()), root)?;
-    Ok(objects.remove(0))
+    Ok(converted(py, objects, root)?.remove(0))
 }
 
 fn torch_tensor<'py>(
@@ -267,7 +272,8 @@ pub(crate) fn read_torch_file(
             Leaf::Tensor(tensor) => {
                 tensors.push(torch_tensor(py, name, &tensor)?);
             }
-            Leaf::Sharded(_) => return raise(py, Err(no_whole(&path, &name))),
+            Leaf::Sharded(_) => return raise(py, Err(no_whole(&path, &name, "DTensor"))),
+            Leaf::Regions(_) => return raise(py, Err(no_whole(&path, &name, "ShardedTensor"))),
             Leaf::Other(id) => {
                 names.push(name);
                 ids.push(id);
@@ -278,8 +284,8 @@ pub(crate) fn read_torch_file(
     Ok((tensors, names.into_iter().zip(objects).collect()))
 }
 
-fn no_whole(path: &Path, name: &str) -> Error {
-    let message = "it holds a DTensor, the shard of one rank";
+fn no_whole(path: &Path, name: &str, kind: &str) -> Error {
+    let message = format!("it holds a {kind}, the shard of one rank");
     Error::new(Kind::Unsupported, message)
         .within(format_args!("`{}`", Printable(name)))
         .within(path.display())
@@ -297,7 +303,7 @@ pub(crate) fn read_torch_shards(
 ) -> PyResult<Bound<'_, PyTuple>> {
     let read = py.detach(|| read_file(&path, follow_links));
     let (file, leaves) = raise(py, read)?;
-    let (mut tensors, mut shards) = (Vec::new(), Vec::new());
+    let (mut tensors, mut shards, mut regions) = (Vec::new(), Vec::new(), Vec::new());
     let (mut names, mut ids) = (Vec::new(), Vec::new());
     for (name, leaf) in leaves {
         match leaf {
@@ -308,6 +314,7 @@ pub(crate) fn read_torch_shards(
                 ids.push(sharded.spec);
                 shards.push((name, sharded.local, sharded.shape));
             }
+            Leaf::Regions(found) => regions.push(torch_regions(py, &name, &found)?),
             Leaf::Other(id) => {
                 names.push((ids.len(), name));
                 ids.push(id);
@@ -329,7 +336,23 @@ pub(crate) fn read_torch_shards(
             sharded.push(TORCH_SHARD.of(py, (name, dtype, local, whole, object))?);
         }
     }
-    TORCH_RANK_FILE.of(py, (tensors, sharded, others))
+    TORCH_RANK_FILE.of(py, (tensors, sharded, regions, others))
+}
+
+fn torch_regions<'py>(
+    py: Python<'py>,
+    name: &str,
+    found: &Regions,
+) -> PyResult<Bound<'py, PyTuple>> {
+    let held = found.named(name).map(|(name, offset, tensor)| {
+        let (offset, shape) = (PyTuple::new(py, offset)?, PyTuple::new(py, &tensor.shape)?);
+        TORCH_REGION.of(py, (name, offset, shape))
+    });
+    let held = held.collect::<PyResult<Vec<_>>>()?;
+    let all: Vec<u8> = found.all.iter().flat_map(|n| n.to_le_bytes()).collect();
+    let (all, shape) = (PyBytes::new(py, &all), PyTuple::new(py, &found.shape)?);
+    let (dtype, rank, n_ranks) = (found.dtype.name(), found.rank, found.n_ranks);
+    TORCH_REGIONS.of(py, (name, dtype, shape, held, all, rank, n_ranks))
 }
 
 /// Tensors of a file of `torch.save` by path, and its object, in which one value stands for all tensors.
@@ -348,27 +371,34 @@ pub(crate) fn read_torch_content(
             Leaf::Tensor(tensor) => {
                 tensors.push(torch_tensor(py, name, &tensor)?);
             }
-            Leaf::Sharded(_) => return raise(py, Err(no_whole(&path, &name))),
+            Leaf::Sharded(_) => return raise(py, Err(no_whole(&path, &name, "DTensor"))),
+            Leaf::Regions(_) => return raise(py, Err(no_whole(&path, &name, "ShardedTensor"))),
             Leaf::Other(_) => {}
         }
     }
-    let root = std::iter::once(file.pickle().root());
-    let mut objects = converted(py, Objects::without_tensors(&file), root)?;
-    Ok((tensors, objects.remove(0)))
+    let object = root_of(py, &file, Objects::without_tensors(&file))?;
+    Ok((tensors, object))
 }
 
 /// The object of `torch.save` in a range of a file.
 #[pyfunction]
-#[pyo3(signature = (path, start, n_bytes, *, transforms=vec![]))]
+#[pyo3(signature = (path, start, n_bytes, *, transforms=vec![], with_tensors=true))]
 pub(crate) fn read_torch_object(
     py: Python<'_>,
     path: PathBuf,
     start: u64,
     n_bytes: u64,
     transforms: Vec<String>,
+    with_tensors: bool,
 ) -> PyResult<Bound<'_, PyAny>> {
     let read = py.detach(|| read_range(&path, (start, n_bytes), &transforms));
-    root_of(py, &raise(py, read)?)
+    let file = raise(py, read)?;
+    let objects = if with_tensors {
+        Objects::new(file.pickle())
+    } else {
+        Objects::without_tensors(&file)
+    };
+    root_of(py, &file, objects)
 }
 
 /// The object of `torch.save` in bytes.
@@ -382,7 +412,7 @@ pub(crate) fn decode_torch_object<'py>(
         data.as_bytes().to_vec(),
     );
     let file = raise(py, TorchFile::read(Window::whole(&source)))?;
-    root_of(py, &file)
+    root_of(py, &file, Objects::new(file.pickle()))
 }
 
 /// The index of a folder of `torch.distributed.checkpoint`, and what its `.metadata` says beside the tensors.

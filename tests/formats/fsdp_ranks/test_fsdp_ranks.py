@@ -235,7 +235,7 @@ def test_files_of_several_runs(tmp_path: Path) -> None:
     save_ranks(tmp_path / "d", (2,), lambda mesh: {"w": distributed(torch.ones(6), mesh, [Replicate()])})
     name = "model_world_size_2_rank_1.pt"
     shutil.copy(tmp_path / "b" / name, tmp_path / "a" / name)
-    with pytest.raises(DamagedFileError, match=r"of shape \(6,\), and F32 of shape \(4,\)"):
+    with pytest.raises(DamagedFileError, match=r"F32 and shape \(6,\), and a DTensor of F32 and shape \(4,\)"):
         reshard.open(tmp_path / "a")
     shutil.copy(tmp_path / "c" / name, tmp_path / "d" / name)
     with reshard.open(tmp_path / "d") as checkpoint, pytest.raises(MismatchError, match="rank 1 differ"):
@@ -318,29 +318,16 @@ def test_hostile_descriptions(tmp_path: Path) -> None:
             assert all(checkpoint.read(key).size <= 10 for key in checkpoint)
 
 
-@pytest.mark.parametrize("form", ["sharded", "local"])
-def test_sharded_tensors_of_fsdp1_are_refused_by_name(form: str, tmp_path: Path) -> None:
-    """What torch saves today: each names what it is, in a folder, a file and a list."""
-    folder = Path(__file__).parents[2] / "data" / "torch" / "fsdp1_ranks" / form
-    file = folder / "model_world_size_2_rank_0.pt"
-    for path in (folder, file, [file]):
-        with pytest.raises(UnsupportedError, match=r"rank_0\.pt` holds ShardedTensors of FSDP1") as caught:
-            reshard.open(path)
-        assert "StateDictType.SHARDED_STATE_DICT" in str(caught.value.hint)
-    for command in (["inspect", folder], ["convert", folder, tmp_path / "out"]):
-        result = run(*command)
-        assert result.exit_code == 1
-        assert "ShardedTensors of FSDP1" in result.stderr
-
-
-@pytest.mark.parametrize("protocol", [2, 4, 5])
-def test_sharded_tensors_are_known_in_each_protocol_of_pickle(protocol: int, tmp_path: Path) -> None:
-    sharded_tensor = pytest.importorskip("torch.distributed._shard.sharded_tensor.api").ShardedTensor
-
-    class Held:
-        def __reduce__(self) -> Any:
-            return sharded_tensor, ()
-
-    torch.save({"w": Held(), "b": torch.ones(2)}, tmp_path / "a.pt", pickle_protocol=protocol)
-    with pytest.raises(UnsupportedError, match=r"a\.pt` holds ShardedTensors of FSDP1"):
-        reshard.open(tmp_path / "a.pt")
+def test_samples_of_fsdp1() -> None:
+    """What torch has saved in two processes."""
+    folder = Path(__file__).parents[2] / "data" / "torch" / "fsdp1_ranks"
+    with reshard.open(folder / "sharded") as checkpoint:
+        assert {key: checkpoint.shape(key) for key in checkpoint} == {
+            "0.weight": (5, 3),
+            "0.bias": (5,),
+            "1.weight": (2, 5),
+            "1.bias": (2,),
+        }
+        assert all(np.isfinite(checkpoint.read(key)).all() for key in checkpoint)
+    with pytest.raises(UnsupportedError, match="_flat_param` holds the parameters of a module"):
+        reshard.open(folder / "local")

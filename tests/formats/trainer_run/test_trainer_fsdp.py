@@ -13,7 +13,7 @@ from tests.helpers.command_line import run
 from tests.helpers.gpt_training import GptTraining
 
 import reshard
-from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError
+from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError, UnsupportedError
 from reshard.options import InitFrom
 from reshard.torch import Checkpointer
 
@@ -137,3 +137,24 @@ def test_model_and_optimizer_come_into_the_callback(form: str, tmp_path: Path) -
     callbacks = [ReshardCallback(tmp_path / "root", init_from=init), See()]
     transformers.Trainer(Training().model, args, train_dataset=rows, callbacks=callbacks).train()
     assert len(found) == 3 * 16
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "name"),
+    [
+        ("sharded", "full", "pytorch_model_fsdp.bin"),
+        ("sharded", "full", "optimizer.bin"),
+        ("full", "sharded", "pytorch_model_fsdp_0"),
+    ],
+)
+def test_shards_beside_whole_files_are_two_answers(first: str, second: str, name: str, tmp_path: Path) -> None:
+    """A run that was saved again under the other kind of state dict leaves both."""
+    folder = shutil.copytree(SAVED / first, tmp_path / "checkpoint-3")
+    (shutil.copytree if (SAVED / second / name).is_dir() else shutil.copy)(SAVED / second / name, folder / name)
+    with pytest.raises(UnsupportedError, match="both fit: they can be of different saves") as caught:
+        reshard.open(folder, format="trainer-run")
+    kind = name.partition("_fsdp")[0].removesuffix(".bin")
+    both = {"pytorch_model": ("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin"), "optimizer": ("optimizer_0", name)}
+    assert all(f"`{folder / one}`" in str(caught.value) for one in both[kind])
+    with reshard.open(folder / both[kind][0]) as alone:
+        assert len(alone) > 0

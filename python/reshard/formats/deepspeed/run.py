@@ -112,8 +112,8 @@ def _values(data: DeepSpeedData, index: _core.Index) -> run_state.Values:
                 hint="`format='deepspeed'` opens the weights",
             )
         found |= {_OPTIMIZER: options} if options else {}
-        return run_state.flat_values(found, lambda _: False) if found else run_state.Values()
-    values = run_state.flat_values(found, lambda _: False) if found else run_state.Values()
+        return run_state.flat_values(found) if found else run_state.Values()
+    values = run_state.flat_values(found) if found else run_state.Values()
     by_name, paths = dict(values.by_name), dict(values.paths)
     groups = options.get("param_groups")
     groups = groups if isinstance(groups, list) and all(isinstance(one, dict) for one in groups) else []

@@ -1,8 +1,9 @@
 """Names of the files that each FSDP rank writes: its shards of the model and of the optimizer, and its other state.
 
 ```text
-model_world_size_<N>_rank_<R>.pt           a dict of DTensors
-optim_world_size_<N>_rank_<R>.pt           `Optimizer.state_dict()`, whose parameters are numbered
+model_world_size_<N>_rank_<R>.pt           a dict of DTensors, or, of FSDP1 without a device mesh, of ShardedTensors
+optim_world_size_<N>_rank_<R>.pt           `Optimizer.state_dict()`, whose parameters are numbered, or
+                                           `FSDP.optim_state_dict`, by the names of the parameters
 extra_state_world_size_<N>_rank_<R>.pt     the scheduler and random states
 huggingface/                               config.json and tokenizer
 ```

@@ -53,7 +53,7 @@ class _RanksData(CheckpointData):
     def _of_optimizer(self) -> Mapping[str, object]:
         """Values of the optimizer that are no tensors, by name: all ranks have the same."""
         found = [
-            (rank, run_state.flat_values({"optimizer": _object_of(path)}, _is_tensor).by_name)
+            (rank, run_state.flat_values({"optimizer": _object_of(path)}).by_name)
             for rank, path in sorted(self.optimizer_files.items())
         ]
         names = dict.fromkeys(name for _, values in found for name in values)
@@ -107,7 +107,7 @@ class _RanksData(CheckpointData):
         files = {rank: self.extra_files[rank]} if rank in self.extra_files else self.extra_files
         held = [(one, _scheduler_of(path)) for one, path in sorted(files.items())]
         scheduler = agreed("lr_scheduler", held, str(self.path)) if held else None
-        found = run_state.flat_values({} if scheduler is None else {"lr_scheduler": scheduler}, _is_tensor)
+        found = run_state.Values() if scheduler is None else run_state.flat_values({"lr_scheduler": scheduler})
         return run_state.Values({**self._of_optimizer, **found.by_name}, found.paths)
 
     def check(self, keys: Collection[str] | None) -> None:
@@ -116,16 +116,12 @@ class _RanksData(CheckpointData):
 
 
 def _object_of(path: Location) -> object:
-    return _core.read_torch_object(str(path.resolved()), 0, path.stat(follow_links=True).n_bytes)
+    return _core.read_torch_object(str(path.resolved()), 0, path.stat(follow_links=True).n_bytes, with_tensors=False)
 
 
 def _scheduler_of(path: Location) -> object:
     extra = _object_of(path)
     return extra.get("lr_scheduler") if isinstance(extra, dict) else None
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, _core.Opaque) and "_rebuild" in value.name
 
 
 def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
@@ -157,6 +153,7 @@ def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
     files: dict[int, list[int]] = {}
     tensors: list[RankTensor] = []
     optimizer_files: dict[int, Location] = {}
+    same: dict[bytes, bytes] = {}
     for kind, prefix in ((names.MODEL, ""), (names.OPTIMIZER, _PREFIX)):
         of_kind = found.get((kind, size), {})
         if of_kind and (missing := _missing(of_kind, size)):
@@ -171,7 +168,9 @@ def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
             path = str(folder / of_kind[rank])
             file = index.add_torch_file(path, method=method)
             files.setdefault(rank, []).append(file)
-            read, objects = mesh_shards.read(path, file, rank, prefix)
+            read, objects = mesh_shards.read(path, file, rank, prefix, n_ranks=size, same=same)
+            if kind == names.MODEL:
+                mesh_shards.refuse_flat(read)
             of_ranks += read
             if kind == names.OPTIMIZER and objects:
                 optimizer_files[rank] = folder / of_kind[rank]
@@ -202,7 +201,11 @@ def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
 
 def _flattened(tensors: Sequence[RankTensor]) -> Collection[str]:
     """The state of an optimizer that is no shard of a mesh, and no number: FSDP1 keeps it for flattened parameters."""
-    return dict.fromkeys(one.key for one in tensors if one.shape is None and one.local not in ((), (1,)))
+    return dict.fromkeys(
+        one.key
+        for one in tensors
+        if mesh_shards.is_flat(one.key) or (one.shape is None and one.local not in ((), (1,)))
+    )
 
 
 def _missing(files: Mapping[int, str], size: int) -> list[int]:

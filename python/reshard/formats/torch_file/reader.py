@@ -71,11 +71,7 @@ class _FileData(CheckpointData):
     def run_values(self, rank: int = 0) -> run_state.Values:  # noqa: ARG002
         """The values that are no tensors, with the lists that hold them."""
         whole = _core.read_torch_object(str(self.file.resolved()), 0, self.file.stat(follow_links=True).n_bytes)
-        return run_state.flat_values(whole, _is_tensor)
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, _core.Opaque) and "_rebuild" in value.name
+        return run_state.flat_values(whole)
 
 
 def open_file(path: Location, file: Location, method: _core.ReadMethod) -> CheckpointData:
@@ -92,6 +88,7 @@ def open_file(path: Location, file: Location, method: _core.ReadMethod) -> Check
     index = _core.Index()
     number = index.add_torch_file(str(file), method=method)
     tensors, objects = mesh_shards.read(str(file), number, 0)
+    mesh_shards.refuse_flat(tensors)
     _warn_of_unread(path, objects)
     for tensor in tensors:
         if tensor.shape is None:
@@ -100,8 +97,9 @@ def open_file(path: Location, file: Location, method: _core.ReadMethod) -> Check
     try:
         mesh_shards.add_tensors(index, shards, _OF_RANK_HINT)
     except CoverageError as error:
+        kind = next(tensor.kind for tensor in shards if tensor.key == error.key)
         raise UnsupportedError(
-            f"{show(str(file))}: {show(str(error.key))} is a DTensor: each rank saved its shard of the tensors, and no "
+            f"{show(str(file))}: {show(str(error.key))} is a {kind}: each rank saved its shard of the tensors, and no "
             "rank the whole model",
             path=str(file),
             key=error.key,
@@ -144,7 +142,7 @@ def _holds_tensors(value: _core.Opaque) -> bool:
             continue
         seen.add(id(one))
         if isinstance(one, _core.Opaque):
-            if _is_tensor(one) or one.name == "torch.storage":
+            if run_state.is_tensor(one) or one.name == "torch.storage":
                 return True
             open_ += one.arguments, one.state, one.items, one.appended
         elif isinstance(one, dict):

@@ -82,6 +82,20 @@ def holds_deepspeed(names: Collection[str]) -> bool:
     return of_run is not None and of_run.is_deepspeed
 
 
+def rivals(names: Collection[str]) -> tuple[str, str] | None:
+    """Two files or folders among these names that both hold the weights, or both the optimizer.
+
+    Example:
+        >>> rivals(["optimizer_0", "pytorch_model_fsdp_0", "pytorch_model_fsdp.bin"])
+        ('pytorch_model_fsdp_0', 'pytorch_model_fsdp.bin')
+    """
+    for kind in ((SHARDED_MODEL, _FULL_MODEL), (_SHARDED_OPTIMIZER, _FULL_OPTIMIZER, OPTIMIZER_FILE)):
+        there = [name for name in kind if name in names]
+        if len(there) > 1:
+            return there[0], there[1]
+    return None
+
+
 def files(names: Collection[str]) -> RunFiles | None:
     """The files of a run among the names in a folder; None: it is of no run with one optimizer.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from reshard import _core
 from reshard.documents.common_info import CommonInfo
 from reshard.documents.strict_json import read_json
-from reshard.errors import CheckpointNotFoundError, DamagedFileError
+from reshard.errors import CheckpointNotFoundError, DamagedFileError, UnsupportedError
 from reshard.formats import run_state
 from reshard.formats.base import CheckpointData, Match
 from reshard.formats.dcp.format import DCP
@@ -73,11 +73,21 @@ def open_folder(folder: Location, options: OpenOptions) -> CheckpointData:
     Raises:
         CheckpointNotFoundError: there are no weights.
         DamagedFileError: `trainer_state.json` is invalid; or as `reshard.open`.
-        UnsupportedError, StorageError: as `reshard.open`.
+        UnsupportedError: it holds weights or an optimizer twice, in shards and as a whole; or as `reshard.open`.
+        StorageError: as `reshard.open`.
     """
-    of_run = names.files(folder.names())
+    there = folder.names()
+    of_run = names.files(there)
     if of_run is None:
         raise CheckpointNotFoundError(f"{show(str(folder))} holds no state of a run any more", path=str(folder))
+    rivals = names.rivals(there)
+    if rivals is not None:
+        first, second = (show(str(folder / name)) for name in rivals)
+        raise UnsupportedError(
+            f"{first} and {second} both fit: they can be of different saves into this folder",
+            path=str(folder / rivals[0]),
+            hint="move the one of the older save to another folder; each can be opened alone by its path",
+        )
     state, step = _state(folder / names.STATE_FILE) if of_run.has_state else ({}, None)
     if of_run.is_deepspeed:
         return _of_deepspeed(folder, of_run, options, state, step)
@@ -136,7 +146,7 @@ def _with_scheduler(values: run_state.Values, file: Location) -> run_state.Value
     """The values with those of the file of the scheduler, if it is there, in place of others of a scheduler."""
     if not file.is_file():
         return values
-    of_scheduler = run_state.flat_values({"lr_scheduler": _object_of(file)}, _is_tensor)
+    of_scheduler = run_state.flat_values({"lr_scheduler": _object_of(file)})
     by_name = {name: one for name, one in values.by_name.items() if values.path(name)[0] not in run.SCHEDULERS}
     return run_state.Values({**by_name, **of_scheduler.by_name}, {**values.paths, **of_scheduler.paths})
 
@@ -186,7 +196,7 @@ def _add_optimizer(index: _core.Index, path: Location, options: OpenOptions) -> 
     for name, dtype, shape in tensors:
         tile = _core.Tile((0,) * len(shape), shape, 0, row_major(shape))
         index.add_tiles(names.PREFIX + name, dtype, shape, [_core.StoredArray(number, name, shape, [tile])])
-    return run_state.flat_values({"optimizer": _object_of(path)}, _is_tensor)
+    return run_state.flat_values({"optimizer": _object_of(path)})
 
 
 def _add(index: _core.Index, other: _core.Index, prefix: str) -> None:
@@ -208,7 +218,3 @@ def _state(path: Location) -> tuple[dict[str, Any], int]:
 
 def _object_of(path: Location) -> object:
     return _core.read_torch_object(str(path.resolved()), 0, path.stat(follow_links=True).n_bytes)
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, _core.Opaque) and "_rebuild" in value.name
