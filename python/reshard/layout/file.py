@@ -33,6 +33,7 @@ T = TypeVar("T")
 _MAX_RANKS = 1 << 20
 _MAX_AXES = 256
 _MAX_BLOCKS = 1 << 16  # of one dim
+_MAX_EXTENT = 1 << 62
 _MAX_EXPRESSIONS = 2000  # regular expressions of one layout
 _MAX_NAME = 256  # characters of an axis or a join
 _MAX_EXPANDED = 1 << 16  # patterns of a layout that are expanded from braces
@@ -311,7 +312,14 @@ def _cut(at: At, value: object, mesh: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def _sizes(at: At, value: object) -> tuple[int, ...]:
-    return tuple(read_items(at, value, lambda a, v: read_integer(a, v, 0)))
+    sizes = tuple(read_items(at, value, lambda a, v: read_integer(a, v, 0)))
+    _check_extent(at, sum(sizes))
+    return sizes
+
+
+def _check_extent(at: At, extent: int) -> None:
+    if extent > _MAX_EXTENT:
+        raise at.error(f"has {extent} elements, more than {_MAX_EXTENT}")
 
 
 def _blocks(at: At, value: object) -> Blocks:
@@ -327,6 +335,7 @@ def _blocks(at: At, value: object) -> Blocks:
     blocks = tuple(read_items(at, value, _block))
     if not blocks:
         raise at.error("expected at least one block")
+    _check_extent(at, sum(block.size for block in blocks))
     return blocks
 
 
