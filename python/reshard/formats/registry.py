@@ -237,11 +237,23 @@ def of_name(path: Location, name: str) -> Format:
 def check_alone(data: CheckpointData, folder: Location) -> None:
     """Refuse weights beside a checkpoint of another format that holds the state of a run: either could be meant.
 
+    So are whole weights beside the shards of FSDP ranks: they can be of another save.
+
     Where DeepSpeed has partitioned the parameters, transformers writes weights without elements beside its checkpoint.
 
     Raises:
         UnsupportedError: there are two such checkpoints.
     """
+    if data.traits.name == FSDP_RANKS.traits.name:
+        whole = [one.traits.name for one in matching(folder) if one.traits.is_pretrained]
+        if whole:
+            raise UnsupportedError(
+                f"{show(str(folder))} holds shards of FSDP ranks, and weights of the format {listed(whole)}",
+                path=str(folder),
+                hint=f"`format={data.traits.name!r}` opens the shards, `format={whole[0]!r}` the other weights",
+            )
+    if not data.traits.is_pretrained:
+        return
     # The run of a Trainer is of the same weights.
     found = [one for one in matching(folder) if one is not TRAINER_RUN and not one.traits.is_pretrained]
     runs = [one.traits.name for one in found]

@@ -204,7 +204,7 @@ def _open(target: Location, strategy: StrategyLike | None, method: ReadMethod, n
         elif isinstance(error, DamagedFileError) and found == "file" and format_.may_be_foreign(target):
             _say_which_archive(error, target)
         raise
-    if name is None and data.traits.is_pretrained and found == "folder":
+    if name is None and found == "folder":
         registry.check_alone(data, target)
     return Checkpoint(data)
 

@@ -323,6 +323,24 @@ def test_shards_of_a_mesh_beside_sharded_tensors(tmp_path: Path) -> None:
         reshard.open(tmp_path / "a")
 
 
+def test_whole_weights_beside_the_shards(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They can be of another save: in the same folder both are named, in that of the model a warning says so."""
+    save_sharded(tmp_path, 2, lambda rank: {"w": sharded(WHOLE, HALVES, rank)})
+    (tmp_path / "huggingface").mkdir()
+    reshard.save_file({"w": WHOLE.numpy()}, tmp_path / "huggingface" / "model.safetensors")
+    assert_all(tmp_path, {"w": WHOLE})
+    assert "the weights in" in caplog.text
+    for name, format_ in (("pytorch_model.bin", "torch"), ("consolidated.safetensors", "weight-files")):
+        reshard.convert(tmp_path / "huggingface", tmp_path / name, files={"check_names": False})
+        with pytest.raises(UnsupportedError, match=f"of FSDP ranks, and weights of the format {format_}") as caught:
+            reshard.open(tmp_path)
+        for one in ("fsdp-ranks", format_):
+            assert f"`format={one!r}`" in str(caught.value.hint)
+            with reshard.open(tmp_path, format=one) as checkpoint:
+                assert checkpoint.format == one
+        (tmp_path / name).unlink()
+
+
 # -- hostile files
 
 

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 from reshard import _core
 from reshard.errors import CheckpointNotFoundError, DamagedFileError
 from reshard.formats import mesh_shards, run_state
-from reshard.formats.base import CheckpointData
+from reshard.formats.base import CheckpointData, Match
 from reshard.formats.fsdp_ranks import names
+from reshard.formats.huggingface.reader import HUGGINGFACE
 from reshard.formats.outputs import load_all
 from reshard.formats.rank_values import agreed
+from reshard.formats.torch_file.format import TORCH_FILE
 from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
@@ -185,13 +187,18 @@ def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
         tensors += [one for one in of_ranks if one.key not in flattened]
     replicas = mesh_shards.add_tensors(index, tensors, _MISSING_HINT)
     extra = found.get((names.EXTRA, size), {})
+    of_model = folder / names.MODEL_FILES
+    if any(one.detect(of_model) is Match.YES for one in (HUGGINGFACE, TORCH_FILE) if of_model.is_folder()):
+        _log.warning(
+            "%s: the shards of the ranks are read; the weights in %s are not: open that folder", folder, of_model
+        )
     return _RanksData(
         traits=names.TRAITS,
         path=folder,
         index=index,
         method=method,
         iteration=names.step_of([folder.name, folder.absolute().parent.name]),
-        model_files=folder / names.MODEL_FILES if (folder / names.MODEL_FILES).is_folder() else None,
+        model_files=of_model if of_model.is_folder() else None,
         files=files,
         extra_files={rank: folder / name for rank, name in extra.items()},
         optimizer_files=optimizer_files,
