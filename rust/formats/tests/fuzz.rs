@@ -179,8 +179,8 @@ impl Ranges for InMemory {
     }
 }
 
-/// Reads a file in each way in which its bytes can be read.
-fn read(bytes: Vec<u8>, is_metadata: bool) {
+/// Reads a file in each way in which its bytes can be read; returns whether it has regions of tensors.
+fn read(bytes: Vec<u8>, is_metadata: bool) -> bool {
     if is_metadata {
         if let Ok(dcp) = Dcp::decode(&bytes) {
             let _ = index_of(
@@ -190,7 +190,7 @@ fn read(bytes: Vec<u8>, is_metadata: bool) {
             );
             let _ = paths(&bytes);
         }
-        return;
+        return false;
     }
     if bytes.first() == Some(&0x80) {
         let _ = Pickle::decode(&bytes);
@@ -198,13 +198,17 @@ fn read(bytes: Vec<u8>, is_metadata: bool) {
     let n_bytes = bytes.len() as u64;
     let source = Source::of_ranges(PathBuf::from("fuzz"), n_bytes, Box::new(InMemory(bytes)));
     let Ok(file) = TorchFile::read(Window::whole(&source)) else {
-        return;
+        return false;
     };
-    let Ok(leaves) = file.leaves() else { return };
+    let Ok(leaves) = file.leaves() else {
+        return false;
+    };
+    let mut has_regions = false;
     for (_, leaf) in leaves {
         let tensors = match leaf {
             Leaf::Tensor(tensor) | Leaf::Sharded(Sharded { local: tensor, .. }) => vec![tensor],
             Leaf::Regions(regions) => {
+                has_regions = true;
                 let n_dims = regions.shape.len();
                 for (offset, tensor) in &regions.held {
                     assert_eq!((tensor.dtype, tensor.shape.len()), (regions.dtype, n_dims));
@@ -230,6 +234,7 @@ fn read(bytes: Vec<u8>, is_metadata: bool) {
             }
         }
     }
+    has_regions
 }
 
 fn samples() -> Vec<(Vec<u8>, bool)> {
@@ -259,6 +264,122 @@ fn samples() -> Vec<(Vec<u8>, bool)> {
         .collect()
 }
 
+/// What a `ShardedTensor` consists of, and numbers and containers of a pickle.
+const REGION_WORDS: &[&[u8]] = &[
+    b"K\0",
+    b"K\x01",
+    b"K\x05",
+    b"K\xff",
+    b"J\xff\xff\xff\x7f",
+    b"J\xff\xff\xff\xff",
+    b"N",
+    b"\x88",
+    b")",
+    b"]",
+    b"}",
+    b"(",
+    b"\x85",
+    b"\x86",
+    b"R",
+    b"\x81",
+    b"b",
+    b"a",
+    b"e",
+    b"s",
+    b"h\x05",
+    b"h\x26",
+    b"q\x01",
+    b"\x8a\x08\xff\xff\xff\xff\xff\xff\xff\x7f",
+    b"shard_sizes",
+    b"size",
+    b"tensor",
+    b"metadata",
+    b"ShardMetadata\n",
+    b"Shard\n",
+    b"float64\n",
+    b"getattr\n",
+    b"global_rank",
+    b"ProcessGroupState",
+];
+
+/// Changes a pickle, and keeps its length, so that the archive around it stays what it is.
+fn changed_in_place(pickle: &mut [u8], random: &mut Random) {
+    for _ in 0..=random.below(3) {
+        let at = random.below(pickle.len());
+        match random.below(5) {
+            0 => pickle[at] = random.next() as u8,
+            1 => pickle[at] ^= 1 << random.below(8),
+            2 => {
+                let word = REGION_WORDS[random.below(REGION_WORDS.len())];
+                let end = (at + word.len()).min(pickle.len());
+                pickle[at..end].copy_from_slice(&word[..end - at]);
+            }
+            3 => {
+                let n = random.below(40).min(pickle.len() - at);
+                pickle.copy_within(at..at + n, random.below(pickle.len() - n));
+            }
+            _ => {
+                // A number becomes another one.
+                let numbers: Vec<usize> = (1..pickle.len())
+                    .filter(|i| pickle[i - 1] == b'K')
+                    .collect();
+                pickle[numbers[random.below(numbers.len())]] =
+                    [0, 1, 2, 3, 4, 5, 127, 255][random.below(8)];
+            }
+        }
+    }
+}
+
+#[test]
+fn mutated_sharded_tensors_are_refused_or_regions_inside_of_their_tensors() {
+    let runs = std::env::var("RESHARD_FUZZ_RUNS").map_or(RUNS, |runs| runs.parse().unwrap());
+    let holds = |bytes: &[u8], word: &[u8]| bytes.windows(word.len()).any(|one| one == word);
+    let samples: Vec<_> = samples()
+        .into_iter()
+        .map(|(bytes, _)| without_crc(bytes))
+        .filter(|bytes| {
+            bytes.starts_with(b"PK") && holds(bytes, b"sharded_tensor.api\nShardedTensor")
+        })
+        .map(|bytes| {
+            let start = bytes
+                .windows(3)
+                .position(|one| one == b"\x80\x02c")
+                .unwrap();
+            let end = bytes.windows(3).position(|one| one == b"sb.").unwrap();
+            (bytes, start, end)
+        })
+        .collect();
+    assert_eq!(samples.len(), 4);
+    let n_read = std::sync::atomic::AtomicU64::new(0);
+    let next = std::sync::atomic::AtomicU64::new(0);
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                loop {
+                    let run = next.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+                    if run >= runs {
+                        break;
+                    }
+                    let mut random = Random(run);
+                    let (bytes, start, end) = &samples[random.below(samples.len())];
+                    let mut bytes = bytes.clone();
+                    changed_in_place(&mut bytes[*start..*end], &mut random);
+                    let n_bytes = bytes.len();
+                    let mut is_read = false;
+                    let held = most_held(|| is_read = read(bytes, false));
+                    n_read.fetch_add(is_read.into(), std::sync::atomic::Ordering::Relaxed);
+                    assert!(
+                        held <= 2 * n_bytes + MORE_BYTES,
+                        "run {run}: {held} bytes for {n_bytes}"
+                    );
+                }
+            });
+        }
+    });
+    let n_read = n_read.into_inner();
+    assert!(n_read > runs / 100, "{n_read} of {runs} have regions");
+}
+
 #[test]
 fn mutated_files_are_refused_or_read_within_their_bytes_and_bounded_memory() {
     let runs = std::env::var("RESHARD_FUZZ_RUNS").map_or(RUNS, |runs| runs.parse().unwrap());
@@ -283,7 +404,9 @@ fn mutated_files_are_refused_or_read_within_their_bytes_and_bounded_memory() {
                         without_crc(bytes)
                     };
                     let n_bytes = bytes.len();
-                    let held = most_held(|| read(bytes, *is_metadata));
+                    let held = most_held(|| {
+                        read(bytes, *is_metadata);
+                    });
                     assert!(
                         held <= 2 * n_bytes + MORE_BYTES,
                         "run {run}: {held} bytes for {n_bytes}"
