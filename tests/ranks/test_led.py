@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.helpers.command_line import run as run_alone
 from tests.helpers.ports import unused_port
 from tests.helpers.ranks import Job, Signal
 from torch._C import _distributed_c10d as c10d
@@ -118,6 +119,17 @@ def test_ranks_compare_tensors_as_one_process_does(torchrun: c10d.TCPStore, run:
     ]
     assert len(alone.differences) == 2
     assert reports(on_ranks("diff", source, run.parent / "none", "--json"), 2)["error"] == "EmptyRootError"
+
+
+@pytest.mark.slow(disk=False)
+def test_ranks_count_values_as_one_process_does(torchrun: c10d.TCPStore, run: Path) -> None:
+    alone = json.loads(run_alone("inspect", run, "--stats", "--json").stdout)
+    assert len(alone["tensors"]) == 7
+    assert reports(on_ranks("inspect", run, "--stats", "--json"), 0) == alone
+    damage(run)
+    assert (
+        reports(on_ranks("inspect", run / "iteration_00000004", "--stats", "--json"), 1)["error"] == "DamagedFileError"
+    )
 
 
 def test_every_rank_compares_its_part_of_the_bytes(run: Path) -> None:

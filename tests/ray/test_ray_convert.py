@@ -177,6 +177,14 @@ def test_a_cluster_finds_the_faults_and_differences_that_one_process_finds(
         assert printed(cluster, "diff", source, tmp_path / "other.safetensors", *options, "--on", "ray") == different
 
 
+def test_a_cluster_counts_the_values_that_one_process_counts(cluster: RayCluster, source: Path, tmp_path: Path) -> None:
+    reshard.convert(source, tmp_path / "run", layout=LAYOUT | {"mesh": {"tp": 4}}, iteration=1)
+    alone = printed(cluster, "inspect", tmp_path / "run", "--stats")
+    assert alone[0] == 0
+    assert len(alone[1]["tensors"]) == 9
+    assert printed(cluster, "inspect", tmp_path / "run", "--stats", "--on", "ray") == alone
+
+
 def test_without_a_cluster_the_error_says_how_to_start_one(source: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "reshard", "convert", str(source), str(tmp_path / "dst"), "--on"]
     environment = os.environ | {"RAY_ADDRESS": "127.0.0.1:1"}

@@ -18,7 +18,7 @@ from tests.helpers.threads import in_threads
 import reshard
 from reshard import _core
 from reshard.errors import ArgumentError, CheckpointNotFoundError
-from reshard.verbs import health as healths
+from reshard.verbs import slices
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -363,7 +363,7 @@ def test_a_damaged_checkpoint_has_faults_and_no_findings(tmp_path: Path) -> None
 
 
 def test_large_tensors_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(healths, "_BUFFER_BYTES", 1 << 10)
+    monkeypatch.setattr(slices, "_BUFFER_BYTES", 1 << 10)
     _save(tmp_path / "run", 1, _unrounded)
     _save(tmp_path / "run", 2, _unrounded)
     values = np.zeros((40, 30), np.float32)

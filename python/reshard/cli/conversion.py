@@ -250,8 +250,8 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
 """Each option of `reshard.convert` on the command line, by the name of its argument, or of its field of an option."""
 
 
-def compared_on(function: F) -> F:
-    """Add the options of a command that compares: where, and how long ranks wait."""
+def read_on(function: F) -> F:
+    """Add the options of a command that reads: where, and how long ranks wait."""
     for option in (
         click.option(
             "--timeout",
@@ -259,12 +259,12 @@ def compared_on(function: F) -> F:
             default=3600.0,
             show_default=True,
             metavar="SECONDS",
-            help="With --on ranks: how long the ranks wait for each other. They compare 1 GiB each at a time.",
+            help="With --on ranks: how long the ranks wait for each other. They read 1 GiB each at a time.",
         ),
         click.option(
             "--on",
             type=Where(),
-            help="ranks: the processes that torchrun, srun or mpirun started compare the bytes, and rank 0 prints the "
+            help="ranks: the processes that torchrun, srun or mpirun started read the bytes, and rank 0 prints the "
             "result. ray: the workers of the Ray cluster of this host do; ray://HOST:10001: of another cluster.",
         ),
     ):

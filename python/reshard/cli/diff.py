@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import reshard
-from reshard.cli.conversion import compared_on, options, place_of
+from reshard.cli.conversion import options, place_of, read_on
 from reshard.cli.output import (
     PATH,
     collected_warnings,
@@ -53,7 +53,7 @@ _MAX_ROWS = 60
 @click.option("--format-a", metavar="NAME", help="Which checkpoint of A, if A is a folder with several formats.")
 @click.option("--format-b", metavar="NAME", help="The same for B.")
 @options("memory", "threads")
-@compared_on
+@read_on
 @click.option("--all", "everything", is_flag=True, help="List every tensor that differs, also within the tolerance.")
 @functools.partial(command, refused=2)
 def diff(a: str, b: str, *, everything: bool, on: str | None, timeout: float, as_json: bool, **options: Any) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 import click
 
 import reshard
+from reshard.cli.conversion import options, read_on
 from reshard.cli.output import (
     FORMAT_HELP,
     PATH,
@@ -83,6 +84,11 @@ _STATES = {True: "complete", False: "damaged", None: "not checked"}
 @click.option(
     "--html", "html", type=PATH, metavar="FILE", help="Write a page for a browser: one file, which uses no network."
 )
+@click.option(
+    "--stats", "with_stats", is_flag=True, help="Read the tensors: bounds, mean, deviation, zeros, NaN, infinities."
+)
+@options("threads")
+@read_on
 @click.option("--all", "everything", is_flag=True, help="List every tensor and check every iteration.")
 @command
 def inspect(
@@ -94,10 +100,14 @@ def inspect(
     format: str | None,  # noqa: A002  the name of the option
     as_layout: bool,
     html: str | None,
+    with_stats: bool,
+    threads: int | None,
+    on: str | None,
+    timeout: float,
     everything: bool,
     as_json: bool,
 ) -> None:
-    """Show the contents of a checkpoint. Tensor data is not read.
+    """Show the contents of a checkpoint. Tensor data is read only with --stats.
 
     PATH is a checkpoint in any format that reshard reads: a .safetensors, .ckpt or torch file, a Hugging Face folder, a
     checkpoint root or one of its iteration folders, a folder of rank folders, or a folder of
@@ -107,6 +117,9 @@ def inspect(
     With several paths, one line is printed for each: format, newest complete iteration, number of iterations, size, and
     whether it was saved as healthy. A second word is a path if there is a file or folder of this name, else a pattern.
 
+    --stats reads each tensor once, in parts, and compares what it reads with the checksums. Values are finite ones, in
+    double precision. A quantised weight is one tensor of the values that its parts stand for.
+
     \b
     Examples:
       reshard inspect output/checkpoint
@@ -115,13 +128,14 @@ def inspect(
       reshard inspect output/checkpoint --layout > layout.yaml
       reshard inspect output/checkpoint --html page.html
       reshard inspect output/checkpoint --json
+      reshard inspect output/checkpoint '*.weight' --stats
       reshard inspect output/checkpoint --strategy output/strategy
       reshard inspect runs/*/
 
     Exit codes: 0 success, 1 refused; with several paths: at least one could not be opened, and the others are listed.
     """
     if pattern is not None and (more or (pattern and locate(pattern).exists())):
-        if strategy or format or as_layout or html is not None or everything:
+        if strategy or format or as_layout or html is not None or everything or with_stats:
             raise click.UsageError("several paths are listed, one line each: only --json can be combined with them")
         from reshard.cli.overview import print_overview
 
@@ -129,6 +143,16 @@ def inspect(
         return
     if html is not None and (pattern is not None or as_layout):
         raise click.UsageError("--html shows the whole checkpoint: it excludes PATTERN and --layout")
+    if with_stats:
+        if html is not None or as_layout:
+            raise click.UsageError("--stats prints statistics alone: it excludes --html and --layout")
+        from reshard.cli.statistics import print_stats
+
+        given = {"strategy": strategy, "format": format, "threads": threads}
+        print_stats(path, pattern, everything=everything, as_json=as_json, on=on, timeout=timeout, **given)
+        return
+    if on is not None or threads is not None:
+        raise click.UsageError("--on and --threads are for --stats, which reads tensors")
     opened = functools.partial(reshard.open, path, strategy=strategy, format=format)
     with collected_warnings(print_on_error=False) as logged, opened() as checkpoint:
         if as_layout:

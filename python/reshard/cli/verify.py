@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import reshard
-from reshard.cli.conversion import compared_on, place_of
+from reshard.cli.conversion import place_of, read_on
 from reshard.cli.output import (
     FORMAT_HELP,
     PATH,
@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     metavar="PATTERN",
     help="Keys that hold infinities on purpose, such as masks. May be given several times.",
 )
-@compared_on
+@read_on
 @command
 def verify(
     path: str,

@@ -8,17 +8,18 @@ size of a tensor.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 from reshard import _core, dtypes
 from reshard.formats import optimizer_slots
-from reshard.values.indexing import regions
 from reshard.values.words import counted, show
+from reshard.verbs.slices import Buffer, Slice, batches, regions_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,11 +32,6 @@ Kind: TypeAlias = Literal["not finite", "negative", "rounding", "replicas", "unc
 Found: TypeAlias = "Mapping[tuple[int, str], _core.ArrayCounts]"
 """The counts of a stored array by the number of its file and its stored name."""
 
-_T = TypeVar("_T")
-
-_BUFFER_BYTES = 8 << 20  # of each of the two buffers: larger ones leave the cache, and take twice as long
-_ALIGN_BYTES = 64
-_MAX_ARRAYS = 4096  # of one plan
 _PROBE_ELEMENTS = 4096  # of a tensor that is expected to have changed
 _MAX_PARTS = 4096  # pairs of stored arrays of a weight and its fp32 weight; with more of them both are read again
 
@@ -273,7 +269,7 @@ def read_counts(opened: Checkpoint, threads: int | None, meter: Meter) -> Found:
         DamagedFileError, StorageError: a file cannot be read.
     """
     index = opened._index  # noqa: SLF001
-    buffer = _Buffer()
+    buffer = Buffer()
     total: dict[tuple[int, str], _core.ArrayCounts] = {}
     owners = {(one.file, one.name): key for key in index.keys() for one in index.stored(key)}  # noqa: SIM118
     for file in range(index.n_files):
@@ -283,10 +279,10 @@ def read_counts(opened: Checkpoint, threads: int | None, meter: Meter) -> Found:
         floats = [one for one in arrays if _is_float(one[1]) and not dtypes.is_packed(one[1])]
         meter.grow(sum(dtypes.n_bytes(dtype, shape) for _, dtype, shape in floats))
         slices = (
-            _Slice(name, dtype, shape, region) for name, dtype, shape in floats for region in _regions(shape, dtype)
+            Slice(name, dtype, shape, region) for name, dtype, shape in floats for region in regions_of(shape, dtype)
         )
-        for batch in _batches(slices, lambda one: one):
-            read = buffer.fill(own, batch, threads=threads)
+        for batch in batches(slices, lambda one: one):
+            read = buffer.fill(functools.partial(own.plan, verify=False), batch, threads=threads)
             counts = _core.ValueCounts(
                 [
                     (one.dtype, start, one.n_bytes, _is_non_negative(opened.data, owners.get((file, one.key))))
@@ -303,7 +299,7 @@ def read_counts(opened: Checkpoint, threads: int | None, meter: Meter) -> Found:
     return total
 
 
-def _joined(before: _core.ArrayCounts | None, found: _core.ArrayCounts, of: _Slice) -> _core.ArrayCounts:
+def _joined(before: _core.ArrayCounts | None, found: _core.ArrayCounts, of: Slice) -> _core.ArrayCounts:
     """The counts of an array with those of one more slice of it."""
     width = _values_of_element(of.dtype)
 
@@ -457,7 +453,7 @@ def unchanged(opened: Checkpoint, older: Checkpoint, threads: int | None, meter:
         if key in indexes[1] and indexes[1].info(key) == (dtype, shape) and _is_float(dtype) and 0 not in shape:
             pairs.append(_Pair(key, key, dtype, shape, ((0,) * len(shape), shape), key, until_first=True))
     probes = [
-        _Pair(one.a, one.b, one.dtype, one.shape, next(_regions(one.shape, one.dtype, _PROBE_ELEMENTS)), one.name)
+        _Pair(one.a, one.b, one.dtype, one.shape, next(regions_of(one.shape, one.dtype, _PROBE_ELEMENTS)), one.name)
         for one in pairs
     ]
     _compare(indexes, probes, threads=threads, meter=meter, verify=True)
@@ -636,19 +632,6 @@ def _intersection(a: Region, b: Region) -> Region | None:
 # -- reading
 
 
-class _Slice(NamedTuple):
-    """A slice of a tensor that is read."""
-
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    region: Region
-
-    @property
-    def n_bytes(self) -> int:
-        return dtypes.n_bytes(self.dtype, self.region[1])
-
-
 @dataclass
 class _Pair:
     """A region of two tensors that must be equal, and what was found so far."""
@@ -662,35 +645,6 @@ class _Pair:
     until_first: bool = False
     n: int = 0
     first: tuple[int, ...] | None = None
-
-
-class _Buffer:
-    """Memory that regions are read into, one after the other."""
-
-    def __init__(self) -> None:
-        self.bytes = np.empty(0, np.uint8)
-
-    def fill(
-        self,
-        index: _core.Index,
-        slices: Sequence[_Slice],
-        *,
-        threads: int | None,
-        dtype: str | None = None,
-        verify: bool = False,
-    ) -> list[tuple[int, np.ndarray]]:
-        """Read slices; returns for each where it begins in the memory, and its bytes."""
-        request = _core.Request()
-        starts, end = [], 0
-        for i, one in enumerate(slices):
-            request.add_region(str(i), one.key, *one.region)
-            starts.append(end)
-            end += -(-one.n_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-        if end > self.bytes.size:
-            self.bytes = np.empty(end, np.uint8)
-        arrays = [self.bytes[start : start + one.n_bytes] for start, one in zip(starts, slices, strict=True)]
-        index.plan(request, dtype=dtype, verify=verify).fill(arrays, threads=threads)
-        return list(zip(starts, arrays, strict=True))
 
 
 def _compare(
@@ -712,47 +666,28 @@ def _compare(
         dtype: to which both are cast.
         verify: whether what is read is compared with checksums.
     """
-    buffers = _Buffer(), _Buffer()
+    buffers = Buffer(), Buffer()
+    plans = [functools.partial(index.plan, dtype=dtype, verify=verify) for index in indexes]
     meter.grow(2 * sum(dtypes.n_bytes(one.dtype, one.region[1]) for one in pairs))
 
-    def slices() -> Iterator[tuple[_Pair, _Slice]]:
+    def slices() -> Iterator[tuple[_Pair, Slice]]:
         for pair in pairs:
             offset, extent = pair.region
-            for inner, size in _regions(extent, pair.dtype):
+            for inner, size in regions_of(extent, pair.dtype):
                 if not (pair.until_first and pair.n):
                     region = tuple(map(sum, zip(offset, inner, strict=True))), size
-                    yield pair, _Slice(pair.a, pair.dtype, pair.shape, region)
+                    yield pair, Slice(pair.a, pair.dtype, pair.shape, region)
 
-    for batch in _batches(slices(), lambda one: one[1]):
-        first = buffers[0].fill(indexes[0], [one for _, one in batch], threads=threads, dtype=dtype, verify=verify)
+    for batch in batches(slices(), lambda one: one[1]):
+        first = buffers[0].fill(plans[0], [one for _, one in batch], threads=threads)
         others = [one._replace(key=pair.b) for pair, one in batch]
-        second = buffers[1].fill(indexes[1], others, threads=threads, dtype=dtype, verify=verify)
+        second = buffers[1].fill(plans[1], others, threads=threads)
         for (pair, one), (_, a), (_, b) in zip(batch, first, second, strict=True):
             n, at = _core.differing(pair.dtype, a, b, threads=threads)
             pair.n += n
             if at is not None and pair.first is None and not dtypes.is_packed(pair.dtype):
                 pair.first = _place(one.region, at)
         meter.advance(2 * sum(one.n_bytes for _, one in batch))
-
-
-def _regions(shape: tuple[int, ...], dtype: str, max_elements: int | None = None) -> Iterator[Region]:
-    """Regions that fit into a buffer."""
-    bits = dtypes.bits(dtype)
-    return regions(shape, max_elements or _BUFFER_BYTES * 8 // bits, bits)
-
-
-def _batches(slices: Iterable[_T], slice_of: Callable[[_T], _Slice]) -> Iterator[list[_T]]:
-    """Slices that are read at a time, so that they fit into a buffer."""
-    batch, n_bytes = list[_T](), 0
-    for one in slices:
-        size = slice_of(one).n_bytes + _ALIGN_BYTES
-        if batch and (n_bytes + size > _BUFFER_BYTES or len(batch) == _MAX_ARRAYS):
-            yield batch
-            batch, n_bytes = [], 0
-        batch.append(one)
-        n_bytes += size
-    if batch:
-        yield batch
 
 
 def _place(region: Region, number: int) -> tuple[int, ...]:

@@ -1,0 +1,93 @@
+"""Slices of tensors, read one after the other into a buffer, for what looks at all values of a checkpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import numpy as np
+
+from reshard import _core, dtypes
+from reshard.values.indexing import regions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from reshard.values.indexing import Region
+
+_T = TypeVar("_T")
+
+_BUFFER_BYTES = 8 << 20  # larger ones leave the cache, and take twice as long
+_ALIGN_BYTES = 64
+_MAX_ARRAYS = 4096  # of one plan
+
+
+class Slice(NamedTuple):
+    """A slice of a tensor that is read."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    region: Region
+
+    @property
+    def n_bytes(self) -> int:
+        """Its bytes in a buffer."""
+        return dtypes.n_bytes(self.dtype, self.region[1])
+
+
+class Buffer:
+    """Memory that slices are read into, one after the other."""
+
+    def __init__(self) -> None:
+        self.bytes = np.empty(0, np.uint8)
+
+    def fill(
+        self, plan: Callable[[_core.Request], _core.Plan], slices: Sequence[Slice], *, threads: int | None
+    ) -> list[tuple[int, np.ndarray]]:
+        """Read slices.
+
+        Args:
+            plan: makes the plan of a request.
+            slices: what is read.
+            threads: threads that read.
+
+        Returns:
+            For each slice where it begins in the memory, and its bytes.
+        """
+        request = _core.Request()
+        starts, end = [], 0
+        for i, one in enumerate(slices):
+            request.add_region(str(i), one.key, *one.region)
+            starts.append(end)
+            end += -(-one.n_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        if end > self.bytes.size:
+            self.bytes = np.empty(end, np.uint8)
+        arrays = [self.bytes[start : start + one.n_bytes] for start, one in zip(starts, slices, strict=True)]
+        plan(request).fill(arrays, threads=threads)
+        return list(zip(starts, arrays, strict=True))
+
+
+def regions_of(shape: tuple[int, ...], dtype: str, max_elements: int | None = None) -> Iterator[Region]:
+    """Regions of a tensor that fit into a buffer.
+
+    Args:
+        shape: of the tensor.
+        dtype: of the tensor.
+        max_elements: of a region; None: as many as fit.
+    """
+    bits = dtypes.bits(dtype)
+    return regions(shape, max_elements or _BUFFER_BYTES * 8 // bits, bits)
+
+
+def batches(slices: Iterable[_T], slice_of: Callable[[_T], Slice]) -> Iterator[list[_T]]:
+    """Slices that are read at a time, so that they fit into a buffer."""
+    batch, n_bytes = list[_T](), 0
+    for one in slices:
+        size = slice_of(one).n_bytes + _ALIGN_BYTES
+        if batch and (n_bytes + size > _BUFFER_BYTES or len(batch) == _MAX_ARRAYS):
+            yield batch
+            batch, n_bytes = [], 0
+        batch.append(one)
+        n_bytes += size
+    if batch:
+        yield batch

@@ -1,0 +1,303 @@
+"""Statistics of the values of each tensor of a checkpoint: bounds, mean, deviation, zeros, NaN and infinities.
+
+Every element counts once, however many files hold it, and a quantised weight is one tensor of the values that its parts
+stand for. Tensors are read slice by slice into one buffer, so memory use does not depend on their size. Sums are in
+double precision; those of blocks are joined, so that the deviation of values far from 0 is exact, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from reshard import dtypes, opening
+from reshard.conversion.shares import cut, digest_of
+from reshard.errors import KeyNotFoundError, MismatchError
+from reshard.layout.patterns import Pattern
+from reshard.ranks.led import LedRanks
+from reshard.ranks.places import Work, do_shares
+from reshard.values.words import show
+from reshard.verbs.slices import Buffer, Slice, batches, regions_of
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator
+
+    from reshard.checkpoint import Checkpoint
+    from reshard.opening import StrategyLike
+    from reshard.ranks.places import Place
+    from reshard.values.argument_types import Progress
+
+_BLOCK_ELEMENTS = 1 << 15  # so that temporary arrays stay in the cache
+
+
+@dataclass(frozen=True)
+class TensorStats:
+    """The statistics of a tensor.
+
+    Attributes:
+        key: its name.
+        dtype: its dtype; of a quantised weight that of the values, F32.
+        shape: its shape.
+        n_elements: the number of its elements; of complex ones that of the real and imaginary parts, whose statistics
+            these are.
+        n_nan: how many are NaN.
+        n_infinite: how many are infinite.
+        n_zero: how many are 0 or -0. None: the values of a dtype below a byte are not decoded; so are those below.
+        min: the smallest finite value; None also if there is none, as below.
+        max: the largest finite value.
+        mean: the mean of the finite values.
+        std: their standard deviation, divided by their number, not by one less.
+        rms: the square root of the mean of their squares.
+        quantised: the kind of a quantised weight, as `kind` of `Checkpoint.quantised`; None: it is none.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    n_elements: int
+    n_nan: int = 0
+    n_infinite: int = 0
+    n_zero: int | None = None
+    min: int | float | None = None
+    max: int | float | None = None
+    mean: float | None = None
+    std: float | None = None
+    rms: float | None = None
+    quantised: str | None = None
+
+
+@dataclass(frozen=True)
+class StatsReport:
+    """The statistics of a checkpoint.
+
+    Attributes:
+        path: the folder or file.
+        format: its format.
+        iteration: of a checkpoint root, which one.
+        n_bytes: bytes of tensors that were read.
+        tensors: the statistics of each tensor, in the order of the checkpoint.
+    """
+
+    path: str
+    format: str
+    iteration: int | None
+    n_bytes: int
+    tensors: tuple[TensorStats, ...]
+
+
+def stats(
+    path: str | os.PathLike[str],
+    pattern: str | None = None,
+    *,
+    strategy: StrategyLike | None = None,
+    format: str | None = None,  # noqa: A002  as of `reshard.open`
+    threads: int | None = None,
+    on: Place | None = None,
+    progress: Progress | None = None,
+) -> StatsReport:
+    """Read all values of a checkpoint, and count them.
+
+    Args:
+        path: anything that `reshard.open` opens.
+        pattern: only tensors whose whole key it matches, as in layout files; None: all.
+        strategy: of rank folders, as in `reshard.open`.
+        format: which checkpoint of a folder with several, as in `reshard.open`.
+        threads: threads that read.
+        on: where the tensors are read: a `reshard.ray.Ray`, or `reshard.ranks.led.LedRanks`, all of which call this.
+        progress: called as `progress(done_bytes, total_bytes)`.
+
+    Raises:
+        KeyNotFoundError: no key matches the pattern.
+        CheckpointNotFoundError, DamagedFileError, CoverageError, StorageError: it cannot be opened or read.
+        LayoutError: rank folders without a strategy.
+        MismatchError: it was changed while it was read.
+
+    Example:
+        >>> import numpy as np, reshard
+        >>> reshard.save_file({"w": np.array([[3.0, -1.0], [0.0, np.nan]], np.float32)}, "some.safetensors")
+        >>> (w,) = stats("some.safetensors").tensors
+        >>> w.min, w.max, w.n_zero, w.n_nan, round(w.mean, 3), round(w.rms, 3)
+        (-1.0, 3.0, 1, 1, 0.667, 1.826)
+    """
+    asked = _Asked(path, strategy, format)
+    lead = functools.partial(_stats, asked, pattern, threads=threads, on=on, progress=progress)
+    work = functools.partial(_counting, asked)
+    return on.led(lead, work, _Keys, StatsReport) if isinstance(on, LedRanks) else lead()
+
+
+def _stats(
+    asked: _Asked, pattern: str | None, *, threads: int | None, on: Place | None, progress: Progress | None
+) -> StatsReport:
+    with asked.opened() as (opened, kinds, digest):
+        keys = _matching(opened, pattern)
+        opened._check_placed(*keys)  # noqa: SLF001  the check of a read
+        sizes = [dtypes.n_bytes(*opened._index.info(key)) for key in keys]  # noqa: SLF001
+        if on is None:
+            found = _counted(opened, keys, kinds, threads=threads, progress=progress)
+        else:
+            n_shares = max(1, min(on.n_shares(sum(sizes)), len(keys)))
+            shares = [[keys[part.file] for part in share] for share in cut(sizes, n_shares, range(len(sizes)))]
+            work = _counting(asked, _Keys(digest, shares, threads or on.cpus))
+            results, _ = do_shares(on, work, n_shares, sum(sizes), progress)
+            found = [one for share in results for one in share]
+        return StatsReport(str(opened.path), opened.format, opened.iteration, sum(sizes), tuple(found))
+
+
+def _matching(opened: Checkpoint, pattern: str | None) -> list[str]:
+    if pattern is None:
+        return opened.keys()
+    compiled = Pattern.compile(pattern)
+    found = [key for key in opened.keys() if compiled.matches(key)]  # noqa: SIM118  a checkpoint is no mapping
+    if not found:
+        hint = None if compiled.key is None else f"a pattern matches whole keys: try '*{pattern}*'"
+        raise KeyNotFoundError(f"no key matches {pattern}", key=compiled.key, hint=hint)
+    return found
+
+
+class _Asked(NamedTuple):
+    """What `stats` is asked for, as another process needs it."""
+
+    path: str | os.PathLike[str]
+    strategy: StrategyLike | None
+    format: str | None
+
+    @contextlib.contextmanager
+    def opened(self, digest: str | None = None) -> Iterator[tuple[Checkpoint, dict[str, str], str]]:
+        """The checkpoint, with ordinary tensors instead of quantised weights, how each is stored, and a digest.
+
+        Raises MismatchError: the digest is another one, or the checkpoint was changed in the block.
+        """
+        with opening.open(self.path, strategy=self.strategy, format=self.format) as stored:
+            own = digest_of(stored, {})
+            if digest is not None and digest != own:
+                raise MismatchError(
+                    f"{show(str(stored.path))} is not what it is where the work began",
+                    path=str(stored.path),
+                    hint="all hosts must see the same files under the same paths",
+                )
+            kinds = {name: one.kind for name, one in stored.quantised().items()}
+            with stored.dequantised() if kinds else contextlib.nullcontext(stored) as values:
+                yield values, kinds, own
+            stored.check_unchanged()
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """Tensors that several processes read, once one of them has opened the checkpoint.
+
+    Attributes:
+        digest: what tells the checkpoint from others at its path.
+        shares: the tensors of each share.
+        threads: of each process.
+    """
+
+    digest: str
+    shares: list[list[str]]
+    threads: int | None
+
+
+def _counting(asked: _Asked, sent: _Keys) -> Work[_Keys]:
+    return Work(functools.partial(_sent_keys, asked), sent, list[TensorStats])
+
+
+def _sent_keys(asked: _Asked, sent: _Keys, share: int) -> tuple[int, list[TensorStats]]:
+    """Count the values of the tensors of a share."""
+    keys = sent.shares[share]
+    with asked.opened(sent.digest) as (opened, kinds, _):
+        sizes = [dtypes.n_bytes(*opened._index.info(key)) for key in keys]  # noqa: SLF001
+        return sum(sizes), _counted(opened, keys, kinds, threads=sent.threads, progress=None)
+
+
+def _counted(
+    opened: Checkpoint, keys: list[str], kinds: dict[str, str], *, threads: int | None, progress: Progress | None
+) -> list[TensorStats]:
+    infos = {key: opened._index.info(key) for key in keys}  # noqa: SLF001
+    sums = {key: _Sums() for key, (dtype, _) in infos.items() if not dtypes.is_packed(dtype)}
+    total, done = sum(dtypes.n_bytes(*infos[key]) for key in sums), 0
+    slices = (Slice(key, *infos[key], region) for key in sums for region in regions_of(infos[key][1], infos[key][0]))
+    buffer = Buffer()
+    for batch in batches(slices, lambda one: one):
+        plan = functools.partial(opened.plan, keys={one.key for one in batch})
+        for one, (_, content) in zip(batch, buffer.fill(plan, batch, threads=threads), strict=True):
+            values = content.view(dtypes.numpy_dtype(one.dtype))
+            for start in range(0, values.size, _BLOCK_ELEMENTS):
+                sums[one.key].add(values[start : start + _BLOCK_ELEMENTS])
+            done += one.n_bytes
+        if progress is not None:
+            progress(done, total)
+    return [_of(key, *infos[key], sums.get(key), kinds.get(key)) for key in keys]
+
+
+def _of(key: str, dtype: str, shape: tuple[int, ...], sums: _Sums | None, kind: str | None) -> TensorStats:
+    if sums is None:
+        return TensorStats(key, dtype, shape, math.prod(shape), quantised=kind)
+    counts = sums.n + sums.n_nan + sums.n_infinite, sums.n_nan, sums.n_infinite, sums.n_zero
+    if not sums.n:
+        return TensorStats(key, dtype, shape, *counts, quantised=kind)
+    std = math.sqrt(sums.squares / sums.n)
+    values = (sums.low, sums.high, sums.mean, std, math.hypot(sums.mean, std))
+    return TensorStats(key, dtype, shape, *counts, *values, quantised=kind)
+
+
+@dataclass(slots=True)
+class _Sums:
+    """What was found in the blocks of a tensor so far.
+
+    Attributes:
+        n: number of finite values.
+        squares: the sum of the squares of their distances from their mean.
+    """
+
+    n: int = 0
+    n_nan: int = 0
+    n_infinite: int = 0
+    n_zero: int = 0
+    low: int | float = math.inf
+    high: int | float = -math.inf
+    mean: float = 0.0
+    squares: float = 0.0
+
+    def add(self, block: np.ndarray) -> None:
+        """Add a block."""
+        if block.dtype.kind == "c":
+            block = block.view(np.float64 if block.itemsize == 16 else np.float32)
+        elif block.dtype.kind == "b":  # its bytes may have other values than 0 and 1
+            block = (block.view(np.uint8) != 0).view(np.uint8)
+        is_whole = block.dtype.kind in "iu"
+        self.n_zero += block.size - int(np.count_nonzero(block))
+        with np.errstate(over="ignore", invalid="ignore"):
+            wide = _wide(block)
+            is_finite = np.isfinite(wide)
+            if not is_finite.all():
+                n_nan = int(np.count_nonzero(np.isnan(wide)))
+                self.n_nan += n_nan
+                self.n_infinite += wide.size - int(np.count_nonzero(is_finite)) - n_nan
+                wide = wide[is_finite]
+            if not wide.size:
+                return
+            bounds = block if is_whole else wide  # a double does not hold every integer
+            self.low, self.high = min(self.low, bounds.min().item()), max(self.high, bounds.max().item())
+            mean = float(wide.mean())
+            if not math.isfinite(mean):  # the sum is too large, the mean is not
+                mean = float((wide / wide.size).sum())
+            wide = wide - mean
+            squares = float(np.einsum("i,i->", wide, wide))
+        part = wide.size / (self.n + wide.size)
+        change = mean - self.mean
+        self.squares += squares + (change * change * part * self.n if self.n else 0.0)
+        self.mean = self.mean + change * part if self.n else mean
+        self.n += wide.size
+
+
+def _wide(block: np.ndarray) -> np.ndarray:
+    """The values in double precision."""
+    if block.dtype == ml_dtypes.bfloat16:  # its bits are the upper half of a float32: faster than astype
+        return (block.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return block.astype(np.float64)
