@@ -117,12 +117,15 @@ class Host:
         _ip(self.pid, "link", "set", INTERFACE, "up" if plugged else "down")
 
 
-def on_two_hosts(act: Callable[[Host, Host], Any], own: Callable[[str], dict[Path, Path]] = lambda _: {}) -> Any:
+def on_two_hosts(
+    act: Callable[[Host, Host], Any], own: Callable[[str], dict[Path, Path]] = lambda _: {}, seconds: float = 120
+) -> Any:
     """What `act` returns, given two hosts.
 
     Args:
         act: called in a process of its own; returns what has a JSON form.
         own: given the name of a host, which folders it sees in the places of which others: `{place: folder}`.
+        seconds: after which it hangs.
     """
     if shutil.which("ip") is None:
         refuse("there is no `ip` (iproute2) to lay a cable between hosts")
@@ -147,7 +150,7 @@ def on_two_hosts(act: Callable[[Host, Host], Any], own: Callable[[str], dict[Pat
                     if host.pid:
                         host.power_off()
 
-    refusal, result = in_namespaces(run)
+    refusal, result = in_namespaces(run, seconds)
     if refusal is not None:
         refuse(f"hosts are not permitted here: {refusal}")
     return result
