@@ -93,13 +93,12 @@ def make_folder(path: Location, mode: int, *, durable: bool) -> None:
             )
 
 
-def make_file(path: Location, data: bytes = b"", mode: int = 0o666, *, durable: bool) -> None:
+def make_file(path: Location, data: bytes = b"", *, durable: bool) -> None:
     """Make a small file that must not exist. For files whose name alone has a meaning, or that are read under a lock.
 
     Args:
         path: the file.
         data: its content. It need not appear in one step with the name.
-        mode: permission bits, less the umask.
         durable: sync the file and the folder that it is in.
 
     Raises:
@@ -107,7 +106,7 @@ def make_file(path: Location, data: bytes = b"", mode: int = 0o666, *, durable: 
         StorageError: the system failed; the file is removed again if that is possible.
     """
     _step(f"make {path.name}")
-    path.store.create(path.path, data, mode, durable=durable, announce=_step)
+    path.store.create(path.path, data, durable=durable, announce=_step)
     if durable:
         sync(path.parent)
 

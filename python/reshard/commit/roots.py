@@ -117,7 +117,6 @@ def read_tracker(root: Location) -> tuple[int | None, str | None]:
 def write_tracker(
     root: Location,
     iteration: int,
-    mode: int = 0o666,
     *,
     durable: bool = True,
     unsynced: Sequence[Location] = (),
@@ -127,7 +126,6 @@ def write_tracker(
     Args:
         root: the checkpoint root.
         iteration: the iteration that it names.
-        mode: permission bits of the tracker, less the umask.
         durable: sync the tracker's content before it gets its name, which becomes durable with the root.
         unsynced: folders whose names are not durable yet; with `durable` they are synced at the same time.
 
@@ -138,9 +136,9 @@ def write_tracker(
     iteration_folder_name(iteration)  # raises an error for a number that no folder name can hold
     place, data = root / TRACKER_FILE, str(iteration).encode()
     if durable:
-        filesystem.replace_after(place, data, mode, folders=unsynced)
+        filesystem.replace_after(place, data, folders=unsynced)
     else:
-        filesystem.replace_file(place, data, mode, durable=False)
+        filesystem.replace_file(place, data, durable=False)
 
 
 # -- which iterations there are

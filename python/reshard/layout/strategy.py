@@ -252,10 +252,8 @@ class _Where:
     source: str
     key: str
 
-    def unsupported(self, message: str, hint: str | None = None) -> UnsupportedError:
-        return UnsupportedError(
-            f"{show(self.source)}: {show(self.key)} {message}", path=self.source, key=self.key, hint=hint
-        )
+    def unsupported(self, message: str) -> UnsupportedError:
+        return UnsupportedError(f"{show(self.source)}: {show(self.key)} {message}", path=self.source, key=self.key)
 
 
 @dataclass(frozen=True)
