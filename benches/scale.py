@@ -36,7 +36,6 @@ from reshard.formats.checkpoint2 import save as save_of_checkpoint2
 from reshard.formats.checkpoint2.iteration import write_descriptions
 from reshard.formats.checkpoint2.names import METADATA_TABLE_FILE
 from reshard.formats.checkpoint2.planning import plan_iteration
-from reshard.formats.replicas import Replicas
 from reshard.layout import ModelLayout
 from reshard.ranks import messages, recurring
 from reshard.ranks.collective import Collective
@@ -44,6 +43,7 @@ from reshard.ranks.group import SingleProcess
 from reshard.storage.location import locate
 from reshard.write.arrays import Fact, Facts
 from reshard.write.rank_facts import RankFacts, plan_key
+from reshard.write.replicas import Replicas
 from reshard.write.shard_files import WrittenFile
 
 if TYPE_CHECKING:

@@ -21,7 +21,6 @@ from reshard.formats.checkpoint1.candidates import RankFolder
 from reshard.formats.checkpoint2 import save as checkpoint2
 from reshard.formats.chosen import Chosen
 from reshard.formats.rank_saves import FoundSaves
-from reshard.formats.replicas import Replicas
 from reshard.ranks import distinct, group
 from reshard.ranks.collective import Collective
 from reshard.ranks.messages import decode, encode
@@ -31,6 +30,7 @@ from reshard.verbs import load
 from reshard.write.arrays import Fact, FactKind, Facts
 from reshard.write.phases import Messages, Published
 from reshard.write.rank_facts import RankFacts, plan_key
+from reshard.write.replicas import Replicas
 from reshard.write.shard_files import WrittenFile
 
 MESSAGES: list[Any] = [

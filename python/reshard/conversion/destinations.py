@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from reshard.conversion.shares import Part, Share, Shared
     from reshard.layout import BoundLayout
     from reshard.storage.location import Location
-    from reshard.verbs.selection import NewNames
 
     Produce = Callable[[Location], Mapping[str, ValueRecord]]
 
@@ -75,6 +74,19 @@ class Options:
     progress: _core.Progress | None
     is_dequantised: bool = False  # whether quantised weights of the source are ordinary tensors now
     quantised_as: Mapping[str, Any] | None = None  # `quantization_config` of weights that are quantised now
+
+
+@dataclass(frozen=True)
+class NewNames:
+    """How a conversion changes names.
+
+    Attributes:
+        of: the new name of a tensor or a module; None: it is left out.
+        parameters: the new names of tensors of the model that change, by the old ones.
+    """
+
+    of: Callable[[str], str | None]
+    parameters: Mapping[str, str]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from reshard.conversion.destinations import NewNames
 from reshard.errors import ArgumentError, NamesError
 from reshard.formats import counter_tensors, weight_sets
 from reshard.formats.base import StoredTensor
@@ -80,19 +81,6 @@ class Selection:
     names: NewNames | None = None
     resized: Sequence[str] = ()
     joined: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class NewNames:
-    """How a conversion changes names.
-
-    Attributes:
-        of: the new name of a tensor or a module; None: it is left out.
-        parameters: the new names of tensors of the model that change, by the old ones.
-    """
-
-    of: Callable[[str], str | None]
-    parameters: Mapping[str, str]
 
 
 def select(

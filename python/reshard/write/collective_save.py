@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from reshard import _core
-    from reshard.formats.replicas import Replicas
     from reshard.ranks.group import Group
     from reshard.storage.location import Location
     from reshard.values.events import Observers
     from reshard.write.arrays import LocalArrays
     from reshard.write.background import PendingSave
     from reshard.write.phases import Begun, Draft, Planned, Prepared, Publication, RankInput, SaveTask, Written
+    from reshard.write.replicas import Replicas
     from reshard.write.shard_files import ShardFile
 
 _log = logging.getLogger("reshard")

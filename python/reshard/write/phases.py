@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from reshard import _core
     from reshard.documents.common_info import CommonInfo
     from reshard.formats.base import Traits
-    from reshard.formats.replicas import Copies, Replicas, State
     from reshard.layout import BoundLayout, ModelLayout
     from reshard.options import SaveOptions
     from reshard.storage.location import Location
     from reshard.write.arrays import LocalArrays
     from reshard.write.rank_facts import RankFacts
+    from reshard.write.replicas import RankCopies, Replicas, State
     from reshard.write.shard_files import ShardFileMaker
 
 
@@ -114,7 +114,7 @@ class RankInput(NamedTuple):
     layout: BoundLayout | ModelLayout | None
     common: CommonInfo
     metrics: Mapping[str, int | float]
-    copies: Copies
+    copies: RankCopies
     observers: Observers = Observers()
 
 

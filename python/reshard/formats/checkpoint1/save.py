@@ -40,13 +40,14 @@ from reshard.formats.checkpoint1.save_rank import RankSide, WrittenWeights, arra
 from reshard.formats.checkpoint1.state import SAVE_KEY
 from reshard.formats.checkpoint1.strategies import Shapes  # noqa: TC001  messages are decoded by their type hints
 from reshard.formats.checkpoint2.planning import plan_iteration
-from reshard.formats.replicas import Replicas, is_any_of
+from reshard.formats.replicas import is_any_of
 from reshard.options import Checkpoint1Options
 from reshard.ranks.messages import recurring
 from reshard.storage import mounts
 from reshard.values.words import show
 from reshard.write.phases import Begun, Draft, Messages, Planned, Prepared, Publication, Published, Written
 from reshard.write.rank_facts import LastMade, RankFacts, check_options, check_state, layout_key, plan_key
+from reshard.write.replicas import Replicas
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -57,10 +58,10 @@ if TYPE_CHECKING:
     from reshard.formats.checkpoint1.names import FileName
     from reshard.formats.checkpoint1.strategies import Strategies
     from reshard.formats.checkpoint2.iteration import IterationPlan
-    from reshard.formats.replicas import State
     from reshard.options import SaveOptions
     from reshard.storage.location import Location
     from reshard.write.phases import RankInput, SaveTask
+    from reshard.write.replicas import State
     from reshard.write.shard_files import ShardFileMaker
 
 

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from reshard.formats.checkpoint1.names import FileKind, FileName
     from reshard.formats.checkpoint1.save_plan import FolderView, Naming
     from reshard.formats.checkpoint1.strategies import Strategies
-    from reshard.formats.replicas import State
     from reshard.write.arrays import LocalArray
     from reshard.write.phases import SaveTask
+    from reshard.write.replicas import State
     from reshard.write.shard_files import ShardFile
 
 _WEIGHTS_MODE = 0o444  # weights are read-only, as those of MindSpore Transformers

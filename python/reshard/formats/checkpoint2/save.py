@@ -25,7 +25,7 @@ from reshard.formats.checkpoint2 import names as checkpoint2
 from reshard.formats.checkpoint2.iteration import NOT_EXPRESSED, Descriptions, check_copies
 from reshard.formats.checkpoint2.planning import plan_iteration, planned_bytes
 from reshard.formats.checkpoint2.traits import CHECKPOINT2
-from reshard.formats.replicas import Replicas, is_any_of
+from reshard.formats.replicas import is_any_of
 from reshard.ranks.messages import recurring
 from reshard.storage import mounts
 from reshard.storage.location import locate
@@ -36,6 +36,7 @@ from reshard.write.arrays import local_arrays
 from reshard.write.contents import FileContent, FileTable, JointProgress
 from reshard.write.phases import Begun, Draft, Messages, Planned, Prepared, Publication, Published, Written
 from reshard.write.rank_facts import LastMade, RankFacts, check_options, check_state, layout_key, plan_key
+from reshard.write.replicas import Replicas
 from reshard.write.shard_files import WrittenFile, read_back
 
 if TYPE_CHECKING:
@@ -47,10 +48,10 @@ if TYPE_CHECKING:
     from reshard.commit.manifest import Manifest
     from reshard.commit.session import PassedOver
     from reshard.formats.checkpoint2.iteration import IterationPlan
-    from reshard.formats.replicas import State
     from reshard.options import SaveOptions
     from reshard.storage.location import Location
     from reshard.write.phases import RankInput, SaveTask
+    from reshard.write.replicas import State
     from reshard.write.shard_files import ShardFile, ShardFileMaker
 
 _METADATA = {"format": "ms", **writer_mark.MARK}

@@ -41,11 +41,10 @@ if TYPE_CHECKING:
 
     from reshard.checkpoint import Checkpoint
     from reshard.commit.attempts import Attempt, FileRecord
-    from reshard.conversion.destinations import Job, Produce
+    from reshard.conversion.destinations import Job, NewNames, Produce
     from reshard.formats.checkpoint2.iteration import IterationPlan
     from reshard.layout import BoundLayout
     from reshard.storage.location import Location
-    from reshard.verbs.selection import NewNames
     from reshard.write.contents import DtypeAndPart, FileContent
 
 # Entries of a root that are not checkpoints, but files of the save protocol.

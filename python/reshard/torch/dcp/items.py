@@ -13,11 +13,11 @@ from torch.distributed.checkpoint.planner import WriteItemType
 
 from reshard import dtypes
 from reshard.errors import ArgumentError, MismatchError, UnsupportedError
-from reshard.formats.replicas import Replicas
 from reshard.formats.run_state import is_optimizer
 from reshard.values.words import show
 from reshard.write.arrays import Fact, Facts
 from reshard.write.rank_facts import RankFacts
+from reshard.write.replicas import Replicas
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

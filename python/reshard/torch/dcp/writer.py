@@ -60,10 +60,10 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
     from reshard.formats.checkpoint2.save import Checkpoint2Begun, Checkpoint2Planned
-    from reshard.formats.replicas import Replicas
     from reshard.options import CommitLike, RetentionLike, VerifyLike
     from reshard.storage.location import Location
     from reshard.torch.dcp.items import InnerFacts, ItemKey
+    from reshard.write.replicas import Replicas
     from reshard.write.shard_files import WrittenFile
 
 STATE_NAME = "torch.distributed.checkpoint"
