@@ -318,7 +318,7 @@ def race(url: str, name: int, n_rounds: int, barrier: Any) -> list[tuple[int, st
     return won
 
 
-@pytest.mark.parametrize("n_rounds", [10, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n_rounds", [10, pytest.param(1000, marks=pytest.mark.slow)])
 def test_of_two_writers_that_race_one_wins(url: str, s3: S3Server, n_rounds: int) -> None:
     save(url, 1)
     protocol.release()
@@ -326,7 +326,7 @@ def test_of_two_writers_that_race_one_wins(url: str, s3: S3Server, n_rounds: int
     assert before is not None
     barrier = multiprocessing.get_context("fork").Barrier(2)
     racers = [fork(lambda name=name: race(url, name, n_rounds, barrier)) for name in range(2)]  # type: ignore[misc]
-    won = [racer.result(180) for racer in racers]
+    won = [racer.result(600) for racer in racers]
     assert sorted(n for one in won for n, _ in one) == list(range(before.n + 1, before.n + 1 + n_rounds)), "one each"
     root = locate(url)
     for name, records in enumerate(won):
