@@ -21,14 +21,12 @@ from dataclasses import MISSING, Field, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, ParamSpec, Self, TypeAlias, TypeVar, get_args
 
 from reshard.errors import ArgumentError
-from reshard.values.argument_types import Count, Patterns, ReadMethod, Rows, Seconds, Size, VerifyMode
+from reshard.values.argument_types import Count, Described, Patterns, ReadMethod, Rows, Seconds, Size, VerifyMode
 from reshard.values.arguments import check_fields, checked
 from reshard.values.words import nearest, show
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from reshard.names import NamesLike
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -645,7 +643,7 @@ class InitFrom(Options):
     path: str | os.PathLike[str] = dataclasses.field(default="", kw_only=False)
     entry: str | None = None
     format: str | None = None
-    names: NamesLike | None = None
+    names: Described | None = None
     include: Patterns = ()
     exclude: Patterns = ()
     fresh_optimizer: bool = True

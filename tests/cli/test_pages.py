@@ -24,9 +24,10 @@ from reshard.cli.pages.inspect_data import inspect_data
 from reshard.cli.pages.plan_data import plan_data
 from reshard.commit.save_log import SaveRecord
 from reshard.commit.save_log import append as append_save
-from reshard.formats.base import CheckpointData, Traits
+from reshard.formats.base import CheckpointData
 from reshard.layout import ModelLayout
 from reshard.storage.location import locate
+from reshard.values.traits import Traits
 from reshard.verbs.forecast import forecast
 
 if TYPE_CHECKING:

@@ -13,8 +13,9 @@ import reshard
 from reshard import _core
 from reshard.cli import main
 from reshard.formats import registry
-from reshard.formats.base import CheckpointData, Format, Match, Traits
+from reshard.formats.base import CheckpointData, Format, Match
 from reshard.options import Target
+from reshard.values.traits import Traits
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     import numpy as np
 
     from reshard import _core
-    from reshard.checkpoint import Checkpoint
     from reshard.commit.attempts import ValueRecord
     from reshard.conversion.known_files import KnownFiles
     from reshard.conversion.shares import Part, Share, Shared
+    from reshard.conversion.source import Source
     from reshard.layout import BoundLayout
     from reshard.storage.location import Location
 
@@ -107,7 +107,7 @@ class Job:
         names: how names change, if the state beside the tensors can be renamed alike.
     """
 
-    source: Checkpoint
+    source: Source
     keys: list[str]
     target: Location
     options: Options

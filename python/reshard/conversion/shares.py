@@ -28,7 +28,7 @@ from reshard.write.shard_files import WrittenFile
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-    from reshard.checkpoint import Checkpoint
+    from reshard.conversion.source import Source
     from reshard.storage.location import Location
 
 _MAX_SHARES = 65536
@@ -86,7 +86,7 @@ class Shared:
     is_sent: bool = False
 
 
-def digest_of(source: Checkpoint, options: Mapping[str, Any]) -> str:
+def digest_of(source: Source, options: Mapping[str, Any]) -> str:
     """A digest of the values that all shares must agree on: the files of the source, and all options.
 
     Args:

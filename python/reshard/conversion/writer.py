@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from reshard.checkpoint import Checkpoint
     from reshard.conversion.destinations import Job, Written
     from reshard.conversion.known_files import Mark
+    from reshard.conversion.source import Source
     from reshard.layout import BoundLayout
     from reshard.storage.location import Location
     from reshard.write.contents import DtypeAndPart, FileContent
@@ -109,6 +109,6 @@ class Writer(ABC):
         """The files in which it writes tensors with a layout, and warnings; None: that is not known before."""
         return None
 
-    def apart(self, source: Checkpoint) -> Collection[str]:  # noqa: ARG002
+    def apart(self, source: Source) -> Collection[str]:  # noqa: ARG002
         """Names of counters that are not written as ordinary tensors."""
         return ()

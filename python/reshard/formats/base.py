@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from reshard.layout.strategy import Strategy
     from reshard.quantised.kinds import Quantised
     from reshard.storage.store import Lock
+    from reshard.values.traits import Traits
 
 StrategyLike: TypeAlias = "Strategy | str | os.PathLike[str]"
 
@@ -91,32 +92,6 @@ class OpenOptions(NamedTuple):
     method: _core.ReadMethod = "auto"
     strategy: StrategyLike | None = None
     known: Chosen | None = None
-
-
-class Traits(NamedTuple):
-    """Properties of a format for code outside of it.
-
-    Attributes:
-        name: its name in the API and on the command line, such as "checkpoint2".
-        counters_as_tensors: the counters of a run are tensors beside the weights, not fields of a file.
-        expects_manifest: this package writes a manifest in it; one without a manifest cannot be verified.
-        rank_folders: each rank has its own folder, and `strategy` is used.
-        has_metadata: `metadata.json` describes the tensors, so a tensor can be missing from it.
-        takes_strategy: `strategy` is used without rank folders.
-        is_pretrained: it holds weights to start from, without the state of a run.
-        has_sums: its files hold checksums of their own, which are compared when they are read.
-        counters: what holds the counters of a run, such as a file; None: they are not read from this format.
-    """
-
-    name: str
-    counters_as_tensors: bool = False
-    expects_manifest: bool = False
-    rank_folders: bool = False
-    has_metadata: bool = False
-    takes_strategy: bool = False
-    is_pretrained: bool = False
-    has_sums: bool = False
-    counters: str | None = None
 
 
 class Format(ABC):

@@ -29,7 +29,7 @@ from reshard.values.words import counted, listed, show
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from reshard.checkpoint import Checkpoint
+    from reshard.conversion.source import Source
 
 NAME = "left out"
 """The name of the record in the state beside the tensors."""
@@ -103,7 +103,7 @@ class LeftOut:
         return cls(tensors, None if source is None else str(source)) if tensors else None
 
     @classmethod
-    def of_checkpoint(cls, checkpoint: Checkpoint) -> LeftOut | None:
+    def of_checkpoint(cls, checkpoint: Source) -> LeftOut | None:
         """The record of a checkpoint; None: nothing is left out.
 
         Raises:

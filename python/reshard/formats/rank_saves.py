@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
     from reshard import _core
     from reshard.documents.common_info import CommonInfo
-    from reshard.formats.base import CheckpointData, OpenOptions, Traits
+    from reshard.formats.base import CheckpointData, OpenOptions
     from reshard.ranks.collective import Collective
     from reshard.storage.location import Location
+    from reshard.values.traits import Traits
 
 
 @dataclass(frozen=True)

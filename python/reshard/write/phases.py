@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
     from reshard import _core
     from reshard.documents.common_info import CommonInfo
-    from reshard.formats.base import Traits
     from reshard.layout import BoundLayout, ModelLayout
     from reshard.options import SaveOptions
     from reshard.storage.location import Location
+    from reshard.values.traits import Traits
     from reshard.write.arrays import LocalArrays
     from reshard.write.rank_facts import RankFacts
     from reshard.write.replicas import RankCopies, Replicas, State

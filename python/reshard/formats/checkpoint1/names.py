@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 from reshard.documents.strict_json import read_json
 from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, StorageError
-from reshard.formats.base import Traits
 from reshard.storage.names import component_fault
 from reshard.values.counters import AS_TENSORS
+from reshard.values.traits import Traits
 from reshard.values.words import listed, show
 
 if TYPE_CHECKING:

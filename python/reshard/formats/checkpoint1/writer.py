@@ -40,9 +40,9 @@ from reshard.values.words import show
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
-    from reshard.checkpoint import Checkpoint
     from reshard.commit.attempts import ValueRecord
     from reshard.conversion.destinations import Job
+    from reshard.conversion.source import Source
     from reshard.layout import BoundLayout
     from reshard.layout.strategy import Strategy
     from reshard.storage.location import Location
@@ -65,7 +65,7 @@ class Checkpoint1Writer(Writer):
         """Write the folders. By default, replicas are written on each rank."""
         return _write(job, settings)
 
-    def apart(self, source: Checkpoint) -> Collection[str]:  # noqa: ARG002
+    def apart(self, source: Source) -> Collection[str]:  # noqa: ARG002
         """All counters: they are in the file of every rank."""
         return OF_NO_PARAMETER
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reshard.formats.base import Traits
+from reshard.values.traits import Traits
 
 CHECKPOINT2 = Traits("checkpoint2", expects_manifest=True, has_metadata=True, counters="common.json")
 TILED = Traits("safetensors")

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from reshard.checkpoint import Checkpoint
     from reshard.commit.attempts import Attempt, FileRecord
     from reshard.conversion.destinations import Job, NewNames, Produce
+    from reshard.conversion.source import Source
     from reshard.formats.checkpoint2.iteration import IterationPlan
     from reshard.layout import BoundLayout
     from reshard.storage.location import Location
@@ -94,7 +94,7 @@ class Checkpoint2Writer(Writer):
         plan = plan_layout(tensors, layout)
         return plan.files, plan.warnings
 
-    def apart(self, source: Checkpoint) -> Collection[str]:
+    def apart(self, source: Source) -> Collection[str]:
         """Counters of other formats, which go into common.json. `global_step` stays a tensor, as in MindSpore."""
         return (
             () if source.data.traits.has_metadata else [name for name in counter_tensors.NAMES if name != "global_step"]

@@ -6,9 +6,10 @@ import logging
 from typing import TYPE_CHECKING
 
 from reshard import _core
-from reshard.formats.base import CheckpointData, Format, Match, Traits
+from reshard.formats.base import CheckpointData, Format, Match
 from reshard.formats.rank_file import add_rank_file, kind_of
 from reshard.values.counters import AS_TENSORS
+from reshard.values.traits import Traits
 from reshard.values.words import listed, show
 
 if TYPE_CHECKING:

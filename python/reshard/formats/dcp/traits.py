@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from reshard.formats.base import Traits
+from reshard.values.traits import Traits
 
 TRAITS = Traits("dcp", has_sums=True, counters="value `step`, `global_step` or `iteration`")

@@ -31,9 +31,9 @@ from reshard.values.words import listed, show
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from reshard.checkpoint import Checkpoint
     from reshard.conversion.destinations import Job
     from reshard.conversion.known_files import Mark
+    from reshard.conversion.source import Source
     from reshard.layout import BoundLayout
 
 _ALIGN_BYTES = 64
@@ -224,7 +224,7 @@ def _is_of_other_rank(name: str) -> bool:
     return name.startswith("extra-") and name.endswith(".json") and name != state.file_name(0)
 
 
-def _counters(source: Checkpoint) -> dict[str, object]:
+def _counters(source: Source) -> dict[str, object]:
     """The counters of the run that are set, below `common`, and the iteration."""
     common = source.common
     counters: dict[str, object] = {}

@@ -23,7 +23,7 @@ import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import DamagedFileError, ReshardError, UnsupportedError
-from reshard.formats.base import Traits
+from reshard.values.traits import Traits
 from reshard.values.words import listed, show
 
 if TYPE_CHECKING:

@@ -16,10 +16,11 @@ from reshard import _core
 from reshard.errors import DamagedFileError
 from reshard.formats import counter_tensors
 from reshard.formats import weight_map as maps
-from reshard.formats.base import CheckpointData, Format, Match, Traits
+from reshard.formats.base import CheckpointData, Format, Match
 from reshard.formats.full_weights import names as full_weights
 from reshard.formats.outputs import load_all
 from reshard.values.counters import AS_TENSORS
+from reshard.values.traits import Traits
 from reshard.values.words import listed, show
 
 if TYPE_CHECKING:

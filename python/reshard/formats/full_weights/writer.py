@@ -24,10 +24,10 @@ from reshard.values.counters import OF_NO_PARAMETER
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from reshard.checkpoint import Checkpoint
     from reshard.commit.attempts import ValueRecord
     from reshard.conversion.destinations import Job
     from reshard.conversion.known_files import Mark
+    from reshard.conversion.source import Source
     from reshard.storage.location import Location
 
 
@@ -49,7 +49,7 @@ class FullWeightsWriter(Writer):
         """Write the parts, the name map and the counters."""
         return _write(job, settings.max_bytes, original_modes=settings.original_modes)
 
-    def apart(self, source: Checkpoint) -> Collection[str]:  # noqa: ARG002
+    def apart(self, source: Source) -> Collection[str]:  # noqa: ARG002
         """All counters: they have a file of their own."""
         return OF_NO_PARAMETER
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from reshard.formats.base import Traits
+from reshard.values.traits import Traits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

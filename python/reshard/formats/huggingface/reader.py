@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from reshard import _core
 from reshard.formats import weight_map as maps
 from reshard.formats.aliases import add_aliases
-from reshard.formats.base import CheckpointData, Format, Match, Traits
+from reshard.formats.base import CheckpointData, Format, Match
 from reshard.formats.huggingface import names as huggingface
 from reshard.storage.location import locate
+from reshard.values.traits import Traits
 
 if TYPE_CHECKING:
     from reshard.formats.base import OpenOptions

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reshard.formats.base import Traits
 from reshard.formats.dcp.names import DATA_SUFFIX, METADATA_FILE
+from reshard.values.traits import Traits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
-from reshard.formats.base import Traits
+from reshard.values.traits import Traits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

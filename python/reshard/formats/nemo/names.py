@@ -15,7 +15,7 @@ https://github.com/NVIDIA/NeMo, `nemo/lightning/ckpt_utils.py` of NeMo 2.
 
 from __future__ import annotations
 
-from reshard.formats.base import Traits
+from reshard.values.traits import Traits
 
 TRAITS = Traits("nemo", is_pretrained=True)
 

@@ -10,9 +10,10 @@ from reshard import _core
 from reshard.commit.filesystem import MANIFEST_FILE
 from reshard.errors import CheckpointNotFoundError, DamagedFileError
 from reshard.formats.aliases import add_aliases
-from reshard.formats.base import CheckpointData, Format, Match, Traits
+from reshard.formats.base import CheckpointData, Format, Match
 from reshard.formats.rank_file import check_no_int4
 from reshard.values.counters import AS_TENSORS
+from reshard.values.traits import Traits
 from reshard.values.words import show
 
 if TYPE_CHECKING:

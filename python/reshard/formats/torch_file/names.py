@@ -8,7 +8,7 @@ Source: `transformers/modeling_utils.py` of transformers 4.
 
 from __future__ import annotations
 
-from reshard.formats.base import Traits
+from reshard.values.traits import Traits
 
 TRAITS = Traits("torch", is_pretrained=True, counters="optimizer state with a number of steps")
 

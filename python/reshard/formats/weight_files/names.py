@@ -20,7 +20,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from reshard.formats.base import Traits
+from reshard.values.traits import Traits
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
