@@ -359,3 +359,19 @@ def test_public_functions_describe_their_arguments() -> None:
 )
 def test_a_function_without_a_description_is_found(text: str, expected: list[str]) -> None:
     assert undocumented(text) == expected
+
+
+def untyped(text: str) -> list[int]:
+    """The lines with a slot of a class that others fill with anything."""
+    nodes = (node for node in ast.walk(parsed(text)) if isinstance(node, ast.AnnAssign))
+    return [node.lineno for node in nodes if ast.unparse(node.annotation).endswith("ClassVar[Any]")]
+
+
+def test_no_class_has_a_slot_for_anything() -> None:
+    found = {name: lines for name, path in MODULES.items() if (lines := untyped(path.read_text()))}
+    assert not found
+
+
+def test_a_slot_for_anything_is_found() -> None:
+    text = "class A:\n  a: ClassVar[Any]\n  b: ClassVar[int] = 1\n  c: typing.ClassVar[Any] = None\n  d: Any"
+    assert untyped(text) == [2, 4]

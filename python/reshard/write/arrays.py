@@ -114,12 +114,17 @@ class Facts(Columns[FactKind, Fact]):
         (('a', 'b'), 1, (0, 0))
     """
 
-    kind = FactKind
-    row = Fact
-
     names: tuple[str, ...] = ()
     kinds: tuple[FactKind, ...] = ()
     kind_of: tuple[int, ...] = ()
+
+    @staticmethod
+    def kind(fields: Iterable[Any]) -> FactKind:
+        """What a row says after its name."""
+        return FactKind(*fields)
+
+    def __iter__(self) -> Iterator[Fact]:
+        return (Fact(name, *kind) for name, kind in self.named_kinds())
 
     @cached_property
     def digest(self) -> str:

@@ -6,9 +6,10 @@ says what the stage knows of a tensor.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence  # noqa: TC003  messages are decoded by their type hints
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator
@@ -18,7 +19,7 @@ R = TypeVar("R", bound=tuple[Any, ...])
 
 
 @dataclass(frozen=True)
-class Columns(Generic[K, R]):
+class Columns(ABC, Generic[K, R]):
     """Names and what they have in common. It iterates over rows: a name and the fields of its kind.
 
     Attributes:
@@ -27,12 +28,17 @@ class Columns(Generic[K, R]):
         kind_of: the number of the kind of each name.
     """
 
-    kind: ClassVar[Any]
-    row: ClassVar[Any]
-
     names: Sequence[str]
     kinds: Sequence[K]
     kind_of: Sequence[int]
+
+    @staticmethod
+    @abstractmethod
+    def kind(fields: Iterable[Any]) -> K:
+        """What a row says after its name."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[R]: ...
 
     @classmethod
     def of(cls, rows: Iterable[R]) -> Self:
@@ -45,7 +51,7 @@ class Columns(Generic[K, R]):
             address = tuple(map(id, fields))
             number = by_address.get(address)
             if number is None:
-                number = numbers.setdefault(cls.kind(*fields), len(numbers))
+                number = numbers.setdefault(cls.kind(fields), len(numbers))
                 if number == len(by_address):
                     by_address[address] = number
             names.append(name)
@@ -55,8 +61,9 @@ class Columns(Generic[K, R]):
     def __len__(self) -> int:
         return len(self.names)
 
-    def __iter__(self) -> Iterator[R]:
-        return (self.row(name, *self.kinds[kind]) for name, kind in zip(self.names, self.kind_of, strict=True))
+    def named_kinds(self) -> Iterator[tuple[str, K]]:
+        """Each name with its kind."""
+        return zip(self.names, map(self.kinds.__getitem__, self.kind_of), strict=True)
 
     def without(self, names: Container[str]) -> Self:
         """Those with other names."""

@@ -11,7 +11,7 @@ import math
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from reshard.errors import ArgumentError
 from reshard.formats.checkpoint2.names import shard_file_name
@@ -65,8 +65,13 @@ class Records(Columns[RecordKind, TensorRecord]):
         (('a', 'b'), (0, 0), ['b'])
     """
 
-    kind = RecordKind
-    row = TensorRecord
+    @staticmethod
+    def kind(fields: Iterable[Any]) -> RecordKind:
+        """What a row says after its name."""
+        return RecordKind(*fields)
+
+    def __iter__(self) -> Iterator[TensorRecord]:
+        return (TensorRecord(name, *kind) for name, kind in self.named_kinds())
 
 
 class HeldGrid(NamedTuple):
