@@ -21,7 +21,6 @@ from reshard.options import SaveOptions
 from reshard.ranks.collective import Collective
 from reshard.ranks.group import session
 from reshard.ranks.said_once import held_back, release
-from reshard.storage.location import locate
 from reshard.torch import Checkpointer, ElasticSampler
 from reshard.torch.exports import _export
 from reshard.write.collective_save import SaveReport
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from reshard.ranks.group import TorchGroup
+    from reshard.storage.location import Location
 
 
 class Heard(logging.Handler):
@@ -112,7 +112,7 @@ def test_what_all_ranks_have_is_said_by_the_first(tmp_path: Path) -> None:
     def work(group: TorchGroup) -> dict[str, list[str]]:
         report = SaveReport("x", 7, 1, 1, 1.0, 0.0, durable=True, digest="")
 
-        def fail() -> str:
+        def fail(_: Location) -> None:
             raise StorageError("no room")
 
         cases: dict[str, Callable[[], object]] = {
@@ -121,7 +121,7 @@ def test_what_all_ranks_have_is_said_by_the_first(tmp_path: Path) -> None:
             "init": lambda: trained(tmp_path / "init", init_from=source),
             "resume": lambda: trained(tmp_path / "init"),
             "not exported": lambda: _export(
-                locate(tmp_path), fail, "adapter is", report, SaveOptions(), group=group, timeout=20
+                tmp_path, fail, "adapter is", report, SaveOptions(), group=group, timeout=20
             ),
             "not saved": lambda: looped(tmp_path / "not saved", group, fails=True),
             "signal": lambda: looped(tmp_path / "signal", group, fails=False),

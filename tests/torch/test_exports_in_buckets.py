@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import multiprocessing
 import os
 from typing import TYPE_CHECKING, Any
@@ -176,15 +177,46 @@ def _export_with_fault(
     return [], not is_killed
 
 
-def test_an_export_that_was_killed_counts_for_nothing_and_is_removed_later(root: Location, tmp_path: Path) -> None:
+@pytest.mark.parametrize("whose", ["the run's", "the user's"])
+def test_an_export_that_was_killed_counts_for_nothing_and_is_removed_later(
+    root: Location, tmp_path: Path, whose: str
+) -> None:
     reports = saved(tmp_path)
     exports = root.with_name("run_hf")
     assert export(root, reports[0], 2) == []
-    (exports / "iteration_00000002/.reshard.convert.staging").replace('{"names": ["model-00002-of-00002.safetensors"]}')
+    claim = {"names": ["model-00002-of-00002.safetensors"]} | ({"export_of": str(root)} if whose == "the run's" else {})
+    (exports / "iteration_00000002/.reshard.convert.staging").replace(json.dumps(claim))
     (exports / "iteration_00000002/model-00002-of-00002.safetensors").replace("half")
     (exports / "notes.txt").replace("mine")
     assert export(root, reports[2], 2) == []
-    assert names(exports) == ["iteration_00000001", "iteration_00000003", "notes.txt"]
+    left = [] if whose == "the run's" else ["iteration_00000002"]
+    assert names(exports) == ["iteration_00000001", *left, "iteration_00000003", "notes.txt"]
+
+
+@pytest.mark.parametrize("where", ["bucket", "disk"])
+def test_only_what_exports_have_made_is_removed(root: Location, tmp_path: Path, where: str) -> None:
+    reports, place = saved(tmp_path), root if where == "bucket" else locate(tmp_path / "other")
+    exports = place.with_name(f"{place.name}_hf")
+    for name, there in (("iteration_00000000", b"not of a conversion"), ("iteration_00000001", None)):
+        if there is None:
+            reshard.convert(reports[0].path, str(exports / name), to="huggingface")
+            continue
+        if where == "disk":
+            (tmp_path / "other_hf" / name).mkdir(parents=True)
+        (exports / name / "model.safetensors").replace(there)
+    assert export(place, reports[1], 1) == []
+    assert names(exports) == ["iteration_00000000", "iteration_00000002"]
+    # Saves there: a folder of a root without a tracker, which was copied.
+    for path in (tmp_path / "run/iteration_00000001").iterdir():
+        if where == "disk":
+            (tmp_path / "other_hf/iteration_00000001").mkdir(exist_ok=True)
+        (exports / "iteration_00000001" / path.name).replace(path.read_bytes())
+    [warning] = export(place, reports[2], 1)
+    assert "holds a save, iteration_00000001" in warning
+    assert names(exports) == [f"iteration_0000000{number}" for number in range(4)]
+    (exports / "latest_checkpointed_iteration.txt").replace("1")
+    [warning] = export(place, reports[2], 1)
+    assert "is the root of a run" in warning
 
 
 @pytest.mark.slow(disk=False)

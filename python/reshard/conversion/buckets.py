@@ -19,6 +19,7 @@ import os
 import re
 import socket
 import time
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from reshard.commit.filling import is_staging, staging_name
@@ -37,6 +38,7 @@ _CLAIM = staging_name("convert")
 _MAX_CLAIM_BYTES = 64 << 20
 _PREPARED_SECONDS = 60.0  # for another share, which removes and writes small files
 _LOOK_SECONDS = 0.1
+_export_of: ContextVar[str | None] = ContextVar("_export_of", default=None)
 
 
 class BucketFolder:
@@ -81,6 +83,8 @@ class BucketFolder:
         content = {"host": socket.gethostname(), "pid": os.getpid(), "token": os.urandom(8).hex(), "names": names}
         if digest is not None:
             content["shared"] = digest
+        if (root := _export_of.get()) is not None:
+            content["export_of"] = root
         claim = json.dumps(content).encode()
         try:
             self._claim.create(claim)
@@ -259,29 +263,63 @@ def left_in(target: Location, digest: str | None = None) -> frozenset[str]:
     return frozenset(name for name in names if isinstance(name, str))
 
 
-def remove_filled(target: Location, commits: Collection[str]) -> None:
-    """Remove a folder of a bucket, what identifies a checkpoint first.
+@contextlib.contextmanager
+def exporting(root: Location) -> Iterator[None]:
+    """Claims that are made in the block say that they are those of exports of a run.
 
     Args:
-        target: the folder.
+        root: the root of the run.
+    """
+    token = _export_of.set(str(root))
+    try:
+        yield
+    finally:
+        _export_of.reset(token)
+
+
+def remove_export(target: Location, root: Location, commits: Collection[str]) -> None:
+    """Remove an export in a bucket, what identifies a checkpoint first. If this is interrupted, a later call goes on.
+
+    Args:
+        target: its folder.
+        root: the root of the run, see `exporting`.
         commits: names of entries that identify a checkpoint.
 
     Raises:
+        DestinationExistsError: a conversion that is no export of the run has claimed the folder.
         StorageError: the service failed.
     """
-    names = [name for name, _ in bucket_of(target).below(target.path)]
+    try:
+        (target / _CLAIM).create(json.dumps({"export_of": str(root), "names": []}).encode())
+    except FileExistsError:
+        if claim_in(target).get("export_of") != str(root):
+            raise DestinationExistsError(
+                f"{show(str(target))}: a conversion writes there, or was killed", path=str(target / _CLAIM)
+            ) from None
+    names = [name for name, _ in bucket_of(target).below(target.path) if name != _CLAIM]
     _remove(target, names, functools.partial(_is_commit, commits))
+    (target / _CLAIM).remove_file()
 
 
-def folders_in(target: Location) -> dict[str, bool]:
-    """The folders in a folder of a bucket, by one list: whether the conversion that has written each has ended.
+def folders_in(target: Location) -> dict[str, list[str]]:
+    """The folders in a folder, and the names of the files below each; of a bucket by one list.
 
     Raises:
-        StorageError: the service failed.
+        StorageError: the folder cannot be listed.
     """
-    names = [name.partition("/") for name, _ in bucket_of(target).below(target.path)]
-    unfinished = {folder for folder, _, name in names if name == _CLAIM}
-    return {folder: folder not in unfinished for folder, _, name in names if name}
+    if target.is_local:
+        return {entry.name: _files(target / entry.name) if entry.kind == "folder" else [] for entry in target.entries()}
+    found: dict[str, list[str]] = {}
+    for path, _ in bucket_of(target).below(target.path):
+        folder, _, name = path.partition("/")
+        if name:
+            found.setdefault(folder, []).append(name)
+    return found
+
+
+def is_claimed(names: Collection[str]) -> bool:
+    """Whether a conversion runs, or was killed, in a folder of a bucket with these files."""
+    return _CLAIM in names
 
 
 def _remove(target: Location, names: Sequence[str], is_commit: Callable[[str], bool]) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.commit import roots
 from reshard.commit.retention import best_of
+from reshard.conversion.buckets import exporting
 from reshard.conversion.library_names import published_names
 from reshard.errors import ArgumentError, ReshardError
 from reshard.ranks.collective import Collective
@@ -24,7 +25,7 @@ from reshard.torch.merging import merge_of, write_merged
 from reshard.torch.published import check_loads
 from reshard.values.words import show
 from reshard.verbs.convert import open_source
-from reshard.verbs.integrate import integrate, integrated_root, remove_outdated
+from reshard.verbs.integrate import check_no_root, integrate, integrated_root, remove_outdated
 
 if TYPE_CHECKING:
     import os
@@ -173,9 +174,8 @@ def _export_merged(
     timeout: float,
 ) -> list[str]:
     """Write the merged weights of a save, on rank 0. Returns warnings."""
-    target = integrated_root(root, "hf") / roots.iteration_folder_name(report.iteration)
 
-    def write() -> str:
+    def write(target: Location) -> None:
         merge = merge_of(model)
         files = _folder(exports, root, merge.model)
         write_merged(
@@ -187,9 +187,8 @@ def _export_merged(
             commit=options.commit,
             threads=options.threads,
         )
-        return ""
 
-    return _export(target, write, "merged weights are", report, options, group=group, timeout=timeout)
+    return _export(root, write, "merged weights are", report, options, group=group, timeout=timeout)
 
 
 def _export_adapters(
@@ -202,18 +201,16 @@ def _export_adapters(
     timeout: float,
 ) -> list[str]:
     """Write the adapters of a save, on rank 0. Returns warnings."""
-    target = integrated_root(root, "hf") / roots.iteration_folder_name(report.iteration)
 
-    def write() -> str:
+    def write(target: Location) -> None:
         write_adapters(report.path, str(target), adapters, commit=options.commit)
-        return ""
 
-    return _export(target, write, "adapter is", report, options, group=group, timeout=timeout)
+    return _export(root, write, "adapter is", report, options, group=group, timeout=timeout)
 
 
 def _export(
-    target: Location,
-    write: Callable[[], str],
+    root: str | os.PathLike[str],
+    write: Callable[[Location], object],
     what: str,
     report: SaveReport,
     options: SaveOptions,
@@ -222,12 +219,20 @@ def _export(
     timeout: float,
 ) -> list[str]:
     """Write what is made of a save on rank 0, and remove what was made of saves that are gone. Returns warnings."""
+    target = integrated_root(root, "hf") / roots.iteration_folder_name(report.iteration)
+
+    def checked() -> str:
+        check_no_root(target.parent)
+        with exporting(locate(root)):
+            write(target)
+        return ""
+
     try:
-        Collective(session(group, "export"), timeout).first(write, str)
+        Collective(session(group, "export"), timeout).first(checked, str)
     except ReshardError as error:
         log_of_all(group.rank, "iteration %d is saved, and its %s not written: %s", report.iteration, what, error)
         return [f"the {what} not written: {error.message}"]
-    return remove_outdated(target, None if options.retention is None else options.retention.keep, group)
+    return remove_outdated(root, target, None if options.retention is None else options.retention.keep, group)
 
 
 def _files(

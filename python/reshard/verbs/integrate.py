@@ -13,11 +13,12 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from reshard.commit import roots
-from reshard.conversion.buckets import folders_in, remove_filled
-from reshard.errors import ReshardError, UnsupportedError
+from reshard.commit import filesystem, roots
+from reshard.conversion.buckets import claim_in, exporting, folders_in, is_claimed, remove_export
+from reshard.errors import CheckpointNotFoundError, DestinationExistsError, ReshardError, UnsupportedError
 from reshard.formats.registry import known_files
-from reshard.ranks.group import log_of_all, resolve
+from reshard.ranks.collective import Collective
+from reshard.ranks.group import log_of_all, resolve, session
 from reshard.storage.changes import remove_folder
 from reshard.storage.location import Location, locate
 from reshard.values.argument_types import Part
@@ -26,6 +27,7 @@ from reshard.verbs.convert import convert
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Collection
 
     from reshard.names import NameMap
     from reshard.options import Commit
@@ -101,34 +103,54 @@ def integrate(
     members = resolve(group)
     try:
         target = integrated_root(root, suffix) / roots.iteration_folder_name(report.iteration)
-        converted = convert(
-            report.path,
-            target,
-            to="huggingface",
-            part=part,
-            names=names,
-            files=None if model_files is None else {"model_files": model_files},
-            select={"suffix": report.suffix},
-            group=group,
-            overwrite=True,
-            commit=None if commit is None else replace(commit, rollback=False, takeover=False),
-            threads=threads,
-            timeout=timeout,
-        )
+        Collective(session(members, "export"), timeout).first(lambda: check_no_root(target.parent), str)
+        with exporting(locate(root)):
+            converted = convert(
+                report.path,
+                target,
+                to="huggingface",
+                part=part,
+                names=names,
+                files=None if model_files is None else {"model_files": model_files},
+                select={"suffix": report.suffix},
+                group=group,
+                overwrite=True,
+                commit=None if commit is None else replace(commit, rollback=False, takeover=False),
+                threads=threads,
+                timeout=timeout,
+            )
     except ReshardError as error:
         log_of_all(members.rank, "iteration %d is saved, but not written as whole tensors: %s", report.iteration, error)
         return [f"it is not written as whole tensors: {error.message}"]
     for warning in converted.warnings:
         log_of_all(members.rank, "iteration %d as whole tensors: %s", report.iteration, warning)
-    return [*converted.warnings, *remove_outdated(target, keep, members)]
+    return [*converted.warnings, *remove_outdated(root, target, keep, members)]
 
 
-def remove_outdated(target: Location, keep: int | None, group: Group) -> list[str]:
-    """Remove the older folders. A folder that another rank has removed is no error.
+def check_no_root(exports: Location) -> str:
+    """Refuse a folder of exports that is the root of a run. Returns "".
+
+    Raises:
+        DestinationExistsError: it has a tracker, or is a log of saves.
+        StorageError: that cannot be seen.
+    """
+    if (exports / roots.TRACKER_FILE).exists() or roots.known_facts(exports) is not None:
+        raise DestinationExistsError(
+            f"{show(str(exports))} is the root of a run, in which no exports are written",
+            path=str(exports),
+            hint="choose another name for one of the two roots",
+        )
+    return ""
+
+
+def remove_outdated(root: str | os.PathLike[str], target: Location, keep: int | None, group: Group) -> list[str]:
+    """Remove the older exports. A folder that another rank has removed is no error.
 
     Of a file system all ranks try; of a bucket rank 0 does, and also removes what exports that were killed have left.
+    A folder counts if it has no manifest and all its weight files are of conversions; nothing else is removed.
 
     Args:
+        root: the root of the run.
         target: the newest folder.
         keep: how many are kept; None: all.
         group: the ranks.
@@ -139,20 +161,33 @@ def remove_outdated(target: Location, keep: int | None, group: Group) -> list[st
     if keep is None or (group.rank and not target.is_local):
         return []
     warnings = []
+    place = locate(root)
     try:
-        found = dict.fromkeys(target.parent.names(), True) if target.is_local else folders_in(target.parent)
+        found = folders_in(target.parent)
         matches = [match for name in found if (match := _FOLDER.fullmatch(name)) is not None]
-        older = sorted((match for match in matches if match[0] != target.name), key=lambda match: int(match[1]))
-        whole = [match[0] for match in older if found[match[0]]]
-        left = [match[0] for match in older if not found[match[0]]]
+        older = [one[0] for one in sorted(matches, key=lambda match: int(match[1])) if one[0] != target.name]
+        if saves := [name for name in older if filesystem.MANIFEST_FILE in found[name]]:
+            return [f"{show(str(target.parent))} holds a save, {saves[0]}: older folders of whole tensors stay there"]
+        claimed = [name for name in older if is_claimed(found[name])]
+        left = [name for name in claimed if claim_in(target.with_name(name)).get("export_of") == str(place)]
+        whole = [name for name in older if name not in claimed and _is_converted(target.with_name(name), found[name])]
         for name in left + whole[: max(0, len(whole) + 1 - keep)]:
             folder = target.with_name(name)
             if folder.is_local:
                 remove_folder(folder)
             else:
-                remove_filled(folder, known_files().commits)
+                remove_export(folder, place, known_files().commits)
             if folder.exists():
                 warnings.append(f"{show(str(folder))} is not removed")
+    except CheckpointNotFoundError:  # another rank removes them
+        pass
     except ReshardError as error:
         warnings.append(f"older folders of whole tensors are not removed: {error.message}")
     return warnings
+
+
+def _is_converted(folder: Location, names: Collection[str]) -> bool:
+    """Whether all weight files of a folder, and at least one, have the mark of their writer."""
+    known = known_files()
+    weights = [(folder / name, mark) for name in names if (mark := known.mark_of(folder / name)) is not None]
+    return bool(weights) and all(mark(file) for file, mark in weights)
