@@ -17,6 +17,9 @@ pytest.importorskip("pyarrow", reason="pip install 'ray[train]'")
 
 from tests.helpers.ray_cluster import RayCluster, running
 
+from reshard.errors import UnsupportedError
+from reshard.ray.train import Checkpointer
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
@@ -107,3 +110,42 @@ def test_what_ray_decides_is_refused(tmp_path: Path) -> None:
     ]
     assert outside.startswith("ArgumentError this is not the training function of a run of Ray Train: ")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kept", [2, None])
+def test_in_a_bucket_ray_keeps_all(tmp_path: Path, kept: int | None) -> None:
+    """The contexts are those that Ray makes for a worker; there is no cluster, and no bucket is asked."""
+    script = f"""
+from pyarrow.fs import S3FileSystem
+from ray.train import CheckpointConfig, RunConfig
+from ray.train.v2._internal.execution import context, storage, train_fn_utils
+from reshard.errors import ReshardError
+from reshard.ray.train import Checkpointer
+bucket = S3FileSystem(anonymous=True, region="us-east-1", endpoint_override="127.0.0.1:9", scheme="http")
+run = RunConfig(name="run", storage_path="bucket/runs", storage_filesystem=bucket,
+                checkpoint_config=CheckpointConfig(num_to_keep={kept}))
+of_run = context.TrainRunContext(run, None, None, None, None)
+kept = storage.StorageContext("bucket/runs", "run", bucket, read_only=True)
+place = context.DistributedContext(0, 1, 0, 1, 0)
+context.set_train_context(context.TrainContext(of_run, place, None, kept, None, None, None))
+train_fn_utils.set_train_fn_utils(train_fn_utils.DistributedTrainFnUtils())
+try:
+    print("made", Checkpointer(**{{"save_every": 0}}))
+except ReshardError as error:
+    print(type(error).__name__, error.message)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    text = done.stdout.splitlines()[-1]
+    if kept is None:
+        assert "num_to_keep" not in text
+    else:
+        assert text.startswith("ArgumentError `num_to_keep` is 2, and the storage of the run is a bucket: ")
+        assert "s3://bucket/runs/run/checkpoints" in text
+
+
+def test_a_configuration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="Ray Train decides that"):
+        Checkpointer.from_config({"output_dir": str(tmp_path), "load_checkpoint": "x"})

@@ -12,13 +12,13 @@
     TorchTrainer(train, scaling_config=..., run_config=RunConfig(storage_path="/shared/runs", name="run")).fit()
 
 All ranks write one iteration into `<storage_path>/<name>/checkpoints`, and the checkpoint that Ray gets refers to it:
-nothing is copied. Ray alone removes iterations, as its `CheckpointConfig` says.
+nothing is copied. Ray alone removes iterations, as its `CheckpointConfig` says; in a bucket it must keep all of them.
 """
 
 from __future__ import annotations
 
 import posixpath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from reshard.commit import manifest
 from reshard.commit.roots import iteration_folder_name
@@ -32,6 +32,7 @@ from reshard.verbs.save import PendingSave
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from reshard.config import ConfigLike
     from reshard.resume import ResumeDecision
     from reshard.verbs.save import SaveReport
 
@@ -56,12 +57,14 @@ class Checkpointer(InTorch):
 
     Args:
         options: those of `reshard.torch.Checkpointer`, without `root`, `keep` and `retention`: Ray removes iterations,
-            as `CheckpointConfig(num_to_keep=..., checkpoint_score_attribute=...)` says.
+            as `CheckpointConfig(num_to_keep=..., checkpoint_score_attribute=...)` says. In a bucket it has to keep all:
+            Ray would remove objects of iterations that the log of the root still lists.
 
     Raises:
         ArgumentError: as `reshard.torch.Checkpointer`; one of the options that are left out is given; this is not a
-            training function of Ray Train.
-        UnsupportedError: an older Ray; the storage is neither a folder nor a bucket of S3.
+            training function of Ray Train; `num_to_keep` is given, and the storage is a bucket.
+        UnsupportedError: an older Ray; the storage is neither a folder nor a bucket of S3; in a bucket, a Ray that does
+            not tell whether `num_to_keep` is given.
 
     Example:
         >>> Checkpointer(keep=3)
@@ -97,8 +100,32 @@ class Checkpointer(InTorch):
                 f"the storage of the run is a file system of the kind {show(self._file_system.type_name)}",
                 hint='`storage_path` is a folder that all hosts share, or "s3://BUCKET/FOLDER"',
             )
+        if scheme:
+            _check_keeps_all(scheme + self._folder)
         # Ray calls the training function in a thread, in which signals cannot be handled.
         super().__init__(scheme + self._folder, **{"signals": (), "keep": None} | options)
+
+    @classmethod
+    def from_config(cls, config: ConfigLike, **options: Any) -> Self:  # noqa: ARG003
+        """Refused: a configuration says where a run saves and how many checkpoints stay, and both is up to Ray.
+
+        Args:
+            config: the configuration.
+            options: further arguments.
+
+        Raises:
+            UnsupportedError: always.
+
+        Example:
+            >>> Checkpointer.from_config("run.yaml")
+            Traceback (most recent call last):
+            reshard.errors.UnsupportedError: a configuration says where a run saves, and Ray Train decides that
+            hint: give the other options, such as `save_every`, to `Checkpointer`, and `init_from` to `resume`
+        """
+        raise UnsupportedError(
+            "a configuration says where a run saves, and Ray Train decides that",
+            hint="give the other options, such as `save_every`, to `Checkpointer`, and `init_from` to `resume`",
+        )
 
     def resume(self, **objects: Any) -> ResumeDecision:
         """As `resume` of `reshard.torch.Checkpointer`; an iteration that Ray does not know is reported.
@@ -216,3 +243,23 @@ def _train_and_storage() -> tuple[Any, Any]:
             f"this is not the training function of a run of Ray Train: {error}",
             hint="make it in the function that a `TorchTrainer` gets; elsewhere use `reshard.torch.Checkpointer`",
         ) from None
+
+
+def _check_keeps_all(root: str) -> None:
+    """Refuse a run in a bucket of which Ray removes checkpoints: the log of the root would list what is gone."""
+    try:
+        from ray.train.v2._internal.execution.context import get_train_context  # noqa: PLC0415  nothing public tells it
+
+        kept = get_train_context().train_run_context.run_config.checkpoint_config.num_to_keep
+    except (ImportError, AttributeError) as error:
+        raise UnsupportedError(
+            f"this Ray Train does not tell whether it removes checkpoints in {show(root)}: {error}",
+            hint="use Ray 2.60, or a `storage_path` that is a folder",
+        ) from None
+    if kept is not None:
+        raise ArgumentError(
+            f"`num_to_keep` is {kept}, and the storage of the run is a bucket: Ray would remove objects of iterations "
+            f"that the log of {show(root)} still lists",
+            hint="leave `num_to_keep` out; when the run has ended, `reshard prune` removes iterations. Or use a "
+            "`storage_path` that is a folder",
+        )
