@@ -164,3 +164,58 @@ def test_floats_of_6_bits_are_refused_by_name(tmp_path: Path) -> None:
         pytest.raises(UnsupportedError, match="has floats of 6 bits, as `config_groups`"),
     ):
         checkpoint.quantised()
+
+
+LOOSE = {
+    "3 of 128": (3, 128, 45, 13),
+    "5 of 96": (5, 96, 45, 16),
+    "6 of 200": (6, 200, 45, 40),
+    "7 of 64": (7, 64, 45, 16),
+}
+
+
+@pytest.mark.parametrize("name", LOOSE)
+def test_integers_that_stay_within_words_are_not_read_as_others(name: str, tmp_path: Path) -> None:
+    """As compressed-tensors to 0.17.1 packs 3, 5, 6 and 7 bits: `32 // bits` integers a word."""
+    bits, columns, rows, words = LOOSE[name]
+    arrays = packed(RNG(1), bits, rows, columns, 1) | {"a.weight_packed": integers(RNG(2), (rows, words), np.int32)}
+    path = model(tmp_path / "m", arrays, args("int", bits, "channel"))
+    reshard.convert(path, tmp_path / "out")
+    words_of_error = f"`a.weight_packed` packs integers of {bits} bits, each in one word of 32 bits, which is not"
+    with reshard.open(tmp_path / "out") as checkpoint:
+        assert (checkpoint.read("a.weight_packed") == arrays["a.weight_packed"]).all()
+        with pytest.raises(UnsupportedError, match=words_of_error):
+            checkpoint.dequantised()
+
+
+def test_the_version_decides_how_integers_are_packed(tmp_path: Path) -> None:
+    """20 integers of 3 bits need two words in both ways, and 8 bits in one way are as many words as 7 in the other."""
+    narrow, eight = packed(RNG(1), 3, 8, 20, 1), packed(RNG(1), 8, 8, 64, 1)
+    rows = packed(RNG(1), 3, 20, 10, 1) | {"a.weight_zero_point": integers(RNG(2), (2, 1), np.int32)}
+    three = args("int", 3, "channel")
+    cases: list[tuple[Mapping[str, Array], dict[str, Any] | None, str | None, str]] = [
+        (narrow, three, None, "3 bits, one after the other or 3 bits, each in one word of 32 bits: both fit"),
+        (narrow, three, "0.17.2.a20260101", ": both fit"),
+        (narrow, three, "0.17.1", "of 3 bits, each in one word of 32 bits, which is not supported"),
+        (narrow, three, "0.18.0", ""),
+        (rows, three | {"symmetric": False}, "0.14.0", "3 bits, each in one word of 32 bits, which is not supported"),
+        (rows, three | {"symmetric": False}, "0.20.1", ""),
+        (packed(RNG(1), 3, 20, 10, 1), three, "0.14.0", ""),
+        (packed(RNG(1), 3, 8, 128, 1), three, "0.14.0", ""),
+        (eight, None, None, "7 bits, each in one word of 32 bits or 8 bits, one after the other: both fit"),
+        (eight, None, "0.18.0", ""),
+        (eight, args("int", 8, "channel"), None, ""),
+    ]
+    for number, (arrays, weights, version, message) in enumerate(cases):
+        path = model(tmp_path / f"{number}", arrays, weights)
+        config = json.loads((path / "config.json").read_text())
+        config["quantization_config"] |= {"version": version} if version else {}
+        (path / "config.json").write_text(json.dumps(config))
+        with reshard.open(path) as checkpoint:
+            assert list(checkpoint.quantised()) == ["a.weight"]
+            if message:
+                with pytest.raises(UnsupportedError, match=message):
+                    checkpoint.dequantised()
+                continue
+            with checkpoint.dequantised() as plain:
+                assert plain.read("a.weight").shape == tuple(arrays["a.weight_shape"])

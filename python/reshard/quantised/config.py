@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.documents.strict_json import read_json
@@ -83,6 +84,23 @@ def groups(of: Said) -> list[Group]:
             )
         found[one] = None
     return list(found)
+
+
+def packs_loosely(of: Said) -> bool | None:
+    """Whether the version of compressed-tensors in config.json keeps each packed integer in one word of 32 bits.
+
+    Versions to 0.17.1 do, and those from 0.18.0 pack them one after the other. None: it names none, or one between.
+
+    Example:
+        >>> [packs_loosely(Said(values={"version": one})) for one in ("0.17.1", "0.18.0", "0.20.1", "0.18.0a1", "main")]
+        [True, False, False, None, None]
+    """
+    found = re.fullmatch(r"([0-9]{1,4})\.([0-9]{1,4})(?:\.([0-9]{1,4}))?(.*)", str(of.values.get("version")))
+    if found is None:
+        return None
+    number = (int(found[1]), int(found[2]), int(found[3] or 0))
+    is_between = (0, 17, 1) < number < (0, 18) or (number == (0, 18, 0) and found[4] != "")
+    return None if is_between else number < (0, 18)
 
 
 def _group(weights: Mapping[str, Any]) -> Group | None:

@@ -106,6 +106,16 @@ def _recipe(one: Quantised, index: _core.Index) -> Recipe:
     if one.kind in ("gptq", "awq"):
         numbers = (one.values["bits"], one.values["zero_offset"]) if one.kind == "gptq" else (one.values["group"],)
         return Recipe(one.kind, numbers, tuple(shapes.items()))
+    if "packings" in one.values:
+        ways = [f"{n} bits, {'each in one word of 32 bits' if is_loose else 'one after the other'}"
+            for n, is_loose in one.values["packings"]]  # fmt: skip
+        raise UnsupportedError(
+            f"{show(one.parts['weight'])} packs integers of {' or '.join(ways)}"
+            f"{': both fit' if len(ways) > 1 else ', which is not supported'}",
+            key=one.name,
+            hint="versions of compressed-tensors to 0.17.1 keep each integer in one word, later ones do not; "
+            "`version` in `quantization_config` of config.json decides where both fit. Dequantise it with that library",
+        )
     zeros = one.parts.get("zero_point")
     if one.kind == "int-packed" and "g_idx" not in one.parts and (zeros is None or index.info(zeros)[0] == "I32"):
         grid = shapes["scale"] if len(shapes["scale"]) == len(one.shape) else (1, 1)

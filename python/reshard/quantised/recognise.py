@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from reshard.documents.strict_json import parse_json
 from reshard.errors import DamagedFileError, MismatchError, ReshardError, UnsupportedError
-from reshard.quantised.config import Group, Said, check_method, groups
+from reshard.quantised.config import Group, Said, check_method, groups, packs_loosely
 from reshard.quantised.kinds import Follows, Quantised
 from reshard.values.words import listed, show
 
@@ -48,6 +48,8 @@ _OF_MODULE = ("input_scale", "activation_scale", "input_global_scale")  # scales
 _MAX_STATE_BYTES = 64 << 10
 _NVFP4_BLOCK, _MXFP4_BLOCK = 16, 32
 _INTEGERS = range(1, 9)  # bits of an integer of compressed-tensors
+# Bits, and whether integers stay within their word of 32 bits, which is the same where the bits divide 32.
+_WAYS = [(n, is_loose) for n in _INTEGERS for is_loose in (False, True) if 32 % n or not is_loose]
 
 
 def may_be_quantised(keys: Iterable[str]) -> bool:
@@ -365,14 +367,18 @@ class _Finder:
         one_for_all = math.prod(its) == 1
         self._part(key, parts["scale"], "scale", _SCALES, its if one_for_all else (rows, of_row))
         told = self._groups(key, "int", _INTEGERS)
-        bits = [n for n in _INTEGERS if -(-columns[1] * n // 32) == shape[1]]
+        ways = [way for way in _WAYS if _n_words(columns[1], *way) == shape[1]]
         if told:
-            bits = [n for n in bits if any(one.bits == n for one in told)]
+            ways = [way for way in ways if any(one.bits == way[0] for one in told)]
+            of_size = {one.bits for one in told if (one.block[1] or columns[1]) * of_row == columns[1]}
+            ways = [way for way in ways if way[0] in of_size] or ways
+        bits = list(dict.fromkeys(n for n, is_loose in ways if not is_loose)) or [n for n, _ in ways]
         if len(bits) != 1 or not of_row or columns[1] % of_row:
             path = f", as `config_groups` of {show(str(self.of.path))} says" if told else ""
             counts = [str(n) for n in (bits or sorted({one.bits for one in told}) or _INTEGERS)]
             self._fail(key, f"{show(key)} of shape {shape} packs no {columns} integers of {listed(counts)} bits{path}, "
-                f"in {of_row} groups a row")  # fmt: skip
+                f"in {of_row} groups a row" if len(bits) < 2 else f"{show(key)} of shape {shape} can hold "
+                f"{columns} integers of {listed(counts)} bits{path}")  # fmt: skip
         told = [one for one in told if one.bits == bits[0]]
         sizes = {one.block[1] or columns[1] for one in told}
         if told and columns[1] // of_row not in sizes:
@@ -380,11 +386,21 @@ class _Finder:
                 f"{show(str(self.of.path))} has groups of {listed(map(str, sorted(sizes)))}")  # fmt: skip
         told = [one for one in told if (one.block[1] or columns[1]) == columns[1] // of_row]
         zeros = name + "_zero_point"
+        n_packed = columns[1]
         if self._has_zeros(zeros, told):
             parts["zero_point"] = self._part(key, zeros, "zero point")
             if self.tensors[zeros][0] == "I32":
-                self._part(key, zeros, "zero point", (), (-(-rows * bits[0] // 32), of_row))
-        return Quantised(name, "int-packed", columns, parts, is_whole=True, values={"bits": bits[0]})
+                fit = [way for way in ways if self.tensors[zeros][1] == (_n_words(rows, *way), of_row)]
+                self._part(key, zeros, "zero point", (), None if fit else (_n_words(rows, bits[0]), of_row))
+                ways, n_packed = fit, max(n_packed, rows)
+        values: dict[str, Any] = {"bits": bits[0]}
+        ways = [way for way in ways if n_packed > 32 // way[0] or not way[1]]  # in one word both lie alike
+        of_version = packs_loosely(self.of)
+        if of_version is not None:
+            ways = [way for way in ways if not 32 % way[0] or way[1] is of_version] or ways
+        if ways != [(bits[0], False)]:
+            values["packings"] = tuple(ways)
+        return Quantised(name, "int-packed", columns, parts, is_whole=True, values=values)
 
     # -- GPTQ and AWQ
 
@@ -556,6 +572,11 @@ class _Finder:
         parts |= {str(one): self._part(key, f"{start}{one}", str(one)) for one in names if one != "qdata"}
         values = {"type": told.get("_type"), **told["_data"]}
         return Quantised(name, "torchao", _torchao_shape(shape, values), parts, is_whole=True, values=values)
+
+
+def _n_words(count: int, bits: int, is_loose: bool = False) -> int:  # noqa: FBT001, FBT002
+    """How many words of 32 bits hold so many integers."""
+    return -(-count // (32 // bits)) if is_loose else -(-count * bits // 32)
 
 
 def _torchao_shape(shape: tuple[int, ...], values: Mapping[str, Any]) -> tuple[int, ...]:
