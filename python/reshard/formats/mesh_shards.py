@@ -16,6 +16,7 @@ to 2.15; for ShardedTensors `rust/formats/src/torch_file/regions.rs`.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import struct
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,11 +24,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from reshard import _core
 from reshard.errors import CoverageError, DamagedFileError, UnsupportedError
 from reshard.formats.rank_replicas import HeldArray, Replicas
+from reshard.formats.run_state import is_optimizer
 from reshard.values.indexing import row_major
 from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
+
+_log = logging.getLogger("reshard")
 
 _MAX_AXES = 16
 _MAX_SIZES = 256  # of one axis: lists in a file can contain each other
@@ -84,22 +88,40 @@ def is_flat(key: str) -> bool:
     return not _FLAT.isdisjoint(key.split("."))
 
 
-def refuse_flat(tensors: Iterable[RankTensor]) -> None:
+def refuse_flat(tensors: Sequence[RankTensor], *, is_alone: bool = False) -> None:
     """Refuse flat parameters: each rank has a part of them, and no file says where a parameter begins.
+
+    Args:
+        tensors: those of a file. State of an optimizer is let through.
+        is_alone: the name of the file does not say that a rank wrote it. Then only ShardedTensors, and tensors of one
+            dim that are called as FSDP1 calls its parameters, are refused. For others there is a warning.
 
     Raises:
         UnsupportedError: there are some.
     """
-    flat = next((one for one in tensors if is_flat(one.key)), None)
-    if flat is not None:
-        raise UnsupportedError(
-            f"{show(flat.path)}: {show(flat.name)} holds the parameters of a module of FSDP1 one after the other, or "
-            "the part of one rank of them, and no file says where each begins",
-            path=flat.path,
-            key=flat.key,
-            hint="save the state dict under `StateDictType.SHARDED_STATE_DICT` or `FULL_STATE_DICT`, not under "
-            "`LOCAL_STATE_DICT`",
-        )
+    flat = [one for one in tensors if is_flat(one.key) and not is_optimizer(one.key)]
+    certain = [
+        one
+        for one in flat
+        if not is_alone or one.regions is not None or (len(one.local) == 1 and one.key.rpartition(".")[2] in _FLAT)
+    ]
+    if not certain:
+        if flat:
+            _log.warning(
+                "%s: %s is read as an ordinary tensor: FSDP1 gives such names to the parameters of a module in one "
+                "tensor",
+                flat[0].path,
+                show(flat[0].name),
+            )
+        return
+    raise UnsupportedError(
+        f"{show(certain[0].path)}: {show(certain[0].name)} holds the parameters of a module of FSDP1 one after the "
+        "other, or the part of one rank of them, and no file says where each begins",
+        path=certain[0].path,
+        key=certain[0].key,
+        hint="save the state dict under `StateDictType.SHARDED_STATE_DICT` or `FULL_STATE_DICT`, not under "
+        "`LOCAL_STATE_DICT`",
+    )
 
 
 def read(
@@ -211,7 +233,8 @@ def add_tensors(index: _core.Index, tensors: Iterable[RankTensor], hint: str) ->
         try:
             index.add_tiles(key, first.dtype, shape, stored)
         except CoverageError as error:
-            error.message = f"{show(first.path)} and the files of other ranks: {error.message}"
+            others = " and the files of other ranks" if any(one.file != first.file for one in held) else ""
+            error.message = f"{show(first.path)}{others}: {error.message}"
             error.path, error.hint = first.path, _MIXED_HINT
             raise
         groups = [

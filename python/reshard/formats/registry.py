@@ -32,6 +32,7 @@ from reshard.formats.torch_file.format import TORCH_FILE
 from reshard.formats.torchtune.format import TORCHTUNE
 from reshard.formats.trainer_run.format import TRAINER_RUN
 from reshard.formats.vllm.format import VLLM
+from reshard.formats.weight_files import names as weight_names
 from reshard.formats.weight_files.format import WEIGHT_FILES
 from reshard.storage.location import locate
 from reshard.values.words import check_text, listed, show
@@ -237,7 +238,8 @@ def of_name(path: Location, name: str) -> Format:
 def check_alone(data: CheckpointData, folder: Location) -> None:
     """Refuse weights beside a checkpoint of another format that holds the state of a run: either could be meant.
 
-    So are whole weights beside the shards of FSDP ranks: they can be of another save.
+    So are whole weights beside the shards of FSDP ranks: they can be of another save. Of adapters and of files of GGUF
+    a warning tells.
 
     Where DeepSpeed has partitioned the parameters, transformers writes weights without elements beside its checkpoint.
 
@@ -245,12 +247,19 @@ def check_alone(data: CheckpointData, folder: Location) -> None:
         UnsupportedError: there are two such checkpoints.
     """
     if data.traits.name == FSDP_RANKS.traits.name:
-        whole = [one.traits.name for one in matching(folder) if one.traits.is_pretrained]
+        beside = [one for one in matching(folder) if one.traits.is_pretrained]
+        whole = [one.traits.name for one in beside if one is not GGUF and not _holds_adapters(one, folder)]
         if whole:
             raise UnsupportedError(
                 f"{show(str(folder))} holds shards of FSDP ranks, and weights of the format {listed(whole)}",
                 path=str(folder),
                 hint=f"`format={data.traits.name!r}` opens the shards, `format={whole[0]!r}` the other weights",
+            )
+        for one in beside:
+            _log.warning(
+                "%s: the shards of the ranks are read; the other weights are not: `format=%r` opens them",
+                folder,
+                one.traits.name,
             )
     if not data.traits.is_pretrained:
         return
@@ -280,6 +289,14 @@ def check_alone(data: CheckpointData, folder: Location) -> None:
         key=empty,
         hint=f"`format={runs[0]!r}` opens the other one; the path of its own folder opens it, too",
     )
+
+
+def _holds_adapters(of: Format, folder: Location) -> bool:
+    """Whether the weights of this format in a folder are only those of adapters of a model."""
+    return of is WEIGHT_FILES and {one.base for one in weight_names.sets_in(folder)} <= {
+        weight_names.ADAPTER,
+        weight_names.LORA,
+    }
 
 
 def run_beside_model(path: Location) -> Format | None:

@@ -297,6 +297,36 @@ def test_flat_parameters_are_refused(tmp_path: Path) -> None:
         assert not (tmp_path / "out").exists()
 
 
+def test_tensors_that_are_only_called_flat(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In a file whose name says nothing of ranks, a name alone is no reason to refuse it."""
+    ordinary = {"flat_param.weight": WHOLE, "head._flat_param": WHOLE, "w": WHOLE}
+    state = {"optimizer": {"state": {"_flat_param": {"exp_avg": WHOLE.flatten()}}}}
+    torch.save(ordinary, tmp_path / "a.pt")
+    torch.save(state, tmp_path / "b.pt")
+    assert_all(tmp_path / "b.pt", {"optimizer.state._flat_param.exp_avg": WHOLE.flatten()}, "optimizer")
+    assert not caplog.records
+    assert_all(tmp_path / "a.pt", ordinary)
+    assert "`flat_param.weight` is read as an ordinary tensor" in caplog.text
+    with reshard.open([tmp_path / "a.pt", tmp_path / "b.pt"]) as checkpoint:
+        assert set(checkpoint) == {*ordinary, "optimizer.state._flat_param.exp_avg"}
+    reshard.convert(tmp_path / "a.pt", tmp_path / "ours.pt", to="torch")
+    assert_all(tmp_path / "ours.pt", ordinary)
+
+
+def test_regions_of_one_file_that_overlap(tmp_path: Path) -> None:
+    """They are no part of a model that other files complete."""
+    boxes = [((0, 0), (3, 2)), ((2, 0), (3, 2))]
+
+    def overlapping(rank: int) -> dict[str, Any]:
+        parts = [listed(n, boxes) for n in range(2)]
+        held = [one for part in parts for one in part["held"]]
+        return {"w": changed(sharded(WHOLE, HALVES, rank), metadata=parts[0]["metadata"], held=held)}
+
+    save_sharded(tmp_path, 2, overlapping)
+    with pytest.raises(CoverageError, match=r"rank_0\.pt`: `w`: .* overlap in offset \(2, 0\)"):
+        reshard.open(tmp_path / "model_world_size_2_rank_0.pt")
+
+
 def test_flat_state_of_an_optimizer_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = [(((0,), (6,)), 0), (((6,), (4,)), 1)]
     save_sharded(tmp_path, 2, lambda rank: {"w": sharded(WHOLE, HALVES, rank)})
@@ -313,6 +343,15 @@ def test_flat_state_of_an_optimizer_is_left_out(tmp_path: Path, caplog: pytest.L
     with reshard.open(tmp_path) as checkpoint:
         assert list(checkpoint.keys()) == ["w"]
     assert "state of the optimizer is not read" in caplog.text
+    caplog.clear()
+    save_sharded(tmp_path / "one", 1, lambda _: {"w": WHOLE})
+    state = {"state": {"_flat_param": {"exp_avg": WHOLE.flatten()}, "w": {"exp_avg": WHOLE}}}
+    save_sharded(tmp_path / "one", 1, lambda _: state, "optim")
+    with reshard.open(tmp_path / "one") as checkpoint:
+        assert list(checkpoint.keys()) == ["w", "optimizer.state.w.exp_avg"]
+    assert "state of the optimizer is not read" in caplog.text
+    with reshard.open(tmp_path / "one" / "optim_world_size_1_rank_0.pt") as checkpoint:  # as the warning says
+        assert list(checkpoint) == ["state._flat_param.exp_avg", "state.w.exp_avg"]
 
 
 def test_shards_of_a_mesh_beside_sharded_tensors(tmp_path: Path) -> None:
@@ -338,6 +377,13 @@ def test_whole_weights_beside_the_shards(tmp_path: Path, caplog: pytest.LogCaptu
             assert f"`format={one!r}`" in str(caught.value.hint)
             with reshard.open(tmp_path, format=one) as checkpoint:
                 assert checkpoint.format == one
+        (tmp_path / name).unlink()
+    for name, format_ in (("adapter_model.safetensors", "weight-files"), ("pytorch_lora_weights.bin", "weight-files"),
+        ("model.gguf", "gguf")):  # fmt: skip
+        (tmp_path / name).write_bytes((tmp_path / "huggingface" / "model.safetensors").read_bytes())
+        caplog.clear()
+        assert_all(tmp_path, {"w": WHOLE})
+        assert f"the other weights are not: `format='{format_}'` opens them" in caplog.text
         (tmp_path / name).unlink()
 
 

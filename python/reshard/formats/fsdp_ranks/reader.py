@@ -176,11 +176,11 @@ def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
             of_ranks += read
             if kind == names.OPTIMIZER and objects:
                 optimizer_files[rank] = folder / of_kind[rank]
-        flattened = _flattened(of_ranks) if kind == names.OPTIMIZER and size > 1 else ()
+        flattened = _flattened(of_ranks, size) if kind == names.OPTIMIZER else ()
         if flattened:
             _log.warning(
                 "%s: state of the optimizer is not read, because each rank flattened its own part of the model, and no "
-                "file says how: %s. The files of the ranks can be opened one by one",
+                "file says how: %s. Where they are no ShardedTensors, the file of a rank can be opened alone",
                 folder,
                 listed(map(show, flattened), _MAX_NAMED),
             )
@@ -206,12 +206,15 @@ def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
     )
 
 
-def _flattened(tensors: Sequence[RankTensor]) -> Collection[str]:
-    """The state of an optimizer that is no shard of a mesh, and no number: FSDP1 keeps it for flattened parameters."""
+def _flattened(tensors: Sequence[RankTensor], size: int) -> Collection[str]:
+    """The state of an optimizer that FSDP1 keeps for flattened parameters.
+
+    It is called so, or, of several ranks, no shard of a mesh and no number.
+    """
     return dict.fromkeys(
         one.key
         for one in tensors
-        if mesh_shards.is_flat(one.key) or (one.shape is None and one.local not in ((), (1,)))
+        if mesh_shards.is_flat(one.key) or (size > 1 and one.shape is None and one.local not in ((), (1,)))
     )
 
 

@@ -88,7 +88,7 @@ def open_file(path: Location, file: Location, method: _core.ReadMethod) -> Check
     index = _core.Index()
     number = index.add_torch_file(str(file), method=method)
     tensors, objects = mesh_shards.read(str(file), number, 0)
-    mesh_shards.refuse_flat(tensors)
+    mesh_shards.refuse_flat(tensors, is_alone=True)
     _warn_of_unread(path, objects)
     for tensor in tensors:
         if tensor.shape is None:
@@ -97,7 +97,9 @@ def open_file(path: Location, file: Location, method: _core.ReadMethod) -> Check
     try:
         mesh_shards.add_tensors(index, shards, _OF_RANK_HINT)
     except CoverageError as error:
-        kind = next(tensor.kind for tensor in shards if tensor.key == error.key)
+        if error.hint != _OF_RANK_HINT:
+            raise  # parts of one tensor overlap
+        kind = next((tensor.kind for tensor in shards if tensor.key == error.key), "shard")
         raise UnsupportedError(
             f"{show(str(file))}: {show(str(error.key))} is a {kind}: each rank saved its shard of the tensors, and no "
             "rank the whole model",

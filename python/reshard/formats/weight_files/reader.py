@@ -236,7 +236,7 @@ def _tensors_of(index: _core.Index, file: int, path: str, rank: int) -> tuple[li
             mesh_shards.RankTensor(rank, file, path, name, name, dtype, shape) for name, dtype, shape in names_there
         ], False
     tensors, _ = mesh_shards.read(path, file, rank)
-    mesh_shards.refuse_flat(tensors)
+    mesh_shards.refuse_flat(tensors, is_alone=True)
     return tensors, any(tensor.shape is not None for tensor in tensors)
 
 
