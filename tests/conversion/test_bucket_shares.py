@@ -63,7 +63,8 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 def objects_of(folder: Location) -> dict[str, bytes]:
     assert isinstance(folder.store, RemoteStore)
-    return {name: b"".join((folder / name).pieces()) for name, _ in folder.store.below(folder.path)}
+    names = [name for name, _ in folder.store.below(folder.path)]
+    return {name: b"".join((folder / name).pieces()) for name in names if not name.endswith("/published.json")}
 
 
 def is_whole(folder: Location) -> bool:
@@ -223,6 +224,45 @@ def test_a_share_that_another_one_overtakes_publishes_nothing(
     assert has_overtaken
     reshard.convert(source, tmp_path / "whole", **TARGETS["safetensors"])
     assert objects_of(target) == files_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
+def test_a_share_that_is_called_again_after_the_publication_replaces_nothing(
+    bucket: tuple[Location, Proxy], source: Path
+) -> None:
+    target, _ = bucket
+    for index in (0, 1):
+        pending = share(source, target, index, overwrite=True).pending
+    assert pending == ()
+    first = {name: (target / name).stat().identity for name in objects_of(target)}
+    for index in (1, 0):
+        assert share(source, target, index, overwrite=True).pending == ()
+        assert {name: (target / name).stat().identity for name in objects_of(target)} == first
+    (target / min(first)).remove_file()  # it is no longer whole, and is written anew
+    assert share(source, target, 0, overwrite=True).pending == (1,)
+    assert share(source, target, 1, overwrite=True).pending == ()
+    assert objects_of(target).keys() == first.keys()
+    assert is_whole(target)
+
+
+@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
+def test_a_share_whose_conversion_was_taken_over_does_not_say_that_it_is_published(
+    bucket: tuple[Location, Proxy], source: Path
+) -> None:
+    target, proxy = bucket
+    assert share(source, target, 1).pending == (0,)
+
+    def take_over(method: str, path: str) -> None:
+        if method == "PUT" and unquote(path).endswith("share-0.json"):
+            proxy.after = None
+            other = reshard.convert(
+                source, str(target), share=(0, 2), overwrite=True, dtype="bfloat16", **TARGETS["safetensors"]
+            )
+            assert other.pending == (1,)
+
+    proxy.after = take_over
+    with pytest.raises(DestinationExistsError, match="has taken it over"):
+        share(source, target, 0)
 
 
 @pytest.mark.slow(disk=False)

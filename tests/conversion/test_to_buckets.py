@@ -350,3 +350,43 @@ def test_memory_is_bounded_and_too_little_is_an_error(s3: S3Server, tmp_path: Pa
     with pytest.raises(ArgumentError, match="expected at least 37748736"):
         reshard.convert(tmp_path / "w.safetensors", f"{url}.safetensors", memory="32MiB")
     assert locate(f"{url}.safetensors").kind() is None
+
+
+@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
+def test_a_conversion_that_ended_while_another_one_was_planned_is_not_replaced(
+    bucket: tuple[Location, Proxy], tmp_path: Path
+) -> None:
+    folder, proxy = bucket
+    model(tmp_path / "model")
+    found: dict[str, bytes] = {}
+
+    def complete(method: str, path: str) -> None:
+        if method in ("PUT", "POST") and "convert.staging" in unquote(path):
+            proxy.before = None
+            reshard.convert(tmp_path / "model", str(folder), dtype="bfloat16")
+            found.update(objects_of(folder))
+
+    proxy.before = complete
+    with pytest.raises(DestinationExistsError, match="another conversion has written"):
+        reshard.convert(tmp_path / "model", str(folder))
+    assert found
+    assert objects_of(folder) == found
+
+
+@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
+def test_a_conversion_that_is_taken_over_while_it_commits_leaves_the_claim(
+    bucket: tuple[Location, Proxy], tmp_path: Path
+) -> None:
+    folder, proxy = bucket
+    model(tmp_path / "model")
+    claim = folder / ".reshard.convert.staging"
+
+    def take_over(method: str, path: str) -> None:
+        if method == "PUT" and unquote(path).endswith("index.json"):
+            proxy.after = None
+            claim.replace(b"{}")
+
+    proxy.after = take_over
+    with pytest.raises(DestinationExistsError, match="has taken it over"):
+        reshard.convert(tmp_path / "model", str(folder), max_shard_size=20_000)
+    assert claim.read_small(10) == b"{}"

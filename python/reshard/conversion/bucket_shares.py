@@ -5,6 +5,7 @@ creates the claim (see `buckets`), removes what is replaced, writes the files wi
 begin: the claim names the digest of the conversion, and only shares with the same one join. Each share writes its files
 and then its record: the ETags that the writes were told. The last file of the order belongs to no share: the share that
 finds all records there writes it, compares all ETags with a list of the folder, and commits as one process does.
+The ETags of all files stay beside them, so that a share that is called again later finds that all is done.
 
 A share that was interrupted is written by calling it again, also one that was publishing.
 """
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 _MAX_RECORD_BYTES = 64 << 20
 _PUBLISHES = "publishes.json"
+_PUBLISHED = "published.json"
 
 
 @dataclass(frozen=True)
@@ -120,11 +122,25 @@ class BucketShares:
         with contextlib.suppress(ReshardError):
             (self.folder / _PUBLISHES).remove_file()
 
-    def remove(self) -> None:
-        """Remove all records, which count for nothing without the claim. Never raises."""
+    def record_all(self, e_tags: Mapping[str, str]) -> None:
+        """Record that the conversion is published, with the ETags of all its files. Raises StorageError."""
+        (self.folder / _PUBLISHED).replace(json.dumps({"files": {name: [0, tag] for name, tag in e_tags.items()}}))
+
+    def is_published(self) -> bool:
+        """Whether the conversion was published, and all its files are there as it left them. Raises StorageError."""
+        return bool(self._read(_PUBLISHED, self._e_tags()))
+
+    def remove(self, *, is_published: bool = False) -> None:
+        """Remove all records, which count for nothing without the claim. Never raises.
+
+        Args:
+            is_published: keep the one that says so.
+        """
         with contextlib.suppress(ReshardError):
             store = bucket_of(self.folder)
-            store.remove_files([str(self.folder / name) for name, _ in store.below(self.folder.path)])
+            names = [name for name, _ in store.below(self.folder.path)]
+            kept = {_PUBLISHED} if is_published else set()
+            store.remove_files([str(self.folder / name) for name in names if name not in kept])
 
     def _e_tags(self) -> dict[str, str]:
         there = bucket_of(self.target).below(self.target.path)
@@ -134,7 +150,7 @@ class BucketShares:
         try:
             content = self._json(name)
             files = {name: WrittenObject(int(n_bytes), str(tag)) for name, (n_bytes, tag) in content["files"].items()}
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
             return None
         return files if all(there.get(name) == plain_e_tag(one.e_tag) for name, one in files.items()) else None
 

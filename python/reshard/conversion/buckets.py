@@ -3,7 +3,7 @@
     claim     create an object that must be new, with the names of all files: of several conversions one writes
     clear     with `overwrite`, remove the files of an earlier conversion; what identifies a checkpoint goes first
     write     everything else, then the tensors; the first of several parts is the last one
-    check     list the folder: every file is there with the size and the ETag that its write was told
+    check     list the folder: every file is there with the ETag that its write was told
     commit    write what identifies a checkpoint, such as an index; then remove the claim
 
 Until the commit no reader takes the folder for a whole checkpoint. A failure removes everything that was written. A
@@ -59,6 +59,7 @@ class BucketFolder:
         self._names: list[str] = []
         self._written: dict[str, str] = {}
         self._left: frozenset[str] = frozenset()
+        self._before: dict[str, str] = {}
 
     def is_commit(self, name: str) -> bool:
         """Whether a file identifies a checkpoint."""
@@ -77,7 +78,7 @@ class BucketFolder:
             Whether this process prepares the folder, and then calls `prepared`; no: another share has prepared it.
 
         Raises:
-            DestinationExistsError: another conversion has one.
+            DestinationExistsError: another conversion has one; or, without `overwrite`, has ended meanwhile.
         """
         names = sorted({*names, *self._beside()})
         content = {"host": socket.gethostname(), "pid": os.getpid(), "token": os.urandom(8).hex(), "names": names}
@@ -101,6 +102,15 @@ class BucketFolder:
                 ) from None
             self._left = left_in(self.target)
             self._claim.replace(claim)
+        self._before = {name: plain_e_tag(str(one.identity)) for name, one in self._store.below(self.target.path)}
+        appeared = min((name for name in self._before if not is_staging(name.partition("/")[0])), default=None)
+        if appeared is not None and not overwrite:
+            self._claim.remove_file()
+            raise DestinationExistsError(
+                f"{show(str(self.target))} is not empty: another conversion has written {show(appeared)} meanwhile",
+                path=str(self.target),
+                hint="choose another destination, or give `overwrite=True` to replace its files",
+            )
         self._token = claim
         self._names = names
         return True
@@ -165,7 +175,10 @@ class BucketFolder:
         """
         ours = {name for name in self.target.names() if is_staging(name) or is_ours(self.target / name)}
         there = [name for name, _ in self._store.below(self.target.path) if name != _CLAIM]
-        self._remove([name for name in there if name in self._left or name.partition("/")[0] in ours])
+        removed = [name for name in there if name in self._left or name.partition("/")[0] in ours]
+        self.check_claim()
+        self._remove(removed)
+        self._before = {name: e_tag for name, e_tag in self._before.items() if name not in set(removed)}
 
     def _remove(self, names: Sequence[str]) -> None:
         _remove(self.target, names, self.is_commit)
@@ -182,8 +195,11 @@ class BucketFolder:
         """Send the local files that do not identify a checkpoint. Raises StorageError."""
         self._send(name for name in self._beside() if not self.is_commit(name))
 
-    def commit(self) -> None:
+    def commit(self, before_end: Callable[[Mapping[str, str]], None] = lambda _: None) -> None:
         """Check what was written, send the files that identify a checkpoint, and remove the claim.
+
+        Args:
+            before_end: called with the ETags of all files before the claim is removed.
 
         Raises:
             DestinationExistsError: another conversion has taken the folder over.
@@ -198,7 +214,10 @@ class BucketFolder:
                 raise StorageError(
                     f"{show(str(self.target / name))} {what} after it was written", path=str(self.target / name)
                 )
+        self.check_claim()
         self._send(name for name in self._beside() if self.is_commit(name))
+        before_end(self._written)
+        self.check_claim()
         self._claim.remove_file()
 
     def _beside(self) -> list[str]:
@@ -210,12 +229,19 @@ class BucketFolder:
         for name in list(names):
             self._written[name] = self._store.upload((self.beside / name).local, str(self.target / name))
 
-    def undo(self) -> None:
-        """Remove everything that was written, unless another conversion has taken over. Never raises."""
+    def undo(self) -> bool:
+        """Remove everything that was written, unless another conversion has taken over. Never raises.
+
+        Returns:
+            Whether the claim was that of this conversion.
+        """
         with contextlib.suppress(ReshardError):
             if self._token is not None and self._is_ours():
-                self._remove(self._names)
+                there = {name: plain_e_tag(str(one.identity)) for name, one in self._store.below(self.target.path)}
+                self._remove([name for name in self._names if name in there and there[name] != self._before.get(name)])
                 self._claim.remove_file()
+                return True
+        return False
 
 
 @contextlib.contextmanager

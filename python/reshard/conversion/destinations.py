@@ -485,8 +485,11 @@ def _publish_shares(
                     "sees another destination or another source",
                     path=str(job.target),
                 )
+        elif shared.spread is None and bucket.has_ended() and shares.is_published():  # it is called again
+            return Written(job.target, 0, 0)
         elif bucket.claim(names, overwrite=job.overwrite, digest=shared.folder.name, joins=shared.spread is None):
             try:
+                shares.remove()
                 if job.overwrite:
                     bucket.clear(is_replaced)
                 bucket.write_beside()
@@ -499,8 +502,8 @@ def _publish_shares(
                 shared.spread(sum(file_sizes(job, files)))
                 return _commit_shares(job, bucket, shares, ordered, beside)
             except BaseException:
-                bucket.undo()
-                shares.remove()
+                if bucket.undo():
+                    shares.remove()
                 raise
         own = shares.own()
         if own is None:
@@ -512,13 +515,15 @@ def _publish_shares(
             shares.record(own)
         report = Written(job.target, len(own), sum(one.n_bytes for one in own.values()), shares.missing())
         if shared.share.index in report.pending:  # another share has published and removed the records
-            return replace(report, pending=[])
+            if bucket.has_ended() and shares.is_published():
+                return replace(report, pending=[])
+            bucket.check_claim()
         if report.pending or shared.is_sent:
             return report
         if (publisher := shares.publisher()) != shared.share.index:
             return replace(report, pending=[publisher])
-        if bucket.has_ended():
-            shares.remove()
+        if bucket.has_ended() and shares.is_published():
+            shares.remove(is_published=True)
             return report
         try:
             return _commit_shares(job, bucket, shares, ordered, beside)
@@ -540,8 +545,9 @@ def _commit_shares(
     bucket.wrote({name: one.e_tag for name, one in found.items()})
     written = write_files(job, job.target, last, file_sizes(job, last), bucket.check_claim)
     bucket.wrote({name: one.e_tag for name, one in written.items()})
-    bucket.commit()
-    shares.remove()
+    is_alone = job.shared is None or job.shared.spread is not None
+    bucket.commit((lambda _: None) if is_alone else shares.record_all)
+    shares.remove(is_published=not is_alone)
     n_bytes = sum(one.n_bytes for one in found.values()) + n_bytes_of(written) + n_bytes_of(beside)
     return Written(job.target, len(found) + len(written) + len(beside), n_bytes)
 
@@ -565,10 +571,11 @@ def check_folder_free(job: Job, would_be_lost: Callable[[Location], bool] = lamb
         return
     if found != "folder":
         raise DestinationExistsError(f"{target} is a file; the destination is to be a folder", path=str(target))
-    entries = [target / name for name in target.names() if not _is_left_over(target / name)]
+    own: set[str] = set()
     if not target.is_local and job.shared is not None:  # of shares of the same conversion
         own = {name.partition("/")[0] for name in left_in(target, job.shared.folder.name)}
-        entries = [entry for entry in entries if entry.name not in own]
+    there = [target / name for name in target.names() if name not in own]
+    entries = [entry for entry in there if not _is_left_over(entry, of_shares=bool(own))]
     if not entries:
         return
     if not job.overwrite:
@@ -589,10 +596,15 @@ def check_folder_free(job: Job, would_be_lost: Callable[[Location], bool] = lamb
             )
 
 
-def _is_left_over(entry: Location) -> bool:
-    """Whether an entry is from a conversion that was killed or is still running. It is logged and not changed."""
+def _is_left_over(entry: Location, *, of_shares: bool) -> bool:
+    """Whether an entry is from a conversion that was killed or is still running. It is logged and not changed.
+
+    Args:
+        entry: the entry.
+        of_shares: the folder is that of other shares of this conversion, which is not logged.
+    """
     if not is_staging(entry.name):
         return False
-    if SHARED_PREFIX not in entry.name:
+    if SHARED_PREFIX not in entry.name and not of_shares:
         _log.warning("%s is left by a conversion that did not end: remove it if none is running", entry)
     return True
