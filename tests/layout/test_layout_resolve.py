@@ -430,6 +430,8 @@ def test_bound_layouts_are_those_of_the_core() -> None:
     assert bound.mesh.axes == [("pp", 2), ("tp", 2)]
     assert list(bound.layouts) == ["n", "q"]
     assert [bound.holds(rank) for rank in (3, 2, 1, 0)] == [["n"], ["n"], ["n", "q"], ["n", "q"]]
+    bound.holds(0).clear()
+    assert bound.holds(1) == ["n", "q"]
     # Rank 1 stands at (1, 0): the first halves of the blocks that are cut, and all of the one that is not.
     elements = [(at + n, local + n) for (at,), (size,), local, _ in bound.layouts["q"].tiles(1) for n in range(size)]
     assert elements == [(0, 0), (1, 1), (4, 2), (5, 3)]

@@ -100,11 +100,11 @@ class BoundLayout:
                 f"the layout has no rank {rank}",
                 hint=f"it has {counted(len(self.ranks), 'rank')}, from {min(self.ranks)}",
             )
-        held: dict[Places, bool] = {}  # thousands of keys share a handful of places
-        for key, layout in self.tensor_layouts.items():
-            if layout.place not in held:
-                held[layout.place] = self.layouts[key].holds(rank)
-        return [key for key, layout in self.tensor_layouts.items() if held[layout.place]]
+        # Thousands of keys share a handful of places, and thousands of ranks hold the same keys.
+        held = frozenset(place for place, layout in self._at_place.items() if layout.holds(rank))
+        if held not in self._held_at:
+            self._held_at[held] = [key for key, layout in self.tensor_layouts.items() if layout.place in held]
+        return list(self._held_at[held])
 
     def local_names(self, rank: int, keys: Collection[str] | None = None) -> list[str]:
         """Names of the arrays that a rank loads or saves, in order; a join has the position of its first key.
@@ -155,6 +155,16 @@ class BoundLayout:
                 request.add_joined(name, [(key, self.layouts[key]) for key in members], rank, join.align)
         request.add_all(alone, rank)
         return request
+
+    @functools.cached_property
+    def _at_place(self) -> dict[Places, _core.Layout]:
+        """The layout of one tensor at each place."""
+        return {layout.place: self.layouts[key] for key, layout in self.tensor_layouts.items()}
+
+    @functools.cached_property
+    def _held_at(self) -> dict[frozenset[Places], list[str]]:
+        """The keys at each of some places, as far as they were asked for."""
+        return {}
 
     @functools.cached_property
     def _rank_set(self) -> frozenset[int]:

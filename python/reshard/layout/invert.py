@@ -10,6 +10,7 @@ the caller must specify them.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from reshard import _core
@@ -100,6 +101,9 @@ def check_local_shapes(bound: BoundLayout, local_shapes: Mapping[str, Mapping[in
     """
     joins = {join.name for join in bound.joins}
     shapes: dict[tuple[int, int], Shape] = {}
+    n_given: Counter[int] = Counter()
+    for of_ranks in local_shapes.values():
+        n_given.update(of_ranks.keys())
     for rank in bound.ranks:
         names = bound.local_names(rank)
         for name in names:
@@ -126,6 +130,8 @@ def check_local_shapes(bound: BoundLayout, local_shapes: Mapping[str, Mapping[in
                     key=name,
                     hint="the layout does not say how this tensor is cut",
                 )
+        if n_given[rank] == len(names):
+            continue
         held = set(names)
         for name, of_ranks in local_shapes.items():
             if rank in of_ranks and name not in held:
