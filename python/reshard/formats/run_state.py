@@ -29,8 +29,11 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-# Other names of objects that `Checkpointer.resume` has arguments for.
-_OTHER_NAMES = {"scheduler": ("scheduler", "lr_scheduler", "lr_schedulers", "schedulers")}
+# Other names of objects that `Checkpointer.resume` has arguments for; an optimizer with its own `state_dict` is one.
+_OTHER_NAMES = {
+    "scheduler": ("scheduler", "lr_scheduler", "lr_schedulers", "schedulers"),
+    "optimizer": ("optim", "optim_state", "optim_state_dict", "optimizer_state", "optimizer_state_dict"),
+}
 # What a trainer keeps for itself: a run that has no such object goes on without it.
 _OF_TRAINER = ("train_state", "dataloader", "data_loader", "trainer")
 _STEPS = ("step", "global_step", "iteration")
@@ -91,6 +94,7 @@ class RunState:
 
     Attributes:
         keys: for each tensor its name in this package, by its stored name. A tensor that is the step is left out.
+        places: object and path of each tensor in the state of an object of the run, by its name in this package.
         outside: stored names of tensors beside the state dict of the model that are no state of an optimizer.
         trainer: the state beside the tensors, as `reshard.torch` saves it.
         notes: what is left out.
@@ -98,6 +102,7 @@ class RunState:
 
     keys: Mapping[str, str]
     trainer: Mapping[str, Any]
+    places: Mapping[str, tuple[str, tuple[str | int, ...]]] = field(default_factory=dict)
     outside: Collection[str] = ()
     notes: tuple[str, ...] = ()
 
@@ -238,8 +243,17 @@ def translated(keys: Iterable[str], values: Values, live: Live, model: weight_se
     foreign = {key for key in (*keys, *values.by_name) if model.is_foreign(key) and is_optimizer(key)}
     if foreign:
         values = replace(values, by_name={key: one for key, one in values.by_name.items() if key not in foreign})
-    known = _Groups.of(values, live)
+    owners = _owners(live)
+    of_objects = {
+        name: place
+        for name in (*keys, *values.by_name)
+        if name not in model.names and (place := _place(values.path(name), owners)) is not None
+    }
+    by_parameter = {name: one for name, one in values.by_name.items() if name not in of_objects}
+    others = replace(values, by_name=by_parameter)
+    known = _Groups.of(others, live)
     around = _around(model, values)
+    places: dict[str, tuple[str, tuple[str | int, ...]]] = {}
     renamed: dict[str, str] = {}
     outside: list[str] = []
     slots: dict[str, list[str]] = {}
@@ -250,6 +264,11 @@ def translated(keys: Iterable[str], values: Values, live: Live, model: weight_se
         if key in foreign:
             renamed[key] = key
             outside.append(key)
+            continue
+        if key in of_objects:
+            owner, path, _ = of_objects[key]
+            renamed[key] = ".".join(("extra", owner, *map(str, path)))
+            places[renamed[key]] = (owner, path)
             continue
         of_state = state_of(key)
         if of_state is None and _may_be_step(key):
@@ -263,7 +282,7 @@ def translated(keys: Iterable[str], values: Values, live: Live, model: weight_se
         renamed[key] = f"{slot}.{parameter}"
         slots.setdefault(parameter, []).append(slot)
     trainer: dict[str, Any] = {"aliases": {}, "modules": {}, "objects": {}}
-    groups, states, used = _optimizer(values, live, known)
+    groups, states, used = _optimizer(others, live, known)
     if slots or groups:
         rows = [[sorted(of_name), [name]] for name, of_name in slots.items()]
         trainer["optimizer"] = {"groups": groups, "slots": rows, "state": states}
@@ -275,12 +294,12 @@ def translated(keys: Iterable[str], values: Values, live: Live, model: weight_se
             if found is not None:
                 trainer["modules"][of_module[found]] = values.by_name[name]
                 used.add(name)
-    left = _objects(values, live, used, trainer["objects"])
+    left = _objects(values, of_objects, used, trainer["objects"])
     unknown = sorted(name for name in left if name not in _OF_TRAINER and name not in _STEPS)
     trainer["objects"] |= dict.fromkeys(unknown)  # refused, or reported: the run has none of this name
     of_trainer = sorted(name for name in left if name in _OF_TRAINER)
     notes = [f"{listed(map(show, of_trainer))} of the checkpoint is not restored: the run has no such object"]
-    return RunState(renamed, trainer, outside, tuple(notes if of_trainer else ()))
+    return RunState(renamed, trainer, places, outside, tuple(notes if of_trainer else ()))
 
 
 def _around(model: weight_sets.WeightSet, values: Values) -> str:
@@ -416,31 +435,50 @@ def _optimizer(
     return groups, states, used
 
 
-def _objects(values: Values, live: Live, used: set[str], found: dict[str, Any]) -> set[str]:
+def _owners(live: Live) -> dict[str, str]:
+    """The objects of the run, by the names that a checkpoint can have for them."""
+    return {other: name for name in live.objects for other in (*_OTHER_NAMES.get(name, ()), name)}
+
+
+def _place(
+    path: tuple[str | int, ...], owners: Mapping[str, str]
+) -> tuple[str, tuple[str | int, ...], tuple[str | int, ...]] | None:
+    """The object to whose state a value belongs, the path in it, and the path that leads to it."""
+    depth = next((n for n in (0, 1) if n < len(path) and path[n] in owners), None)
+    if depth is None:
+        return None
+    owner, rest = owners[str(path[depth])], path[depth + 1 :]
+    if owner == "optimizer" and rest[:1] == ("state",) and len(rest) > 1 and is_number(str(rest[1])):
+        rest = ("state", _Key(rest[1]), *rest[2:])  # DCP has text for it
+    return owner, rest, path[: depth + 1]
+
+
+def _objects(
+    values: Values,
+    places: Mapping[str, tuple[str, tuple[str | int, ...], tuple[str | int, ...]]],
+    used: set[str],
+    found: dict[str, Any],
+) -> set[str]:
     """Fill in the state of the objects of the run; returns the first keys of values that belong to none.
+
+    There is None in the place of a tensor.
 
     Raises:
         MismatchError: two names of the checkpoint hold the state of one object.
     """
-    wanted = {other: name for name in live.objects for other in (*_OTHER_NAMES.get(name, ()), name)}
-    left: set[str] = set()
+    left = {str(values.path(name)[0]) for name in values.by_name if name not in used and name not in places}
     source: dict[str, str] = {}
-    for name, value in values.by_name.items():
+    for name, (owner, rest, start) in places.items():
         if name in used:
             continue
-        path = values.path(name)
-        depth = next((n for n in (0, 1) if n < len(path) and path[n] in wanted), None)
-        if depth is None:
-            left.add(str(path[0]))
-            continue
-        owner, rest = wanted[str(path[depth])], path[depth + 1 :]
-        at = ".".join(map(str, path[: depth + 1]))
+        at = ".".join(map(str, start))
         if source.setdefault(owner, at) != at:
             raise MismatchError(
                 f"{show(source[owner])} and {show(at)} of the checkpoint both are state of {show(owner)} of the run",
                 key=at,
                 hint="save the checkpoint with one of them alone",
             )
+        value = values.by_name.get(name)
         if not rest:
             found[owner] = value
             continue
@@ -454,14 +492,17 @@ def _objects(values: Values, live: Live, used: set[str], found: dict[str, Any]) 
 
 
 def _with_lists(value: object) -> object:
-    """The value with lists of dicts, which were flattened by position."""
+    """The value with lists, which were flattened by position."""
     if not isinstance(value, dict):
         return value
     inner = {key: _with_lists(one) for key, one in value.items()}
-    is_list = bool(inner) and all(isinstance(one, dict) for one in inner.values())
-    if is_list and sorted(inner, key=str) == sorted(range(len(inner)), key=str):
+    if inner and all(type(key) is int for key in inner) and sorted(inner) == list(range(len(inner))):
         return [inner[n] for n in range(len(inner))]
-    return inner
+    return {int(key) if type(key) is _Key else key: one for key, one in inner.items()}
+
+
+class _Key(int):
+    """A number that is a key of a dict; others in a path are positions in a list."""
 
 
 def is_tensor(value: object) -> bool:
@@ -494,7 +535,7 @@ def flat_values(value: object) -> Values:
             return
         if isinstance(one, dict) and one:
             for key, inner in one.items():
-                visit((*path, key), inner)
+                visit((*path, _Key(key) if type(key) is int else key), inner)
         elif isinstance(one, list | tuple) and holds(one):
             for n, inner in enumerate(one):
                 visit((*path, n), inner)

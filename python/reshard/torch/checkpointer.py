@@ -65,6 +65,7 @@ from reshard.torch.resuming import (
     check_has_optimizer,
     check_restored,
     check_state_beside,
+    check_taken,
     initial_state,
     match_objects,
     restore_objects,
@@ -503,6 +504,8 @@ class Checkpointer:
         compared: dict[str, LeftOutTensor] = {}
         facts = _facts_of(run.sampler, scale_steps=self._scale_steps)
         is_own, reason = self._start(facts)
+        if not is_own and start is not None and not start.fresh_optimizer:
+            check_taken(run)
         how = RestoreOptions(policy, cast, init, device, grown, Settings.of(settings), data)
         mode = self._options.verify.on_load
         is_weights_alone = False

@@ -27,7 +27,7 @@ from reshard.layout.bind import bound_of
 from reshard.layout.patterns import Matcher
 from reshard.layout.resolve import Resolved
 from reshard.options import Strict
-from reshard.torch.objects import object_tensors
+from reshard.torch.objects import TENSORS, Entry, object_tensors
 from reshard.torch.optimizers import OptimizerRecord
 from reshard.torch.restore import parameter_like
 from reshard.torch.tensors import as_tensor, from_tensor, torch_dtype
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from reshard.formats.run_state import Values
     from reshard.layout import BoundLayout
     from reshard.options import InitFrom
-    from reshard.torch.objects import Entry
     from reshard.torch.state import Described
 
 MOST_NAMES = 1000
@@ -268,8 +267,11 @@ def _read_of_torch(
     model = model_of(shapes, live, entry=entry, path=str(checkpoint.path))
     state = translated(shapes, values, live, model)
     _check_plain(checkpoint, values, state.trainer if part == "all" else {})
+    if init is None and part == "all":
+        _check_numbered(checkpoint, state.trainer["objects"], described.live.objects)
     # A run that starts from a model does not need what lies beside it, such as averaged weights or metrics.
-    outside = set(state.outside).intersection(checkpoint.keys(part)) if init is not None or part == "model" else set()
+    outside = {*state.outside, *(key for key, name in state.keys.items() if name in state.places)}
+    outside = outside.intersection(checkpoint.keys(part)) if init is not None or part == "model" else set()
     keys = [key for key in checkpoint.keys(part) if key not in outside]
     checkpoint.data.check(keys)
     index = checkpoint.data.index
@@ -279,21 +281,25 @@ def _read_of_torch(
         wanted.notes.append(f"the checkpoint also has {names}, outside of the state dict of the model: not loaded")
     _check_distinct(checkpoint, state)
     of_optimizer = checkpoint.keys("optimizer")
-    wanted.of_optimizer = {state.keys[key] for key in of_optimizer if key in state.keys}
+    wanted.of_optimizer = {state.keys[key] for key in of_optimizer if key in state.keys} - state.places.keys()
+    wanted.of_objects = {name: (owner, Entry(name, path)) for name, (owner, path) in state.places.items()}
     with checkpoint.view(tensors, is_renamed=True) as view:
         wanted.checkpoint = view
-        wanted.sort(list(tensors), {}, _Taken.of(init), with_objects=False)
+        wanted.sort(list(tensors), {}, _Taken.of(init), with_objects=init is None and part == "all")
         if init is not None:
             wanted.check_quantised()
         arrays = _arrays(wanted, rank, verify, threads)
     trainer = (
         state.trainer if part == "all" else {name: one for name, one in state.trainer.items() if name != "optimizer"}
     )
+    places: dict[str, list[Any]] = {}
+    for owner, place in wanted.of_objects.values() if part == "all" else ():
+        places.setdefault(owner, []).append(place.to_value())
     return Read(
         arrays,
-        {"trainer": trainer},
+        {"trainer": {**trainer, TENSORS: places}},
         [],
-        bool(of_optimizer),
+        bool(wanted.of_optimizer),
         checkpoint.data.world_size(),
         tuple(wanted.unexpected),
         frozenset(wanted.kept),
@@ -366,6 +372,34 @@ def _check_plain(checkpoint: Checkpoint, values: Values, trainer: Mapping[str, A
         raise UnsupportedError(
             f"{checkpoint.path}: {show(key)} holds {what}, which is not read", path=str(checkpoint.path), hint=hint
         )
+
+
+def _check_numbered(checkpoint: Checkpoint, saved: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
+    """Refuse state by the names of parameters for an optimizer that loads it by their numbers: it would ignore it."""
+    one = objects.get("optimizer")
+    if (
+        one is None
+        or "optimizer" not in saved
+        or not _is_numbered(one.state_dict())
+        or _is_numbered(saved["optimizer"])
+    ):
+        return
+    raise UnsupportedError(
+        f"{checkpoint.path}: the state of the optimizer is there, and cannot be loaded: it is stored by the names of "
+        f"the parameters, and {type(one).__name__} of the run has a `load_state_dict` of its own, for their numbers",
+        path=str(checkpoint.path),
+        key="optimizer",
+        hint="go on with the program that saved it, or start from the weights alone with `init_from=`",
+    )
+
+
+def _is_numbered(state: object) -> bool:
+    """Whether the state of an optimizer has its parameters by numbers, as that of torch."""
+    groups = state.get("param_groups") if isinstance(state, dict) else None
+    if not isinstance(state, dict) or not isinstance(groups, list) or not isinstance(state.get("state", {}), dict):
+        return False
+    numbers = [one for group in groups if isinstance(group, dict) for one in group.get("params", [])]
+    return all(type(one) is int for one in (*numbers, *state.get("state", {})))
 
 
 def _opaque(names: list[tuple[list[str], Any]]) -> Iterator[tuple[list[str], _core.Opaque]]:

@@ -75,6 +75,21 @@ def check_has_optimizer(found: Read, saved: Mapping[str, Any], options: RestoreO
     return [f"the checkpoint holds no optimizer state{_unread(found)}: the optimizer starts with new state"]
 
 
+def check_taken(run: Run) -> None:
+    """Refuse a start with the state of an optimizer that a start does not load.
+
+    Raises:
+        UnsupportedError: an optimizer has a `state_dict` of its own.
+    """
+    for name in sorted(run.whole_optimizers):
+        raise UnsupportedError(
+            f"`fresh_optimizer=False`: `{name}` is a {type(run.objects[name]).__name__} with a `state_dict` of its "
+            "own, and a start loads the state of no such optimizer",
+            key=name,
+            hint="leave `fresh_optimizer` out, or go on with the run itself with `resume_training`",
+        )
+
+
 def _unread(found: Read) -> str:
     """Which files beside the weights probably hold the state of the optimizer."""
     names = optimizer_files(locate(found.path)) if found.path else []

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import reshard
 from reshard.cli import main
 from reshard.errors import DamagedFileError, MismatchError, UnsupportedError
+from reshard.options import InitFrom
 from reshard.torch import Checkpointer
 
 if TYPE_CHECKING:
@@ -312,3 +313,79 @@ def test_saves_into_such_a_root_come_before_its_steps(tmp_path: Path) -> None:
     reshard.save(root, 20, {"w": torch.zeros(2)})
     assert reshard.open(root).iteration == 20
     assert reshard.load(root).decision.initial_step == 20
+
+
+class Average:
+    """An object with tensors in a list and in a dict."""
+
+    def __init__(self, value: float) -> None:
+        self.state: dict[str, Any] = {
+            "decay": value,
+            "shadow": [torch.full((2,), value), torch.full((3, 1), value)],
+            "named": {"w": torch.full((2,), value)},
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+class Whole(torch.optim.SGD):
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict()
+
+
+@pytest.mark.parametrize("how", ["dcp", "torch.save"])
+def test_objects_and_optimizers_with_a_state_dict_of_their_own(how: str, tmp_path: Path) -> None:
+    layer, average = nn.Linear(2, 2), Average(0.5)
+    optimizer = Whole(layer.parameters(), lr=0.5, momentum=0.9)
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    if how == "torch.save":
+        average.state["numbered"] = {0: torch.ones(2), 1: torch.ones(2)}
+    state = {"model": layer.state_dict(), "optim": optimizer.state_dict(), "ema": average.state, "step": 1}
+    (torch.save if how == "torch.save" else save)(state, tmp_path / "theirs")
+    other, found = nn.Linear(2, 2), Average(0.0)
+    again = Whole(other.parameters(), lr=0.1, momentum=0.9)
+    config = {"load_checkpoint": str(tmp_path / "theirs"), "resume_training": True}
+    with Checkpointer.from_config(config, root=tmp_path / "run", signals=()) as checkpointer:
+        assert checkpointer.resume(model=other, optimizer=again, extra={"ema": found}).initial_step == 1
+    assert [tuple(one) for one in found.state.items() if one[0] == "decay"] == [("decay", 0.5)]
+    assert type(found.state["shadow"]) is list
+    assert all(map(torch.equal, found.state["shadow"], average.state["shadow"]))
+    assert torch.equal(found.state["named"]["w"], average.state["named"]["w"])
+    assert how == "dcp" or list(found.state["numbered"]) == [0, 1]
+    assert again.param_groups[0]["lr"] == 0.5
+    assert all(map(torch.equal, moments_of(again), moments_of(optimizer)))
+    assert len(moments_of(again)) == 2
+
+
+def test_state_by_name_for_an_optimizer_that_numbers_its_parameters_is_refused(tmp_path: Path) -> None:
+    layer = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), momentum=0.9)
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    model, by_name = get_state_dict(layer, optimizer)
+    save({"model": model, "optimizer": by_name, "step": 1}, tmp_path / "theirs")
+    config = {"load_checkpoint": str(tmp_path / "theirs"), "resume_training": True}
+    with (
+        Checkpointer.from_config(config, root=tmp_path / "run", signals=()) as checkpointer,
+        pytest.raises(UnsupportedError, match="is there, and cannot be loaded: it is stored by the names") as caught,
+    ):
+        checkpointer.resume(model=layer, optimizer=Whole(layer.parameters(), momentum=0.9))
+    assert "Whole of the run" in str(caught.value)
+    assert caught.value.key == "optimizer"
+
+
+def test_a_start_with_the_state_of_such_an_optimizer_is_refused(tmp_path: Path) -> None:
+    layer = nn.Linear(2, 2)
+    optimizer = Whole(layer.parameters(), momentum=0.9)
+    torch.save({"model": layer.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "theirs")
+    start = InitFrom(tmp_path / "theirs", fresh_optimizer=False)
+    with (
+        Checkpointer(tmp_path / "run", signals=()) as checkpointer,
+        pytest.raises(UnsupportedError, match="`optimizer` is a Whole with a `state_dict` of its own"),
+    ):
+        checkpointer.resume(model=layer, optimizer=optimizer, init_from=start)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
-from typing import TYPE_CHECKING, Any
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +18,6 @@ import reshard
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError
 from reshard.options import InitFrom
 from reshard.torch import Checkpointer
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture
@@ -151,3 +152,16 @@ def test_the_optimizer_of_trainer_comes_into_the_callback(tmp_path: Path) -> Non
     trainer(tmp_path / "second", [ReshardCallback(tmp_path / "root", init_from=init), See()], 1).train()
     assert found.keys() == saved.keys()
     assert all(torch.equal(found[name][slot], saved[name][slot]) for name in saved for slot in saved[name])
+
+
+@pytest.mark.slow
+def test_optimizers_of_bitsandbytes_go_on(tmp_path: Path) -> None:
+    """In a process of its own: the threads of bitsandbytes must not be in the one from which other tests fork ranks."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        pytest.skip("bitsandbytes is not installed")
+    program = Path(__file__).parent / "eight_bits.py"
+    done = subprocess.run([sys.executable, program, tmp_path], capture_output=True, text=True, check=False)
+    refused = "adamw_bnb_8bit by name refused: the state of the optimizer is there, and cannot be loaded"
+    came = ["adamw_bnb_8bit goes on", "lion_8bit goes on", refused]
+    printed = [line for line in done.stdout.splitlines() if not line.startswith("{")]  # those of Trainer
+    assert (done.returncode, printed) == (0, came), done.stderr
