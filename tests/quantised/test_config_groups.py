@@ -219,3 +219,42 @@ def test_the_version_decides_how_integers_are_packed(tmp_path: Path) -> None:
                 continue
             with checkpoint.dequantised() as plain:
                 assert plain.read("a.weight").shape == tuple(arrays["a.weight_shape"])
+
+
+def with_targets(path: Path, *targets: list[str]) -> Path:
+    said = json.loads((path / "config.json").read_text())
+    for one, group in zip(targets, said["quantization_config"]["config_groups"].values(), strict=True):
+        group["targets"] = one
+    (path / "config.json").write_text(json.dumps(said))
+    return path
+
+
+def test_a_weight_is_compared_with_the_group_of_its_module(tmp_path: Path) -> None:
+    """Two blocks of 190 rows are blocks of 96 or of 128: `match_targets` of compressed-tensors says which are taken."""
+    arrays = {"m.a.weight": fp8(RNG(1), (190, 128)), "m.a.weight_scale": scales(RNG(2), (2, 1))}
+    blocks = [args("float", 8, "block", block_structure=[n, 128]) for n in (96, 128)]
+    cases: list[tuple[list[str], list[str], int]] = [
+        (["m.a"], ["Linear"], 96),
+        (["re:.*a$"], ["m.a"], 128),  # a name comes before an expression
+        (["re:m.*"], ["re:.*a"], 128),  # the first in the order of their texts
+        (["re:a"], ["re:m[.]a"], 128),  # from the start of the name
+        (["re:.*b$"], ["Linear"], 128),
+        (["Linear", "re:.*a"], ["Linear"], 96),
+    ]
+    for number, (first, second, rows) in enumerate(cases):
+        path = with_targets(model(tmp_path / f"{number}", arrays, *blocks), first, second)
+        with reshard.open(path) as checkpoint:
+            assert checkpoint.quantised()["m.a.weight"].values["block"] == (rows, 128), (first, second)
+    # Not known: two groups fit.
+    for number, (first, second) in enumerate(((["re:.*b"], ["re:.*c"]), (["re:(?!b).*"], ["Linear"]))):
+        path = with_targets(model(tmp_path / f"both{number}", arrays, *blocks), first, second)
+        with reshard.open(path) as checkpoint, pytest.raises(MismatchError, match="blocks of 96 x 128 and 128 x 128"):
+            checkpoint.quantised()
+
+
+def test_a_weight_as_another_group_says_is_refused(tmp_path: Path) -> None:
+    arrays = packed(RNG(3), 4, 64, 128, 2)
+    groups = [args("int", 4, "group", group_size=64), args("int", 8, "channel")]
+    path = with_targets(model(tmp_path / "m", arrays, *groups), ["Linear"], ["re:.*a"])
+    with reshard.open(path) as checkpoint, pytest.raises(MismatchError, match=r"packs no .* integers of 8 bits"):
+        checkpoint.quantised()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reshard import _core
 from reshard.documents.strict_json import read_json
-from reshard.errors import CheckpointNotFoundError, DamagedFileError, MismatchError
+from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, MismatchError
 from reshard.quantised.kinds import KINDS
 from reshard.values.words import listed, show
 
@@ -55,26 +57,35 @@ class Group(NamedTuple):
     is_symmetric: bool = True
 
 
-def groups(of: Said) -> list[Group]:
-    """What `config_groups` of compressed-tensors say of weights; empty: nothing.
+def groups(of: Said, module: str) -> list[Group]:
+    """What `config_groups` of compressed-tensors say of the weight of a module; empty: nothing.
+
+    The `targets` of a group are names of modules, regular expressions after `re:`, and names of classes. As in
+    compressed-tensors, a name comes first, then the first expression in the order of their texts. A module that none of
+    them names has one of the groups with a class.
 
     Args:
         of: what config.json says.
+        module: the name of the module.
 
     Raises:
         MismatchError: an entry is not as compressed-tensors writes it.
 
     Example:
         >>> weights = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 128}
-        >>> groups(Said("config.json", "compressed-tensors", {"config_groups": {"group_0": {"weights": weights}}}))
+        >>> groups(Said("config.json", "compressed-tensors", {"config_groups": {"group_0": {"weights": weights}}}), "a")
         [Group(type='int', bits=4, block=(1, 128), is_symmetric=True)]
     """
     entries = of.values.get("config_groups") if of.method == "compressed-tensors" else None
-    found: dict[Group, None] = {}
+    found: dict[Group, bool] = {}  # whether a class can name it
+    of_target: dict[str, Group | None] = {}
     for name, entry in entries.items() if isinstance(entries, dict) else ():
         weights = entry.get("weights") if isinstance(entry, dict) else None
-        if not isinstance(weights, dict):
-            continue  # of activations alone
+        given = entry.get("targets") if isinstance(entry, dict) else None
+        targets = [one for one in given if isinstance(one, str)] if isinstance(given, list) else []
+        if not isinstance(weights, dict):  # of activations alone
+            of_target |= dict.fromkeys(targets)
+            continue
         one = _group(weights)
         if one is None:
             raise MismatchError(
@@ -82,8 +93,35 @@ def groups(of: Said) -> list[Group]:
                 ", expected `num_bits`, `type` and `strategy`, and the size of its groups or blocks",
                 path=of.path,
             )
-        found[one] = None
-    return list(found)
+        of_target |= dict.fromkeys(targets, one)
+        is_of_class = not targets or any(not target.startswith("re:") and "." not in target for target in targets)
+        found[one] = found.get(one, False) or is_of_class
+    order = sorted(of_target, key=lambda target: (target.startswith("re:"), target))
+    for target in order:
+        is_named = _names(target, module)
+        if is_named is None:
+            return list(found)
+        if is_named:
+            first = of_target[target]
+            return [] if first is None else [first]
+    return [one for one, is_of_class in found.items() if is_of_class] or list(found)
+
+
+def _names(target: str, module: str) -> bool | None:
+    """Whether a target names a module; None: its expression is not supported."""
+    if not target.startswith("re:"):
+        return target == module
+    expression = _compiled(target.removeprefix("re:"))
+    return None if expression is None else expression.matches(module)
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(text: str) -> _core.Expression | None:
+    """An expression that matches from the start of a name, as in compressed-tensors; None: it is not supported."""
+    try:
+        return _core.Expression(f"(?:{text}).*")
+    except ArgumentError:
+        return None
 
 
 def packs_loosely(of: Said) -> bool | None:

@@ -269,7 +269,7 @@ class _Finder:
 
     def _groups(self, key: str, kind: str, bits: range) -> list[Group]:
         """What config.json says of weights of a type and of so many bits; empty: it has no groups."""
-        told = groups(self.of)
+        told = groups(self.of, key.removesuffix("_packed").removesuffix(".weight"))
         found = [one for one in told if one.type == kind and one.bits in bits]
         if told and not found:
             kinds = listed([f"{one.type} of {one.bits} bits" for one in told])
@@ -343,7 +343,7 @@ class _Finder:
         parts = {"weight": key, "scale": self._part(key, name + "_scale", "scale")}
         if dtype == "I32":
             return self._packed_integers(key, name, shape, parts)
-        told = [one.bits for one in groups(self.of) if one.type == "float"]
+        told = [one.bits for one in groups(self.of, module) if one.type == "float"]
         if told and 4 not in told:
             raise UnsupportedError(
                 f"{show(key)} has floats of {listed(map(str, dict.fromkeys(told)))} bits, as `config_groups` of "
