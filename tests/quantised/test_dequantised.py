@@ -13,7 +13,7 @@ from tests.helpers.quantised_samples import CONFIGS, Array, config_of, weight
 from tests.quantised.models import RNG, llama, to_torch
 
 import reshard
-from reshard.errors import DestinationExistsError
+from reshard.errors import DestinationExistsError, UnsupportedError
 
 torch = pytest.importorskip("torch")
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -322,3 +322,29 @@ def test_weights_one_behind_the_other(tmp_path: Path) -> None:
         for number in range(4):
             one = {"a.weight": arrays[f"l.{number}.weight"], "a.weight_scale": arrays[f"l.{number}.weight_scale"]}
             same(found[f"l.{number}.weight"], blocks_of_transformers(one, dtype))
+
+
+def test_zero_points_of_torchao_are_bytes_beside_bytes(tmp_path: Path) -> None:
+    """The core subtracts bytes: zero points of other dtypes, and those of FP8, are refused by name."""
+    of = {
+        "_type": "Int8Tensor",
+        "_data": {"block_size": [1, 8]},
+        "_tensor_data_names": ["qdata", "scale", "zero_point"],
+    }
+    bytes_, scale = np.arange(-16, 16, dtype=np.int8).reshape(4, 8), np.full((4, 1), 0.5, np.float32)
+    header = {"tensor_names": json.dumps(["a.weight"]), "a.weight": json.dumps(of)}
+    for values, zeros in (
+        (bytes_, np.ones((4, 1), np.int8)),
+        (bytes_, np.ones((4, 1), np.int32)),
+        (bytes_, np.ones((4, 1), ml_dtypes.bfloat16)),
+        (bytes_.astype(ml_dtypes.float8_e4m3fn), np.ones((4, 1), np.int8)),
+    ):
+        parts = {"a._weight_qdata": values, "a._weight_scale": scale, "a._weight_zero_point": zeros}
+        reshard.save_file(parts, tmp_path / "m.safetensors", metadata=header)
+        with reshard.open(tmp_path / "m.safetensors") as checkpoint:
+            if values.dtype == zeros.dtype == np.int8:
+                with checkpoint.dequantised() as plain:
+                    assert (plain.read("a.weight") == (values.astype(np.float32) - 1) * 0.5).all()
+                continue
+            with pytest.raises(UnsupportedError, match=r"`a\.weight` is quantised as torchao"):
+                checkpoint.dequantised()

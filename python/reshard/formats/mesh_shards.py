@@ -54,6 +54,7 @@ class RankTensor(NamedTuple):
         spec: the mesh and the placements of a shard.
         regions: of a ShardedTensor the regions of all ranks, as `TorchRegions.all`.
         offset: of a region its first element in the whole tensor; None: the file holds no region of it.
+        n_ranks: of a ShardedTensor the number of ranks of its run, as the file says.
     """
 
     rank: int
@@ -67,6 +68,7 @@ class RankTensor(NamedTuple):
     spec: object = None
     regions: bytes | None = None
     offset: tuple[int, ...] | None = None
+    n_ranks: int | None = None
 
     @property
     def kind(self) -> str:
@@ -138,13 +140,13 @@ def read(
     Args:
         path: the file.
         file: its number in the index.
-        rank: the rank that wrote it.
+        rank: the rank that wrote it. If the name does not say it, that in its ShardedTensors comes first.
         prefix: what stands before the names of its tensors in the checkpoint.
         n_ranks: how many ranks there are by its name, which says the rank, too; None: it says nothing.
         same: lists of regions in the files of other ranks, which are kept once.
 
     Raises:
-        DamagedFileError: another rank wrote it than its name says; or as `reshard.open`.
+        DamagedFileError: another rank wrote it than its name says, or several; or as `reshard.open`.
         UnsupportedError, StorageError: as `reshard.open`.
     """
     tensors, shards, regions, objects = _core.read_torch_shards(path)
@@ -163,8 +165,19 @@ def read(
                 key=prefix + name,
                 hint="the file was renamed, or is of another run: copy it again",
             )
+        if (wrote, n_wrote) != regions[0][5:7]:
+            raise DamagedFileError(
+                f"{show(path)}: {show(name)} was saved by rank {wrote} of {n_wrote}, and {show(regions[0][0])} by rank "
+                f"{regions[0][5]} of {regions[0][6]}",
+                path=path,
+                key=prefix + name,
+                hint="save the file of each rank alone",
+            )
         of_all = RankTensor(rank, file, path, name, prefix + name, dtype, (), shape, None, same.setdefault(all_, all_))
+        of_all = of_all._replace(n_ranks=n_wrote)
         found += [of_all._replace(name=stored, local=extent, offset=at) for stored, at, extent in held] or [of_all]
+    if regions:
+        found = [one._replace(rank=regions[0][5]) for one in found]
     return found, objects
 
 
@@ -185,7 +198,18 @@ def add_tensors(index: _core.Index, tensors: Iterable[RankTensor], hint: str) ->
         UnsupportedError: a placement is not supported.
     """
     by_key: dict[str, list[RankTensor]] = {}
+    of_run: RankTensor | None = None
     for tensor in tensors:
+        if tensor.n_ranks is not None:
+            of_run = of_run or tensor
+            if tensor.n_ranks != of_run.n_ranks:
+                raise DamagedFileError(
+                    f"{show(tensor.path)}: {show(tensor.key)} was saved by a rank of {tensor.n_ranks}, and "
+                    f"{show(of_run.key)} in {show(of_run.path)} by one of {of_run.n_ranks}",
+                    path=tensor.path,
+                    key=tensor.key,
+                    hint=_MIXED_HINT,
+                )
         by_key.setdefault(tensor.key, []).append(tensor)
     copies: dict[str, list[list[HeldArray]]] = {}
     for key, held in by_key.items():

@@ -125,7 +125,7 @@ def _recipe(one: Quantised, index: _core.Index) -> Recipe:
         return Recipe("packed", (one.values["bits"], one.shape[-1] // grid[1]), tuple(parts))
     if one.kind == "gguf-blocks" and one.values["type"] in _GGUF:
         return Recipe("blocks", (one.values["number"],), (("weight", _matrices(one, shapes["weight"])),))
-    recipe = _of_torchao(one, shapes) if one.kind == "torchao" else None
+    recipe = _of_torchao(one, shapes, index) if one.kind == "torchao" else None
     if recipe is not None:
         return recipe
     raise UnsupportedError(
@@ -136,11 +136,13 @@ def _recipe(one: Quantised, index: _core.Index) -> Recipe:
     )
 
 
-def _of_torchao(one: Quantised, shapes: dict[str, tuple[int, ...]]) -> Recipe | None:
+def _of_torchao(one: Quantised, shapes: dict[str, tuple[int, ...]], index: _core.Index) -> Recipe | None:
     values, block = one.values, one.values.get("block_size")
     kind, roles = values["type"], set(one.parts)
     if values.get("is_swizzled_scales") or len(one.shape) > 3:
         return None
+    if "zero_point" in roles and [index.info(one.parts[role])[0] for role in ("qdata", "zero_point")] != ["I8", "I8"]:
+        return None  # the core subtracts bytes
     if kind in ("MXTensor", "NVFP4Tensor") and not {"qdata", "scale"} <= roles:
         return None
     if kind == "MXTensor" and type(block) is int and block > 0:

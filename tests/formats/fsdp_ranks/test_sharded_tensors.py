@@ -262,6 +262,28 @@ def test_files_under_wrong_names(tmp_path: Path) -> None:
         reshard.open([tmp_path / names[0], tmp_path / names[0]])
 
 
+def test_lists_of_files_have_the_ranks_that_wrote_them(tmp_path: Path) -> None:
+    """Their places in the list say nothing."""
+    save_sharded(tmp_path / "a", 2, lambda rank: {"w": sharded(WHOLE, HALVES, rank), "b": WHOLE + rank})
+    files = sorted((tmp_path / "a").iterdir(), reverse=True)
+    with reshard.open(files) as checkpoint:
+        assert torch.equal(reshard.torch.as_tensor(checkpoint.read("w")), WHOLE)
+        with pytest.raises(MismatchError, match=r"the bytes on rank 0 differ from those on rank 1"):
+            checkpoint.read("b")
+    save_sharded(tmp_path / "b", 4, lambda rank: {"w": sharded(WHOLE, HALVES, rank)})
+    mixed = [tmp_path / "a" / files[1].name, tmp_path / "b" / "model_world_size_4_rank_1.pt"]
+    with pytest.raises(DamagedFileError, match=r"saved by a rank of 4, and `w` in .* by one of 2"):
+        reshard.open(mixed)
+    group = ShardedTensor.ProcessGroupState(1, 1, 2, 2)
+    save_sharded(
+        tmp_path / "c",
+        2,
+        lambda rank: {"w": sharded(WHOLE, HALVES, rank), "v": changed(sharded(WHOLE, HALVES, rank), group=group)},
+    )
+    with pytest.raises(DamagedFileError, match="`v` was saved by rank 1 of 2, and `w` by rank 0 of 2"):
+        reshard.open(tmp_path / "c" / "model_world_size_2_rank_0.pt")
+
+
 def test_copies_of_ranks_are_compared(tmp_path: Path) -> None:
     def make(rank: int) -> dict[str, Any]:
         values = WHOLE + 1 if rank == 3 else WHOLE

@@ -158,3 +158,19 @@ def test_shards_beside_whole_files_are_two_answers(first: str, second: str, name
     assert all(f"`{folder / one}`" in str(caught.value) for one in both[kind])
     with reshard.open(folder / both[kind][0]) as alone:
         assert len(alone) > 0
+
+
+def test_what_rank_0_has_of_the_optimizer_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Trainer of transformers 4.31 to 4.35 saves it beside the optimizer that FSDP gathers."""
+    for form in FORMS:
+        folder = shutil.copytree(SAVED / form, tmp_path / form)
+        torch.save({"state": {0: {"exp_avg": torch.ones(7)}}, "param_groups": []}, folder / "optimizer.pt")
+        caplog.clear()
+        with reshard.open(folder, format="trainer-run") as checkpoint:
+            assert set(checkpoint) == set(reshard.open(SAVED / form, format="trainer-run"))
+        assert "optimizer.pt is not: beside an optimizer of FSDP" in caplog.text
+    for name in ("pytorch_model_fsdp.bin", "pytorch_model_fsdp_0"):
+        path = tmp_path / FORMS[name.endswith(".bin")] / name
+        path.rename(path.with_name("moved"))
+        with pytest.raises(UnsupportedError, match=r"`.*/optimizer[_.].*` and `.*/optimizer\.pt` both fit"):
+            reshard.open(path.parent, format="trainer-run")

@@ -16,6 +16,8 @@ pytorch_model_fsdp_0/, optimizer_0/       SHARDED_STATE_DICT: `{"model": ...}` a
 pytorch_model_fsdp.bin, optimizer.bin     FULL_STATE_DICT
 ```
 
+Trainer of transformers 4.31 to 4.35 also saves `optimizer.pt` then, which holds what rank 0 has of the optimizer.
+
 With DeepSpeed they save its checkpoint below the folder, and `latest`; `scheduler.pt` only of a scheduler that is not
 one of DeepSpeed, and weights only where the parameters are not partitioned:
 
@@ -89,10 +91,14 @@ def rivals(names: Collection[str]) -> tuple[str, str] | None:
         >>> rivals(["optimizer_0", "pytorch_model_fsdp_0", "pytorch_model_fsdp.bin"])
         ('pytorch_model_fsdp_0', 'pytorch_model_fsdp.bin')
     """
-    for kind in ((SHARDED_MODEL, _FULL_MODEL), (_SHARDED_OPTIMIZER, _FULL_OPTIMIZER, OPTIMIZER_FILE)):
+    for kind in ((SHARDED_MODEL, _FULL_MODEL), (_SHARDED_OPTIMIZER, _FULL_OPTIMIZER)):
         there = [name for name in kind if name in names]
         if len(there) > 1:
             return there[0], there[1]
+    of_run = files(names)
+    of_fsdp = next((name for name in (_SHARDED_OPTIMIZER, _FULL_OPTIMIZER) if name in names), None)
+    if of_run is not None and of_run.optimizer == OPTIMIZER_FILE and of_fsdp is not None:
+        return of_fsdp, OPTIMIZER_FILE
     return None
 
 
@@ -110,7 +116,10 @@ def files(names: Collection[str]) -> RunFiles | None:
         True
     """
     has_state = STATE_FILE in names
-    if has_state and OPTIMIZER_FILE in names:
+    is_fsdp = any(name in names for name in (SHARDED_MODEL, _FULL_MODEL)) and any(
+        name in names for name in (_SHARDED_OPTIMIZER, _FULL_OPTIMIZER)
+    )
+    if has_state and OPTIMIZER_FILE in names and not is_fsdp:
         return RunFiles(OPTIMIZER_FILE, SCHEDULER_FILE)
     if has_state and any(map(_OF_DEEPSPEED.fullmatch, names)):
         return RunFiles("", SCHEDULER_FILE, is_deepspeed=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
     from reshard.formats.base import OpenOptions, PartName
     from reshard.storage.location import Location
+
+_log = logging.getLogger("reshard")
 
 _MAX_STATE_BYTES = 64 << 20
 _MAX_STEP = 1 << 62
@@ -87,6 +90,14 @@ def open_folder(folder: Location, options: OpenOptions) -> CheckpointData:
             f"{first} and {second} both fit: they can be of different saves into this folder",
             path=str(folder / rivals[0]),
             hint="move the one of the older save to another folder; each can be opened alone by its path",
+        )
+    if names.OPTIMIZER_FILE in there and of_run.model is not None:
+        _log.warning(
+            "%s: %s is read, and %s is not: beside an optimizer of FSDP, Trainer of transformers 4.31 to 4.35 saves "
+            "in it what rank 0 has. If it is of another save into this folder, move the files of one of them",
+            folder,
+            of_run.optimizer,
+            names.OPTIMIZER_FILE,
         )
     state, step = _state(folder / names.STATE_FILE) if of_run.has_state else ({}, None)
     if of_run.is_deepspeed:
