@@ -472,3 +472,13 @@ def test_a_reader_of_a_bucket_keeps_what_it_has_opened(url: str, s3: S3Server) -
     save(url, 4, keep=1)
     names = {name.partition("/")[0] for name, _ in locate(url).store.below(url)}  # type: ignore[attr-defined]
     assert sorted(name[:18] for name in names if name.startswith("iteration")) == ["iteration_00000004"]
+
+
+def test_an_object_that_bears_the_name_of_the_log_hides_nothing(s3: S3Server, url: str) -> None:
+    save(url, 1)
+    assert s3.request("PUT", f"/{url.removeprefix('s3://')}/log", b"a log of the training")[0] == 200
+    check(url, 1)
+    save(url, 2)
+    check(url, 2)
+    assert iterations(url) == [1, 2]
+    assert "iteration_00000002" in run("inspect", url)

@@ -19,6 +19,7 @@ import reshard
 pytest.importorskip("ray", reason="pip install 'reshard[ray]'")
 
 from tests.helpers.ray_cluster import RayCluster, running
+from tests.servers import doubles
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -257,3 +258,21 @@ def test_an_error_of_a_worker_that_is_of_python_is_one_of_ours(cluster: RayClust
         f"StorageError on host `{host}`: OSError: no room",
         f"GroupError on host `{host}`: RuntimeError: no room",
     ]
+
+
+def test_workers_reach_a_bucket_as_the_driver_does(cluster: RayCluster, tmp_path: Path) -> None:
+    reshard.save(tmp_path / "run", 1, {"w": np.arange(9.0)})
+    script = (
+        "import sys, reshard\nfrom reshard.ray import Ray\nendpoint, folder = sys.argv[1:]\n"
+        "options = reshard.BucketOptions(endpoint=endpoint, anonymous=True, allow_http=True, cache=folder + '/cache')\n"
+        "reshard.convert(reshard.locate('gs://weights/run', options), folder + '/dst', on=Ray())\n"
+        "assert reshard.verify('gs://weights/run', on=Ray()).ok\n"
+        "assert reshard.diff('gs://weights/run', folder + '/dst', part='model', on=Ray()).equal\n"
+    )
+    environment = {name: value for name, value in cluster.environment.items() if not name.startswith("GOOGLE_")}
+    with doubles.running("google") as double:
+        double.upload(tmp_path / "run", "run")
+        command = [sys.executable, "-c", script, double.endpoint, str(tmp_path)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert reshard.load_file(tmp_path / "dst" / "model.safetensors")["w"].tolist() == list(range(9))

@@ -313,6 +313,9 @@ def test_a_bucket_has_one_set_of_options(s3: S3Server, prefix: str) -> None:
         reshard.locate("run", reshard.BucketOptions(region="eu-west-1"))
     with pytest.raises(ArgumentError, match=r"`retry_s` is -1\.0"):
         reshard.BucketOptions(retry_s=-1.0)
+    with pytest.raises(ArgumentError, match="before `@`") as caught:
+        reshard.BucketOptions(endpoint="https://name:hidden@s3.example.org")
+    assert "hidden" not in str(caught.value)
 
 
 def test_credentials_and_endpoint_come_from_a_profile(

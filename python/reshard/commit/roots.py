@@ -46,7 +46,8 @@ def _head(root: Location) -> Record | None:
 
 def _may_be_log(entries: Sequence[Entry] | None) -> bool:
     """Whether a root with these entries can be a log; None: they are not known."""
-    return entries is None or (LOG_FOLDER, "folder") in entries
+    # By name alone: an object can have the name of the folder, too, and then it is what a list tells.
+    return entries is None or any(entry.name == LOG_FOLDER for entry in entries)
 
 
 # -- names

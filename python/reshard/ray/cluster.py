@@ -22,10 +22,13 @@ from reshard.errors import ArgumentError, GroupError, ReshardError, StorageError
 from reshard.ranks.group import ErrorRecord
 from reshard.ranks.places import ShareDone, ShareRun, Work
 from reshard.storage.changes import enter_folder
+from reshard.storage.remote import options_to_send, take_options
 from reshard.values.words import show
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
+
+    from reshard.storage.remote import BucketOptions
 
 _log = logging.getLogger("reshard")
 
@@ -87,7 +90,8 @@ class Ray:
                     task = ray.remote(num_cpus=self.cpus, max_retries=0, scheduling_strategy="SPREAD")(_do_share)
                     # The work of all shares, once for all tasks.
                     folder, version = str(Path.cwd()), _core.__version__
-                    begin = functools.partial(task.remote, ray.put(work), folder=folder, version=version)
+                    sent = {"folder": folder, "version": version, "buckets": options_to_send()}
+                    begin = functools.partial(task.remote, ray.put(work), **sent)
                     for share in range(n_shares):
                         running[begin(share)] = share
                 while running:
@@ -208,7 +212,9 @@ class Ray:
         )
 
 
-def _do_share(work: Work[Any], share: int, *, folder: str, version: str) -> ShareDone:
+def _do_share(
+    work: Work[Any], share: int, *, folder: str, version: str, buckets: Mapping[str, BucketOptions]
+) -> ShareDone:
     """Do a share, in a worker."""
     host, process, begun = socket.gethostname(), os.getpid(), time.monotonic()
     if version != _core.__version__:
@@ -219,6 +225,7 @@ def _do_share(work: Work[Any], share: int, *, folder: str, version: str) -> Shar
         return ShareDone(host, process, error=ErrorRecord.of(error))
     try:
         enter_folder(folder)  # relative paths are those of the caller
+        take_options(buckets)  # and so are the services
         n_bytes, result = work(share)
     except ReshardError as error:
         return ShareDone(host, process, time.monotonic() - begun, error=ErrorRecord.of(error))

@@ -13,13 +13,13 @@ import io
 import os  # noqa: TC003  types of fields
 import time
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, cast
 
 from reshard import _core
 from reshard._core import PutNew
-from reshard.errors import CheckpointNotFoundError, DamagedFileError, StorageError, UnsupportedError
+from reshard.errors import ArgumentError, CheckpointNotFoundError, DamagedFileError, StorageError, UnsupportedError
 from reshard.storage.objects import ObjectStore, T
 from reshard.storage.store import Abilities, Entry, HeldFile, Lock, Stat, check_file, failing, ignore, join
 from reshard.values.argument_types import Seconds, Size
@@ -27,7 +27,7 @@ from reshard.values.arguments import check_fields, parse_size
 from reshard.values.words import show
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 
     from reshard.storage.store import Kind
 
@@ -91,7 +91,7 @@ class BucketOptions:
             Default "50GB".
 
     Raises:
-        ArgumentError: a value has the wrong type.
+        ArgumentError: a value has the wrong type, or `endpoint` holds credentials.
 
     Example:
         >>> BucketOptions(endpoint="https://s3.example.org", anonymous=True).region is None
@@ -109,6 +109,11 @@ class BucketOptions:
     def __post_init__(self) -> None:
         check_fields(self)
         parse_size(self.cache_size)
+        if self.endpoint is not None and "@" in self.endpoint:  # options are shown and sent to other hosts
+            raise ArgumentError(
+                "`endpoint` holds a name or a password before `@`, which a URL of a service does not have",
+                hint="give credentials as the SDK of the cloud takes them, such as AWS_ACCESS_KEY_ID",
+            )
 
 
 class RemoteStore(ObjectStore):
@@ -519,7 +524,26 @@ def remote_store(url: str, options: BucketOptions | None = None) -> tuple[Remote
             retry_s=options.retry_s,
             cache=None if options.cache is None else _cache(options.cache, options.cache_size),
         )
+        _options[root] = options
     return RemoteStore(root), path
+
+
+_options: dict[str, BucketOptions] = {}  # that were given in this process, by bucket
+
+
+def options_to_send() -> dict[str, BucketOptions]:
+    """The options of buckets in this process, as another host needs them: without the folder of a cache."""
+    return {root: replace(options, cache=None) for root, options in _options.items()}
+
+
+def take_options(sent: Mapping[str, BucketOptions]) -> None:
+    """Let buckets have the options that another process has sent.
+
+    Raises:
+        ArgumentError: a bucket has others in this process.
+    """
+    for root, options in sent.items():
+        remote_store(root, options)
 
 
 def use_cache(folder: str | os.PathLike[str] | None, size: str | int = "50GB") -> None:
