@@ -61,11 +61,11 @@ class MergeRules:
             fc1,
             {"match": _COLUMN, "cut": [_AXIS], "optional": True},
             {"match": _ROW, "cut": [None, _AXIS], "optional": True},
-            {"match": "*"},
+            {"match": "*"},  # those of all other keys; it stays the last rule
         ]
         own = ModelLayout.from_mapping({"mesh": {_AXIS: n_ranks}, "rules": rules})
         self._rules = (*(() if given is None else given.rules), *own.rules)
-        self._matcher = Matcher([rule.match for rule in self._rules])
+        self._matcher = Matcher([rule.match for rule in self._rules[:-1]])
         self._mesh = _core.Mesh([(_AXIS, n_ranks)])
         self._n_ranks = n_ranks
         self._layouts: dict[tuple[int, tuple[int, ...]], _core.Layout] = {}
@@ -77,10 +77,9 @@ class MergeRules:
             LayoutError: the rule of a given layout does not fit the array.
         """
         found = self._matcher.find(key)
-        assert found is not None  # the last rule matches every key
-        at = found[0], tuple(local)
+        at = len(self._rules) - 1 if found is None else found[0], tuple(local)
         if at not in self._layouts:
-            self._layouts[at] = self._layout(key, tuple(local), self._rules[found[0]].partition)
+            self._layouts[at] = self._layout(key, tuple(local), self._rules[at[0]].partition)
         return self._layouts[at]
 
     def _layout(self, key: str, local: tuple[int, ...], partition: Partition) -> _core.Layout:

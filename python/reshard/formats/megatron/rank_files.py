@@ -20,7 +20,7 @@ from reshard.formats.megatron.common_state import argument, iteration_in, plain
 from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from reshard.storage.location import Location
 
@@ -103,7 +103,7 @@ def open_rank_files(
     """
     found = {numbers: name for name in folder.names() if (numbers := names.numbers_of_rank(name)) is not None}
     iteration = names.iteration_of(folder.name)
-    opened: dict[tuple[int, ...], tuple[int, dict[str, Any], list[_core.TorchTensor]]] = {}
+    opened: dict[tuple[int, ...], tuple[int, dict[str, Any], list[Weight]]] = {}
     for numbers, name in sorted(found.items()):
         file = folder / name / names.MODEL_FILE
         if not file.exists():
@@ -117,11 +117,11 @@ def open_rank_files(
         state = {key: value for key, value in whole.items() if not _MODEL.fullmatch(key)}
         iteration = iteration_in(state, file, iteration)
         number = index.add_torch_file(str(file), follow_links=False, method=method)
-        opened[numbers] = number, state, [one for one in tensors if _CHUNK.fullmatch(one.name)]
+        opened[numbers] = number, state, _of_rank(tensors)
     states = [state for _, state, _ in opened.values()]
     sizes, positions = _positions(folder, list(found), states[0])
-    tensors_at = {positions[numbers]: tensors for numbers, (_, _, tensors) in opened.items()}
-    weights = _named(folder, tensors_at, sizes, states[0])
+    local = {positions[numbers]: of_rank for numbers, (_, _, of_rank) in opened.items()}
+    weights = _named(folder, local, sizes, states[0])
     files = []
     for numbers, (file_number, state, _) in opened.items():
         t, p, e = at = positions[numbers]
@@ -165,21 +165,20 @@ def _positions(
     return sizes, at
 
 
-_Tensors = list[_core.TorchTensor]
+def _of_rank(tensors: Iterable[_core.TorchTensor]) -> list[Weight]:
+    """The arrays of a model among those in the file of a rank, with their names in the model of that rank."""
+    return [
+        Weight(stored, int(match[1] or 0), match[2], dtype, shape)
+        for stored, dtype, shape in tensors
+        if (match := _CHUNK.fullmatch(stored)) is not None
+        and not match[2].rpartition(".")[2].startswith("_extra_state")
+    ]
 
 
 def _named(
-    folder: Location, tensors: Mapping[_At, _Tensors], sizes: RankSizes, state: Mapping[str, Any]
+    folder: Location, local: Mapping[_At, Sequence[Weight]], sizes: RankSizes, state: Mapping[str, Any]
 ) -> dict[_At, list[Weight]]:
     """The arrays of each rank, with their names in the whole model."""
-    local: dict[_At, list[Weight]] = {}
-    for at, of_rank in tensors.items():
-        local[at] = []
-        for stored, dtype, shape in of_rank:
-            match = _CHUNK.fullmatch(stored)
-            assert match is not None
-            if not match[2].rpartition(".")[2].startswith("_extra_state"):
-                local[at].append(Weight(stored, int(match[1] or 0), match[2], dtype, shape))
     first = _first_layers(folder, local, sizes, state)
     made: dict[_At, list[Weight]] = {}
     for (t, p, e), weights in local.items():
@@ -187,13 +186,11 @@ def _named(
         made[t, p, e] = []
         for weight in weights:
             key = weight.key
+            if (expert := EXPERT.fullmatch(key)) is not None:
+                n = len(n_experts[expert[1], weight.chunk])
+                key = f"{expert[1]}{int(expert[2]) + e * n}{expert[3]}"
             if (match := _LAYER.fullmatch(key)) is not None:
                 key = f"{match[1]}{first[match[1]][weight.chunk, p] + int(match[2])}{match[3]}"
-            if (expert := EXPERT.fullmatch(weight.key)) is not None:
-                n = len(n_experts[expert[1], weight.chunk])
-                number = EXPERT.fullmatch(key)
-                assert number is not None
-                key = f"{number[1]}{int(number[2]) + e * n}{number[3]}"
             made[t, p, e].append(weight._replace(key=key))
     return made
 

@@ -164,46 +164,15 @@ def _add(index: _core.Index, key: str, files: Sequence[_File], method: _core.Rea
             hint="one of them is of another save: remove it",
         )
     _check_ranks(key, files)
-    stored: list[_core.StoredArray] = []
-    whole: tuple[str, tuple[int, ...]] | None = None
-    for file in files:
-        number = index.add_file(str(file.path), method=method)
-        held = {one.name: one for one in index.file_tensors(number)}
-        tensor = held.get(names.TENSOR)
-        if tensor is None or not held.keys() <= names.FLAGS:
-            raise _damaged(file, key, f"it holds {listed(map(show, held), _MOST_NAMED)}, expected {names.TENSOR}")
-        metadata = index.file_metadata(number) or {}
-        if file.place is None:
-            shape, start = tensor.shape, (0,) * len(tensor.shape)
-            regions = [names.StoredRegion(start, start, shape)]
-        else:
-            _check_version(file, key, metadata.get("version"))
-            described = names.parse_shape(metadata.get("unsharded_shape"))
-            if described is None:
-                raise _damaged(file, key, "its metadata has no shape of the whole tensor, `unsharded_shape`")
-            shape = described
-            pairs = names.parse_slices(metadata.get("local_global_slices_pairs"), tensor.shape, shape)
-            if pairs is None:
-                raise _damaged(
-                    file,
-                    key,
-                    f"`local_global_slices_pairs` in its metadata are no slices of {tensor.shape} and of {shape}",
-                )
-            regions = pairs
-        if whole is None:
-            whole = (tensor.dtype, shape)
-        elif whole != (tensor.dtype, shape):
+    whole, first = _stored(index, key, files[0], method)
+    stored = [first]
+    for file in files[1:]:
+        own, array = _stored(index, key, file, method)
+        if own != whole:
             raise _damaged(
-                file, key, f"it is {tensor.dtype} of shape {shape}, and {whole[0]} of shape {whole[1]} in the others"
+                file, key, f"it is {own[0]} of shape {own[1]}, and {whole[0]} of shape {whole[1]} in the others"
             )
-        strides = row_major(tensor.shape)
-        tiles = [
-            _core.Tile(region.offset, region.shape, sum(map(int.__mul__, region.local, strides)), strides)
-            for region in regions
-            if 0 not in region.shape
-        ]
-        stored.append(_core.StoredArray(number, names.TENSOR, tensor.shape, tiles))
-    assert whole is not None  # a parameter has a file
+        stored.append(array)
     n_held = sum(math.prod(tile.shape) for one in stored for tile in one.tiles)
     if n_held != math.prod(whole[1]):
         raise CoverageError(
@@ -214,6 +183,42 @@ def _add(index: _core.Index, key: str, files: Sequence[_File], method: _core.Rea
             hint="the files are of different saves",
         )
     index.add_tiles(key, *whole, stored)
+
+
+def _stored(
+    index: _core.Index, key: str, file: _File, method: _core.ReadMethod
+) -> tuple[tuple[str, tuple[int, ...]], _core.StoredArray]:
+    """Open a file of a parameter: the dtype and the shape of the whole, and what the file holds of it."""
+    number = index.add_file(str(file.path), method=method)
+    held = {one.name: one for one in index.file_tensors(number)}
+    tensor = held.get(names.TENSOR)
+    if tensor is None or not held.keys() <= names.FLAGS:
+        raise _damaged(file, key, f"it holds {listed(map(show, held), _MOST_NAMED)}, expected {names.TENSOR}")
+    metadata = index.file_metadata(number) or {}
+    if file.place is None:
+        shape, start = tensor.shape, (0,) * len(tensor.shape)
+        regions = [names.StoredRegion(start, start, shape)]
+    else:
+        _check_version(file, key, metadata.get("version"))
+        described = names.parse_shape(metadata.get("unsharded_shape"))
+        if described is None:
+            raise _damaged(file, key, "its metadata has no shape of the whole tensor, `unsharded_shape`")
+        shape = described
+        pairs = names.parse_slices(metadata.get("local_global_slices_pairs"), tensor.shape, shape)
+        if pairs is None:
+            raise _damaged(
+                file,
+                key,
+                f"`local_global_slices_pairs` in its metadata are no slices of {tensor.shape} and of {shape}",
+            )
+        regions = pairs
+    strides = row_major(tensor.shape)
+    tiles = [
+        _core.Tile(region.offset, region.shape, sum(map(int.__mul__, region.local, strides)), strides)
+        for region in regions
+        if 0 not in region.shape
+    ]
+    return (tensor.dtype, shape), _core.StoredArray(number, names.TENSOR, tensor.shape, tiles)
 
 
 def _check_ranks(key: str, files: Sequence[_File]) -> None:
