@@ -1838,14 +1838,21 @@ def remove_objects(urls: list[str]) -> None:
         StorageError: the service did not confirm it for one of them, which the error names.
     """
 
-def unfinished_uploads(url: str) -> tuple[list[UnfinishedUpload], str | None]:
-    """The unfinished uploads of an object and below a folder, and why these are not all.
+def unfinished_uploads(
+    urls: Sequence[str], *, is_file: bool, wait_s: float
+) -> tuple[list[UnfinishedUpload], str | None]:
+    """The unfinished uploads below folders of one bucket, and why these are not all.
+
+    Args:
+        urls: the folders.
+        is_file: they are objects, and uploads of these are meant.
+        wait_s: seconds after which no answer counts.
 
     Raises:
         StorageError: there are no credentials, or the environment contradicts itself.
     """
 
-def lifecycle_rules(url: str) -> tuple[list[LifecycleRule], str | None]:
+def lifecycle_rules(url: str, *, wait_s: float) -> tuple[list[LifecycleRule], str | None]:
     """The rules of a bucket about objects and uploads, and why they are not known.
 
     Raises:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from reshard._core import LifecycleRule, RuleAction
 from reshard.cli import main
 from reshard.cli.bucket import danger_of, ends_uploads
 from reshard.cli.output import size
+from reshard.commit import protocol
 from reshard.storage import remote
 
 if TYPE_CHECKING:
@@ -74,7 +76,8 @@ def test_unfinished_uploads_are_named_with_what_ends_them(s3: S3Server, run: str
     assert 0 <= upload["age_s"] + 2 < 3600
     words = shlex.split(upload["end_with"])
     assert words[:3] == ["aws", "s3api", "abort-multipart-upload"]
-    assert words[3:] == ["--bucket", BUCKET, "--key", upload["key"], "--upload-id", first]
+    assert words[3:5] == ["--endpoint-url", s3.endpoint]
+    assert words[5:] == ["--bucket", BUCKET, "--key", upload["key"], "--upload-id", first]
     text = CliRunner().invoke(main, ["inspect", run]).stdout
     assert f"  {upload['key']}  begun" in text
     assert f", {size((5 << 20) + 11)}\n" in text
@@ -139,6 +142,16 @@ def test_what_the_service_does_not_tell_is_a_note(
     assert [9 - fault.times for fault in asks] == [1, 1]  # asked once
 
 
+def test_a_lost_answer_is_a_note_without_a_time(s3: S3Server, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with before_server(s3.port) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        proxy.faults.append(Fault(lambda _, path: "uploads=" in path, is_lost=True, times=9))
+        note = bucket_of(run)["notes"][0]
+    assert note.startswith("unfinished uploads are not known: ")
+    assert "the connection failed" in note
+    assert "tried for" not in note
+
+
 UPLOAD = "<Upload><Key>{key}</Key><UploadId>i</UploadId><Initiated>{begun}</Initiated></Upload>"
 
 
@@ -182,7 +195,11 @@ def test_a_list_that_never_ends_and_wrong_times_are_told(run_in_google: tuple[st
     assert result.exit_code == 0, result.output
     assert "\x1b" not in result.output
     assert sum("uploads=" in path for _, path, _ in double.log) == 2
-    assert len(bucket_of(url)["uploads"]) == 10
+    found = bucket_of(url)
+    assert len(found["uploads"]) == 10
+    assert found["notes"][0] == (
+        "not all unfinished uploads are known: the service says that there are more, and not where they begin"
+    )
 
 
 @pytest.fixture
@@ -201,14 +218,82 @@ def test_google_tells_uploads_and_rules(run_in_google: tuple[str, doubles.Double
     url, double = run_in_google
     double.uploads["run/a b", "x&y"] = {"1": b"12345", "2": b"6"}
     double.uploads["run2/a", "z"] = {"1": b"1"}
+    double.uploads["run_hf/iteration_00000001/a", "h"] = {"1": b"123"}
     action = "<Rule><Action><Delete/></Action><Condition><Age>9</Age></Condition></Rule>"
     double.answers = {"lifecycle": f"<LifecycleConfiguration>{action}</LifecycleConfiguration>".encode()}
     found = bucket_of(url)
-    (upload,) = found["uploads"]
+    upload, of_export = found["uploads"]
     assert (upload["key"], upload["upload_id"], upload["n_bytes"]) == ("run/a b", "x&y", 6)
+    assert (of_export["key"], of_export["n_bytes"]) == ("run_hf/iteration_00000001/a", 3)
     assert "https://storage.googleapis.com/weights/run/a%20b?uploadId=x%26y" in upload["end_with"]
     (danger,) = found["dangers"]
     assert danger.startswith("a rule of the bucket removes objects of the whole bucket after 9 days:")
+    assert [note[: len(NO_RULE)] for note in found["notes"]] == [NO_RULE]
+
+
+def test_of_a_file_its_own_uploads_are_told(run_in_google: tuple[str, doubles.Double]) -> None:
+    url, double = run_in_google
+    (name,) = [name for name in double.objects if name.endswith(".safetensors")]
+    double.uploads[name, "own"] = double.uploads[f"{name}2", "of a neighbour"] = {"1": b"1"}
+    found = bucket_of(url.removesuffix("run") + name)
+    assert [one["upload_id"] for one in found["uploads"]] == ["own"]
+
+
+def test_a_rule_about_exports_is_told(run_in_google: tuple[str, doubles.Double]) -> None:
+    url, double = run_in_google
+    condition = "<Condition><Age>9</Age><MatchesPrefix>run_hf/</MatchesPrefix></Condition>"
+    rule = f"<Rule><Action><Delete/></Action>{condition}</Rule>"
+    double.answers = {"lifecycle": f"<LifecycleConfiguration>{rule}</LifecycleConfiguration>".encode()}
+    (danger,) = bucket_of(url)["dangers"]
+    assert danger.endswith("whose names begin with `run_hf/` after 9 days: exports of the run lose files")
+
+
+def test_what_does_not_answer_in_time_is_a_note(s3: S3Server, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reshard.cli.bucket._WAIT_S", 0.2)
+    is_told = threading.Event()
+
+    def hold(_: str, path: str) -> None:
+        if "uploads=" in path or "lifecycle=" in path:
+            is_told.wait(60)
+
+    with before_server(s3.port) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        proxy.before = hold
+        try:
+            found = bucket_of(run)
+        finally:
+            is_told.set()
+    assert [note.partition(": ")[2] for note in found["notes"]] == ["the service does not answer in time"] * 2
+
+
+def test_an_iteration_of_a_log_is_asked_about_as_its_run(s3: S3Server) -> None:
+    url = f"s3://{BUCKET}/inspected-{os.getpid()}-{next(_numbers)}/run"
+    reshard.save(url, 1, {"w": np.arange(2.0)})
+    protocol.release()
+    path = url.removeprefix("s3://")
+    ids = [begin(s3, f"{path}{name}") for name in ("/iteration_00000002.1.x/w", "_integrated/w")]
+    body = (
+        f"<LifecycleConfiguration>{rule('<Expiration><Days>3</Days></Expiration>', path.partition('/')[2] + '/log/')}"
+    )
+    assert s3.request("PUT", f"/{BUCKET}?lifecycle=", f"{body}</LifecycleConfiguration>".encode())[0] == 200
+    try:
+        found = [bucket_of(url), bucket_of(f"{url}/iteration_00000001")]
+    finally:
+        assert s3.request("DELETE", f"/{BUCKET}?lifecycle=")[0] == 204
+        for name, one in zip(("/iteration_00000002.1.x/w", "_integrated/w"), ids, strict=True):
+            assert s3.request("DELETE", f"/{path}{name}?uploadId={one}")[0] == 204
+    for told in found:
+        assert [upload["upload_id"] for upload in told["uploads"]] == ids
+        assert len(told["dangers"]) == 1
+        assert "the run loses its log" in told["dangers"][0]
+
+
+def test_the_bucket_is_asked_by_way_of_the_proxy(s3: S3Server, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    upload_id = begin(s3, f"{run.removeprefix('s3://')}/part.bin")
+    monkeypatch.setenv("AWS_PROXY_URL", s3.endpoint)  # which takes requests for any host
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://elsewhere.invalid")
+    found = bucket_of(run)
+    assert [one["upload_id"] for one in found["uploads"]] == [upload_id]
     assert [note[: len(NO_RULE)] for note in found["notes"]] == [NO_RULE]
 
 
@@ -221,9 +306,13 @@ def test_azure_tells_blobs_that_were_not_completed(tmp_path: Path, monkeypatch: 
         monkeypatch.setenv("AZURITE_BLOB_STORAGE_URL", double.endpoint)
         double.upload(tmp_path / "run", "run")
         double.uploads["run/part.bin", ""] = {"b1": b"123", "b2": b"45"}
+        double.objects |= {f"run2/{number}": b"" for number in range(40)}  # more than 10 pages of a neighbour
         # A new version of a blob that exists is not told by the service.
         double.uploads[next(iter(double.objects)), ""] = {"b1": b"1"}
+        double.log.clear()
         found = bucket_of("az://weights/run")
+        asked = [path for _, path, _ in double.log if "include=uncommittedblobs" in path]
+    assert all("maxresults=1000" in path for path in asked)
     (upload,) = found["uploads"]
     assert (upload["key"], upload["n_bytes"], upload["end_with"]) == ("run/part.bin", 5, None)
     assert ["belong to the account" in note for note in found["notes"]] == [True]

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import datetime as dt
 import shlex
+import time
 import urllib.parse
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from reshard._core import RuleAction
+from reshard.commit import roots
 from reshard.errors import ReshardError
 from reshard.storage.remote import RemoteStore
 
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from reshard.storage.location import Location
 
 T = TypeVar("T")
+
+_WAIT_S = 20.0  # for all requests together
+_EXPORTS = ("hf", "integrated")  # the ends of the names of folders beside a root, see `verbs.integrate`
 
 _ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")  # which S3 does not read until a copy is restored
 
@@ -62,29 +67,58 @@ class BucketFacts:
     notes: list[str]
 
 
-def bucket_facts(place: Location) -> BucketFacts | None:
+def bucket_facts(place: Location, *, is_root: bool) -> BucketFacts | None:
     """Ask the bucket of a run; None if it is in none.
 
     Args:
         place: the run, one of its iterations, or a file.
+        is_root: whether it is a run.
     """
     store = place.store
     if not isinstance(store, RemoteStore) or store.is_read_only:
         return None
+    if not is_root and _is_in_log(place):
+        place, is_root = place.parent, True
+    until = time.monotonic() + _WAIT_S
     notes: list[str] = []
+    of_rules: list[str] = []
     scheme, _, rest = place.path.partition("://")
     bucket, _, key = rest.partition("/")
-    begun = _asked(lambda: store.unfinished_uploads(place.path), "unfinished uploads are not known", notes)
-    found = sorted(begun, key=lambda one: one.begun)
-    uploads = [_upload(one, scheme, bucket) for one in found]
-    n_notes = len(notes)
-    rules = _asked(lambda: store.lifecycle_rules(place.path), "lifecycle rules are not known", notes)
-    if len(notes) == n_notes and not any(ends_uploads(one, key) for one in rules):
-        notes.append(
+    rules = _asked(lambda: store.lifecycle_rules(place.path, wait_s=_WAIT_S / 2), "lifecycle rules", of_rules)
+    if not of_rules and not any(ends_uploads(one, key) for one in rules):
+        of_rules.append(
             "no rule of the bucket removes unfinished uploads: AbortIncompleteMultipartUpload does, see the guide "
             "`Buckets`"
         )
-    return BucketFacts(uploads, [text for one in rules if (text := danger_of(one, key)) is not None], notes)
+    exports = [f"{key}_{suffix}" for suffix in _EXPORTS] if is_root and key else []
+    dangers = [_danger(one, key, exports) for one in rules]
+    folders = [place.path, *(f"{scheme}://{bucket}/{export}" for export in exports)]
+
+    def unfinished() -> tuple[list[_core.UnfinishedUpload], str | None]:
+        wait_s = max(0.0, until - time.monotonic())
+        return store.unfinished_uploads(folders, is_file=not is_root and place.is_file(), wait_s=wait_s)
+
+    begun = _asked(unfinished, "unfinished uploads", notes)
+    endpoint = store.endpoint
+    uploads = [_upload(one, scheme, bucket, endpoint) for one in sorted(begun, key=lambda one: one.begun)]
+    return BucketFacts(uploads, [text for text in dangers if text is not None], notes + of_rules)
+
+
+def _is_in_log(place: Location) -> bool:
+    """Whether a folder is an iteration of a root that is a log, in which its files are in another folder."""
+    if roots.parse_iteration_folder(place.name) is None:
+        return False
+    try:
+        return roots.known_facts(place.parent) is not None
+    except ReshardError:  # the credentials may permit the iteration alone
+        return False
+
+
+def _danger(rule: _core.LifecycleRule, key: str, exports: Sequence[str]) -> str | None:
+    """What a rule does to a run, or else to its exports."""
+    found = danger_of(rule, key)
+    of_exports = (text for export in exports if (text := danger_of(rule, export, "exports of the run lose files")))
+    return found or next(of_exports, None)
 
 
 def _asked(ask: Callable[[], tuple[list[T], str | None]], what: str, notes: list[str]) -> list[T]:
@@ -93,30 +127,34 @@ def _asked(ask: Callable[[], tuple[list[T], str | None]], what: str, notes: list
     except ReshardError as error:
         found, reason = [], error.message
     if reason is not None:
-        notes.append(f"{'not all ' if found else ''}{what}: {reason}")
+        notes.append(f"{f'not all {what} are' if found else f'{what} are not'} known: {reason}")
     return found
 
 
-def _upload(one: _core.UnfinishedUpload, scheme: str, bucket: str) -> Upload:
+def _upload(one: _core.UnfinishedUpload, scheme: str, bucket: str, endpoint: str | None) -> Upload:
     age_s: float | None = None
     try:
         begun = dt.datetime.fromisoformat(one.begun)
         age_s = (dt.datetime.now(dt.UTC) - (begun if begun.tzinfo else begun.replace(tzinfo=dt.UTC))).total_seconds()
     except (ValueError, OverflowError):
         pass
-    return Upload(one.key, one.upload_id, one.begun or None, age_s, one.n_bytes, _end_with(one, scheme, bucket))
+    ended = _end_with(one, scheme, bucket, endpoint)
+    return Upload(one.key, one.upload_id, one.begun or None, age_s, one.n_bytes, ended)
 
 
-def _end_with(one: _core.UnfinishedUpload, scheme: str, bucket: str) -> str | None:
+def _end_with(one: _core.UnfinishedUpload, scheme: str, bucket: str, endpoint: str | None) -> str | None:
     if scheme == "az":
         return None
     if scheme == "gs":
         name = urllib.parse.quote(one.key)
-        url = f"https://storage.googleapis.com/{bucket}/{name}?uploadId={urllib.parse.quote(one.upload_id, safe='')}"
+        base = (endpoint or "https://storage.googleapis.com").rstrip("/")
+        url = f"{base}/{bucket}/{name}?uploadId={urllib.parse.quote(one.upload_id, safe='')}"
         header = '"Authorization: Bearer $(gcloud auth print-access-token)"'
         return f"curl -X DELETE -H {header} {shlex.quote(url)}"
     names = ["--bucket", bucket, "--key", one.key, "--upload-id", one.upload_id]
-    return shlex.join(["aws", "s3api", "abort-multipart-upload", *names])
+    # A name and a password before `@` are not shown.
+    service = [] if endpoint is None or "@" in endpoint else ["--endpoint-url", endpoint]
+    return shlex.join(["aws", "s3api", "abort-multipart-upload", *service, *names])
 
 
 def _meets(rule: _core.LifecycleRule, key: str) -> bool:
@@ -132,12 +170,15 @@ def ends_uploads(rule: _core.LifecycleRule, key: str) -> bool:
     return rule.action is RuleAction.END_UPLOADS and is_of_all
 
 
-def danger_of(rule: _core.LifecycleRule, key: str) -> str | None:
+def danger_of(
+    rule: _core.LifecycleRule, key: str, loses: str = "the run loses its log and its iterations"
+) -> str | None:
     """What a rule does to a run, as a sentence; None: nothing.
 
     Args:
         rule: of its bucket.
         key: the name of the run in the bucket.
+        loses: what happens if its objects are removed.
     """
     if rule.action is RuleAction.END_UPLOADS or not _meets(rule, key):
         return None
@@ -147,7 +188,7 @@ def danger_of(rule: _core.LifecycleRule, key: str) -> str | None:
         which += " that meet other conditions of it"
     when = f" {rule.when}" if rule.when else ""
     if rule.action is RuleAction.EXPIRE:
-        return f"{name} of the bucket removes objects {which}{when}: the run loses its log and its iterations"
+        return f"{name} of the bucket removes objects {which}{when}: {loses}"
     reads = ", where they cannot be read before they are restored" if rule.storage_class in _ARCHIVES else ""
     cost = "" if reads else ", where reading and removing them early costs more"
     return f"{name} of the bucket moves objects {which}{when} to {rule.storage_class or 'another class'}{reads}{cost}"

@@ -169,7 +169,7 @@ def gather_contents(path: str, checkpoint: Checkpoint, *, everything: bool) -> C
         left_out=_left_out(checkpoint),
         warnings=() if order is None else order.warnings,
         quantised=_quantised(checkpoint),
-        bucket=bucket_facts(locate(path)),
+        bucket=bucket_facts(locate(path), is_root=order is not None),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
-import os  # noqa: TC003  types of fields
+import os
 import time
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -380,15 +380,32 @@ class RemoteStore(ObjectStore):
         with _changing("writing", path):
             return _core.upload_file(str(file), path, checksums=checksums, progress=progress) or ""
 
-    def unfinished_uploads(self, path: str) -> tuple[list[_core.UnfinishedUpload], str | None]:
-        """The uploads of an object and below a folder that were not completed, and why these are not all."""
-        with failing("listing unfinished uploads of", path):
-            return _core.unfinished_uploads(path)
+    def unfinished_uploads(
+        self, paths: Sequence[str], *, is_file: bool, wait_s: float
+    ) -> tuple[list[_core.UnfinishedUpload], str | None]:
+        """The uploads below folders, or of one file, that were not completed, and why these are not all.
 
-    def lifecycle_rules(self, path: str) -> tuple[list[_core.LifecycleRule], str | None]:
-        """The rules of the bucket about objects and uploads, and why they are not known."""
+        Args:
+            paths: the folders, or the file.
+            is_file: whether it is one.
+            wait_s: seconds after which no answer counts.
+        """
+        with failing("listing unfinished uploads of", paths[0]):
+            return _core.unfinished_uploads(paths, is_file=is_file, wait_s=wait_s)
+
+    def lifecycle_rules(self, path: str, *, wait_s: float) -> tuple[list[_core.LifecycleRule], str | None]:
+        """The rules of the bucket about objects and uploads, and why they are not known; see `unfinished_uploads`."""
         with failing("reading the lifecycle rules of", path):
-            return _core.lifecycle_rules(path)
+            return _core.lifecycle_rules(path, wait_s=wait_s)
+
+    @property
+    def endpoint(self) -> str | None:
+        """The URL of the service if options or the environment name one."""
+        given = _options.get(self.root)
+        if given is not None and given.endpoint is not None:
+            return given.endpoint
+        variables = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL") if self.root.startswith("s3:") else ()
+        return next((found for name in variables if (found := os.environ.get(name))), None)
 
     def append_line(self, path: str, line: bytes, mode: int = 0o666, *, durable: bool) -> None:
         """See `Store.append_line`: the object is replaced."""

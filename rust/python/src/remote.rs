@@ -272,14 +272,25 @@ pub(crate) fn set_cache(py: Python<'_>, cache: Option<(PathBuf, u64)>) -> PyResu
     Ok(())
 }
 
-/// The unfinished uploads below a URL, and why these are not all.
+/// The unfinished uploads below URLs, or of one object, and why these are not all.
 #[pyfunction]
-pub(crate) fn unfinished_uploads<'py>(
-    py: Python<'py>,
-    url: &str,
-) -> PyResult<(Vec<Bound<'py, PyTuple>>, Option<String>)> {
-    let address = address(py, url)?;
-    let listed = wait(py, move || unfinished::unfinished(&address))?;
+#[pyo3(signature = (urls, *, is_file, wait_s))]
+#[expect(
+    clippy::needless_pass_by_value,
+    reason = "an argument of a function of Python"
+)]
+pub(crate) fn unfinished_uploads(
+    py: Python<'_>,
+    urls: Vec<String>,
+    is_file: bool,
+    wait_s: f64,
+) -> PyResult<(Vec<Bound<'_, PyTuple>>, Option<String>)> {
+    let folders = urls.iter().map(|url| address(py, url));
+    let folders = folders.collect::<PyResult<Vec<_>>>()?;
+    let seconds = Duration::try_from_secs_f64(wait_s).unwrap_or_default();
+    let listed = wait(py, move || {
+        unfinished::unfinished(&folders, is_file, seconds)
+    })?;
     let found = listed.found.into_iter();
     let found =
         found.map(|one| UNFINISHED_UPLOAD.of(py, (one.key, one.id, one.begun, one.n_bytes)));
@@ -288,12 +299,15 @@ pub(crate) fn unfinished_uploads<'py>(
 
 /// The rules of a bucket, and why they are not known.
 #[pyfunction]
+#[pyo3(signature = (url, *, wait_s))]
 pub(crate) fn lifecycle_rules<'py>(
     py: Python<'py>,
     url: &str,
+    wait_s: f64,
 ) -> PyResult<(Vec<Bound<'py, PyTuple>>, Option<String>)> {
     let address = address(py, url)?;
-    let listed = wait(py, move || lifecycle::rules(&address))?;
+    let seconds = Duration::try_from_secs_f64(wait_s).unwrap_or_default();
+    let listed = wait(py, move || lifecycle::rules(&address, seconds))?;
     let found = listed.found.into_iter();
     let found = found.map(|rule| lifecycle_rule(py, rule));
     Ok((found.collect::<PyResult<_>>()?, listed.reason))

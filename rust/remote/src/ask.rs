@@ -14,11 +14,11 @@ use object_store::path::Path as Key;
 use object_store::signer::{SignedUrlOptions, Signer};
 use object_store::{ClientOptions, Result};
 use std::time::Duration;
+use tokio::time::Instant;
 use url::Url;
 
 /// A page of a list has at most 5,000 names of 1,024 characters; most are shorter.
 const MAX_ANSWER_BYTES: usize = 8 << 20;
-const WAIT: Duration = Duration::from_secs(20);
 const EXPIRES: Duration = Duration::from_secs(300);
 
 /// How a bucket is asked.
@@ -36,10 +36,9 @@ impl Door {
     pub(crate) fn new(
         url: String,
         account: String,
-        allow_http: bool,
+        mut options: ClientOptions,
         is_signed: bool,
     ) -> Result<Self> {
-        let mut options = ClientOptions::new().with_allow_http(allow_http);
         for (key, value) in connection_options() {
             options = options.with_config(key, value);
         }
@@ -70,8 +69,18 @@ impl<T> Findings<T> {
     }
 }
 
-/// The answer to a GET of the bucket, or of an object in it.
-pub(crate) async fn ask(client: &Client, key: &str, query: &[(&str, &str)]) -> Result<Element> {
+/// The answer to a GET of the bucket, or of an object in it, if it comes in time.
+pub(crate) async fn ask(
+    client: &Client,
+    key: &str,
+    query: &[(&str, &str)],
+    until: Instant,
+) -> Result<Element> {
+    let answered = tokio::time::timeout_at(until, answer(client, key, query)).await;
+    answered.map_err(|_| wrong("the service does not answer in time"))?
+}
+
+async fn answer(client: &Client, key: &str, query: &[(&str, &str)]) -> Result<Element> {
     let (store, door) = client
         .door()
         .ok_or_else(|| wrong("a server of files has no lists"))?;
@@ -100,8 +109,7 @@ pub(crate) async fn ask(client: &Client, key: &str, query: &[(&str, &str)]) -> R
         _ => request(&url_of(door, &key, query)?)?,
     };
     request.extensions_mut().insert(ForObject);
-    let answered = tokio::time::timeout(WAIT, fetch(door, request)).await;
-    let body = answered.map_err(|_| wrong("the service does not answer"))??;
+    let body = fetch(door, request).await?;
     xml::parse(&body).ok_or_else(|| wrong("the answer is not the XML that was expected"))
 }
 

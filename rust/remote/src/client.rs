@@ -20,7 +20,9 @@ use object_store::gcp::{
 use object_store::http::{HttpBuilder, HttpStore};
 use object_store::list::PaginatedListStore;
 use object_store::multipart::MultipartStore;
-use object_store::{BackoffConfig, ObjectStore, RetryConfig, StaticCredentialProvider};
+use object_store::{
+    BackoffConfig, ClientOptions, ObjectStore, RetryConfig, StaticCredentialProvider,
+};
 use reshard_core::{Error, Kind, Result};
 use std::fmt;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -193,9 +195,13 @@ type Made = object_store::Result<(Store, Option<Door>)>;
 
 fn s3(spec: &Spec) -> Made {
     let mut builder = AmazonS3Builder::new();
+    let mut connection = ClientOptions::new();
     for (key, value) in spec.environment.with_prefix("AWS_") {
         // AWS_ENDPOINT_URL has a name of its own in `object_store`.
         if let Ok(key) = key.parse::<AmazonS3ConfigKey>() {
+            if let AmazonS3ConfigKey::Client(key) = key {
+                connection = connection.with_config(key, value);
+            }
             builder = builder.with_config(key, value);
         }
     }
@@ -243,15 +249,20 @@ fn s3(spec: &Spec) -> Made {
     };
     let allow_http = is_set(AmazonS3ConfigKey::Client(ClientConfigKey::AllowHttp));
     let is_signed = !is_set(AmazonS3ConfigKey::SkipSignature);
-    let door = Door::new(String::new(), String::new(), allow_http, is_signed)?;
+    let connection = connection.with_allow_http(allow_http);
+    let door = Door::new(String::new(), String::new(), connection, is_signed)?;
     let store = builder.with_http_connector(Connector::Cloud).build()?;
     Ok((Store::S3(store), Some(door)))
 }
 
 fn google(spec: &Spec) -> Made {
     let mut builder = GoogleCloudStorageBuilder::new();
+    let mut connection = ClientOptions::new();
     for (key, value) in spec.environment.with_prefix("GOOGLE_") {
         if let Ok(key) = key.parse::<GoogleConfigKey>() {
+            if let GoogleConfigKey::Client(key) = key {
+                connection = connection.with_config(key, value);
+            }
             builder = builder.with_config(key, value);
         }
     }
@@ -284,15 +295,20 @@ fn google(spec: &Spec) -> Made {
     let base = endpoint.unwrap_or("https://storage.googleapis.com");
     let url = format!("{}/{}", base.trim_end_matches('/'), spec.address.bucket);
     let is_signed = !(spec.options.anonymous || emulator.is_some());
-    let door = Door::new(url, String::new(), allow_http, is_signed)?;
+    let connection = connection.with_allow_http(allow_http);
+    let door = Door::new(url, String::new(), connection, is_signed)?;
     let store = builder.with_http_connector(Connector::Cloud).build()?;
     Ok((Store::Google(store), Some(door)))
 }
 
 fn azure(spec: &Spec) -> Made {
     let mut builder = MicrosoftAzureBuilder::new();
+    let mut connection = ClientOptions::new();
     for (key, value) in spec.environment.with_prefix("AZURE_") {
         if let Ok(key) = key.parse::<AzureConfigKey>() {
+            if let AzureConfigKey::Client(key) = key {
+                connection = connection.with_config(key, value);
+            }
             builder = builder.with_config(key, value);
         }
     }
@@ -334,7 +350,8 @@ fn azure(spec: &Spec) -> Made {
         || is_set(AzureConfigKey::Client(ClientConfigKey::AllowHttp));
     let is_signed = !is_set(AzureConfigKey::SkipSignature);
     let url = format!("{}/{}", base.trim_end_matches('/'), spec.address.bucket);
-    let door = Door::new(url, account, allow_http, is_signed)?;
+    let connection = connection.with_allow_http(allow_http);
+    let door = Door::new(url, account, connection, is_signed)?;
     let store = builder.with_http_connector(Connector::Cloud).build()?;
     Ok((Store::Azure(store), Some(door)))
 }

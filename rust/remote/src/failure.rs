@@ -200,7 +200,10 @@ pub(crate) fn explain(
     error: &object_store::Error,
     retried: Duration,
 ) -> Error {
-    let retried = format!("; it was tried for {} s", retried.as_secs());
+    let retried = match retried.as_secs() {
+        0 => String::new(),
+        seconds => format!("; it was tried for {seconds} s"),
+    };
     let failed = |what: String| format!("{doing} {address}: {what}");
     let io = |what: String, errno: i32| Error::new(Kind::Io, failed(what)).errno(errno);
     let made = if let Some(answer) = answer_of(error) {

@@ -6,6 +6,8 @@ use crate::client::{Client, runtime};
 use crate::failure::answer_of;
 use crate::xml::Element;
 use reshard_core::Result;
+use std::time::Duration;
+use tokio::time::Instant;
 
 /// What a rule does.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -35,11 +37,12 @@ pub struct Rule {
 
 type Parse = fn(&Element) -> Option<Vec<Rule>>;
 
-/// The rules of a bucket about objects and uploads. Those about older versions of objects are left out.
+/// The rules of a bucket about objects and uploads. Those about older versions of objects are left out. After `wait` no
+/// answer counts.
 ///
 /// # Errors
 /// The client cannot be made. If the service does not tell, that is a reason in the findings.
-pub fn rules(address: &Address) -> Result<Findings<Rule>> {
+pub fn rules(address: &Address, wait: Duration) -> Result<Findings<Rule>> {
     match address.service {
         Service::Http => return Ok(Findings::none("a server of files has none")),
         Service::Azure => {
@@ -54,7 +57,10 @@ pub fn rules(address: &Address) -> Result<Findings<Rule>> {
         Service::S3 => ("s3:GetLifecycleConfiguration", of_s3),
         _ => ("storage.buckets.get", of_google),
     };
-    let asked = runtime()?.block_on(ask(&client, "", &[("lifecycle", "")]));
+    let asked = runtime()?.block_on(async {
+        let until = Instant::now() + wait;
+        ask(&client, "", &[("lifecycle", "")], until).await
+    });
     Ok(match asked {
         Ok(answer) => match parse(&answer) {
             Some(found) => Findings {
@@ -89,10 +95,13 @@ fn of_s3(answer: &Element) -> Option<Vec<Rule>> {
         return None;
     }
     let mut rules = Vec::new();
-    for rule in answer
-        .all("Rule")
-        .filter(|rule| rule.text_of("Status") == "Enabled")
-    {
+    for rule in answer.all("Rule") {
+        match rule.text_of("Status") {
+            "Enabled" => {}
+            // Those of another service, such as of Google behind this interface, are always in force.
+            "" => return None,
+            _ => continue,
+        }
         let filter = rule.first("Filter");
         let within = filter.and_then(|filter| filter.first("And")).or(filter);
         let prefix =
@@ -216,7 +225,10 @@ mod tests {
             "EndUploads [\"\"] after 7 days false",
         ];
         assert_eq!(shown(of_s3(&parse(text.as_bytes()).unwrap())), expected);
-        assert_eq!(of_s3(&parse(b"<Other/>").unwrap()), None);
+        let of_google = b"<LifecycleConfiguration><Rule><Action><Delete/></Action></Rule></LifecycleConfiguration>";
+        for other in [&b"<Other/>"[..], of_google] {
+            assert_eq!(of_s3(&parse(other).unwrap()), None);
+        }
     }
 
     #[test]
