@@ -337,7 +337,7 @@ def test_tensors_that_are_only_called_flat(tmp_path: Path, caplog: pytest.LogCap
 
 def test_regions_of_one_file_that_overlap(tmp_path: Path) -> None:
     """They are no part of a model that other files complete."""
-    boxes = [((0, 0), (3, 2)), ((2, 0), (3, 2))]
+    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((0, 0), (3, 2)), ((2, 0), (3, 2))]
 
     def overlapping(rank: int) -> dict[str, Any]:
         parts = [listed(n, boxes) for n in range(2)]
