@@ -265,6 +265,28 @@ def test_a_share_whose_conversion_was_taken_over_does_not_say_that_it_is_publish
         share(source, target, 0)
 
 
+@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
+def test_a_share_that_another_one_overtakes_while_it_takes_over_joins_it(
+    bucket: tuple[Location, Proxy], tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, proxy = bucket
+    monkeypatch.setattr(buckets, "_PREPARED_SECONDS", 0.0)
+    (target / ".reshard.convert.staging").replace('{"names": []}')  # left by a conversion that was killed
+
+    claims = itertools.count()
+
+    def overtake(method: str, path: str) -> None:  # after the second request: the first one finds the claim
+        if method in ("PUT", "POST") and "convert.staging" in unquote(path) and next(claims) == 1:
+            proxy.after = None
+            assert share(source, target, 1, overwrite=True).pending == (0,)
+
+    proxy.after = overtake
+    assert share(source, target, 0, overwrite=True).pending == ()
+    assert proxy.after is None
+    reshard.convert(source, tmp_path / "whole", **TARGETS["safetensors"])
+    assert objects_of(target) == files_of(tmp_path / "whole")
+
+
 @pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("kind", ["killed", "lost answer"])
 def test_a_share_that_is_killed_at_a_request_is_written_again(

@@ -489,11 +489,16 @@ def _publish_shares(
             return Written(job.target, 0, 0)
         elif bucket.claim(names, overwrite=job.overwrite, digest=shared.folder.name, joins=shared.spread is None):
             try:
+                bucket.check_claim()
                 shares.remove()
                 if job.overwrite:
                     bucket.clear(is_replaced)
                 bucket.write_beside()
                 bucket.prepared()
+            except DestinationExistsError:  # another one has taken over, perhaps a share of the same conversion
+                if shared.spread is not None or not bucket.join(shared.folder.name):
+                    bucket.undo()
+                    raise
             except BaseException:
                 bucket.undo()
                 raise
