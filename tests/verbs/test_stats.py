@@ -63,8 +63,6 @@ def test_they_are_those_of_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     if dtype is np.bool_:
         bits &= 1
     whole = bits.view(dtype).reshape(300, 500).copy()
-    if dtype is np.float64:
-        whole[np.abs(whole) > 1e100] = 1.0  # their squares are infinite
     arrays = {"all": whole, "none": np.zeros((0, 3), dtype)}
     if np.dtype(dtype).kind in "fV":
         arrays["far"] = (RNG.standard_normal(70_001) / 8 + 16).astype(dtype)  # the deviation is small beside the mean
@@ -94,7 +92,23 @@ def test_the_largest_doubles_have_a_mean(tmp_path: Path) -> None:
     largest = np.finfo(np.float64).max
     reshard.save_file({"w": np.full(4, largest)}, tmp_path / "a.safetensors")
     (found,) = stats(tmp_path / "a.safetensors").tensors
-    assert (found.min, found.mean, found.std) == (largest, largest, 0.0)
+    assert (found.min, found.mean, found.std, found.rms) == (largest, largest, 0.0, largest)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 8])
+def test_the_largest_doubles_of_both_signs_have_all_statistics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: int
+) -> None:
+    monkeypatch.setattr("reshard.verbs.stats._BLOCK_ELEMENTS", cut)
+    largest = np.finfo(np.float64).max
+    array = np.array([1.0, 3.0, largest, -largest, 0.0, largest, -largest, -largest])
+    reshard.save_file({"w": array}, tmp_path / "a.safetensors")
+    (found,) = stats(tmp_path / "a.safetensors").tensors
+    assert_same(found, expected("w", "F64", array))
+    shown = run("inspect", tmp_path / "a.safetensors", "--stats", "--json").stdout
+    constants: list[str] = []
+    json.loads(shown, parse_constant=constants.append)
+    assert constants == []
 
 
 def test_each_element_counts_once_in_any_layout(tmp_path: Path) -> None:
@@ -117,6 +131,7 @@ def test_a_quantised_weight_is_one_tensor_of_its_values(tmp_path: Path) -> None:
     assert set(found) == {"a.weight", "b"}
     wanted = replace(expected("a.weight", "F32", values), quantised="fp8-block")
     assert_same(found["a.weight"], wanted)
+    assert stats(tmp_path / "a.safetensors").n_bytes == codes.nbytes + scales.nbytes + 24
     assert KINDS["fp8-block"].title in run("inspect", tmp_path / "a.safetensors", "--stats").stdout
 
 

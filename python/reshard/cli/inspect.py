@@ -118,7 +118,8 @@ def inspect(
     whether it was saved as healthy. A second word is a path if there is a file or folder of this name, else a pattern.
 
     --stats reads each tensor once, in parts, and compares what it reads with the checksums. Values are finite ones, in
-    double precision. A quantised weight is one tensor of the values that its parts stand for.
+    double precision. A quantised weight is one tensor of the values that its parts stand for. Other tensors whose
+    elements are narrower than a byte (F4, F6) are listed, and not read.
 
     \b
     Examples:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -58,7 +57,11 @@ def print_stats(
         return
     iteration = "" if report.iteration is None else f", iteration {report.iteration}"
     echo(f"{report.format}{iteration}: {shown(report.path)}")
-    echo(f"{len(report.tensors)} tensors, {size(report.n_bytes)}")
+    echo(f"{len(report.tensors)} tensors, {size(report.n_bytes)} read")
+    if left_out := sorted({one.dtype for one in report.tensors if one.n_zero is None}):
+        echo(
+            f"{sum(one.n_zero is None for one in report.tensors)} of them are not read: values of {', '.join(left_out)}"
+        )
     listed = report.tensors if everything else report.tensors[:_MAX_ROWS]
     if listed:
         _print_rows(listed)
@@ -69,8 +72,7 @@ def print_stats(
 def _json(one: TensorStats) -> dict[str, Any]:
     fields = dataclasses.asdict(one)
     del fields["key"]
-    infinite = {name: str(value) for name, value in fields.items() if isinstance(value, float) and math.isinf(value)}
-    return fields | infinite  # JSON has no infinity
+    return fields
 
 
 def _print_rows(tensors: tuple[TensorStats, ...]) -> None:

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from reshard.values.argument_types import Progress
 
 _BLOCK_ELEMENTS = 1 << 15  # so that temporary arrays stay in the cache
+_LARGE = 2.0**400  # the squares of larger numbers, or their sum, could be infinite
+_OF_LARGE = 2.0**-560
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class StatsReport:
         path: the folder or file.
         format: its format.
         iteration: of a checkpoint root, which one.
-        n_bytes: bytes of tensors that were read.
+        n_bytes: bytes of the tensors that were read, as they are stored; those of a dtype below a byte are not read.
         tensors: the statistics of each tensor, in the order of the checkpoint.
     """
 
@@ -135,19 +137,23 @@ def stats(
 def _stats(
     asked: _Asked, pattern: str | None, *, threads: int | None, on: Place | None, progress: Progress | None
 ) -> StatsReport:
-    with asked.opened() as (opened, kinds, digest):
+    with asked.opened() as (opened, quantised, digest):
         keys = _matching(opened, pattern)
         opened._check_placed(*keys)  # noqa: SLF001  the check of a read
         sizes = [dtypes.n_bytes(*opened._index.info(key)) for key in keys]  # noqa: SLF001
         if on is None:
-            found = _counted(opened, keys, kinds, threads=threads, progress=progress)
+            found = _counted(opened, keys, quantised, threads=threads, progress=progress)
         else:
             n_shares = max(1, min(on.n_shares(sum(sizes)), len(keys)))
             shares = [[keys[part.file] for part in share] for share in cut(sizes, n_shares, range(len(sizes)))]
             work = _counting(asked, _Keys(digest, shares, threads or on.cpus))
             results, _ = do_shares(on, work, n_shares, sum(sizes), progress)
             found = [one for share in results for one in share]
-        return StatsReport(str(opened.path), opened.format, opened.iteration, sum(sizes), tuple(found))
+        stored = [0 if one.n_zero is None else n_bytes for one, n_bytes in zip(found, sizes, strict=True)]
+        n_bytes = sum(
+            n if key not in quantised else quantised[key].n_bytes for key, n in zip(keys, stored, strict=True)
+        )
+        return StatsReport(str(opened.path), opened.format, opened.iteration, n_bytes, tuple(found))
 
 
 def _matching(opened: Checkpoint, pattern: str | None) -> list[str]:
@@ -161,6 +167,13 @@ def _matching(opened: Checkpoint, pattern: str | None) -> list[str]:
     return found
 
 
+class _Quantised(NamedTuple):
+    """How a quantised weight is stored."""
+
+    kind: str
+    n_bytes: int
+
+
 class _Asked(NamedTuple):
     """What `stats` is asked for, as another process needs it."""
 
@@ -169,7 +182,7 @@ class _Asked(NamedTuple):
     format: str | None
 
     @contextlib.contextmanager
-    def opened(self, digest: str | None = None) -> Iterator[tuple[Checkpoint, dict[str, str], str]]:
+    def opened(self, digest: str | None = None) -> Iterator[tuple[Checkpoint, dict[str, _Quantised], str]]:
         """The checkpoint, with ordinary tensors instead of quantised weights, how each is stored, and a digest.
 
         Raises MismatchError: the digest is another one, or the checkpoint was changed in the block.
@@ -182,9 +195,13 @@ class _Asked(NamedTuple):
                     path=str(stored.path),
                     hint="all hosts must see the same files under the same paths",
                 )
-            kinds = {name: one.kind for name, one in stored.quantised().items()}
-            with stored.dequantised() if kinds else contextlib.nullcontext(stored) as values:
-                yield values, kinds, own
+            infos = stored._index.info  # noqa: SLF001
+            quantised = {
+                name: _Quantised(one.kind, sum(dtypes.n_bytes(*infos(part)) for part in one.parts.values()))
+                for name, one in stored.quantised().items()
+            }
+            with stored.dequantised() if quantised else contextlib.nullcontext(stored) as values:
+                yield values, quantised, own
             stored.check_unchanged()
 
 
@@ -210,13 +227,18 @@ def _counting(asked: _Asked, sent: _Keys) -> Work[_Keys]:
 def _sent_keys(asked: _Asked, sent: _Keys, share: int) -> tuple[int, list[TensorStats]]:
     """Count the values of the tensors of a share."""
     keys = sent.shares[share]
-    with asked.opened(sent.digest) as (opened, kinds, _):
+    with asked.opened(sent.digest) as (opened, quantised, _):
         sizes = [dtypes.n_bytes(*opened._index.info(key)) for key in keys]  # noqa: SLF001
-        return sum(sizes), _counted(opened, keys, kinds, threads=sent.threads, progress=None)
+        return sum(sizes), _counted(opened, keys, quantised, threads=sent.threads, progress=None)
 
 
 def _counted(
-    opened: Checkpoint, keys: list[str], kinds: dict[str, str], *, threads: int | None, progress: Progress | None
+    opened: Checkpoint,
+    keys: list[str],
+    quantised: dict[str, _Quantised],
+    *,
+    threads: int | None,
+    progress: Progress | None,
 ) -> list[TensorStats]:
     infos = {key: opened._index.info(key) for key in keys}  # noqa: SLF001
     sums = {key: _Sums() for key, (dtype, _) in infos.items() if not dtypes.is_packed(dtype)}
@@ -232,6 +254,7 @@ def _counted(
             done += one.n_bytes
         if progress is not None:
             progress(done, total)
+    kinds = {key: one.kind for key, one in quantised.items()}
     return [_of(key, *infos[key], sums.get(key), kinds.get(key)) for key in keys]
 
 
@@ -242,7 +265,9 @@ def _of(key: str, dtype: str, shape: tuple[int, ...], sums: _Sums | None, kind: 
     if not sums.n:
         return TensorStats(key, dtype, shape, *counts, quantised=kind)
     std = math.sqrt(sums.squares / sums.n)
-    values = (sums.low, sums.high, sums.mean, std, math.hypot(sums.mean, std))
+    most = max(abs(float(sums.low)), abs(float(sums.high)))  # rounding leads beyond it, and could to infinity
+    mean, std, rms = (min(max(one / sums.scale, -most), most) for one in (sums.mean, std, math.hypot(sums.mean, std)))
+    values = (sums.low, sums.high, mean, std, rms)
     return TensorStats(key, dtype, shape, *counts, *values, quantised=kind)
 
 
@@ -252,7 +277,9 @@ class _Sums:
 
     Attributes:
         n: number of finite values.
-        squares: the sum of the squares of their distances from their mean.
+        mean: their mean, times `scale`.
+        squares: the sum of the squares of their distances from their mean, times `scale` twice.
+        scale: 1, or a small power of 2 if there are large values.
     """
 
     n: int = 0
@@ -263,6 +290,7 @@ class _Sums:
     high: int | float = -math.inf
     mean: float = 0.0
     squares: float = 0.0
+    scale: float = 1.0
 
     def add(self, block: np.ndarray) -> None:
         """Add a block."""
@@ -272,7 +300,7 @@ class _Sums:
             block = (block.view(np.uint8) != 0).view(np.uint8)
         is_whole = block.dtype.kind in "iu"
         self.n_zero += block.size - int(np.count_nonzero(block))
-        with np.errstate(over="ignore", invalid="ignore"):
+        with np.errstate(invalid="ignore"):
             wide = _wide(block)
             is_finite = np.isfinite(wide)
             if not is_finite.all():
@@ -284,9 +312,12 @@ class _Sums:
                 return
             bounds = block if is_whole else wide  # a double does not hold every integer
             self.low, self.high = min(self.low, bounds.min().item()), max(self.high, bounds.max().item())
+            if self.scale == 1.0 and max(-self.low, self.high) > _LARGE:
+                self.scale = _OF_LARGE
+                self.mean, self.squares = self.mean * self.scale, self.squares * self.scale * self.scale
+            if self.scale != 1.0:
+                wide = wide * self.scale
             mean = float(wide.mean())
-            if not math.isfinite(mean):  # the sum is too large, the mean is not
-                mean = float((wide / wide.size).sum())
             wide = wide - mean
             squares = float(np.einsum("i,i->", wide, wide))
         part = wide.size / (self.n + wide.size)
