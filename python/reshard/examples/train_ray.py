@@ -70,7 +70,7 @@ def train(config: dict[str, Any]) -> None:
 def main() -> None:
     """Start the workers, and print the newest checkpoint that Ray knows."""
     parser = argparse.ArgumentParser("reshard.examples.train_ray", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("storage", help="folder of the runs, which all hosts share, or s3://BUCKET/FOLDER")
+    parser.add_argument("storage", help="folder of the runs, which all hosts share")
     parser.add_argument("--name", default="run", help="of the run")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=30)
@@ -78,9 +78,8 @@ def main() -> None:
     parser.add_argument("--async-save", action="store_true", help="write checkpoints in the background")
     parser.add_argument("--keep", type=int, help="checkpoints that Ray keeps; default: all")
     parser.add_argument("--kill-at", type=int, help="step of the first attempt at which a worker is killed")
-    parser.add_argument("--log", help="the log, if the storage is a bucket")
     args = parser.parse_args()
-    log = args.log or f"{args.storage}/{args.name}.log"
+    log = f"{args.storage}/{args.name}.log"
     trainer = TorchTrainer(
         train,
         train_loop_config=vars(args) | {"log": log},

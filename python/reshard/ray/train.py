@@ -12,7 +12,7 @@
     TorchTrainer(train, scaling_config=..., run_config=RunConfig(storage_path="/shared/runs", name="run")).fit()
 
 All ranks write one iteration into `<storage_path>/<name>/checkpoints`, and the checkpoint that Ray gets refers to it:
-nothing is copied. Ray alone removes iterations, as its `CheckpointConfig` says; in a bucket it must keep all of them.
+nothing is copied. Ray alone removes iterations, as its `CheckpointConfig` says.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from reshard.commit import manifest
 from reshard.commit.roots import iteration_folder_name
-from reshard.errors import ArgumentError, UnsupportedError
+from reshard.errors import ArgumentError, GroupError, UnsupportedError
+from reshard.formats.registry import save_format
 from reshard.options import Commit
 from reshard.storage.location import locate
 from reshard.torch import Checkpointer as InTorch
@@ -34,37 +35,39 @@ if TYPE_CHECKING:
 
     from reshard.config import ConfigLike
     from reshard.resume import ResumeDecision
+    from reshard.storage.location import Location
     from reshard.verbs.save import SaveReport
 
 __all__ = ["Checkpointer"]
 
 _FOLDER = "checkpoints"
-_SCHEMES = {"local": "", "s3": "s3://"}
-"""By the name that pyarrow has for a file system, how the paths in it begin here."""
 
 
 class Checkpointer(InTorch):
     """A `reshard.torch.Checkpointer` for the training function of Ray Train. Each save is reported to Ray.
 
     Its root is the folder `checkpoints` in that of the run, in the `storage_path` of `RunConfig`: a folder that all
-    hosts share, or one of an S3 bucket. A worker that dies, with all others, is started again by Ray as `FailureConfig`
-    says, and `resume` goes on from the newest undamaged iteration, on as many workers or on others.
+    hosts share. A worker that dies, with all others, is started again by Ray as `FailureConfig` says, and `resume` goes
+    on from the newest undamaged iteration, on as many workers or on others.
 
     `step` and `save` call `ray.train.report` on all ranks, with the metrics and the loss of the step, and with the
     iteration as a `ray.train.Checkpoint`, which `reshard.open`, `reshard.load` and `init_from` take by its `path`. A
     save in the background is reported when it is published. If it fails, it ends the attempt, as an upload of Ray
-    does. `resume` reports an iteration that was published when the workers died, before Ray knew of it.
+    does. `resume` reports an iteration that was published when the workers died, before Ray knew of it. An iteration
+    that is saved again is reported once: the other time Ray gets the metrics alone, and the call waits for the save.
+
+    Ray takes reports in their order: a program that calls `ray.train.report` itself waits there until a save in the
+    background is published. Ray removes only iterations in the root: what `exports` and `hf_every` write beside it, and
+    the copies of `mirror`, stay until someone removes them. It removes iterations that `reshard pin` has marked, too.
 
     Args:
         options: those of `reshard.torch.Checkpointer`, without `root`, `keep` and `retention`: Ray removes iterations,
-            as `CheckpointConfig(num_to_keep=..., checkpoint_score_attribute=...)` says. In a bucket it has to keep all:
-            Ray would remove objects of iterations that the log of the root still lists.
+            as `CheckpointConfig(num_to_keep=..., checkpoint_score_attribute=...)` says.
 
     Raises:
-        ArgumentError: as `reshard.torch.Checkpointer`; one of the options that are left out is given; this is not a
-            training function of Ray Train; `num_to_keep` is given, and the storage is a bucket.
-        UnsupportedError: an older Ray; the storage is neither a folder nor a bucket of S3; in a bucket, a Ray that does
-            not tell whether `num_to_keep` is given.
+        ArgumentError: as `reshard.torch.Checkpointer`; one of the options that are left out is given; a `format` with
+            rank folders; this is not a training function of Ray Train.
+        UnsupportedError: an older Ray; the storage is no folder, as a bucket.
 
     Example:
         >>> Checkpointer(keep=3)
@@ -94,16 +97,21 @@ class Checkpointer(InTorch):
         self._file_system = storage.storage_filesystem
         self._folder = posixpath.join(storage.experiment_fs_path, _FOLDER)
         self._reported: set[str] = set()
-        scheme = _SCHEMES.get(self._file_system.type_name)
-        if scheme is None:
+        if self._file_system.type_name != "local":
             raise UnsupportedError(
-                f"the storage of the run is a file system of the kind {show(self._file_system.type_name)}",
-                hint='`storage_path` is a folder that all hosts share, or "s3://BUCKET/FOLDER"',
+                f"the storage of the run is a file system of the kind {show(self._file_system.type_name)}, in which "
+                "Ray removes objects while others read them",
+                hint='give a folder that all hosts share as `storage_path`, and `mirror="s3://BUCKET/FOLDER"` copies '
+                'the saves into a bucket; or save with `reshard.torch.Checkpointer("s3://BUCKET/FOLDER", keep=...)`, '
+                "without reports of checkpoints to Ray",
             )
-        if scheme:
-            _check_keeps_all(scheme + self._folder)
         # Ray calls the training function in a thread, in which signals cannot be handled.
-        super().__init__(scheme + self._folder, **{"signals": (), "keep": None} | options)
+        super().__init__(self._folder, **{"signals": (), "keep": None} | options)
+        if save_format(self._options.format).traits.rank_folders:
+            raise ArgumentError(
+                f"`format` is {show(self._options.format)}, of which an iteration is no folder that Ray can have",
+                hint='leave `format` out: it is "checkpoint2"',
+            )
 
     @classmethod
     def from_config(cls, config: ConfigLike, **options: Any) -> Self:  # noqa: ARG003
@@ -137,25 +145,28 @@ class Checkpointer(InTorch):
             The resume decision.
 
         Raises:
+            ArgumentError: `allow_fresh` is given, no checkpoint of the run is complete, and Ray knows some of them.
             ReshardError: as there.
         """
+        known = self._together(lambda: [] if self._group.rank else sorted(self._known()))[0]
+        self._reported = set(known)
         decision = super().resume(**objects)
+        goes_on = self._saves_where_it_loads(decision)
+        if known and not goes_on:
+            self.close()
+            raise ArgumentError(
+                f"the training would start anew, and Ray knows {len(known)} checkpoints of this run, such as "
+                f"{show(known[-1])}",
+                path=str(self._root),
+                hint="leave `allow_fresh` out and look at them with `reshard verify`, "
+                "or start a run with another `RunConfig(name=...)`",
+            )
         path = None if decision.path is None else locate(decision.path)
-        if path is None or path.parent != self._root:  # another root: that of `init_from`, or the copy in a bucket
+        if not goes_on or path is None or self._is_copy(decision) or path.name in self._reported:
             return decision
-
-        def unknown() -> dict[str, Any] | None:
-            """On rank 0, the metrics of an iteration that Ray does not know."""
-            if self._group.rank:
-                return None
-            mode = self._train.CheckpointConsistencyMode.COMMITTED
-            known = self._train.get_all_reported_checkpoints(consistency_mode=mode)
-            self._reported = {posixpath.basename(one.checkpoint.path) for one in known}
-            return None if path.name in self._reported else dict(manifest.read(path).metrics)
-
-        metrics = self._together(unknown)[0]
-        if metrics is not None:
-            self._report(metrics, self._checkpoint(path.name))
+        metrics = self._together(lambda: None if self._group.rank else dict(manifest.read(path).metrics))[0]
+        self._report(metrics, self._checkpoint(path))
+        self._reported.add(path.name)
         return decision
 
     def step(
@@ -172,9 +183,9 @@ class Checkpointer(InTorch):
         Raises:
             ReshardError: as there.
         """
-        saved = self._step(step, loss, metrics, save=save)
-        if saved is not None:
-            self._report_saved(saved, step)
+        was_due, saved = self._step(step, loss, metrics, save=save)
+        if was_due:
+            self._report_saved(saved)
 
     def save(self, step: int | None = None, *, blocking: bool | None = None) -> SaveReport | PendingSave[SaveReport]:
         """As `save` of `reshard.torch.Checkpointer`; the save is reported to Ray.
@@ -189,25 +200,51 @@ class Checkpointer(InTorch):
         Raises:
             ReshardError: as there.
         """
-        saved = super().save(step, blocking=blocking)
-        self._report_saved(saved, self._running().run.saved)
+        self._running()
+        try:
+            saved = super().save(step, blocking=blocking)
+        except GroupError:  # which other ranks need not have met: they wait in the report
+            self._report_saved(None)
+            raise
+        self._report_saved(saved)
         return saved
 
-    def _report_saved(self, saved: SaveReport | PendingSave[SaveReport], step: int) -> None:
-        run, name = self._running().run, iteration_folder_name(step)
+    def _report_saved(self, saved: SaveReport | PendingSave[SaveReport] | None) -> None:
+        """Report a save on all ranks, which wait for each other in it.
+
+        Args:
+            saved: the save; None: it has failed on this rank, and need not have on others.
+        """
+        run = self._running().run
         metrics = run.metrics if run.loss is None else {**run.metrics, "loss": run.loss}
-        if self._group.rank or name in self._reported:  # saved again, because it was damaged: Ray has it
+        if self._group.rank or saved is None:
             self._report(metrics)
-        elif not isinstance(saved, PendingSave):
-            self._report(metrics, self._checkpoint(locate(saved.path).name))
-        else:
-            pending = saved
+            return
+        name = iteration_folder_name(saved.iteration)
+        if name in self._reported:
+            # Saved again. Ray counts one folder twice if it is reported twice, and then removes it for the second.
+            if isinstance(saved, PendingSave):
+                saved.result()  # Ray waits only for what it does not know
+            if name in self._known():
+                self._report(metrics)
+                return
+        self._reported.add(name)
+        if not isinstance(saved, PendingSave):
+            self._report(metrics, self._checkpoint(locate(saved.path)))
+            return
+        pending = saved
 
-            def published(_: object, __: str) -> Any:
-                return self._checkpoint(locate(pending.result().path).name)
+        def published(_: object, __: str) -> Any:
+            return self._checkpoint(locate(pending.result().path))
 
-            mode = self._train.CheckpointUploadMode.ASYNC
-            self._report(metrics, self._checkpoint(name), mode, checkpoint_upload_fn=published)
+        mode = self._train.CheckpointUploadMode.ASYNC
+        self._report(metrics, self._checkpoint(self._root / name), mode, checkpoint_upload_fn=published)
+
+    def _known(self) -> set[str]:
+        """The iterations of this root that Ray knows, once it has got all reports."""
+        mode = self._train.CheckpointConsistencyMode.COMMITTED
+        paths = [one.checkpoint.path for one in self._train.get_all_reported_checkpoints(consistency_mode=mode)]
+        return {posixpath.basename(path) for path in paths if posixpath.dirname(path) == self._folder}
 
     def _report(self, metrics: Mapping[str, Any], checkpoint: Any = None, mode: Any = None, **how: Any) -> None:
         """Call `ray.train.report`, which all ranks do, without a copy and without the removal of what is reported."""
@@ -219,8 +256,14 @@ class Checkpointer(InTorch):
             **how,
         )
 
-    def _checkpoint(self, name: str) -> Any:
-        return self._train.Checkpoint(posixpath.join(self._folder, name), self._file_system)
+    def _checkpoint(self, folder: Location) -> Any:
+        """What Ray gets of an iteration."""
+        if folder.parent != self._root:
+            raise UnsupportedError(
+                f"{show(str(folder))} is no iteration of {show(str(self._root))}, and Ray knows only these",
+                path=str(folder),
+            )
+        return self._train.Checkpoint(posixpath.join(self._folder, folder.name), self._file_system)
 
 
 def _train_and_storage() -> tuple[Any, Any]:
@@ -243,23 +286,3 @@ def _train_and_storage() -> tuple[Any, Any]:
             f"this is not the training function of a run of Ray Train: {error}",
             hint="make it in the function that a `TorchTrainer` gets; elsewhere use `reshard.torch.Checkpointer`",
         ) from None
-
-
-def _check_keeps_all(root: str) -> None:
-    """Refuse a run in a bucket of which Ray removes checkpoints: the log of the root would list what is gone."""
-    try:
-        from ray.train.v2._internal.execution.context import get_train_context  # noqa: PLC0415  nothing public tells it
-
-        kept = get_train_context().train_run_context.run_config.checkpoint_config.num_to_keep
-    except (ImportError, AttributeError) as error:
-        raise UnsupportedError(
-            f"this Ray Train does not tell whether it removes checkpoints in {show(root)}: {error}",
-            hint="use Ray 2.60, or a `storage_path` that is a folder",
-        ) from None
-    if kept is not None:
-        raise ArgumentError(
-            f"`num_to_keep` is {kept}, and the storage of the run is a bucket: Ray would remove objects of iterations "
-            f"that the log of {show(root)} still lists",
-            hint="leave `num_to_keep` out; when the run has ended, `reshard prune` removes iterations. Or use a "
-            "`storage_path` that is a folder",
-        )

@@ -887,8 +887,8 @@ class Checkpointer:
 
     def _step(
         self, step: int, loss: object, metrics: Mapping[str, Any] | None, *, save: bool
-    ) -> SaveReport | PendingSave[SaveReport] | None:
-        """As `step`. Returns the save, or the save in progress; None: there was none, or it failed and was logged."""
+    ) -> tuple[bool, SaveReport | PendingSave[SaveReport] | None]:
+        """As `step`. Returns whether a save was due, the same on all ranks, and the save unless it has failed."""
         saver = self._running()
         run = saver.run
         step = count("step", step)
@@ -913,7 +913,7 @@ class Checkpointer:
             if not is_due:  # else the save itself allocates the memory, which may be in use at the next step
                 self._reserve(saver, step)
         if run.rendezvous is None:
-            return self._step_without_board(saver, step) if is_due else None
+            return is_due, self._step_without_board(saver, step) if is_due else None
         by_clock = (
             self._every_s is not None and self._group.rank == 0 and time.monotonic() - run.saved_at >= self._every_s
         )
@@ -929,10 +929,12 @@ class Checkpointer:
             if self._signals.seen is not None:
                 exit_process(self._group, self._signals, f"the ranks did not meet: {error}", error)
             saver.failed(error, "the ranks did not meet to save")
-            notice = None
+            notice, was_to_meet = None, True  # others may have met
+        else:
+            was_to_meet = notice is not None
         if notice is not None and notice.leave:
             save_and_exit(saver, self._signals, step, notice.why, notice.seconds)
-        return saver.save_due(step) if is_due or notice is not None else None
+        return is_due or was_to_meet, saver.save_due(step) if is_due or notice is not None else None
 
     def save(self, step: int | None = None, *, blocking: bool | None = None) -> SaveReport | PendingSave[SaveReport]:
         """Save now, even if no save is due. All ranks call it.
