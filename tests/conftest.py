@@ -204,8 +204,11 @@ def bucket(
     from tests.servers.proxy import before_server
     from tests.servers.s3 import BUCKET
 
+    from reshard.storage import remote
     from reshard.storage.location import locate
 
+    if not remote.is_available():
+        pytest.skip("the core was compiled without the feature `remote`")
     name = f"test-{uuid.uuid4().hex}"
     if request.param == "s3":
         server = request.getfixturevalue("s3")

@@ -184,8 +184,25 @@ def test_a_digest_that_is_not_known_and_numbers_of_no_name_are_refused() -> None
         with pytest.raises(GroupError, match=r"`files` is .*, expected the digest"):
             decode(Decided, message, known)
     assert decode(Decided, message, Known(sent={digest: make()})) == decide([Held(("w",))])
-    with pytest.raises(GroupError, match="expected numbers below"):
-        decode(Decided, {"files": {"names": [], "lists": [[0]], "files": [["a", 0, 0]]}, "loss": 0.0})
+    for names, number, of_list in (([], 0, 0), (["w"], -1, 0), (["w"], 0, -1)):
+        with pytest.raises(GroupError, match="expected numbers below"):
+            decode(Decided, {"files": {"names": names, "lists": [[number]], "files": [["a", 0, of_list]]}, "loss": 0.0})
+
+
+def test_fields_of_two_messages_of_one_name_have_two_digests() -> None:
+    def made() -> type[Any]:
+        @dataclass(frozen=True)
+        class Held:
+            names: tuple[str, ...] = field(metadata=is_recurring())
+
+        return Held
+
+    inner: dict[str, Callable[[], Any]] = {}
+    outer: dict[str, Callable[[], Any]] = {}
+    encode(made()(("w",)), inner)
+    encode(Held(("w",)), outer)
+    assert len(inner) == len(outer) == 1
+    assert not inner.keys() & outer.keys()
 
 
 def test_later_saves_of_many_ranks_send_little(tmp_path: Path) -> None:

@@ -123,8 +123,9 @@ def _recurring(message: Any, name: str, form: type[Form] | None, parts: Parts | 
         return encoded()
     # A plan is kept by the program that made it, and its digest with it.
     known: dict[str, str] = message.__dict__.setdefault(_DIGESTS, {})
+    kind = type(message)
     if name not in known:
-        known[name] = digest_of(f"{type(message).__name__}.{name}", encoded())
+        known[name] = digest_of(f"{kind.__module__}.{kind.__qualname__}.{name}", encoded())
     parts[known[name]] = encoded
     return known[name]
 

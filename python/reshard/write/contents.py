@@ -60,7 +60,9 @@ class FileTable:
         return cls(tuple(numbers), tuple(of_lists), tuple(files))
 
     def value(self) -> tuple[FileContent, ...]:
-        """The files."""
+        """The files. Raises IndexError: a number is that of no name or list."""
+        if any(number < 0 for numbers in (*self.lists, [number for _, _, number in self.files]) for number in numbers):
+            raise IndexError
         lists = [tuple(map(self.names.__getitem__, one)) for one in self.lists]
         return tuple(FileContent(name, rank, lists[number]) for name, rank, number in self.files)
 
