@@ -201,6 +201,19 @@ def test_failed_saves_are_told_and_the_third_raises(
     assert reshard.open(tmp_path).iteration == 4
 
 
+def test_a_save_that_fails_was_due_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks need not have failed, and may do together what follows a save."""
+
+    def save(*_: Any, **__: Any) -> None:
+        raise StorageError("no room", errno=28)
+
+    monkeypatch.setattr("reshard.torch.saving.save_with", save)
+    with make(tmp_path, save_every=2, async_save=False) as made:
+        made.resume(**Trainer().parts())
+        assert made._step(1, None, None, save=False) == (False, None)
+        assert made._step(2, None, None, save=False) == (True, None)
+
+
 @pytest.mark.parametrize("most", [1, 2, 5])
 def test_the_number_of_failures_that_ends_the_training_is_an_option(
     most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
