@@ -834,8 +834,8 @@ class Request:
                 `align`; the gaps are filled with zeros.
         """
 
-    def last(self) -> tuple[tuple[int, ...], list[tuple[str, Tile]]] | None:
-        """Return the shape of the array that was added last, and its tiles with their keys."""
+    def last(self) -> tuple[tuple[int, ...], list[tuple[str, Tile]]]:
+        """Return the shape of the array that was added last, and its tiles with their keys. IndexError: there is none."""
 
 @final
 class Buffer:

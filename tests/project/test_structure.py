@@ -375,3 +375,23 @@ def test_no_class_has_a_slot_for_anything() -> None:
 def test_a_slot_for_anything_is_found() -> None:
     text = "class A:\n  a: ClassVar[Any]\n  b: ClassVar[int] = 1\n  c: typing.ClassVar[Any] = None\n  d: Any"
     assert untyped(text) == [2, 4]
+
+
+def asserted(text: str) -> list[int]:
+    """The lines that assert that something is not None: a type can say so instead."""
+    tests = ((node.lineno, node.test) for node in ast.walk(parsed(text)) if isinstance(node, ast.Assert))
+    return [
+        line
+        for line, test in tests
+        if any(isinstance(node, ast.Compare) and ast.unparse(node).endswith(" is not None") for node in ast.walk(test))
+    ]
+
+
+def test_formats_and_the_writer_do_not_assert_that_something_is_there() -> None:
+    inside = {name: path for name, path in MODULES.items() if name.startswith(("reshard.formats", "reshard.write"))}
+    assert len(inside) > 100
+    assert not {name: lines for name, path in inside.items() if (lines := asserted(path.read_text()))}
+
+
+def test_such_an_assertion_is_found() -> None:
+    assert asserted("assert a is not None\nassert a\nassert b and c.d is not None\nassert a is None") == [1, 3]

@@ -103,15 +103,15 @@ def detect(path: Location) -> Format:
     """
     if roots.holds_saves(path):
         return CHECKPOINT2
-    fallback = None
+    found: Format = SINGLE_FILE
+    certainty = Match.NO
     for one in FORMATS:
         match = one.detect(path)
         if match is Match.YES:
             return one
-        if match is Match.FALLBACK and fallback is None:
-            fallback = one
-    assert fallback is not None  # each kind of path has a fallback
-    return fallback
+        if match > certainty:
+            found, certainty = one, match
+    return found
 
 
 def numbered_root(path: Location, iteration: int, options: OpenOptions) -> Root | None:

@@ -17,7 +17,7 @@ from reshard.formats.outputs import load_all
 from reshard.values.words import show
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     import numpy as np
 
@@ -79,11 +79,23 @@ def has_rank_local(folder: Location, manifest: Manifest) -> bool:
     return any(name in text for text in texts)
 
 
-def stored(folder: Location, manifest: Manifest, rank: int) -> tuple[bytes, dict[str, np.ndarray]]:
-    """The text and the arrays of one of `ranks`, not decoded. Arguments and errors as `read`."""
-    text = manifests.read_plain(folder, manifest, state.file_name(rank), state.MAX_BYTES)
-    arrays_name = state.arrays_file_name(rank)
-    return text, read_arrays(folder / arrays_name, manifest) if arrays_name in manifest.shards else {}
+def stored(folder: Location, manifest: Manifest | None) -> Iterator[tuple[int, tuple[bytes, dict[str, np.ndarray]]]]:
+    """Each rank whose state an iteration folder holds, with its text and its arrays, not decoded.
+
+    Args:
+        folder: the iteration folder.
+        manifest: the manifest of the folder; None: it has none, and so no state.
+
+    Raises:
+        ReshardError: as `read`.
+    """
+    if manifest is None:
+        return
+    for rank in ranks(manifest):
+        text = manifests.read_plain(folder, manifest, state.file_name(rank), state.MAX_BYTES)
+        arrays_name = state.arrays_file_name(rank)
+        arrays = read_arrays(folder / arrays_name, manifest) if arrays_name in manifest.shards else {}
+        yield rank, (text, arrays)
 
 
 def read_arrays(path: Location, manifest: Manifest | None = None) -> dict[str, np.ndarray]:

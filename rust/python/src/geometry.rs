@@ -2,6 +2,7 @@
 
 use crate::errors::raise;
 use crate::records::tile_tuple;
+use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
 use pyo3::types::PyTuple;
@@ -371,16 +372,16 @@ impl Request {
     fn last<'py>(
         &self,
         py: Python<'py>,
-    ) -> PyResult<Option<(Bound<'py, PyTuple>, Vec<(String, Bound<'py, PyTuple>)>)>> {
+    ) -> PyResult<(Bound<'py, PyTuple>, Vec<(String, Bound<'py, PyTuple>)>)> {
         let request = raise(py, self.0.request())?;
-        let Some(wanted) = request.last() else {
-            return Ok(None);
-        };
+        let wanted = request
+            .last()
+            .ok_or_else(|| PyIndexError::new_err("no array is requested"))?;
         let tiles = wanted.tiles().iter();
         let tiles = tiles.map(|(key, tile)| Ok((key.clone(), tile_tuple(py, tile)?)));
-        Ok(Some((
+        Ok((
             PyTuple::new(py, wanted.shape())?,
             tiles.collect::<PyResult<_>>()?,
-        )))
+        ))
     }
 }

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import math
 import threading
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,6 @@ from reshard.formats.checkpoint2.shards import (
     shards_of,
 )
 from reshard.formats.tiled import names as tiles
-from reshard.ranks.collective import capture
 from reshard.values.indexing import Region, row_major
 from reshard.values.words import listed, show
 from reshard.write.contents import DtypeAndPart, FileContent
@@ -302,7 +302,7 @@ class Descriptions:
         self._write = functools.partial(write_descriptions, plan, folder, mode=mode)
         self._is_long = len(plan.records.names) + len(plan.files) >= _MANY_LINES
         self._writing = threading.Lock()
-        self._outcome: dict[str, PlainEntry | None] | BaseException | None = None
+        self._outcome: Future[dict[str, PlainEntry | None]] = Future()
 
     def start(self) -> None:
         """Write them in a thread if they are long; else `result` does. Call `stop` even if this is interrupted."""
@@ -312,8 +312,11 @@ class Descriptions:
 
     def _run(self) -> None:
         with self._writing:
-            if self._outcome is None:
-                self._outcome = capture(self._write)
+            if not self._outcome.done():
+                try:
+                    self._outcome.set_result(self._write())
+                except BaseException as error:  # noqa: BLE001  `result` raises it
+                    self._outcome.set_exception(error)
 
     def stop(self) -> None:
         """Wait until nothing more is written into the folder. An interrupt is raised then; a second one at once."""
@@ -325,15 +328,13 @@ class Descriptions:
 
     def _end(self) -> None:
         with self._writing:
-            self._outcome = self._outcome or ReshardError("the save was withdrawn before they were written")
+            if not self._outcome.done():
+                self._outcome.set_exception(ReshardError("the save was withdrawn before they were written"))
 
     def result(self) -> dict[str, PlainEntry | None]:
         """What `write_descriptions` returns, once they are written. Raises as it does."""
         self._run()
-        if isinstance(self._outcome, BaseException):
-            raise self._outcome
-        assert self._outcome is not None
-        return self._outcome
+        return self._outcome.result()
 
 
 def describe_cut(
@@ -362,9 +363,7 @@ def describe_cut(
             layout = bound.layouts[array]
             shape, by_key[array] = layout.local_shape(file.rank), layout.tiles(file.rank)
         else:
-            last = bound.request_of(file.rank, [array]).last()
-            assert last is not None
-            shape, tiles_of_all = last
+            shape, tiles_of_all = bound.request_of(file.rank, [array]).last()
             for key, tile in tiles_of_all:
                 by_key[key].append(tile)
         for key, own in by_key.items():
@@ -389,9 +388,7 @@ def _joined_shards(tensors: Mapping[str, DtypeAndPart], bound: BoundLayout) -> l
         names = set(bound.local_names(rank, list(tensors)))
         for join in bound.joins:
             if join.name in names and tensors.keys() >= set(join.keys):
-                last = bound.request_of(rank, [join.name]).last()
-                assert last is not None
-                (n_elements,), parts = last
+                (n_elements,), parts = bound.request_of(rank, [join.name]).last()
                 holders.setdefault((join.name, n_elements, tuple(parts)), []).append(rank)
     members = {join.name: join.keys for join in bound.joins}
     shards, numbers = [], dict.fromkeys(members, 0)

@@ -231,9 +231,8 @@ def _write_state(job: Job, staging: Location, records: dict[str, tuple[FileRecor
     """
     names: list[str] = []
     data, mode = job.source.data, job.options.file_mode
-    assert data.manifest is not None
-    for rank in state_files.ranks(data.manifest):
-        text, arrays = state_files.stored(data.path, data.manifest, rank)
+    for rank, content in state_files.stored(data.path, data.manifest):
+        text, arrays = content
         if rank == 0 and job.names is not None:
             text, arrays = _with_new_names(data.path / state.file_name(rank), text, arrays, job.names)
         names.append(state.file_name(rank))

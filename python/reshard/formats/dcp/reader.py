@@ -73,7 +73,7 @@ class _Decoded(Mapping[str, object]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _DcpData(CheckpointData):
+class DcpData(CheckpointData):
     """A folder with its values that are no tensors.
 
     Attributes:
@@ -212,7 +212,7 @@ class _DcpData(CheckpointData):
         self.compared.update(key for key, *_ in held)
 
 
-def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
+def open_folder(folder: Location, method: _core.ReadMethod) -> DcpData:
     """Open the folder of one save; data files are opened when they are first needed.
 
     Raises:
@@ -247,7 +247,7 @@ def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
     check_data_files(folder, [(name, 0 if holds_safetensors else end) for name, end in files], METADATA_FILE)
     if holds_safetensors:
         index = _safetensors_index(folder, index, objects, method)
-    return _DcpData(
+    return DcpData(
         traits=TRAITS._replace(has_sums=not holds_safetensors),
         path=folder,
         index=index,
@@ -279,7 +279,7 @@ def _warn_of(folder: Location, unsupported: Sequence[tuple[str, str]]) -> None:
 # -- a description of each rank
 
 
-def _open_ranks(folder: Location, by_rank: Mapping[int, str], method: _core.ReadMethod) -> CheckpointData:
+def _open_ranks(folder: Location, by_rank: Mapping[int, str], method: _core.ReadMethod) -> DcpData:
     """A folder whose ranks saved without collectives. The sizes of tensors are global, so coverage tells what lacks."""
     lacking = next((rank for rank in range(max(by_rank) + 1) if rank not in by_rank), None)
     if lacking is not None:
@@ -295,7 +295,7 @@ def _open_ranks(folder: Location, by_rank: Mapping[int, str], method: _core.Read
     check_data_files(folder, files, texts[0][0])
     _warn_of(folder, unsupported)
     opened = [_core.open_dcp_ranks(str(folder), [text], method=method) for text in texts]
-    return _DcpData(
+    return DcpData(
         traits=TRAITS,
         path=folder,
         index=index,
@@ -312,11 +312,11 @@ def _open_ranks(folder: Location, by_rank: Mapping[int, str], method: _core.Read
 
 def _open_shard_files(
     folder: Location, names: Mapping[str, sharded_files.FileName], method: _core.ReadMethod
-) -> CheckpointData:
+) -> DcpData:
     index, shards = sharded_files.read_index(folder, list(names), method)
     sharded_files.check_files(folder, names, shards)
     traits = TRAITS._replace(has_sums=False)
-    return _DcpData(traits=traits, path=folder, index=index, method=method, iteration=step_of(folder.name))
+    return DcpData(traits=traits, path=folder, index=index, method=method, iteration=step_of(folder.name))
 
 
 def _holds_safetensors(index: _core.Index) -> bool:

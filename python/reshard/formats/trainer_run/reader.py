@@ -12,6 +12,7 @@ from reshard.documents.strict_json import read_json
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, UnsupportedError
 from reshard.formats import run_state
 from reshard.formats.base import CheckpointData, Match
+from reshard.formats.dcp import reader as dcp
 from reshard.formats.dcp.format import DCP
 from reshard.formats.deepspeed import run
 from reshard.formats.deepspeed.format import DEEPSPEED
@@ -197,10 +198,9 @@ def _weights(folder: Location, of_run: names.RunFiles, options: OpenOptions) -> 
 def _add_optimizer(index: _core.Index, path: Location, options: OpenOptions) -> run_state.Values:
     """Add the state of the optimizer to an index; returns its other values."""
     if path.is_folder():
-        data = DCP.open(path, options)
+        data = dcp.open_folder(path, options.method)
         _add(index, data.index, "")
         values = data.run_values()
-        assert values is not None  # folders of DCP name the state of a run
         return run_state.Values(dict(values.by_name), values.paths)
     tensors, _ = _core.read_torch_file(str(path))
     number = index.add_torch_file(str(path), method=options.method)
