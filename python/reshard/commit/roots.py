@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.commit import filesystem, log, trash
@@ -47,7 +48,7 @@ def _head(root: Location) -> Record | None:
 def _may_be_log(entries: Sequence[Entry] | None) -> bool:
     """Whether a root with these entries can be a log; None: they are not known."""
     # By name alone: an object can have the name of the folder, too, and then it is what a list tells.
-    return entries is None or any(entry.name == LOG_FOLDER for entry in entries)
+    return entries is None or LOG_FOLDER in map(attrgetter("name"), entries)
 
 
 # -- names
