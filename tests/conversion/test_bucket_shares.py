@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import multiprocessing
 import os
 import threading
@@ -238,6 +239,14 @@ def test_a_share_that_is_called_again_after_the_publication_replaces_nothing(
     for index in (1, 0):
         assert share(source, target, index, overwrite=True).pending == ()
         assert {name: (target / name).stat().identity for name in objects_of(target)} == first
+    (folder,) = (name for name in target.names() if name.startswith(".reshard.share-"))
+    published = target / folder / "published.json"
+    published.replace(
+        json.dumps(json.loads(published.read_small(10_000)) | {"version": "0.0.1"})
+    )  # another one wrote it
+    assert share(source, target, 0, overwrite=True).pending == (1,)
+    assert share(source, target, 1, overwrite=True).pending == ()
+    assert objects_of(target).keys() == first.keys()
     (target / min(first)).remove_file()  # it is no longer whole, and is written anew
     assert share(source, target, 0, overwrite=True).pending == (1,)
     assert share(source, target, 1, overwrite=True).pending == ()

@@ -17,6 +17,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from reshard import _core
 from reshard.conversion.buckets import bucket_of, plain_e_tag
 from reshard.conversion.shares import missing
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError
@@ -124,11 +125,22 @@ class BucketShares:
 
     def record_all(self, e_tags: Mapping[str, str]) -> None:
         """Record that the conversion is published, with the ETags of all its files. Raises StorageError."""
-        (self.folder / _PUBLISHED).replace(json.dumps({"files": {name: [0, tag] for name, tag in e_tags.items()}}))
+        files = {name: [0, tag] for name, tag in e_tags.items()}
+        (self.folder / _PUBLISHED).replace(json.dumps({"version": _core.__version__, "files": files}))
 
-    def is_published(self) -> bool:
-        """Whether the conversion was published, and all its files are there as it left them. Raises StorageError."""
-        return bool(self._read(_PUBLISHED, self._e_tags()))
+    def is_published(self, names: Collection[str]) -> bool:
+        """Whether the conversion was published by this version, and all its files are there as it left them.
+
+        Args:
+            names: files that it must have written.
+
+        Raises:
+            StorageError: the service failed.
+        """
+        files = self._read(_PUBLISHED, self._e_tags())
+        if not files or self._json(_PUBLISHED).get("version") != _core.__version__:
+            return False
+        return files.keys() >= set(names)
 
     def remove(self, *, is_published: bool = False) -> None:
         """Remove all records, which count for nothing without the claim. Never raises.

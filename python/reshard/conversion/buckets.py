@@ -80,7 +80,7 @@ class BucketFolder:
         Raises:
             DestinationExistsError: another conversion has one; or, without `overwrite`, has ended meanwhile.
         """
-        names = sorted({*names, *self._beside()})
+        names = sorted({*names, *self.names_beside()})
         content = {"host": socket.gethostname(), "pid": os.getpid(), "token": os.urandom(8).hex(), "names": names}
         if digest is not None:
             content["shared"] = digest
@@ -102,18 +102,26 @@ class BucketFolder:
                 ) from None
             self._left = left_in(self.target)
             self._claim.replace(claim)
-        self._before = {name: plain_e_tag(str(one.identity)) for name, one in self._store.below(self.target.path)}
-        appeared = min((name for name in self._before if not is_staging(name.partition("/")[0])), default=None)
-        if appeared is not None and not overwrite:
-            self._claim.remove_file()
+        try:
+            self._before = self._there(is_empty=not overwrite)
+        except BaseException:
+            with contextlib.suppress(ReshardError):
+                self._claim.remove_file()
+            raise
+        self._token = claim
+        self._names = names
+        return True
+
+    def _there(self, *, is_empty: bool) -> dict[str, str]:
+        there = {name: plain_e_tag(str(one.identity)) for name, one in self._store.below(self.target.path)}
+        appeared = min((name for name in there if not is_staging(name.partition("/")[0])), default=None)
+        if appeared is not None and is_empty:
             raise DestinationExistsError(
                 f"{show(str(self.target))} is not empty: another conversion has written {show(appeared)} meanwhile",
                 path=str(self.target),
                 hint="choose another destination, or give `overwrite=True` to replace its files",
             )
-        self._token = claim
-        self._names = names
-        return True
+        return there
 
     def prepared(self) -> None:
         """Let the other shares begin. Raises DestinationExistsError, StorageError."""
@@ -193,7 +201,7 @@ class BucketFolder:
 
     def write_beside(self) -> None:
         """Send the local files that do not identify a checkpoint. Raises StorageError."""
-        self._send(name for name in self._beside() if not self.is_commit(name))
+        self._send(name for name in self.names_beside() if not self.is_commit(name))
 
     def commit(self, before_end: Callable[[Mapping[str, str]], None] = lambda _: None) -> None:
         """Check what was written, send the files that identify a checkpoint, and remove the claim.
@@ -215,12 +223,13 @@ class BucketFolder:
                     f"{show(str(self.target / name))} {what} after it was written", path=str(self.target / name)
                 )
         self.check_claim()
-        self._send(name for name in self._beside() if self.is_commit(name))
+        self._send(name for name in self.names_beside() if self.is_commit(name))
         before_end(self._written)
         self.check_claim()
         self._claim.remove_file()
 
-    def _beside(self) -> list[str]:
+    def names_beside(self) -> list[str]:
+        """The local files, those that identify a checkpoint last."""
         # An index is the last of several that identify a checkpoint.
         order = {name: number for number, name in enumerate(self._commits)}
         return sorted(_files(self.beside), key=lambda name: (order.get(name.rpartition("/")[2], -1), name))
@@ -327,18 +336,23 @@ def remove_export(target: Location, root: Location, commits: Collection[str]) ->
     (target / _CLAIM).remove_file()
 
 
-def folders_in(target: Location) -> dict[str, list[str]]:
+def folders_in(target: Location, pattern: re.Pattern[str]) -> dict[str, list[str]]:
     """The folders in a folder, and the names of the files below each; of a bucket by one list.
+
+    Args:
+        target: the folder.
+        pattern: of the names of the folders.
 
     Raises:
         StorageError: the folder cannot be listed.
     """
     if target.is_local:
-        return {entry.name: _files(target / entry.name) if entry.kind == "folder" else [] for entry in target.entries()}
+        folders = [entry.name for entry in target.entries() if pattern.fullmatch(entry.name) and entry.kind == "folder"]
+        return {name: _files(target / name) for name in folders}
     found: dict[str, list[str]] = {}
     for path, _ in bucket_of(target).below(target.path):
         folder, _, name = path.partition("/")
-        if name:
+        if name and pattern.fullmatch(folder):
             found.setdefault(folder, []).append(name)
     return found
 

@@ -476,6 +476,7 @@ def _publish_shares(
         bucket = BucketFolder(job.target, locate(local), job.known_files.commits)
         beside = dict(start(bucket))
         names = bucket.in_order(file.name for file in files)
+        all_names = {*names, *bucket.names_beside()}
         by_name = {file.name: file for file in files}
         ordered = [by_name[name] for name in names]
         if shared.is_sent:
@@ -485,7 +486,7 @@ def _publish_shares(
                     "sees another destination or another source",
                     path=str(job.target),
                 )
-        elif shared.spread is None and bucket.has_ended() and shares.is_published():  # it is called again
+        elif shared.spread is None and bucket.has_ended() and shares.is_published(all_names):  # it is called again
             return Written(job.target, 0, 0)
         elif bucket.claim(names, overwrite=job.overwrite, digest=shared.folder.name, joins=shared.spread is None):
             try:
@@ -520,14 +521,14 @@ def _publish_shares(
             shares.record(own)
         report = Written(job.target, len(own), sum(one.n_bytes for one in own.values()), shares.missing())
         if shared.share.index in report.pending:  # another share has published and removed the records
-            if bucket.has_ended() and shares.is_published():
+            if bucket.has_ended() and shares.is_published(all_names):
                 return replace(report, pending=[])
             bucket.check_claim()
         if report.pending or shared.is_sent:
             return report
         if (publisher := shares.publisher()) != shared.share.index:
             return replace(report, pending=[publisher])
-        if bucket.has_ended() and shares.is_published():
+        if bucket.has_ended() and shares.is_published(all_names):
             shares.remove(is_published=True)
             return report
         try:

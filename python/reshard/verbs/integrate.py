@@ -163,9 +163,8 @@ def remove_outdated(root: str | os.PathLike[str], target: Location, keep: int | 
     warnings = []
     place = locate(root)
     try:
-        found = folders_in(target.parent)
-        matches = [match for name in found if (match := _FOLDER.fullmatch(name)) is not None]
-        older = [one[0] for one in sorted(matches, key=lambda match: int(match[1])) if one[0] != target.name]
+        found = folders_in(target.parent, _FOLDER)
+        older = sorted(found.keys() - {target.name}, key=lambda name: int(name.rpartition("_")[2]))
         if saves := [name for name in older if filesystem.MANIFEST_FILE in found[name]]:
             return [f"{show(str(target.parent))} holds a save, {saves[0]}: older folders of whole tensors stay there"]
         claimed = [name for name in older if is_claimed(found[name])]
@@ -187,7 +186,11 @@ def remove_outdated(root: str | os.PathLike[str], target: Location, keep: int | 
 
 
 def _is_converted(folder: Location, names: Collection[str]) -> bool:
-    """Whether all weight files of a folder, and at least one, have the mark of their writer."""
+    """Whether all weight files of a folder, and at least one, have the mark of their writer.
+
+    Folders in it count only if it holds no weight file itself: those of layers behind a model are copied as they are.
+    """
     known = known_files()
     weights = [(folder / name, mark) for name in names if (mark := known.mark_of(folder / name)) is not None]
+    weights = [one for one in weights if one[0].parent == folder] or weights
     return bool(weights) and all(mark(file) for file, mark in weights)

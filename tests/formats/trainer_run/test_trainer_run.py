@@ -160,7 +160,8 @@ def test_optimizers_of_bitsandbytes_go_on(tmp_path: Path) -> None:
     if importlib.util.find_spec("bitsandbytes") is None:
         pytest.skip("bitsandbytes is not installed")
     program = Path(__file__).parent / "eight_bits.py"
-    done = subprocess.run([sys.executable, program, tmp_path], capture_output=True, text=True, check=False)
+    command = [sys.executable, str(program), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     refused = "adamw_bnb_8bit by name refused: the state of the optimizer is there, and cannot be loaded"
     came = ["adamw_bnb_8bit goes on", "lion_8bit goes on", refused]
     printed = [line for line in done.stdout.splitlines() if not line.startswith("{")]  # those of Trainer
