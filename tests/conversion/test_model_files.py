@@ -166,6 +166,15 @@ def test_a_folder_of_many_files_costs_a_bounded_time(
     assert len(content(tmp_path / "out")) <= 4
 
 
+def test_folders_are_copied_two_levels_deep(tmp_path: Path) -> None:
+    folder = model(tmp_path / "hf")
+    (folder / "a" / "b" / "c").mkdir(parents=True)
+    for name in ("a/x.json", "a/b/x.json", "a/b/c/x.json"):
+        (folder / name).write_text("{}")
+    reshard.convert(folder, tmp_path / "out")
+    assert {*COPIED, "a/x.json", "a/b/x.json", "model.safetensors"} == set(content(tmp_path / "out"))
+
+
 def test_over_an_earlier_copy(tmp_path: Path) -> None:
     first, second = model(tmp_path / "first"), model(tmp_path / "second", 1)
     out = tmp_path / "out"

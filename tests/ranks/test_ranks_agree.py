@@ -29,6 +29,8 @@ def test_every_field_of_the_options_of_a_save_is_compared_or_marked() -> None:
     assert len(of_groups) == len(set(of_groups)) > 15
     plain = {name for name in names if not isinstance(getattr(options, name), Options)}
     assert agreed(options).keys() == {*of_groups, *plain, "save_trainable_params"}
+    marked = {one.name for group in (SaveOptions, *map(type, groups)) for one in fields(group) if one.metadata}
+    assert marked == {"retention", "threads", "save_trainable_params"}
 
 
 @pytest.mark.parametrize(
@@ -36,9 +38,12 @@ def test_every_field_of_the_options_of_a_save_is_compared_or_marked() -> None:
     [
         {"commit": {"private": True}},
         {"commit": {"rollback": True}},
+        {"commit": {"durable": False}},
         {"verify": {"after_save": True}},
+        {"verify": {"check_replicas": False}},
         {"verify": {"may_differ": ["b"]}},
         {"files": {"prefix": "run"}},
+        {"files": {"strict_format": True}},
     ],
 )
 def test_an_option_that_differs_is_refused_in_a_save(option: dict[str, Any], tmp_path: Path) -> None:

@@ -141,3 +141,13 @@ def test_if_one_rank_has_state_every_rank_writes_a_state_file(tmp_path: Path) ->
     assert ids[0] == ids[1] == texts[0]["save"] == texts[1]["save"]
     with reshard.open(tmp_path) as opened:
         assert [opened.extra(0), opened.extra(1)] == [{}, {"own": 7}]
+
+
+def test_a_rank_without_a_file_has_the_shared_state(tmp_path: Path) -> None:
+    def work(group: Any) -> Any:
+        extra = {"lr": 0.5, "own": reshard.per_rank(group.rank)}
+        return save(tmp_path, 10, extra=extra, layout=WHOLE, group=group)
+
+    assert not [one for one in in_threads(2, work) if isinstance(one, Exception)]
+    with reshard.open(tmp_path) as opened:
+        assert [opened.extra(rank) for rank in (0, 1, 2)] == [{"lr": 0.5, "own": 0}, {"lr": 0.5, "own": 1}, {"lr": 0.5}]

@@ -488,6 +488,10 @@ def test_a_conversion_leaves_out_the_optimizer_and_warns_of_the_entry_of_the_mod
     select = {"rename": {"model_state_dict.": ""}, "drop": "best"}
     report = reshard.convert(tmp_path / "x.pt", tmp_path / "c", select=select)
     assert (reshard.open(tmp_path / "c").keys(), report.warnings) == (["weight", "bias"], ())
+    # Names that were chosen are not compared with the entries of the file.
+    select = {"rename": {"best": "model_state_dict.best"}}
+    report = reshard.convert(tmp_path / "x.pt", tmp_path / "chosen", select=select)
+    assert ("model_state_dict.best" in reshard.open(tmp_path / "chosen"), report.warnings) == (True, ())
     torch.save({f"model.{key}": value for key, value in model.state_dict().items()}, tmp_path / "x.pt")
     assert reshard.convert(tmp_path / "x.pt", tmp_path / "d").warnings == ()
 
