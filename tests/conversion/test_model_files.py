@@ -171,8 +171,9 @@ def test_folders_are_copied_two_levels_deep(tmp_path: Path) -> None:
     (folder / "a" / "b" / "c").mkdir(parents=True)
     for name in ("a/x.json", "a/b/x.json", "a/b/c/x.json"):
         (folder / name).write_text("{}")
-    reshard.convert(folder, tmp_path / "out")
+    report = reshard.convert(folder, tmp_path / "out")
     assert {*COPIED, "a/x.json", "a/b/x.json", "model.safetensors"} == set(content(tmp_path / "out"))
+    assert any("/hf/a/b/c` is more than 2 folders deep" in warning for warning in report.warnings)
 
 
 def test_over_an_earlier_copy(tmp_path: Path) -> None:

@@ -219,6 +219,10 @@ def _collect(folder: Location, prefix: str, found: ModelFiles, rules: _Rules) ->
         if entry.kind == "folder":
             if prefix.count("/") + 1 < _MAX_DEPTH:
                 _collect(path, f"{name}/", found, rules)
+            elif _entries(path, found):
+                found.warnings.append(
+                    f"{show(str(path))} is more than {_MAX_DEPTH - 1} folders deep, and is not copied"
+                )
             continue
         why = _refusal(path, rules.allowed, is_link=entry.kind == "link")
         if why is None and len(found.files) >= _MAX_FILES:

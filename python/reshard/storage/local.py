@@ -94,7 +94,7 @@ class LocalStore(Store):
 
     def entries(self, path: str) -> list[Entry]:
         """See `Store.entries`."""
-        return _scan(path, lambda entry: Entry(entry.name, _kind_of(entry)))
+        return _scan(path, _entry_of)
 
     def sizes(self, path: str) -> list[tuple[str, Kind, int]]:
         """See `Store.sizes`."""
@@ -604,12 +604,12 @@ def _listing(path: str) -> Iterator[None]:
         raise _failed("listing", path, error) from error
 
 
-def _kind_of(entry: os.DirEntry[str]) -> Kind:
+def _entry_of(entry: os.DirEntry[str]) -> Entry:
     if entry.is_symlink():
-        return "link"
+        return Entry(entry.name, "link")
     if entry.is_dir(follow_symlinks=False):
-        return "folder"
-    return "file" if entry.is_file(follow_symlinks=False) else "other"
+        return Entry(entry.name, "folder")
+    return Entry(entry.name, "file" if entry.is_file(follow_symlinks=False) else "other")
 
 
 def _open(path: str, flags: int = os.O_RDONLY, mode: int = 0, *, follow_links: bool = False) -> tuple[int, int]:
