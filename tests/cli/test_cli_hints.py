@@ -395,6 +395,7 @@ def test_hints_name_fields_of_options_that_there_are() -> None:
         assert not moved & {match[1] for match in ARGUMENT.finditer(text)}, (place, text)
 
 
+@pytest.mark.slow(disk=False)
 def test_hints_leave_options_to_the_command_line() -> None:
     for place, text in hints():
         assert "--" not in text or place.startswith("cli/"), (place, text)

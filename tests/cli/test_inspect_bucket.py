@@ -179,6 +179,7 @@ def test_hostile_answers_are_bounded(
     assert all(reason in note for note in found["notes"])
 
 
+@pytest.mark.slow(disk=False)
 def test_a_list_that_never_ends_and_wrong_times_are_told(run_in_google: tuple[str, doubles.Double]) -> None:
     url, double = run_in_google
     hostile = "\x1b[2J'; rm -rf ~"

@@ -157,7 +157,8 @@ def test_a_conversion_that_is_killed_leaves_the_whole_or_nothing_that_opens(
     assert arrays_of(target) == tensors
 
 
-@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.slow), "after"])
+@pytest.mark.slow(disk=False)
+@pytest.mark.parametrize("when", ["before", "after"])
 def test_an_upload_in_parts_that_is_killed_leaves_no_file(proxy: Proxy, tmp_path: Path, when: str) -> None:
     tensors = {key: one.tobytes() for key, one in model(tmp_path / "model", 40_000).items()}
     target = locate(f"s3://{BUCKET}/killed-{os.getpid()}-{next(_numbers)}/w.safetensors")
@@ -172,6 +173,7 @@ def test_an_upload_in_parts_that_is_killed_leaves_no_file(proxy: Proxy, tmp_path
     assert at >= 3
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("conversion", _SOME)
 def test_lost_answers_change_nothing(proxy: Proxy, tmp_path: Path, conversion: str) -> None:
     options = CONVERSIONS[conversion]

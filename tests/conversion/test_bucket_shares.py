@@ -227,6 +227,7 @@ def test_a_share_that_another_one_overtakes_publishes_nothing(
     assert objects_of(target) == files_of(tmp_path / "whole")
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("bucket", ["gs"], indirect=True)
 def test_a_share_that_is_called_again_after_the_publication_replaces_nothing(
     bucket: tuple[Location, Proxy], source: Path

@@ -259,6 +259,7 @@ def test_shares_together_read_what_one_process_reads(tmp_path: Path) -> None:
     assert (tmp_path / "dst.safetensors").read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("n", [2, 5])
 def test_shares_read_their_ranges_from_a_server(tmp_path: Path, n: int) -> None:
     reshard.save_file(big_arrays(), tmp_path / "src.safetensors")

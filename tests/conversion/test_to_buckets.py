@@ -137,6 +137,7 @@ def test_a_run_is_converted_into_a_bucket(bucket: tuple[Location, Proxy], tmp_pa
         np.testing.assert_array_equal(opened.load()["w"], np.arange(50_000, dtype=np.float32))
 
 
+@pytest.mark.slow(disk=False)
 def test_a_root_in_a_bucket_is_begun_by_a_conversion(bucket: tuple[Location, Proxy], tmp_path: Path) -> None:
     folder, _ = bucket
     tensors = model(tmp_path / "model")

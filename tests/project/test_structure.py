@@ -56,6 +56,7 @@ def cycle_of(graph: dict[str, set[str]]) -> list[str]:
             return path[path.index(path[-1]) :]
 
 
+@pytest.mark.slow(disk=False)
 def test_no_file_imports_itself_by_way_of_others() -> None:
     graph = {name: imports_of(path.read_text(), name, set(MODULES)) for name, path in MODULES.items()}
     assert cycle_of(graph) == []
@@ -263,6 +264,7 @@ def _is_path(node: ast.expr, paths: set[str]) -> bool:
     return isinstance(node, ast.Name) and node.id in paths
 
 
+@pytest.mark.slow(disk=False)
 def test_only_the_storage_package_touches_files() -> None:
     found = {
         name: accesses

@@ -509,6 +509,7 @@ def test_a_load_logs_what_it_fetched(
     assert n_bytes <= int(found[2]) <= 1.2 * n_bytes + (1 << 20)
 
 
+@pytest.mark.slow(disk=False)
 def test_iterations_are_verified_by_few_requests(proxy: Proxy, s3: S3Server, prefix: str, tmp_path: Path) -> None:
     for iteration in (1, 2, 3):
         reshard.save(tmp_path / "run", iteration, {"w": np.arange(100.0), "b": np.ones(3)})

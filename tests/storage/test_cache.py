@@ -187,6 +187,7 @@ def test_without_room_nothing_is_kept(proxy: Proxy, file: Any, cache: Path) -> N
     assert fetched(proxy) > 0
 
 
+@pytest.mark.slow(disk=False)
 def test_a_root_is_loaded_through_the_cache(proxy: Proxy, s3: S3Server, cache: Path) -> None:
     url = f"s3://{BUCKET}/cache-{os.getpid()}-{next(_numbers)}"
     for iteration in (1, 2):

@@ -168,6 +168,7 @@ def test_each_nth_save_is_copied(url: str, tmp_path: Path) -> None:
     assert copied(f"{url}-other") == [2, 4]
 
 
+@pytest.mark.slow(disk=False)
 def test_the_newest_complete_save_of_both_is_taken(url: str, tmp_path: Path) -> None:
     train(tmp_path / "a", url, 6)
     shutil.copytree(tmp_path / "a", tmp_path / "old")
@@ -188,6 +189,7 @@ def test_the_newest_complete_save_of_both_is_taken(url: str, tmp_path: Path) -> 
     assert train(tmp_path / "old", url, 14)[0].path == str(tmp_path / "old/iteration_00000014")
 
 
+@pytest.mark.slow(disk=False)
 def test_copies_follow_a_run_that_goes_back(url: str, tmp_path: Path) -> None:
     root = tmp_path / "run"
     train(root, url, 8, keep=None)
@@ -273,6 +275,7 @@ def test_what_another_host_saved_after_a_rollback_is_taken(url: str, tmp_path: P
     assert train(tmp_path / "whole", None, 10)[1] == loss
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("keep", [None, 1])
 def test_what_another_host_saved_on_the_line_that_was_left_is_not_taken(
     url: str, tmp_path: Path, keep: int | None

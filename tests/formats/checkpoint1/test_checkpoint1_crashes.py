@@ -232,6 +232,7 @@ def test_ended_in_the_first_save(base: Path) -> None:
     assert number > 20
 
 
+@pytest.mark.slow(disk=False)
 def test_a_disk_that_fails_leaves_the_save_before(base: Path) -> None:
     """An error of the system, where a process goes on: all ranks are told, and nothing of the attempt stays."""
     before = None
