@@ -63,6 +63,7 @@ def test_progress_gives_way_to_lines() -> None:
         assert f"\x1b[2K{step} " in seen  # its line was erased before
 
 
+@pytest.mark.slow(disk=False)
 def test_a_pipe_gets_one_line_a_tensor(tmp_path: Path) -> None:
     key = "k" * 500 + ".weight"
     safetensors.numpy.save_file({key: np.zeros(1, np.uint8), "v": np.zeros(1, np.uint8)}, tmp_path / "m.safetensors")

@@ -209,6 +209,7 @@ def test_an_empty_path_is_not_the_current_folder(tmp_path: Path, monkeypatch: py
     assert len(list(tmp_path.glob("iteration_*"))) == 3
 
 
+@pytest.mark.slow(disk=False)
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     with start("inspect", CKPT2) as process:
         assert process.stdout is not None

@@ -206,6 +206,7 @@ def test_folders_that_are_named_almost_like_an_iteration(root: Path, caplog: pyt
         reshard.open(root)
 
 
+@pytest.mark.slow(disk=False)
 def test_inspect_tells_a_save_in_progress_from_one_that_was_interrupted(root: Path) -> None:
     attempt = protocol.begin(locate(root), 300)
     try:
@@ -401,6 +402,7 @@ def test_hints_leave_options_to_the_command_line() -> None:
         assert "--" not in text or place.startswith("cli/"), (place, text)
 
 
+@pytest.mark.slow(disk=False)
 def test_hints_write_arguments_as_such() -> None:
     """In backticks alone stand keys of layout files and configurations; these names are none of them."""
     only_arguments = {

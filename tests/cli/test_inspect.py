@@ -97,6 +97,7 @@ def test_inspect_of_several_paths_lists_them(tmp_path: Path) -> None:
     assert (code, "only --json can be combined" in err) == (2, True)
 
 
+@pytest.mark.slow(disk=False)
 def test_inspect_names_the_damage_of_what_it_passes_over(tmp_path: Path) -> None:
     root = tmp_path / "checkpoint"
     shutil.copytree(CKPT2, root)

@@ -314,6 +314,7 @@ def test_killed_in_the_recovery_of_a_killed_save(
     assert len(seen) > 5
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("iteration", [200, 300], ids=["replacement", "new"])
 def test_killed_in_the_recovery_of_a_store_without_renames(iteration: int, in_memory: Location) -> None:
     seen = set()

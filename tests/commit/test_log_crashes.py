@@ -108,6 +108,7 @@ def test_killed_in_a_save(iteration: int, following: int, base: Location) -> Non
     assert outcomes == sorted(outcomes), "once it is published it stays so"
 
 
+@pytest.mark.slow(disk=False)
 def test_killed_in_the_first_save() -> None:
     empty = Location(MemoryObjects(), "run")
     for number, root in copies(empty):

@@ -144,6 +144,7 @@ def test_a_large_save_in_parts(place: tuple[str, Proxy]) -> None:
     np.testing.assert_array_equal(reshard.load(url).state["w"], w)
 
 
+@pytest.mark.slow(disk=False)
 def test_ranks_save_and_others_resume(place: tuple[str, Proxy]) -> None:
     url, _ = place
     layout = {"mesh": {"tp": 2}, "rules": [{"match": "w", "cut": ["tp", None]}, {"match": "*"}]}
@@ -199,6 +200,7 @@ def test_a_new_root_is_probed_by_several_writers(place: tuple[str, Proxy], monke
     assert sum(method == "PUT" and "probe/" in unquote(path) for method, path, *_ in proxy.log) >= 24
 
 
+@pytest.mark.slow(disk=False)
 def test_few_requests_are_sent(proxy: Proxy, url: str) -> None:
     """Names and sizes are asked for by lists of folders, not one by one."""
 
@@ -353,6 +355,7 @@ def test_of_several_writers_that_race_one_wins(place: tuple[str, Proxy]) -> None
     assert head.n == before.n + 10
 
 
+@pytest.mark.slow(disk=False)
 def test_a_process_of_this_host_that_is_alive_keeps_its_claim(place: tuple[str, Proxy]) -> None:
     url, _ = place
     save(url, 1)
@@ -370,6 +373,7 @@ def test_a_process_of_this_host_that_is_alive_keeps_its_claim(place: tuple[str, 
     check(url, 2)
 
 
+@pytest.mark.slow(disk=False)
 def test_a_service_that_is_gone_does_not_hold_up_the_end(
     proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -399,6 +403,7 @@ def test_a_service_that_is_gone_does_not_hold_up_the_end(
     assert "not released" not in caplog.text
 
 
+@pytest.mark.slow(disk=False)
 def test_a_save_that_waits_for_a_service_does_not_hold_up_the_end(
     proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -460,6 +465,7 @@ def test_a_claim_of_another_host_is_watched(url: str, s3: S3Server, monkeypatch:
     check(url, 2)
 
 
+@pytest.mark.slow(disk=False)
 def test_a_reader_of_a_bucket_keeps_what_it_has_opened(url: str, s3: S3Server) -> None:
     for iteration in (1, 2):
         save(url, iteration)
@@ -474,6 +480,7 @@ def test_a_reader_of_a_bucket_keeps_what_it_has_opened(url: str, s3: S3Server) -
     assert sorted(name[:18] for name in names if name.startswith("iteration")) == ["iteration_00000004"]
 
 
+@pytest.mark.slow(disk=False)
 def test_an_object_that_bears_the_name_of_the_log_hides_nothing(s3: S3Server, url: str) -> None:
     save(url, 1)
     assert s3.request("PUT", f"/{url.removeprefix('s3://')}/log", b"a log of the training")[0] == 200

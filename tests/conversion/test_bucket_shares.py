@@ -148,6 +148,7 @@ class InProcesses:
         return results
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("bucket", ["gs"], indirect=True)
 def test_workers_of_another_place_write_the_shares_and_an_error_leaves_nothing(
     bucket: tuple[Location, Proxy], tmp_path: Path, source: Path

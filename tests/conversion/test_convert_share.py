@@ -272,6 +272,7 @@ def test_shares_read_their_ranges_from_a_server(tmp_path: Path, n: int) -> None:
     assert (tmp_path / "dst.safetensors").read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
 
 
+@pytest.mark.slow(disk=False)
 def test_ranks_of_a_group_each_write_their_share_and_all_learn_the_outcome(tmp_path: Path, source: Path) -> None:
     dst = tmp_path / "dst"
 

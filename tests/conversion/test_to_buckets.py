@@ -161,6 +161,7 @@ def test_a_root_in_a_bucket_is_begun_by_a_conversion(bucket: tuple[Location, Pro
     protocol.release()
 
 
+@pytest.mark.slow(disk=False)
 def test_a_run_with_its_state_is_converted_into_a_root_in_a_bucket(
     bucket: tuple[Location, Proxy], tmp_path: Path
 ) -> None:
@@ -278,6 +279,7 @@ def test_a_conversion_that_is_interrupted_leaves_nothing(bucket: tuple[Location,
     assert objects_of(folder) == {}
 
 
+@pytest.mark.slow(disk=False)
 def test_one_of_two_conversions_writes(bucket: tuple[Location, Proxy], tmp_path: Path) -> None:
     folder, proxy = bucket
     model(tmp_path / "model")

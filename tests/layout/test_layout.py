@@ -476,6 +476,7 @@ def layouts(draw: st.DrawFn) -> dict[str, Any]:
     return {**layout, **draw(st.sampled_from([{}, *({"optimizer": value} for value in optimizers)]))}
 
 
+@pytest.mark.slow(disk=False)
 @given(layouts())
 def test_printed_and_read_again_it_is_the_same(tmp_path_factory: pytest.TempPathFactory, value: dict[str, Any]) -> None:
     layout = ModelLayout.from_mapping(value)

@@ -94,6 +94,7 @@ def test_import_is_quick_and_brings_no_framework() -> None:
         assert framework not in runs[0]
 
 
+@pytest.mark.slow(disk=False)
 def test_what_is_used_first_imports_no_framework(tmp_path: Path) -> None:
     source = sparse_model(tmp_path / "m.safetensors", 24)
     program = (

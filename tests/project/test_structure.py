@@ -91,6 +91,7 @@ def compared(text: str, names: set[str]) -> list[int]:
     ]
 
 
+@pytest.mark.slow(disk=False)
 def test_no_code_outside_formats_compares_the_name_of_a_format() -> None:
     names = {one.traits.name for one in registry.FORMATS} - {
         "safetensors",
@@ -134,6 +135,7 @@ def single_formats(text: str) -> set[str]:
     return {match[1] for match in matches if match is not None}
 
 
+@pytest.mark.slow(disk=False)
 def test_no_module_outside_formats_imports_one_format() -> None:
     found = {
         name: formats
@@ -341,6 +343,7 @@ def undocumented(text: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow(disk=False)
 def test_public_functions_describe_their_arguments() -> None:
     found = {name: names for name, path in MODULES.items() if (names := undocumented(path.read_text()))}
     assert not found

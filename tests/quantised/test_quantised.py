@@ -47,6 +47,7 @@ def test_each_kind_is_one_tensor_with_parts(kind: str, tmp_path: Path) -> None:
     assert json.loads(run("inspect", source, "--json").stdout)["quantised"][one.name]["parts"] == dict(one.parts)
 
 
+@pytest.mark.slow(disk=False)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_missing_part_is_named(kind: str, tmp_path: Path) -> None:
     arrays = weight(kind, "a.q", RNG(1))

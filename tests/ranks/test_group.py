@@ -428,6 +428,7 @@ needs_list_keys = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow(disk=False)
 @needs_list_keys
 def test_nothing_is_left_in_the_store() -> None:
     def work(group: TorchGroup) -> Any:

@@ -161,6 +161,7 @@ def test_one_file_is_opened_in_place_of_safetensors(s3: S3Server, prefix: str, t
         reshard.safe_open(url, "np", backend="mmap")
 
 
+@pytest.mark.slow(disk=False)
 def test_little_more_than_the_chunks_of_a_plan_is_fetched(
     proxy: Proxy, s3: S3Server, prefix: str, tmp_path: Path
 ) -> None:
@@ -227,6 +228,7 @@ def test_an_answer_that_breaks_off_is_resumed(proxy: Proxy, s3: S3Server, prefix
         assert proxy.faults[0].times == 0
 
 
+@pytest.mark.slow(disk=False)
 def test_a_busy_service_is_asked_again(proxy: Proxy, s3: S3Server, prefix: str, tmp_path: Path) -> None:
     save_run(tmp_path / "run", (1,))
     url = s3.upload(tmp_path / "run", prefix)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.skipif(not remote.is_available(), reason="the core was compiled without the feature `remote`")
 
 
+@pytest.mark.slow(disk=False)
 def test_a_request_that_hangs_is_sent_again(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     data = np.random.default_rng(0).bytes(3 << 20)
     s3.put("late/object.bin", data)

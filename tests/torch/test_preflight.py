@@ -312,6 +312,7 @@ def test_root_of_another_live_job_is_refused_by_resume_and_can_be_taken_over(tmp
     assert reshard.open(tmp_path).iteration == 4
 
 
+@pytest.mark.slow(disk=False)
 def test_root_of_another_live_job_is_refused_on_all_ranks(tmp_path: Path) -> None:
     def work(group: TorchGroup) -> str:
         del group

@@ -471,6 +471,7 @@ def test_rank_local_state_is_saved_without_a_checkpointer(tmp_path: Path) -> Non
         assert job.values() == saved
 
 
+@pytest.mark.slow(disk=False)
 def test_a_whole_parameter_with_state_on_some_ranks_is_refused() -> None:
     """The state of the other ranks would be lost."""
 

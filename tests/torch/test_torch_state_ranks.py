@@ -279,6 +279,7 @@ def test_what_only_another_rank_has_is_saved_by_rank_0() -> None:
     assert first[3] == {"a.weight": 140_000.0}  # and it is rank 0 that saves them
 
 
+@pytest.mark.slow(disk=False)
 def test_boxes_where_no_layout_can_say_it(tmp_path: Path) -> None:
     def save(group: TorchGroup) -> Any:
         keys = "tied a" if group.rank == 0 else "tied b" if group.rank == 3 else "c"

@@ -37,6 +37,7 @@ def test_saves_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert sorted(path.name for path in tmp_path.glob("iteration_*")) == ["iteration_00000003", "iteration_00000006"]
 
 
+@pytest.mark.slow(disk=False)
 def test_ranks_save_by_the_clock_of_rank_0(tmp_path: Path) -> None:
     def work(group: TorchGroup) -> list[int]:
         trainer = Trainer()

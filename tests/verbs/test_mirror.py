@@ -135,6 +135,7 @@ def train(root: Path, mirror: Any, until: int, **how: Any) -> tuple[Any, float]:
     return run.decision, loss
 
 
+@pytest.mark.slow(disk=False)
 def test_a_host_without_the_local_copy_goes_on_from_the_bucket(url: str, tmp_path: Path) -> None:
     events: list[reshard.Event] = []
     decision, _ = train(tmp_path / "a", url, 6, on_event=events.append, keep=None)
@@ -207,6 +208,7 @@ def test_copies_follow_a_run_that_goes_back(url: str, tmp_path: Path) -> None:
     assert decision.initial_step == 6
 
 
+@pytest.mark.slow(disk=False)
 def test_the_record_of_a_run_that_went_back_holds_for_copies(url: str, tmp_path: Path) -> None:
     root = tmp_path / "run"
     save(root, 2, 4, 6)
@@ -224,6 +226,7 @@ def test_the_record_of_a_run_that_went_back_holds_for_copies(url: str, tmp_path:
     assert taken.path == str(root / "iteration_00000003")
 
 
+@pytest.mark.slow(disk=False)
 def test_a_start_from_weights_goes_on_where_only_the_bucket_has_saves(url: str, tmp_path: Path) -> None:
     train(tmp_path / "a", url, 6)
     weights = {"weight": np.zeros((8, 8), np.float32), "bias": np.zeros(8, np.float32)}
@@ -422,6 +425,7 @@ def test_what_another_host_saved_after_it_went_back_on_the_line_that_was_left_is
     assert taken_path(b, url) == str(b / "iteration_00000015")
 
 
+@pytest.mark.slow(disk=False)
 def test_after_a_rollback_the_copy_of_a_damaged_save_is_taken(url: str, tmp_path: Path) -> None:
     root = tmp_path / "run"
     save(root, 2, 4, 6, 8)
@@ -545,6 +549,7 @@ def test_a_step_never_waits_for_a_copy(proxy: Proxy, url: str, tmp_path: Path, c
     assert 8 in copied(url)
 
 
+@pytest.mark.slow(disk=False)
 def test_what_cannot_be_mirrored_is_refused(url: str, tmp_path: Path, s3: S3Server) -> None:
     with pytest.raises(UnsupportedError, match="which is not in a bucket"):
         Checkpointer(tmp_path, mirror=str(tmp_path / "other"))
@@ -641,6 +646,7 @@ def test_one_of_two_processes_copies(url: str, tmp_path: Path) -> None:
     assert copied(url) == [1]
 
 
+@pytest.mark.slow(disk=False)
 def test_large_files_are_compared_part_by_part(url: str, s3: S3Server, tmp_path: Path) -> None:
     file = tmp_path / "large"
     data = np.random.default_rng(0).integers(0, 256, (40 << 20) + 12345, np.uint8).tobytes()

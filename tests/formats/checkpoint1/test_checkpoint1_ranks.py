@@ -155,6 +155,7 @@ def test_a_rank_that_is_killed_while_it_writes(tmp_path: Path, victim: int) -> N
     assert not list(tmp_path.rglob("*.tmp"))
 
 
+@pytest.mark.slow(disk=False)
 def test_a_rank_that_fails_is_told_on_all_and_leaves_nothing(tmp_path: Path) -> None:
     root = tmp_path / "checkpoint"
 
@@ -278,6 +279,7 @@ def test_a_configuration_in_the_originals_words(tmp_path: Path) -> None:
         assert all(np.array_equal(opened.read(key), array) for key, array in alone.items())
 
 
+@pytest.mark.slow(disk=False)
 def test_integrated_by_all_ranks(tmp_path: Path) -> None:
     """Sharded by FSDP, saved in either format, and merged by all ranks besides."""
 

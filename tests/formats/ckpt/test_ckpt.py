@@ -134,6 +134,7 @@ def test_a_scalar_of_an_older_writer(tmp_path: Path) -> None:
 # -- files made here
 
 
+@pytest.mark.slow(disk=False)
 @settings(max_examples=60)
 @given(
     arrays=st.dictionaries(

@@ -199,6 +199,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow(disk=False)
 def test_hostile_files_take_little_memory(tmp_path: Path) -> None:
     cases = [str(HOSTILE / name) for name in json.loads((HOSTILE / "hostile.json").read_text())]
     run = [sys.executable, "-c", _READ_ALL]
