@@ -8,14 +8,15 @@ from __future__ import annotations
 import math
 import operator
 from types import EllipsisType
-from typing import TYPE_CHECKING, NamedTuple, SupportsIndex, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, SupportsIndex, TypeAlias, TypeVar
 
 from reshard.errors import ArgumentError
 from reshard.values.words import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
+_T = TypeVar("_T")
 IndexItem: TypeAlias = SupportsIndex | slice | EllipsisType | None
 TensorIndex: TypeAlias = IndexItem | tuple[IndexItem, ...]
 Region: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
@@ -129,6 +130,34 @@ def regions(shape: tuple[int, ...], max_elements: int, bits: int) -> Iterator[Re
         return
     for first in range(0, shape[0], n_rows):
         yield (first, *(0,) * (len(shape) - 1)), (min(n_rows, shape[0] - first), *shape[1:])
+
+
+def in_batches(
+    items: Iterable[_T], n_bytes_of: Callable[[_T], int], max_bytes: int, max_items: int | None = None
+) -> Iterator[list[_T]]:
+    """Items that are read at a time, in their order: several small ones, or one that alone is larger than allowed.
+
+    Args:
+        items: such as regions of tensors.
+        n_bytes_of: bytes that an item takes.
+        max_bytes: of a batch.
+        max_items: of a batch; None: no limit.
+
+    Example:
+        >>> list(in_batches([3, 3, 9, 1], lambda size: size, 6))
+        [[3, 3], [9], [1]]
+    """
+    batch: list[_T] = []
+    n_bytes = 0
+    for one in items:
+        size = n_bytes_of(one)
+        if batch and (n_bytes + size > max_bytes or len(batch) == max_items):
+            yield batch
+            batch, n_bytes = [], 0
+        batch.append(one)
+        n_bytes += size
+    if batch:
+        yield batch
 
 
 def as_integer(item: object) -> int | None:

@@ -26,7 +26,7 @@ from reshard.ranks.led import LedRanks
 from reshard.ranks.places import Work, do_shares
 from reshard.values.argument_types import Part, PlaceLike, Progress, Size
 from reshard.values.arguments import checked, parse_size
-from reshard.values.indexing import regions
+from reshard.values.indexing import in_batches, regions
 from reshard.values.words import show
 
 if TYPE_CHECKING:
@@ -297,7 +297,8 @@ def _compared(
     """The differences of tensors that are in both, by key."""
     n_bytes, done = _comparable_bytes(pairs), 0
     comparison = _Comparison(left, right, half_bytes, threads)
-    for batch in _batches([pair for pair in pairs if pair.kind.is_comparable], half_bytes):
+    pair_regions = (one for pair in pairs if pair.kind.is_comparable for one in _regions_of(pair, half_bytes))
+    for batch in in_batches(pair_regions, lambda one: _aligned(max(one.n_bytes)), half_bytes):
         comparison.compare(batch)
         done += sum(region.n_bytes[0] + region.n_bytes[1] for region in batch)
         if progress is not None:
@@ -521,22 +522,6 @@ class _PairRegion(NamedTuple):
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     n_bytes: tuple[int, int]
-
-
-def _batches(pairs: list[_Pair], max_bytes: int) -> Iterator[list[_PairRegion]]:
-    """Regions that are read at a time: several small tensors, or a part of a large one."""
-    batch: list[_PairRegion] = []
-    n_bytes = 0
-    for pair in pairs:
-        for region in _regions_of(pair, max_bytes):
-            needed = _aligned(max(region.n_bytes))
-            if batch and n_bytes + needed > max_bytes:
-                yield batch
-                batch, n_bytes = [], 0
-            batch.append(region)
-            n_bytes += needed
-    if batch:
-        yield batch
 
 
 def _regions_of(pair: _Pair, max_bytes: int) -> Iterator[_PairRegion]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import numpy as np
 
 from reshard import _core, dtypes
-from reshard.values.indexing import regions
+from reshard.values.indexing import in_batches, regions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -81,13 +81,4 @@ def regions_of(shape: tuple[int, ...], dtype: str, max_elements: int | None = No
 
 def batches(slices: Iterable[_T], slice_of: Callable[[_T], Slice]) -> Iterator[list[_T]]:
     """Slices that are read at a time, so that they fit into a buffer."""
-    batch, n_bytes = list[_T](), 0
-    for one in slices:
-        size = slice_of(one).n_bytes + _ALIGN_BYTES
-        if batch and (n_bytes + size > _BUFFER_BYTES or len(batch) == _MAX_ARRAYS):
-            yield batch
-            batch, n_bytes = [], 0
-        batch.append(one)
-        n_bytes += size
-    if batch:
-        yield batch
+    return in_batches(slices, lambda one: slice_of(one).n_bytes + _ALIGN_BYTES, _BUFFER_BYTES, _MAX_ARRAYS)

@@ -17,7 +17,7 @@ from reshard import _core, dtypes
 from reshard.errors import MismatchError
 from reshard.formats.outputs import load_all
 from reshard.formats.rank_file import placed
-from reshard.values.indexing import Region, regions
+from reshard.values.indexing import Region, in_batches, regions
 from reshard.values.words import listed
 
 if TYPE_CHECKING:
@@ -118,8 +118,8 @@ class AssumedReplicas:
                     stored = [part._replace(file=number) for part in parts]
                     index.add_tiles(f"{rank} {key}", tensor.dtype, tensor.shape, stored, overlapping=len(stored) > 1)
         try:
-            for batch in _batches(self._units(keys)):
-                different = _different(index, batch)
+            for batch in in_batches(self._units(keys), lambda one: one[1], _BATCH_BYTES, _MAX_ARRAYS):
+                different = _different(index, [unit for unit, _ in batch])
                 if different:
                     yield from ((key, first, others) for (key, first), others in different.items())
                     return
@@ -169,17 +169,3 @@ def _different(index: _core.Index, units: list[_Unit]) -> dict[tuple[str, int], 
                 ranks = found.setdefault((key, group[0]), [])
                 ranks += [] if rank in ranks else [rank]
     return found
-
-
-def _batches(units: Iterator[tuple[_Unit, int]]) -> Iterator[list[_Unit]]:
-    """Units that are read together: several small ones, or one large one."""
-    batch: list[_Unit] = []
-    n_bytes = 0
-    for unit, size in units:
-        if batch and (n_bytes + size > _BATCH_BYTES or len(batch) == _MAX_ARRAYS):
-            yield batch
-            batch, n_bytes = [], 0
-        batch.append(unit)
-        n_bytes += size
-    if batch:
-        yield batch
