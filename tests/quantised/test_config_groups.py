@@ -13,6 +13,7 @@ from tests.helpers.quantised_samples import ARCHITECTURE, fp8, integers, scales
 
 import reshard
 from reshard.errors import MismatchError, UnsupportedError
+from reshard.quantised.config import Groups, Said
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,7 +25,8 @@ RNG = np.random.default_rng
 
 
 def model(folder: Path, arrays: Mapping[str, Array], *weights: dict[str, Any] | None) -> Path:
-    groups = {f"group_{n}": {"targets": ["Linear"], "weights": one} for n, one in enumerate(weights)}
+    classes = ("Linear", "Embedding", "LlamaAttention")
+    groups = {f"group_{n}": {"targets": [classes[n]], "weights": one} for n, one in enumerate(weights)}
     entry = {"quant_method": "compressed-tensors", "config_groups": groups}
     folder.mkdir()
     reshard.save_file(dict(arrays), folder / "model.safetensors")
@@ -258,3 +260,76 @@ def test_a_weight_as_another_group_says_is_refused(tmp_path: Path) -> None:
     path = with_targets(model(tmp_path / "m", arrays, *groups), ["Linear"], ["re:.*a"])
     with reshard.open(path) as checkpoint, pytest.raises(MismatchError, match=r"packs no .* integers of 8 bits"):
         checkpoint.quantised()
+
+
+def test_targets_can_have_the_names_that_transformers_gives(tmp_path: Path) -> None:
+    """transformers renames modules on load: a target that names no module here can be that of a module that ends so."""
+    arrays = {"m.a.weight": fp8(RNG(1), (190, 128)), "m.a.weight_scale": scales(RNG(2), (2, 1)), "m.b": np.ones(3)}
+    named, of_class = (args("float", 8, "block", block_structure=[n, 128]) for n in (96, 200))
+    for number, target in enumerate(("model.layers.a", "re:model[.].*a")):
+        path = with_targets(model(tmp_path / f"{number}", arrays, named, of_class), [target], ["Linear"])
+        with reshard.open(path) as checkpoint:
+            assert checkpoint.quantised()["m.a.weight"].values["block"] == (96, 128), target
+    for number, target in enumerate(("model.layers.q", "re:.*model[.].*a", "m")):  # of others
+        path = with_targets(model(tmp_path / f"no{number}", arrays, named, of_class), [target], ["Linear"])
+        with reshard.open(path) as checkpoint, pytest.raises(MismatchError, match="blocks of 200 x 128"):
+            checkpoint.quantised()
+
+
+def test_the_later_of_two_groups_has_a_target(tmp_path: Path) -> None:
+    arrays = {"a.weight": fp8(RNG(1), (190, 128)), "a.weight_scale": scales(RNG(2), (2, 1))}
+    blocks = [args("float", 8, "block", block_structure=[n, 128]) for n in (96, 128)]
+    path = with_targets(model(tmp_path / "m", arrays, *blocks), ["Linear"], ["Linear"])
+    with reshard.open(path) as checkpoint:
+        assert checkpoint.quantised()["a.weight"].values["block"] == (128, 128)
+
+
+PRESETS: dict[str, tuple[str, int, tuple[int | None, int | None], bool] | None] = {
+    "UNQUANTIZED": None, "W8A8": ("int", 8, (1, None), True), "INT8": ("int", 8, (1, None), True),
+    "W4A16_ASYM": ("int", 4, (1, 128), False), "W4AFP8": ("int", 4, (1, 128), True),
+    "FP8": ("float", 8, (None, None), True), "FP8_DYNAMIC": ("float", 8, (1, None), True),
+    "FP8_BLOCK": ("float", 8, (128, 128), True),
+    **dict.fromkeys(("NVFP4", "NVFP4A16"), ("float", 4, (1, 16), True)),
+    **dict.fromkeys(("MXFP4", "MXFP4A16", "MXFP4XFP8"), ("float", 4, (1, 32), True)),
+    **dict.fromkeys(("MXFP6A16", "MXFP6A8"), ("float", 6, (1, 32), True)),
+    **dict.fromkeys(("MXFP8", "MXFP8A16"), ("float", 8, (1, 32), True)),
+    **{f"W{n}A{of}": ("int", n, (1, 128), True) for n in range(2, 9) for of in (4, 8, 16)
+       if n <= of and (n, of) != (8, 8)},
+}  # fmt: skip
+
+
+def groups_of(entries: object) -> list[tuple[str, int, tuple[int | None, int | None], bool]]:
+    return [tuple(one) for one in Groups(Said("config.json", "compressed-tensors", {"config_groups": entries})).of("a")]  # type: ignore[misc]
+
+
+def test_presets() -> None:
+    for name, told in PRESETS.items():
+        for written in (name, name.lower()):
+            assert groups_of({written: ["Linear"]}) == ([] if told is None else [told]), name
+    schemes = pytest.importorskip("compressed_tensors.quantization.quant_scheme")
+    assert set(schemes.PRESET_SCHEMES) == set(PRESETS)
+    for name in PRESETS:
+        scheme = schemes.preset_name_to_scheme(name, ["Linear"]).model_dump(mode="json")
+        assert groups_of({"group_0": scheme}) == groups_of({name: ["Linear"]}), name
+
+
+def test_words_that_are_not_known_say_nothing() -> None:
+    """Neither of the modules that they name, nor of those that they can name."""
+    four = {"targets": ["re:b"], "weights": args("int", 4, "channel")}
+    for unknown in (
+        {"W4A17": ["Linear"]},
+        {"W5A4": ["Linear"]},
+        {"group_0": {"targets": ["Linear"], "weights": args("int", 4, "swizzled")}},
+        {"group_0": {"targets": ["Linear"], "weights": args("ternary", 2, "channel")}},
+        {"group_0": "W4A16"},
+    ):
+        assert groups_of(unknown) == []
+        assert groups_of({**unknown, "group_1": four}) == []
+        assert groups_of({**unknown, "group_1": {**four, "targets": ["a"]}}) == [("int", 4, (1, None), True)]
+        assert groups_of({**unknown, "group_1": {**four, "targets": ["Embedding"]}}) == []
+
+
+def test_types_and_strategies_in_any_case_and_bits_that_are_left_out() -> None:
+    assert groups_of({"g": {"targets": ["Linear"], "weights": {"type": "FLOAT", "strategy": "Channel"}}}) == [
+        ("float", 8, (1, None), True)
+    ]

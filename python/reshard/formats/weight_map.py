@@ -26,7 +26,7 @@ from reshard.values.words import listed, show
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 _log = logging.getLogger("reshard")
 
@@ -125,6 +125,7 @@ def add_unlisted(
     listing: str,
     *,
     add: Callable[[_core.Index, str], int],
+    named: Collection[str] = (),
 ) -> None:
     """Add the tensors of the listed files that a map does not name: transformers loads them, too.
 
@@ -133,6 +134,7 @@ def add_unlisted(
         folder: the folder of the files.
         listing: the name of the map.
         add: adds a file to an index, and returns its number.
+        named: files of which a warning says that they are not read.
 
     Raises:
         DamagedFileError: two files hold one tensor with different content.
@@ -166,7 +168,9 @@ def add_unlisted(
     others = [
         name
         for name in folder.names()
-        if name.endswith(suffix) and name not in files and (suffix == ".safetensors" or name.startswith(start))
+        if name.endswith(suffix)
+        and name not in (*files, *named)
+        and (suffix == ".safetensors" or name.startswith(start))
     ]
     if others:
         _log.warning(

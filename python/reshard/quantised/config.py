@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from reshard import _core
 from reshard.documents.strict_json import read_json
@@ -25,6 +25,19 @@ METHODS = frozenset(method for kind in KINDS.values() for method in kind.methods
 """The methods that are known here, by their names in config.json."""
 _MAX_CONFIG_BYTES = 16 << 20
 _NESTED = ("text_config", "language_config", "llm_config")
+_CHANNELS = {"num_bits": 8, "type": "int", "group_size": -1}
+_FP8, _FP4 = {"num_bits": 8, "type": "float"}, {"num_bits": 4, "type": "float"}
+_NVFP4, _MXFP4, _MXFP8 = {**_FP4, "group_size": 16}, {**_FP4, "group_size": 32}, {**_FP8, "group_size": 32}
+_MXFP6 = {**_MXFP4, "num_bits": 6}
+_PRESETS: Mapping[str, dict[str, Any] | None] = {
+    "UNQUANTIZED": None, "W8A8": _CHANNELS, "INT8": _CHANNELS,
+    "W4A16_ASYM": {"num_bits": 4, "type": "int", "group_size": 128, "symmetric": False},
+    "W4AFP8": {"num_bits": 4, "type": "int", "group_size": 128},
+    "FP8": _FP8, "FP8_DYNAMIC": {**_FP8, "group_size": -1},
+    "FP8_BLOCK": {**_FP8, "strategy": "block", "block_structure": [128, 128]},
+    "NVFP4A16": _NVFP4, "NVFP4": _NVFP4, "MXFP4A16": _MXFP4, "MXFP4": _MXFP4, "MXFP4XFP8": _MXFP4,
+    "MXFP6A16": _MXFP6, "MXFP6A8": _MXFP6, "MXFP8A16": _MXFP8, "MXFP8": _MXFP8,
+}  # fmt: skip
 
 
 class Said(NamedTuple):
@@ -57,54 +70,116 @@ class Group(NamedTuple):
     is_symmetric: bool = True
 
 
-def groups(of: Said, module: str) -> list[Group]:
-    """What `config_groups` of compressed-tensors say of the weight of a module; empty: nothing.
+_Told: TypeAlias = "Group | Literal['unknown', 'not quantised']"
+
+
+class Groups:
+    """What `config_groups` of compressed-tensors say of the weights of modules.
 
     The `targets` of a group are names of modules, regular expressions after `re:`, and names of classes. As in
-    compressed-tensors, a name comes first, then the first expression in the order of their texts. A module that none of
-    them names has one of the groups with a class.
+    compressed-tensors, a name comes first, then the first expression in the order of their texts, then a class. The
+    classes of modules are not known here: a module that no target names has one of the groups with a class.
+
+    transformers renames modules of some models on load, and targets can have either name. So the groups of targets that
+    name no module at all are also possible for a module that no target names.
 
     Args:
         of: what config.json says.
-        module: the name of the module.
+        modules: the names of all modules of the checkpoint.
 
     Raises:
         MismatchError: an entry is not as compressed-tensors writes it.
 
     Example:
         >>> weights = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 128}
-        >>> groups(Said("config.json", "compressed-tensors", {"config_groups": {"group_0": {"weights": weights}}}), "a")
+        >>> told = {"config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}, "FP8": ["re:.*b"]}}
+        >>> groups = Groups(Said("config.json", "compressed-tensors", told))
+        >>> groups.of("a")
         [Group(type='int', bits=4, block=(1, 128), is_symmetric=True)]
+        >>> groups.of("m.b")
+        [Group(type='float', bits=8, block=(None, None), is_symmetric=True)]
     """
-    entries = of.values.get("config_groups") if of.method == "compressed-tensors" else None
-    found: dict[Group, bool] = {}  # whether a class can name it
-    of_target: dict[str, Group | None] = {}
-    for name, entry in entries.items() if isinstance(entries, dict) else ():
-        weights = entry.get("weights") if isinstance(entry, dict) else None
-        given = entry.get("targets") if isinstance(entry, dict) else None
-        targets = [one for one in given if isinstance(one, str)] if isinstance(given, list) else []
-        if not isinstance(weights, dict):  # of activations alone
-            of_target |= dict.fromkeys(targets)
-            continue
-        one = _group(weights)
-        if one is None:
-            raise MismatchError(
-                f"{show(str(of.path))}: `weights` of the group {show(name)} in `config_groups` is {show(str(weights))}"
-                ", expected `num_bits`, `type` and `strategy`, and the size of its groups or blocks",
-                path=of.path,
-            )
-        of_target |= dict.fromkeys(targets, one)
-        is_of_class = not targets or any(not target.startswith("re:") and "." not in target for target in targets)
-        found[one] = found.get(one, False) or is_of_class
-    order = sorted(of_target, key=lambda target: (target.startswith("re:"), target))
-    for target in order:
-        is_named = _names(target, module)
-        if is_named is None:
-            return list(found)
-        if is_named:
-            first = of_target[target]
-            return [] if first is None else [first]
-    return [one for one, is_of_class in found.items() if is_of_class] or list(found)
+
+    def __init__(self, of: Said, modules: Iterable[str] = ()) -> None:
+        entries = of.values.get("config_groups") if of.method == "compressed-tensors" else None
+        self._modules = frozenset(modules)
+        self._all: list[_Told] = []
+        self._of_target: dict[str, _Told] = {}  # of two groups the later one, as in compressed-tensors
+        for name, entry in entries.items() if isinstance(entries, dict) else ():
+            told = _told(of, name, entry)
+            given = entry.get("targets") if isinstance(entry, dict) else entry
+            targets = [one for one in given if isinstance(one, str)] if isinstance(given, list) else []
+            self._of_target |= dict.fromkeys(targets or [name], told)
+            self._all.append(told)
+        self._expressions = sorted(target for target in self._of_target if target.startswith("re:"))
+
+    def of(self, module: str) -> list[Group]:
+        """The groups that a module can have; empty: nothing is said of it, or not in words that are known here."""
+        if not self._all:
+            return []
+        if module in self._of_target:
+            return _known([self._of_target[module]])
+        for target in self._expressions:
+            is_named = _names(target, module)
+            if is_named is None:
+                return _known(self._all)
+            if is_named:
+                return _known([self._of_target[target]])
+        last = module.rpartition(".")[2]
+        possible = [told for target, told in self._possible if "." not in target or target.endswith("." + last)]
+        return _known([*possible, *self._elsewhere] or self._all)
+
+    @functools.cached_property
+    def _possible(self) -> list[tuple[str, _Told]]:
+        """Classes, and names that no module of the checkpoint has, with their groups."""
+        passed = {*self._modules, *self._expressions}
+        return [(target, told) for target, told in self._of_target.items() if target not in passed]
+
+    @functools.cached_property
+    def _elsewhere(self) -> list[_Told]:
+        """The groups of the expressions for names that begin otherwise than those of all modules here."""
+        return [
+            self._of_target[target]
+            for target in self._expressions
+            if not target.startswith("re:.*") and not any(_names(target, module) for module in self._modules)
+        ]
+
+
+def _known(told: Iterable[_Told]) -> list[Group]:
+    """The groups among these; empty if one of them is not known here."""
+    found = list(dict.fromkeys(told))
+    return [] if "unknown" in found else [one for one in found if isinstance(one, Group)]
+
+
+def _told(of: Said, name: str, entry: object) -> _Told:
+    """What an entry of `config_groups` says of weights: a scheme, or the targets of the preset of that name."""
+    if isinstance(entry, dict):
+        weights = entry.get("weights")  # None: of activations alone
+    else:
+        weights = _preset(name.upper()) if isinstance(entry, list) else "unknown"
+    if weights is None or weights == "unknown":
+        return "not quantised" if weights is None else "unknown"
+    told = _group(weights) if isinstance(weights, dict) else None
+    if told is None:
+        raise MismatchError(
+            f"{show(str(of.path))}: `weights` of the group {show(name)} in `config_groups` is {show(str(weights))}"
+            ", expected `num_bits`, `type` and `strategy`, and the size of its groups or blocks",
+            path=of.path,
+        )
+    return told
+
+
+def _preset(name: str) -> dict[str, Any] | Literal["unknown"] | None:
+    """The weights of a preset of compressed-tensors; None: they are not quantised.
+
+    Source: `PRESET_SCHEMES` in `compressed_tensors/quantization/quant_scheme.py`, version 0.20.1.
+    """
+    if name in _PRESETS:
+        return _PRESETS[name]
+    integers = re.fullmatch(r"W([2-8])A(4|8|16)", name)
+    if integers is None or int(integers[1]) > int(integers[2]):
+        return "unknown"
+    return {"num_bits": int(integers[1]), "type": "int", "group_size": 128}
 
 
 def _names(target: str, module: str) -> bool | None:
@@ -141,22 +216,29 @@ def packs_loosely(of: Said) -> bool | None:
     return None if is_between else number < (0, 18)
 
 
-def _group(weights: Mapping[str, Any]) -> Group | None:
-    bits, kind, size = weights.get("num_bits"), weights.get("type", "int"), weights.get("group_size")
-    block = weights.get("block_structure")
-    strategy = weights.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
-    shared: tuple[Any, Any] | None = {"tensor": (None, None), "channel": (1, None), "group": (1, size),
-        "tensor_group": (1, size)}.get(str(strategy))  # fmt: skip
+def _group(weights: Mapping[str, Any]) -> Group | Literal["unknown"] | None:
+    """The group of some weights; None: it contradicts itself."""
+    bits, size, block = weights.get("num_bits", 8), weights.get("group_size"), weights.get("block_structure")
+    kind = _lower(weights.get("type", "int"))
+    strategy = _lower(weights.get("strategy"))
+    strategy = strategy or ("tensor" if size is None else "channel" if size == -1 else "group")
     if isinstance(block, str):  # "128x128", as compressed-tensors reads it, too
         block = [int(n) if n.isdecimal() else None for n in block.split("x")]
-    if strategy == "block":
-        shared = tuple(block) if isinstance(block, list) and len(block) == 2 and None not in block else None
-    is_known = shared is not None and all(n is None or (type(n) is int and n > 0) for n in shared)
-    if kind not in ("int", "float") or type(bits) is not int or shared is None or not is_known:
+    if not (isinstance(kind, str) and isinstance(strategy, str)) or type(bits) is not int:
         return None
-    if strategy in ("group", "tensor_group") and size is None:
+    shared: dict[str, tuple[Any, ...]] = {"tensor": (None, None), "channel": (1, None), "group": (1, size)}
+    shared |= {"tensor_group": (1, size), "block": tuple(block) if isinstance(block, list) else ()}
+    if kind not in ("int", "float") or strategy not in shared:
+        return "unknown"
+    rows, columns = shared[strategy] if len(shared[strategy]) == 2 else (0, 0)
+    needed = {"group": (columns,), "tensor_group": (columns,), "block": (rows, columns)}.get(strategy, ())
+    if not all(type(n) is int and n > 0 for n in needed):
         return None
-    return Group(kind, bits, shared, weights.get("symmetric") is not False)
+    return Group(kind, bits, (rows, columns), weights.get("symmetric") is not False)
+
+
+def _lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
 
 
 def said(folder: Location | None) -> Said:

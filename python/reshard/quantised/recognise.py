@@ -7,13 +7,14 @@ such as `weight_scale_inv`, is refused where no weight has it.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from reshard.documents.strict_json import parse_json
 from reshard.errors import DamagedFileError, MismatchError, ReshardError, UnsupportedError
-from reshard.quantised.config import Group, Said, check_method, groups, packs_loosely
+from reshard.quantised.config import Group, Groups, Said, check_method, packs_loosely
 from reshard.quantised.kinds import Follows, Quantised
 from reshard.values.words import listed, show
 
@@ -101,6 +102,10 @@ class _Finder:
     read: ReadBytes | None
     headers: Mapping[str, str]
     used: dict[str, str] = field(default_factory=dict)  # name of the weight, by the key of each part
+
+    @functools.cached_property
+    def groups(self) -> Groups:
+        return Groups(self.of, (key.rpartition(".")[0] for key in self.tensors))
 
     def all(self) -> Iterator[Quantised]:
         kinds = (
@@ -269,7 +274,7 @@ class _Finder:
 
     def _groups(self, key: str, kind: str, bits: range) -> list[Group]:
         """What config.json says of weights of a type and of so many bits; empty: it has no groups."""
-        told = groups(self.of, key.removesuffix("_packed").removesuffix(".weight"))
+        told = self.groups.of(key.removesuffix("_packed").removesuffix(".weight"))
         found = [one for one in told if one.type == kind and one.bits in bits]
         if told and not found:
             kinds = listed([f"{one.type} of {one.bits} bits" for one in told])
@@ -343,7 +348,7 @@ class _Finder:
         parts = {"weight": key, "scale": self._part(key, name + "_scale", "scale")}
         if dtype == "I32":
             return self._packed_integers(key, name, shape, parts)
-        told = [one.bits for one in groups(self.of, module) if one.type == "float"]
+        told = [one.bits for one in self.groups.of(module) if one.type == "float"]
         if told and 4 not in told:
             raise UnsupportedError(
                 f"{show(key)} has floats of {listed(map(str, dict.fromkeys(told)))} bits, as `config_groups` of "

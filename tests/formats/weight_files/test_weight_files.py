@@ -102,6 +102,24 @@ def test_an_index_chooses_a_variant(tmp_path: Path, caplog: pytest.LogCaptureFix
         reshard.open(tmp_path)
 
 
+def test_one_warning_names_the_variants_that_are_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for variant in ("", ".fp16"):
+        paths = files(tmp_path, f"{DIFFUSERS}{variant}", 2)
+        file_of = {key: path.name for path in paths for key in load_file(path)}
+        index = tmp_path / f"{DIFFUSERS}.safetensors.index{variant}.json"
+        index.write_text(json.dumps({"metadata": {}, "weight_map": file_of}))
+    with caplog.at_level(logging.WARNING, "reshard"):
+        assert_all(tmp_path)
+    assert set(caplog.messages) == {
+        f"{tmp_path}: `{DIFFUSERS}.safetensors.index.json` is read; not read: `{index.name}`"
+    }
+    (tmp_path / "more.safetensors").write_bytes(paths[0].read_bytes())
+    assert "holds weights that" not in caplog.text
+    with caplog.at_level(logging.WARNING, "reshard"):
+        assert_all(tmp_path / f"{DIFFUSERS}.safetensors.index.json")
+    assert f"not read: `{DIFFUSERS}.fp16-00001-of-00002.safetensors`, " in caplog.text
+
+
 def test_sets_of_which_none_comes_first(tmp_path: Path) -> None:
     save_file(ARRAYS, tmp_path / f"{DIFFUSERS}.fp16.safetensors")
     save_file(ARRAYS, tmp_path / f"{DIFFUSERS}.ema.safetensors")

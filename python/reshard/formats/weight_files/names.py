@@ -81,6 +81,12 @@ class FileSet:
         variant = f".{self.variant}" if self.variant else ""
         return self.index or self.single or f"{self.base}{variant}-*.{self.suffix}"
 
+    @property
+    def files(self) -> set[str]:
+        """The names of the files with weights."""
+        numbered = {name for of_count in self.numbered.values() for name in of_count.values()}
+        return numbered if self.single is None else {self.single, *numbered}
+
 
 def sets_in(folder: Location) -> list[FileSet]:
     """The sets that the files of a folder form. Links to files count as files, and broken links do not.

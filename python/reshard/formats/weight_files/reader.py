@@ -69,7 +69,8 @@ def open_folder(folder: Location, method: _core.ReadMethod) -> CheckpointData:
             listed((show(one.title) for one in others), _MAX_NAMED),
         )
     if chosen.index is not None and chosen.single is None:
-        return replace(open_index(folder / chosen.index, method), path=folder)
+        named = {name for one in others for name in one.files}
+        return replace(open_index(folder / chosen.index, method, named=named), path=folder)
     files = [chosen.single] if chosen.single is not None else _numbered(folder, chosen)
     index, replicas = _index_of([folder / name for name in files], method)
     return _data(folder, index, method, base=chosen.base, replicas=replicas)
@@ -137,12 +138,13 @@ def check_numbers(folder: Location, files: Mapping[int, str], count: int) -> Non
         )
 
 
-def open_index(listing: Location, method: _core.ReadMethod) -> CheckpointData:
+def open_index(listing: Location, method: _core.ReadMethod, *, named: Collection[str] = ()) -> CheckpointData:
     """Open the files that an index lists.
 
     Args:
         listing: the index.
         method: how files are read.
+        named: files of which a warning says that they are not read.
 
     Raises:
         CheckpointNotFoundError, DamagedFileError, StorageError: as `reshard.open`.
@@ -151,9 +153,9 @@ def open_index(listing: Location, method: _core.ReadMethod) -> CheckpointData:
     file_of = maps.read(listing)
     index = _core.Index()
     maps.add_tensors(index, folder, file_of, lambda file: _add(index, file, method))
-    maps.add_unlisted(index, folder, listing.name, add=lambda index, file: _add(index, file, method))
-    named = names.parse_index(listing.name)
-    return _data(listing, index, method, listing=listing, base=None if named is None else named[0])
+    maps.add_unlisted(index, folder, listing.name, add=lambda index, file: _add(index, file, method), named=named)
+    parsed = names.parse_index(listing.name)
+    return _data(listing, index, method, listing=listing, base=None if parsed is None else parsed[0])
 
 
 def open_files(files: Sequence[Location], path: Location, method: _core.ReadMethod) -> CheckpointData:
