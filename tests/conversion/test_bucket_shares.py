@@ -22,6 +22,7 @@ from reshard.conversion import buckets
 from reshard.errors import DamagedFileError, DestinationExistsError, ReshardError, StorageError, UnsupportedError
 from reshard.ranks.places import ShareRun
 from reshard.storage import remote
+from reshard.storage.changes import temporary_folder
 from reshard.storage.location import Location, locate
 from reshard.storage.remote import RemoteStore
 
@@ -182,21 +183,7 @@ def test_shares_at_the_same_time_are_published_by_one(s3: S3Server, tmp_path: Pa
     reshard.convert(source, tmp_path / "whole", **TARGETS["safetensors"])
     for _ in range(5):
         target = locate(f"s3://{BUCKET}/shares-{os.getpid()}-{next(_numbers)}")
-        outcomes: list[Any] = [None, None]
-        meet = threading.Barrier(2)
-
-        def one(index: int, target: Location = target, outcomes: Any = outcomes, meet: Any = meet) -> None:
-            meet.wait(30)
-            try:
-                outcomes[index] = reshard.convert(source, str(target), share=(index, 2), **TARGETS["safetensors"])
-            except ReshardError as error:
-                outcomes[index] = error
-
-        threads = [threading.Thread(target=one, args=(index,)) for index in (0, 1)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
+        outcomes = shares_at_once(source, target, 2, **TARGETS["safetensors"])
         assert not [one for one in outcomes if isinstance(one, Exception)]
         assert objects_of(target) == files_of(tmp_path / "whole"), outcomes
 
@@ -284,10 +271,8 @@ def test_a_share_that_another_one_overtakes_while_it_takes_over_joins_it(
     monkeypatch.setattr(buckets, "_PREPARED_SECONDS", 0.0)
     (target / ".reshard.convert.staging").replace('{"names": []}')  # left by a conversion that was killed
 
-    claims = itertools.count()
-
-    def overtake(method: str, path: str) -> None:  # after the second request: the first one finds the claim
-        if method in ("PUT", "POST") and "convert.staging" in unquote(path) and next(claims) == 1:
+    def overtake(method: str, path: str) -> None:
+        if method in ("PUT", "POST") and "convert-" in unquote(path):  # it has taken over, and has prepared nothing
             proxy.after = None
             assert share(source, target, 1, overwrite=True).pending == (0,)
 
@@ -295,6 +280,66 @@ def test_a_share_that_another_one_overtakes_while_it_takes_over_joins_it(
     assert share(source, target, 0, overwrite=True).pending == ()
     assert proxy.after is None
     reshard.convert(source, tmp_path / "whole", **TARGETS["safetensors"])
+    assert objects_of(target) == files_of(tmp_path / "whole")
+
+
+@pytest.mark.slow(disk=False)
+def test_one_of_several_shares_takes_over_what_was_left(
+    s3: S3Server, tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reshard.convert(source, tmp_path / "whole", **TARGETS["huggingface"])
+    with before_server(s3.port) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        for number in range(5):
+            target = locate(f"s3://{BUCKET}/shares-{os.getpid()}-{next(_numbers)}")
+            left = {"token": "0f", "names": ["old.safetensors"]} if number else {"names": ["old.safetensors"]}
+            (target / ".reshard.convert.staging").replace(json.dumps(left))
+            (target / "old.safetensors").replace("cut short")
+            outcomes = shares_at_once(source, target, 3, overwrite=True, **TARGETS["huggingface"])
+            assert not [one for one in outcomes if isinstance(one, Exception)], outcomes
+            assert objects_of(target) == files_of(tmp_path / "whole")
+            written = [path for method, path, *_ in proxy.log if method == "PUT" and path.endswith("/config.json")]
+            assert len(written) == number + 1, "one prepares the folder"
+
+
+def test_of_two_conversions_that_take_over_one_goes_on(
+    s3: S3Server, tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = locate(f"s3://{BUCKET}/shares-{os.getpid()}-{next(_numbers)}")
+    (target / ".reshard.convert.staging").replace('{"names": []}')
+    with before_server(s3.port) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+
+        def overtake(method: str, path: str) -> None:
+            if method == "PUT" and "convert-" in unquote(path):
+                proxy.before = None
+                assert share(source, target, 0, overwrite=True).pending == (1,)
+
+        proxy.before = overtake
+        with pytest.raises(DestinationExistsError, match="has taken it over at the same time"):
+            reshard.convert(source, str(target), overwrite=True, **TARGETS["huggingface"])
+    assert share(source, target, 1, overwrite=True).pending == ()
+    reshard.convert(source, tmp_path / "whole", **TARGETS["safetensors"])
+    assert objects_of(target) == files_of(tmp_path / "whole"), "nothing of the other one, and no claim"
+
+
+def test_what_a_conversion_that_took_over_and_was_killed_has_left_is_taken_over(
+    s3: S3Server, tmp_path: Path, source: Path
+) -> None:
+    target = locate(f"s3://{BUCKET}/shares-{os.getpid()}-{next(_numbers)}")
+    (target / ".reshard.convert.staging").replace('{"names": ["first.safetensors"]}')
+    with pytest.raises(DestinationExistsError):
+        reshard.convert(source, str(target), **TARGETS["huggingface"])
+    with temporary_folder("test-") as beside:
+        folder = buckets.BucketFolder(target, locate(beside), ())
+        assert folder.claim(["second.safetensors"], overwrite=True)
+    for name in ("first.safetensors", "second.safetensors"):
+        (target / name).replace("cut short")
+    assert buckets.left_in(target) == {"first.safetensors", "second.safetensors"}
+    reshard.convert(source, str(target), overwrite=True, **TARGETS["huggingface"])
+    with pytest.raises(DestinationExistsError, match="has taken it over"):
+        folder.check_claim()
+    reshard.convert(source, tmp_path / "whole", **TARGETS["huggingface"])
     assert objects_of(target) == files_of(tmp_path / "whole")
 
 
@@ -318,6 +363,26 @@ def test_a_share_that_is_killed_at_a_request_is_written_again(
             if n_left >= 0:
                 break
         assert number >= 6
+
+
+def shares_at_once(source: Path, target: Location, n_shares: int, **options: Any) -> list[Any]:
+    """What becomes of shares that are written by threads that begin together: reports, or errors."""
+    outcomes: list[Any] = [None] * n_shares
+    meet = threading.Barrier(n_shares)
+
+    def one(index: int) -> None:
+        meet.wait(30)
+        try:
+            outcomes[index] = reshard.convert(source, str(target), share=(index, n_shares), **options)
+        except ReshardError as error:
+            outcomes[index] = error
+
+    threads = [threading.Thread(target=one, args=(index,)) for index in range(n_shares)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return outcomes
 
 
 def share(source: Path, target: Location, index: int, **how: Any) -> reshard.ConvertReport:

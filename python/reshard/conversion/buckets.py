@@ -1,6 +1,7 @@
 """Publication in a bucket, which has no renames: every file is written under its name, and what makes it whole is last.
 
-    claim     create an object that must be new, with the names of all files: of several conversions one writes
+    claim     create an object that must be new, with the names of all files: of several conversions one writes. With
+              `overwrite`, one that was left is taken over by another new object, named after it: one can create that
     clear     with `overwrite`, remove the files of an earlier conversion; what identifies a checkpoint goes first
     write     everything else, then the tensors; the first of several parts is the last one
     check     list the folder: every file is there with the ETag that its write was told
@@ -14,16 +15,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import json
 import os
 import re
 import socket
 import time
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.commit.filling import is_staging, staging_name
-from reshard.errors import DestinationExistsError, ReshardError, StorageError, UnsupportedError
+from reshard.errors import (
+    CheckpointNotFoundError,
+    DestinationExistsError,
+    ReshardError,
+    StorageError,
+    UnsupportedError,
+)
 from reshard.storage.changes import temporary_folder
 from reshard.storage.location import locate
 from reshard.storage.remote import RemoteStore
@@ -41,6 +49,14 @@ _LOOK_SECONDS = 0.1
 _export_of: ContextVar[str | None] = ContextVar("_export_of", default=None)
 
 
+class _Claim(NamedTuple):
+    """A claim: the name of its object, its content, and the name that the one has which takes it over."""
+
+    name: str
+    content: dict[str, Any]
+    next_name: str
+
+
 class BucketFolder:
     """A folder of a bucket that a conversion fills.
 
@@ -54,8 +70,7 @@ class BucketFolder:
         self.beside = beside
         self._store = bucket_of(target)
         self._commits = commits
-        self._claim = target / _CLAIM
-        self._token: bytes | None = None
+        self._claims: list[_Claim] = []  # the last one is that of this conversion, and the others were taken over
         self._names: list[str] = []
         self._written: dict[str, str] = {}
         self._left: frozenset[str] = frozenset()
@@ -87,28 +102,28 @@ class BucketFolder:
         if (root := _export_of.get()) is not None:
             content["export_of"] = root
         claim = json.dumps(content).encode()
-        try:
-            self._claim.create(claim)
-        except FileExistsError:
-            if joins and digest is not None and self.join(digest):
-                return False
-            if not overwrite:
-                found = claim_in(self.target)
-                by = f" (host {show(str(found.get('host')))}, process {show(str(found.get('pid')))})" if found else ""
-                raise DestinationExistsError(
-                    f"{show(str(self.target))}: another conversion writes there, or was killed{by}",
-                    path=str(self._claim),
-                    hint="if it does not run any more, give `overwrite=True`, which replaces its files",
-                ) from None
-            self._left = left_in(self.target)
-            self._claim.replace(claim)
+        is_lost = False
+        name, before = _CLAIM, list[_Claim]()
+        while not _created(self.target / name, claim):
+            is_lost = name != _CLAIM
+            if joins and digest is not None:
+                if self.join(digest):
+                    return False
+                before = self._claims
+            else:
+                before = _claims_in(self.target)
+            if before and (is_lost or not overwrite):
+                raise _claimed(self.target, before[-1], is_running=is_lost)
+            name = before[-1].next_name if before else _CLAIM
+        self._claims = [*before, _claim_of(name, claim)]
+        self._left = frozenset(file for one in before for file in _names_of(one.content))
         try:
             self._before = self._there(is_empty=not overwrite)
         except BaseException:
-            with contextlib.suppress(ReshardError):
-                self._claim.remove_file()
+            if not before:
+                with contextlib.suppress(ReshardError):
+                    self._remove_claims()
             raise
-        self._token = claim
         self._names = names
         return True
 
@@ -126,10 +141,9 @@ class BucketFolder:
     def prepared(self) -> None:
         """Let the other shares begin. Raises DestinationExistsError, StorageError."""
         self.check_claim()
-        assert self._token is not None
-        claim = json.dumps(json.loads(self._token) | {"written": self._written}).encode()
-        self._claim.replace(claim)
-        self._token = claim
+        own = self._claims[-1]
+        # Only the conversion of a claim replaces it; others create the one after it.
+        (self.target / own.name).replace(json.dumps(own.content | {"written": self._written}))
 
     def join(self, digest: str, seconds: float | None = None) -> bool:
         """Take part in the conversion of a claim, once its folder is prepared.
@@ -140,41 +154,51 @@ class BucketFolder:
 
         Returns:
             Whether this process takes part; no: the claim is that of another conversion, or it is not prepared.
+
+        Raises:
+            StorageError: the service failed.
         """
-        deadline = time.monotonic() + (_PREPARED_SECONDS if seconds is None else seconds)
+        wait_s = _PREPARED_SECONDS if seconds is None else seconds
+        waited_for, deadline = "", 0.0
         while True:
-            try:
-                claim = self._claim.read_small(_MAX_CLAIM_BYTES)
-                found: Any = json.loads(claim)
-                if found.get("shared") != digest:
-                    return False
-                if "written" in found:
-                    self._written |= found["written"]
-                    self._token, self._names = claim, found["names"]
-                    return True
-            except (ReshardError, ValueError, AttributeError, TypeError):
+            self._claims = _claims_in(self.target)
+            found = self._claims[-1].content if self._claims else {}
+            if found.get("shared") != digest:
                 return False
+            if "written" in found:
+                written = found["written"]
+                self._names = _names_of(found)
+                self._written |= written if isinstance(written, dict) else {}
+                return True
+            if self._claims[-1].name != waited_for:
+                waited_for, deadline = self._claims[-1].name, time.monotonic() + wait_s
             if time.monotonic() > deadline:
                 return False
             time.sleep(_LOOK_SECONDS)
 
     def check_claim(self) -> None:
-        """Refuse to go on after another conversion has taken the folder over. Raises DestinationExistsError."""
+        """Refuse to go on after another conversion has taken the folder over. Raises as `commit`."""
         if not self._is_ours():
             raise DestinationExistsError(
                 f"{show(str(self.target))}: another conversion has taken it over with `overwrite`",
-                path=str(self._claim),
+                path=str(self.target / _CLAIM),
             )
 
     def has_ended(self) -> bool:
         """Whether another share of the conversion has published it and removed the claim."""
-        return not self._claim.exists()
+        return not (self.target / _CLAIM).exists()
 
     def _is_ours(self) -> bool:
-        try:
-            return self._claim.read_small(_MAX_CLAIM_BYTES) == self._token
-        except ReshardError:
+        """Whether the first claim is the one that it was, and none has taken over the last one."""
+        if not self._claims:
             return False
+        first = _read_claim(self.target, _CLAIM)
+        is_same = first is not None and first.next_name == self._claims[0].next_name
+        return is_same and _read_claim(self.target, self._claims[-1].next_name) is None
+
+    def _remove_claims(self) -> None:
+        for one in self._claims:  # without the first one, the others count for nothing
+            (self.target / one.name).remove_file()
 
     def clear(self, is_ours: Callable[[Location], bool]) -> None:
         """Remove the files of an earlier conversion, those that identify a checkpoint first. Raises StorageError.
@@ -182,7 +206,8 @@ class BucketFolder:
         The records of its shares (see `bucket_shares`) are removed, too.
         """
         ours = {name for name in self.target.names() if is_staging(name) or is_ours(self.target / name)}
-        there = [name for name, _ in self._store.below(self.target.path) if name != _CLAIM]
+        claims = {_CLAIM, *(name for one in self._claims for name in (one.name, one.next_name))}
+        there = [name for name, _ in self._store.below(self.target.path) if name not in claims]
         removed = [name for name in there if name in self._left or name.partition("/")[0] in ours]
         self.check_claim()
         self._remove(removed)
@@ -226,7 +251,7 @@ class BucketFolder:
         self._send(name for name in self.names_beside() if self.is_commit(name))
         before_end(self._written)
         self.check_claim()
-        self._claim.remove_file()
+        self._remove_claims()
 
     def names_beside(self) -> list[str]:
         """The local files, those that identify a checkpoint last."""
@@ -245,10 +270,10 @@ class BucketFolder:
             Whether the claim was that of this conversion.
         """
         with contextlib.suppress(ReshardError):
-            if self._token is not None and self._is_ours():
+            if self._is_ours():
                 there = {name: plain_e_tag(str(one.identity)) for name, one in self._store.below(self.target.path)}
                 self._remove([name for name in self._names if name in there and there[name] != self._before.get(name)])
-                self._claim.remove_file()
+                self._remove_claims()
                 return True
         return False
 
@@ -275,27 +300,83 @@ def filled_bucket(target: Location, *, commits: Sequence[str]) -> Iterator[Bucke
             raise
 
 
+def _created(place: Location, claim: bytes) -> bool:
+    try:
+        place.create(claim)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _claimed(target: Location, claim: _Claim, *, is_running: bool) -> DestinationExistsError:
+    host, pid = claim.content.get("host"), claim.content.get("pid")
+    by = "" if host is None else f" (host {show(str(host))}, process {show(str(pid))})"
+    what = "has taken it over at the same time" if is_running else "writes there, or was killed"
+    return DestinationExistsError(
+        f"{show(str(target))}: another conversion {what}{by}",
+        path=str(target / claim.name),
+        hint="wait for it; if it was killed, too, convert again"
+        if is_running
+        else "if it does not run any more, give `overwrite=True`, which replaces its files",
+    )
+
+
+def _claims_in(target: Location) -> list[_Claim]:
+    """The first claim of a folder of a bucket, and those that have taken over the one before. Raises StorageError."""
+    found: dict[str, _Claim] = {}
+    name = _CLAIM
+    while name not in found and (claim := _read_claim(target, name)) is not None:
+        found[name] = claim
+        name = claim.next_name
+    return list(found.values())
+
+
+def _read_claim(target: Location, name: str) -> _Claim | None:
+    try:
+        return _claim_of(name, bucket_of(target).read_object(str(target / name), _MAX_CLAIM_BYTES))
+    except CheckpointNotFoundError:
+        return None
+
+
+def _claim_of(name: str, content: bytes) -> _Claim:
+    try:
+        found = json.loads(content)
+    except ValueError:
+        found = None
+    found = found if isinstance(found, dict) else {}
+    token = found.get("token")
+    key = token.encode(errors="replace") if isinstance(token, str) else content
+    return _Claim(name, found, staging_name(f"convert-{hashlib.blake2b(key, digest_size=8).hexdigest()}"))
+
+
+def _names_of(claim: Mapping[str, Any]) -> list[str]:
+    names = claim.get("names")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
 def claim_in(target: Location) -> dict[str, Any]:
     """What a conversion that runs or was killed says of itself in a folder of a bucket; empty if there is none."""
     try:
-        found = json.loads((target / _CLAIM).read_small(_MAX_CLAIM_BYTES))
-    except (ReshardError, ValueError):
+        claims = _claims_in(target)
+    except ReshardError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return claims[-1].content if claims else {}
 
 
 def left_in(target: Location, digest: str | None = None) -> frozenset[str]:
-    """Names of the files that a conversion which was killed may have left in a folder of a bucket.
+    """Names of the files that conversions which were killed may have left in a folder of a bucket.
 
     Args:
         target: the folder.
         digest: only of the conversion by several processes that has it.
     """
-    found = claim_in(target)
-    names = found.get("names")
-    if not isinstance(names, list) or (digest is not None and found.get("shared") != digest):
+    try:
+        claims = _claims_in(target)
+    except ReshardError:
         return frozenset()
-    return frozenset(name for name in names if isinstance(name, str))
+    if digest is not None:
+        claims = [one for one in claims[-1:] if one.content.get("shared") == digest]
+    return frozenset(name for one in claims for name in _names_of(one.content))
 
 
 @contextlib.contextmanager
