@@ -161,6 +161,20 @@ def test_one_file_is_opened_in_place_of_safetensors(s3: S3Server, prefix: str, t
         reshard.safe_open(url, "np", backend="mmap")
 
 
+def test_a_file_is_opened_by_few_requests(proxy: Proxy, s3: S3Server, prefix: str, tmp_path: Path) -> None:
+    reshard.save_file({"w": np.arange(1000)}, tmp_path / "m.safetensors")
+    data = (tmp_path / "m.safetensors").read_bytes()
+    for name, methods in (
+        (f"{prefix}/m.safetensors", ["GET"] * 3),
+        ("m.safetensors", ["HEAD", "GET", "HEAD"] + ["GET"] * 2),
+    ):
+        s3.put(name, data)
+        proxy.log.clear()
+        with reshard.open(f"s3://{BUCKET}/{name}") as opened:
+            assert opened.keys() == ["w"]
+        assert [method for method, *_ in proxy.log] == methods
+
+
 @pytest.mark.slow(disk=False)
 def test_little_more_than_the_chunks_of_a_plan_is_fetched(
     proxy: Proxy, s3: S3Server, prefix: str, tmp_path: Path

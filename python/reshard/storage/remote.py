@@ -158,9 +158,13 @@ class RemoteStore(ObjectStore):
             return _look(path)
         if path not in remembered.statuses:
             folder, _, name = path.rpartition("/")
-            # A bucket itself can hold any number of other things.
-            listed = None if self.root in (path, folder) else remembered.folder(folder)
-            remembered.statuses[path] = _look(path) if listed is None else listed.get(name)
+            above = remembered.statuses.get(folder)
+            # A bucket itself can hold any number of other things, and an object has nothing below its name.
+            if above is not None and above.n_bytes is not None:
+                remembered.statuses[path] = None
+            else:
+                listed = None if self.root in (path, folder) else remembered.folder(folder)
+                remembered.statuses[path] = _look(path) if listed is None else listed.get(name)
         return remembered.statuses[path]
 
     def entries(self, path: str) -> list[Entry]:
@@ -225,12 +229,12 @@ class RemoteStore(ObjectStore):
     def read_head(self, path: str, n_bytes: int, *, follow_links: bool = False) -> bytes:
         """See `Store.read_head`."""
         with self._regular(path), failing("reading", path):
-            return _core.RemoteObject(path).read(0, n_bytes)
+            return self._object(path).read(0, n_bytes)
 
     def read_tail(self, path: str, n_bytes: int, *, follow_links: bool = False) -> bytes:
         """See `Store.read_tail`."""
         with self._regular(path), failing("reading", path):
-            opened = _core.RemoteObject(path)
+            opened = self._object(path)
             n_read = min(n_bytes, opened.n_bytes)
             return opened.read(opened.n_bytes - n_read, n_read)
 
@@ -245,7 +249,7 @@ class RemoteStore(ObjectStore):
                 opened = _Kept(kept)
             else:
                 with self._regular(path), failing("opening", path):
-                    opened = _core.RemoteObject(path)
+                    opened = self._object(path)
         except CheckpointNotFoundError as error:
             raise DamagedFileError(error.message, path=path) from error
         check_file(path, True, opened.n_bytes, n_bytes)
@@ -261,7 +265,16 @@ class RemoteStore(ObjectStore):
     def open(self, path: str, *, follow_links: bool = False) -> BinaryIO:
         """See `Store.open`."""
         with self._regular(path), failing("opening", path):
-            return io.BufferedReader(_Opened(_core.RemoteObject(path)), _BUFFER_BYTES)  # type: ignore[type-var]
+            return io.BufferedReader(_Opened(self._object(path)), _BUFFER_BYTES)  # type: ignore[type-var]
+
+    def _object(self, path: str) -> _core.RemoteObject:
+        """An object, opened once for what a block that remembers reads of it, one after the other."""
+        remembered = _remembered.get()
+        if remembered is None:
+            return _core.RemoteObject(path)
+        if remembered.opened is None or remembered.opened[0] != path:
+            remembered.opened = path, _core.RemoteObject(path)
+        return remembered.opened[1]
 
     def lacks(self, path: str) -> bool:
         """Whether a path is below a file behind HTTP: nothing is there."""
@@ -603,6 +616,7 @@ class _Remembered:
         self.statuses: dict[str, _core.ObjectStatus | None] = {}
         self._folders: dict[str, dict[str, _core.ObjectStatus] | None] = {}
         self.made: dict[str, object] = {}
+        self.opened: tuple[str, _core.RemoteObject] | None = None  # the last one: each keeps its first bytes
 
     def forget(self) -> None:
         """Forget everything: names have changed."""
@@ -610,6 +624,7 @@ class _Remembered:
         self.statuses.clear()
         self._folders.clear()
         self.made.clear()
+        self.opened = None
 
     def folder(self, path: str) -> dict[str, _core.ObjectStatus] | None:
         """The entries of a folder; empty if there is none; None: they are more than one page."""
