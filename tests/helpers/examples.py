@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import random
@@ -19,19 +20,28 @@ _started: list[Rank] = []
 
 
 class Rank:
-    """A process of an example, forked off one that has imported it: the imports take longer than the runs."""
+    """A process of an example, forked off one that has imported it: the imports take longer than the runs.
 
-    def __init__(self, example: str, words: list[str], variables: dict[str, str], out: Path) -> None:
+    Forked processes have one order of sets. With `own_order`, it is an interpreter of its own, as launchers start them.
+    """
+
+    def __init__(
+        self, example: str, words: list[str], variables: dict[str, str], out: Path, *, own_order: bool = False
+    ) -> None:
         main = importlib.import_module(f"reshard.examples.{example}").main
         self.pid = os.fork()
         self.code: int | None = None
         if self.pid:
             _started.append(self)
             return
+        end_with_parent()
         os.environ |= variables
         with out.open("ab") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
+        if own_order:
+            os.environ["PYTHONHASHSEED"] = str(1 + int(variables.get("RANK", 0)))
+            os.execv(sys.executable, [sys.executable, "-m", f"reshard.examples.{example}", *words])
         sys.argv = [example, *words]
         main()
         raise SystemExit(0)  # through all that called this, to the end of the interpreter
@@ -57,7 +67,15 @@ class Rank:
             os.kill(self.pid, number)
 
 
-def ranks_of(example: str, words: list[str], n_ranks: int, out: Path) -> list[Rank]:
+def end_with_parent() -> None:
+    """Let the system kill this process when the one that started it ends, however it does."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it has ended before
+        os._exit(1)
+
+
+def ranks_of(example: str, words: list[str], n_ranks: int, out: Path, *, own_order: bool = False) -> list[Rank]:
     """The ranks of an example, with the variables that torchrun sets."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -69,12 +87,13 @@ def ranks_of(example: str, words: list[str], n_ranks: int, out: Path) -> list[Ra
             variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n_ranks)}
             variables |= {"GROUP_RANK": "0", "LOCAL_WORLD_SIZE": str(n_ranks), "TORCHELASTIC_RUN_ID": "none"}
             variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        ranks.append(Rank(example, words, variables, out.with_name(f"{out.name}.{rank}.txt")))
+        ranks.append(Rank(example, words, variables, out.with_name(f"{out.name}.{rank}.txt"), own_order=own_order))
     return ranks
 
 
-def start(name: str, root: Path, n_ranks: int, batch: int) -> list[Rank]:
-    return ranks_of(name, [str(root), f"--steps={STEPS}", f"--batch={batch}"], n_ranks, root)
+def start(name: str, root: Path, n_ranks: int, batch: int, *, own_order: bool = False) -> list[Rank]:
+    words = [str(root), f"--steps={STEPS}", f"--batch={batch}"]
+    return ranks_of(name, words, n_ranks, root, own_order=own_order)
 
 
 def lines(root: Path) -> list[str]:
@@ -120,13 +139,17 @@ def kill(ranks: list[Rank]) -> None:
 def in_fresh_process(check: str, *arguments: object) -> None:
     """Run a function of this file where nothing but an example is imported, so that it can be forked."""
     command = [sys.executable, "-m", "tests.helpers.examples", check, *map(str, arguments)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+    patience = 4 * PATIENCE_S
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=patience)
     assert done.returncode == 0, done.stderr[-5000:]
 
 
 def check_example(name: str, tmp_path: Path, n_ranks: int, then: int) -> None:
-    """Kill an example at a random step and resume it on `then` ranks: with the same number, nothing differs."""
+    """Kill an example at a random step and resume it on `then` ranks: with the same number, nothing differs.
+
+    The last run has other orders of sets than those before it, and another one on each rank.
+    """
     whole, torn = tmp_path / "whole", tmp_path / "torn"
     batch = 4 // n_ranks
     finish(start(name, whole, n_ranks, batch), whole)
@@ -143,7 +166,7 @@ def check_example(name: str, tmp_path: Path, n_ranks: int, then: int) -> None:
         ranks[0].send(signal.SIGTERM)
         assert finish(ranks, torn) in ([75], [0])
         ends.append(len(lines(torn)))
-    finish(start(name, torn, then, 4 // then), torn)
+    finish(start(name, torn, then, 4 // then, own_order=True), torn)
     found = lines(torn)
     runs = [found[start:end] for start, end in zip(ends, [*ends[1:], None], strict=True)]
     after = steps(*runs[1:])
@@ -169,13 +192,14 @@ def check_lightning(folder: Path, n_ranks: int, words: list[str]) -> None:
         time.sleep(0.005)
     kill(killed)
     n_before = len(log.read_text().splitlines())
-    finish(ranks_of("train_lightning", words, n_ranks, folder / "torn"), folder / "torn")
+    finish(ranks_of("train_lightning", words, n_ranks, folder / "torn", own_order=True), folder / "torn")
     found = log.read_text().splitlines()
     assert int(found[n_before].split()[0]) > 40  # it has not started over
     assert set(found) == set((folder / "whole.log").read_text().splitlines())
 
 
 if __name__ == "__main__":
+    end_with_parent()
     own = os.getpid()
     try:
         if sys.argv[1] == "lightning":
