@@ -176,6 +176,69 @@ def test_an_iteration_that_is_saved_again_is_reported_once(cluster: RayCluster, 
     assert sorted(path.name for path in root.glob("iteration_*")) == kept
 
 
+NOT_MET = """
+import sys
+from pathlib import Path
+
+import torch
+from ray.train import FailureConfig, RunConfig, ScalingConfig, get_context
+from ray.train.torch import TorchTrainer
+
+from reshard.errors import GroupError
+from reshard.ray.train import Checkpointer
+from reshard.torch.emergency import Rendezvous
+
+
+def train(config):
+    rank, poll = get_context().get_world_rank(), Rendezvous.poll
+    torch.manual_seed(1)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def late(self, step, timeout):
+        if (step, rank, start.fresh) == (3, 1, True):
+            raise GroupError("rank 0 did not answer")
+        return poll(self, step, timeout)
+
+    Rendezvous.poll = late
+    try:
+        with Checkpointer(save_every=2) as checkpointer:
+            start = checkpointer.resume(model=model, optimizer=optimizer, allow_fresh=True)
+            with Path(config["log"]).open("a") as log:
+                print(rank, "begins after", start.initial_step, file=log)
+            for step in range(start.initial_step + 1, 7):
+                checkpointer.step(step)
+    finally:
+        Rendezvous.poll = poll
+
+
+result = TorchTrainer(
+    train,
+    train_loop_config={"log": sys.argv[1] + "/log"},
+    scaling_config=ScalingConfig(num_workers=2),
+    run_config=RunConfig(name="run", storage_path=sys.argv[1], failure_config=FailureConfig(max_failures=1)),
+).fit()
+print(result.checkpoint.path)
+"""
+
+
+def test_ranks_that_do_not_meet_begin_again(cluster: RayCluster, tmp_path: Path) -> None:
+    """A rank that reports alone would wait for ever: the others may not know that it waits."""
+    script = tmp_path / "train.py"
+    script.write_text(NOT_MET)
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)],
+        env=cluster.environment, capture_output=True, text=True, check=False, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    begun = sorted((tmp_path / "log").read_text().splitlines())
+    assert [line[:1] for line in begun] == ["0", "0", "1", "1"]
+    assert begun[0] == "0 begins after 0"
+    assert begun[1] in ("0 begins after 2", "0 begins after 4")  # rank 0 may save again before Ray ends it
+    assert done.stdout.splitlines()[-1] == str(tmp_path / "run" / "checkpoints" / "iteration_00000006")
+    assert reshard.verify(tmp_path / "run" / "checkpoints").ok
+
+
 def test_what_ray_decides_is_refused(tmp_path: Path) -> None:
     script = (
         "from reshard.ray.train import Checkpointer\nfrom reshard.errors import ReshardError\n"

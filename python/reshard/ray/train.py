@@ -34,8 +34,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from reshard.config import ConfigLike
+    from reshard.errors import ReshardError
     from reshard.resume import ResumeDecision
     from reshard.storage.location import Location
+    from reshard.torch.saving import Saver
     from reshard.verbs.save import SaveReport
 
 __all__ = ["Checkpointer"]
@@ -181,6 +183,7 @@ class Checkpointer(InTorch):
             save: save also if no save is due.
 
         Raises:
+            GroupError: the ranks did not meet to save at a time: the attempt ends.
             ReshardError: as there.
         """
         was_due, saved = self._step(step, loss, metrics, save=save)
@@ -208,6 +211,10 @@ class Checkpointer(InTorch):
             raise
         self._report_saved(saved)
         return saved
+
+    def _not_met(self, saver: Saver, error: ReshardError) -> None:  # noqa: ARG002
+        """Raise the error: who of the others reports cannot be known, and in a report all ranks wait for each other."""
+        raise error
 
     def _report_saved(self, saved: SaveReport | PendingSave[SaveReport] | None) -> None:
         """Report a save on all ranks, which wait for each other in it.

@@ -928,13 +928,16 @@ class Checkpointer:
         except ReshardError as error:
             if self._signals.seen is not None:
                 exit_process(self._group, self._signals, f"the ranks did not meet: {error}", error)
-            saver.failed(error, "the ranks did not meet to save")
-            notice, was_to_meet = None, True  # others may have met
-        else:
-            was_to_meet = notice is not None
+            self._not_met(saver, error)
+            notice = None
         if notice is not None and notice.leave:
             save_and_exit(saver, self._signals, step, notice.why, notice.seconds)
-        return is_due or was_to_meet, saver.save_due(step) if is_due or notice is not None else None
+        is_due = is_due or notice is not None
+        return is_due, saver.save_due(step) if is_due else None
+
+    def _not_met(self, saver: Saver, error: ReshardError) -> None:
+        """The ranks did not meet on this rank to save; on others they may have. Returns if the training goes on."""
+        saver.failed(error, "the ranks did not meet to save")
 
     def save(self, step: int | None = None, *, blocking: bool | None = None) -> SaveReport | PendingSave[SaveReport]:
         """Save now, even if no save is due. All ranks call it.
