@@ -35,7 +35,7 @@ from reshard.lightning.trainer_state import as_extra, check_hooks, without_tenso
 from reshard.opening import newer_than
 from reshard.options import Resuming, Retention, Strict, Verify
 from reshard.ranks.group import log_error_of_all, log_of_all, resolve
-from reshard.storage.location import locate, locate_output
+from reshard.storage.location import locate, locate_root
 from reshard.torch import rng
 from reshard.torch.left_out import frozen_at_start
 from reshard.torch.optimizers import plain
@@ -77,7 +77,7 @@ class Saving:
     validation after it.
 
     Args:
-        dirpath: the checkpoint root; None: the folder that `ModelCheckpoint` uses.
+        dirpath: the checkpoint root, which can be in a bucket; None: the folder that `ModelCheckpoint` uses.
         monitor: the logged metric that decides which iterations are the best.
         mode: "min" or "max".
         save_top_k: number of best iterations that are kept; -1: all iterations; 0: none.
@@ -176,8 +176,10 @@ class Saving:
         self._step_random: dict[str, Any] | None = None
         self._has_begun = False
         self._restore_strategy: list[Callable[[], None]] = []
+        root = None if dirpath is None else locate_root(dirpath)
+        is_remote = root is not None and not root.is_local
         super().__init__(  # type: ignore[call-arg]
-            dirpath=dirpath,
+            dirpath=None if is_remote else dirpath,  # Lightning needs other packages for a bucket
             monitor=monitor,
             mode=mode,
             save_top_k=save_top_k,
@@ -187,6 +189,8 @@ class Saving:
             every_n_epochs=every_n_epochs,
             save_on_train_epoch_end=save_on_train_epoch_end,
         )
+        if is_remote:
+            self.dirpath = str(root)
 
     # ------------------------------------------------------------------------------------------------ Lightning's hooks
 
@@ -213,7 +217,8 @@ class Saving:
                 "the Trainer has two `ReshardCheckpoint`, and a run resumes from one root",
                 hint="give one of them all conditions, such as `every_n_train_steps` with `monitor` and `save_top_k`",
             )
-        super().setup(trainer, pl_module, stage)  # type: ignore[misc]
+        if self.dirpath is None or locate(self.dirpath).is_local:
+            super().setup(trainer, pl_module, stage)  # type: ignore[misc]
         refused = getattr(self.library.strategies, "FSDPStrategy", None)
         if refused is not None and isinstance(trainer.strategy, refused):
             raise UnsupportedError(
@@ -227,6 +232,8 @@ class Saving:
         end_of_batch = logger.on_batch_end
 
         def load_checkpoint(path: Any, **options: Any) -> dict[str, Any]:
+            if isinstance(path, _Remote):
+                path = connector._ckpt_path = path.url  # noqa: SLF001
             if not _is_ours(path):
                 return dict(load(path, **options))
             self._resumed = resume(trainer, path, self._how(trainer), version=self.library.__version__)
@@ -234,6 +241,8 @@ class Saving:
 
         def before_batch() -> None:
             """Restore the random states of a save within an epoch before the first batch that is trained."""
+            if not trainer.training:  # the loader is also that of a test
+                return
             if self._resumed is not None:
                 self._resumed.set_begun_again(loop._combined_loader)  # noqa: SLF001
             if self._has_begun:
@@ -315,7 +324,7 @@ class Saving:
         if self._resumed is not None:
             self._last_global_step_saved = trainer.global_step
         if self._resumed is None and trainer.is_global_zero and not trainer.fast_dev_run:
-            root = locate_output(self.dirpath)
+            root = locate_root(self.dirpath)
             later = newer_than(root, trainer.global_step) if root.is_folder() else ()
             if later:
                 raise ArgumentError(
@@ -480,11 +489,22 @@ class Saving:
 
     # -------------------------------------------------------------------------------------------------------- resuming
 
-    def _find_last_checkpoints(self, trainer: Any) -> set[str]:
+    def _find_last_checkpoints(self, trainer: Any) -> set[str] | set[_Remote]:
         """The checkpoint root, if it has iterations: the iteration is chosen on all ranks together (see `setup`)."""
         root = self._ModelCheckpoint__resolve_ckpt_dir(trainer)  # type: ignore[attr-defined]
         place = locate(root)
-        return {str(root)} if place.is_folder() and newer_than(place, -1) else set()
+        if not (place.is_folder() and newer_than(place, -1)):
+            return set()
+        if place.is_local:
+            return {str(root)}
+        if others := [type(one).__name__ for one in trainer.checkpoint_callbacks if one is not self]:
+            raise ArgumentError(
+                f'`ckpt_path="last"` is the newest of the checkpoints of {show(str(place))} and of `{others[0]}`, and '
+                "Lightning compares the times of files only",
+                path=str(place),
+                hint=f"say which one: `ckpt_path={str(place)!r}` goes on from the bucket",
+            )
+        return {_Remote(str(place))}
 
     def _how(self, trainer: Any) -> How:
         given = self._resuming
@@ -559,10 +579,28 @@ def _positions(trainer: Any, *, is_end: bool) -> dict[str, Any]:
     }
 
 
+class _Remote:
+    """A root in a bucket, as Lightning takes it for `ckpt_path`: as a path that exists. Messages show the URL."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def __fspath__(self) -> str:
+        return "/"
+
+    __str__ = __fspath__
+
+    def __format__(self, _: str) -> str:
+        return self.url
+
+    def __repr__(self) -> str:
+        return repr(self.url)
+
+
 def _is_ours(path: Any) -> bool:
     """Whether a path is a checkpoint root or an iteration folder."""
     try:
-        location = locate(path)
+        location = roots.published(locate(path))
     except (ArgumentError, UnsupportedError):
         return False
     if not location.is_folder():
