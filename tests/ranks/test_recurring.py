@@ -126,7 +126,7 @@ def test_a_rank_that_was_started_again_is_told_everything_and_so_is_a_new_rank_0
     names = tuple(f"name-{i}" for i in range(1000))
     held = [Held((f"{rank}", *names)) for rank in range(2)]
     in_threads(2, lambda group: step(group, held[group.rank]))
-    del recurring._memories[new, 2]
+    del recurring._memories[new]
     found = in_threads(2, lambda group: step(group, held[group.rank]))
     assert [decided for decided, _ in found] == [decide(held)] * 2
     assert [max(map(len, sent)) > 5000 for _, sent in found] == sends
@@ -140,6 +140,29 @@ def test_four_steps_are_remembered() -> None:
     of_rank_1 = in_threads(2, work)[1]
     assert of_rank_1 == [2, 2, 2, 2, 1, 2, 2, 2, 2, 2]  # two where rank 0 asks
     assert {len(memory.decided) for memory in recurring._memories.values()} == {4}
+
+
+@pytest.mark.parametrize(
+    ("most", "remembered"), [(100_000, [(2, 2), (0, 2)]), (5_000, [(1, 1), (0, 2)]), (100, [(0, 0)] * 2)]
+)
+def test_what_is_remembered_is_bounded(
+    monkeypatch: pytest.MonkeyPatch, most: int, remembered: list[tuple[int, int]]
+) -> None:
+    monkeypatch.setattr(recurring, "_MAX_BYTES", most)
+    names = tuple(f"name-{i}" for i in range(100))  # a rank sends 1.1 kB of them, and rank 0 answers 1.6
+
+    def work(group: Group) -> list[Decided]:
+        return [step(group, Held((str(n), *names)))[0] for n in (0, 1, 0)]
+
+    assert in_threads(2, work) == [[decide([Held((str(n), *names))] * 2) for n in (0, 1, 0)]] * 2
+    found = [recurring._memories[rank] for rank in range(2)]
+    assert [(len(one.received), len(one.decided)) for one in found] == remembered
+
+
+def test_what_ranks_of_another_number_sent_is_forgotten() -> None:
+    for n_ranks in (4, 2, 2, 2, 2):
+        in_threads(n_ranks, lambda group, n=n_ranks: step(group, Held((f"{n} {group.rank}",))))
+    assert len(recurring._memories[0].received) == len(recurring._memories[0].decided) + 1 == 2
 
 
 def test_an_error_of_a_rank_and_of_rank_0_are_raised_on_all_and_leave_no_rank_waiting() -> None:

@@ -8,12 +8,15 @@ rank 0 plans the same files. These are `recurring` fields of the messages. A mes
     3. rank 0 sends its decision, with those fields that one of the ranks does not remember
 
 What is remembered is found by its digest alone: it can come from any step of any group in which this process was the
-same rank. Nothing is assumed of another rank but what it has said in this step.
+same rank. Nothing is assumed of another rank but what it has said in this step. What the last steps have not used is
+forgotten, such as that of a run with another number of ranks, and so is the oldest if all of it is too large.
 """
 
 from __future__ import annotations
 
 import collections
+import json
+import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,6 +33,7 @@ R = TypeVar("R")
 Sent = TypeVar("Sent")
 
 _STEPS = 4  # whose fields are remembered: a run may save a model and its average in turns
+_MAX_BYTES = 64 << 20  # of them, as JSON; the reports of 4,096 ranks have two megabytes
 
 
 @dataclass(frozen=True)
@@ -69,17 +73,25 @@ class _Memory:
         self.received: dict[str, Any] = {}  # on rank 0, from the others
         self.decided: dict[str, Any] = {}
         self._steps: collections.deque[frozenset[str]] = collections.deque(maxlen=_STEPS)
+        self._n_bytes: dict[str, int] = {}
+        self._lock = threading.Lock()  # another thread may be in a step of another group
 
-    def end_step(self, received: Mapping[str, Any], decided: Mapping[str, Any], used: frozenset[str]) -> None:
-        """Remember what a step has used, and forget what none of the last ones did."""
-        self._steps.append(used)
-        kept = frozenset().union(*self._steps)
-        # Another thread may be in a step of another group.
-        self.received = {digest: one for digest, one in {**self.received, **received}.items() if digest in kept}
-        self.decided = {digest: one for digest, one in {**self.decided, **decided}.items() if digest in kept}
+    def end_step(self, received: Known, decided: Known, used: frozenset[str]) -> None:
+        """Remember what a step has used, and forget what none of the last ones did, or too much of them."""
+        n_bytes = {digest: len(json.dumps(value)) for digest, value in {**received.sent, **decided.sent}.items()}
+        with self._lock:
+            self._steps.append(used)
+            self._n_bytes |= n_bytes
+            kept = frozenset().union(*self._steps)
+            while sum(self._n_bytes.get(digest, 0) for digest in kept) > _MAX_BYTES:
+                self._steps.popleft()
+                kept = frozenset().union(*self._steps)
+            self.received = {key: one for key, one in {**self.received, **received.decoded}.items() if key in kept}
+            self.decided = {key: one for key, one in {**self.decided, **decided.decoded}.items() if key in kept}
+            self._n_bytes = {digest: n for digest, n in self._n_bytes.items() if digest in kept}
 
 
-_memories: collections.defaultdict[tuple[int, int], _Memory] = collections.defaultdict(_Memory)
+_memories: collections.defaultdict[int, _Memory] = collections.defaultdict(_Memory)  # by rank
 
 
 def combine(
@@ -106,7 +118,7 @@ def combine(
         >>> combine(ALONE, 7, sum, int, int)
         7
     """
-    memory = _memories[ranks.rank, ranks.world_size]
+    memory = _memories[ranks.rank]
     # What is remembered may be forgotten by a step of another thread until the answer has come.
     received, known = Known(dict(memory.received)), Known(dict(memory.decided))
     own: Parts = {}
@@ -156,7 +168,7 @@ def combine(
     _check(known.sent)
     result: R = decode(decided, answer.value, known)
     used = {digest for one in messages for digest in one.parts} | answer.parts.keys()
-    memory.end_step(received.decoded, known.decoded, frozenset(used))
+    memory.end_step(received, known, frozenset(used))
     return result
 
 

@@ -216,6 +216,7 @@ def _tensors(
     placed = [row for row in facts.rows if row.stored.placed]
     place_of = dict(zip(index.keys(), index.places(), strict=True)) if placed else {}
     known: list[tuple[Sequence[int], Sequence[_core.StoredRegion], _Drawn]] = []
+    same: dict[tuple[object, ...], _Drawn] = {}
     of_places: dict[int, _Drawn] = {}
     alike: Counter[tuple[int, StoredAs]] = Counter()
     drawn = {members[0].key for _, members in groups}
@@ -228,7 +229,8 @@ def _tensors(
             one = next((one for shape, of_one, one in known if shape == row.stored.shape and of_one == regions), None)
             if one is None:
                 drawing, merged = _drawing(row.stored.shape, regions, files, max_cells)
-                one = _Drawn(drawing, None, merged, _held(regions, files))
+                held = _held(regions, files)
+                one = same.setdefault((drawing, merged, *held.items()), _Drawn(drawing, None, merged, held))
                 known = [(row.stored.shape, regions, one), *known[: _MAX_KNOWN - 1]]
             of_places[place] = one
         one = of_places[place]
