@@ -161,7 +161,7 @@ def test_what_is_remembered_is_bounded(
 
 def test_what_ranks_of_another_number_sent_is_forgotten() -> None:
     for n_ranks in (4, 2, 2, 2, 2):
-        in_threads(n_ranks, lambda group, n=n_ranks: step(group, Held((f"{n} {group.rank}",))))
+        in_threads(n_ranks, lambda group: step(group, Held((f"{group.world_size} {group.rank}",))))
     assert len(recurring._memories[0].received) == len(recurring._memories[0].decided) + 1 == 2
 
 

@@ -189,9 +189,10 @@ class DcpData(CheckpointData):
         """Compare the parts that several ranks wrote: without collectives nobody chose one of them."""
         held: dict[tuple[str, tuple[int, ...], tuple[int, ...]], int] = {}
         for rank, index in enumerate(self.by_rank):
-            for n in range(len(index)):
-                key = index.key(n)
-                if key in self.compared or (keys is not None and not self.is_renamed and key not in keys):
+            # The keys of another view may be others.
+            names = index.keys() if keys is None or self.is_renamed else (key for key in keys if key in index)
+            for key in names:
+                if key in self.compared:
                     continue
                 for region in index.shards(key):
                     first = held.setdefault((key, region.offset, region.shape), rank)
@@ -240,6 +241,7 @@ def open_folder(folder: Location, method: _core.ReadMethod) -> DcpData:
             hint="use another step; `.metadata` is written last, and without it the files cannot be read",
         ) from None
     index, objects, unsupported, files = _core.open_dcp(str(folder), data, method=method)
+    del data  # it can have a hundred megabytes
     index.check_coverage()  # torch leaves a hole as it was, and reads overlaps in any order
     _warn_of(folder, unsupported)
     holds_safetensors = _holds_safetensors(index)
