@@ -7,7 +7,10 @@ import json
 import os
 import re
 import shlex
+import signal
+import socket
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +22,7 @@ from tests.servers.s3 import BUCKET, SECRET
 
 import reshard
 from reshard._core import LifecycleRule, RuleAction
-from reshard.cli import main
+from reshard.cli import bucket, main
 from reshard.cli.bucket import danger_of, ends_uploads
 from reshard.cli.output import size
 from reshard.commit import protocol
@@ -335,3 +338,31 @@ def test_a_rule_meets_a_run_by_the_names_of_its_objects(prefix: str) -> None:
     assert not ends_uploads(ends._replace(is_narrower=True), "run")
     moves = expires._replace(action=RuleAction.MOVE, storage_class="GLACIER")
     assert ("cannot be read" in (danger_of(moves, "run") or "")) is is_met
+
+
+@pytest.mark.parametrize("name", ["run/iteration_00000005", "run/model.safetensors"])
+@pytest.mark.parametrize("more", [[], ["--stats"], ["s3://bucket/other"]])
+def test_a_bucket_that_does_not_answer_is_an_error_in_time(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch, name: str, more: list[str]
+) -> None:
+    monkeypatch.setattr(bucket, "_ANSWER_S", 0.3)
+    before, began = signal.getsignal(signal.SIGALRM), time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        result = CliRunner().invoke(main, ["inspect", f"s3://bucket/{name}", *more])
+    assert result.exit_code == 1
+    assert f"looking at s3://bucket/{name}: the service has not answered within 0.3 s" in result.output
+    assert time.monotonic() - began < 20
+    assert (signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)) == (before, (0.0, 0.0))
+
+
+def test_what_may_be_read_alone_is_inspected(s3: S3Server, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(method: str, path: str) -> bool:
+        return method == "HEAD" and "?" not in path
+
+    with before_server(s3.port) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        proxy.faults = [Fault(refused, status=403, code="AccessDenied")]
+        result = CliRunner().invoke(main, ["inspect", run])
+        assert result.exit_code == 0, result.output
+        assert proxy.faults[0].times == 0

@@ -1,12 +1,17 @@
 """What `reshard inspect` says of the bucket in which a checkpoint is: unfinished uploads, and rules that endanger it.
 
+A bucket that does not answer is an error after 10 seconds, while loads try for a minute.
+
 What the service does not tell, or does not permit to ask, is a note.
 """
 
 from __future__ import annotations
 
 import datetime as dt
+import errno
 import shlex
+import signal
+import threading
 import time
 import urllib.parse
 from dataclasses import dataclass
@@ -14,7 +19,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from reshard._core import RuleAction
 from reshard.commit import roots
-from reshard.errors import ReshardError
+from reshard.errors import ReshardError, StorageError
+from reshard.storage.location import locate
 from reshard.storage.remote import RemoteStore
 
 if TYPE_CHECKING:
@@ -26,6 +32,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _WAIT_S = 20.0  # for all requests together
+_ANSWER_S = 10.0
 _EXPORTS = ("hf", "integrated")  # the ends of the names of folders beside a root, see `verbs.integrate`
 
 _ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")  # which S3 does not read until a copy is restored
@@ -65,6 +72,40 @@ class BucketFacts:
     uploads: list[Upload]
     dangers: list[str]
     notes: list[str]
+
+
+def check_answers(path: str) -> None:
+    """Refuse a bucket that does not answer, before each of several requests is tried for a minute.
+
+    Args:
+        path: a checkpoint; a local one is not looked at. A thread that is not the main one waits as loads do.
+
+    Raises:
+        StorageError: the service does not answer within 10 seconds, or it cannot be reached.
+    """
+    place = locate(path)
+    if place.is_local or threading.current_thread() is not threading.main_thread():
+        return
+
+    def end(_number: int, _frame: object) -> None:
+        raise StorageError(
+            f"looking at {place}: the service has not answered within {_ANSWER_S:g} s",
+            path=str(place),
+            errno=errno.ETIMEDOUT,
+            hint="check the network and the endpoint of the service; try again if it is slow",
+        )
+
+    before = signal.signal(signal.SIGALRM, end)
+    rest_s, _ = signal.setitimer(signal.ITIMER_REAL, _ANSWER_S)
+    try:
+        place.found()
+    except StorageError as error:
+        if error.errno != errno.EACCES:  # what is read can be permitted all the same
+            raise
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, rest_s)
 
 
 def bucket_facts(place: Location, *, is_root: bool) -> BucketFacts | None:

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from reshard.cli.leftovers import Leftover
     from reshard.commit.manifest import Manifest
     from reshard.commit.save_log import SaveRecord
+    from reshard.storage.location import Location
 
 _MAX_PLAIN = 24  # tensors that are listed one by one
 _MAX_ROWS = 60  # lines of the summary
@@ -115,7 +116,8 @@ def inspect(
     as in layout files, or re:... for a regular expression. If it selects one tensor, its regions are drawn.
 
     With several paths, one line is printed for each: format, newest complete iteration, number of iterations, size, and
-    whether it was saved as healthy. A second word is a path if there is a file or folder of this name, else a pattern.
+    whether it was saved as healthy. A second word is a path if there is a file or folder of this name, or it is a
+    URL; else a pattern.
 
     --stats reads each tensor once, in parts, and compares what it reads with the checksums. Values are finite ones, in
     double precision. A quantised weight is one tensor of the values that its parts stand for. Other tensors whose
@@ -135,13 +137,15 @@ def inspect(
 
     Exit codes: 0 success, 1 refused; with several paths: at least one could not be opened, and the others are listed.
     """
-    if pattern is not None and (more or (pattern and locate(pattern).exists())):
+    if pattern is not None and (more or (pattern and _is_path(locate(pattern)))):
         if strategy or format or as_layout or html is not None or everything or with_stats:
             raise click.UsageError("several paths are listed, one line each: only --json can be combined with them")
         from reshard.cli.overview import print_overview
 
         print_overview((path, pattern, *more), as_json=as_json)
         return
+    from reshard.cli.bucket import check_answers
+
     if html is not None and (pattern is not None or as_layout):
         raise click.UsageError("--html shows the whole checkpoint: it excludes PATTERN and --layout")
     if with_stats:
@@ -149,11 +153,13 @@ def inspect(
             raise click.UsageError("--stats prints statistics alone: it excludes --html and --layout")
         from reshard.cli.statistics import print_stats
 
+        check_answers(path)
         given = {"strategy": strategy, "format": format, "threads": threads}
         print_stats(path, pattern, everything=everything, as_json=as_json, on=on, timeout=timeout, **given)
         return
     if on is not None or threads is not None:
         raise click.UsageError("--on and --threads are for --stats, which reads tensors")
+    check_answers(path)
     opened = functools.partial(reshard.open, path, strategy=strategy, format=format)
     with collected_warnings(print_on_error=False) as logged, opened() as checkpoint:
         if as_layout:
@@ -188,6 +194,10 @@ def inspect(
             _print_title(facts)
             echo()
             _print_rows([_Line.of(row) for row in rows])
+
+
+def _is_path(place: Location) -> bool:
+    return not place.is_local or place.exists()
 
 
 def _matching(rows: list[TensorRow], pattern: str | None) -> list[TensorRow]:

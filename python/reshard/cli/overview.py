@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import reshard
+from reshard.cli.bucket import check_answers
 from reshard.cli.output import collected_warnings, echo_json, echo_table, error_facts, plain_table, shown, size
 from reshard.errors import ReshardError
 from reshard.formats import health
@@ -71,6 +72,7 @@ def print_overview(paths: Sequence[str], *, as_json: bool) -> None:
 
 def _look(path: str) -> Overview:
     try:
+        check_answers(path)
         with collected_warnings(print_on_error=False), reshard.open(path) as checkpoint:
             order, manifest = iterations(path), checkpoint.manifest
             status = None if manifest is None else manifest.ckpt_status
