@@ -276,3 +276,14 @@ def test_workers_reach_a_bucket_as_the_driver_does(cluster: RayCluster, tmp_path
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
     assert reshard.load_file(tmp_path / "dst" / "model.safetensors")["w"].tolist() == list(range(9))
+
+
+def test_a_signed_url_is_sent_to_no_worker(cluster: RayCluster, tmp_path: Path, source: Path) -> None:
+    with doubles.running("files") as double:
+        double.objects["src.safetensors"] = source.read_bytes()
+        url = f"{double.endpoint}/src.safetensors?X-Amz-Signature=0f1e2d"
+        for verb, words in (("convert", (url, tmp_path / "out")), ("diff", (url, source))):
+            told = ended(start(cluster, *words, verb=verb), 1 if verb == "convert" else 2)
+            assert "was given with a signature or a password, which is not sent to other processes" in told
+            assert "0f1e2d" not in told
+    assert not (tmp_path / "out").exists()

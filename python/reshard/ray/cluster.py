@@ -22,7 +22,7 @@ from reshard.errors import ArgumentError, GroupError, ReshardError, StorageError
 from reshard.ranks.group import ErrorRecord
 from reshard.ranks.places import ShareDone, ShareRun, Work
 from reshard.storage.changes import enter_folder
-from reshard.storage.remote import options_to_send, take_options
+from reshard.storage.remote import check_sent, options_to_send, take_options
 from reshard.values.words import show
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ class Ray:
             try:
                 with self._of_ray():
                     task = ray.remote(num_cpus=self.cpus, max_retries=0, scheduling_strategy="SPREAD")(_do_share)
+                    check_sent(ray.cloudpickle.dumps(work))
                     # The work of all shares, once for all tasks.
                     folder, version = str(Path.cwd()), _core.__version__
                     sent = {"folder": folder, "version": version, "buckets": options_to_send()}

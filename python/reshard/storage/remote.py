@@ -139,6 +139,19 @@ class RemoteStore(ObjectStore):
     def __repr__(self) -> str:
         return f"RemoteStore({self.root!r})"
 
+    def __reduce__(self) -> tuple[Callable[..., RemoteStore], tuple[str, BucketOptions | None]]:
+        """To pickle it: with the options of the bucket, which hold no credentials.
+
+        Raises:
+            UnsupportedError: it is a URL with a signature, which is in no pickle.
+        """
+        if self.root in _signed:
+            raise _is_signed(self.root)
+        return _sent_store, (self.root, options_to_send().get(self.root))
+
+    def __deepcopy__(self, _memo: object) -> RemoteStore:
+        return self
+
     # -- reading
 
     def stat(self, path: str, *, follow_links: bool = False) -> Stat:
@@ -544,6 +557,8 @@ def remote_store(url: str, options: BucketOptions | None = None) -> tuple[Remote
     path = _core.shown_url(url)
     scheme, _, rest = path.partition("://")
     root = path if scheme in ("http", "https") else f"{scheme}://{rest.partition('/')[0]}"
+    if scheme in ("http", "https") and path != url:
+        _signed[root] = url
     if options is not None:
         _core.set_bucket_options(
             root,
@@ -559,6 +574,33 @@ def remote_store(url: str, options: BucketOptions | None = None) -> tuple[Remote
 
 
 _options: dict[str, BucketOptions] = {}  # that were given in this process, by bucket
+_signed: dict[str, str] = {}  # URLs of HTTP with a signature that were given, by the URL without it
+
+
+def _is_signed(shown: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{show(shown)} was given with a signature or a password, which is not sent to other processes",
+        path=shown,
+        hint="do this in one process, or copy the file to where the others may read it by themselves",
+    )
+
+
+def check_sent(content: bytes) -> None:
+    """Refuse to send what holds a URL with a signature. Raises UnsupportedError.
+
+    Args:
+        content: the pickle.
+    """
+    for shown, url in _signed.items():
+        if url.encode() in content:
+            raise _is_signed(shown)
+
+
+def _sent_store(root: str, options: BucketOptions | None) -> RemoteStore:
+    """The store of a pickle; its options become those of this process. Raises as `remote_store`."""
+    if options is None or options_to_send().get(root) == options:
+        return RemoteStore(root)
+    return remote_store(root, options)[0]
 
 
 def options_to_send() -> dict[str, BucketOptions]:
