@@ -49,6 +49,7 @@ __all__ = [
     "ObjectStatus",
     "Opaque",
     "OpenedDcp",
+    "PartSum",
     "Patterns",
     "Plan",
     "PlannedArray",
@@ -115,6 +116,7 @@ __all__ = [
     "unfinished_uploads",
     "upload_file",
     "write_arrays",
+    "write_sums",
 ]
 
 __version__: str
@@ -537,6 +539,19 @@ class RuleAction(enum.StrEnum):
     END_UPLOADS = "end uploads"
     """Unfinished uploads are removed."""
 
+class PartSum(NamedTuple):
+    """What a part of a file has of an array.
+
+    Attributes:
+        array: number of the array.
+        n_bytes: its bytes in the part.
+        crc: their CRC-32.
+    """
+
+    array: int
+    n_bytes: int
+    crc: int
+
 class WrittenRange(NamedTuple):
     """A part of a file that was written.
 
@@ -548,6 +563,7 @@ class WrittenRange(NamedTuple):
         header_checksum: crc32c of the header.
         checksums: those of the chunks of the part.
         not_finite: as of `Written`, for the values in the part.
+        sums: of each array in the part, if the container has sums.
     """
 
     start: int
@@ -557,6 +573,7 @@ class WrittenRange(NamedTuple):
     header_checksum: int
     checksums: bytes
     not_finite: list[tuple[str, NotFinite]]
+    sums: list[PartSum]
 
 class UnfinishedUpload(NamedTuple):
     """An upload in parts that was begun and not completed.
@@ -1293,6 +1310,8 @@ class Plan:
     ) -> WrittenRange:
         """Write a part of the file that `write` writes, under its name, which other processes fill at the same time.
 
+        The sums of arrays of a container are left out: `write_sums` writes them when all parts are there.
+
         Args:
             path: the file.
             start: where the part begins, in bytes of the arrays. Parts that follow each other there do so in the file.
@@ -1300,7 +1319,7 @@ class Plan:
             metadata: as in `write`; so are all others.
 
         Raises:
-            ArgumentError: the container has sums of arrays, or does not fit them.
+            ArgumentError: the container does not fit the arrays.
         """
 
 @final
@@ -1564,22 +1583,51 @@ def differing(dtype: str, a: object, b: object, *, threads: int | None = None) -
     Elements of less than a byte are compared by their smallest group of complete bytes.
     """
 
+def write_sums(
+    path: str,
+    container: Container,
+    parts: Sequence[PartSum],
+    checksums: bytes,
+    *,
+    durable: bool = True,
+) -> bytes:
+    """Write the sums of arrays into a file of which all parts were written with `Plan.write_part`.
+
+    Args:
+        path: the file.
+        container: that of the file.
+        parts: `sums` of all parts, in the order of the file.
+        checksums: those of the chunks of all parts.
+        durable: sync the file.
+
+    Returns:
+        The checksums of the chunks with the sums.
+
+    Raises:
+        ArgumentError: the parts are not those of a file in this container.
+        StorageError: the file cannot be written.
+    """
+
 def scrub(
     path: str,
     n_bytes: int,
     checksums: bytes,
     *,
+    start: int = 0,
+    end: int | None = None,
     direct: bool = True,
     values: ValueCounts | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> list[tuple[int, int]]:
-    """Read a file completely and compare every chunk with its checksum.
+    """Read a file, or a range of it, and compare every chunk with its checksum.
 
     Args:
         path: the file; a symbolic link is refused.
         n_bytes: its expected size in bytes.
         checksums: as for `Index.set_checksums`.
+        start: where the range begins: with a chunk.
+        end: where it ends: with a chunk; None: with the file.
         direct: bypass the page cache where the file system supports it, so that the content of the disk is verified.
         values: looks at all bytes of the file in the same pass.
         threads: number of threads; None: `default_threads()`.

@@ -238,7 +238,8 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
     "share": click.option(
         "--share",
         metavar="I/N",
-        help="Write share I of N, with I from 0. The process that writes the last share publishes DST.",
+        help="Write share I of N, with I from 0: as many bytes as the others, of files and of ranges inside of files. "
+        "The process that writes the last share publishes DST.",
     ),
     "on": click.option(
         "--on",

@@ -15,7 +15,7 @@ from reshard.storage.location import Location, is_fault_of_file, locate
 from reshard.values.words import listed, one_line, show
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from reshard.commit.manifest import Manifest
 
@@ -117,6 +117,10 @@ class Damage:
     end: int
     tensors: tuple[str, ...]
 
+    def fault(self) -> Fault:
+        """The fault that it is."""
+        return Fault(self.file, str(self), self.begin, self.end, self.tensors)
+
     def __str__(self) -> str:
         some = listed(map(show, self.tensors), _MAX_NAMED) or "the header"
         return f"bytes {self.begin} to {self.end} were altered: {some}"
@@ -128,6 +132,7 @@ def scrub_file(
     name: str,
     checksums: bytes,
     *,
+    within: tuple[int, int] | None = None,
     direct: bool = True,
     values: _core.ValueCounts | None = None,
     threads: int | None = None,
@@ -140,6 +145,7 @@ def scrub_file(
         manifest: the manifest of the folder.
         name: name of the file.
         checksums: its checksums, as `formats.manifest.read_checksums` returns them.
+        within: the first byte of the chunks that are compared, and their end; None: all.
         direct: read past the page cache, if the file system allows it, so that the content of the disk is compared.
         values: looks at all bytes of the file in the same pass.
         threads: threads that read.
@@ -161,12 +167,21 @@ def scrub_file(
         []
     """
     path, entry = str(folder / name), manifest.shards[name]
+    start, end = within or (0, entry.n_bytes)
     if folder.store.is_opened_by_core:
         ranges = _core.scrub(
-            path, entry.n_bytes, checksums, direct=direct, values=values, threads=threads, progress=progress
+            path,
+            entry.n_bytes,
+            checksums,
+            start=start,
+            end=end,
+            direct=direct,
+            values=values,
+            threads=threads,
+            progress=progress,
         )
     else:
-        ranges = _scrub_pieces(folder / name, entry.n_bytes, checksums, values)
+        ranges = _scrub_pieces(folder / name, entry.n_bytes, checksums, values, (start, end))
     if not ranges:
         return []
     try:
@@ -193,12 +208,12 @@ def scrub_file(
 
 
 def _scrub_pieces(
-    file: Location, n_bytes: int, checksums: bytes, values: _core.ValueCounts | None
+    file: Location, n_bytes: int, checksums: bytes, values: _core.ValueCounts | None, within: tuple[int, int]
 ) -> list[tuple[int, int]]:
     """As `_core.scrub`, for a file that the core cannot open: it is read from its store."""
     ranges: list[tuple[int, int]] = []
-    begin = filled = total = 0
-    for piece in file.pieces(n_bytes):
+    begin, filled, total = within[0], 0, 0
+    for piece in file.pieces(n_bytes, None if within == (0, n_bytes) else [within]):
         rest = memoryview(piece)
         while rest:
             part, rest = rest[: manifests.CHUNK_BYTES - filled], rest[manifests.CHUNK_BYTES - filled :]
@@ -221,6 +236,7 @@ def scrub_folder(
     manifest: Manifest,
     names: Collection[str] | None = None,
     *,
+    within: Mapping[str, tuple[int, int]] | None = None,
     direct: bool = True,
     values: Mapping[str, _core.ValueCounts] | None = None,
     threads: int | None = None,
@@ -232,6 +248,7 @@ def scrub_folder(
         folder: the folder of the files.
         manifest: the manifest of the folder.
         names: names of shard files; None: all of them, and all other files that the manifest lists.
+        within: by the name of a file, as in `scrub_file`.
         direct: as in `scrub_file`.
         values: by the name of a file, what looks at its bytes.
         threads: threads that read.
@@ -262,15 +279,46 @@ def scrub_folder(
             checksums = manifests.read_checksums(folder, manifest, [name])[name]
             looks = None if values is None else values.get(name)
             damaged = scrub_file(
-                folder, manifest, name, checksums, direct=direct, values=looks, threads=threads, progress=report
+                folder,
+                manifest,
+                name,
+                checksums,
+                within=None if within is None else within.get(name),
+                direct=direct,
+                values=looks,
+                threads=threads,
+                progress=report,
             )
-            faults += [Fault(name, str(one), one.begin, one.end, one.tensors) for one in damaged]
+            faults += [one.fault() for one in damaged]
         except ReshardError as error:
             about = manifests.CHECKSUMS_FILE if str(error.path).endswith(manifests.CHECKSUMS_FILE) else name
             if about == name or not any(fault.file == about for fault in faults):
                 faults.append(fault_of(error, about))
-        report(entry.n_bytes, entry.n_bytes)
+        start, end = (0, entry.n_bytes) if within is None else within.get(name, (0, entry.n_bytes))
+        report(end - start, end - start)
     return faults
+
+
+def joined_faults(found: Sequence[Fault]) -> list[Fault]:
+    """The faults of a file, as one process finds them, from those of its ranges, in their order.
+
+    Example:
+        >>> one = Damage("a.safetensors", 0, 8, ("w",)).fault()
+        >>> other = Damage("a.safetensors", 8, 9, ("w", "v")).fault()
+        >>> [str(fault) for fault in joined_faults([one, other])]
+        ['a.safetensors: bytes 0 to 9 were altered: `w` and `v`']
+    """
+    joined: list[Fault] = []
+    for one in found:
+        if one.file is None or one.begin is None or one.end is None:  # it could not be read, or has another size
+            return [one]
+        before = joined[-1] if joined else None
+        if before is not None and before.begin is not None and before.end == one.begin:
+            tensors = tuple(dict.fromkeys((*before.tensors, *one.tensors)))
+            joined[-1] = Damage(one.file, before.begin, one.end, tensors).fault()
+        else:
+            joined.append(one)
+    return joined
 
 
 def scrub_plain(folder: Location, manifest: Manifest) -> list[Fault]:

@@ -244,7 +244,11 @@ def produced(job: Job, published: Location, files: list[File], sizes: list[int])
         yield lambda folder: write_files(job, folder, files, sizes)
         return
     share, gathered = job.shared.share, job.shared.folder
-    names = [file.name for file in files]
+    containers = {file.name: file.container for file in files}
+
+    def fill(folder: Location) -> Mapping[str, ValueRecord]:
+        return place(gathered, folder, containers, share.count, durable=job.options.durable)
+
     if job.shared.spread is not None:
         with made_folder(gathered, mode=job.options.folder_mode, durable=False), committing(gathered) as is_ours:
             if not is_ours:
@@ -255,7 +259,7 @@ def produced(job: Job, published: Location, files: list[File], sizes: list[int])
                 )
             with _removed_on_error(gathered):
                 job.shared.spread(sum(sizes))
-                yield lambda folder: place(gathered, folder, names, share.count)
+                yield fill
         return
     if not job.shared.is_sent:
         make_folders(gathered, job.options.folder_mode)
@@ -275,7 +279,7 @@ def produced(job: Job, published: Location, files: list[File], sizes: list[int])
         yield report
         return
     with committing(gathered) as is_ours:
-        yield (lambda folder: place(gathered, folder, names, share.count)) if is_ours else report
+        yield fill if is_ours else report
 
 
 @contextlib.contextmanager
@@ -291,9 +295,7 @@ def _write_share(
     job: Job, folder: Location, files: list[File], sizes: list[int], share: Share
 ) -> dict[str, WrittenPart]:
     """Write the files and the parts of files that belong to a share."""
-    # The sum of an array lies behind it in such a file: it follows from all of its bytes.
-    uncut = {i for i, file in enumerate(files) if file.container is not None and file.container[2]}
-    own = cut(sizes, share.count, uncut)[share.index]
+    own = cut(sizes, share.count)[share.index]
     whole = [part.file for part in own if part.is_whole]
     progress = JointProgress(job.options.progress, sum(part.end - part.start for part in own))
     of_whole = replace(job, options=replace(job.options, progress=progress.of_file(sum(sizes[i] for i in whole))))
@@ -312,7 +314,7 @@ def _write_part(job: Job, folder: Location, file: File, part: Part, progress: _c
         make_folders(folder / parent, job.options.folder_mode)
     write = functools.partial(job.plan(file.request).write_part, start=part.start, end=part.end)
     written = _streamed(write, job, folder, file, progress)
-    return WrittenPart(written.start, written.end, WrittenFile.of(written))
+    return WrittenPart(written.start, written.end, WrittenFile.of(written), tuple(written.sums))
 
 
 def _streamed(write: Callable[..., _T], job: Job, folder: Location, file: File, progress: _core.Progress | None) -> _T:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _MAX_SHARES = 65536
 _MAX_RECORD_BYTES = 1 << 30
-_MIN_CUT_BYTES = 1 << 20  # smaller files belong to one share
+MIN_CUT_BYTES = 1 << 20  # smaller files belong to one share
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def cut(sizes: Sequence[int], n_shares: int, whole: Collection[int] = ()) -> lis
     bounds = [total * index // n_shares for index in range(1, n_shares)]
     start = 0
     for number, size in enumerate(sizes):
-        if number in whole or size < _MIN_CUT_BYTES:
+        if number in whole or size < MIN_CUT_BYTES:
             shares[bisect_right(bounds, start + size // 2)].append(Part(number, 0, size, is_whole=True))
         else:
             index, at = bisect_right(bounds, start), 0
@@ -159,11 +159,13 @@ class WrittenPart:
         start: its first byte in the file.
         end: its end in the file.
         file: the record of the file, with the checksums of this part only.
+        sums: of a file with sums of its arrays, those of what the part has of each; the file lacks them still.
     """
 
     start: int
     end: int
     file: WrittenFile
+    sums: tuple[_core.PartSum, ...] = ()
 
     @property
     def n_bytes(self) -> int:
@@ -188,7 +190,7 @@ def joined(parts: Sequence[WrittenPart]) -> WrittenFile | None:
         >>> joined(parts).checksums, joined(parts[1:])
         (b'abcdefgh', None)
     """
-    ordered = sorted((part for part in parts if part.n_bytes or len(parts) == 1), key=lambda part: part.start)
+    ordered = _in_order(parts)
     alike = {(part.file.n_bytes, part.file.header_bytes, part.file.header_checksum) for part in ordered}
     ends = [0, *(part.end for part in ordered)]
     if len(alike) != 1 or ends[-1] != ordered[0].file.n_bytes or ends[:-1] != [part.start for part in ordered]:
@@ -224,11 +226,12 @@ def write_record(
             part.file.header_checksum,
             base64.b64encode(part.file.checksums).decode(),
             part.file.not_finite,
+            part.sums,
             _inode(folder / name, part),
         ]
         for name, part in written.items()
     }
-    text = json.dumps({"version": 3, "files": files})
+    text = json.dumps({"version": 4, "files": files})
     locate(folder / share.name).replace(text, mode, durable=durable)
 
 
@@ -241,12 +244,12 @@ def read_record(folder: Location, share: Share) -> dict[str, WrittenPart] | None
     try:
         content: Any = read_json(folder / share.name, _MAX_RECORD_BYTES)
         files, inodes = {}, {}
-        for name, (start, end, n_bytes, header_bytes, checksum, checksums, not_finite, inode) in content[
-            "files"
-        ].items():
+        for name, (*numbers, checksums, not_finite, sums, inode) in content["files"].items():
+            start, end, n_bytes, header_bytes, checksum = numbers
             of_chunks = base64.b64decode(checksums, validate=True)
             worst = tuple((key, _core.NotFinite(kind)) for key, kind in not_finite)
-            files[name] = WrittenPart(start, end, WrittenFile(n_bytes, header_bytes, checksum, of_chunks, worst))
+            file = WrittenFile(n_bytes, header_bytes, checksum, of_chunks, worst)
+            files[name] = WrittenPart(start, end, file, tuple(_core.PartSum(*one) for one in sums))
             inodes[name] = inode
         if all(
             one.end <= (folder / name).stat().n_bytes <= one.file.n_bytes and _inode(folder / name, one) == inodes[name]
@@ -287,14 +290,24 @@ def committing(folder: Location) -> Iterator[bool]:
             remove_folder(folder)
 
 
-def place(folder: Location, target: Location, names: Sequence[str], n_shares: int) -> dict[str, WrittenFile]:
+def place(
+    folder: Location,
+    target: Location,
+    files: Mapping[str, _core.Container | None],
+    n_shares: int,
+    *,
+    durable: bool,
+) -> dict[str, WrittenFile]:
     """Link the files of all shares into the folder that is published.
+
+    The sums of the arrays of a file of which shares have written parts are joined, and written into it before.
 
     Args:
         folder: the folder of the shares.
         target: the folder that is published.
-        names: the files that it must contain.
+        files: the files that it must contain, and the container of each.
         n_shares: number of shares.
+        durable: whether the sums are synced.
 
     Returns:
         The record of each file.
@@ -319,16 +332,25 @@ def place(folder: Location, target: Location, names: Sequence[str], n_shares: in
     for name, part in (one for share in shares if share is not None for one in share.items()):
         parts.setdefault(name, []).append(part)
     records = {name: joined(of_file) for name, of_file in parts.items()}
-    odd = set(records) ^ set(names) | {name for name, record in records.items() if record is None}
+    odd = set(records) ^ set(files) | {name for name, record in records.items() if record is None}
     if odd:
         raise DamagedFileError(
             f"the shares in {folder} and this conversion disagree on {min(odd)}",
             path=str(folder),
             hint="remove that folder and convert again",
         )
-    for name in names:
+    found = {name: record for name, record in records.items() if record is not None}
+    for name, container in files.items():
+        sums = [one for part in _in_order(parts[name]) for one in part.sums]
+        if container is not None and sums:
+            checksums = _core.write_sums(str(folder / name), container, sums, found[name].checksums, durable=durable)
+            found[name] = replace(found[name], checksums=checksums)
         link_or_move(folder / name, target / name)
-    return {name: record for name, record in records.items() if record is not None}
+    return found
+
+
+def _in_order(parts: Sequence[WrittenPart]) -> list[WrittenPart]:
+    return sorted((part for part in parts if part.n_bytes or len(parts) == 1), key=lambda part: part.start)
 
 
 def _name(index: int) -> str:

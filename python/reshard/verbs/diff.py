@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -20,14 +21,15 @@ import ml_dtypes
 import numpy as np
 
 from reshard import _core, dtypes, opening
-from reshard.conversion.shares import cut, digest_of
+from reshard.conversion.shares import digest_of
 from reshard.errors import ArgumentError, MismatchError
 from reshard.ranks.led import LedRanks
 from reshard.ranks.places import Work, do_shares
 from reshard.values.argument_types import Part, PlaceLike, Progress, Size
 from reshard.values.arguments import checked, parse_size
-from reshard.values.indexing import in_batches, regions
+from reshard.values.indexing import in_batches
 from reshard.values.words import show
+from reshard.verbs.slices import Span, pieces_of, shared_out
 
 if TYPE_CHECKING:
     import os
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint
     from reshard.opening import StrategyLike
     from reshard.ranks.places import Place
+    from reshard.values.indexing import Region
 
 Sort = Literal["stored", "change"]
 Tolerance = tuple[float, float]
@@ -195,7 +198,7 @@ def diff(
     asked = _Asked(a, b, part, strategy_a, strategy_b, format_a, format_b, tolerance, max_bytes)
     lead = functools.partial(_diff, asked, threads=threads, on=on, progress=progress)
     work = functools.partial(_comparing, asked)
-    report = on.led(lead, work, _Keys, DiffReport) if isinstance(on, LedRanks) else lead()
+    report = on.led(lead, work, _Spans, DiffReport) if isinstance(on, LedRanks) else lead()
     if sort == "stored":
         return report
     order = sorted(report.differences, key=lambda one: math.inf if one.change is None else one.change, reverse=True)
@@ -295,15 +298,50 @@ def _compared(
     progress: Progress | None = None,
 ) -> dict[str, TensorDifference]:
     """The differences of tensors that are in both, by key."""
-    n_bytes, done = _comparable_bytes(pairs), 0
-    comparison = _Comparison(left, right, half_bytes, threads)
-    pair_regions = (one for pair in pairs if pair.kind.is_comparable for one in _regions_of(pair, half_bytes))
+    n_bytes = _comparable_bytes(pairs)
+    spans = [(pair, 0, None) for pair in pairs if pair.kind.is_comparable]
+
+    def advance(done: int) -> None:
+        if progress is not None:
+            progress(done, n_bytes)
+
+    for pair, counts in _counted(left, right, spans, half_bytes=half_bytes, threads=threads, advance=advance):
+        pair.join(counts)
+    return _differences(pairs)
+
+
+def _differences(pairs: Sequence[_Pair]) -> dict[str, TensorDifference]:
+    return {pair.key: difference for pair in pairs if (difference := pair.difference()) is not None}
+
+
+def _counted(
+    left: Checkpoint,
+    right: Checkpoint,
+    spans: Sequence[tuple[_Pair, int, int | None]],
+    *,
+    half_bytes: int,
+    threads: int | None,
+    advance: Callable[[int], None],
+) -> Iterator[tuple[_Pair, _Counts]]:
+    """What pieces of tensors have, in their order; not of tensors that are equal as a whole.
+
+    Args:
+        left: the first checkpoint.
+        right: the second checkpoint.
+        spans: the tensors, and which pieces of each: the first and the end, or all.
+        half_bytes: size of the buffer of each side.
+        threads: number of threads that copy.
+        advance: called with the bytes that were compared so far.
+    """
+    comparison, done = _Comparison(left, right, half_bytes, threads), 0
+    pair_regions = (one for pair, first, end in spans for one in _regions_of(pair, first, end, half_bytes))
     for batch in in_batches(pair_regions, lambda one: _aligned(max(one.n_bytes)), half_bytes):
         comparison.compare(batch)
         done += sum(region.n_bytes[0] + region.n_bytes[1] for region in batch)
-        if progress is not None:
-            progress(done, n_bytes)
-    return {pair.key: difference for pair in pairs if (difference := pair.difference()) is not None}
+        for region in batch:
+            for counts in region.found:
+                yield region.pair, counts
+        advance(done)
 
 
 class _Asked(NamedTuple):
@@ -351,40 +389,65 @@ def _compared_on(
     threads: int | None,
     progress: Progress | None,
 ) -> dict[str, TensorDifference]:
-    """As `_compared`, by the processes of a place: each compares some of the tensors, whole."""
-    sizes = [sum(pair.kind.n_bytes) if pair.kind.is_comparable else 0 for pair in pairs]
-    n_shares = max(1, min(on.n_shares(sum(sizes)), len(pairs)))
-    shares = [[pairs[part.file].key for part in share] for share in cut(sizes, n_shares, range(len(sizes)))]
-    work = _comparing(asked, _Keys(digests, shares, threads or on.cpus))
-    results, _ = do_shares(on, work, n_shares, sum(sizes), progress)
-    return {one.key: one for share in results for one in share}
+    """As `_compared`, by the processes of a place: each compares as many bytes."""
+    comparable = {pair.key: pair for pair in pairs if pair.kind.is_comparable}
+    half_bytes = max(asked.max_bytes // 2, 1)
+    sizes = {
+        key: [sum(_n_bytes(dtype, shape) for dtype in pair.kind.dtypes) for _, shape in pair.kind.pieces(half_bytes)]
+        for key, pair in comparable.items()
+    }
+    n_bytes = sum(map(sum, sizes.values()))
+    n_shares = max(1, min(on.n_shares(n_bytes), sum(map(len, sizes.values()))))
+    shares = shared_out(sizes, n_shares)
+    work = _comparing(asked, _Spans(digests, shares, threads or on.cpus))
+    results, _ = do_shares(on, work, n_shares, n_bytes, progress)
+    for spans, of_spans in zip(shares, results, strict=True):
+        for span, found in zip(spans, of_spans, strict=True):
+            for counts in found:
+                comparable[span.key].join(counts)
+    return _differences(pairs)
 
 
 @dataclass(frozen=True)
-class _Keys:
+class _Spans:
     """Tensors that several processes compare, once one of them has opened both checkpoints.
 
     Attributes:
         digests: what tells the checkpoints from others at their paths.
-        shares: the tensors of each share.
+        shares: the pieces of tensors of each share.
         threads: of each process.
     """
 
     digests: tuple[str, str]
-    shares: list[list[str]]
+    shares: list[list[Span]]
     threads: int | None
 
 
-def _comparing(asked: _Asked, sent: _Keys) -> Work[_Keys]:
-    return Work(functools.partial(_sent_keys, asked), sent, list[TensorDifference])
+def _comparing(asked: _Asked, sent: _Spans) -> Work[_Spans]:
+    return Work(functools.partial(_sent_spans, asked), sent, list[list[_Counts]])
 
 
-def _sent_keys(asked: _Asked, sent: _Keys, index: int) -> tuple[int, list[TensorDifference]]:
-    """Compare the tensors of a share."""
+def _sent_spans(asked: _Asked, sent: _Spans, index: int) -> tuple[int, list[list[_Counts]]]:
+    """Compare the pieces of a share: one result for a tensor, none if it is equal, or one for each piece of a part."""
+    spans, n_bytes = sent.shares[index], 0
+
+    def advance(done: int) -> None:
+        nonlocal n_bytes
+        n_bytes = done
+
+    found: dict[str, list[_Counts]] = {span.key: [] for span in spans}
     with asked.opened(sent.digests) as (left, right):
-        pairs = _pairs(left, right, sent.shares[index], asked.tolerance)
-        found = _compared(left, right, pairs, half_bytes=max(asked.max_bytes // 2, 1), threads=sent.threads)
-    return _comparable_bytes(pairs), list(found.values())
+        pairs = _pairs(left, right, [span.key for span in spans], asked.tolerance)
+        is_whole = {span.key: span.end is None for span in spans}
+        ranges = [(pair, span.first, span.end) for pair, span in zip(pairs, spans, strict=True)]
+        half_bytes = max(asked.max_bytes // 2, 1)
+        compared = _counted(left, right, ranges, half_bytes=half_bytes, threads=sent.threads, advance=advance)
+        for pair, counts in compared:
+            if is_whole[pair.key] and found[pair.key]:
+                found[pair.key][0].join(counts)
+            else:
+                found[pair.key].append(counts)
+    return n_bytes, [found[span.key] for span in spans]
 
 
 def _unmatched(opened: Checkpoint, key: str, *, is_a: bool) -> TensorDifference:
@@ -414,6 +477,10 @@ class _PairKind:
         self.is_comparable = a[1] == b[1] and (a[0] == b[0] or not self.is_packed)
         self.tolerance = tolerance
 
+    def pieces(self, max_bytes: int) -> Iterator[Region]:
+        """The pieces that are compared on their own, see `pieces_of`."""
+        return pieces_of(self.shapes[0], max(self.dtypes, key=dtypes.bits), max_bytes)
+
 
 class _Pair:
     """A tensor in both checkpoints, and the result of its comparison so far; None: no element was compared by value."""
@@ -425,11 +492,12 @@ class _Pair:
         self.kind = kind
         self._found: _Counts | None = None
 
-    @property
-    def found(self) -> _Counts:
+    def join(self, counts: _Counts) -> None:
+        """Add those of the piece that follows."""
         if self._found is None:
-            self._found = _Counts()
-        return self._found
+            self._found = counts
+        else:
+            self._found.join(counts)
 
     def difference(self) -> TensorDifference | None:
         kind: Literal["shape", "dtype", "values"]
@@ -446,7 +514,7 @@ class _Pair:
         facts = (self.key, kind, *of.dtypes, *of.shapes, n)
         if not of.is_comparable:
             return TensorDifference(*facts)
-        found = self.found
+        found = self._found or _Counts()
         if of.is_packed:
             n_outside = None if of.tolerance is None else found.n_different
             return TensorDifference(*facts, found.n_different, n_outside=n_outside)
@@ -500,38 +568,42 @@ class _Counts:
     squares_b: float = 0.0
     squares_change: float = 0.0
 
-    def add(self, counts: Sequence[float]) -> None:
-        """Add the counts of a block, in the order of the fields."""
-        n_different, n_nan, n_outside, max_abs, squares_a, squares_b, squares_change = counts
-        self.n_different += int(n_different)
-        self.n_nan += int(n_nan)
-        self.n_outside += int(n_outside)
-        self.max_abs = max(self.max_abs, max_abs)
-        self.squares_a += squares_a
-        self.squares_b += squares_b
-        self.squares_change += squares_change
+    def join(self, other: _Counts) -> None:
+        """Add those of a block or a piece that follows."""
+        self.n_different += other.n_different
+        self.n_nan += other.n_nan
+        self.n_outside += other.n_outside
+        self.max_abs = max(self.max_abs, other.max_abs)
+        self.squares_a += other.squares_a
+        self.squares_b += other.squares_b
+        self.squares_change += other.squares_change
 
 
 # -- regions that are read at a time
 
 
-class _PairRegion(NamedTuple):
-    """A region of a pair's tensor, and its bytes on both sides."""
+class _PairRegion:
+    """A region of a pair's tensor, its bytes on both sides, and what its pieces have: none if the tensor is equal."""
 
-    pair: _Pair
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    n_bytes: tuple[int, int]
+    __slots__ = ("found", "n_bytes", "offset", "pair", "shape")
+
+    def __init__(self, pair: _Pair, offset: tuple[int, ...], shape: tuple[int, ...], n_bytes: tuple[int, int]) -> None:
+        self.pair = pair
+        self.offset = offset
+        self.shape = shape
+        self.n_bytes = n_bytes
+        self.found: list[_Counts] = []
 
 
-def _regions_of(pair: _Pair, max_bytes: int) -> Iterator[_PairRegion]:
-    shape = pair.kind.shapes[0]
-    if min(pair.kind.n_bytes) > 0 and max(pair.kind.n_bytes) <= max_bytes:  # all of it
-        yield _PairRegion(pair, (0,) * len(shape), shape, pair.kind.n_bytes)
+def _regions_of(pair: _Pair, first: int, end: int | None, max_bytes: int) -> Iterator[_PairRegion]:
+    """All of a tensor if it fits and no end is given, and else each piece."""
+    kind = pair.kind
+    shape = kind.shapes[0]
+    if end is None and min(kind.n_bytes) > 0 and max(kind.n_bytes) <= max_bytes:
+        yield _PairRegion(pair, (0,) * len(shape), shape, kind.n_bytes)
         return
-    width = max(dtypes.bits(dtype) for dtype in pair.kind.dtypes)
-    for offset, extent in regions(shape, max(max_bytes * 8 // width, 1), width):
-        a, b = pair.kind.dtypes
+    a, b = kind.dtypes
+    for offset, extent in itertools.islice(kind.pieces(max_bytes), first, end):
         yield _PairRegion(pair, offset, extent, (_n_bytes(a, extent), _n_bytes(b, extent)))
 
 
@@ -539,8 +611,8 @@ def _aligned(n_bytes: int) -> int:
     return -(-n_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
-_Read = tuple[_Pair, np.ndarray, np.ndarray]
-"""A pair, and the bytes of a region on both sides."""
+_Read = tuple[_PairRegion, np.ndarray, np.ndarray]
+"""A region, and its bytes on both sides."""
 
 
 class _Comparison:
@@ -562,16 +634,16 @@ class _Comparison:
             if region.n_bytes == pair.kind.n_bytes and pair.kind.dtypes[0] == pair.kind.dtypes[1] and a.data == b.data:
                 continue  # a whole tensor that is equal: its norms are not needed
             if pair.kind.is_packed:
-                _compare_packed(pair, a, b)
+                _compare_packed(region, a, b)
             elif max(region.n_bytes) > _SMALL_BYTES:
-                _compare([(pair, a, b)])
+                _compare(region, a, b, self.half_bytes)
             else:
                 several = small.setdefault(pair.kind.dtypes, [])
-                several.append((pair, a, b))
+                several.append((region, a, b))
                 if len(several) == _MANY:
-                    _compare(small.pop(pair.kind.dtypes))
+                    _compare_small(small.pop(pair.kind.dtypes))
         for several in small.values():
-            _compare(several)
+            _compare_small(several)
 
     def _are_equal(self, batch: list[_PairRegion]) -> bool:
         """Whether all are whole tensors of the same dtype and bytes on both sides. False: each has to be compared."""
@@ -609,41 +681,64 @@ def _is_whole(region: _PairRegion) -> bool:
 # -- bytes, then values
 
 
-def _compare_packed(pair: _Pair, a: np.ndarray, b: np.ndarray) -> None:
+def _compare_packed(region: _PairRegion, a: np.ndarray, b: np.ndarray) -> None:
     """Compare the bits of one region, block by block."""
-    bits = dtypes.bits(pair.kind.dtypes[0])
+    bits = dtypes.bits(region.pair.kind.dtypes[0])
     n_bytes = _BLOCK_ELEMENTS * bits // 8
+    counts = _Counts()
     for start in range(0, a.size, n_bytes):
         x, y = a[start : start + n_bytes], b[start : start + n_bytes]
         if not np.array_equal(x, y):
             differs = np.unpackbits(x ^ y, bitorder="little").reshape(-1, bits).any(axis=1)
-            pair.found.n_different += int(np.count_nonzero(differs))
+            counts.n_different += int(np.count_nonzero(differs))
+    region.found.append(counts)
 
 
-def _compare(several: list[_Read]) -> None:
-    """Compare the elements of one region, block by block, or of several small ones of the same dtypes at once."""
-    pairs = [pair for pair, _, _ in several]
-    first = pairs[0].kind
-    tolerance = first.tolerance
-    a, b = (
-        (sides[0] if len(sides) == 1 else np.concatenate(sides)).view(dtypes.numpy_dtype(dtype))
-        for sides, dtype in zip(([a for _, a, _ in several], [b for _, _, b in several]), first.dtypes, strict=True)
-    )
+def _compare(region: _PairRegion, a: np.ndarray, b: np.ndarray, max_bytes: int) -> None:
+    """Compare the elements of one region, piece by piece, and of a piece block by block."""
+    kind = region.pair.kind
+    x, y = _values(a, kind.dtypes[0]), _values(b, kind.dtypes[1])
+    width = max(x.itemsize, y.itemsize)
+    sizes = [math.prod(extent) for _, extent in kind.pieces(max_bytes)] if _is_whole(region) else [x.size]
+    start = 0
     with np.errstate(invalid="ignore", over="ignore"):
-        if len(several) > 1:
-            sizes = [part.size // a.itemsize for _, part, _ in several]
-            _compare_block(pairs, _Parts(np.cumsum([0, *sizes[:-1]])), a, b, tolerance)
-            return
-        for start in range(0, a.size, _BLOCK_ELEMENTS):
-            block = slice(start, start + _BLOCK_ELEMENTS)
-            _compare_block(pairs, _Parts(None), a[block], b[block], tolerance)
+        for size in sizes:
+            counts, end = _Counts(), start + size
+            if size * width <= _SMALL_BYTES:
+                (counts,) = _compare_block(_Parts(np.zeros(1, np.intp)), x[start:end], y[start:end], kind.tolerance)
+            else:
+                for at in range(start, end, _BLOCK_ELEMENTS):
+                    block = slice(at, min(at + _BLOCK_ELEMENTS, end))
+                    counts.join(*_compare_block(_Parts(None), x[block], y[block], kind.tolerance))
+            region.found.append(counts)
+            start = end
+
+
+def _compare_small(several: list[_Read]) -> None:
+    """Compare the elements of several small regions of the same dtypes at once."""
+    kind = several[0][0].pair.kind
+    x, y = (
+        _values(np.concatenate(sides), dtype)
+        for sides, dtype in zip(([a for _, a, _ in several], [b for _, _, b in several]), kind.dtypes, strict=True)
+    )
+    sizes = [a.size // x.itemsize for _, a, _ in several]
+    with np.errstate(invalid="ignore", over="ignore"):
+        found = _compare_block(_Parts(np.cumsum([0, *sizes[:-1]])), x, y, kind.tolerance)
+    for (region, _, _), counts in zip(several, found, strict=True):
+        region.found.append(counts)
+
+
+def _values(array: np.ndarray, dtype: str) -> np.ndarray:
+    return array.view(dtypes.numpy_dtype(dtype))
 
 
 class _Parts(NamedTuple):
-    """The parts of a block, which are of several tensors, and sums over each.
+    """The parts of a block, which are of several small pieces, and sums over each.
+
+    The sums of a part are the same whatever else is in the block.
 
     Attributes:
-        starts: the first element of each part; None: the block is one part.
+        starts: the first element of each part; None: the block is one part, of a piece that is not small.
     """
 
     starts: np.ndarray | None
@@ -675,23 +770,17 @@ def _are_finite(sums: list[float]) -> bool:
     return math.isfinite(sum(sums))
 
 
-def _compare_block(
-    pairs: list[_Pair], parts: _Parts, a: np.ndarray, b: np.ndarray, tolerance: Tolerance | None
-) -> None:
-    """Add what one block of elements has to the counts of each pair, of which it holds a part."""
+def _compare_block(parts: _Parts, a: np.ndarray, b: np.ndarray, tolerance: Tolerance | None) -> list[_Counts]:
+    """What each part of a block has."""
     kind = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
     x = _wide(a, kind)
     differs = _bits(a) != _bits(b) if a.dtype == b.dtype else None
     if differs is not None and not differs.any():
-        for pair, squares in zip(pairs, parts.finite_squares(x), strict=True):
-            pair.found.squares_a += squares
-            pair.found.squares_b += squares
-        return
+        return [_Counts(squares_a=squares, squares_b=squares) for squares in parts.finite_squares(x)]
     y = _wide(b, kind)
     change = x - y
     sums = parts.squares(x), parts.squares(y), parts.squares(change)
-    n_nan = [0] * len(pairs)
-    n_outside = n_nan
+    n_nan = n_outside = [0] * len(sums[0])
     if a.dtype.kind not in "biu" and all(map(_are_finite, sums)):
         distance = np.abs(change)
         n_different = parts.n_true(distance if differs is None else differs)
@@ -703,7 +792,7 @@ def _compare_block(
         is_same = (x == y) | (is_nan_x & is_nan_y)
         if a.dtype.kind in "biu" and b.dtype.kind in "biu":
             # Doubles do not hold every integer of 64 bits, but their exact difference is below 2**64.
-            distance = _integer_distance(a, b)
+            change = distance = _integer_distance(a, b)
             is_same = distance == 0
         else:
             # The difference of complex infinities can be NaN although neither operand is NaN.
@@ -711,13 +800,13 @@ def _compare_block(
             distance[is_same | is_either_nan] = 0.0
         n_different = parts.n_true(~is_same if differs is None else differs)
         n_nan = parts.n_true(is_nan_x ^ is_nan_y)
-        sums = parts.finite_squares(x), parts.finite_squares(y), parts.finite_squares(distance)
+        sums = parts.finite_squares(x), parts.finite_squares(y), parts.finite_squares(change)
         if tolerance is not None:
             # An infinity is within the tolerance of an equal one only, although its allowance is infinite.
             is_close = (distance <= _allowed(x, y, tolerance)) & (distance < np.inf) & ~is_either_nan
             n_outside = parts.n_true(~(is_same | is_close))
-    for pair, *counts in zip(pairs, n_different, n_nan, n_outside, parts.largest(distance), *sums, strict=True):
-        pair.found.add(counts)
+    fields = zip(n_different, n_nan, n_outside, parts.largest(distance), *sums, strict=True)
+    return list(itertools.starmap(_Counts, fields))
 
 
 def _allowed(x: np.ndarray, y: np.ndarray, tolerance: Tolerance) -> np.ndarray:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
 from reshard import _core, dtypes
+from reshard.conversion.shares import cut
 from reshard.values.indexing import in_batches, regions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from reshard.values.indexing import Region
 
@@ -19,6 +21,8 @@ _T = TypeVar("_T")
 _BUFFER_BYTES = 8 << 20  # larger ones leave the cache, and take twice as long
 _ALIGN_BYTES = 64
 _MAX_ARRAYS = 4096  # of one plan
+_MIN_PIECE_BYTES = 1 << 20
+_MANY_PIECES = 1024  # of a tensor, before they become larger
 
 
 class Slice(NamedTuple):
@@ -77,6 +81,58 @@ def regions_of(shape: tuple[int, ...], dtype: str, max_elements: int | None = No
     """
     bits = dtypes.bits(dtype)
     return regions(shape, max_elements or _BUFFER_BYTES * 8 // bits, bits)
+
+
+def pieces_of(shape: tuple[int, ...], dtype: str, max_bytes: int = _BUFFER_BYTES) -> Iterator[Region]:
+    """The pieces of a tensor of which sums are made, which are then added in their order.
+
+    They follow from the tensor alone: the sums are the same, to the last bit, however the pieces are divided between
+    processes. A tensor has at most some thousand pieces, if that leaves 8 MiB for each.
+
+    Args:
+        shape: of the tensor.
+        dtype: of the tensor.
+        max_bytes: of a piece.
+    """
+    n_bytes = min(max_bytes, max(_MIN_PIECE_BYTES, min(dtypes.n_bytes(dtype, shape) // _MANY_PIECES, _BUFFER_BYTES)))
+    bits = dtypes.bits(dtype)
+    return regions(shape, max(n_bytes * 8 // bits, 1), bits)
+
+
+class Span(NamedTuple):
+    """Some pieces of a tensor.
+
+    Attributes:
+        key: the tensor.
+        first: number of the first piece.
+        end: number of the piece after the last; None: these are all pieces.
+    """
+
+    key: str
+    first: int
+    end: int | None
+
+
+def shared_out(sizes: Mapping[str, Sequence[int]], n_shares: int) -> list[list[Span]]:
+    """The pieces that each share reads: as many bytes for each, in the order of the tensors.
+
+    Args:
+        sizes: bytes of each piece of each tensor.
+        n_shares: how many shares there are.
+
+    Example:
+        >>> shared_out({"v": [2], "w": [4, 4, 4]}, 2)[1]
+        [Span(key='w', first=1, end=3)]
+    """
+    pieces = [(key, number, n_bytes) for key, of_key in sizes.items() for number, n_bytes in enumerate(of_key)]
+    shares: list[list[Span]] = []
+    for share in cut([n_bytes for _, _, n_bytes in pieces], n_shares, range(len(pieces))):
+        spans: list[Span] = []
+        for key, numbers in itertools.groupby((pieces[part.file] for part in share), lambda piece: piece[0]):
+            own = [number for _, number, _ in numbers]
+            spans.append(Span(key, own[0], None if len(own) == len(sizes[key]) else own[-1] + 1))
+        shares.append(spans)
+    return shares
 
 
 def batches(slices: Iterable[_T], slice_of: Callable[[_T], Slice]) -> Iterator[list[_T]]:

@@ -2,13 +2,15 @@
 
 Every element counts once, however many files hold it, and a quantised weight is one tensor of the values that its parts
 stand for. Tensors are read slice by slice into one buffer, so memory use does not depend on their size. Sums are in
-double precision; those of blocks are joined, so that the deviation of values far from 0 is exact, too.
+double precision; those of blocks are joined, so that the deviation of values far from 0 is exact, too. The blocks of a
+piece are joined, and then the pieces of a tensor, so that any number of processes makes the same of them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,22 +19,23 @@ import ml_dtypes
 import numpy as np
 
 from reshard import dtypes, opening
-from reshard.conversion.shares import cut, digest_of
+from reshard.conversion.shares import digest_of
 from reshard.errors import KeyNotFoundError, MismatchError
 from reshard.layout.patterns import Pattern
 from reshard.ranks.led import LedRanks
 from reshard.ranks.places import Work, do_shares
 from reshard.values.words import show
-from reshard.verbs.slices import Buffer, Slice, batches, regions_of
+from reshard.verbs.slices import Buffer, Slice, Span, batches, pieces_of, regions_of, shared_out
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator, Sequence
 
     from reshard.checkpoint import Checkpoint
     from reshard.opening import StrategyLike
     from reshard.ranks.places import Place
     from reshard.values.argument_types import Progress
+    from reshard.values.indexing import Region
 
 _BLOCK_ELEMENTS = 1 << 15  # so that temporary arrays stay in the cache
 _LARGE = 2.0**400  # the squares of larger numbers, or their sum, could be infinite
@@ -131,7 +134,7 @@ def stats(
     asked = _Asked(path, strategy, format)
     lead = functools.partial(_stats, asked, pattern, threads=threads, on=on, progress=progress)
     work = functools.partial(_counting, asked)
-    return on.led(lead, work, _Keys, StatsReport) if isinstance(on, LedRanks) else lead()
+    return on.led(lead, work, _Spans, StatsReport) if isinstance(on, LedRanks) else lead()
 
 
 def _stats(
@@ -140,15 +143,34 @@ def _stats(
     with asked.opened() as (opened, quantised, digest):
         keys = _matching(opened, pattern)
         opened._check_placed(*keys)  # noqa: SLF001  the check of a read
-        sizes = [dtypes.n_bytes(*opened._index.info(key)) for key in keys]  # noqa: SLF001
+        infos = {key: opened._index.info(key) for key in keys}  # noqa: SLF001
+        sizes = [dtypes.n_bytes(*infos[key]) for key in keys]
+        decoded = [key for key in keys if not dtypes.is_packed(infos[key][0])]
+        sums: dict[str, _Sums] = {}
         if on is None:
-            found = _counted(opened, keys, quantised, threads=threads, progress=progress)
+            spans = [Span(key, 0, None) for key in decoded]
+            for key, one in _counted(opened, spans, quantised, threads=threads, progress=progress):
+                _join(sums, key, one)
         else:
-            n_shares = max(1, min(on.n_shares(sum(sizes)), len(keys)))
-            shares = [[keys[part.file] for part in share] for share in cut(sizes, n_shares, range(len(sizes)))]
-            work = _counting(asked, _Keys(digest, shares, threads or on.cpus))
-            results, _ = do_shares(on, work, n_shares, sum(sizes), progress)
-            found = [one for share in results for one in share]
+            pieces = {
+                key: [
+                    dtypes.n_bytes(infos[key][0], shape) for _, shape in _pieces_of(*infos[key], key not in quantised)
+                ]
+                for key in decoded
+            }
+            total = sum(map(sum, pieces.values()))
+            n_shares = max(1, min(on.n_shares(total), sum(map(len, pieces.values()))))
+            shares = shared_out(pieces, n_shares)
+            work = _counting(asked, _Spans(digest, shares, threads or on.cpus))
+            results, _ = do_shares(on, work, n_shares, total, progress)
+            for share, of_share in zip(shares, results, strict=True):
+                for span, found_in in zip(share, of_share, strict=True):
+                    for one in found_in:
+                        _join(sums, span.key, one)
+        for key in decoded:
+            sums.setdefault(key, _Sums())  # without elements
+        kinds = {key: one.kind for key, one in quantised.items()}
+        found = [_of(key, *infos[key], sums.get(key), kinds.get(key)) for key in keys]
         stored = [0 if one.n_zero is None else n_bytes for one, n_bytes in zip(found, sizes, strict=True)]
         n_bytes = sum(
             n if key not in quantised else quantised[key].n_bytes for key, n in zip(keys, stored, strict=True)
@@ -205,57 +227,84 @@ class _Asked(NamedTuple):
             stored.check_unchanged()
 
 
+def _join(sums: dict[str, _Sums], key: str, one: _Sums) -> None:
+    if key in sums:
+        sums[key].join(one)
+    else:
+        sums[key] = one
+
+
+def _pieces_of(dtype: str, shape: tuple[int, ...], is_stored: bool) -> Iterator[Region]:  # noqa: FBT001
+    # A quantised weight is not stored row by row.
+    return pieces_of(shape, dtype) if is_stored else regions_of(shape, dtype)
+
+
 @dataclass(frozen=True)
-class _Keys:
+class _Spans:
     """Tensors that several processes read, once one of them has opened the checkpoint.
 
     Attributes:
         digest: what tells the checkpoint from others at its path.
-        shares: the tensors of each share.
+        shares: the pieces of tensors of each share.
         threads: of each process.
     """
 
     digest: str
-    shares: list[list[str]]
+    shares: list[list[Span]]
     threads: int | None
 
 
-def _counting(asked: _Asked, sent: _Keys) -> Work[_Keys]:
-    return Work(functools.partial(_sent_keys, asked), sent, list[TensorStats])
+def _counting(asked: _Asked, sent: _Spans) -> Work[_Spans]:
+    return Work(functools.partial(_sent_spans, asked), sent, list[list[_Sums]])
 
 
-def _sent_keys(asked: _Asked, sent: _Keys, share: int) -> tuple[int, list[TensorStats]]:
-    """Count the values of the tensors of a share."""
-    keys = sent.shares[share]
+def _sent_spans(asked: _Asked, sent: _Spans, share: int) -> tuple[int, list[list[_Sums]]]:
+    """Count the values of the pieces of a share: one sum of a whole tensor, and else one of each piece."""
+    spans, n_bytes = sent.shares[share], 0
+
+    def advance(done: int, _: int) -> None:
+        nonlocal n_bytes
+        n_bytes = done
+
+    found: dict[str, list[_Sums]] = {span.key: [] for span in spans}
+    is_whole = {span.key: span.end is None for span in spans}
     with asked.opened(sent.digest) as (opened, quantised, _):
-        sizes = [dtypes.n_bytes(*opened._index.info(key)) for key in keys]  # noqa: SLF001
-        return sum(sizes), _counted(opened, keys, quantised, threads=sent.threads, progress=None)
+        for key, one in _counted(opened, spans, quantised, threads=sent.threads, progress=advance):
+            if is_whole[key] and found[key]:
+                found[key][0].join(one)
+            else:
+                found[key].append(one)
+    return n_bytes, [found[span.key] for span in spans]
 
 
 def _counted(
     opened: Checkpoint,
-    keys: list[str],
-    quantised: dict[str, _Quantised],
+    spans: Sequence[Span],
+    quantised: Collection[str],
     *,
     threads: int | None,
     progress: Progress | None,
-) -> list[TensorStats]:
-    infos = {key: opened._index.info(key) for key in keys}  # noqa: SLF001
-    sums = {key: _Sums() for key, (dtype, _) in infos.items() if not dtypes.is_packed(dtype)}
-    total, done = sum(dtypes.n_bytes(*infos[key]) for key in sums), 0
-    slices = (Slice(key, *infos[key], region) for key in sums for region in regions_of(infos[key][1], infos[key][0]))
+) -> Iterator[tuple[str, _Sums]]:
+    """The sums of each piece, in their order."""
+    infos = {span.key: opened._index.info(span.key) for span in spans}  # noqa: SLF001
+    slices = [
+        Slice(span.key, *infos[span.key], region)
+        for span in spans
+        for region in itertools.islice(_pieces_of(*infos[span.key], span.key not in quantised), span.first, span.end)
+    ]
+    total, done = sum(one.n_bytes for one in slices), 0
     buffer = Buffer()
     for batch in batches(slices, lambda one: one):
         plan = functools.partial(opened.plan, keys={one.key for one in batch})
         for one, (_, content) in zip(batch, buffer.fill(plan, batch, threads=threads), strict=True):
             values = content.view(dtypes.numpy_dtype(one.dtype))
-            for start in range(0, values.size, _BLOCK_ELEMENTS):
-                sums[one.key].add(values[start : start + _BLOCK_ELEMENTS])
+            sums = _Sums.of(values[:_BLOCK_ELEMENTS])
+            for start in range(_BLOCK_ELEMENTS, values.size, _BLOCK_ELEMENTS):
+                sums.join(_Sums.of(values[start : start + _BLOCK_ELEMENTS]))
             done += one.n_bytes
+            yield one.key, sums
         if progress is not None:
             progress(done, total)
-    kinds = {key: one.kind for key, one in quantised.items()}
-    return [_of(key, *infos[key], sums.get(key), kinds.get(key)) for key in keys]
 
 
 def _of(key: str, dtype: str, shape: tuple[int, ...], sums: _Sums | None, kind: str | None) -> TensorStats:
@@ -292,39 +341,56 @@ class _Sums:
     squares: float = 0.0
     scale: float = 1.0
 
-    def add(self, block: np.ndarray) -> None:
-        """Add a block."""
+    @classmethod
+    def of(cls, block: np.ndarray) -> _Sums:
+        """The sums of a block."""
         if block.dtype.kind == "c":
             block = block.view(np.float64 if block.itemsize == 16 else np.float32)
         elif block.dtype.kind == "b":  # its bytes may have other values than 0 and 1
             block = (block.view(np.uint8) != 0).view(np.uint8)
         is_whole = block.dtype.kind in "iu"
-        self.n_zero += block.size - int(np.count_nonzero(block))
+        sums = cls(n_zero=block.size - int(np.count_nonzero(block)))
         with np.errstate(invalid="ignore"):
             wide = _wide(block)
             is_finite = np.isfinite(wide)
             if not is_finite.all():
-                n_nan = int(np.count_nonzero(np.isnan(wide)))
-                self.n_nan += n_nan
-                self.n_infinite += wide.size - int(np.count_nonzero(is_finite)) - n_nan
+                sums.n_nan = int(np.count_nonzero(np.isnan(wide)))
+                sums.n_infinite = wide.size - int(np.count_nonzero(is_finite)) - sums.n_nan
                 wide = wide[is_finite]
             if not wide.size:
-                return
+                return sums
             bounds = block if is_whole else wide  # a double does not hold every integer
-            self.low, self.high = min(self.low, bounds.min().item()), max(self.high, bounds.max().item())
-            if self.scale == 1.0 and max(-self.low, self.high) > _LARGE:
-                self.scale = _OF_LARGE
-                self.mean, self.squares = self.mean * self.scale, self.squares * self.scale * self.scale
-            if self.scale != 1.0:
-                wide = wide * self.scale
-            mean = float(wide.mean())
-            wide = wide - mean
-            squares = float(np.einsum("i,i->", wide, wide))
-        part = wide.size / (self.n + wide.size)
+            sums.low, sums.high = bounds.min().item(), bounds.max().item()
+            if max(-sums.low, sums.high) > _LARGE:
+                sums.scale = _OF_LARGE
+                wide = wide * sums.scale
+            sums.n, sums.mean = wide.size, float(wide.mean())
+            wide = wide - sums.mean
+            sums.squares = float(np.einsum("i,i->", wide, wide))
+        return sums
+
+    def join(self, other: _Sums) -> None:
+        """Add what was found in the blocks that follow."""
+        self.n_nan += other.n_nan
+        self.n_infinite += other.n_infinite
+        self.n_zero += other.n_zero
+        if not other.n:
+            return
+        self.low, self.high = min(self.low, other.low), max(self.high, other.high)
+        scale = min(self.scale, other.scale)
+        mean, squares = other._scaled(scale)
+        self.mean, self.squares = self._scaled(scale)
+        self.scale = scale
+        part = other.n / (self.n + other.n)
         change = mean - self.mean
         self.squares += squares + (change * change * part * self.n if self.n else 0.0)
         self.mean = self.mean + change * part if self.n else mean
-        self.n += wide.size
+        self.n += other.n
+
+    def _scaled(self, scale: float) -> tuple[float, float]:
+        """The mean and the squares with another scale."""
+        factor = scale / self.scale
+        return self.mean * factor, self.squares * factor * factor
 
 
 def _wide(block: np.ndarray) -> np.ndarray:

@@ -20,8 +20,8 @@ from reshard.checkpoint import Checkpoint
 from reshard.commit import manifest as manifests
 from reshard.commit import proofs
 from reshard.commit.roots import list_iterations, parse_iteration_folder, published
-from reshard.commit.scrub import Fault, fault_of, own_sums, scrub_folder, scrub_plain
-from reshard.conversion.shares import cut
+from reshard.commit.scrub import Fault, fault_of, joined_faults, own_sums, scrub_folder, scrub_plain
+from reshard.conversion.shares import MIN_CUT_BYTES, cut
 from reshard.errors import (
     ArgumentError,
     CheckpointNotFoundError,
@@ -310,7 +310,7 @@ def _scrub_on(
     threads: int | None,
     advance: Callable[[int], object],
 ) -> list[Fault]:
-    """As `scrub_folder`, by the processes of a place: each compares some of the shard files."""
+    """As `scrub_folder`, by the processes of a place: each compares as many bytes of the shard files."""
     del values  # nothing looks at them
     sizes = {
         name: size for name, size in manifest.sizes if name in manifest.shards and (names is None or name in names)
@@ -319,8 +319,12 @@ def _scrub_on(
     if not sizes:
         return faults
     order, n_bytes = list(sizes), sum(sizes.values())
-    n_shares = min(on.n_shares(n_bytes), len(order))
-    own = [[order[part.file] for part in share] for share in cut([*sizes.values()], n_shares, range(len(order)))]
+    n_shares = min(on.n_shares(n_bytes), sum(1 + size // MIN_CUT_BYTES for size in sizes.values()))
+    own: list[dict[str, tuple[int, int]]] = [{} for _ in range(n_shares)]
+    for ranges, parts in zip(own, cut([*sizes.values()], n_shares), strict=True):
+        for part in parts:
+            name = order[part.file]
+            ranges[name] = _chunk_start(part.start, sizes[name]), _chunk_start(part.end, sizes[name])
     work = _scrubbing(_Scrub(str(folder.absolute()), manifest.digest, own, direct, threads or on.cpus))
     done = 0
 
@@ -335,19 +339,35 @@ def _scrub_on(
         if not folder.exists():  # a job has removed it
             raise
         raise GroupError(error.message, hint=error.hint) from None
+    by_file: dict[str | None, list[Fault]] = {}
     for fault in (one for share in results for one in share):
-        if fault.file in sizes or not any(one.file == fault.file for one in faults):
-            faults.append(fault)
+        by_file.setdefault(fault.file, []).append(fault)
+    for file, found in by_file.items():
+        if file in sizes or not any(one.file == file for one in faults):
+            faults += joined_faults(found)
     return faults
+
+
+def _chunk_start(at: int, n_bytes: int) -> int:
+    """Where the chunk of a byte of a file begins; the end of the file is that of the last chunk."""
+    return at if at == n_bytes else at // manifests.CHUNK_BYTES * manifests.CHUNK_BYTES
 
 
 @dataclass(frozen=True)
 class _Scrub:
-    """Files that several processes compare with the manifest that one of them has read."""
+    """Files that several processes compare with the manifest that one of them has read.
+
+    Attributes:
+        path: the folder.
+        digest: that of the manifest.
+        own: the files of each share, and the first byte and the end of what it compares of each.
+        direct: as in `verify`.
+        threads: of each process.
+    """
 
     path: str
     digest: str
-    own: list[list[str]]
+    own: list[dict[str, tuple[int, int]]]
     direct: bool
     threads: int | None
 
@@ -357,7 +377,7 @@ def _scrubbing(sent: _Scrub) -> Work[_Scrub]:
 
 
 def _sent_scrub(sent: _Scrub, index: int) -> tuple[int, list[Fault]]:
-    """Compare the files of a share."""
+    """Compare the files of a share, or its ranges of them."""
     folder = locate(sent.path)
     manifest = manifests.read(folder)
     if manifest.digest != sent.digest:
@@ -365,8 +385,8 @@ def _sent_scrub(sent: _Scrub, index: int) -> tuple[int, list[Fault]]:
             f"{show(sent.path)} holds another save here than where the comparison began", path=sent.path
         )
     own = sent.own[index]
-    faults = scrub_folder(folder, manifest, own, direct=sent.direct, threads=sent.threads)
-    return sum(manifest.shards[name].n_bytes for name in own), faults
+    faults = scrub_folder(folder, manifest, own, within=own, direct=sent.direct, threads=sent.threads)
+    return sum(end - start for start, end in own.values()), faults
 
 
 def _check_since(target: Location, since: int, folders: Sequence[Location]) -> None:

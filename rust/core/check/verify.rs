@@ -8,12 +8,13 @@ use crate::bytes::memory::Memory;
 use crate::bytes::team::on_threads;
 use crate::check::finite::Finder;
 use crate::control::Control;
-use crate::error::{Error, Printable, Result};
+use crate::error::{Error, Kind, Printable, Result};
 use crate::files::checksum::{CHUNK_BYTES, Checksums, copy_summed, crc32c_of_memory};
 use crate::files::shard_file::ShardFile;
 use crate::files::source::Source;
 use crate::planning::plan::{Array, Plan, PlanSource};
 use rayon::prelude::*;
+use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -268,17 +269,18 @@ fn differs(source: &Source, at: u64, n: usize) -> Error {
     )
 }
 
-/// Reads a complete file and compares it with its checksums. Returns the byte ranges that differ; adjacent ranges are
-/// joined.
+/// Reads a range of a file, which is of complete chunks, and compares it with the checksums of the file. Returns the byte
+/// ranges that differ; adjacent ranges are joined.
 ///
 /// With `direct` the page cache is bypassed where the file system supports it, so that the content of the disk is
 /// verified. The values of arrays are looked at in the same pass, if `values` is given.
 ///
 /// # Errors
-/// The file has another size, or cannot be read.
+/// The file has another size, or cannot be read; the range is not of complete chunks.
 pub fn scrub(
     source: &Source,
     checksums: &Checksums,
+    range: Range<u64>,
     values: Option<&Finder>,
     direct: bool,
     control: &Control,
@@ -293,13 +295,20 @@ pub fn scrub(
         );
         return Err(Error::damaged(message).path(path));
     }
+    let (n_bytes, chunk_bytes) = (checksums.n_bytes(), CHUNK_BYTES as u64);
+    let is_cut = |at: u64| at.is_multiple_of(chunk_bytes) || at == n_bytes;
+    if range.start > range.end || range.end > n_bytes || !is_cut(range.start) || !is_cut(range.end)
+    {
+        let message = format!("bytes {range:?} are not complete chunks of {chunk_bytes}");
+        return Err(Error::new(Kind::Argument, message).path(path));
+    }
     let uncached = direct.then(|| source.uncached()).transpose()?;
     let buffers: Mutex<Vec<Memory>> = Mutex::new(Vec::new());
-    let n_pieces = checksums.n_bytes().div_ceil(PIECE_BYTES as u64);
+    let n_pieces = (range.end - range.start).div_ceil(PIECE_BYTES as u64);
     let verify_piece = |piece: u64| {
         control.check()?;
-        let start = piece * PIECE_BYTES as u64;
-        let len = (checksums.n_bytes() - start).min(PIECE_BYTES as u64) as usize;
+        let start = range.start + piece * PIECE_BYTES as u64;
+        let len = (range.end - start).min(PIECE_BYTES as u64) as usize;
         let free = buffers.lock().map_or(None, |mut buffers| buffers.pop());
         let mut memory = match free {
             Some(memory) => memory,

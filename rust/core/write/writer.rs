@@ -17,12 +17,14 @@
 //! The file of a URL is an object, which is written through an [`ObjectSink`]: it takes pieces, too, and sends them in parts.
 //!
 //! A file of another format is given as a [`Container`]: the bytes between the arrays, and the places of their CRC-32.
-//! A piece with such a sum is written when all pieces before it are filled: every byte is written once.
+//! A piece with such a sum is written when all pieces before it are filled: every byte is written once. Several processes
+//! that write parts of a file leave the sums out; see [`write_sums`].
 
 mod buffers;
 mod content;
 mod durable;
 mod pieces;
+mod sums;
 mod temporary;
 
 use crate::check::finite::{Finder, NotFinite};
@@ -44,6 +46,7 @@ use pieces::{Bytes, PieceWriter};
 use std::ops::{Deref, Range};
 use std::path::Path;
 use std::sync::OnceLock;
+pub use sums::{SumOfPart, write_sums};
 pub(crate) use temporary::{TemporaryFile, write_hint};
 
 /// Alignment of direct writes that every disk accepts.
@@ -78,6 +81,11 @@ pub trait Sink: Sync + Sized {
 
     /// Whether bytes may take either route. Otherwise all take [`Route::Direct`].
     fn has_routes(&self) -> bool {
+        false
+    }
+
+    /// Whether the places of the sums of arrays are not written: these are not known before all parts are there.
+    fn leaves_sums(&self) -> bool {
         false
     }
 
@@ -239,14 +247,16 @@ pub struct WrittenPart {
     pub chunks: Vec<u32>,
     /// See [`Written`]: of the values in the part.
     pub not_finite: Vec<(String, NotFinite)>,
+    /// Of the arrays in the part, if the container has sums.
+    pub sums: Vec<SumOfPart>,
 }
 
 /// Writes a part of the file that [`write()`] writes, under the name of the file, which other processes fill at the same
 /// time. The parts of a file are given by positions in the bytes of its arrays; those that follow each other there do so
-/// in the file.
+/// in the file. The sums of arrays are left out: [`write_sums`] writes them when all parts are there.
 ///
 /// # Errors
-/// As [`write()`]; what was written stays. The container has sums of arrays: such a file has no parts.
+/// As [`write()`]; what was written stays.
 pub fn write_part(
     path: &Path,
     plan: &Plan<'_>,
@@ -256,20 +266,26 @@ pub fn write_part(
     control: &Control,
 ) -> Result<WrittenPart> {
     let content = Content::of_options(plan, options).map_err(|error| error.path(path))?;
-    if is_url(path) || !content.container.sums.is_empty() || part.start > part.end {
-        let message = "only a local file without sums of its arrays is written in parts";
+    if is_url(path) || part.start > part.end {
+        let message = "only a local file is written in parts";
         return Err(Error::new(Kind::Argument, message).path(path));
     }
     let range = content.position(part.start)..content.position(part.end);
     let create = |_| temporary::FilePart::open(path, range.clone(), options);
-    let (chunks, not_finite, _) = write_range(&content, &range, create, buffers, control)?;
+    let written = write_range(&content, &range, create, buffers, control)?;
+    let mut sums = Vec::new();
+    if !content.container.sums.is_empty() {
+        let arrays = content.arrays_in(&range).into_iter();
+        sums.extend(arrays.map(|(array, n_bytes)| (array, n_bytes, written.crcs[array])));
+    }
     Ok(WrittenPart {
         n_bytes: content.n_bytes(),
         header_bytes: content.header_bytes(),
         header_checksum: content.header_checksum(),
         range,
-        chunks,
-        not_finite,
+        chunks: written.chunks,
+        not_finite: written.not_finite,
+        sums,
     })
 }
 
@@ -280,16 +296,23 @@ fn write_content<S: Sink>(
     control: &Control,
 ) -> Result<Written> {
     let all = 0..content.n_bytes();
-    let (chunks, not_finite, e_tag) = write_range(content, &all, create, buffers, control)?;
+    let written = write_range(content, &all, create, buffers, control)?;
     Ok(Written {
-        e_tag,
-        checksums: content.checksums(chunks)?,
-        not_finite,
+        e_tag: written.e_tag,
+        checksums: content.checksums(written.chunks)?,
+        not_finite: written.not_finite,
     })
 }
 
-/// The checksums of the chunks, the arrays that are not finite, and what [`Sink::publish`] returned.
-type WrittenRange = (Vec<u32>, Vec<(String, NotFinite)>, Option<String>);
+/// What was written of a file.
+struct WrittenRange {
+    /// The checksums of its chunks.
+    chunks: Vec<u32>,
+    /// The CRC-32 of what it has of each array, if the container has sums.
+    crcs: Vec<u32>,
+    not_finite: Vec<(String, NotFinite)>,
+    e_tag: Option<String>,
+}
 
 fn write_range<S: Sink>(
     content: &Content<'_>,
@@ -310,7 +333,7 @@ fn write_range<S: Sink>(
         let range = range.clone();
         PieceWriter::new(&sink, bytes, range, routes, &finder, window, control).write(buffers)
     };
-    let chunks = if has_remote(content.plan) {
+    let (chunks, crcs) = if has_remote(content.plan) {
         let extents = content.extents(range);
         let window = Window::new(content.plan, &extents, Vec::new());
         window.run(control, || write(Some(&window)))?
@@ -318,7 +341,12 @@ fn write_range<S: Sink>(
         write(None)?
     };
     let e_tag = sink.publish()?;
-    Ok((chunks, not_finite_of(content.plan.arrays(), &finder), e_tag))
+    Ok(WrittenRange {
+        chunks,
+        crcs,
+        not_finite: not_finite_of(content.plan.arrays(), &finder),
+        e_tag,
+    })
 }
 
 /// Writes the image of a file from page-aligned memory. See [`write()`].
@@ -358,7 +386,7 @@ fn write_image_to(
     let bytes = Bytes::InMemory(image);
     let n_at_once = n_in_flight(n_bytes).min(sink.n_at_once(IMAGE_MEMORY_BYTES)?);
     let pieces = PieceWriter::new(&sink, bytes, 0..n_bytes, None, &finder, None, control);
-    let chunks = pieces.write((0..n_at_once).map(|_| Buffer::default()).collect())?;
+    let (chunks, _) = pieces.write((0..n_at_once).map(|_| Buffer::default()).collect())?;
     let e_tag = sink.publish()?;
     let found = finder.found().into_iter();
     Ok(Written {

@@ -49,7 +49,7 @@ mod _core {
         index::Index,
         metadata::{MetadataEncoder, are_plain},
         patterns::{Expression, IndexPattern, Patterns, number_groups},
-        plan::{Loaded, Plan},
+        plan::{Loaded, Plan, write_sums},
         quantised::add_quantised,
         records::{FileArray, FileTensor},
         strategy::{decode_strategy, encode_strategy},

@@ -2,7 +2,7 @@
 
 use crate::buffer::{Borrowed, Buffer, disjoint};
 use crate::errors::raise;
-use crate::records::{ARRAY_STACK, PLANNED_ARRAY, WRITTEN_RANGE, not_finite_list};
+use crate::records::{ARRAY_STACK, PART_SUM, PLANNED_ARRAY, WRITTEN_RANGE, not_finite_list};
 use crate::run::{run, run_in_team};
 use crate::write::{Buffers, Written, with_buffers, write_plan};
 use pyo3::exceptions::PyIndexError;
@@ -394,6 +394,7 @@ impl Plan {
             .iter()
             .flat_map(|one| one.to_le_bytes())
             .collect();
+        let sums = written.sums.into_iter().map(|sum| PART_SUM.of(py, sum));
         let record = (
             written.range.start,
             written.range.end,
@@ -402,6 +403,7 @@ impl Plan {
             written.header_checksum,
             PyBytes::new(py, &chunks),
             not_finite_list(py, &written.not_finite)?,
+            sums.collect::<PyResult<Vec<_>>>()?,
         );
         WRITTEN_RANGE.of(py, record)
     }
@@ -416,16 +418,39 @@ fn options_of(
 ) -> writer::Options {
     writer::Options {
         metadata: metadata.unwrap_or_default().into_iter().collect(),
-        container: container.map(|(literals, starts, sums)| writer::Container {
-            literals: literals.as_bytes().to_vec(),
-            starts,
-            sums: sums
-                .into_iter()
-                .map(|(at, array)| writer::Sum { at, array })
-                .collect(),
-        }),
+        container: container.map(container_of),
         durable,
         direct,
         mode,
     }
+}
+
+fn container_of((literals, starts, sums): Container<'_>) -> writer::Container {
+    writer::Container {
+        literals: literals.as_bytes().to_vec(),
+        starts,
+        sums: sums
+            .into_iter()
+            .map(|(at, array)| writer::Sum { at, array })
+            .collect(),
+    }
+}
+
+#[pyfunction]
+#[pyo3(signature = (path, container, parts, checksums, *, durable=true))]
+pub(crate) fn write_sums<'py>(
+    py: Python<'py>,
+    path: PathBuf,
+    container: Container<'_>,
+    parts: Vec<writer::SumOfPart>,
+    checksums: &[u8],
+    durable: bool,
+) -> PyResult<Bound<'py, PyBytes>> {
+    let container = container_of(container);
+    let (chunks, _) = checksums.as_chunks::<4>();
+    let mut chunks: Vec<u32> = chunks.iter().map(|one| u32::from_le_bytes(*one)).collect();
+    let written = py.detach(|| writer::write_sums(&path, &container, &parts, &mut chunks, durable));
+    raise(py, written)?;
+    let bytes: Vec<u8> = chunks.iter().flat_map(|one| one.to_le_bytes()).collect();
+    Ok(PyBytes::new(py, &bytes))
 }

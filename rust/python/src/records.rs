@@ -145,8 +145,11 @@ pub(crate) static WRITTEN_RANGE: Record = Record::new(
         "header_checksum",
         "checksums",
         "not_finite",
+        "sums",
     ],
 );
+/// What a part of a file has of an array.
+pub(crate) static PART_SUM: Record = Record::new("PartSum", &["array", "n_bytes", "crc"]);
 /// What this process has requested of objects.
 pub(crate) static REMOTE_COUNTS: Record = Record::new(
     "RemoteCounts",
@@ -347,6 +350,7 @@ pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
         &STRATEGY,
         &TORCH_RANK_FILE,
         &WRITTEN_RANGE,
+        &PART_SUM,
         &REMOTE_COUNTS,
         &UNFINISHED_UPLOAD,
         &LIFECYCLE_RULE,

@@ -139,13 +139,15 @@ fn contiguous(py: Python<'_>, data: &Bound<'_, PyAny>) -> PyResult<Borrowed> {
 }
 
 #[pyfunction]
-#[pyo3(signature = (path, n_bytes, checksums, *, direct=true, values=None, threads=None, progress=None))]
+#[pyo3(signature = (path, n_bytes, checksums, *, start=0, end=None, direct=true, values=None, threads=None, progress=None))]
 #[expect(clippy::too_many_arguments, reason = "the options of a scrub")]
 pub(crate) fn scrub(
     py: Python<'_>,
     path: PathBuf,
     n_bytes: u64,
     checksums: &[u8],
+    start: u64,
+    end: Option<u64>,
     direct: bool,
     values: Option<&Bound<'_, ValueCounts>>,
     threads: Option<i64>,
@@ -155,8 +157,10 @@ pub(crate) fn scrub(
     let checksums = raise(py, Checksums::from_bytes(n_bytes, 0, 0, checksums))?;
     let control = Control::default();
     let values = values.map(|values| &values.get().0);
-    run(py, threads, n_bytes, progress, &control, || {
+    let range = start..end.unwrap_or(n_bytes);
+    let to_read = range.end.saturating_sub(start);
+    run(py, threads, to_read, progress, &control, || {
         let source = Source::open(&path, false, Method::Read)?;
-        verify::scrub(&source, &checksums, values, direct, &control)
+        verify::scrub(&source, &checksums, range, values, direct, &control)
     })
 }

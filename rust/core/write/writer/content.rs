@@ -390,13 +390,23 @@ impl Content<'_> {
                 let bytes = &piece[(from - at) as usize..(to - at) as usize];
                 PartSum {
                     array,
-                    is_first: from == starts[array],
                     n_bytes: to - from,
                     crc: checksum(CrcAlgorithm::Crc32IsoHdlc, bytes) as u32,
                 }
             })
         });
         parts.collect()
+    }
+
+    /// For each array of which bytes lie in a range of the file, its number and how many.
+    pub(super) fn arrays_in(&self, range: &Range<u64>) -> Vec<(usize, u64)> {
+        let arrays = self.plan.arrays().iter().zip(&self.container.starts);
+        let bytes = arrays.enumerate().map(|(number, (array, start))| {
+            let (from, to) = (*start, start + array.n_bytes());
+            let n = to.min(range.end).saturating_sub(from.max(range.start));
+            (number, n)
+        });
+        bytes.filter(|(_, n_bytes)| *n_bytes > 0).collect()
     }
 
     /// The sums of which a byte lies in a range of the file.
@@ -411,8 +421,6 @@ impl Content<'_> {
 /// The CRC-32 of the part of an array that lies in one piece.
 pub(super) struct PartSum {
     pub(super) array: usize,
-    /// Whether it is the first part of the array.
-    pub(super) is_first: bool,
     pub(super) n_bytes: u64,
     pub(super) crc: u32,
 }

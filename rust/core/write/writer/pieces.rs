@@ -1,7 +1,8 @@
 //! The pieces of a file: filled, summed and written by several threads.
 
 use super::buffers::Buffer;
-use super::content::{Content, PartSum, Sum};
+use super::content::Content;
+use super::sums::{ArraySums, put_sums};
 use super::{BAND_BYTES, PIECE_BYTES, Sink};
 use crate::bytes::memory::{Stores, touch};
 use crate::check::finite::Finder;
@@ -11,89 +12,9 @@ use crate::files::checksum::{CHUNK_BYTES, crc32c};
 use crate::planning::plan::PlanSource;
 use crate::read::window::Early;
 use crate::write::route::{Route, Routes};
-use crc_fast::{CrcAlgorithm, checksum_combine};
-use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
-
-/// The CRC-32 of the arrays, joined from their parts in the order of the pieces.
-struct ArraySums {
-    state: Mutex<SumState>,
-    changed: Condvar,
-}
-
-struct SumState {
-    /// All pieces before this byte are included.
-    end: u64,
-    /// Parts of pieces that were filled before an earlier piece, by the start of the piece.
-    early: BTreeMap<u64, Vec<PartSum>>,
-    /// By array.
-    crcs: Vec<u32>,
-    /// A piece could not be filled: the sums behind it never become known.
-    failed: bool,
-}
-
-impl ArraySums {
-    fn new(n_arrays: usize) -> Self {
-        Self {
-            state: Mutex::new(SumState {
-                end: 0,
-                early: BTreeMap::new(),
-                crcs: vec![0; n_arrays],
-                failed: false,
-            }),
-            changed: Condvar::new(),
-        }
-    }
-
-    fn add(&self, at: u64, parts: Vec<PartSum>) {
-        let mut guard = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let state = &mut *guard;
-        state.early.insert(at, parts);
-        while let Some(parts) = state.early.remove(&state.end) {
-            for part in parts {
-                let crc = &mut state.crcs[part.array];
-                *crc = if part.is_first {
-                    part.crc
-                } else {
-                    let (before, own) = (u64::from(*crc), u64::from(part.crc));
-                    checksum_combine(CrcAlgorithm::Crc32IsoHdlc, before, own, part.n_bytes) as u32
-                };
-            }
-            state.end += PIECE_BYTES as u64;
-        }
-        self.changed.notify_all();
-    }
-
-    fn fail(&self) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        state.failed = true;
-        self.changed.notify_all();
-    }
-
-    /// Waits for all pieces up to the one at `at`, and writes the sums in it. False if one of them failed.
-    fn fill(&self, sums: &[Sum], at: u64, piece: &mut [u8]) -> bool {
-        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let state = self
-            .changed
-            .wait_while(state, |state| state.end <= at && !state.failed)
-            .unwrap_or_else(PoisonError::into_inner);
-        if state.end <= at {
-            return false;
-        }
-        for sum in sums {
-            // A sum can lie across the end of a piece.
-            for (i, byte) in (0..).zip(state.crcs[sum.array].to_le_bytes()) {
-                let to = (sum.at + i).checked_sub(at).map(|to| to as usize);
-                if let Some(to) = to.and_then(|to| piece.get_mut(to)) {
-                    *to = byte;
-                }
-            }
-        }
-        true
-    }
-}
 
 /// The source of the bytes of a file.
 #[derive(Clone, Copy)]
@@ -145,16 +66,16 @@ impl<'a, S: Sink> PieceWriter<'a, S> {
             sink,
             bytes,
             next: AtomicU64::new(range.start),
-            range,
             routes,
             checksums: (0..n_chunks).map(|_| AtomicU32::new(0)).collect(),
             finder,
             array_sums: match bytes {
                 Bytes::Planned(content) if !content.container.sums.is_empty() => {
-                    Some(ArraySums::new(content.plan.arrays().len()))
+                    Some(ArraySums::new(content.plan.arrays().len(), range.start))
                 }
                 _ => None,
             },
+            range,
             fill_permits: Semaphore::new(n_at_once),
             touching: Mutex::new(()),
             window,
@@ -162,16 +83,13 @@ impl<'a, S: Sink> PieceWriter<'a, S> {
         }
     }
 
-    /// Writes all pieces with one thread per buffer, and returns the checksums of the chunks.
-    pub(super) fn write(self, mut buffers: Vec<Buffer<'_>>) -> Result<Vec<u32>> {
+    /// Writes all pieces with one thread per buffer, and returns the checksums of the chunks and the CRC-32 of what was
+    /// written of each array, for files with sums of arrays.
+    pub(super) fn write(self, mut buffers: Vec<Buffer<'_>>) -> Result<(Vec<u32>, Vec<u32>)> {
         if let [buffer] = &mut buffers[..] {
             // Starting a thread takes longer than writing a small file.
             self.write_some(buffer.memory)?;
-            return Ok(self
-                .checksums
-                .into_iter()
-                .map(AtomicU32::into_inner)
-                .collect());
+            return Ok(self.written());
         }
         let n_buffers = buffers.len();
         let buffers = Mutex::new(buffers.into_iter());
@@ -198,11 +116,13 @@ impl<'a, S: Sink> PieceWriter<'a, S> {
                 result.unwrap_or(Err(panicked))
             })
         })?;
-        Ok(self
-            .checksums
-            .into_iter()
-            .map(AtomicU32::into_inner)
-            .collect())
+        Ok(self.written())
+    }
+
+    fn written(self) -> (Vec<u32>, Vec<u32>) {
+        let checksums = self.checksums.into_iter().map(AtomicU32::into_inner);
+        let crcs = self.array_sums.map_or_else(Vec::new, ArraySums::into_crcs);
+        (checksums.collect(), crcs)
     }
 
     /// As [`Self::write_some`]; touches new memory first, while no other thread does.
@@ -260,7 +180,9 @@ impl<'a, S: Sink> PieceWriter<'a, S> {
                     // A thread that waits for earlier pieces holds no permit: they may need it.
                     permit = None;
                     let here = content.sums_in(at, at + len as u64);
-                    if !here.is_empty() && !sums.fill(here, at, piece) {
+                    if self.sink.leaves_sums() {
+                        put_sums(here, at, piece, |_| 0);
+                    } else if !here.is_empty() && !sums.fill(here, at, piece) {
                         return Ok(()); // the thread that failed returns the error
                     }
                     self.sum_chunks(at, piece);
@@ -270,7 +192,12 @@ impl<'a, S: Sink> PieceWriter<'a, S> {
             }
         };
         drop(permit);
-        let write = |route| self.sink.write_at(at, piece, route);
+        let write = |route| match self.bytes {
+            Bytes::Planned(content) if self.array_sums.is_some() && self.sink.leaves_sums() => {
+                self.write_around_sums(content, at, piece, route)
+            }
+            _ => self.sink.write_at(at, piece, route),
+        };
         match self.routes {
             None => write(Route::Direct),
             Some(routes) => routes.write(len as u64, write),
@@ -279,6 +206,39 @@ impl<'a, S: Sink> PieceWriter<'a, S> {
             self.control.advance(len as u64); // `fill_band` counts the bytes of the other kind
         }
         Ok(())
+    }
+
+    /// Writes a piece without the places of sums. The chunks that have some are written into the page cache.
+    fn write_around_sums(
+        &self,
+        content: &Content<'_>,
+        at: u64,
+        piece: &[u8],
+        route: Route,
+    ) -> Result<()> {
+        let write = |from: usize, to: usize, route| {
+            self.sink
+                .write_at(at + from as u64, &piece[from..to], route)
+        };
+        let mut next = 0;
+        for (i, chunk) in piece.chunks(CHUNK_BYTES).enumerate() {
+            let (from, to) = (i * CHUNK_BYTES, i * CHUNK_BYTES + chunk.len());
+            let sums = content.sums_in(at + from as u64, at + to as u64);
+            if sums.is_empty() {
+                continue;
+            }
+            write(next, from, route)?;
+            next = from;
+            for sum in sums {
+                // A sum can lie across an end of the chunk.
+                let sum_start = sum.at.saturating_sub(at) as usize;
+                write(next, sum_start.max(next), Route::PageCache)?;
+                next = ((sum.at + 4 - at) as usize).min(to);
+            }
+            write(next, to, Route::PageCache)?;
+            next = to;
+        }
+        write(next, piece.len(), route)
     }
 
     /// Wakes the threads that wait for the sums of a piece that is never filled.

@@ -226,6 +226,10 @@ impl Sink for FilePart {
         self.0.has_routes
     }
 
+    fn leaves_sums(&self) -> bool {
+        true
+    }
+
     fn write_at(&self, at: u64, bytes: &[u8], route: Route) -> Result<()> {
         self.0.write_at(at, bytes, route)
     }

@@ -1,0 +1,156 @@
+//! The CRC-32 of the arrays of a file, which lie behind them.
+//!
+//! A process that writes all of a file waits for the pieces before a sum. Processes that write parts of a file leave the
+//! places of the sums out, and record the CRC-32 of what they wrote of each array; [`write_sums`] joins these at the end.
+
+use super::PIECE_BYTES;
+use super::content::{Container, PartSum, Sum};
+use crate::error::{Error, Kind, Result};
+use crate::files::checksum::{CHUNK_BYTES, crc32c};
+use crc_fast::{CrcAlgorithm, checksum_combine};
+use rustix::fs::{Mode, OFlags};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::{Condvar, Mutex, PoisonError};
+
+/// The CRC-32 of the arrays, joined from their parts in the order of the pieces.
+pub(super) struct ArraySums {
+    state: Mutex<SumState>,
+    changed: Condvar,
+}
+
+struct SumState {
+    /// All pieces before this byte are included.
+    end: u64,
+    /// Parts of pieces that were filled before an earlier piece, by the start of the piece.
+    early: BTreeMap<u64, Vec<PartSum>>,
+    /// By array.
+    crcs: Vec<u32>,
+    /// A piece could not be filled: the sums behind it never become known.
+    failed: bool,
+}
+
+impl ArraySums {
+    /// The sums of pieces from `start` on.
+    pub(super) fn new(n_arrays: usize, start: u64) -> Self {
+        Self {
+            state: Mutex::new(SumState {
+                end: start,
+                early: BTreeMap::new(),
+                crcs: vec![0; n_arrays],
+                failed: false,
+            }),
+            changed: Condvar::new(),
+        }
+    }
+
+    pub(super) fn add(&self, at: u64, parts: Vec<PartSum>) {
+        let mut guard = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let state = &mut *guard;
+        state.early.insert(at, parts);
+        while let Some(parts) = state.early.remove(&state.end) {
+            for part in parts {
+                append(&mut state.crcs[part.array], part.crc, part.n_bytes);
+            }
+            state.end += PIECE_BYTES as u64;
+        }
+        self.changed.notify_all();
+    }
+
+    pub(super) fn fail(&self) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.failed = true;
+        self.changed.notify_all();
+    }
+
+    /// Waits for all pieces up to the one at `at`, and writes the sums in it. False if one of them failed.
+    pub(super) fn fill(&self, sums: &[Sum], at: u64, piece: &mut [u8]) -> bool {
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let state = self
+            .changed
+            .wait_while(state, |state| state.end <= at && !state.failed)
+            .unwrap_or_else(PoisonError::into_inner);
+        if state.end <= at {
+            return false;
+        }
+        put_sums(sums, at, piece, |array| state.crcs[array]);
+        true
+    }
+
+    /// By array, of all pieces.
+    pub(super) fn into_crcs(self) -> Vec<u32> {
+        let state = self.state.into_inner();
+        state.unwrap_or_else(PoisonError::into_inner).crcs
+    }
+}
+
+/// Appends bytes with a CRC-32 to those of another one.
+fn append(crc: &mut u32, own: u32, n_bytes: u64) {
+    let (before, own) = (u64::from(*crc), u64::from(own));
+    *crc = checksum_combine(CrcAlgorithm::Crc32IsoHdlc, before, own, n_bytes) as u32;
+}
+
+/// Puts the sums of arrays into a piece of the file that begins at `at`.
+pub(super) fn put_sums(sums: &[Sum], at: u64, piece: &mut [u8], crc_of: impl Fn(usize) -> u32) {
+    for sum in sums {
+        // A sum can lie across the end of a piece.
+        for (i, byte) in (0..).zip(crc_of(sum.array).to_le_bytes()) {
+            let to = (sum.at + i).checked_sub(at).map(|to| to as usize);
+            if let Some(to) = to.and_then(|to| piece.get_mut(to)) {
+                *to = byte;
+            }
+        }
+    }
+}
+
+/// The CRC-32 of the bytes of an array that a part of a file has: number of the array, bytes, CRC-32.
+pub type SumOfPart = (usize, u64, u32);
+
+/// Writes the sums into a file of which all parts are written, each without them.
+///
+/// # Arguments
+/// `parts` are what [`super::WrittenPart::sums`] says, in the order of the file, and `chunks` the checksums of the chunks of
+/// the parts. These become those of the file with the sums.
+///
+/// # Errors
+/// The file cannot be written, or the parts are not those of a file in this container.
+pub fn write_sums(
+    path: &Path,
+    container: &Container,
+    parts: &[SumOfPart],
+    chunks: &mut [u32],
+    is_durable: bool,
+) -> Result<()> {
+    let wrong = || {
+        let message = "the parts are not those of a file with these sums";
+        Error::new(Kind::Argument, message).path(path)
+    };
+    let mut crcs = vec![0; container.starts.len()];
+    for &(array, n_bytes, crc) in parts {
+        append(crcs.get_mut(array).ok_or_else(wrong)?, crc, n_bytes);
+    }
+    let failed = |error: std::io::Error| Error::io("cannot write", path, &error);
+    let flags = OFlags::WRONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+    let opened = rustix::fs::open(path, flags, Mode::empty());
+    let file = File::from(opened.map_err(|errno| failed(errno.into()))?);
+    let n_bytes = file.metadata().map_err(failed)?.len();
+    for sum in &container.sums {
+        let bytes = crcs.get(sum.array).ok_or_else(wrong)?.to_le_bytes();
+        for (at, byte) in (sum.at..).zip(bytes) {
+            let number = at as usize / CHUNK_BYTES;
+            let end = n_bytes.min((number as u64 + 1) * CHUNK_BYTES as u64);
+            let n_behind = end.checked_sub(at + 1).ok_or_else(wrong)?;
+            // The checksum is that of a 0 there. It is linear but for a constant, which both sums of a byte have.
+            let changed = u64::from(crc32c(0, &[byte]) ^ crc32c(0, &[0]));
+            let change = checksum_combine(CrcAlgorithm::Crc32Iscsi, changed, 0, n_behind) as u32;
+            *chunks.get_mut(number).ok_or_else(wrong)? ^= change;
+        }
+        file.write_all_at(&bytes, sum.at).map_err(failed)?;
+    }
+    if is_durable {
+        file.sync_all().map_err(failed)?;
+    }
+    Ok(())
+}
