@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -51,6 +52,9 @@ _OPTIMIZER = frozenset(
         "optimizers",
     )
 )
+_STATE = re.compile(r"(?:^|\.)(?:state|param_groups)(?:\.|$)")
+_WHOLE = re.compile(r"optimizer(?:\.([0-9]+))?")  # an optimizer of the run with a `state_dict` of its own
+_SCHEDULER = re.compile(r"scheduler(?:\.[0-9]+)?")
 _log = logging.getLogger("reshard")
 
 
@@ -238,12 +242,13 @@ def translated(keys: Iterable[str], values: Values, live: Live, model: weight_se
         ({'scheduler': {'last_epoch': 3}}, {'lr': 0.1})
     """
     keys = list(keys)
+    values = _with_schedulers(values, live)
     model = model_of(dict.fromkeys(keys), live) if model is None else model
     # State of an optimizer beside other weights, such as those of a discriminator, belongs to these.
     foreign = {key for key in (*keys, *values.by_name) if model.is_foreign(key) and is_optimizer(key)}
     if foreign:
         values = replace(values, by_name={key: one for key, one in values.by_name.items() if key not in foreign})
-    owners = _owners(live)
+    owners = _owners(live, [name for name in (*keys, *values.by_name) if name not in foreign and is_optimizer(name)])
     of_objects = {
         name: place
         for name in (*keys, *values.by_name)
@@ -278,7 +283,7 @@ def translated(keys: Iterable[str], values: Values, live: Live, model: weight_se
             if not key.startswith(around) and not is_optimizer(key):
                 outside.append(key)
             continue
-        parameter, slot = known.name(of_state[0]), of_state[1]
+        parameter, slot = known.name(of_state[0], _head(key)), of_state[1]
         renamed[key] = f"{slot}.{parameter}"
         slots.setdefault(parameter, []).append(slot)
     trainer: dict[str, Any] = {"aliases": {}, "modules": {}, "objects": {}}
@@ -329,6 +334,16 @@ def is_optimizer(key: str) -> bool:
     return not _OPTIMIZER.isdisjoint(key.split(".", 2)[:2])
 
 
+def is_whole_optimizer(name: str) -> bool:
+    """Whether an object of a run is an optimizer with a `state_dict` of its own, perhaps one of several.
+
+    Example:
+        >>> is_whole_optimizer("optimizer.1"), is_whole_optimizer("scheduler")
+        (True, False)
+    """
+    return _WHOLE.fullmatch(name) is not None
+
+
 def state_of(key: str) -> tuple[str, str] | None:
     """Parameter and slot of the state of an optimizer.
 
@@ -350,13 +365,13 @@ class _Groups:
     Attributes:
         groups: each with its options and `params`.
         used: names of the values in them.
-        numbers: the names of parameters that it numbers.
+        numbers: the names of parameters that it numbers, by optimizer and number.
         names: the names of the run.
     """
 
-    groups: Sequence[Mapping[str, Any]]
+    groups: Sequence[tuple[str, Mapping[str, Any]]]
     used: Collection[str]
-    numbers: Mapping[str, str]
+    numbers: Mapping[tuple[str, str], str]
     names: weight_sets.Known
 
     @classmethod
@@ -376,31 +391,48 @@ class _Groups:
                 found.setdefault(group, {})[option] = value
                 used.add(name)
         # "...param_groups.10" comes after "...param_groups.9".
-        order = sorted(found, key=lambda group: (group.rpartition(".")[0], int(group.rpartition(".")[2])))
-        groups = [found[group] for group in order if isinstance(found[group].get("params"), list)]
-        numbers = _numbers([group["params"] for group in groups], live)
-        return cls(groups, used, numbers, weight_sets.Known(live.tensors))
+        order = sorted(found, key=lambda group: (_order(_head(group)), int(group.rpartition(".")[2])))
+        groups = [(_head(group), found[group]) for group in order if isinstance(found[group].get("params"), list)]
+        return cls(groups, used, _numbers(groups, live), weight_sets.Known(live.tensors))
 
-    def name(self, text: str) -> str:
-        """The name of a parameter."""
-        return self.numbers.get(text) or self.names.find(text) or text
+    def name(self, text: str, head: str) -> str:
+        """The name of a parameter of an optimizer."""
+        return self.numbers.get((head, text)) or self.names.find(text) or text
 
 
-def _numbers(saved: Sequence[Sequence[object]], live: Live) -> dict[str, str]:
-    """The names of numbered parameters, in the order of the groups of the run."""
-    if not saved or not all(type(one) is int for group in saved for one in group):
+def _numbers(groups: Sequence[tuple[str, Mapping[str, Any]]], live: Live) -> dict[tuple[str, str], str]:
+    """The names of numbered parameters, in the order of the optimizers of the run and of their groups."""
+    saved: dict[str, list[list[object]]] = {}
+    for head, group in groups:
+        saved.setdefault(head, []).append(group["params"])
+    if not live.groups or not all(type(one) is int for of_head in saved.values() for group in of_head for one in group):
         return {}
-    own = [list(group) for _, groups in live.groups for group in groups]
-    if not own:
-        return {}
-    if len(live.groups) > 1 or list(map(len, saved)) != list(map(len, own)):
+    sizes = [list(map(len, of_head)) for of_head in saved.values()]
+    own = [list(map(len, of_optimizer)) for _, of_optimizer in live.groups]
+    if saved and sizes != own:
         raise MismatchError(
-            f"the state of the optimizer numbers its parameters, in groups of {list(map(len, saved))}; the run has "
-            f"groups of {list(map(len, own))}",
-            hint="create the optimizer with the parameter groups of the run that saved",
+            "the state of the optimizer numbers its parameters, in groups of "
+            f"{' and of '.join(map(str, sizes))}; the run has groups of {' and of '.join(map(str, own))}",
+            hint="create the optimizer with the parameter groups of the run that saved, several optimizers in the same "
+            "order",
         )
-    pairs = zip(saved, own, strict=True)
-    return {str(n): name for group, of_group in pairs for n, name in zip(group, of_group, strict=True)}
+    return {
+        (head, str(n)): name
+        for (head, of_head), (_, of_optimizer) in zip(saved.items(), live.groups, strict=False)
+        for group, of_group in zip(of_head, of_optimizer, strict=True)
+        for n, name in zip(group, of_group, strict=True)
+    }
+
+
+def _head(name: str) -> str:
+    """What leads to the state of one optimizer: `optimizer`, or `optimizer_states.0` in a list of several."""
+    return _STATE.split(name, maxsplit=1)[0]
+
+
+def _order(head: str) -> tuple[str, int]:
+    """The place of an optimizer among several."""
+    of_list, _, number = head.rpartition(".")
+    return (of_list, int(number)) if is_number(number) else (head, 0)
 
 
 def _optimizer(
@@ -412,9 +444,9 @@ def _optimizer(
     options: dict[str, dict[str, Any]] = {}
     states: dict[str, dict[str, Any]] = {}
     used = set(known.used)
-    for group in known.groups:
+    for head, group in known.groups:
         of_group = {option: one for option, one in group.items() if option not in ("params", "param_names")}
-        options |= {known.name(str(one)): of_group for one in group["params"]}
+        options |= {known.name(str(one), head): of_group for one in group["params"]}
     for name, value in values.by_name.items():
         if name in known.used:
             continue
@@ -424,7 +456,7 @@ def _optimizer(
             parameter, _, option = rest.rpartition(".")
             options.setdefault(parameter, {})[option] = value
         elif of_state is not None:
-            states.setdefault(known.name(of_state[0]), {})[of_state[1]] = value
+            states.setdefault(known.name(of_state[0], _head(name)), {})[of_state[1]] = value
         elif not (is_optimizer(name) and value in ({}, [])):
             continue
         used.add(name)
@@ -435,22 +467,66 @@ def _optimizer(
     return groups, states, used
 
 
-def _owners(live: Live) -> dict[str, str]:
-    """The objects of the run, by the names that a checkpoint can have for them."""
-    return {other: name for name in live.objects for other in (*_OTHER_NAMES.get(name, ()), name)}
+def _owners(live: Live, of_optimizers: Iterable[str]) -> dict[str, str]:
+    """The objects of the run, by the names that a checkpoint can have for them, or by what leads to them.
+
+    Args:
+        live: the run.
+        of_optimizers: names in the state of optimizers.
+
+    Raises:
+        MismatchError: the checkpoint has the state of other optimizers than the run.
+    """
+    owners = {other: name for name in live.objects for other in (*_OTHER_NAMES.get(name, ()), name)}
+    whole = {int(found[1] or 0): name for name in live.objects if (found := _WHOLE.fullmatch(name)) is not None}
+    heads = sorted({_head(name) for name in of_optimizers if _STATE.search(name)}, key=_order)
+    numbered = [head for head in heads if is_number(head.rpartition(".")[2])]
+    n_run = len(whole) + len(live.groups)
+    if n_run and len(heads) > 1 and (numbered != heads or len(heads) != n_run):
+        how = "" if numbered == heads else ", which are not numbered"
+        raise MismatchError(
+            f"the checkpoint has the state of {len(heads)} optimizers, {listed(map(show, heads))}{how}; the run has "
+            f"{n_run}",
+            hint="resume with the optimizers of the run that saved, which it saves as a list in their order; or start "
+            "from the weights alone with `init_from=`",
+        )
+    if len(numbered) == n_run:
+        owners |= {numbered[n]: name for n, name in whole.items()}
+    return owners
+
+
+def _with_schedulers(values: Values, live: Live) -> Values:
+    """The values with the states of a list of schedulers, as Lightning saves it, each under the name of its object."""
+    own = sorted((name for name in live.objects if _SCHEDULER.fullmatch(name)), key=_order)
+    by_name, paths = dict(values.by_name), dict(values.paths)
+    for name, states in values.by_name.items():
+        if not own or values.path(name)[-1] not in _OTHER_NAMES["scheduler"] or not isinstance(states, list):
+            continue
+        del by_name[name]
+        if states and len(states) != len(own):
+            raise MismatchError(
+                f"{show(name)} of the checkpoint has the state of {len(states)} schedulers, and the run has {len(own)}",
+                key=name,
+                hint="resume with the schedulers of the run that saved, in their order",
+            )
+        by_name |= dict(zip(own, states, strict=False))
+        paths |= {one: (one,) for one in own}
+    return replace(values, by_name=by_name, paths=paths)
 
 
 def _place(
     path: tuple[str | int, ...], owners: Mapping[str, str]
 ) -> tuple[str, tuple[str | int, ...], tuple[str | int, ...]] | None:
     """The object to whose state a value belongs, the path in it, and the path that leads to it."""
-    depth = next((n for n in (0, 1) if n < len(path) and path[n] in owners), None)
-    if depth is None:
-        return None
-    owner, rest = owners[str(path[depth])], path[depth + 1 :]
-    if owner == "optimizer" and rest[:1] == ("state",) and len(rest) > 1 and is_number(str(rest[1])):
-        rest = ("state", _Key(rest[1]), *rest[2:])  # DCP has text for it
-    return owner, rest, path[: depth + 1]
+    for start, end in ((0, 3), (0, 2), (0, 1), (1, 2)):
+        owner = owners.get(".".join(map(str, path[start:end])))
+        if owner is None or end > len(path):
+            continue
+        rest = path[end:]
+        if is_whole_optimizer(owner) and rest[:1] == ("state",) and len(rest) > 1 and is_number(str(rest[1])):
+            rest = ("state", _Key(rest[1]), *rest[2:])  # DCP has text for it
+        return owner, rest, path[:end]
+    return None
 
 
 def _objects(

@@ -20,7 +20,7 @@ from reshard.formats import counter_tensors
 from reshard.formats.base import StoredTensor
 from reshard.formats.left_out import LeftOut
 from reshard.formats.outputs import as_array, fill
-from reshard.formats.run_state import Live, RunState, is_number, is_optimizer, model_of, translated
+from reshard.formats.run_state import Live, is_number, is_optimizer, is_whole_optimizer, model_of, translated
 from reshard.formats.weight_sets import Known, advice, chosen, without_wrappers
 from reshard.layout import TensorLayout
 from reshard.layout.bind import bound_of
@@ -261,7 +261,7 @@ def _read_of_torch(
     """As `read_for`, of a checkpoint that names the state of a run as torch does."""
     checkpoint, described = wanted.checkpoint, wanted.described
     values, options = _with_tensor_options(values, checkpoint, described)
-    live = _live(described)
+    live = _live(described, with_optimizers=part == "all")
     shapes = {key: tuple(checkpoint.data.index.shape(key)) for key in checkpoint if key not in options}
     entry = None if init is None else init.entry
     model = model_of(shapes, live, entry=entry, path=str(checkpoint.path))
@@ -279,7 +279,7 @@ def _read_of_torch(
     if outside:
         names = listed(map(show, sorted(outside)), MOST_NAMES)
         wanted.notes.append(f"the checkpoint also has {names}, outside of the state dict of the model: not loaded")
-    _check_distinct(checkpoint, state)
+    _check_distinct(checkpoint, {key: state.keys[key] for key in keys if key in state.keys})
     of_optimizer = checkpoint.keys("optimizer")
     wanted.of_optimizer = {state.keys[key] for key in of_optimizer if key in state.keys} - state.places.keys()
     wanted.of_objects = {name: (owner, Entry(name, path)) for name, (owner, path) in state.places.items()}
@@ -311,7 +311,7 @@ def _read_of_torch(
     )
 
 
-def _live(described: Described) -> Live:
+def _live(described: Described, *, with_optimizers: bool) -> Live:
     """The names of the run, for `translated`."""
     live = described.live
     groups = [
@@ -320,7 +320,10 @@ def _live(described: Described) -> Live:
     ]
     key_of = {**{name: name for name in described.names}, **described.all_aliases}
     shapes = {name: described.shapes.get(key) for name, key in key_of.items()}
-    return Live(shapes, groups, live.objects, live.named.extra_state)
+    if with_optimizers:
+        return Live(shapes, groups, live.objects, live.named.extra_state)
+    others = [name for name in live.objects if not is_whole_optimizer(name)]
+    return Live(shapes, (), others, live.named.extra_state)
 
 
 def _with_tensor_options(values: Values, checkpoint: Checkpoint, described: Described) -> tuple[Values, set[str]]:
@@ -376,21 +379,18 @@ def _check_plain(checkpoint: Checkpoint, values: Values, trainer: Mapping[str, A
 
 def _check_numbered(checkpoint: Checkpoint, saved: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
     """Refuse state by the names of parameters for an optimizer that loads it by their numbers: it would ignore it."""
-    one = objects.get("optimizer")
-    if (
-        one is None
-        or "optimizer" not in saved
-        or not _is_numbered(one.state_dict())
-        or _is_numbered(saved["optimizer"])
-    ):
-        return
-    raise UnsupportedError(
-        f"{checkpoint.path}: the state of the optimizer is there, and cannot be loaded: it is stored by the names of "
-        f"the parameters, and {type(one).__name__} of the run has a `load_state_dict` of its own, for their numbers",
-        path=str(checkpoint.path),
-        key="optimizer",
-        hint="go on with the program that saved it, or start from the weights alone with `init_from=`",
-    )
+    for name in filter(is_whole_optimizer, objects):
+        one = objects[name]
+        if name not in saved or not _is_numbered(one.state_dict()) or _is_numbered(saved[name]):
+            continue
+        raise UnsupportedError(
+            f"{checkpoint.path}: the state of the optimizer is there, and cannot be loaded: it is stored by the names "
+            f"of the parameters, and {type(one).__name__} of the run has a `load_state_dict` of its own, for their "
+            "numbers",
+            path=str(checkpoint.path),
+            key=name,
+            hint="go on with the program that saved it, or start from the weights alone with `init_from=`",
+        )
 
 
 def _is_numbered(state: object) -> bool:
@@ -417,10 +417,10 @@ def _opaque(names: list[tuple[list[str], Any]]) -> Iterator[tuple[list[str], _co
         seen.add(id(value))
 
 
-def _check_distinct(checkpoint: Checkpoint, state: RunState) -> None:
+def _check_distinct(checkpoint: Checkpoint, names: Mapping[str, str]) -> None:
     """Refuse two tensors that would get one name."""
     first: dict[str, str] = {}
-    for key, name in state.keys.items():
+    for key, name in names.items():
         if first.setdefault(name, key) != key:
             raise MismatchError(
                 f"{checkpoint.path}: {show(first[name])} and {show(key)} are both the state {show(name)} of the run",

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.helpers import deepspeed_files
+from torch import nn
 
 import reshard
 from reshard.errors import CheckpointNotFoundError, DamagedFileError, ReshardError, UnsupportedError
@@ -62,14 +63,17 @@ def refused(folder: Path, message: str, kind: type[ReshardError] = DamagedFileEr
 def test_a_missing_expert(tmp_path: Path, expert: int) -> None:
     folder = changed(tmp_path, EXPERTS)
     (folder / f"layer_0_expert_{expert}_mp_rank_00_model_states.pt").unlink()
-    refused(folder, f"3 experts of layer 0 were saved: expected the file of expert {expert}")
+    refused(folder, f"expected the file of expert {expert}, `layer_0_expert_{expert}_mp_rank_00_model_states.pt`")
 
 
 @pytest.mark.parametrize("layer", [0, 2, 3])
 def test_a_missing_layer(tmp_path: Path, layer: int) -> None:
     folder = changed(tmp_path, PIPELINE)
     (folder / f"layer_{layer:02}-model_states.pt").unlink()
-    refused(folder, f"its stages have `{layer}.weight`, `{layer}.bias`, and no file of a layer holds them")
+    file = rf"`layer_0{layer}-model_states\.pt`"
+    refused(
+        folder, f"its stages have `{layer}.weight`, `{layer}.bias`, and no file of a layer holds them: expected {file}"
+    )
 
 
 def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
@@ -88,6 +92,81 @@ def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
     (folder / "layer_1_expert_1_mp_rank_00_model_states.pt").unlink()
     (folder / "mp_rank_00_model_states.pt").unlink()
     refused(folder, "the save was not finished", CheckpointNotFoundError)
+
+
+def stages(
+    folder: Path, parts: list[list[nn.Module]], layers: dict[int, nn.Module], *, shared: str | None = None
+) -> Path:
+    """A save of a pipeline without ZeRO: the optimizers of its stages number the parameters.
+
+    Args:
+        folder: its root.
+        parts: the modules of each stage, those that stages share first.
+        layers: the modules that have files, by layer.
+        shared: a parameter of the first module, which all stages that have it hold alike.
+    """
+    (folder / "t").mkdir(parents=True)
+    (folder / "latest").write_text("t")
+    for number, modules in enumerate(parts):
+        optimizer = torch.optim.AdamW([p for module in modules for p in module.parameters()])
+        for module in modules:
+            for name, parameter in module.named_parameters():
+                alike = torch.Generator().manual_seed(1) if name == shared and module is parts[0][0] else None
+                parameter.grad = torch.randn(parameter.shape, generator=alike)
+        optimizer.step()
+        content = {"module": None, "optimizer": optimizer.state_dict(), "param_shapes": None, "global_steps": 2}
+        torch.save(
+            {**content, "dp_world_size": 1, "mp_world_size": len(parts)},
+            folder / "t" / f"mp_rank_{number:02}_model_states.pt",
+        )
+    for layer, module in layers.items():
+        torch.save(module.state_dict(), folder / "t" / f"layer_{layer:02}-model_states.pt")
+    return folder
+
+
+def of_alike_layers(folder: Path, *, is_shared: bool) -> Path:
+    """Three stages whose layers have the same shapes; the first and the last may share an embedding."""
+    layers: dict[int, nn.Module] = {n: nn.Linear(6, 6) for n in range(1, 7)}
+    first = nn.Linear(6, 6)
+    parts: list[list[nn.Module]] = [[first, layers[1], layers[2]], [layers[3], layers[4]], [layers[5], layers[6]]]
+    if is_shared:
+        parts[2].insert(0, first)
+    return stages(folder, parts, {0: first, **layers}, shared="weight" if is_shared else None)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_without_zero_the_shapes_of_the_state_tell_a_missing_layer(tmp_path: Path, *, is_shared: bool) -> None:
+    root = of_alike_layers(tmp_path / "run", is_shared=is_shared)
+    with reshard.open(root) as checkpoint:
+        assert len(checkpoint) == 14
+    for layer in range(7):
+        file = root / "t" / f"layer_{layer:02}-model_states.pt"
+        content = file.read_bytes()
+        file.unlink()
+        refused(root / "t", r"have state of the shapes \(6, 6\), \(6,\), and no file of a layer holds such parameters")
+        file.write_bytes(content)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_the_file_of_a_stage_is_missing(tmp_path: Path, stage: int) -> None:
+    folder = of_alike_layers(tmp_path / "run", is_shared=False) / "t"
+    (folder / f"mp_rank_{stage:02}_model_states.pt").unlink()
+    refused(folder, f"is one of 3 files, and `mp_rank_{stage:02}_model_states.pt` is missing")
+
+
+def test_a_shared_module_whose_file_is_missing(tmp_path: Path) -> None:
+    folder = changed(tmp_path, PIPELINE)
+    for stage in (0, 1):
+        file = folder / f"mp_rank_{stage:02}_model_states.pt"
+        state = torch.load(file, weights_only=False)
+        state["param_shapes"] = [{f"tied_modules.emb.{name}": shape for name, shape in (("w", (9, 2)), ("b", (9,)))}]
+        torch.save(state, file)
+    refused(
+        folder, r"its stages have `tied_modules\.emb\.w`, `tied_modules\.emb\.b`, and no file of a layer holds them"
+    )
+    torch.save({"w": torch.ones(9, 2), "b": torch.ones(9)}, folder / "layer_07-model_states.pt")
+    with reshard.open(folder) as checkpoint:
+        assert checkpoint["7.w"].shape == (9, 2)
 
 
 def test_stages_of_different_steps(tmp_path: Path) -> None:

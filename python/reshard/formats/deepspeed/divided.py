@@ -7,21 +7,32 @@ is in the file of each of them.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from reshard.formats.deepspeed.states import StateFile, damaged, read_file
+from reshard import _core
+from reshard.formats.deepspeed.states import StateFile, as_shape, damaged, read_file
+from reshard.formats.outputs import load_all
+from reshard.values.indexing import row_major
 from reshard.values.words import counted, listed, show
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping, Sequence
+    from typing import TypeAlias
 
     from reshard.formats.deepspeed.module import Tensors
     from reshard.formats.deepspeed.names import DividedFiles
     from reshard.storage.location import Location
 
+    Shape: TypeAlias = tuple[int, ...]
+
 _MODULE = "module."
 _EXPERT = re.compile(r"\.deepspeed_experts\.([0-9]+)\.")
 _TIED = "tied_modules."
+_STATE = "optimizer.state."
+_N_COMPARED = 64  # elements of the state of a parameter
+_OF_THE_SHAPE = ("exp_avg", "momentum_buffer", "square_avg", "sum")  # state of the shape of the parameter
+_NOT_COPIED = "the save was not finished, or not all files were copied"
 
 
 def add_weights(folder: Location, files: DividedFiles, model: list[StateFile], tensors: Tensors) -> None:
@@ -37,6 +48,7 @@ def add_weights(folder: Location, files: DividedFiles, model: list[StateFile], t
         DamagedFileError: a file is missing, is of another save, or holds a tensor of another one.
         StorageError: the system failed to read one.
     """
+    _check_stages(folder, files.model, model[0])
     for other in model[1:]:
         if other.content.get("global_steps") != model[0].content.get("global_steps"):
             raise damaged(other.file, f"it is of another step than {show(model[0].file.name)}")
@@ -59,7 +71,18 @@ def add_weights(folder: Location, files: DividedFiles, model: list[StateFile], t
     if files.experts:
         _check_experts(folder, files.experts, model[0].content.get("num_experts"))
     else:
-        _check_layers(folder, model, owner)
+        _check_layers(folder, model, owner, tensors)
+
+
+def _check_stages(folder: Location, names: Mapping[int, str], first: StateFile) -> None:
+    """Compare the files of the stages with their recorded number."""
+    n_stages = first.content.get("mp_world_size")
+    missing = [n for n in range(n_stages) if n not in names] if type(n_stages) is int else []
+    if missing:
+        name = f"mp_rank_{missing[0]:02d}_model_states.pt"
+        raise damaged(
+            folder, f"{show(first.file.name)} is one of {n_stages} files, and {show(name)} is missing", _NOT_COPIED
+        )
 
 
 def _add(tensors: Tensors, owner: dict[str, str], file: StateFile, path: str, key: str) -> None:
@@ -84,26 +107,95 @@ def _check_experts(folder: Location, experts: Mapping[tuple[int, int], str], cou
         missing = next((expert for expert in range(n) if expert not in found), None)
         if missing is not None or len(found) > n:
             of_layer = f" of layer {layer}" if has_layers else ""
-            what = f"the file of expert {missing}" if missing is not None else f"no file of expert {max(found)}"
+            what = f"no file of expert {max(found)}"
+            if missing is not None:
+                of_name = re.sub(r"expert_[0-9]+", f"expert_{missing}", experts[layer, max(found)])
+                what = f"the file of expert {missing}, {show(of_name)}"
             raise damaged(
                 folder,
                 f"{counted(n, 'expert')}{of_layer} were saved: expected {what}",
-                "the save was not finished, or not all files were copied",
+                _NOT_COPIED,
             )
 
 
-def _check_layers(folder: Location, model: list[StateFile], owner: Mapping[str, str]) -> None:
-    """Compare the weights with the parameters of each stage, as far as they are recorded."""
-    missing = []
+def _check_layers(folder: Location, model: list[StateFile], owner: Mapping[str, str], tensors: Tensors) -> None:
+    """Compare the weights with the parameters of each stage: with their names, which ZeRO records, else with shapes."""
+    missing: list[str] = []
+    shapes: dict[str, Shape] = {}
+    of_stages: list[list[tuple[Shape, bytes]]] = []
     for file in model:
         recorded = file.content.get("param_shapes") or []
-        for group in recorded if isinstance(recorded, list) else [recorded]:
-            names = group if isinstance(group, dict) else {}
-            missing += [name for name in names if name not in owner and not str(name).startswith(_TIED)]
+        groups = recorded if isinstance(recorded, list) else [recorded]
+        for group in (*groups, file.content.get("frozen_param_shapes")):
+            found = group.items() if isinstance(group, dict) else ()
+            shapes |= {str(name): as_shape(shape, file.file) for name, shape in found}
+        of_stages.append(_in_state(file))
+    missing = [name for name in shapes if name not in owner and not name.startswith(_TIED)]
+    others = [key for key in owner if key not in shapes]
+    held = {(key.partition(".")[2], tensors.index.shape(key)) for key in others}
+    for name, shape in shapes.items():
+        if name.startswith(_TIED) and (name.removeprefix(_TIED).partition(".")[2], shape) not in held:
+            missing.append(name)
     if missing:
         raise damaged(
             folder,
-            f"its stages have {listed(map(show, missing), 3)}, and no file of a layer holds them",
-            "the save was not finished, or not all files were copied",
-            str(missing[0]),
+            f"its stages have {listed(map(show, missing), 3)}, and no file of a layer holds them"
+            f"{_expected(missing, owner)}",
+            _NOT_COPIED,
+            missing[0],
         )
+    lacking = Counter(shape for of_stage in of_stages for shape, _ in of_stage)
+    lacking -= Counter(tensors.index.shape(key) for key in owner)
+    if not lacking <= _shared(of_stages):
+        raise damaged(
+            folder,
+            f"the optimizers of its stages have state of the shapes {listed(map(str, lacking), 3)}, and no file of a "
+            "layer holds such parameters",
+            _NOT_COPIED,
+        )
+
+
+def _expected(names: Iterable[str], owner: Mapping[str, str]) -> str:
+    """The names of the files that hold these parameters, by those of the files of other layers."""
+    known = next((file for file in owner.values() if file.startswith("layer_")), None)
+    layers = dict.fromkeys(int(number) for name in names if (number := name.partition(".")[0]).isdecimal())
+    files = [re.sub("layer_[0-9]+", f"layer_{layer:02d}", known) for layer in layers if known is not None]
+    missing = [show(file) for file in files if file not in owner.values()]
+    return f": expected {listed(missing, 3)}" if missing else ""
+
+
+def _in_state(file: StateFile) -> list[tuple[Shape, bytes]]:
+    """The parameters that the optimizer of a stage has state of, without ZeRO: shapes, and some bytes of the state."""
+    index = _core.Index()
+    found: dict[str, tuple[Shape, bytes]] = {}
+    for path, (dtype, shape) in file.tensors.items():
+        number, _, slot = path.removeprefix(_STATE).partition(".")
+        if path.startswith(_STATE) and slot in _OF_THE_SHAPE and number not in found:
+            tile = _core.Tile((0,) * len(shape), shape, 0, row_major(shape))
+            of_file = index.add_torch_file(str(file.file), follow_links=False)
+            index.add_tiles(path, dtype, shape, [_core.StoredArray(of_file, path, shape, [tile])])
+            part = (1,) * (len(shape) - 1) + tuple(min(_N_COMPARED, n) for n in shape[-1:])
+            request = _core.Request()
+            request.add_region(path, path, (0,) * len(shape), part)
+            found[number] = shape, load_all(index.plan(request, verify=False))[path].tobytes()
+    return list(found.values())
+
+
+def _shared(of_stages: Sequence[Sequence[tuple[Shape, bytes]]]) -> Counter[Shape]:
+    """The further copies of parameters that stages share, which no file of a layer needs to hold.
+
+    Stages list them first. Their state is equal, except that of a bias, which DeepSpeed does not keep equal.
+    """
+    copies: Counter[Shape] = Counter()
+    groups: dict[tuple[Shape, bytes], list[Sequence[tuple[Shape, bytes]]]] = {}
+    for one in of_stages:
+        groups.setdefault(one[0] if one else ((), b""), []).append(one)
+    for group in groups.values():
+        before: Shape = ()
+        for of_parameter in zip(*group, strict=False):
+            is_bias = len({shape for shape, _ in of_parameter}) == 1 and of_parameter[0][0] == before[:1]
+            if len(group) == 1 or not (is_bias or len(set(of_parameter)) == 1):
+                break
+            before = of_parameter[0][0]
+            copies[before] += len(group) - 1
+    return copies
