@@ -65,6 +65,51 @@ def test_weight_files_and_their_tool_are_named(tmp_path: Path, tool: str, names:
     assert ("did you mean" in error.hint) == (len(names) == 1 and "rank" not in names[0]), error.hint
 
 
+@pytest.mark.parametrize(
+    ("tool", "names"),
+    [
+        ("MLX", ["weights.npz", "config.json"]),
+        ("OpenVINO", ["openvino_model.bin", "openvino_model.xml"]),
+        ("Core ML", ["m.mlpackage/Manifest.json"]),
+        ("Tensorizer", ["model.tensors"]),
+        ("PaddlePaddle", ["model_state.pdparams"]),
+        ("TensorFlow Lite", ["m.tflite"]),
+        ("TensorFlow", ["checkpoint", "model.ckpt-100.index"]),
+        ("TensorRT", ["rank0.engine", "config.json"]),
+        ("llama.cpp before GGUF", ["ggml-model-q4_0.bin"]),
+        ("huggingface_hub", ["blobs/0a.incomplete", "refs/main", "snapshots/0a/config.json"]),
+        ("an unfinished download", ["model.safetensors.crdownload"]),
+    ],
+)
+def test_other_tools_are_named(tmp_path: Path, tool: str, names: list[str]) -> None:
+    error = refused(files(tmp_path / "here", *names))
+    assert f"probably written by {tool}" in str(error)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "last.ckpt", "pytorch_model.bin"])
+@pytest.mark.parametrize(
+    ("head", "what"),
+    [
+        (b"<!DOCTYPE html><html>404</html>", "the text of a page"),
+        (b'<?xml version="1.0"?><Error>AccessDenied</Error>', "the text of a page"),
+        (b"\x89HDF\r\n\x1a\n" + bytes(99), "HDF5 file, as Keras writes it"),
+    ],
+)
+def test_a_file_of_another_kind_under_the_name_of_weights(tmp_path: Path, name: str, head: bytes, what: str) -> None:
+    (tmp_path / name).write_bytes(head)
+    for path in (tmp_path, tmp_path / name):
+        with pytest.raises((DamagedFileError, CheckpointNotFoundError), match=what):
+            reshard.open(path)
+
+
+def test_a_file_some_folders_below_is_meant(tmp_path: Path) -> None:
+    file = tmp_path / "logs" / "version_0" / "checkpoints" / "epoch=0-step=10.ckpt"
+    file.parent.mkdir(parents=True)
+    torch.save({"state_dict": {"w": torch.ones(2)}}, file)
+    error = refused(tmp_path / "logs")
+    assert error.hint == f"did you mean `{file}`?"
+
+
 def test_parts_of_a_model_are_opened_by_a_pattern(tmp_path: Path) -> None:
     for number in (1, 2):
         torch.save({f"w{number}": torch.ones(2)}, tmp_path / f"part_{number}.pt")

@@ -59,6 +59,20 @@ _names, __getattr__ = exports(
 __all__ = [*_names, "StrategyLike", "chosen", "iterations", "open", "root_of"]  # noqa: PLE0604  names, found above
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_OTHERS = (
+    (
+        (_LFS_POINTER,),
+        "a pointer of Git LFS: the file itself was not downloaded",
+        "run `git lfs pull` in the clone, or download the model with `hf download`",
+    ),
+    (
+        (b"<!doctype html", b"<html", b"<?xml"),
+        "the text of a page: a server answered with it in place of the file",
+        "download the file again; that of a gated model needs a token",
+    ),
+    ((b"\x89hdf\r\n\x1a\n",), "an HDF5 file, as Keras writes it, which is not read", None),
+)
+"""Lower-case first bytes, what such a file is, and what to do."""
 _LOST_FILES = "lost+found"  # made by mkfs in the top folder of a volume; fsck puts files without a name there
 _log = logging.getLogger("reshard")
 
@@ -230,13 +244,16 @@ def _say_which_archive(error: DamagedFileError, file: Location) -> None:
 
 
 def _check_downloaded(error: ReshardError) -> None:
-    """Raises DamagedFileError if the file of an error is what Git leaves in a clone in place of one that LFS stores."""
+    """Raises DamagedFileError if the first bytes of the file of an error say what it is instead of weights.
+
+    Git leaves such a file in a clone in place of one that LFS stores, and a server answers with a page.
+    """
     if error.path is None or (file := locate(error.path)).kind(follow_links=True) != "file":
         return
-    if file.read_head(len(_LFS_POINTER), follow_links=True) == _LFS_POINTER:
-        message = f"{show(str(file))} is a pointer of Git LFS: the file itself was not downloaded"
-        hint = "run `git lfs pull` in the clone, or download the model with `hf download`"
-        raise DamagedFileError(message, path=error.path, hint=hint) from None
+    head = file.read_head(len(_LFS_POINTER), follow_links=True)
+    for starts, what, hint in _OTHERS:
+        if head.lower().startswith(starts) and (isinstance(error, DamagedFileError) or starts == (_LFS_POINTER,)):
+            raise DamagedFileError(f"{show(str(file))} is {what}", path=error.path, hint=hint) from None
 
 
 def _is_empty(folder: Location) -> bool:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _MOST_ENTRIES = 300
 _MOST_HEADS = 16  # files whose first bytes are read
 _MOST_BELOW = 8  # folders whose content is named
+_MOST_LEVELS = 3  # below a folder, in which files are looked for
 _MOST_NAMED = 4
 _HEAD_BYTES = 262
 
@@ -64,17 +65,37 @@ _TOOLS = (
         re.compile(r"_CHECKPOINT_METADATA|manifest\.ocdbt|ocdbt\.process_\d+|_METADATA|.*\.orbax-checkpoint-tmp.*"),
         "restore it with Orbax, and save the arrays with `reshard.jax`",
     ),
+    _Tool(
+        "huggingface_hub",
+        re.compile(r"blobs|models--.+"),
+        "download the model again with `hf download`: no folder below `snapshots/` has its weights",
+    ),
+    _Tool(
+        "an unfinished download",
+        re.compile(r".*\.(incomplete|crdownload|part|partial|aria2)"),
+        "go on with the download, or start it again",
+    ),
     _Tool("NeMo", re.compile(r"model_config\.yaml|model_weights|.*\.nemo")),
     _Tool("torchtune", re.compile(r"recipe_state\.pt")),
     _Tool("accelerate", re.compile(r"pytorch_model_fsdp_\d+|random_states_\d+\.pkl")),
     _Tool("diffusers", re.compile(r"diffusion_pytorch_model.*|model_index\.json")),
     _Tool("PEFT", re.compile(r"adapter_model\.\w+|adapter_config\.json")),
     _Tool("TensorRT-LLM", re.compile(r"rank\d+\.safetensors"), f"{_OF_RANKS}. Use the model that it was made of"),
-    _Tool("TensorFlow", re.compile(r"saved_model\.pb|.+\.data-\d+-of-\d+|tf_model\.h5")),
+    _Tool("TensorFlow", re.compile(r"saved_model\.pb|.+\.data-\d+-of-\d+|tf_model\.h5|.+\.ckpt-\d+\.index")),
     _Tool("Flax", re.compile(r"flax_model.*\.msgpack")),
     _Tool("transformers or a tool that uses its names", re.compile(r"model\.[\w.-]+-\d+-of-\d+\.safetensors")),
     _Tool("Mistral", re.compile(r"consolidated.*\.safetensors")),
     _Tool("the original code of Llama", re.compile(r"consolidated\.\d+\.pth")),
+    _Tool("MLX", re.compile(r"weights(\.\d+)?\.(npz|safetensors)")),
+    _Tool("OpenVINO", re.compile(r"openvino_.*\.(xml|bin)"), "use the model that it was made of"),
+    _Tool("Core ML", re.compile(r".*\.(mlpackage|mlmodelc?)"), "use the model that it was made of"),
+    _Tool("Tensorizer", re.compile(r".*\.tensors")),
+    _Tool("PaddlePaddle", re.compile(r".*\.pd(params|opt|model)")),
+    _Tool("TensorFlow Lite", re.compile(r".*\.tflite"), "use the model that it was made of"),
+    _Tool("TensorRT", re.compile(r".*\.(engine|plan|trt)"), "use the model that it was made of"),
+    _Tool(
+        "llama.cpp before GGUF", re.compile(r"ggml-.*\.bin"), "convert it with llama.cpp, or use the published model"
+    ),
     _Tool("Lightning", re.compile(r"epoch=\d+.*\.ckpt|last\.ckpt|meta\.pt")),
 )
 
@@ -85,6 +106,7 @@ _HEADS = (
     (b"\x89HDF\r\n\x1a\n", "an HDF5 file, as Keras writes it"),
     (b"\x93NUMPY", "an array of NumPy"),
     (b"version https://git-lfs", "a pointer of Git LFS: the file was not downloaded"),
+    *((start, "the text of a page") for start in (b"<!DOCTYPE", b"<!doctype", b"<html", b"<?xml")),
     (b"\x1f\x8b", "packed by gzip"),
     (b"\x28\xb5\x2f\xfd", "packed by zstd"),
 )
@@ -158,7 +180,6 @@ def _folder(folder: Location) -> There:
     entries = [(name, _kind(folder, name, kind)) for name, kind in all_[:_MOST_ENTRIES]]
     entries.sort(key=lambda one: (not one[0].endswith(_WEIGHTS), one[1] != "folder"))
     alone: list[str] = []
-    alone_below: list[str] = []
     words: list[str] = []
     seen = [name for name, _ in entries]
     n_heads = n_below = 0
@@ -170,8 +191,6 @@ def _folder(folder: Location) -> There:
                 seen += below
                 weights = [one for one in below if one.endswith(_WEIGHTS)]
                 words.append(_words_of_folder(folder / name, name, weights or below))
-                if len(weights) == 1 and _look(folder / name / weights[0]) in _OPEN_ALONE:
-                    alone_below.append(str(folder / name / weights[0]))
             continue
         n_heads += 1
         what = _look(folder / name) if n_heads <= _MOST_HEADS else None
@@ -183,7 +202,27 @@ def _folder(folder: Location) -> There:
     tool = _tool_of(seen)
     by = "" if tool is None else f", probably written by {tool.name}"
     text = f"it holds {listed(words, _MOST_NAMED, n_items=len(all_))}{by}"
-    return There(text, _hint(near(folder), alone or alone_below, tool))
+    below_it = near(folder)
+    return There(text, _hint(below_it, alone or ([] if below_it else _alone_below(folder)), tool))
+
+
+def _alone_below(folder: Location) -> list[str]:
+    """Files below a folder that can be opened alone, each the only one of weights in its own folder."""
+    found: list[str] = []
+    folders = [(folder, 0)]
+    n_entries = 0
+    for parent, depth in folders:
+        names = _names(parent)
+        n_entries += len(names)
+        weights = [one for one in names if one.endswith(_WEIGHTS)]
+        if depth and len(weights) == 1 and _look(parent / weights[0]) in _OPEN_ALONE:
+            found.append(str(parent / weights[0]))
+        if n_entries > _MOST_ENTRIES or len(found) == _MOST_BELOW:
+            break
+        if depth < _MOST_LEVELS:
+            below = [parent / one for one in names if not one.startswith(".") and one not in weights]
+            folders += [(one, depth + 1) for one in below[:_MOST_BELOW] if one.kind(follow_links=False) == "folder"]
+    return found
 
 
 def _hint(below: Sequence[str], alone: Sequence[str], tool: _Tool | None) -> str | None:
