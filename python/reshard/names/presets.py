@@ -53,6 +53,7 @@ class _Family:
         n_experts: the field of the config with the number of experts.
         always_moe: whether no layer is dense.
         is_mcore: whether there are presets for MindSpore Transformers and Megatron-core.
+        is_fused: whether queries, keys and values are one tensor, and gates and ups.
         gguf: whether there is one for GGUF; "halves": the halves of the heads of queries and keys alternate there.
     """
 
@@ -63,6 +64,7 @@ class _Family:
     n_experts: str = "num_experts"
     always_moe: bool = False
     is_mcore: bool = True
+    is_fused: bool = False
     gguf: Literal["", "plain", "halves"] = "plain"
 
 
@@ -78,6 +80,7 @@ FAMILIES: Mapping[str, _Family] = {
         gguf="halves",
     ),
     "olmoe": _Family(qk_norm=True, moe="mlp", always_moe=True, is_mcore=False),
+    "phi3": _Family(is_fused=True, is_mcore=False),
     "qwen2": _Family(),
     "qwen3": _Family(qk_norm=True),
     "qwen3_moe": _Family(qk_norm=True, moe="mlp", always_moe=True),
@@ -334,7 +337,14 @@ def _of_gguf(name: str, family: _Family) -> dict[str, object]:
         {"from": f"{hf}.input_layernorm.weight", "to": f"{blk}.attn_norm.weight"},
         {"from": f"{hf}.post_attention_layernorm.weight", "to": f"{blk}.ffn_norm.weight"},
     ]
-    for kind in ("weight", "bias"):
+    if family.is_fused:
+        rules += [
+            {"from": f"{hf}.self_attn.qkv_proj.weight", "to": f"{blk}.attn_qkv.weight"},
+            {"from": f"{hf}.self_attn.o_proj.weight", "to": f"{blk}.attn_output.weight"},
+            {"from": f"{hf}.mlp.gate_up_proj.weight", "to": f"{blk}.ffn_up.weight"},
+            {"from": f"{hf}.mlp.down_proj.weight", "to": f"{blk}.ffn_down.weight"},
+        ]
+    for kind in () if family.is_fused else ("weight", "bias"):
         for part in "qkv":
             halves = {"swap": [2, "head_dim / 2"]} if family.gguf == "halves" and part != "v" else {}
             rule = {"from": f"{hf}.self_attn.{part}_proj.{kind}", "to": f"{blk}.attn_{part}.{kind}"}

@@ -159,7 +159,7 @@ class Case:
             more |= {"attention_bias": has_biases, "mlp_bias": has_biases}
         if model_type == "qwen3":
             more["head_dim"] = 128  # transformers does not read it from the file
-        if model_type == "olmoe":
+        if model_type in ("olmoe", "phi3"):
             del more["head_dim"]
         config = transformers.AutoConfig.for_model(
             model_type, hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
@@ -188,6 +188,7 @@ class Case:
             path, self.architecture, head_count=HEADS, head_count_kv=KV_HEADS, embedding_length=HIDDEN,
             block_count=LAYERS, feed_forward_length=FFN, context_length=64, layer_norm_rms_eps=1e-6,
             vocab_size=VOCABULARY, rope_dimension_count=32, rope_freq_base=10000.0, tokenizer_model="gpt2",
+            bos_token_id=1, eos_token_id=2, pad_token_id=0,
             token_list=[f"t{n}" for n in range(VOCABULARY)], **more,
         )  # fmt: skip
         if any("experts" in key for key in published):
@@ -219,7 +220,7 @@ class Case:
         return values
 
 
-FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "olmoe")
+FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "olmoe", "phi3")
 
 
 @pytest.mark.slow(disk=False)
@@ -251,7 +252,8 @@ def test_published_names_and_the_rows_of_rotated_heads(
 
 @pytest.mark.slow(disk=False)
 @pytest.mark.parametrize(("model_type", "of"), [("llama", "Q4_0"), ("mistral", "Q8_0"), ("qwen2", "F16"),
-                                                ("qwen3", "BF16"), ("qwen3_moe", "Q8_0")])  # fmt: skip
+                                                ("qwen3", "BF16"), ("qwen3_moe", "Q8_0"),
+                                                ("phi3", "Q5_1")])  # fmt: skip
 def test_a_converted_model_is_the_one_that_transformers_loads(tmp_path: Path, model_type: str, of: str) -> None:
     transformers, torch = required("transformers"), required("torch")
     case = Case(model_type, of)
@@ -266,8 +268,9 @@ def test_a_converted_model_is_the_one_that_transformers_loads(tmp_path: Path, mo
     assert [key for key, one in ours.state_dict().items() if not torch.equal(one, expected[key])] == []
 
 
-def test_an_unknown_architecture_keeps_its_names(tmp_path: Path) -> None:
-    writer = Writer(tmp_path / "m.gguf", "starcoder2")
+@pytest.mark.parametrize("architecture", ["starcoder2", "gemma2", "gemma3", "phi2", "qwen2moe", "nemotron", "mistral3"])
+def test_an_unknown_architecture_keeps_its_names(tmp_path: Path, architecture: str) -> None:
+    writer = Writer(tmp_path / "m.gguf", architecture)
     values = writer.add("blk.0.attn_q.weight", np.ones((8, 64), np.float32), "Q8_0")
     writer.close()
     report = reshard.convert(tmp_path / "m.gguf", tmp_path / "hf", dtype="float32")

@@ -22,6 +22,7 @@ _MODEL_TYPES = {
     "qwen3": "qwen3",
     "qwen3moe": "qwen3_moe",
     "olmoe": "olmoe",
+    "phi3": "phi3",
 }
 """`model_type` of a config.json by `general.architecture`. That of mistral and mixtral is `llama`, too."""
 
