@@ -19,6 +19,7 @@ from reshard.formats.checkpoint2.format import CHECKPOINT2, TILED
 from reshard.formats.ckpt.reader import CKPT
 from reshard.formats.dcp.format import DCP
 from reshard.formats.deepspeed.format import DEEPSPEED
+from reshard.formats.fsdp_ranks import names as shard_names
 from reshard.formats.fsdp_ranks.format import FSDP_RANKS
 from reshard.formats.full_weights.reader import FULL_WEIGHTS
 from reshard.formats.gguf.format import GGUF
@@ -80,6 +81,7 @@ HIDDEN_FILES = frozenset(name for one in FORMATS for name in one.hidden_files)
 
 # A folder of weights has these formats, too, if it holds a name map or tiles.json, as a copy of a model can.
 _OF_THE_SAME_FILES = (FULL_WEIGHTS, TILED)
+_TENSOR_FILES = (".bin", ".ckpt", ".pt", ".pth", ".safetensors")
 _OTHER_FILES = (".ckpt", ".distcp", ".gguf", ".h5", ".npy", ".npz", ".onnx", ".safetensor")
 
 _log = logging.getLogger("reshard")
@@ -238,8 +240,8 @@ def of_name(path: Location, name: str) -> Format:
 def check_alone(data: CheckpointData, folder: Location) -> None:
     """Refuse weights beside a checkpoint of another format that holds the state of a run: either could be meant.
 
-    So are whole weights beside the shards of FSDP ranks: they can be of another save. Of adapters and of files of GGUF
-    a warning tells.
+    So are whole weights beside the shards of FSDP ranks: they can be of another save. Of adapters, files of GGUF and other
+    files with tensors a warning tells.
 
     Where DeepSpeed has partitioned the parameters, transformers writes weights without elements beside its checkpoint.
 
@@ -261,6 +263,11 @@ def check_alone(data: CheckpointData, folder: Location) -> None:
                 folder,
                 one.traits.name,
             )
+        names = folder.names()
+        read = {name for of_kind in shard_names.rank_files(names).values() for name in of_kind.values()}
+        others = [name for name in names if name.endswith(_TENSOR_FILES) and name not in read]
+        if others and not beside:
+            _log.warning("%s: the shards of the ranks are read, and not %s", folder, listed(map(show, others)))
     if not data.traits.is_pretrained:
         return
     # The run of a Trainer is of the same weights.

@@ -407,6 +407,10 @@ def test_whole_weights_beside_the_shards(tmp_path: Path, caplog: pytest.LogCaptu
         assert_all(tmp_path, {"w": WHOLE})
         assert f"the other weights are not: `format='{format_}'` opens them" in caplog.text
         (tmp_path / name).unlink()
+    caplog.clear()
+    torch.save({"w": WHOLE}, tmp_path / "pytorch_model_fsdp.bin")  # of accelerate, which no format reads alone
+    assert_all(tmp_path, {"w": WHOLE})
+    assert "the shards of the ranks are read, and not `pytorch_model_fsdp.bin`" in caplog.text
 
 
 # -- hostile files
@@ -482,8 +486,14 @@ HOSTILE: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "a shard of another dtype": (lambda: {"held": with_attribute("tensor", WHOLE[:3].double())}, "is F64 of shape"),
     "a shard of another shape": (lambda: {"held": with_attribute("tensor", WHOLE)}, r"F32 of shape \[5, 2\], and F32"),
     "a shard without place": (lambda: {"held": with_attribute("metadata", None)}, "else than a `ShardMetadata`"),
-    "a shard twice": (lambda: {"held": [shard([0, 0], [3, 2])] * 2}, "lists less often"),
-    "a shard that is not listed": (lambda: {"held": [shard([1, 0], [3, 2])]}, "lists less often"),
+    "a shard twice": (
+        lambda: {"held": [shard([0, 0], [3, 2])] * 2},
+        "lists less often",
+    ),
+    "a shard that is not listed": (
+        lambda: {"held": [shard([1, 0], [3, 2])]},
+        "lists less often",
+    ),
     "a negative offset": (lambda: {"held": [shard([-1, 0], [3, 2])]}, "offset of -1"),
     "an offset beyond": (lambda: {"held": [shard([3, 0], [3, 2])]}, r"of a tensor of shape \[5, 2\]"),
     "an offset of 2^63": (lambda: {"held": [shard([2**63, 0], [3, 2])]}, "no integer"),
