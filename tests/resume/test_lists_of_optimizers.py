@@ -67,10 +67,9 @@ LAYOUTS: dict[str, Callable[[nn.Module, list[Any]], dict[str, Any]]] = {
 def resumed(folder: Path, content: dict[str, Any], kinds: list[type[AdamW]]) -> tuple[nn.Sequential, list[AdamW]]:
     torch.save(content, folder / "last.pt")
     model, optimizers = made(kinds, lr=9)
-    checkpointer = Checkpointer.from_config(
-        {"load_checkpoint": str(folder / "last.pt"), "resume_training": True}, root=folder / "run"
-    )
-    assert checkpointer.resume(model=model, optimizer=optimizers).initial_step == 3
+    config = {"load_checkpoint": str(folder / "last.pt"), "resume_training": True}
+    with Checkpointer.from_config(config, root=folder / "run") as checkpointer:
+        assert checkpointer.resume(model=model, optimizer=optimizers).initial_step == 3
     return model, optimizers
 
 
@@ -137,7 +136,8 @@ def test_each_scheduler_gets_its_state(tmp_path: Path, n_schedulers: int) -> Non
         found, now = made([AdamW] * 2, lr=9)
         own = schedulers(now)
         config = {"load_checkpoint": str(file), "resume_training": True}
-        Checkpointer.from_config(config, root=tmp_path / root).resume(model=found, optimizer=now, scheduler=own)
+        with Checkpointer.from_config(config, root=tmp_path / root) as checkpointer:
+            checkpointer.resume(model=found, optimizer=now, scheduler=own)
         return [one.state_dict() for one in own]
 
     assert restored(states, "run") == states
@@ -163,7 +163,7 @@ def test_a_start_from_the_weights_needs_no_optimizers(tmp_path: Path, now: list[
     states = state(optimizers) + state(made([AdamW], lr=1, steps=1)[1])
     torch.save(LIGHTNING(model, states), tmp_path / "last.pt")
     found, new = made(now, lr=9)
-    run = Checkpointer(tmp_path / "run")
-    run.resume(model=found, optimizer=new, init_from=InitFrom(str(tmp_path / "last.pt"), entry="state_dict"))
+    with Checkpointer(tmp_path / "run", signals=()) as run:
+        run.resume(model=found, optimizer=new, init_from=InitFrom(str(tmp_path / "last.pt"), entry="state_dict"))
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), model.parameters(), strict=True))
     assert not any(one.state_dict()["state"] for one in new)
