@@ -240,8 +240,8 @@ def of_name(path: Location, name: str) -> Format:
 def check_alone(data: CheckpointData, folder: Location) -> None:
     """Refuse weights beside a checkpoint of another format that holds the state of a run: either could be meant.
 
-    So are whole weights beside the shards of FSDP ranks: they can be of another save. Of adapters, files of GGUF and other
-    files with tensors a warning tells.
+    So are whole weights beside the shards of FSDP ranks: they can be of another save. Of adapters, files of GGUF and
+    other files with tensors a warning tells.
 
     Where DeepSpeed has partitioned the parameters, transformers writes weights without elements beside its checkpoint.
 
