@@ -106,7 +106,10 @@ def test_a_share_that_lost_a_file_is_written_again_and_another_conversion_is_not
     bucket: tuple[Location, Proxy], tmp_path: Path, source: Path
 ) -> None:
     (target, _), options = bucket, TARGETS["huggingface"]
-    assert reshard.convert(source, str(target), share=(0, 2), **options).pending == (1,)
+    report = reshard.convert(source, str(target), share=(0, 2), **options)
+    assert (report.pending, report.warnings) == ((1,), ())
+    few = reshard.convert(source, f"{target}-few", share=(0, 8), **options).warnings
+    assert any("8 shares write" in one and "so some write none" in one for one in few)
     first = {name: one.stat().identity for name in target.names() if (one := target / name).kind() == "file"}
     with pytest.raises(DestinationExistsError):
         reshard.convert(source, str(target), share=(0, 2), dtype="bfloat16", **options)

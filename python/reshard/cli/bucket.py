@@ -22,6 +22,7 @@ from reshard.commit import roots
 from reshard.errors import ReshardError, StorageError
 from reshard.storage.location import locate
 from reshard.storage.remote import RemoteStore
+from reshard.values.words import show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -84,15 +85,18 @@ def check_answers(path: str) -> None:
         StorageError: the service does not answer within 10 seconds, or it cannot be reached.
     """
     place = locate(path)
-    if place.is_local or threading.current_thread() is not threading.main_thread():
+    store = place.store
+    if not isinstance(store, RemoteStore) or threading.current_thread() is not threading.main_thread():
         return
+    endpoint = store.endpoint
+    which = "the endpoint of the service" if endpoint is None or "@" in endpoint else f"the endpoint {show(endpoint)}"
 
     def end(_number: int, _frame: object) -> None:
         raise StorageError(
             f"looking at {place}: the service has not answered within {_ANSWER_S:g} s",
             path=str(place),
             errno=errno.ETIMEDOUT,
-            hint="check the network and the endpoint of the service; try again if it is slow",
+            hint=f"check the network and {which}; try again if the service is slow",
         )
 
     before = signal.signal(signal.SIGALRM, end)

@@ -20,7 +20,7 @@ from reshard.errors import CheckpointNotFoundError, DestinationExistsError
 from reshard.storage.changes import make_folders, remove_folder, set_mode, temporary_folder
 from reshard.storage.location import locate
 from reshard.storage.names import example_of
-from reshard.values.words import show
+from reshard.values.words import counted, show
 from reshard.write.contents import DtypeAndPart, FileContent, JointProgress
 from reshard.write.shard_files import WrittenFile
 
@@ -428,7 +428,7 @@ def publish_folder(
         is_replaced = is_ours or functools.partial(is_our_file, job)
         if job.shared is not None:
             report = _publish_shares(job, job.shared, files, start, is_replaced)
-            return replace(report, path=path or job.target, warnings=list(warnings))
+            return replace(report, path=path or job.target, warnings=[*warnings, *_idle(job.shared, len(files))])
         with filled_bucket(job.target, commits=job.known_files.commits) as bucket:
             beside = start(bucket)
             bucket.claim([file.name for file in files], overwrite=job.overwrite)
@@ -538,6 +538,15 @@ def _publish_shares(
         except BaseException:
             shares.withdraw()
             raise
+
+
+def _idle(shared: Shared, n_files: int) -> list[str]:
+    """A warning of the first share if others write no file, as each file of a bucket is written by one process."""
+    n_shares = shared.share.count
+    if shared.spread is not None or shared.is_sent or shared.share.index > 0 or n_files > n_shares:
+        return []
+    words = f"{n_shares} shares write {counted(n_files, 'file')}, each by one process, so some write none"
+    return [f"{words}; smaller files (`max_shard_size`) divide the work"]
 
 
 def _commit_shares(

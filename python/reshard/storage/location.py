@@ -34,6 +34,7 @@ BROKEN_LINK_HINT = "mount the disk of the target, or correct the link"
 """For an error about a `Location.broken_link`."""
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # one slash: `Path` joins the two of a URL
+_LINKED = re.compile(r"/(s3|gs|az):/+(.+)", re.DOTALL)  # the target of a link, where slashes are joined
 _REMOTE = re.compile(r"(?:s3|gs|az|https?)://")
 _CREDENTIALS = re.compile(r"(:/+)[^@]*:[^@]*@|\?.*", re.DOTALL)  # `name:password@`, and a signature in the query
 
@@ -279,7 +280,11 @@ class Location:
         """The reason, for a message, of a symbolic link whose target does not exist; else None. Raises as `found`."""
         if self.kind() != "link" or self.found() is not None:
             return None
-        return f"it is a symbolic link to {show(str(self.resolved()))}, which does not exist"
+        target = str(self.resolved())
+        if (url := _LINKED.search(target)) is not None:
+            named = show(f"{url[1]}://{url[2]}")
+            return f"it is a symbolic link to the URL {named}, which only text names: pass {named} itself"
+        return f"it is a symbolic link to {show(target)}, which does not exist"
 
     def stat(self, *, follow_links: bool = False) -> Stat:
         """Its kind, size, identity, times and mode. Raises CheckpointNotFoundError, StorageError."""
