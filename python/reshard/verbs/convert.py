@@ -214,7 +214,7 @@ def convert(
         memory: budget of the copy, in bytes or as text such as "256MiB"; the memory used beyond it does not depend on
             the size of the model.
         threads: threads of the copy.
-        share: `(i, n)`, i from 0: write the i-th of n shares of the files, on any machine that can access source and
+        share: `(i, n)`, i from 0: write the i-th of n shares of the bytes, on any machine that can access source and
             destination, and publish if it was the last. A share that was interrupted is written again. In a bucket:
             of a folder, see docs/guides/cluster.md.
         group: a `reshard.ranks.group.Group` or a process group of torch.distributed, all ranks of which call this: each
