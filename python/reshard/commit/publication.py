@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from reshard.storage.location import Location
 
 
+_PUBLISHED = "published"
+
 _log = logging.getLogger("reshard")
 
 
@@ -74,7 +76,9 @@ def made_folder(path: Location, *, mode: int, durable: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def published_file(target: Location, *, replace: bool, durable: bool, keep_mode: bool = True) -> Iterator[Location]:
+def published_file(
+    target: Location, *, replace: bool, durable: bool, keep_mode: bool = True, inside: Location | None = None
+) -> Iterator[Location]:
     """A name beside `target` for a file to write; it becomes `target` when the block ends, and is removed if it fails.
 
     Args:
@@ -82,13 +86,16 @@ def published_file(target: Location, *, replace: bool, durable: bool, keep_mode:
         replace: whether a file that exists is replaced.
         durable: sync the folder. The file itself must have been synced by the code that wrote it.
         keep_mode: the new file gets the permission bits of the file that it replaces.
+        inside: as for `published_folder`.
 
     Raises:
         DestinationExistsError: `target` was made meanwhile.
         StorageError: the rename or the sync failed.
     """
-    staging = _staging_of(target)
+    staging = _staging_of(target, inside)
     try:
+        if inside is not None and staging.exists():
+            staging.remove_file()
         yield staging
         if replace and keep_mode and target.kind() == "file":
             staging.store.set_mode(staging.path, target.stat().mode)
@@ -103,7 +110,7 @@ def published_file(target: Location, *, replace: bool, durable: bool, keep_mode:
 
 @contextlib.contextmanager
 def published_folder(
-    target: Location, *, durable: bool, mode: int, subfolders: Collection[str] = ()
+    target: Location, *, durable: bool, mode: int, subfolders: Collection[str] = (), inside: Location | None = None
 ) -> Iterator[Location]:
     """A staging folder that becomes `target` when the block ends, and is removed if it fails.
 
@@ -112,13 +119,17 @@ def published_folder(
         durable: sync the new folder, and the one in which it appears, in that order.
         mode: permission bits of the folders, less the umask.
         subfolders: names of the folders in it, which are made empty.
+        inside: a folder that this process has locked, in which the new one is made. What a process that was killed has
+            left there is removed. None: it has a name of its own beside `target`.
 
     Raises:
         DestinationExistsError: `target` was made meanwhile.
         StorageError: a rename or a sync failed. `target` is as it was, unless the message says otherwise.
     """
-    staging = _staging_of(target)
+    staging = _staging_of(target, inside)
     try:
+        if inside is not None and staging.exists():
+            remove_staging(staging)
         staging.store.make_folder(staging.path, mode)
         for name in subfolders:
             staging.store.make_folder(str(staging / name), mode)
@@ -134,8 +145,10 @@ def published_folder(
         filesystem.sync(target.parent)
 
 
-def _staging_of(target: Location) -> Location:
+def _staging_of(target: Location, inside: Location | None) -> Location:
     """A new name beside `target`. What has such a name already is logged and not changed: its writer may be alive."""
+    if inside is not None:
+        return inside / _PUBLISHED
     own = re.compile(rf"\.{re.escape(target.name[:200])}\.[0-9a-f]{{16}}\.staging")
     with contextlib.suppress(StorageError):  # a folder in which files can be created need not be readable
         for name in filesystem.names(target.parent):

@@ -271,6 +271,13 @@ def produced(job: Job, published: Location, files: list[File], sizes: list[int])
         )
     own = read_record(gathered, share)
     if own is None:
+        if gathered.parent == job.target.parent and _is_filled(job.target) and not job.overwrite:
+            remove_folder(gathered)  # it was made anew: others have published since this share began
+            raise DestinationExistsError(
+                f"{show(str(job.target))} was made while share {share.index} of {share.count} began",
+                path=str(job.target),
+                hint="if other shares of this conversion have made it, it is complete",
+            )
         own = _write_share(job, gathered, files, sizes, share)
         write_record(gathered, share, own, mode=job.options.file_mode, durable=job.options.durable)
     n_bytes = sum(part.n_bytes for part in own.values())
@@ -280,6 +287,10 @@ def produced(job: Job, published: Location, files: list[File], sizes: list[int])
         return
     with committing(gathered) as is_ours:
         yield fill if is_ours else report
+
+
+def _is_filled(target: Location) -> bool:
+    return bool(target.names()) if target.is_folder() else target.exists()
 
 
 @contextlib.contextmanager
@@ -388,7 +399,13 @@ def destination_folder(
         return
     with (
         made_folder(target.parent, mode=options.folder_mode, durable=options.durable),
-        published_folder(target, durable=options.durable, mode=options.folder_mode, subfolders=subfolders) as folder,
+        published_folder(
+            target,
+            durable=options.durable,
+            mode=options.folder_mode,
+            subfolders=subfolders,
+            inside=None if job.shared is None else job.shared.folder,
+        ) as folder,
     ):
         yield folder
 

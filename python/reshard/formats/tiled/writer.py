@@ -114,7 +114,7 @@ def write_one_file(job: Job, container: _core.Container | None = None) -> Writte
             return fill
         placed = job.shared.folder / "placed"
         make_folders(placed)
-        with publishing() as path:
+        with publishing(inside=job.shared.folder) as path:
             n_bytes = n_bytes_of(fill(placed))
             link_or_move(placed / job.target.name, path)
     return Written(job.target, 1, n_bytes)
