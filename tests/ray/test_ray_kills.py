@@ -201,7 +201,7 @@ def test_a_driver_that_goes_at_random_publishes_all_or_nothing(
         visible = {name: data for name, data in found.items() if not name.startswith(".")}
         states.append("shares" if any(folder.rglob("*share-*.staging")) else "nothing")
         is_published = (folder / name.format("dst")).exists() and (
-            kind != "root" or (folder / "dst" / "latest_checkpointed_iteration.txt").exists()
+            kind != "root" or (folder / "dst" / "iteration_00000004").exists()
         )
         if is_published:
             states[-1] = "published"
