@@ -56,9 +56,9 @@ def weight(kind: str, m: str, rng: np.random.Generator, rows: int = 256, columns
         blocks = integers(rng, (2, rows, columns // 32, 16), np.uint8)
         return {f"{m}.w_blocks": blocks, f"{m}.w_scales": rng.integers(110, 140, blocks.shape[:-1], np.uint8)}
     packed = integers(rng, (rows, columns // 2), np.uint8)
-    if kind == "mxfp4-packed":
+    if kind in ("mxfp4-packed", "mxfp4-modelopt"):
         of = rng.integers(110, 140, (rows, columns // 32), np.uint8)
-        return {f"{m}.weight_packed": packed, f"{m}.weight_scale": of}
+        return {f"{m}.weight{'_packed' * (kind == 'mxfp4-packed')}": packed, f"{m}.weight_scale": of}
     of_16 = np.abs(fp8(rng, (rows, columns // 16)).astype(np.float32)).astype(ml_dtypes.float8_e4m3fn)
     if kind == "nvfp4":
         both = {f"{m}.weight_global_scale": scales(rng, (1,)) * 300, f"{m}.input_global_scale": scales(rng, (1,))}
@@ -110,6 +110,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "fp8-tensor": {"quant_method": "modelopt", "quant_algo": "FP8"},
     "mxfp4": {"quant_method": "mxfp4"},
     "mxfp4-packed": {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"},
+    "mxfp4-modelopt": {"quant_method": "modelopt", "quant_algo": "mxfp4"},
     "nvfp4": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
     "nvfp4-modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
     "int8-channel": {"quant_method": "compressed-tensors", "format": "int-quantized"},

@@ -73,7 +73,8 @@ def nvfp4(arrays: Mapping[str, Array], dtype: str) -> Array:
 
 def mxfp4_packed(arrays: Mapping[str, Array], dtype: str) -> Array:
     of = np.exp2(arrays["a.weight_scale"].astype(np.float32) - 127)
-    return np.asarray(e2m1(arrays["a.weight_packed"]) * np.repeat(of, 32, axis=-1)).astype(FLOAT[dtype])
+    packed = arrays["a.weight_packed" if "a.weight_packed" in arrays else "a.weight"]
+    return np.asarray(e2m1(packed) * np.repeat(of, 32, axis=-1)).astype(FLOAT[dtype])
 
 
 def int8(arrays: Mapping[str, Array], dtype: str) -> Array:
@@ -120,6 +121,7 @@ ORACLES: dict[str, Callable[[Mapping[str, Array], str], Array]] = {
     "fp8-tensor": blocks_of_transformers,
     "mxfp4": mxfp4_of_transformers,
     "mxfp4-packed": mxfp4_packed,
+    "mxfp4-modelopt": mxfp4_packed,
     "nvfp4": nvfp4,
     "nvfp4-modelopt": nvfp4,
     "int8-channel": int8,
@@ -180,7 +182,7 @@ def torchao_tensors() -> dict[str, Any]:
     torch.manual_seed(3)
     values = torch.randn(64, 128, dtype=torch.bfloat16)
     made = {}
-    for name in ("Int8WeightOnlyConfig", "Float8WeightOnlyConfig"):
+    for name in ("Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "IntxWeightOnlyConfig"):
         model = torch.nn.Sequential(torch.nn.Linear(128, 64, bias=False)).to(torch.bfloat16)
         quantization.quantize_(model, getattr(quantization, name)())
         made[f"{name}.weight"] = model[0].weight.detach()
@@ -208,6 +210,11 @@ def test_tensors_of_torchao(tmp_path: Path) -> None:
         for dtype in ("float32", "bfloat16"):
             found = plain.load(dtype=dtype)
             for name, one in made.items():
+                if name.startswith("Intx"):  # it has no other dtype than that of the module
+                    zeros, of = (part.to(torch.float32).reshape(64, 1) for part in (one.zero_point, one.scale))
+                    assert torch.equal(((one.qdata - zeros) * of).to(torch.bfloat16), one.dequantize())
+                    same(found[name], from_torch((one.qdata - zeros) * of, dtype))
+                    continue
                 same(found[name], from_torch(one.dequantize(torch.float32), dtype))
     # The description of the tensors stays, in several files, too.
     reshard.convert(hf, tmp_path / "out", files={"max_shard_size": 4096})
@@ -292,6 +299,43 @@ def test_nested_scales_of_bitsandbytes(tmp_path: Path) -> None:
                 state.dtype = getattr(torch, dtype)
                 expected = from_torch(library.functional.dequantize_4bit(packed, state), dtype)
                 same(plain.load(dtype=dtype)["a.weight"], expected)
+
+
+@pytest.mark.parametrize("dtype", ["U8", "I8", "F16", "BF16", "F32", "F64"])
+def test_bytes_of_bitsandbytes_in_elements_of_any_dtype(dtype: str, tmp_path: Path) -> None:
+    """`bnb_4bit_quant_storage`, as FSDP needs it: the same bytes as elements of another dtype."""
+    arrays = weight("bnb-4bit", "a", RNG(1), 96, 128)
+    reshard.save_file(arrays, tmp_path / "bytes.safetensors")
+    with reshard.open(tmp_path / "bytes.safetensors") as checkpoint, checkpoint.dequantised() as plain:
+        expected = plain.read("a.weight")
+    stored = {"U8": np.uint8, "I8": np.int8, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F32": np.float32,
+              "F64": np.float64}[dtype]  # fmt: skip
+    arrays["a.weight"] = arrays["a.weight"].reshape(-1).view(stored).reshape(-1, 1)
+    hf = tmp_path / "hf"
+    hf.mkdir()
+    reshard.save_file(arrays, hf / "model.safetensors")
+    (hf / "config.json").write_text(json.dumps(config_of("bnb-4bit")))
+    with reshard.open(hf) as checkpoint:
+        assert checkpoint["a.weight"].dtype == dtype
+        assert {one.kind for one in checkpoint.quantised().values()} == {"bnb-4bit"}
+    reshard.convert(hf, tmp_path / "copy")
+    copied = reshard.load_file(tmp_path / "copy" / "model.safetensors")["a.weight"]
+    assert copied.tobytes() == arrays["a.weight"].tobytes()
+    if copied.itemsize == 1:
+        with reshard.open(hf) as checkpoint, checkpoint.dequantised() as plain:
+            same(plain.read("a.weight"), expected)
+            same(plain.read("a.weight", (slice(7, 30), slice(5, 60))), expected[7:30, 5:60].copy())
+            same(plain.read("a.weight", (50, slice(127, 128))), expected[50, 127:128].copy())
+    else:
+        with pytest.raises(UnsupportedError, match=r"`a\.weight` is quantised as bnb-4bit"):
+            reshard.convert(hf, tmp_path / "out", dtype="bfloat16")
+    arrays["a.weight"] = arrays["a.weight"][:-1]
+    reshard.save_file(arrays, hf / "model.safetensors")
+    with (
+        reshard.open(hf) as checkpoint,
+        pytest.raises(reshard.ReshardError, match=r"12288 values of 4 bits, two a byte"),
+    ):
+        checkpoint.quantised()
 
 
 def test_what_stays_float32(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _GGUF = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ1_S", "IQ1_M",
          "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4",
          "NVFP4")  # fmt: skip
+_OF_SCALES = ("F32", "BF16", "F16", "U8", "F8_E8M0", "F8_E4M3")
 _INT8 = 7.874015718698502e-3  # 1 / 127, as bitsandbytes has it
 
 
@@ -82,20 +83,26 @@ def add_dequantised(
 
 def _recipe(one: Quantised, index: _core.Index) -> Recipe:
     shapes = {role: index.shape(key) for role, key in one.parts.items()}
+    if "pre_quant_scale" in one.parts:
+        raise UnsupportedError(
+            f"{show(one.parts['pre_quant_scale'])} scales the inputs of the module of {show(one.name)}: the weight "
+            "alone is not that of an ordinary model",
+            key=one.name,
+            hint="leave `dtype=` out; or fold that scale into the weights with the library that wrote it first",
+        )
     if one.kind.startswith("fp8-") or one.kind in ("int8-channel", "bnb-int8"):
         block = one.values.get("block", (1, one.shape[-1]))
         factor = _INT8 if one.kind == "bnb-int8" else 1.0
         scales = [(role, _grid(one, shapes[role], block)) for role in ("scale", "zero_point") if role in shapes]
         return Recipe("scaled", (*block, factor), (("weight", _matrices(one, one.shape)), *scales))
-    if one.kind in ("mxfp4-packed", "nvfp4", "nvfp4-modelopt"):
-        block = 32 if one.kind == "mxfp4-packed" else 16
+    if one.kind in ("mxfp4-packed", "mxfp4-modelopt", "nvfp4", "nvfp4-modelopt"):
         parts = [("weight", _matrices(one, shapes["weight"])), ("scale", _matrices(one, shapes["scale"]))]
         if "global" in one.parts:
             parts.append(("global", (max(1, math.prod(shapes["global"])),)))
-        return Recipe("e2m1", (block, one.kind == "nvfp4"), tuple(parts))
+        return Recipe("e2m1", (one.values["block"], one.kind == "nvfp4"), tuple(parts))
     if one.kind == "mxfp4":
         return Recipe("transposed", (), (("blocks", shapes["blocks"]), ("scales", shapes["scales"])))
-    if one.kind == "bnb-4bit":
+    if one.kind == "bnb-4bit" and index.info(one.parts["weight"])[0] in ("U8", "I8"):
         state = one.values
         roles = ["weight", "absmax", "quant_map"]
         of_state = [state["blocksize"], 0, 0.0, state.get("quant_type") == "fp4"]
@@ -139,12 +146,15 @@ def _recipe(one: Quantised, index: _core.Index) -> Recipe:
 def _of_torchao(one: Quantised, shapes: dict[str, tuple[int, ...]], index: _core.Index) -> Recipe | None:
     values, block = one.values, one.values.get("block_size")
     kind, roles = values["type"], set(one.parts)
-    if values.get("is_swizzled_scales") or len(one.shape) > 3:
+    if values.get("is_swizzled_scales") or len(one.shape) > 3 or not {"qdata", "scale"} <= roles:
+        return None
+    if index.info(one.parts["scale"])[0] not in _OF_SCALES:
+        return None
+    is_scaled = kind not in ("MXTensor", "NVFP4Tensor") or _elements(values) not in ("", "float4_e2m1fn_x2")
+    if is_scaled and index.info(one.parts["qdata"])[0] not in ("I8", "F8_E4M3", "F8_E5M2"):
         return None
     if "zero_point" in roles and [index.info(one.parts[role])[0] for role in ("qdata", "zero_point")] != ["I8", "I8"]:
         return None  # the core subtracts bytes
-    if kind in ("MXTensor", "NVFP4Tensor") and not {"qdata", "scale"} <= roles:
-        return None
     if kind == "MXTensor" and type(block) is int and block > 0:
         if _elements(values) != "float4_e2m1fn_x2":
             return _torchao_scaled(one, shapes, (1, block))
@@ -158,7 +168,11 @@ def _of_torchao(one: Quantised, shapes: dict[str, tuple[int, ...]], index: _core
         if "per_tensor_scale" in roles:
             parts.append(("per_tensor_scale", (1,)))
         return Recipe("e2m1", (block, 0), tuple(parts))
-    is_plain = kind in ("Float8Tensor", "Int8Tensor") and roles <= {"qdata", "scale", "zero_point"}
+    is_plain = kind in ("Float8Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor") and roles <= {
+        "qdata",
+        "scale",
+        "zero_point",
+    }
     if is_plain and isinstance(block, list) and len(block) == len(one.shape) > 1:
         return _torchao_scaled(one, shapes, (block[-2], block[-1]))
     return None

@@ -116,6 +116,10 @@ def in_form(
                 key=one.name,
                 hint='`dtype="bfloat16"` makes ordinary tensors of all',
             )
+        if one.values["block"] != _WEIGHTS["group_size"]:
+            raise UnsupportedError(
+                f"{show(one.name)} has blocks of {one.values['block']} values, which only modelopt writes", key=one.name
+            )
         module = one.name.removesuffix(".weight")
         for role, key in one.parts.items():
             what = _ROLES.get(role, role)

@@ -45,7 +45,10 @@ _FP8 = ("F8_E4M3", "F8_E5M2")
 _SCALES = ("F32", "BF16", "F16")
 _POWERS = ("F8_E8M0", "U8")
 _STATES = ("nf4", "fp4")
-_OF_MODULE = ("input_scale", "activation_scale", "input_global_scale")  # scales of activations
+_STORAGES = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4, "F64": 8}  # `bnb_4bit_quant_storage`, and its bytes
+# Of activations.
+_OF_MODULE = ("input_scale", "activation_scale", "input_global_scale", "input_zero_point", "output_scale",
+              "output_zero_point", "pre_quant_scale")  # fmt: skip
 _MAX_STATE_BYTES = 64 << 10
 _NVFP4_BLOCK, _MXFP4_BLOCK = 16, 32
 _INTEGERS = range(1, 9)  # bits of an integer of compressed-tensors
@@ -202,6 +205,8 @@ class _Finder:
             grid = (1,) * len(shape)
         elif len(its) < len(shape) and its == shape[: len(its)]:
             grid = (*its, *(1,) * (len(shape) - len(its)))
+        elif len(its) == 4 and len(shape) == 2 and its[1::2] == (1, 1):  # of modelopt: rows, 1, columns, 1
+            grid = its[::2]
         if len(grid) != len(shape):
             self._fail(
                 scale, f"{show(scale)} has shape {its}, and {show(key)} {shape}: no scale a row, block or tensor"
@@ -209,9 +214,8 @@ class _Finder:
         block = self._block(key, shape, scale, grid, kind)
         is_row = grid[-1] == 1 and len(shape) > 1 and grid[-2] == shape[-2]
         grain = "tensor" if set(grid[-2:]) == {1} else "channel" if is_row else "block"
-        follows = tuple(
-            Follows(dim, n) if grid[dim] > 1 else None for dim, n in enumerate(block[: len(its)] if len(its) else ())
-        )
+        dims = (0, None, 1, None) if (len(its), len(shape)) == (4, 2) else range(min(len(its), len(shape)))
+        follows = tuple(Follows(dim, block[dim]) if dim is not None and grid[dim] > 1 else None for dim in dims)
         module = key.removesuffix(".weight")
         parts = {"weight": key, "scale": scale}
         if kind == "int8" and self._has_zeros(key + "_zero_point", self._groups(key, "int", _INTEGERS)):
@@ -314,20 +318,23 @@ class _Finder:
         scale, second = key + "_scale", key + "_scale_2"
         if dtype != "U8" or scale not in self.tensors or len(shape) < 2:
             return None
-        if self.tensors[scale][0] != "F8_E4M3":
+        of, its = self.tensors[scale]
+        parts = {"weight": key, "scale": scale}
+        of_module = self._of_module(key.removesuffix(".weight"))
+        if of == "U8" and its == (*shape[:-1], shape[-1] * 2 // _MXFP4_BLOCK):
+            return self._fp4(key, key, shape, {**parts, **of_module}, "mxfp4-modelopt")
+        if of == "F32" and len(shape) == len(its) == 2 and its[0] == shape[0] * 2 and its[1] and not shape[1] % its[1]:
+            parts |= {"global": second} if second in self.tensors else {}
+            return Quantised(key, "int4-modelopt", (its[0], shape[1]), {**parts, **of_module}, is_whole=True)
+        if of != "F8_E4M3":
             return None
         self._part(key, second, "global scale", ("F32",))
-        module = key.removesuffix(".weight")
-        return self._fp4(
-            key,
-            key,
-            shape,
-            {"weight": key, "scale": scale, "global": second, **self._of_module(module)},
-            "nvfp4-modelopt",
-        )
+        return self._fp4(key, key, shape, {**parts, "global": second, **of_module}, "nvfp4-modelopt")
 
     def _fp4(self, key: str, name: str, shape: tuple[int, ...], parts: dict[str, str], kind: str) -> Quantised:
-        block = _MXFP4_BLOCK if kind == "mxfp4-packed" else _NVFP4_BLOCK
+        n_scales = (0, *self.tensors[parts["scale"]][1])[-1]
+        is_wide = kind.startswith("mxfp4") or (kind == "nvfp4-modelopt" and n_scales * _MXFP4_BLOCK == 2 * shape[-1])
+        block = _MXFP4_BLOCK if is_wide else _NVFP4_BLOCK
         if shape[-1] * 2 % block:
             self._fail(key, f"{show(key)} has rows of {2 * shape[-1]} values, not a multiple of {block}, its block")
         self._part(key, parts["scale"], "scale", (), (*shape[:-1], shape[-1] * 2 // block))
@@ -338,7 +345,8 @@ class _Finder:
         follows = {"scale": (*map(Follows, range(n - 1)), Follows(n - 1, block // 2))}
         if "global" in parts and len(shape) > 2 and self.tensors[parts["global"]][1] == shape[:-2]:
             follows["global"] = tuple(map(Follows, range(n - 2)))
-        return Quantised(name, kind, (*shape[:-1], shape[-1] * 2), parts, follows, {n - 1: block // 2})
+        values = {"block": block}
+        return Quantised(name, kind, (*shape[:-1], shape[-1] * 2), parts, follows, {n - 1: block // 2}, values=values)
 
     def _compressed(self, key: str, dtype: str, shape: tuple[int, ...]) -> Quantised | None:
         name = key.removesuffix("_packed")
@@ -362,6 +370,8 @@ class _Finder:
         return self._fp4(key, name, shape, parts | self._of_module(module), "nvfp4")
 
     def _packed_integers(self, key: str, name: str, shape: tuple[int, ...], parts: dict[str, str]) -> Quantised:
+        if len(shape) != 2:
+            self._fail(key, f"{show(key)} has shape {shape}, expected two dims")
         parts["shape"] = self._part(key, name + "_shape", "shape", ("I64", "I32"), (2,))
         parts |= {"g_idx": name + "_g_idx"} if name + "_g_idx" in self.tensors else {}
         its = self.tensors[parts["scale"]][1]
@@ -492,16 +502,21 @@ class _Finder:
 
     def _bitsandbytes(self, key: str, dtype: str, shape: tuple[int, ...]) -> Quantised | None:
         scb = key.removesuffix(".weight") + ".SCB"
-        if dtype == "I8" and key.endswith(".weight") and (scb in self.tensors or self.of.method == "bitsandbytes"):
+        states = [of for name in _STATES if (of := f"{key}.quant_state.bitsandbytes__{name}") in self.tensors]
+        if (
+            dtype == "I8"
+            and not states
+            and key.endswith(".weight")
+            and (scb in self.tensors or self.of.method == "bitsandbytes")
+        ):
             if len(shape) != 2:
                 self._fail(key, f"{show(key)} has shape {shape}, expected two dims")
             self._part(key, scb, "scale", ("F32",), shape[:1])
             order = key + "_format"
             parts = {"weight": key, "scale": scb, **({"format": order} if order in self.tensors else {})}
             return Quantised(key, "bnb-int8", shape, parts, {"scale": (Follows(0),)})
-        states = [of for name in _STATES if (of := f"{key}.quant_state.bitsandbytes__{name}") in self.tensors]
         ends = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
-        if dtype not in ("U8", "F32", "F16", "BF16") or not (states or any(key + end in self.tensors for end in ends)):
+        if dtype not in _STORAGES or not (states or any(key + end in self.tensors for end in ends)):
             return None
         if not states:
             self._missing(f"{key}.quant_state.bitsandbytes__nf4", key, f"the state of {show(key)}")
@@ -516,7 +531,7 @@ class _Finder:
         ):
             self._fail(states[0], f"{show(states[0])} has no `blocksize` or `shape`")
         n = math.prod(logical)
-        if dtype != "U8" or math.prod(shape) != -(-n // 2) or sum(extent != 1 for extent in shape) > 1:
+        if math.prod(shape) * _STORAGES[dtype] != -(-n // 2) or sum(extent != 1 for extent in shape) > 1:
             self._fail(
                 key, f"{show(key)} is {dtype} of shape {shape}, and its state says {n} values of 4 bits, two a byte"
             )
